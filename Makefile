@@ -1,0 +1,53 @@
+# setup, format, check, test, bench: the five commands, and CI runs exactly check and test.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+# The CUDA build of fbgemm-gpu does not even import without the NVIDIA driver: choose by its presence.
+VARIANT ?= $(shell $(PYTHON) -c 'import ctypes; ctypes.CDLL("libnvidia-ml.so.1")' 2>/dev/null && echo cuda || echo cpu)
+
+.PHONY: setup format check test bench demo clean protos protos-lint mutants antdt-faults
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml deploy/requirements/$(VARIANT).txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r deploy/requirements/$(VARIANT).txt
+	touch $@
+
+format: setup
+	$(BIN)/ruff format gmeta metaio models tests benchmarks examples
+	$(BIN)/ruff check --fix gmeta metaio models tests benchmarks examples
+
+check: setup
+	$(BIN)/ruff format --check gmeta metaio models tests benchmarks examples
+	$(BIN)/ruff check gmeta metaio models tests benchmarks examples
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: setup
+	$(BIN)/python -m pytest
+
+bench: setup
+	@for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script --quick || exit 1; done
+
+# The commands of the README, on data that the first of them makes.
+demo: setup
+	rm -rf runs/demo
+	$(BIN)/gmeta prepare --recipe synthetic --tasks 16000 runs/demo/data
+	$(BIN)/gmeta train examples/demo.toml --nproc-per-node 2
+	$(BIN)/gmeta train examples/demo.toml --nproc-per-node 2 algorithm.name=none run.dir=runs/demo/plain
+	$(BIN)/gmeta evaluate runs/demo/maml --against runs/demo/plain
+
+protos: setup
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. protos/antdt/v1/shard_service.proto
+
+protos-lint:
+	cd protos && npx --yes @bufbuild/buf@1.75.0 lint && npx --yes @bufbuild/buf@1.75.0 format --diff --exit-code
+
+mutants: setup
+	$(BIN)/python -m tests.antdt.faults.mutants
+
+antdt-faults: setup
+	ANTDT_SCHEDULES=10000 ANTDT_KILLS=1000 $(BIN)/python -m pytest tests/antdt/faults --timeout 3600
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache

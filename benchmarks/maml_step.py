@@ -1,0 +1,255 @@
+"""Exact MAML against plain training on the same rows, and against the usual ways to do it.
+
+Times the learner's step (forward and backward from fetched rows; no tables, no ranks) of an MLP
+over 26 features x 32. Variants of one size take turns in one process:
+
+  plain        the same model without an inner loop, on support and query rows together
+  maml, fomaml ours, second and first order
+  loop         a loop over tasks with explicit weights
+  vmap         torch.func: every task gets its own copy of each weight
+  bmm          per-task weights written out, one batched product a layer
+
+Peak memory is the growth of the process's high-water mark during a step, in fresh processes.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from _common import (
+    environment,
+    finish,
+    interleaved,
+    make_parser,
+    print_table,
+    seconds_of,
+    spread_of,
+)
+from _synthetic import even_sizes, ragged_sizes, random_batch, single_id_features
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.learner import MetaLearner
+from gmeta.parallel import choose_cpu_matmul
+from metaio.batch import TaskBatch
+from models import InputSizes, ModelConfig, build_model
+
+NUM_FEATURES, WIDTH, TASKS, INNER_LR = 26, 32, 128, 0.05
+MODELS = {"832-256-128-1": (256, 128), "832-512-256-1": (512, 256)}
+Step = Callable[[], Tensor]
+
+
+def model_of(hidden: tuple[int, ...]) -> nn.Module:
+    """The MLP of the benchmark, initialised the same in every variant."""
+    torch.manual_seed(0)
+    config = ModelConfig(name="melu", embedding_dim=WIDTH, hidden=hidden)
+    return build_model(config, InputSizes(NUM_FEATURES, 0, 0))
+
+
+def batch_of(rows: int, ragged: bool) -> TaskBatch:
+    """T tasks of `rows` support and `rows` query rows, exactly or on average."""
+    features = single_id_features(NUM_FEATURES, 100_000)
+    if ragged:
+        return random_batch(features, ragged_sizes(TASKS, rows, 1), ragged_sizes(TASKS, rows, 2), 0)
+    return random_batch(features, even_sizes(TASKS, rows), even_sizes(TASKS, rows), 0)
+
+
+def ours(batch: TaskBatch, hidden: tuple[int, ...], name: str, steps: int) -> Step:
+    """A step of the engine's learner; arranging the batch is the host's work and not in it."""
+    algorithm = AlgorithmConfig(
+        name=name, inner_steps=steps, inner_lr=INNER_LR, adapt_embeddings=False
+    )
+    learner = MetaLearner(model_of(hidden), algorithm, "bce")
+    episodes = learner.arrange(batch)
+    rows_UD = torch.randn(batch.unique_ids_U.numel(), WIDTH).mul_(0.1).requires_grad_()
+
+    precision = choose_cpu_matmul()
+
+    def step() -> Tensor:
+        torch.set_float32_matmul_precision(precision)
+        rows_UD.grad = None
+        learner.zero_grad()
+        loss = learner(rows_UD, episodes, 1 / episodes.num_terms)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def by_hand(batch: TaskBatch, hidden: tuple[int, ...], kind: str, steps: int) -> Step:
+    """A step of one of the usual ways, on equally sized tasks: x [T, S, I] gathered once."""
+    model = model_of(hidden).decision
+    rows = int(batch.support_lengths_T[0])
+    position_TRF = batch.positions_NF.view(TASKS, 2 * rows, NUM_FEATURES).long()
+    label_TR = batch.label_N.view(TASKS, 2 * rows)
+    torch.manual_seed(0)
+    rows_UD = torch.randn(batch.unique_ids_U.numel(), WIDTH).mul_(0.1).requires_grad_()
+    parameters = dict(model.named_parameters())
+
+    def task_loss(weights: Mapping[str, Tensor], x_SI: Tensor, label_S: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(
+            functional_call(model, weights, (x_SI,)).squeeze(-1), label_S
+        )
+
+    def adapt_and_score(weights: Mapping[str, Tensor], x_RI: Tensor, label_R: Tensor) -> Tensor:
+        for _ in range(steps):
+            gradient = grad(task_loss)(weights, x_RI[:rows], label_R[:rows])
+            weights = {name: w - INNER_LR * gradient[name] for name, w in weights.items()}
+        return task_loss(weights, x_RI[rows:], label_R[rows:])
+
+    def loop_loss(x_TRI: Tensor) -> Tensor:
+        losses = []
+        for x_RI, label_R in zip(x_TRI, label_TR, strict=True):
+            weights: dict[str, Tensor] = dict(parameters)
+            for _ in range(steps):
+                loss = task_loss(weights, x_RI[:rows], label_R[:rows])
+                gradients = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+                pairs = zip(weights.items(), gradients, strict=True)
+                weights = {name: w - INNER_LR * g for (name, w), g in pairs}
+            losses.append(task_loss(weights, x_RI[rows:], label_R[rows:]))
+        return torch.stack(losses).mean()
+
+    def vmap_loss(x_TRI: Tensor) -> Tensor:
+        return vmap(adapt_and_score, in_dims=(None, 0, 0))(parameters, x_TRI, label_TR).mean()
+
+    def bmm_logits(weights: list[Tensor], x_TSI: Tensor) -> Tensor:
+        for index in range(0, len(weights), 2):
+            x_TSI = torch.baddbmm(weights[index + 1].unsqueeze(1), x_TSI, weights[index].mT)
+            x_TSI = torch.relu(x_TSI) if index + 2 < len(weights) else x_TSI
+        return x_TSI.squeeze(-1)
+
+    def bmm_loss(x_TRI: Tensor) -> Tensor:
+        weights = [p.expand(TASKS, *p.shape) for p in parameters.values()]
+        for _ in range(steps):
+            logits_TS = bmm_logits(weights, x_TRI[:, :rows])
+            losses_TS = F.binary_cross_entropy_with_logits(
+                logits_TS, label_TR[:, :rows], reduction="none"
+            )
+            gradients = torch.autograd.grad(losses_TS.mean(1).sum(), weights, create_graph=True)
+            weights = [w - INNER_LR * g for w, g in zip(weights, gradients, strict=True)]
+        return F.binary_cross_entropy_with_logits(
+            bmm_logits(weights, x_TRI[:, rows:]), label_TR[:, rows:]
+        )
+
+    losses = {"loop": loop_loss, "vmap": vmap_loss, "bmm": bmm_loss}
+
+    def step() -> Tensor:
+        torch.set_float32_matmul_precision("highest")  # torch's default, and faster for these
+        rows_UD.grad = None
+        model.zero_grad()
+        loss = losses[kind](rows_UD[position_TRF].flatten(2))
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def variant(name: str, batch: TaskBatch, hidden: tuple[int, ...], steps: int) -> Step:
+    """The step of a variant by its name in the table."""
+    if name in ("loop", "vmap", "bmm"):
+        return by_hand(batch, hidden, name, steps)
+    return ours(batch, hidden, {"plain": "none"}.get(name, name), steps)
+
+
+def measure_sizes(
+    sizes: list[tuple[str, int, bool, int]], rounds: int, peers: bool
+) -> dict[tuple[str, int, bool, int], dict[str, float]]:
+    """Median seconds of each variant at each (model, rows, ragged, inner steps)."""
+    results = {}
+    for size in sizes:
+        model, rows, ragged, steps = size
+        names = ["plain", "maml", "fomaml"]
+        if peers and not ragged and steps == 1:
+            names += ["loop", "vmap", "bmm"]
+        batch = batch_of(rows, ragged)
+        built = {name: variant(name, batch, MODELS[model], steps) for name in names}
+        torch.manual_seed(0)
+        for step in built.values():
+            step()
+        timed = {name: (lambda step=step: seconds_of(step, 2)) for name, step in built.items()}
+        results[size] = {
+            name: spread_of(values).median for name, values in interleaved(timed, rounds).items()
+        }
+    return results
+
+
+def peak_bytes(name: str, model: str, rows: int) -> int:
+    """Growth of the high-water mark during three steps, in a fresh process."""
+    command = [sys.executable, "-W", "ignore", __file__, "--peak-of", name, model, str(rows)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def print_peak(name: str, model: str, rows: int) -> None:
+    """What the process of `peak_bytes` prints."""
+    from pathlib import Path
+
+    def kilobytes(field: str) -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split(f"{field}:")[1].split()[0])
+
+    step = variant(name, batch_of(rows, ragged=False), MODELS[model], 1)
+    before = kilobytes("VmRSS")
+    for _ in range(3):
+        step()
+    print((kilobytes("VmHWM") - before) * 1024)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--threads", type=int, default=1, help="intra-op threads")
+    parser.add_argument("--peak-of", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.peak_of:
+        print_peak(options.peak_of[0], options.peak_of[1], int(options.peak_of[2]))
+        return
+    first = next(iter(MODELS))
+    sizes = [(first, 5, False, 1), (first, 20, False, 1)]
+    if not options.quick:
+        sizes = [
+            (model, rows, ragged, steps)
+            for model in MODELS
+            for rows in (5, 10, 20)
+            for ragged in (False, True)
+            for steps in (1, 3)
+        ]
+    results = measure_sizes(sizes, options.rounds or (5 if options.quick else 9), peers=True)
+    lines, second, one, speedup = [], [], [], {}
+    for (model, rows, ragged, steps), seconds in results.items():
+        to_plain = {name: seconds[name] / seconds["plain"] for name in ("maml", "fomaml")}
+        peers = {name: s for name, s in seconds.items() if name in ("loop", "vmap", "bmm")}
+        if steps == 1:
+            second.append(to_plain["maml"])
+            one.append(to_plain["fomaml"])
+        if peers and model == first:
+            speedup[rows] = min(peers.values()) / seconds["maml"]
+        samples = 2 * rows * TASKS / 1e3
+        lines.append(
+            [f"{model} S=Q={'~' if ragged else ''}{rows} k={steps}"]
+            + [f"{samples / seconds[name]:.0f}k" if name in seconds else "-" for name in COLUMNS]
+            + [f"{to_plain['maml']:.2f}", f"{to_plain['fomaml']:.2f}"]
+        )
+    memory = peak_bytes("maml", first, 20) / peak_bytes("plain", first, 20)
+    print(f"samples/s, {options.threads} thread(s), {TASKS} tasks")
+    print_table(["size", *COLUMNS, "maml/plain", "fomaml/plain"], lines)
+    finish(
+        "maml_step",
+        {
+            "ratio_to_plain": max(second),
+            "ratio_to_plain_first_order": max(one),
+            "peak_memory_ratio": memory,
+            **{f"speedup_s{rows}": value for rows, value in speedup.items()},
+            "threads": options.threads,
+            "environment": environment(("torch",)),
+        },
+    )
+
+
+COLUMNS = ("plain", "fomaml", "maml", "loop", "vmap", "bmm")
+
+if __name__ == "__main__":
+    main()

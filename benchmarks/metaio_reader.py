@@ -1,0 +1,194 @@
+"""Rows/s from disk to torch tensors, beside the bare Parquet decode of the same files and beside
+peers.
+
+`gmeta, a block a batch` hands out stored blocks; `gmeta, shuffled` recomposes batches of 1,024
+episodes from a window of shuffled blocks. Both give unique ids and positions. `bare decode` reads
+the same files with pyarrow, in a loop, to Arrow arrays and nothing more; the faster of read() and
+mmap counts. Peers read the same rows from a row table in the encodings that suit pyarrow best
+(DELTA ids, PLAIN floats, no compression), to one tensor a feature group; they compute no unique ids
+unless their name says so. Files are in the page cache; the first epoch, in which gmeta also
+verifies every checksum, is reported by itself.
+"""
+
+import functools
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from _common import (
+    Spread,
+    environment,
+    finish,
+    interleaved,
+    make_parser,
+    positive_int,
+    print_table,
+    spread_of,
+)
+from metaio_logs import logs_schema, write_logs
+from metaio_peers import PEERS, Batch, available_peers, has_mosaic, mosaic, row_table, write_mosaic
+
+import metaio
+import metaio.layout
+from metaio.order import BlockEpisodes
+from metaio.pipeline import BatchPipeline, Plan
+from metaio.prepare import PrepareOptions, prepare
+
+DECODES = ("bare decode, read()", "bare decode, mmap")
+OURS, SHUFFLED, MOSAIC = "gmeta, a block a batch", "gmeta, shuffled", "Mosaic, a block a sample"
+SHUFFLED_EPISODES = 1_024
+CLOCK = [time.perf_counter]
+
+
+def bare_decode(dataset: metaio.Dataset, mapped: bool) -> int:
+    """Decode every file of the split with pyarrow alone; rows read."""
+    root = Path(dataset.url)
+    split = dataset.splits["train"]
+    for shard in range(len(split.shards)):
+        files = [
+            pq.ParquetFile(root / stream.path("train", shard), memory_map=mapped)
+            for stream in metaio.layout.streams(dataset.features)
+        ]
+        for group in range(files[0].num_row_groups):
+            for file in files:
+                file.read_row_group(group, use_threads=pa.cpu_count() > 1)
+    return split.num_rows
+
+
+class Readers:
+    """Our two readers, alive for all rounds as in training: their threads and memory are warm."""
+
+    def __init__(self, dataset: metaio.Dataset, threads: int) -> None:
+        self._blocks = BatchPipeline(dataset, threads=threads, prefetch_batches=2, cache_bytes=1)
+        self._shuffled = metaio.BatchReader(
+            dataset, "train", tasks_per_step=SHUFFLED_EPISODES, window_blocks=8, threads=threads
+        )
+        split = dataset.splits["train"]
+        self._plans: list[Plan] = [
+            [("train", BlockEpisodes(block, np.arange(count)))]
+            for block, count in enumerate(split.blocks.num_episodes_X.tolist())
+        ]
+        self._epochs = itertools.count()
+
+    def blocks(self) -> int:
+        """Every block as a batch, in stored order; rows read."""
+        return sum(batch.num_rows for batch in self._blocks.run(self._plans))
+
+    def shuffled(self) -> int:
+        """One epoch of recomposed batches; rows read."""
+        return sum(batch.num_rows for batch in self._shuffled.batches(next(self._epochs)))
+
+    def close(self) -> None:
+        self._blocks.close()
+        self._shuffled.close()
+
+
+def rate(work: Callable[[], int]) -> float:
+    """Million rows/s of one run."""
+    begin_s = CLOCK[0]()
+    rows = work()
+    return rows / (CLOCK[0]() - begin_s) / 1e6
+
+
+def peer_rate(peer: Callable[[Path], Iterator[Batch]], path: Path) -> float:
+    return rate(lambda: sum(len(batch[0]) for batch in peer(path)))
+
+
+def works(
+    dataset: metaio.Dataset, readers: Readers, folder: Path, mosaic_too: bool
+) -> dict[str, Callable[[], float]]:
+    """Million rows/s of every contestant, by name."""
+    found: dict[str, Callable[[], float]] = {
+        DECODES[0]: lambda: rate(lambda: bare_decode(dataset, mapped=False)),
+        DECODES[1]: lambda: rate(lambda: bare_decode(dataset, mapped=True)),
+        OURS: lambda: rate(readers.blocks),
+        SHUFFLED: lambda: rate(readers.shuffled),
+    }
+    for name, peer in available_peers().items():
+        found[name] = functools.partial(peer_rate, peer, folder / "rows.parquet")
+    if mosaic_too:
+        found[MOSAIC] = functools.partial(peer_rate, mosaic, folder / "mds")
+    return found
+
+
+def summary(spreads: dict[str, Spread], first_epoch: float, threads: int) -> dict[str, object]:
+    """The figures of one thread count."""
+    decode = max(spreads[name].median for name in DECODES)
+    readers = {name: spreads[name].median for name in PEERS if name in spreads}
+    best = max(readers, key=lambda name: readers[name])
+    ours, shuffled = spreads[OURS].median, spreads[SHUFFLED].median
+    found: dict[str, object] = {
+        "ratio_to_decode": ours / decode,
+        "ratio_to_decode_first_epoch": first_epoch / decode,
+        "ratio_to_decode_shuffled": shuffled / decode,
+        "best_peer": best,
+        "speedup_vs_best_peer": ours / readers[best],
+        "speedup_vs_best_peer_shuffled": shuffled / readers[best],
+    }
+    if MOSAIC in spreads:
+        found["speedup_vs_mosaic"] = ours / spreads[MOSAIC].median
+    suffix = "" if threads == 1 else f"_{threads}_threads"
+    return {f"{name}{suffix}": value for name, value in found.items()}
+
+
+def run(folder: Path, rows: int, rounds: int) -> dict[str, object]:
+    """Write the logs in every form, time all readers with one and with two threads."""
+    logs, data = folder / "logs.parquet", str(folder / "data")
+    write_logs(logs, rows)
+    prepare([str(logs)], data, logs_schema(), PrepareOptions())
+    row_table(logs, folder / "rows.parquet")
+    mosaic_too = has_mosaic()
+    if mosaic_too:
+        write_mosaic(metaio.open_dataset(data), folder / "mds")
+    figures: dict[str, object] = {}
+    for threads in (1, 2):
+        pa.set_cpu_count(threads)
+        torch.set_num_threads(1)
+        dataset = metaio.open_dataset(data)
+        readers = Readers(dataset, threads)
+        first_epoch = rate(readers.blocks)
+        found = interleaved(works(dataset, readers, folder, mosaic_too), rounds)
+        readers.close()
+        spreads = {name: spread_of(values) for name, values in found.items()}
+        print(f"\n{threads} thread{'s' * (threads > 1)}, {rows:,} rows, million rows/s")
+        lines = [
+            (name, f"{s.median:.2f}", f"{s.lowest:.2f}", f"{s.highest:.2f}")
+            for name, s in spreads.items()
+        ]
+        print_table(("", "median", "lowest", "highest"), lines)
+        figures |= summary(spreads, first_epoch, threads)
+    return figures
+
+
+def main() -> int:
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--rows", type=positive_int, help="rows of the log")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="count CPU seconds, for a machine that others use too",
+    )
+    options = parser.parse_args()
+    if options.cpu_time:
+        CLOCK[0] = time.process_time
+    rows = options.rows or (400_000 if options.quick else 2_000_000)
+    rounds = options.rounds or (3 if options.quick else 7)
+    with tempfile.TemporaryDirectory(prefix="metaio-reader-") as name:
+        figures = run(Path(name), rows, rounds)
+    packages = ("pyarrow", "duckdb", "torch", "numpy")
+    finish(
+        "metaio_reader",
+        {"rows": rows, "cpu_time": options.cpu_time, **figures, **environment(packages)},
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

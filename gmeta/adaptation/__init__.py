@@ -1,0 +1,1 @@
+"""Inner loops: how a model adapts to a task. Pure torch, no distribution, no files."""

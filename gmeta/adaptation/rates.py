@@ -1,0 +1,51 @@
+"""Inner rates: what multiplies the inner gradients of a layer, and of an embedding row.
+
+Shape suffixes: B tables, P distinct (task, row) pairs, D embedding width, I input width, O output
+width.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class WeightRates(NamedTuple):
+    """A rate for each weight and each bias of a layer."""
+
+    weight_OI: Tensor
+    bias_O: Tensor | None  # None: the layer has no bias
+
+
+# A float or a scalar tensor is one rate for the layer; a tensor [O] one for each output, which its
+# weights and its bias share. Both keep a task's change of low rank; WeightRates do not.
+LayerRate = float | Tensor | WeightRates
+
+
+class InnerRates(Protocol):
+    """The rates of an inner loop, fixed or learned."""
+
+    def of_layer(self, name: str) -> LayerRate:
+        """Of the adapted layer of this name."""
+
+    def of_rows(self, unique_lengths_B: Tensor, fetched_row_P: Tensor) -> float | Tensor:
+        """Of the tasks' embedding rows, broadcasting against [P, D].
+
+        `unique_lengths_B` of the fetched rows are of each table, `fetched_row_P` tells which of
+        them a task's row is a copy of.
+        """
+
+
+@dataclass(frozen=True)
+class FixedRates:
+    """One rate for everything, from the config."""
+
+    rate: float
+
+    def of_layer(self, name: str) -> float:
+        """See InnerRates."""
+        return self.rate
+
+    def of_rows(self, unique_lengths_B: Tensor, fetched_row_P: Tensor) -> float:
+        """See InnerRates."""
+        return self.rate

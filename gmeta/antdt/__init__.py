@@ -1,0 +1,30 @@
+"""AntDT: the stateful data-shard service, its client, and what keeps stragglers from holding a
+job up.
+
+from gmeta.antdt import DatasetSpec, ShardClient
+
+docs/antdt.md tells the whole story. Nothing here imports torch.
+"""
+
+from gmeta.antdt.client import END, EndOfEpoch, ShardClient, WaitFor
+from gmeta.antdt.errors import AntdtError, FencedError, LeaseLostError, ServiceUnavailableError
+from gmeta.antdt.feed import ShardFeed
+from gmeta.antdt.lease import Lease
+from gmeta.antdt.manifest import ShardManifest, load_manifest
+from gmeta.antdt.model import DatasetSpec
+
+__all__ = [
+    "END",
+    "AntdtError",
+    "DatasetSpec",
+    "EndOfEpoch",
+    "FencedError",
+    "Lease",
+    "LeaseLostError",
+    "ServiceUnavailableError",
+    "ShardClient",
+    "ShardFeed",
+    "ShardManifest",
+    "WaitFor",
+    "load_manifest",
+]

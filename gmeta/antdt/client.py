@@ -1,0 +1,414 @@
+"""ShardClient: the data-shard service as a training process sees it. Importing it does not
+import torch.
+
+One process, one client. A background thread renews the leases; calls may come from several
+threads.
+"""
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, final
+
+from gmeta.antdt.connection import Connection, ConnectionConfig
+from gmeta.antdt.errors import AntdtError, FencedError
+from gmeta.antdt.lease import SAFE_FRACTION, Lease
+from gmeta.antdt.manifest import ShardManifest, parse_manifest
+from gmeta.antdt.model import DatasetSpec, Outcome
+from gmeta.antdt.wire import grant_from, spec_to
+from protos.antdt.v1 import shard_service_pb2 as pb
+
+_log = logging.getLogger("gmeta.antdt.client")
+
+
+class WaitFor(NamedTuple):
+    """No shard now: ask again after `retry_after_s`."""
+
+    retry_after_s: float
+    reason: str
+
+
+class EndOfEpoch(NamedTuple):
+    """Every shard of the epoch is done (or was skipped by an operator)."""
+
+
+END = EndOfEpoch()
+
+
+@final
+class ShardClient:
+    """A registered worker. Use it as a context manager: leaving it gives the leases back."""
+
+    def __init__(
+        self,
+        address: str,
+        worker_id: str,
+        *,
+        rdzv_round: int | None = None,
+        outage_budget_s: float = 300.0,
+        tls_ca: Path | None = None,
+        tls_cert: Path | None = None,
+        tls_key: Path | None = None,
+        token_file: Path | None = None,
+    ) -> None:
+        """Registers at once. Raises FencedError, RefusedError or ServiceUnavailableError.
+
+        `worker_id` is one per rank and stays the same over restarts. `rdzv_round` is torchrun's
+        rendezvous round when the caller counts them; a higher one takes every lease of earlier
+        rounds back.
+        """
+        config = ConnectionConfig(
+            address,
+            outage_budget_s,
+            tls_ca=tls_ca,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            token_file=token_file,
+        )
+        self.worker_id = worker_id
+        self.incarnation = uuid.uuid4().hex
+        self._connection = Connection(config)
+        self._rdzv_round = rdzv_round
+        self._numbered = threading.Lock()  # one numbered call at a time
+        self._registering = threading.Lock()
+        self._held_lock = threading.Lock()
+        self._held: dict[int, Lease] = {}
+        self._lost: list[Lease] = []  # since the last flush: what they trained may be unreported
+        self._caller = pb.Caller()
+        self._seq = 0
+        self._ttl_s = 30.0
+        self._report: Any = None
+        self._actions: list[Any] = []
+        self._fenced: FencedError | None = None
+        self._closed = threading.Event()
+        try:
+            self._register()
+        except AntdtError:
+            self._connection.close()
+            raise
+        self._heart = threading.Thread(target=self._beat_on, name="antdt-heartbeat", daemon=True)
+        self._heart.start()
+
+    @property
+    def run_generation(self) -> int:
+        """The generation this process belongs to."""
+        return int(self._caller.run_generation)
+
+    @property
+    def service_epoch(self) -> int:
+        """Starts of the service on its store, as last seen."""
+        return int(self._caller.service_epoch)
+
+    @property
+    def held(self) -> list[Lease]:
+        """The live leases."""
+        with self._held_lock:
+            return list(self._held.values())
+
+    def register_dataset(self, spec: DatasetSpec) -> int:
+        """Names a dataset; returns its number of shards. Raises RefusedError when the name
+        stands for other data."""
+        response = self._call(
+            "RegisterDataset", lambda: pb.RegisterDatasetRequest(spec=spec_to(spec))
+        )
+        return int(response.num_shards)
+
+    def lease(
+        self, dataset: str, epoch: int, max_shards: int = 1
+    ) -> list[Lease] | WaitFor | EndOfEpoch:
+        """Up to `max_shards` shards, or WaitFor, or END. Does not block on data, only on an
+        outage."""
+        sent_s = time.monotonic()
+        response = self._call_numbered(
+            "Lease",
+            lambda: pb.LeaseRequest(
+                caller=self._caller,
+                seq=self._seq + 1,
+                dataset=dataset,
+                epoch=epoch,
+                max_shards=max_shards,
+            ),
+        )
+        answer = response.WhichOneof("answer")
+        if answer == "end":
+            return END
+        if answer == "wait":
+            return WaitFor(response.wait.retry_after_ms / 1000, response.wait.message)
+        usable_until_s = sent_s + SAFE_FRACTION * response.grants.lease_ttl_ms / 1000
+        leases = [Lease(grant_from(grant), usable_until_s) for grant in response.grants.grants]
+        with self._held_lock:
+            self._held.update((lease.token, lease) for lease in leases)
+        return leases
+
+    def shards(self, dataset: str, epoch: int = 0, prefetch_shards: int = 1) -> Iterator[Lease]:
+        """Every shard that this worker gets of the epoch, waiting where it must; ends at END.
+
+        For loops in which each worker trains by itself. The shard is completed when the loop
+        asks for the next one, so its units must be in the model by then.
+        """
+        while not isinstance(answer := self.lease(dataset, epoch, prefetch_shards), EndOfEpoch):
+            if isinstance(answer, WaitFor):
+                _log.info("waiting for shards of %s: %s", dataset, answer.reason)
+                self._closed.wait(answer.retry_after_s)
+                self._check_fence()
+                continue
+            for lease in answer:
+                yield lease
+                lease.advance(lease.num_units - lease.units_done)
+                self.flush()
+
+    def flush(self) -> None:
+        """At a step boundary: tells the service what is in the model, durably. Raises
+        LeaseLostError and FencedError.
+
+        Leases that are finished are completed and no longer held. In a synchronous job every
+        rank calls this before the checkpoint is prepared.
+        """
+        with self._held_lock:
+            leases = list(self._held.values())
+            lost, self._lost = self._lost, []
+        for lease in lost:
+            if lease.units_done > lease.units_reported:
+                lease.check()
+        partial = [x for x in leases if x.units_reported < x.units_done < x.num_units]
+        whole = [lease for lease in leases if lease.finished]
+        if partial:
+            items = [pb.ProgressItem(token=x.token, units_done=x.units_done) for x in partial]
+            response = self._call(
+                "Progress", lambda: pb.ProgressRequest(caller=self._caller, items=items)
+            )
+            self._settle(partial, response.outcomes, drop=False)
+        if whole:
+            tokens = [lease.token for lease in whole]
+            response = self._call_numbered(
+                "Complete",
+                lambda: pb.CompleteRequest(caller=self._caller, seq=self._seq + 1, tokens=tokens),
+            )
+            self._settle(whole, response.outcomes, drop=True)
+
+    def release(self, leases: Iterable[Lease]) -> None:
+        """Gives shards back with what was flushed of them; others continue there. Lost leases
+        are no error."""
+        tokens = [lease.token for lease in leases]
+        if tokens:
+            self._call_numbered(
+                "Release",
+                lambda: pb.ReleaseRequest(caller=self._caller, seq=self._seq + 1, tokens=tokens),
+            )
+        with self._held_lock:
+            for token in tokens:
+                self._held.pop(token, None)
+
+    def fail(self, lease: Lease, failure_class: str, message: str) -> bool:
+        """The shard cannot be processed; returns True when it is quarantined now. Raises
+        LeaseLostError."""
+        response = self._call_numbered(
+            "Fail",
+            lambda: pb.FailRequest(
+                caller=self._caller,
+                seq=self._seq + 1,
+                token=lease.token,
+                failure_class=failure_class,
+                message=message,
+            ),
+        )
+        self._settle([lease], [response.outcome], drop=True)
+        return bool(response.quarantined)
+
+    def prepare_checkpoint(self, checkpoint_id: str, step: int) -> ShardManifest:
+        """Rank 0, after every rank has flushed at `step`: the manifest to save inside the
+        checkpoint folder."""
+        response = self._call(
+            "PrepareCheckpoint",
+            lambda: pb.PrepareCheckpointRequest(
+                caller=self._caller, checkpoint_id=checkpoint_id, step=step
+            ),
+        )
+        return parse_manifest(response.manifest_json.decode(), "the service's manifest")
+
+    def commit_checkpoint(self, manifest: ShardManifest) -> None:
+        """Rank 0, after the checkpoint folder was renamed into place. Losing this call loses
+        nothing."""
+        self._call(
+            "CommitCheckpoint",
+            lambda: pb.CommitCheckpointRequest(
+                caller=self._caller, checkpoint_id=manifest.checkpoint_id, digest=manifest.digest
+            ),
+        )
+
+    def restore(self, manifest: ShardManifest | None) -> int:
+        """Rank 0, at every start of the job: rolls the service to the checkpoint (None: to the
+        beginning).
+
+        Returns the new generation; every process registered before is fenced. The other ranks
+        create their client after this, or hand the generation's start on with a barrier.
+        """
+        restore_id = uuid.uuid4().hex
+        text = b"" if manifest is None else manifest.to_json().encode()
+        response = self._call(
+            "Restore",
+            lambda: pb.RestoreRequest(
+                caller=self._caller, manifest_json=text, restore_id=restore_id
+            ),
+        )
+        self._caller.run_generation = response.run_generation
+        with self._held_lock:
+            for lease in self._held.values():
+                lease.lost = "the job was rolled back to a checkpoint"
+            self._held.clear()
+        return self.run_generation
+
+    def report(self, step: int, **rates: float) -> None:
+        """What the next heartbeat tells the monitor: `compute_ms_per_sample`,
+        `data_wait_ms_per_sample`, `communication_ms_per_sample`, `samples_per_s`."""
+        self._report = pb.WorkerReport(step=step, **rates)
+
+    def take_actions(self) -> list[Any]:
+        """Actions that heartbeats brought since the last call; acknowledge each with
+        `ack_action`."""
+        with self._held_lock:
+            actions, self._actions = self._actions, []
+        return actions
+
+    def ack_action(self, action_id: str, result: str, message: str = "") -> None:
+        """`result` is APPLIED, REFUSED or FAILED."""
+        number = pb.AckActionRequest.Result.Value(f"RESULT_{result}")
+        self._call(
+            "AckAction",
+            lambda: pb.AckActionRequest(
+                caller=self._caller, action_id=action_id, result=number, message=message
+            ),
+        )
+
+    def close(self) -> None:
+        """Gives the leases back and ends the background thread. An unreachable service is not
+        waited for."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._heart.join()
+        try:
+            if self._fenced is None:
+                self.release(self.held)
+        except AntdtError as error:
+            _log.warning("leases were not given back and will expire: %s", error)
+        self._connection.close()
+
+    def __enter__(self) -> "ShardClient":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _settle(self, leases: list[Lease], outcomes: Iterable[int], drop: bool) -> None:
+        lost = []
+        for lease, outcome in zip(leases, outcomes, strict=True):
+            if outcome in (Outcome.FENCED, Outcome.INVALID):
+                lost.append(lease)
+                lease.lost = (
+                    "the service does not know its token any more: it expired or was revoked"
+                )
+            else:
+                lease.units_reported = lease.units_done
+                # A service that restarted in between may have called the completed token unknown.
+                lease.lost = ""
+                with self._held_lock:
+                    self._lost = [other for other in self._lost if other is not lease]
+            if drop or lease.lost:
+                with self._held_lock:
+                    self._held.pop(lease.token, None)
+        for lease in lost:
+            lease.check()
+
+    def _call(self, rpc: str, build: Callable[[], Any]) -> Any:
+        self._check_fence()
+        budget_s = 2.0 if self._closed.is_set() else None
+        try:
+            return self._connection.call(rpc, build, self._register, budget_s)
+        except FencedError as error:
+            self._fenced = error
+            raise
+
+    def _call_numbered(self, rpc: str, build: Callable[[], Any]) -> Any:
+        with self._numbered:
+            response = self._call(rpc, build)
+            self._seq = response.last_seq
+            return response
+
+    def _check_fence(self) -> None:
+        if self._fenced is not None:
+            raise FencedError(self._fenced.reason, str(self._fenced))
+
+    def _register(self) -> None:
+        """Also after a restart of the service, which answers with the leases that this process
+        still holds."""
+        with self._registering:
+            sent_s = time.monotonic()
+            response = self._connection.call(
+                "Register",
+                lambda: pb.RegisterRequest(
+                    worker_id=self.worker_id,
+                    incarnation=self.incarnation,
+                    rdzv_round=self._rdzv_round,
+                ),
+            )
+            self._caller = pb.Caller(
+                worker_id=self.worker_id,
+                incarnation=self.incarnation,
+                service_epoch=response.service_epoch,
+                run_generation=response.run_generation,
+            )
+            # Lower only when a power cut took calls that needed no fsync; a call under way is one
+            # ahead.
+            self._seq = min(self._seq, response.last_seq)
+            self._ttl_s = response.lease_ttl_ms / 1000
+            live = {grant.token for grant in response.leases}
+            self._renewed(sent_s, lambda token: token in live)
+
+    def _renewed(self, sent_s: float, is_live: Callable[[int], bool]) -> None:
+        with self._held_lock:
+            for token, lease in list(self._held.items()):
+                if is_live(token):
+                    lease.usable_until_s = sent_s + SAFE_FRACTION * self._ttl_s
+                else:
+                    lease.lost = (
+                        "the service does not know its token any more: it expired or was revoked"
+                    )
+                    self._lost.append(self._held.pop(token))
+
+    def _beat_on(self) -> None:
+        while not self._closed.wait(self._ttl_s / 3):
+            try:
+                self._beat()
+            except FencedError as error:
+                self._fenced = error
+                return
+            except AntdtError as error:
+                _log.warning("heartbeat: %s", error)
+
+    def _beat(self) -> None:
+        with self._held_lock:
+            tokens = list(self._held)
+        report, sent_s = self._report, time.monotonic()
+        response = self._connection.call(
+            "Heartbeat",
+            lambda: pb.HeartbeatRequest(caller=self._caller, tokens=tokens, report=report),
+            self._register,
+            budget_s=self._ttl_s / 3,
+        )
+        gone = set(response.revoked_tokens)
+        named = set(tokens)
+        # A lease granted or completed while the call was under way is not this answer's business.
+        self._renewed(sent_s, lambda token: token not in gone or token not in named)
+        with self._held_lock:
+            known = {action.action_id for action in self._actions}
+            self._actions += [a for a in response.actions if a.action_id not in known]

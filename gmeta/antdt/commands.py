@@ -1,0 +1,271 @@
+"""Everything that can be asked of the ledger, and its replies. Values are checked at the edges,
+before they get here."""
+
+from typing import NamedTuple
+
+from gmeta.antdt.model import Caller, DatasetSpec, Grant, Outcome
+
+
+class StartService(NamedTuple):
+    """The first command of every service process; `service_epoch` was claimed from the store."""
+
+    service_epoch: int
+    job: str
+
+
+class Tick(NamedTuple):
+    """Time passed: expire what is due."""
+
+
+class RegisterDataset(NamedTuple):
+    """Idempotent by name and spec digest."""
+
+    spec: DatasetSpec
+
+
+class Register(NamedTuple):
+    """A worker process announces itself; `rdzv_round` None joins the current generation."""
+
+    worker_id: str
+    incarnation: str
+    rdzv_round: int | None
+
+
+class LeaseShards(NamedTuple):
+    """Up to `max_shards` shards of one epoch."""
+
+    caller: Caller
+    seq: int
+    dataset: str
+    epoch: int
+    max_shards: int
+
+
+class Heartbeat(NamedTuple):
+    """Renews exactly the tokens it names."""
+
+    caller: Caller
+    tokens: tuple[int, ...]
+    report: tuple[float, ...]
+
+
+class Progress(NamedTuple):
+    """(token, units_done from the front of the shard) of what is in the model."""
+
+    caller: Caller
+    items: tuple[tuple[int, int], ...]
+
+
+class Complete(NamedTuple):
+    """Whole shards that are in the model."""
+
+    caller: Caller
+    seq: int
+    tokens: tuple[int, ...]
+
+
+class Release(NamedTuple):
+    """Shards given back; no attempt counted."""
+
+    caller: Caller
+    seq: int
+    tokens: tuple[int, ...]
+
+
+class Fail(NamedTuple):
+    """A shard that cannot be processed; an attempt counted."""
+
+    caller: Caller
+    seq: int
+    token: int
+    failure_class: str
+    message: str
+
+
+class PrepareCheckpoint(NamedTuple):
+    """Asks for the manifest of this step boundary."""
+
+    caller: Caller
+    checkpoint_id: str
+    step: int
+
+
+class CommitCheckpoint(NamedTuple):
+    """The checkpoint folder was renamed into place."""
+
+    caller: Caller
+    checkpoint_id: str
+    digest: str
+
+
+class Restore(NamedTuple):
+    """Rolls to the manifest ("" for the very beginning) and starts a new generation."""
+
+    caller: Caller
+    manifest_json: str
+    restore_id: str
+
+
+class PostAction(NamedTuple):
+    """From the controller inside the service: an action for one worker's agent."""
+
+    worker_id: str
+    action_id: str
+    kind: int
+    apply_at_step: int
+    parameters: dict[str, float]
+
+
+class AckAction(NamedTuple):
+    """The agent's answer to an action."""
+
+    caller: Caller
+    action_id: str
+    result: int
+    message: str
+
+
+class Requeue(NamedTuple):
+    """Operator: quarantined or skipped shards become READY."""
+
+    request_id: str
+    dataset: str
+    shard_indices: tuple[int, ...]
+
+
+class Skip(NamedTuple):
+    """Operator: shards that shall not be trained."""
+
+    request_id: str
+    dataset: str
+    shard_indices: tuple[int, ...]
+    reason: str
+
+
+class Drain(NamedTuple):
+    """Operator: no further grants to one worker, or to all when `worker_id` is empty."""
+
+    request_id: str
+    worker_id: str
+    undo: bool
+
+
+class DatasetReply(NamedTuple):
+    """Answer to RegisterDataset."""
+
+    num_shards: int
+    digest: str
+    created: bool
+
+
+class RegisterReply(NamedTuple):
+    """Answer to Register."""
+
+    service_epoch: int
+    run_generation: int
+    last_seq: int
+    leases: tuple[Grant, ...]
+
+
+class Granted(NamedTuple):
+    """Answer to LeaseShards: shards."""
+
+    last_seq: int
+    grants: tuple[Grant, ...]
+
+
+class Wait(NamedTuple):
+    """Answer to LeaseShards: nothing now; `cause` has the numbers of the proto."""
+
+    last_seq: int
+    cause: int
+    retry_after_ms: int
+    message: str
+
+
+class End(NamedTuple):
+    """Answer to LeaseShards: every shard of the epoch is done or was skipped."""
+
+    last_seq: int
+
+
+class Beat(NamedTuple):
+    """Answer to Heartbeat: tokens that are gone, and open actions."""
+
+    revoked: tuple[int, ...]
+    actions: tuple[PostAction, ...]
+
+
+class Outcomes(NamedTuple):
+    """Answer to Complete, Release, Fail (last_seq set), Progress and AckAction (last_seq 0)."""
+
+    last_seq: int
+    outcomes: tuple[Outcome, ...]
+    quarantined: bool = False
+
+
+class Manifest(NamedTuple):
+    """Answer to PrepareCheckpoint."""
+
+    manifest_json: str
+    digest: str
+
+
+class Restored(NamedTuple):
+    """Answer to Restore."""
+
+    run_generation: int
+    digest: str
+
+
+class Ticked(NamedTuple):
+    """Answer to Tick: (token, worker) of every lease that expired now."""
+
+    expired: tuple[tuple[int, str], ...]
+
+
+class Changed(NamedTuple):
+    """Answer to operator commands and CommitCheckpoint: how many shards changed."""
+
+    num_changed: int
+
+
+CAUSE_IN_FLIGHT, CAUSE_QUARANTINED, CAUSE_DRAINING, CAUSE_EARLIER_EPOCH = 1, 2, 3, 4
+
+WorkerCommand = (
+    LeaseShards
+    | Heartbeat
+    | Progress
+    | Complete
+    | Release
+    | Fail
+    | PrepareCheckpoint
+    | CommitCheckpoint
+    | Restore
+    | AckAction
+)
+Command = (
+    StartService
+    | Tick
+    | RegisterDataset
+    | Register
+    | WorkerCommand
+    | PostAction
+    | Requeue
+    | Skip
+    | Drain
+)
+Reply = (
+    DatasetReply
+    | RegisterReply
+    | Granted
+    | Wait
+    | End
+    | Beat
+    | Outcomes
+    | Manifest
+    | Restored
+    | Changed
+    | Ticked
+    | None
+)

@@ -1,0 +1,149 @@
+"""The client's one place for deadlines, retries and fences: an answer, or an error that says
+which kind of trouble it is.
+
+An unreachable service is retried until the outage budget is spent and is then an error, never an
+end of data.
+"""
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import grpc
+
+from gmeta.antdt.auth import AUTHORIZATION_KEY, client_credentials, read_token
+from gmeta.antdt.errors import FencedError, RefusedError, ServiceUnavailableError
+from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
+
+REASON_KEY = "gmeta-reason"
+MAX_MESSAGE_BYTES = 16 << 20
+
+_FIRST_PAUSE_S = 0.05
+_MAX_PAUSE_S = 2.0
+_QUIET_S = 1.0  # a restart of the service within it is not worth a line
+_WARN_EVERY_S = 10.0
+# A cut link is UNAVAILABLE after keepalive time + timeout; without keepalive it hangs for ever.
+_OPTIONS = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Reconnect quickly after a restart of the service; the default grows to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A channel of its own: clients of one process must not share a connection's fate.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+_TRANSIENT_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_TRANSIENT_REASONS = ("STORE_FULL", "BUSY", "")  # "": the server's own limit on calls at once
+_FENCES = ("FENCED_GENERATION", "FENCED_INCARNATION", "NOT_REGISTERED")
+
+_log = logging.getLogger("gmeta.antdt.client")
+
+
+@dataclass(frozen=True)
+class ConnectionConfig:
+    """How to reach the service."""
+
+    address: str
+    outage_budget_s: float = 300.0  # how long the service may be away before a call raises
+    call_timeout_s: float = (
+        10.0  # one attempt; a group commit on a slow disk takes well under a second
+    )
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    token_file: Path | None = None
+
+
+@final
+class Connection:
+    """A channel and its stub; `call` is safe from several threads."""
+
+    def __init__(self, config: ConnectionConfig) -> None:
+        """Connects lazily. Raises CredentialError for unreadable credentials."""
+        self._config = config
+        credentials = client_credentials(config.tls_ca, config.tls_cert, config.tls_key)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(config.address, _OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(config.address, credentials, _OPTIONS)
+        self.stub = pb_grpc.ShardServiceStub(self._channel)
+        self.metadata: tuple[tuple[str, str], ...] = ()
+        if config.token_file is not None:
+            self.metadata = ((AUTHORIZATION_KEY, f"Bearer {read_token(config.token_file)}"),)
+
+    def call(
+        self,
+        rpc: str,
+        build: Callable[[], Any],
+        renew: Callable[[], None] | None = None,
+        budget_s: float | None = None,
+    ) -> Any:
+        """The response of one RPC. `build` makes the request anew for each attempt, so that it
+        carries current fences.
+
+        `renew` registers again after a restart of the service. Raises FencedError, RefusedError,
+        or ServiceUnavailableError after the outage budget (`budget_s` overrides it).
+        """
+        budget_s = self._config.outage_budget_s if budget_s is None else budget_s
+        began_s = time.monotonic()
+        pause_s, warn_after_s = _FIRST_PAUSE_S, _QUIET_S
+        while True:
+            try:
+                return getattr(self.stub, rpc)(
+                    build(), timeout=self._config.call_timeout_s, metadata=self.metadata
+                )
+            except grpc.RpcError as error:
+                reason = reason_of(error)
+                if reason == "FENCED_SERVICE_EPOCH" and renew is not None:
+                    renew()
+                    continue
+                if not is_transient(error, reason):
+                    raise _final_error(error, reason) from error
+                waited_s = time.monotonic() - began_s
+                if waited_s + pause_s > budget_s:
+                    raise self._outage(rpc, waited_s, error) from error
+                if waited_s >= warn_after_s:
+                    warn_after_s = waited_s + _WARN_EVERY_S
+                    left_s = budget_s - waited_s
+                    _log.warning("%s: %s; trying for %.0f s more", rpc, error.details(), left_s)
+            # Jitter, so that a thousand workers do not come back in the same instant.
+            time.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    def close(self) -> None:
+        """Ends the channel."""
+        self._channel.close()
+
+    def _outage(self, rpc: str, waited_s: float, error: Any) -> ServiceUnavailableError:
+        return ServiceUnavailableError(
+            f"the shard service at {self._config.address} did not answer {rpc} for {waited_s:.0f} "
+            "s "
+            f"({error.code().name}: {error.details()}); allowed is "
+            f"{self._config.outage_budget_s:.0f} s. "
+            "Start it again on the same store, or look into its log; the data has NOT ended."
+        )
+
+
+def reason_of(error: Any) -> str:
+    """The Reason in a status's trailing metadata, "" when there is none."""
+    return str(dict(error.trailing_metadata() or ()).get(REASON_KEY, ""))
+
+
+def is_transient(error: Any, reason: str) -> bool:
+    """Whether the same call may succeed later without anyone changing it."""
+    code = error.code()
+    exhausted = code == grpc.StatusCode.RESOURCE_EXHAUSTED and reason in _TRANSIENT_REASONS
+    return code in _TRANSIENT_CODES or (exhausted and "larger than max" not in error.details())
+
+
+def _final_error(error: Any, reason: str) -> Exception:
+    if reason in _FENCES:
+        return FencedError(reason, error.details())
+    return RefusedError(error.code().name, reason, error.details())

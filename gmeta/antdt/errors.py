@@ -1,0 +1,65 @@
+"""The one error tree of the data-shard service, its stores and its client.
+
+Every message has four parts: what is wrong, the value, what is allowed, what to do.
+"""
+
+from gmeta.errors import GMetaError, UserError
+
+
+class AntdtError(GMetaError):
+    """Base of every error that this package raises on purpose."""
+
+
+class RefusedError(AntdtError):
+    """The ledger (or the server's edge) refuses a call; nothing of it was applied.
+
+    `code` is the name of a gRPC status code, `reason` the name of a `Reason` of the proto
+    without its prefix.
+    """
+
+    def __init__(self, code: str, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+
+
+class FencedError(AntdtError):
+    """This process belongs to the past (a newer process or generation took over): it must stop
+    training."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class LeaseLostError(AntdtError):
+    """A lease expired, was revoked or could not be renewed in time: its shard is, or will be,
+    another worker's."""
+
+
+class ServiceUnavailableError(AntdtError):
+    """The service did not answer within the outage budget. Never to be read as an end of data."""
+
+
+class ManifestError(AntdtError, UserError):
+    """A shard manifest cannot be used: unreadable, altered, of a newer schema, or of other data."""
+
+
+class StoreError(AntdtError):
+    """Base of what can go wrong with the durable store."""
+
+
+class StoreFullError(StoreError):
+    """The disk under the store is full; the transaction was rolled back."""
+
+
+class StoreFailedError(StoreError):
+    """The store cannot be read or written; the transaction was rolled back."""
+
+
+class StoreTakenError(StoreError, UserError):
+    """Another service holds, or took over, this store."""
+
+
+class StoreVersionError(StoreError, UserError):
+    """The store was written by a newer version of this package."""

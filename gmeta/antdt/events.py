@@ -1,0 +1,237 @@
+"""The facts that the ledger records: all that is stored, and all that recovery needs.
+
+An event is one line of JSON, `[tag, field, ...]`. Deadlines, heartbeats and WAIT leave no event.
+"""
+
+import json
+from typing import NamedTuple
+
+from gmeta.antdt.errors import StoreFailedError
+
+
+class ServiceStarted(NamedTuple):
+    """A service process took over."""
+
+    service_epoch: int
+    job: str
+
+
+class DatasetAdded(NamedTuple):
+    """Fields of the DatasetSpec."""
+
+    spec: dict[str, str | int | bool]
+
+
+class GenerationStarted(NamedTuple):
+    """A new rendezvous round: every lease of the earlier ones went back."""
+
+    generation: int
+    rdzv_round: int
+
+
+class WorkerRegistered(NamedTuple):
+    """A process speaks for `worker_id` from now on; leases of an earlier process went back."""
+
+    worker_id: str
+    incarnation: str
+
+
+class LeasesGranted(NamedTuple):
+    """Tokens count up from `first_token`; `items` are (position, units_done, attempts) at the
+    grant."""
+
+    worker_id: str
+    seq: int
+    call_crc: int
+    dataset: str
+    epoch: int
+    first_token: int
+    items: list[tuple[int, int, int]]
+
+
+class UnitsProgressed(NamedTuple):
+    """(token, units_done), only items that moved."""
+
+    items: list[tuple[int, int]]
+
+
+class ShardsCompleted(NamedTuple):
+    """(token, outcome) of every item of the call."""
+
+    worker_id: str
+    seq: int
+    call_crc: int
+    items: list[tuple[int, int]]
+
+
+class ShardsReleased(NamedTuple):
+    """(token, outcome) of every item of the call."""
+
+    worker_id: str
+    seq: int
+    call_crc: int
+    items: list[tuple[int, int]]
+
+
+class ShardFailed(NamedTuple):
+    """One attempt at a shard failed."""
+
+    worker_id: str
+    seq: int
+    call_crc: int
+    token: int
+    note: str
+    quarantined: bool
+
+
+class LeasesExpired(NamedTuple):
+    """Nobody renewed these; counts as an attempt each."""
+
+    tokens: list[int]
+
+
+class EpochOpened(NamedTuple):
+    """The epoch before it is finished."""
+
+    dataset: str
+    epoch: int
+
+
+class CheckpointPrepared(NamedTuple):
+    """A manifest was handed out."""
+
+    checkpoint_id: str
+    step: int
+    digest: str
+    manifest_json: str
+
+
+class CheckpointCommitted(NamedTuple):
+    """The checkpoint is durable."""
+
+    checkpoint_id: str
+
+
+class StateRestored(NamedTuple):
+    """Everything is as the manifest says ("" is the very beginning)."""
+
+    restore_id: str
+    worker_id: str
+    generation: int
+    digest: str
+    manifest_json: str
+
+
+class ActionPosted(NamedTuple):
+    """An action waits for a worker's agent."""
+
+    worker_id: str
+    action_id: str
+    kind: int
+    apply_at_step: int
+    parameters: dict[str, float]
+
+
+class ActionAcked(NamedTuple):
+    """The agent answered."""
+
+    action_id: str
+    result: int
+    message: str
+
+
+class ShardsRequeued(NamedTuple):
+    """By an operator."""
+
+    request_id: str
+    dataset: str
+    positions: list[int]
+
+
+class ShardsSkipped(NamedTuple):
+    """By an operator."""
+
+    request_id: str
+    dataset: str
+    positions: list[int]
+    reason: str
+
+
+class DrainSet(NamedTuple):
+    """By an operator; an empty worker id is the whole service."""
+
+    request_id: str
+    worker_id: str
+    draining: bool
+
+
+Event = (
+    ServiceStarted
+    | DatasetAdded
+    | GenerationStarted
+    | WorkerRegistered
+    | LeasesGranted
+    | UnitsProgressed
+    | ShardsCompleted
+    | ShardsReleased
+    | ShardFailed
+    | LeasesExpired
+    | EpochOpened
+    | CheckpointPrepared
+    | CheckpointCommitted
+    | StateRestored
+    | ActionPosted
+    | ActionAcked
+    | ShardsRequeued
+    | ShardsSkipped
+    | DrainSet
+)
+
+_TAG_OF: dict[type[Event], str] = {
+    ServiceStarted: "start",
+    DatasetAdded: "dataset",
+    GenerationStarted: "generation",
+    WorkerRegistered: "worker",
+    LeasesGranted: "grant",
+    UnitsProgressed: "progress",
+    ShardsCompleted: "complete",
+    ShardsReleased: "release",
+    ShardFailed: "fail",
+    LeasesExpired: "expire",
+    EpochOpened: "epoch",
+    CheckpointPrepared: "prepare",
+    CheckpointCommitted: "commit",
+    StateRestored: "restore",
+    ActionPosted: "action",
+    ActionAcked: "ack",
+    ShardsRequeued: "requeue",
+    ShardsSkipped: "skip",
+    DrainSet: "drain",
+}
+_TYPE_OF = {tag: kind for kind, tag in _TAG_OF.items()}
+_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+
+# A grant that is lost in a power cut is fenced by the next service epoch; everything else must not
+# be forgotten.
+NEEDS_NO_SYNC = (LeasesGranted, LeasesExpired, ActionPosted)
+
+
+def encode(event: Event) -> bytes:
+    """One line of JSON without a line break."""
+    return _ENCODER.encode((_TAG_OF[type(event)], *event)).encode()
+
+
+def decode(record: bytes) -> Event:
+    """The event of one stored line. Raises StoreFailedError for a line that no version before
+    wrote."""
+    try:
+        tag, *fields = json.loads(record)
+        kind = _TYPE_OF[tag]
+        return kind(*fields)  # type: ignore[arg-type]
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreFailedError(
+            f"the ledger holds the record {record[:80]!r}, which is none of {sorted(_TYPE_OF)}: "
+            "the store is damaged "
+            f"({error}). Restore it from a backup, or delete it: the manifest in a checkpoint "
+            "rebuilds the service."
+        ) from error

@@ -1,0 +1,95 @@
+"""Leases ahead of the training loop, in a thread, so that a step never waits for the service.
+
+For synchronous jobs: `poll` never blocks, a rank without a shard feeds an empty batch, and all
+ranks stop at the step where every one of them has seen `ended`.
+"""
+
+import threading
+from collections import deque
+from typing import final
+
+from gmeta.antdt.client import EndOfEpoch, ShardClient, WaitFor
+from gmeta.antdt.errors import AntdtError
+from gmeta.antdt.lease import Lease
+
+
+@final
+class ShardFeed:
+    """One epoch of one dataset for one rank, with up to `prefetch_shards` leases ready."""
+
+    def __init__(
+        self, client: ShardClient, dataset: str, epoch: int, prefetch_shards: int = 2
+    ) -> None:
+        """Begins to lease at once. Raises ValueError for a prefetch below 1."""
+        if prefetch_shards < 1:
+            raise ValueError(
+                f"prefetch_shards is {prefetch_shards}; at least 1 is needed. Use 2 to hide the "
+                "service."
+            )
+        self._client = client
+        self._dataset = dataset
+        self._epoch = epoch
+        self._prefetch = prefetch_shards
+        self._ready: deque[Lease] = deque()
+        self._error: AntdtError | None = None
+        self._end_seen = False
+        self.waiting_for = ""  # why there is nothing to train now, for the progress bar
+        self._wake = threading.Event()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="antdt-feed", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """The service said END: every shard of the epoch is done, this rank's included. Raises
+        what the thread met."""
+        self._raise_error()
+        return self._end_seen and not self._ready
+
+    def poll(self) -> Lease | None:
+        """The next shard, or None when none is ready. Never blocks. Raises what the thread met
+        (a fence, an outage)."""
+        self._raise_error()
+        lease = self._ready.popleft() if self._ready else None
+        self._wake.set()
+        return lease
+
+    def close(self) -> None:
+        """Stops leasing and gives back what was not taken."""
+        self._closed.set()
+        self._wake.set()
+        self._thread.join()
+        unused = list(self._ready)
+        self._ready.clear()
+        if self._error is None:
+            self._client.release(unused)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while not self._closed.is_set() and not self._end_seen:
+                self._wake.clear()
+                wait_s = self._fill()
+                self._wake.wait(wait_s)
+        except AntdtError as error:
+            self._error = error
+
+    def _fill(self) -> float | None:
+        """Leases what is missing; returns how long to pause, None until the loop takes a shard."""
+        missing = self._prefetch - len(self._ready)
+        if missing <= 0:
+            return None
+        answer = self._client.lease(self._dataset, self._epoch, missing)
+        if isinstance(answer, EndOfEpoch):
+            self._end_seen = True
+            return 0.0
+        if isinstance(answer, WaitFor):
+            self.waiting_for = answer.reason
+            self._closed.wait(answer.retry_after_s)
+            return 0.0
+        self.waiting_for = ""
+        self._ready.extend(answer)
+        return 0.0

@@ -1,0 +1,78 @@
+"""A leased shard as the training loop holds it: which units are left, how far it got, and
+whether it may still be used."""
+
+import time
+from collections.abc import Iterator
+from typing import final
+
+from gmeta.antdt.errors import LeaseLostError
+from gmeta.antdt.model import Grant
+
+SAFE_FRACTION = 0.8  # of the ttl; the rest is for a reply under way and for clocks that run apart
+
+
+@final
+class Lease:
+    """Units `start_unit + units_done` up to `end_unit` of a dataset are this worker's to train.
+
+    Progress is noted here by the training loop and sent by ShardClient.flush, once it is in the
+    model.
+    """
+
+    def __init__(self, grant: Grant, usable_until_s: float) -> None:
+        self.token = grant.token
+        self.dataset = grant.dataset
+        self.epoch = grant.epoch
+        self.shard_index = grant.shard_index
+        self.start_unit = grant.start_unit
+        self.num_units = grant.num_units
+        self.attempts = grant.attempts
+        self.units_done = grant.units_done  # in the model, as far as this process knows
+        self.units_reported = grant.units_done  # what the service has acknowledged
+        self.usable_until_s = usable_until_s  # on this process's monotonic clock
+        self.lost = ""  # why it may not be used any more
+
+    @property
+    def end_unit(self) -> int:
+        """One past the last unit."""
+        return self.start_unit + self.num_units
+
+    @property
+    def finished(self) -> bool:
+        """Every unit is in the model."""
+        return self.units_done == self.num_units
+
+    def units(self) -> Iterator[int]:
+        """The units still to train, in order, from where the last holder stopped. Raises
+        LeaseLostError when lost."""
+        for unit in range(self.start_unit + self.units_done, self.end_unit):
+            self.check()
+            yield unit
+
+    def advance(self, num_units: int) -> None:
+        """Notes that so many more units went into the model. Raises LeaseLostError, and
+        ValueError beyond the end."""
+        self.check()
+        if not 0 <= self.units_done + num_units <= self.num_units:
+            raise ValueError(
+                f"shard {self.shard_index} has {self.num_units} units, {self.units_done} are "
+                f"trained and {num_units} "
+                "more were reported; count each unit once."
+            )
+        self.units_done += num_units
+
+    def check(self) -> None:
+        """Raises LeaseLostError when the lease was revoked, or was not renewed for 0.8 of its
+        ttl."""
+        late_s = time.monotonic() - self.usable_until_s
+        if not self.lost and late_s > 0:
+            self.lost = (
+                f"not renewed in time ({late_s:.1f} s late), the process or the link stood still"
+            )
+        if self.lost:
+            raise LeaseLostError(
+                f"the lease of shard {self.shard_index} of dataset {self.dataset!r} is lost: "
+                f"{self.lost}. Only a live "
+                "lease may be trained: in a synchronous job stop this process and restart from "
+                "the checkpoint."
+            )

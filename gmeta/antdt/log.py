@@ -1,0 +1,44 @@
+"""Structured logs: one JSON object a line on stderr, with the time, the level, the event's name and
+its fields."""
+
+import json
+import logging
+import sys
+import time
+from typing import final
+
+LOGGER_NAME = "gmeta.antdt"
+
+
+@final
+class JsonFormatter(logging.Formatter):
+    """`log.info("event_name", extra={"fields": {...}})` as one line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See logging.Formatter.format."""
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def configure_logging(level: str = "INFO") -> None:
+    """Sends this package's logs to stderr as JSON lines. For the service process only, never on
+    import."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    logger = logging.getLogger(LOGGER_NAME)
+    logger.handlers = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False
+
+
+def event(level: int, name: str, **fields: object) -> None:
+    """Logs one event with its fields."""
+    logging.getLogger(LOGGER_NAME).log(level, name, extra={"fields": fields})

@@ -1,0 +1,108 @@
+"""Prometheus metrics of the service: calls, commits, and the shards in each state. Docs and alerts
+use these names."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_SHARD_STATES = ("todo", "doing", "done_open", "done_committed", "skipped", "quarantined")
+
+
+@final
+class ServiceMetrics:
+    """One registry a service, so that several services can live in one process (tests,
+    embedded)."""
+
+    def __init__(self, read_status: Callable[[], Any]) -> None:
+        """`read_status` returns a StatusResponse, or None while the service cannot answer."""
+        self.registry = CollectorRegistry()
+        self.calls = Counter(
+            "antdt_calls", "Calls by RPC and gRPC status.", ["rpc", "code"], registry=self.registry
+        )
+        self.call_seconds = Histogram(
+            "antdt_call_seconds",
+            "Time from a call's arrival to its answer.",
+            ["rpc"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.append_seconds = Histogram(
+            "antdt_append_seconds",
+            "Time to apply and append one group; the fsync after it is in antdt_call_seconds.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.group_size = Histogram(
+            "antdt_group_size",
+            "Calls in one group.",
+            buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+            registry=self.registry,
+        )
+        self.expired = Counter(
+            "antdt_leases_expired", "Leases that nobody renewed in time.", registry=self.registry
+        )
+        self.registry.register(_StateCollector(read_status))
+        self._children: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
+
+    def observe_call(self, rpc: str, code: str, seconds: float) -> None:
+        """One call was answered; the labelled children are kept, looking them up costs as much
+        as the rest."""
+        found = self._children.get((rpc, code))
+        if found is None:
+            found = (self.calls.labels(rpc, code), self.call_seconds.labels(rpc))
+            self._children[rpc, code] = found
+        counter, histogram = found
+        counter.inc()
+        histogram.observe(seconds)
+
+    def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
+        """Answers GET /metrics; returns the port and a function that stops it. Raises OSError for a
+        port in use."""
+        server, thread = start_http_server(port, host, self.registry)
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return int(server.server_port), stop
+
+
+@final
+class _StateCollector(Collector):
+    """Gauges read from the ledger at each scrape, so that they can never drift from it."""
+
+    def __init__(self, read_status: Callable[[], Any]) -> None:
+        self._read_status = read_status
+
+    def describe(self) -> list[Any]:
+        """Nothing up front: the registry must not scrape while the service is recovering."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """See prometheus_client.registry.Collector.collect."""
+        status = self._read_status()
+        if status is None:
+            return
+        shards = GaugeMetricFamily("antdt_shards", "Shards by state.", labels=["dataset", "state"])
+        epoch = GaugeMetricFamily("antdt_epoch", "Epoch being handed out.", labels=["dataset"])
+        for dataset in status.datasets:
+            epoch.add_metric([dataset.spec.name], dataset.epoch)
+            for state in _SHARD_STATES:
+                shards.add_metric([dataset.spec.name, state], getattr(dataset, state))
+        yield shards
+        yield epoch
+        leases = sum(worker.num_leases for worker in status.workers)
+        for name, help_text, value in (
+            ("antdt_leases", "Live leases.", leases),
+            ("antdt_workers", "Workers known.", len(status.workers)),
+            ("antdt_service_epoch", "Starts of the service on this store.", status.service_epoch),
+            ("antdt_run_generation", "Restarts and roll-backs of the job.", status.run_generation),
+            ("antdt_ledger_events", "Events in the ledger.", status.ledger_events),
+            ("antdt_draining", "1 while the whole service is drained.", status.draining),
+        ):
+            yield GaugeMetricFamily(name, help_text, value=value)

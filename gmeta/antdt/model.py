@@ -1,0 +1,185 @@
+"""The nouns of the ledger: datasets, callers, grants, leases and workers, with the limits that
+bound them."""
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from gmeta.antdt.errors import RefusedError
+
+DEFAULT_MAX_ATTEMPTS = 5
+MAX_SHARDS = 100_000_000  # one byte each in memory
+MAX_UNITS = 1 << 48
+MAX_EPOCHS = 1_000_000
+MAX_NAME_CHARS = 128
+MAX_NOTE_CHARS = 1024
+MAX_SHARDS_PER_LEASE_CALL = 256
+MAX_ITEMS_PER_CALL = 4096
+MAX_OPERATOR_SHARDS = 1000
+MAX_LEASES_PER_WORKER = 4096  # so that one heartbeat can name all of them
+MAX_WORKERS = 65_536
+MAX_DATASETS = 1024
+
+_NAME = re.compile(r"[A-Za-z0-9_.:@/-]{1,128}")
+
+
+class ShardState(IntEnum):
+    """One byte per shard; READY (to the outside: todo) is zero: a fresh epoch needs no page."""
+
+    READY = 0
+    DOING = 1
+    DONE = 2
+    SKIPPED = 3
+    QUARANTINED = 4
+
+
+class Outcome(IntEnum):
+    """What became of one item of a batch; the numbers are those of the proto."""
+
+    ACCEPTED = 1
+    ALREADY = 2
+    FENCED = 3
+    INVALID = 4
+
+
+class Caller(NamedTuple):
+    """Who calls; all four parts are fences."""
+
+    worker_id: str
+    incarnation: str
+    service_epoch: int
+    run_generation: int
+
+
+class Grant(NamedTuple):
+    """One leased shard: train units `start_unit + units_done` up to `start_unit + num_units`."""
+
+    token: int
+    dataset: str
+    epoch: int
+    shard_index: int
+    start_unit: int
+    num_units: int
+    units_done: int
+    attempts: int
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """What a dataset is, in units that may not be split (episodes). Checked here, trusted
+    everywhere else."""
+
+    name: str
+    num_units: int
+    units_per_shard: int
+    seed: int = 0
+    num_epochs: int = 1
+    fingerprint: str = ""
+    shuffle: bool = True
+    max_attempts: int = DEFAULT_MAX_ATTEMPTS
+
+    def __post_init__(self) -> None:
+        check_name("dataset name", self.name)
+        check_range("num_units", self.num_units, 1, MAX_UNITS)
+        check_range("units_per_shard", self.units_per_shard, 1, MAX_UNITS)
+        check_range("seed", self.seed, 0, (1 << 64) - 1)
+        check_range("num_epochs", self.num_epochs, 1, MAX_EPOCHS)
+        check_range("max_attempts", self.max_attempts, 1, 1000)
+        check_text("fingerprint", self.fingerprint, MAX_NOTE_CHARS)
+        if self.num_shards > MAX_SHARDS:
+            raise bad_argument(
+                f"dataset {self.name} would have {self.num_shards} shards; at most {MAX_SHARDS} "
+                "are allowed. "
+                f"Use units_per_shard >= {-(-self.num_units // MAX_SHARDS)}."
+            )
+
+    @property
+    def num_shards(self) -> int:
+        """Shards an epoch; the last one may be short."""
+        return -(-self.num_units // self.units_per_shard)
+
+    def start_of(self, shard_index: int) -> int:
+        """First unit of the shard."""
+        return shard_index * self.units_per_shard
+
+    def length_of(self, shard_index: int) -> int:
+        """Units in the shard."""
+        return min(self.units_per_shard, self.num_units - self.start_of(shard_index))
+
+    @property
+    def digest(self) -> str:
+        """Names the spec: equal digests are equal datasets, cut in the same way."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(slots=True)
+class Lease:
+    """A shard in a worker's hands. `deadline_s` lives on the server's monotonic clock and is never
+    stored."""
+
+    token: int
+    dataset: str
+    position: int
+    worker_id: str
+    deadline_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker id, the one process that speaks for it, and the last numbered call of that
+    process."""
+
+    worker_id: str
+    incarnation: str
+    generation: int
+    retired: list[str] = field(default_factory=list)
+    last_seq: int = 0
+    last_call: list[Any] = field(
+        default_factory=list
+    )  # the event of that call, from which its reply is rebuilt
+    tokens: set[int] = field(default_factory=set)
+    draining: bool = False
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """A prepared manifest that the service still holds."""
+
+    checkpoint_id: str
+    generation: int
+    step: int
+    digest: str
+    manifest_json: str
+    committed: bool = False
+
+
+def bad_argument(message: str) -> RefusedError:
+    """INVALID_ARGUMENT with reason BAD_ARGUMENT."""
+    return RefusedError("INVALID_ARGUMENT", "BAD_ARGUMENT", message)
+
+
+def check_range(what: str, value: int, low: int, high: int) -> None:
+    """Raises RefusedError unless low <= value <= high."""
+    if not low <= value <= high:
+        raise bad_argument(f"{what} is {value}; allowed is {low} to {high}. Correct the request.")
+
+
+def check_name(what: str, value: str) -> None:
+    """Raises RefusedError unless `value` is a short printable name."""
+    if not _NAME.fullmatch(value):
+        shown = value[:MAX_NAME_CHARS]
+        raise bad_argument(
+            f"{what} is {shown!r}; allowed are 1 to {MAX_NAME_CHARS} letters, digits and _.:@/- . "
+            "Choose such a name."
+        )
+
+
+def check_text(what: str, value: str, max_chars: int) -> None:
+    """Raises RefusedError when `value` is longer than `max_chars`."""
+    if len(value) > max_chars:
+        raise bad_argument(
+            f"{what} has {len(value)} characters; at most {max_chars} are allowed. Shorten it."
+        )

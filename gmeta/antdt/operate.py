@@ -1,0 +1,90 @@
+"""What operators and the controller may do to the ledger: requeue, skip, drain, and actions for
+the agents."""
+
+from gmeta.antdt import commands as cmd
+from gmeta.antdt import events as ev
+from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.model import ShardState, Worker, bad_argument
+from gmeta.antdt.offers import find_table
+from gmeta.antdt.state import MAX_ACTIONS, LedgerState
+from gmeta.antdt.table import ShardTable
+
+_REQUEUE_FROM = (ShardState.QUARANTINED, ShardState.SKIPPED)
+_SKIP_FROM = (ShardState.READY, ShardState.DOING, ShardState.QUARANTINED)
+
+
+def decide(state: LedgerState, command: cmd.Requeue | cmd.Skip | cmd.Drain) -> ev.Event:
+    """The event of an operator's request. Raises RefusedError."""
+    if isinstance(command, cmd.Drain):
+        return _drain(state, command)
+    table = find_table(state, command.dataset)
+    if table.finished:
+        raise RefusedError(
+            "FAILED_PRECONDITION",
+            "WRONG_STATE",
+            f"epoch {table.epoch} of dataset {command.dataset!r} is finished and workers were "
+            "told so; its shards can "
+            "no longer change. Do it in the next epoch.",
+        )
+    allowed = _REQUEUE_FROM if isinstance(command, cmd.Requeue) else _SKIP_FROM
+    positions = [_position(table, index, allowed) for index in dict.fromkeys(command.shard_indices)]
+    if isinstance(command, cmd.Requeue):
+        return ev.ShardsRequeued(command.request_id, command.dataset, positions)
+    return ev.ShardsSkipped(command.request_id, command.dataset, positions, command.reason)
+
+
+def _position(table: ShardTable, index: int, allowed: tuple[ShardState, ...]) -> int:
+    if index >= table.spec.num_shards:
+        raise RefusedError(
+            "NOT_FOUND",
+            "UNKNOWN_SHARD",
+            f"shard {index} does not exist; dataset {table.spec.name!r} has shards 0 to "
+            f"{table.spec.num_shards - 1}. "
+            "List them with 'gmeta shards ls'.",
+        )
+    position = table.order.position_of(index)
+    state = table.state_of(position)
+    if state not in allowed:
+        raise RefusedError(
+            "FAILED_PRECONDITION",
+            "WRONG_STATE",
+            f"shard {index} of dataset {table.spec.name!r} is {state.name}; allowed is "
+            f"{', '.join(s.name for s in allowed)}. Nothing was changed. List shards with 'gmeta "
+            "shards ls'.",
+        )
+    return position
+
+
+def _drain(state: LedgerState, command: cmd.Drain) -> ev.DrainSet:
+    if command.worker_id and command.worker_id not in state.workers:
+        raise RefusedError(
+            "NOT_FOUND",
+            "NOT_REGISTERED",
+            f"worker {command.worker_id!r} is unknown; registered are "
+            f"{sorted(state.workers)[:20]}. "
+            "See 'gmeta shards status'.",
+        )
+    return ev.DrainSet(command.request_id, command.worker_id, not command.undo)
+
+
+def is_new_action(state: LedgerState, command: cmd.PostAction) -> bool:
+    """False when the action id was used before. Raises RefusedError at the limit."""
+    if command.action_id in state.actions or command.action_id in state.acked:
+        return False
+    if len(state.actions) >= MAX_ACTIONS:
+        raise bad_argument(
+            f"{len(state.actions)} actions are open; at most {MAX_ACTIONS} are allowed. Wait."
+        )
+    return True
+
+
+def check_ack(state: LedgerState, worker: Worker, action_id: str) -> None:
+    """Raises RefusedError unless the action is open and this worker's."""
+    action = state.actions.get(action_id)
+    if action is None or action.worker_id != worker.worker_id:
+        raise RefusedError(
+            "NOT_FOUND",
+            "UNKNOWN_ACTION",
+            f"action {action_id!r} is not open for worker {worker.worker_id!r}. "
+            "Acknowledge only actions that a heartbeat brought.",
+        )

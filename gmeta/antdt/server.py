@@ -1,0 +1,205 @@
+"""The service process: listens, recovers, serves, drains. Start to SERVING is well under a
+second."""
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent import futures
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from gmeta.antdt.auth import TokenInterceptor, server_credentials
+from gmeta.antdt.committer import Committer
+from gmeta.antdt.edge import Edge, deliver
+from gmeta.antdt.errors import AntdtError
+from gmeta.antdt.ledger import DEFAULT_LEASE_TTL_S
+from gmeta.antdt.log import event
+from gmeta.antdt.store import open_store
+from gmeta.antdt.writer import GroupStats, Writer
+from gmeta.errors import UserError
+from protos.antdt.v1 import shard_service_pb2 as pb
+from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ShardService"].full_name
+MAX_MESSAGE_BYTES = 16 << 20  # a manifest; every other message is far smaller
+NUM_THREADS = 64  # calls answered at once; more wait in line
+MAX_CONCURRENT_CALLS = 4096  # beyond it callers get RESOURCE_EXHAUSTED and retry
+DRAIN_S = 10.0  # calls under way at SIGTERM may take so long
+
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # a second service on the port must fail, not share the callers
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", 16 << 10),
+    # Clients ping every few seconds to notice a cut link (install.md section 3): permit it.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+@dataclass(frozen=True)
+class ServiceConfig:
+    """How one service runs; `gmeta shard-service --help` explains each."""
+
+    listen: str = "127.0.0.1:7070"
+    store_url: str = "memory:"
+    job: str = "default"
+    lease_ttl_s: float = DEFAULT_LEASE_TTL_S
+    metrics_listen: str = ""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    token_file: Path | None = None
+
+
+class ServiceStartError(AntdtError, UserError):
+    """The service cannot start: an address in use or not understood, a missing certificate."""
+
+
+@final
+class ShardServer:
+    """A running service. Also usable inside another process (tests, one-machine jobs)."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        """Binds the address, recovers the store and serves. Raises ServiceStartError or
+        StoreError."""
+        self.config = config
+        self.ended = threading.Event()  # nothing can be served any more
+        self.edge = Edge(config.lease_ttl_s)
+        self._stop_metrics: Callable[[], None] = lambda: None
+        self._health = health.HealthServicer()
+        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        # The store first: a second service on it must fail before it takes any port or call.
+        with ExitStack() as undo:
+            self._store = open_store(config.store_url)
+            undo.callback(self._store.close)
+            self._server, self.port = self._listen()
+            undo.callback(self._server.stop, None)
+            self._begin()
+            undo.pop_all()
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT for clients, with the port that was bound."""
+        return f"{_split_address('listen', self.config.listen)[0]}:{self.port}"
+
+    def _listen(self) -> tuple[Any, int]:
+        interceptors = [TokenInterceptor(self.config.token_file)] if self.config.token_file else []
+        server = grpc.server(
+            futures.ThreadPoolExecutor(NUM_THREADS, "antdt-call"),
+            interceptors=interceptors,
+            options=_OPTIONS,
+            maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
+        )
+        pb_grpc.add_ShardServiceServicer_to_server(self.edge, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        _split_address("listen", self.config.listen)
+        credentials = server_credentials(
+            self.config.tls_cert, self.config.tls_key, self.config.tls_client_ca
+        )
+        try:
+            if credentials is None:
+                return server, server.add_insecure_port(self.config.listen)
+            return server, server.add_secure_port(self.config.listen, credentials)
+        except RuntimeError as error:
+            raise ServiceStartError(
+                f"cannot listen on {self.config.listen}: the port is in use or the host is not of "
+                "this machine. "
+                "Stop the other service, or choose another --listen."
+            ) from error
+
+    def _begin(self) -> None:
+        began_s = time.perf_counter()
+        self._server.start()  # health answers NOT_SERVING while the store is read
+        committer = Committer(self._store, time.monotonic, self.config.job, self.config.lease_ttl_s)
+        self.metrics_port = self._start_metrics()
+        self._writer = Writer(committer, deliver, self._observe, self._on_end)
+        self._writer.start()
+        self.edge.open(self._writer)
+        self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        event(
+            logging.INFO,
+            "serving",
+            listen=self.address,
+            store=self.config.store_url,
+            job=self.config.job,
+            service_epoch=committer.service_epoch,
+            num_events=committer.ledger.num_events,
+            metrics_port=self.metrics_port,
+            recovery_ms=round((time.perf_counter() - began_s) * 1000, 1),
+        )
+
+    def _start_metrics(self) -> int:
+        if not self.config.metrics_listen:
+            return 0
+        host, port = _split_address("metrics-listen", self.config.metrics_listen)
+        try:
+            metrics_port, self._stop_metrics = self.edge.metrics.serve(host, port)
+        except OSError as error:
+            raise ServiceStartError(
+                f"cannot listen on {self.config.metrics_listen} for metrics: {error.strerror}. "
+                "Choose another --metrics-listen."
+            ) from error
+        return metrics_port
+
+    def stop(self, drain_s: float = DRAIN_S) -> None:
+        """Refuses new calls, answers those under way, stores a snapshot, gives the store free."""
+        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self.edge.close()
+        self._server.stop(drain_s).wait()
+        self._writer.stop()
+        self._stop_metrics()
+        self._store.close()
+        event(logging.INFO, "stopped", listen=self.address)
+
+    def _set_health(self, status: int) -> None:
+        for name in ("", SERVICE_NAME):
+            self._health.set(name, status)
+
+    def _observe(self, stats: GroupStats) -> None:
+        if stats.num_requests:
+            self.edge.metrics.append_seconds.observe(stats.append_s)
+            self.edge.metrics.group_size.observe(stats.num_requests)
+        for token, worker_id in stats.expired:
+            self.edge.metrics.expired.inc()
+            event(logging.WARNING, "lease_expired", token=token, worker_id=worker_id)
+
+    def _on_end(self) -> None:
+        event(logging.ERROR, "writer_ended", store=self.config.store_url)
+        self.ended.set()
+
+
+def serve_until_signal(config: ServiceConfig) -> int:
+    """Runs a service until SIGTERM or SIGINT (exit code 0) or until another one takes the store
+    (1)."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    server = ShardServer(config)
+    while not stop.wait(0.2) and not server.ended.is_set():
+        pass
+    event(logging.INFO, "draining", signal=stop.is_set())
+    server.stop()
+    return 1 if server.ended.is_set() else 0
+
+
+def _split_address(option: str, address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ServiceStartError(
+            f"--{option} is {address!r}; allowed is HOST:PORT with a port from 0 (any free one) "
+            "to 65535, "
+            "such as 0.0.0.0:7070. Correct it."
+        )
+    return host, int(port)

@@ -1,0 +1,152 @@
+"""A Ledger as bytes and back: one JSON document for everything small, and the pages that changed
+since the last one."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gmeta.antdt import events as ev
+from gmeta.antdt.errors import StoreFailedError
+from gmeta.antdt.ledger import GENESIS, Ledger
+from gmeta.antdt.model import Checkpoint, DatasetSpec, Lease, Worker
+from gmeta.antdt.state import LedgerState
+from gmeta.antdt.table import ShardTable
+
+_PLAIN = (
+    "service_epoch",
+    "generation",
+    "rdzv_round",
+    "token_counter",
+    "draining",
+    "lineage",
+    "restore_id",
+    "restored_digest",
+    "requests",
+    "acked",
+)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state after `num_events` events; `pages` maps (dataset, page number) to bytes.
+
+    To be written: pages of the datasets in `cleared` are dropped first, then the given pages
+    replace theirs. As read back: `pages` are all pages, `cleared` is empty.
+    """
+
+    num_events: int
+    head: bytes
+    document: str
+    pages: dict[tuple[str, int], bytes] = field(default_factory=dict)
+    cleared: frozenset[str] = frozenset()
+
+
+def take_snapshot(ledger: Ledger) -> Snapshot:
+    """Reads, changes nothing; call `mark_stored` once the snapshot is durable."""
+    state = ledger.state
+    document: dict[str, Any] = {name: getattr(state, name) for name in _PLAIN}
+    document["job"] = state.job
+    document["tables"] = [_table_document(table) for table in state.tables.values()]
+    document["workers"] = [_worker_document(worker) for worker in state.workers.values()]
+    document["leases"] = [
+        [x.token, x.dataset, x.position, x.worker_id] for x in state.leases.values()
+    ]
+    document["closed"] = list(state.closed.items())
+    document["checkpoints"] = [asdict(checkpoint) for checkpoint in state.checkpoints.values()]
+    document["actions"] = list(state.actions.values())
+    tables = state.tables.items()
+    return Snapshot(
+        ledger.num_events,
+        ledger.head,
+        json.dumps(document, separators=(",", ":")),
+        {
+            (name, number): table.page(number)
+            for name, table in tables
+            for number in table.dirty_pages
+        },
+        frozenset(name for name, table in tables if table.cleared),
+    )
+
+
+def mark_stored(ledger: Ledger) -> None:
+    """The last snapshot is durable: its pages are clean."""
+    for table in ledger.state.tables.values():
+        table.dirty_pages.clear()
+        table.cleared = False
+
+
+def load_ledger(snapshot: Snapshot | None, job: str, lease_ttl_s: float) -> Ledger:
+    """The ledger of a snapshot (None: a new one). Leases have no deadline until StartService gives
+    them one."""
+    if snapshot is None:
+        return Ledger(LedgerState(job), lease_ttl_s, 0, GENESIS)
+    document = json.loads(snapshot.document)
+    state = LedgerState(document["job"])
+    for name in _PLAIN:
+        setattr(state, name, document[name])
+    for item in document["tables"]:
+        table = _load_table(item, snapshot)
+        state.tables[table.spec.name] = table
+    for item in document["workers"]:
+        worker = _load_worker(item)
+        state.workers[worker.worker_id] = worker
+    for token, dataset, position, worker_id in document["leases"]:
+        state.leases[token] = Lease(token, dataset, position, worker_id)
+        state.workers[worker_id].tokens.add(token)
+    state.closed = dict(document["closed"])
+    state.checkpoints = {
+        item["checkpoint_id"]: Checkpoint(**item) for item in document["checkpoints"]
+    }
+    state.actions = {item[1]: ev.ActionPosted(*item) for item in document["actions"]}
+    return Ledger(state, lease_ttl_s, snapshot.num_events, snapshot.head)
+
+
+def _table_document(table: ShardTable) -> dict[str, Any]:
+    return {
+        "spec": asdict(table.spec),
+        "epoch": table.epoch,
+        "units_done": list(table.units_done.items()),
+        "attempts": list(table.attempts.items()),
+        "notes": list(table.notes.items()),
+        "committed": table.committed,
+    }
+
+
+def _load_table(item: dict[str, Any], snapshot: Snapshot) -> ShardTable:
+    table = ShardTable(DatasetSpec(**item["spec"]), item["epoch"])
+    name, num_shards = table.spec.name, table.spec.num_shards
+    table.load_pages(
+        [(number, page) for (owner, number), page in snapshot.pages.items() if owner == name]
+    )
+    if len(table.states) != num_shards or sum(table.counts) != num_shards:
+        raise StoreFailedError(
+            f"the pages of dataset {name!r} do not describe its {num_shards} shards: the store is "
+            "damaged. "
+            "Restore it from a backup, or delete it: the manifest in a checkpoint rebuilds the "
+            "service."
+        )
+    table.units_done = dict(item["units_done"])
+    table.attempts = dict(item["attempts"])
+    table.notes = dict(item["notes"])
+    table.committed = [(start, end) for start, end in item["committed"]]
+    table.cleared = False
+    return table
+
+
+def _worker_document(worker: Worker) -> list[Any]:
+    last_call = [ev.encode(event).decode() for event in worker.last_call]
+    return [
+        worker.worker_id,
+        worker.incarnation,
+        worker.generation,
+        worker.retired,
+        worker.last_seq,
+        last_call,
+        worker.draining,
+    ]
+
+
+def _load_worker(item: list[Any]) -> Worker:
+    worker_id, incarnation, generation, retired, last_seq, last_call, draining = item
+    calls: list[Any] = [ev.decode(record.encode()) for record in last_call]
+    return Worker(worker_id, incarnation, generation, retired, last_seq, calls, set(), draining)

@@ -1,0 +1,86 @@
+"""From a config to its dataset, model and readers.
+
+Needs neither ranks nor TorchRec: a launcher finds what is wrong before it starts anything.
+"""
+
+import torch
+
+from gmeta.adaptation.algorithm import TableSizes
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.augment import check_augment
+from gmeta.config import TrainConfig
+from gmeta.errors import ConfigError
+from gmeta.learner import MetaLearner
+from metaio import BatchReader, Dataset, open_dataset
+from metaio.features import Features
+from models import InputSizes, ModelConfig, SparseColumn, build_model
+
+
+def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
+    """Open the dataset and build the part of the model that every rank replicates.
+
+    Raises:
+        ConfigError: the config does not fit the dataset, or the model does not fit the algorithm.
+    """
+    dataset = open_dataset(config.data.path)
+    for key, split in (
+        ("train_split", config.data.train_split),
+        ("valid_split", config.data.valid_split),
+    ):
+        if split and split not in dataset.splits:
+            raise ConfigError(
+                f"data.{key} = {split!r} is not in {config.data.path}: "
+                f"it has {', '.join(dataset.splits)}. Name one of them"
+            )
+    torch.manual_seed(config.run.seed)
+    try:
+        check_augment(config.augment, dataset.features)
+        learner = build_learner(dataset.features, config.model, config.algorithm, config.outer.loss)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return dataset, learner
+
+
+def build_learner(
+    features: Features, model: ModelConfig, algorithm: AlgorithmConfig, loss: str
+) -> MetaLearner:
+    """The model of these columns and the way it adapts, freshly initialised.
+
+    Raises:
+        ValueError: the model or the algorithm is unknown, or they do not fit each other or the
+            columns.
+    """
+    sizes = input_sizes(features)
+    tables = TableSizes(len(features.tables), model.embedding_dim)
+    return MetaLearner(build_model(model, sizes), algorithm, loss, tables)
+
+
+def input_sizes(features: Features) -> InputSizes:
+    """What a model needs to know of a dataset's columns."""
+    return InputSizes(
+        len(features.single),
+        len(features.multi),
+        len(features.dense),
+        tuple(SparseColumn(feature.name, feature.table) for feature in features.single),
+        tuple(SparseColumn(feature.name, feature.table) for feature in features.multi),
+    )
+
+
+def open_reader(
+    config: TrainConfig, dataset: Dataset, split: str, rank: int, world_size: int
+) -> BatchReader:
+    """A rank's share of a split; the training split in the config's order, others as stored."""
+    training = split == config.data.train_split
+    return BatchReader(
+        dataset,
+        split,
+        tasks_per_step=config.data.tasks_per_step,
+        rank=rank,
+        world_size=world_size,
+        seed=config.run.seed,
+        shuffle=training and config.data.shuffle,
+        lanes=config.data.lanes,
+        window_blocks=config.data.window_blocks or None,
+        drop_last=training and config.data.drop_last,
+        threads=config.data.threads,
+    )

@@ -1,0 +1,125 @@
+"""The `gmeta` command: subcommands, and how an error becomes one line and an exit code.
+
+Exit code 2: the user can mend it. 1: a failure. No traceback for either; GMETA_TRACEBACK=1 shows
+it.
+"""
+
+import errno
+import importlib
+import logging
+import os
+import sys
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from gmeta.errors import GMetaError, UserError
+
+# Where each subcommand is. Loaded when it is asked for: the data-shard service must start without
+# torch, and nobody waits seconds for the help of `prepare`.
+COMMANDS = {
+    "prepare": ("gmeta.commands.prepare", "prepare"),
+    "inspect": ("gmeta.commands.prepare", "inspect"),
+    "train": ("gmeta.commands.train", "train"),
+    "config": ("gmeta.commands.train", "show_config"),
+    "evaluate": ("gmeta.commands.evaluate", "evaluate"),
+    "export": ("gmeta.commands.export", "export"),
+    "predict": ("gmeta.commands.export", "predict"),
+    "shard-service": ("gmeta.commands.shards", "shard_service"),
+    "shards": ("gmeta.commands.shards", "shards"),
+}
+
+
+class _LazyCommands(typer.core.TyperGroup):
+    """A command group that imports a command's module when the command is asked for.
+
+    Any stands for click's types: some versions of typer bring a click of their own.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute = COMMANDS[cmd_name]
+        found: Any = getattr(importlib.import_module(module), attribute)
+        if isinstance(found, typer.Typer):
+            command = typer.main.get_command(found)
+            command.name = cmd_name
+            return command
+        alone = typer.Typer(rich_markup_mode="rich", add_completion=False)
+        alone.command(cmd_name)(found)
+        return typer.main.get_command(alone)
+
+
+app = typer.Typer(
+    name="gmeta",
+    cls=_LazyCommands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Meta-learning recommenders: prepare logs, train on many ranks, evaluate on cold starts."""
+
+
+def main() -> None:
+    """Run the command line and end the process with the right exit code."""
+    try:
+        app()
+    except SystemExit as done:
+        _leave(done.code if isinstance(done.code, int) else int(done.code is not None))
+    except _told_errors() as error:
+        if os.environ.get("GMETA_TRACEBACK"):
+            raise
+        _fail(*_told(error))
+    except KeyboardInterrupt:
+        _fail("interrupted: what was committed stays, what was half-written is dropped", 130)
+
+
+def _told_errors() -> tuple[type[Exception], ...]:
+    """What is told in one line; metaio's errors only if a command has loaded metaio."""
+    loaded = sys.modules.get("metaio.errors")
+    return (GMetaError, OSError, *([loaded.MetaIOError] if loaded else []))
+
+
+def _told(error: Exception) -> tuple[str, int]:
+    """The line to print and the exit code."""
+    if isinstance(error, OSError):
+        where = f": {error.filename}" if error.filename else ""
+        if error.errno == errno.ENOSPC:
+            return (
+                f"no space left on device{where}. "
+                "Free some and run again; nothing half-written was kept",
+                1,
+            )
+        return f"{error.strerror or error}{where}", 1
+    if isinstance(error, GMetaError):
+        return str(error), 2 if isinstance(error, UserError) else 1
+    # Of metaio's: a damaged dataset is a failure, a wrong description or input the user can mend.
+    return str(error), 1 if type(error).__name__ == "FormatError" else 2
+
+
+def _fail(message: str, code: int) -> None:
+    rank = os.environ.get("RANK")
+    prefix = "error" if rank is None else f"error on rank {rank}"
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]{prefix}[/]: ", end="")
+    print(message, file=sys.stderr)
+    _leave(code)
+
+
+def _leave(code: int) -> None:
+    """End at once: whatever a command wrote is durable by now.
+
+    A normal exit waits for ranks that wait in a collective, and in about 1 run of 15 a native
+    thread of the libraries aborts the interpreter on its way out ("terminate called without ...").
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

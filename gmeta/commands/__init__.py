@@ -1,0 +1,1 @@
+"""The subcommands of `gmeta`, one file each; only here does the project print."""

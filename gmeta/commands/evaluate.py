@@ -1,0 +1,68 @@
+"""`gmeta evaluate`."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from gmeta.commands import on_ranks
+
+if TYPE_CHECKING:
+    from gmeta.parallel import Ranks
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="folder of a training run")],
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(help="folder of a run to compare with, e.g. the plain baseline; repeatable"),
+    ] = None,
+    splits: Annotated[
+        list[str] | None,
+        typer.Option("--split", help="split to score; repeatable. Default: the config's"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="folder of the report; default: RUN/evaluation")
+    ] = None,
+    nproc_per_node: Annotated[int, typer.Option(min=1, help="ranks to start on this machine")] = 1,
+) -> None:
+    """Adapt to every unseen task's support set and score its query set, before and after.
+
+    gmeta evaluate runs/demo/maml --against runs/demo/plain
+
+    Writes evaluation.json, a self-contained report.html, its pictures and the predictions; prints a
+    table.
+    """
+    from gmeta.run_folder import RunFolder
+
+    config = RunFolder(run).read_config()
+    if on_ranks.starts_ranks(nproc_per_node):
+        arguments = ["evaluate", str(run)]
+        arguments += [word for path in against or [] for word in ("--against", str(path))]
+        arguments += [word for split in splits or [] for word in ("--split", split)]
+        arguments += ["--out", str(out)] if out else []
+        on_ranks.start(arguments, nproc_per_node, master_port=0, max_restarts=0)
+        return
+    from gmeta import report
+    from gmeta.evaluate import evaluate_run
+
+    def work(ranks: "Ranks") -> None:
+        roots = [run, *(against or [])]
+        # Folders of the same name in different places are told apart by their paths.
+        short = len({root.name for root in roots}) == len(roots)
+        runs = [
+            evaluate_run(root, root.name if short else str(root), splits or [], ranks)
+            for root in roots
+        ]
+        if ranks.rank == 0:
+            evaluated = [each for each in runs if each is not None]
+            paths = report.write(out or run / "evaluation", evaluated)
+            console = Console(width=None if os.isatty(1) else 120)
+            console.print(report.console_table(paths.evaluation))
+            console.print(
+                f"report: {paths.html}   figures: {paths.evaluation_json}", highlight=False
+            )
+
+    on_ranks.be_rank(config.run.device, config.run.collective_timeout_s, work)

@@ -1,0 +1,328 @@
+"""`gmeta prepare` and `gmeta inspect`."""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from gmeta.errors import UserError
+
+if TYPE_CHECKING:
+    from metaio import Dataset
+    from metaio.inspection import SplitSummary
+
+
+class Recipe(StrEnum):
+    """Datasets that need no schema file."""
+
+    MOVIELENS_1M = "movielens-1m"
+    SYNTHETIC = "synthetic"
+
+
+def prepare(
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[INPUT]... OUT", help="raw tables (URL or glob), then the new dataset"
+        ),
+    ],
+    schema: Annotated[
+        Path | None, typer.Option(help="TOML file that says what the columns of INPUT are")
+    ] = None,
+    recipe: Annotated[
+        Recipe | None, typer.Option(help="a ready dataset instead of --schema")
+    ] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="synthetic: users of the train split")] = 4_000,
+    items: Annotated[
+        int, typer.Option(min=10, help="synthetic: items, a fifth of them cold")
+    ] = 3_000,
+    rows: Annotated[
+        tuple[int, int], typer.Option(help="synthetic: least and most rows of a user")
+    ] = (
+        20,
+        40,
+    ),
+    seed: Annotated[int, typer.Option(min=0, help="recipes: seed of every random choice")] = 2019,
+    validation: Annotated[
+        bool,
+        typer.Option(
+            "--validation", help="movielens-1m: also carve fit and valid-* out of the warm users"
+        ),
+    ] = False,
+    order: Annotated[
+        str, typer.Option(help="movielens-1m: shuffle, or time (support is the past)")
+    ] = "shuffle",
+    memory: Annotated[str, typer.Option(help="schema: most memory to use, such as 2GB")] = "2GB",
+    threads: Annotated[int, typer.Option(min=0, help="schema: threads; 0: one a CPU core")] = 0,
+    block_rows: Annotated[int, typer.Option(min=1, help="schema: rows of a block")] = 65_536,
+    compact: Annotated[
+        bool, typer.Option("--compact", help="schema: smaller files that take longer to read")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="replace the dataset at OUT")
+    ] = False,
+) -> None:
+    """Turn raw tables into a dataset of tasks, each with a support and a query set.
+
+    gmeta prepare --schema clicks.toml 's3://logs/2026-*.parquet' data/clicks
+
+    gmeta prepare --recipe synthetic data/clicks
+
+    gmeta prepare --recipe movielens-1m ml-1m data/ml --validation
+    """
+    *inputs, out = paths
+    if recipe is Recipe.SYNTHETIC:
+        from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
+
+        _expect_inputs(recipe, inputs, 0)
+        config = SyntheticConfig(
+            num_tasks=tasks, num_items=items, min_rows=rows[0], max_rows=rows[1], seed=seed
+        )
+        prepare_synthetic(out, config, overwrite)
+    elif recipe is Recipe.MOVIELENS_1M:
+        from metaio.recipes.movielens import MovieLensConfig, prepare_movielens
+
+        _expect_inputs(recipe, inputs, 1)
+        melu = MovieLensConfig(seed=seed, order=order, validation=validation)
+        prepare_movielens(inputs[0], out, melu, overwrite)
+    elif schema is not None:
+        from metaio.prepare import PrepareOptions
+        from metaio.prepare import prepare as prepare_tables
+        from metaio.schema import load_schema
+
+        if not inputs:
+            raise UserError("only OUT is given. Run: gmeta prepare --schema FILE INPUT... OUT")
+        options = PrepareOptions(
+            memory_bytes=_bytes(memory),
+            threads=threads or os.cpu_count() or 1,
+            block_rows=block_rows,
+            compact=compact,
+            overwrite=overwrite,
+        )
+        with _phases() as tell:
+            prepare_tables(inputs, out, load_schema(schema), options, tell)
+    else:
+        raise UserError("neither --schema nor --recipe is given. Pass one of them.")
+    _report(out)
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
+    if found is None or float(found.group(1)) <= 0:
+        raise UserError(f"--memory is {text!r}; a size such as 512MB or 2GB is needed. Correct it.")
+    return int(float(found.group(1)) * 1024 ** " KMGT".index(found.group(2).upper() or " "))
+
+
+@contextmanager
+def _phases() -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar for each phase that is told of."""
+    bars: dict[str, TaskID] = {}
+    with _progress() as progress:
+
+        def tell(phase: str, done: int, total: int) -> None:
+            if phase not in bars:
+                bars[phase] = progress.add_task(phase, total=total)
+            progress.update(bars[phase], completed=done, total=total)
+
+        yield tell
+
+
+def _expect_inputs(recipe: Recipe, inputs: list[str], count: int) -> None:
+    if len(inputs) != count:
+        usage = {Recipe.SYNTHETIC: "OUT", Recipe.MOVIELENS_1M: "PATH OUT"}[recipe]
+        raise UserError(
+            f"--recipe {recipe.value} was given {len(inputs) + 1} paths, it takes {count + 1}. "
+            f"Run: gmeta prepare --recipe {recipe.value} {usage}"
+        )
+
+
+def _report(out: str) -> None:
+    from metaio import open_dataset
+
+    console = Console(stderr=True)
+    dataset = open_dataset(out)
+    console.print(_counts(dataset))
+    lost = {
+        name: count for name, count in dataset.manifest.report.get("dropped", {}).items() if count
+    }
+    if lost:
+        told = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in lost.items())
+        console.print(f"left out: {told}", highlight=False, soft_wrap=True)
+    for name, use in dataset.manifest.report.get("hashed_tables", {}).items():
+        if use["values_sharing_a_row_estimated"]:
+            console.print(
+                f"collisions in table {name}: about {use['values_sharing_a_row_estimated']:,} of "
+                f"{use['values_estimated']:,} values share one of {use['rows']:,} rows",
+                highlight=False,
+                soft_wrap=True,
+            )
+    console.print(
+        f"prepared: {out}  (look inside: gmeta inspect {out})", highlight=False, soft_wrap=True
+    )
+
+
+def _counts(dataset: "Dataset") -> Table:
+    table = Table(
+        "split",
+        "episodes",
+        "rows",
+        "shards",
+        "blocks",
+        title=f"fingerprint {dataset.fingerprint[:16]}",
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, split in dataset.splits.items():
+        counts = (split.num_episodes, split.num_rows, len(split.shards), split.num_blocks)
+        table.add_row(name, *(f"{count:,}" for count in counts))
+    return table
+
+
+def inspect(
+    path: Annotated[str, typer.Argument(help="a prepared dataset, folder or URL")],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="check every checksum; exit code 1 if one differs")
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="write a PNG of episode sizes and id skew")
+    ] = None,
+) -> None:
+    """Show what a dataset holds: tasks, rows, support and query sizes, ids in use and their skew.
+
+    gmeta inspect data/ml --picture data/ml.png
+
+    gmeta inspect s3://bucket/clicks --verify
+    """
+    from metaio import open_dataset
+    from metaio.inspection import damage, summarise
+
+    dataset = open_dataset(path)
+    console = Console()
+    with _progress() as progress:
+        bar = progress.add_task("reading", total=None)
+
+        def advance(done: int, total: int) -> None:
+            progress.update(bar, completed=done, total=total)
+
+        if verify:
+            messages = damage(dataset, advance)
+        else:
+            summaries = summarise(dataset, advance)
+    if verify:
+        _verdict(console, dataset, messages)
+        return
+    _describe(console, dataset, summaries)
+    if picture is not None:
+        from metaio.picture import draw
+
+        draw(summaries, picture)
+        console.print(f"picture: {picture}", highlight=False, soft_wrap=True)
+
+
+def _progress() -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _verdict(console: Console, dataset: "Dataset", messages: list[str]) -> None:
+    for message in messages:
+        console.print(message, highlight=False, soft_wrap=True, markup=False)
+    if messages:
+        raise typer.Exit(1)
+    num_files = 1 + sum(1 for _ in dataset.files())
+    console.print(
+        f"{dataset.url} is intact: {num_files} files, every checksum matches.", soft_wrap=True
+    )
+
+
+def _describe(console: Console, dataset: "Dataset", summaries: list["SplitSummary"]) -> None:
+    manifest = dataset.manifest
+    console.print(
+        f"task [bold]{dataset.task}[/], label [bold]{dataset.label}[/], seed {manifest.seed}, "
+        f"protocol: {manifest.protocol or 'none'}\nfingerprint {dataset.fingerprint}",
+        highlight=False,
+    )
+    console.print(_sizes(summaries))
+    if summaries:
+        console.print(_tables(summaries[0]))
+        console.print(_unknown(summaries), highlight=False, soft_wrap=True)
+
+
+def _table(title: str, *heads: str) -> Table:
+    """Narrow enough for 80 columns: no rules between columns, numbers to the right."""
+    table = Table(*heads, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns:
+        column.no_wrap = True
+        column.justify = "left" if column is table.columns[0] else "right"
+    return table
+
+
+def _sizes(summaries: list["SplitSummary"]) -> Table:
+    title = "Episodes (support and query rows: least / median / most)"
+    heads = ("split", "tasks", "episodes", "rows", "support", "query", "label")
+    table = _table(title, *heads)
+    for summary in summaries:
+        table.add_row(
+            summary.name,
+            f"{summary.num_tasks:,}",
+            f"{len(summary.support_T):,}",
+            f"{summary.num_rows:,}",
+            _spread(summary.support_T.tolist()),
+            _spread(summary.query_T.tolist()),
+            f"{summary.label_mean:.3f}",
+        )
+    return table
+
+
+def _spread(sizes: list[int]) -> str:
+    if not sizes:
+        return "-"
+    return f"{min(sizes):,} / {sorted(sizes)[len(sizes) // 2]:,} / {max(sizes):,}"
+
+
+def _tables(summary: "SplitSummary") -> Table:
+    from metaio.inspection import SKEW_PERCENT
+
+    skew = [f"top {percent} %" for percent in SKEW_PERCENT]
+    title = f"Embedding tables in {summary.name} (share of uses by the most used ids)"
+    table = _table(title, "table", "rows", "ids used", *skew)
+    for use in summary.tables:
+        shares = [_percent(use.top_share(percent)) for percent in SKEW_PERCENT]
+        table.add_row(use.name, f"{use.num_rows:,}", f"{use.num_used:,}", *shares)
+    return table
+
+
+def _unknown(summaries: list["SplitSummary"]) -> str:
+    """Tables whose row 0 is used, and by how much of each split: what a model could not learn."""
+    lines = []
+    for index, table in enumerate(summaries[0].tables):
+        shares = {s.name: s.tables[index].unknown_share for s in summaries}
+        told = [f"{name} {_percent(share)}" for name, share in shares.items() if share > 0]
+        if told:
+            lines.append(f"  {table.name}: {', '.join(told)}")
+    return "\n".join(["Ids outside the vocabulary (row 0):", *lines]) if lines else ""
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

@@ -1,0 +1,348 @@
+"""`gmeta shard-service` and `gmeta shards ...`: run the data-shard service, look into it,
+operate it.
+
+Imports neither torch nor the data layer: the service starts in well under a second.
+"""
+
+import json
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.table import Table
+
+from gmeta.antdt.audit import audit_manifest, check_descends
+from gmeta.antdt.connection import Connection, ConnectionConfig
+from gmeta.antdt.errors import ManifestError
+from gmeta.antdt.log import configure_logging
+from gmeta.antdt.manifest import load_manifest
+from gmeta.antdt.server import ServiceConfig, serve_until_signal
+from protos.antdt.v1 import shard_service_pb2 as pb
+
+OPERATOR_BUDGET_S = 5.0  # a person waits: say quickly that the service is away
+
+shards = typer.Typer(
+    help="Look into and operate a running data-shard service; audit checkpoints offline.",
+    no_args_is_help=True,
+)
+
+Address = Annotated[
+    str,
+    typer.Option("--service", envvar="GMETA_SHARD_SERVICE", help="HOST:PORT of the service"),
+]
+TokenFile = Annotated[
+    Path | None, typer.Option(envvar="GMETA_SHARD_TOKEN_FILE", help="file with the service's token")
+]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(envvar="GMETA_SHARD_TLS_CA", help="certificate authority of a service with TLS"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
+DatasetName = Annotated[
+    str, typer.Option("--dataset", help="dataset; may be left out when there is only one")
+]
+ShardArguments = Annotated[
+    list[int], typer.Argument(help="shard numbers, as `gmeta shards ls` shows")
+]
+DEFAULT_ADDRESS = "127.0.0.1:7070"
+
+
+def shard_service(
+    listen: Annotated[
+        str, typer.Option(help="HOST:PORT to serve on; port 0 takes a free one")
+    ] = DEFAULT_ADDRESS,
+    store: Annotated[
+        str,
+        typer.Option(
+            help="sqlite:///PATH survives anything; memory: survives nothing but a checkpoint"
+        ),
+    ] = "sqlite:///shards.db",
+    job: Annotated[
+        str, typer.Option(help="name of the job; one service serves one job")
+    ] = "default",
+    lease_ttl: Annotated[
+        float,
+        typer.Option(
+            min=1.0, max=3600.0, help="seconds after which a silent worker's shards go on"
+        ),
+    ] = 30.0,
+    metrics_listen: Annotated[
+        str, typer.Option(help="HOST:PORT of Prometheus /metrics; empty for none")
+    ] = "",
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate of the service")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="demand client certificates of this authority")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="file with the token that every caller must show")
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR")] = "INFO",
+) -> None:
+    """Hand out the shards of a job's data to its workers, each exactly once an epoch.
+
+    gmeta shard-service --listen 0.0.0.0:7070 --store sqlite:///run/shards.db
+
+    Runs until SIGTERM, then answers the calls under way and exits 0. Logs JSON lines to stderr.
+    """
+    configure_logging(log_level)
+    config = ServiceConfig(
+        listen, store, job, lease_ttl, metrics_listen, tls_cert, tls_key, tls_client_ca, token_file
+    )
+    raise typer.Exit(serve_until_signal(config))
+
+
+@shards.command()
+def status(
+    address: Address = DEFAULT_ADDRESS,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    as_json: AsJson = False,
+) -> None:
+    """Datasets, workers and checkpoints at a glance."""
+    answer = _call(address, token_file, tls_ca, "Status", pb.StatusRequest())
+    if as_json:
+        return _print_json(answer)
+    console = _console()
+    state = "draining" if answer.draining else "serving"
+    console.print(
+        f"job {answer.job}: {state}, generation {answer.run_generation}, service epoch "
+        f"{answer.service_epoch}, {answer.ledger_events} ledger events"
+    )
+    names = (
+        "dataset",
+        "epoch",
+        "shards",
+        "todo",
+        "doing",
+        "done",
+        "in checkpoint",
+        "skipped",
+        "quarantined",
+    )
+    rows = [
+        (
+            d.spec.name,
+            d.epoch,
+            d.num_shards,
+            d.todo,
+            d.doing,
+            d.done_open + d.done_committed,
+            d.done_committed,
+            d.skipped,
+            d.quarantined,
+        )
+        for d in answer.datasets
+    ]
+    _print_table(console, names, rows)
+    workers = [(w.worker_id, w.num_leases, _silence(w), w.draining or "") for w in answer.workers]
+    _print_table(console, ("worker", "leases", "last call", "draining"), workers)
+    saved = [
+        (c.checkpoint_id, c.step, "yes" if c.committed else "prepared") for c in answer.checkpoints
+    ]
+    _print_table(console, ("checkpoint", "step", "committed"), saved)
+    return None
+
+
+@shards.command("ls")
+def list_shards(
+    address: Address = DEFAULT_ADDRESS,
+    dataset: DatasetName = "",
+    state: Annotated[
+        str,
+        typer.Option(help="only todo, doing, done_open, done_committed, skipped or quarantined"),
+    ] = "",
+    limit: Annotated[int, typer.Option(min=1, help="at most so many")] = 100,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    as_json: AsJson = False,
+) -> None:
+    """List shards with their state, offset, attempts and holder."""
+    numbers = {
+        name.removeprefix("SHARD_STATE_").lower(): n for name, n in pb.ShardState.items() if n
+    }
+    if state and state.lower() not in numbers:
+        raise typer.BadParameter(f"{state!r} is no shard state; known are {', '.join(numbers)}")
+
+    def call(rpc: str, request: Any) -> Any:
+        return _call(address, token_file, tls_ca, rpc, request)
+
+    name = _only_dataset(call, dataset)
+    found: list[Any] = []
+    page_token = ""
+    while len(found) < limit:
+        answer = call(
+            "ListShards",
+            pb.ListShardsRequest(
+                dataset=name,
+                state=numbers.get(state.lower(), 0),
+                page_size=min(1000, limit - len(found)),
+                page_token=page_token,
+            ),
+        )
+        found.extend(answer.shards)
+        page_token = answer.next_page_token
+        if not page_token:
+            break
+    if as_json:
+        return typer.echo(json.dumps([_to_dict(shard) for shard in found], indent=2))
+    names = ("shard", "state", "units", "trained", "attempts", "worker", "note")
+    rows = [
+        (
+            s.shard_index,
+            _state_name(s.state),
+            f"{s.start_unit}..{s.start_unit + s.num_units - 1}",
+            s.units_done,
+            s.attempts,
+            s.worker_id,
+            s.note,
+        )
+        for s in found
+    ]
+    _print_table(_console(), names, rows)
+    if page_token:
+        typer.echo(f"more follow; this is --limit {limit}")
+    return None
+
+
+@shards.command()
+def audit(
+    checkpoint: Annotated[Path, typer.Argument(help="checkpoint folder, or its shards.json")],
+    previous: Annotated[
+        Path | None,
+        typer.Option(help="an earlier checkpoint of the run: check that this one continues it"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Prove, offline, what a checkpoint has been trained on: every unit once, none twice. Exit
+    code 1 when not ok."""
+    manifest = load_manifest(checkpoint)
+    report = audit_manifest(manifest)
+    if previous is not None:
+        check_descends(manifest, load_manifest(previous))
+    if as_json:
+        typer.echo(json.dumps({"ok": report.ok, "lines": report.lines}, indent=2))
+    else:
+        typer.echo("\n".join(report.lines))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@shards.command()
+def requeue(
+    numbers: ShardArguments,
+    address: Address = DEFAULT_ADDRESS,
+    dataset: DatasetName = "",
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+) -> None:
+    """Offer quarantined or skipped shards again, with a clean count of attempts."""
+
+    def call(rpc: str, request: Any) -> Any:
+        return _call(address, token_file, tls_ca, rpc, request)
+
+    name = _only_dataset(call, dataset)
+    request = pb.RequeueRequest(request_id=uuid.uuid4().hex, dataset=name, shard_indices=numbers)
+    typer.echo(f"{call('Requeue', request).num_changed} shards of {name} are offered again")
+
+
+@shards.command()
+def skip(
+    numbers: ShardArguments,
+    reason: Annotated[str, typer.Option(help="why; kept in the ledger and in every checkpoint")],
+    address: Address = DEFAULT_ADDRESS,
+    dataset: DatasetName = "",
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+) -> None:
+    """Leave shards out of this epoch, on the record."""
+
+    def call(rpc: str, request: Any) -> Any:
+        return _call(address, token_file, tls_ca, rpc, request)
+
+    name = _only_dataset(call, dataset)
+    request = pb.SkipRequest(
+        request_id=uuid.uuid4().hex, dataset=name, shard_indices=numbers, reason=reason
+    )
+    typer.echo(f"{call('Skip', request).num_changed} shards of {name} are skipped")
+
+
+@shards.command()
+def drain(
+    worker: Annotated[str, typer.Option(help="only this worker; its shards go back at once")] = "",
+    undo: Annotated[bool, typer.Option("--undo", help="hand out shards again")] = False,
+    address: Address = DEFAULT_ADDRESS,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+) -> None:
+    """Hand out no more shards: to one worker, or to nobody."""
+    request = pb.DrainRequest(request_id=uuid.uuid4().hex, worker_id=worker, undo=undo)
+    answer = _call(address, token_file, tls_ca, "Drain", request)
+    who = f"worker {worker}" if worker else "the service"
+    typer.echo(
+        f"{who} {'hands out again' if undo else 'is draining'}; {answer.num_released} shards went "
+        "back"
+    )
+
+
+def _call(
+    address: str, token_file: Path | None, tls_ca: Path | None, rpc: str, request: Any
+) -> Any:
+    config = ConnectionConfig(
+        address, OPERATOR_BUDGET_S, OPERATOR_BUDGET_S, tls_ca=tls_ca, token_file=token_file
+    )
+    connection = Connection(config)
+    try:
+        return connection.call(rpc, lambda: request)
+    finally:
+        connection.close()
+
+
+def _only_dataset(call: Callable[[str, Any], Any], dataset: str) -> str:
+    if dataset:
+        return dataset
+    names = [d.spec.name for d in call("Status", pb.StatusRequest()).datasets]
+    if len(names) != 1:
+        raise ManifestError(
+            f"the service has {len(names)} datasets ({', '.join(names) or 'none'}); name one. "
+            "Pass --dataset NAME."
+        )
+    return str(names[0])
+
+
+def _state_name(state: int) -> str:
+    return str(pb.ShardState.Name(state)).removeprefix("SHARD_STATE_").lower()
+
+
+def _silence(worker: Any) -> str:
+    return (
+        f"{worker.silent_ms / 1000:.1f} s ago"
+        if worker.HasField("silent_ms")
+        else "not since start"
+    )
+
+
+def _console() -> Console:
+    return Console(soft_wrap=False, highlight=False)
+
+
+def _print_table(console: Console, names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+    if rows:
+        table = Table(*names, box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*(str(cell) for cell in row))
+        console.print(table)
+
+
+def _print_json(message: Any) -> None:
+    typer.echo(json.dumps(_to_dict(message), indent=2))
+
+
+def _to_dict(message: Any) -> Any:
+    return MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )

@@ -1,0 +1,97 @@
+"""`gmeta train` and `gmeta config`."""
+
+import os
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gmeta.commands import on_ranks
+from gmeta.config import TrainConfig, describe_config, load_config
+from gmeta.errors import UserError
+
+if TYPE_CHECKING:
+    from gmeta.parallel import Ranks
+    from gmeta.run_folder import RunFolder
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="TOML file; `gmeta config` lists every key")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="replace values of the config"),
+    ] = None,
+    nproc_per_node: Annotated[int, typer.Option(min=1, help="ranks to start on this machine")] = 1,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on from the run folder's newest checkpoint")
+    ] = False,
+    master_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="rendezvous port; 0: any free one")
+    ] = 0,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="restart all ranks so often when one dies")
+    ] = 0,
+) -> None:
+    """Train a model; on several ranks with --nproc-per-node, or under torchrun.
+
+    gmeta train examples/demo.toml --nproc-per-node 2
+
+    gmeta train examples/demo.toml algorithm.name=none run.dir=runs/plain
+
+    torchrun --nproc-per-node 2 -m gmeta train examples/demo.toml
+    """
+    resolved = load_config(config, overrides or [])
+    _check_run_folder(resolved, resume)
+    if on_ranks.starts_ranks(nproc_per_node):
+        # Loading torch takes seconds: not before the config is known to be right.
+        from gmeta.build import build
+
+        build(resolved)
+        arguments = ["train", str(config), *(overrides or []), *(["--resume"] if resume else [])]
+        on_ranks.start(arguments, nproc_per_node, master_port, max_restarts)
+        return
+    from gmeta.train import train as train_on_rank
+
+    def work(ranks: "Ranks") -> None:
+        folder = train_on_rank(resolved, ranks)
+        if ranks.rank == 0:
+            _tell(folder)
+
+    on_ranks.be_rank(resolved.run.device, resolved.run.collective_timeout_s, work)
+
+
+def _tell(folder: "RunFolder") -> None:
+    readings = [line for line in folder.read_metrics() if "loss" in line]
+    speed = statistics.median(line["samples_per_s"] for line in readings)
+    wait = statistics.mean(line["data_wait_share"] for line in readings)
+    Console(stderr=True).print(
+        f"\ntrained: {folder.root}  (metrics.jsonl, tensorboard/, checkpoints/)\n"
+        f"speed: {speed:,.0f} samples/s, {wait:.1%} of the time waiting for data\n"
+        f"evaluate it: gmeta evaluate {folder.root}",
+        highlight=False,
+    )
+
+
+def show_config() -> None:
+    """List every config key with its default and meaning."""
+    table = Table("key", "default", "meaning")
+    for key, default, meaning in describe_config():
+        table.add_row(key, default, meaning)
+    Console().print(table)
+
+
+def _check_run_folder(config: TrainConfig, resume: bool) -> None:
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    root = Path(config.run.dir)
+    if root.exists() and not root.is_dir():
+        raise UserError(
+            f"run.dir = {str(root)!r} is a file: a folder is needed. Choose another run.dir"
+        )
+    if root.is_dir() and any(root.iterdir()) and not (resume or restarted):
+        raise UserError(
+            f"run.dir = {str(root)!r} is not empty: a new run needs a new folder. "
+            "Choose another run.dir, or add --resume to go on from its newest checkpoint"
+        )

@@ -1,0 +1,274 @@
+"""Training configs: TOML plus `section.key=value` overrides, checked once, into frozen dataclasses.
+
+Each section is a dataclass that stands beside its owner; unknown keys are refused with the nearest
+name.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import tomllib
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.augment import AugmentConfig
+from gmeta.errors import ConfigError
+from models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where episodes come from, and how many make a step."""
+
+    path: str = field(
+        default="", metadata={"help": "prepared dataset: a folder or any fsspec URL (required)"}
+    )
+    train_split: str = field(default="train", metadata={"help": "split to train on"})
+    valid_split: str = field(
+        default="",
+        metadata={"help": "split to score after every epoch; empty: none. Never one you report on"},
+    )
+    eval_splits: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "splits that evaluate scores; []: all but the training and validation split"
+        },
+    )
+    tasks_per_step: int = field(
+        default=128, metadata={"help": "episodes per outer step, all ranks together", "min": 1}
+    )
+    shuffle: bool = field(
+        default=True, metadata={"help": "shuffle episodes anew every epoch, from the seed"}
+    )
+    lanes: int = field(
+        default=1,
+        metadata={
+            "help": "streams a step draws from; a multiple of the ranks lets each read its own",
+            "min": 1,
+        },
+    )
+    window_blocks: int = field(
+        default=0,
+        metadata={
+            "help": "blocks a lane shuffles episodes within; 0: all of a small split, else 8",
+            "min": 0,
+        },
+    )
+    drop_last: bool = field(default=False, metadata={"help": "drop an epoch's last, smaller step"})
+    threads: int = field(default=1, metadata={"help": "decoding threads per rank", "min": 1})
+
+
+@dataclass(frozen=True)
+class OuterConfig:
+    """The outer loop: loss and optimizers."""
+
+    loss: Literal["bce", "mse", "huber"] = field(
+        default="bce",
+        metadata={
+            "help": "bce: labels 0 and 1 (clicks); mse, or huber for a small absolute error: "
+            "any number (ratings)"
+        },
+    )
+    dense_optimizer: Literal["adam", "adagrad", "sgd"] = field(
+        default="adam", metadata={"help": "for the data-parallel layers"}
+    )
+    dense_lr: float = field(
+        default=1e-3, metadata={"help": "learning rate of the layers", "min": 0.0}
+    )
+    weight_decay: float = field(
+        default=0.0, metadata={"help": "L2 penalty on the layers", "min": 0.0}
+    )
+    lr_schedule: Literal["constant", "linear"] = field(
+        default="constant",
+        metadata={"help": "of layers and tables; linear: falls to 0 at the last step of the run"},
+    )
+    sparse_optimizer: Literal["rowwise_adagrad", "adagrad", "sgd"] = field(
+        default="rowwise_adagrad",
+        metadata={"help": "fused into the backward of the embedding tables"},
+    )
+    sparse_lr: float = field(
+        default=0.05, metadata={"help": "learning rate of the tables", "min": 0.0}
+    )
+    embedding_init_std: float = field(
+        default=0.05,
+        metadata={"help": "standard deviation of the tables' initial values", "min": 0.0},
+    )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run goes, how long it lasts, what it writes."""
+
+    dir: str = field(default="", metadata={"help": "run folder, made by the run (required)"})
+    seed: int = field(
+        default=0, metadata={"help": "of initial values and of the data order", "min": 0}
+    )
+    epochs: int = field(default=1, metadata={"help": "passes over the training split", "min": 1})
+    max_steps: int = field(
+        default=0, metadata={"help": "stop after so many outer steps; 0: no limit", "min": 0}
+    )
+    device: Literal["auto", "cpu", "cuda"] = field(
+        default="auto",
+        metadata={"help": "auto: cuda with NCCL where a GPU is visible, else cpu with gloo"},
+    )
+    log_every_steps: int = field(
+        default=10, metadata={"help": "one metrics line per so many steps", "min": 1}
+    )
+    checkpoint_every_steps: int = field(
+        default=0,
+        metadata={"help": "checkpoint after so many steps; 0: after every epoch", "min": 0},
+    )
+    keep_last: int = field(default=2, metadata={"help": "checkpoints kept", "min": 1})
+    collective_timeout_s: int = field(
+        default=300,
+        metadata={"help": "a collective that waits longer ends the run with an error", "min": 1},
+    )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything a training run is made from; saved resolved as config.json in the run folder."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists and scalars."""
+        value: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return value
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The config at `path` (TOML) with `section.key=value` overrides, values as TOML (bare words
+    are text).
+
+    Raises:
+        ConfigError: no such file, no TOML, an unknown key, a bad value, a required key left empty.
+    """
+    try:
+        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"config {str(path)!r} cannot be read: {error.strerror}. Give a TOML file"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {str(path)!r} is no TOML: {error}. Mend that line") from error
+    for override in overrides:
+        _override(raw, override)
+    config = config_from_dict(raw)
+    for key, value in (("data.path", config.data.path), ("run.dir", config.run.dir)):
+        if not value:
+            raise ConfigError(
+                f"{key} is empty: it is required. Set it in the config, or add {key}=PATH"
+            )
+    return config
+
+
+def config_from_dict(raw: Mapping[str, Any]) -> TrainConfig:
+    """A config from nested dicts, as TOML or JSON gives them."""
+    config: TrainConfig = _build(TrainConfig, raw, prefix="")
+    return config
+
+
+def describe_config() -> list[tuple[str, str, str]]:
+    """(key, default, help) of every key, in order: the reference that docs and --help show."""
+    sections = get_type_hints(TrainConfig)
+    return [
+        (f"{section}.{item.name}", _shown(item.default), item.metadata["help"])
+        for section, kind in sections.items()
+        for item in dataclasses.fields(kind)
+    ]
+
+
+def _shown(value: object) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def _override(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    section, dot, name = key.partition(".")
+    if not (equals and dot and section and name):
+        raise ConfigError(
+            f"override {override!r} is not of the form section.key=value. Write e.g. run.epochs=3"
+        )
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    target = raw.setdefault(section, {})
+    if not isinstance(target, dict):
+        raise ConfigError(
+            f"{section} = {target!r} is a value, not a section. Write [{section}] in the config"
+        )
+    target[name] = value
+
+
+def _build(kind: Any, raw: Mapping[str, Any], prefix: str) -> Any:
+    hints = get_type_hints(kind)
+    known = {item.name: item for item in dataclasses.fields(kind)}
+    for name in raw:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = (
+                f"did you mean {prefix}{nearest[0]}?"
+                if nearest
+                else f"known are {', '.join(known)}"
+            )
+            raise ConfigError(f"{prefix}{name} is unknown; {hint}")
+    values = {}
+    for name, value in raw.items():
+        key = f"{prefix}{name}"
+        if dataclasses.is_dataclass(hints[name]):
+            if not isinstance(value, Mapping):
+                raise ConfigError(
+                    f"{key} = {value!r} is a value, not a section. Write [{key}] in the config"
+                )
+            values[name] = _build(hints[name], value, prefix=f"{key}.")
+        else:
+            values[name] = _checked(key, hints[name], known[name].metadata, value)
+    return kind(**values)
+
+
+def _checked(key: str, hint: Any, metadata: Mapping[str, Any], value: Any) -> Any:
+    """`value` as the type that the field asks for, or a ConfigError."""
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ConfigError(
+                f"{key} = {value!r} is not allowed: "
+                f"choose one of {', '.join(map(str, get_args(hint)))}"
+            )
+        return value
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{key} = {value!r} is not a list. Write e.g. {key} = [...]")
+        return tuple(
+            _checked(f"{key}[{i}]", get_args(hint)[0], metadata, item)
+            for i, item in enumerate(value)
+        )
+    if get_origin(hint) in (Union, types.UnionType):
+        raise TypeError(f"{key}: config fields have one type each, not {hint}")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ConfigError(f"{key} = {value!r} is not of type {hint.__name__}. Correct the value")
+    if hint is float and not math.isfinite(value):
+        raise ConfigError(f"{key} = {value} is not a finite number. Correct the value")
+    if "min" in metadata and value < metadata["min"]:
+        raise ConfigError(
+            f"{key} = {value} is too small: at least {metadata['min']} is allowed. "
+            "Correct the value"
+        )
+    if "max" in metadata and value > metadata["max"]:
+        raise ConfigError(
+            f"{key} = {value} is too large: at most {metadata['max']} is allowed. Correct the value"
+        )
+    return value

@@ -1,0 +1,15 @@
+"""The engine's error tree, and which errors are the user's to mend."""
+
+
+class GMetaError(Exception):
+    """Base of every error that gmeta raises on purpose; the command line prints one line, exit code
+    1.
+    """
+
+
+class UserError(GMetaError):
+    """Something that the user can mend: a config value, a path, an option. Exit code 2."""
+
+
+class ConfigError(UserError):
+    """A training config is wrong: an unknown key, a bad value, a contradiction."""

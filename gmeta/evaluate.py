@@ -1,0 +1,147 @@
+"""Evaluation: adapt on each unseen task's support set, score its query set, per cold-start split.
+
+A task of a cold split was never trained on; its query rows are predicted with the meta-parameters
+("before") and after the inner loop on its support rows ("after").
+"""
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torchrec.distributed import DistributedModelParallel
+
+from gmeta.build import build, open_reader
+from gmeta.checkpoint import list_checkpoints, load_checkpoint
+from gmeta.config import TrainConfig
+from gmeta.episodes import Episodes
+from gmeta.errors import UserError
+from gmeta.metrics import evaluate_split
+from gmeta.parallel import (
+    Ranks,
+    ShardedLearner,
+    gather_to_first,
+    in_step,
+    local_learner,
+    shard_learner,
+)
+from gmeta.report.runs import EvaluatedRun
+from gmeta.run_folder import ENVIRONMENT_FILE, RunFolder
+from metaio import Dataset
+
+
+def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> EvaluatedRun | None:
+    """Predictions of a run's newest checkpoint on `splits` (none named: as its config says), on
+    rank 0.
+
+    Raises:
+        UserError: no run folder, no checkpoint yet, an unknown split.
+    """
+    folder = RunFolder(root)
+    config = folder.read_config()
+    checkpoints = list_checkpoints(folder.checkpoints)
+    if not checkpoints:
+        raise UserError(
+            f"run {root} has 0 checkpoints: there is nothing to evaluate yet. "
+            "Let it reach its first one"
+        )
+    dataset, learner = build(config)
+    chosen = splits_to_score(config, dataset, splits)
+    sharded = shard_learner(learner, dataset.features, config, ranks)
+    progress = load_checkpoint(checkpoints[-1], sharded, None, ranks)
+    tables = [predict_split(config, dataset, split, sharded, ranks) for split in chosen]
+    if ranks.rank != 0:
+        return None
+    return EvaluatedRun(
+        name=name,
+        algorithm=config.algorithm.name,
+        model=config.model.name,
+        loss=config.outer.loss,
+        step=progress.step,
+        predictions=pa.concat_tables([table for table in tables if table is not None]),
+        history=folder.read_metrics(),
+        config=config.to_json(),
+        environment=json.loads((root / ENVIRONMENT_FILE).read_text()),
+        dataset=f"{config.data.path} ({dataset.fingerprint[:12]})",
+        evaluated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+
+
+def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str]) -> list[str]:
+    """The splits asked for, else those of the config, else all that training and validation did not
+    use.
+    """
+    chosen = list(asked or config.data.eval_splits)
+    for split in chosen:
+        if split not in dataset.splits:
+            raise UserError(
+                f"split {split!r} is not in {config.data.path}: "
+                f"it has {', '.join(dataset.splits)}. Name one of them"
+            )
+    used = (config.data.train_split, config.data.valid_split)
+    return chosen or [split for split in dataset.splits if split not in used]
+
+
+def score_split(
+    config: TrainConfig,
+    dataset: Dataset,
+    split: str,
+    sharded: DistributedModelParallel,
+    ranks: Ranks,
+) -> dict[str, float | None]:
+    """Metrics of a split after adaptation, on rank 0 (empty elsewhere); None where one is
+    undefined.
+    """
+    table = predict_split(config, dataset, split, sharded, ranks)
+    if table is None:
+        return {}
+    label, after, task = (table[name].to_numpy() for name in ("label", "after", "task"))
+    values = evaluate_split(label, after, task, config.outer.loss)
+    return {name: None if np.isnan(value.value) else value.value for name, value in values.items()}
+
+
+def predict_split(
+    config: TrainConfig,
+    dataset: Dataset,
+    split: str,
+    sharded: DistributedModelParallel,
+    ranks: Ranks,
+) -> pa.Table | None:
+    """One row a query row of the split, on rank 0: split, task, support_rows, label, before, after.
+
+    `before` and `after` are probabilities for BCE, ratings for MSE.
+    """
+    learner = local_learner(sharded)
+    columns: list[dict[str, np.ndarray]] = []
+    with open_reader(config, dataset, split, ranks.rank, ranks.world_size) as reader:
+        arrange = learner.learner.arrange_to_predict
+        for episodes, _ in in_step(reader.batches(0), arrange, dataset.features, ranks):
+            columns.append(_predict(learner, episodes, config.outer.loss))
+    gathered = gather_to_first(columns, ranks)
+    if gathered is None:
+        return None
+    parts = [part for of_rank in gathered for part in of_rank if len(part["task"])]
+    if not parts:
+        raise UserError(
+            f"split {split!r} of {config.data.path} has 0 query rows: there is nothing to score. "
+            "Name other splits with --split"
+        )
+    table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return pa.table({"split": pa.array([split] * len(table["task"])), **table})
+
+
+def _predict(learner: ShardedLearner, episodes: Episodes, loss: str) -> dict[str, np.ndarray]:
+    prediction = learner.predict(episodes)
+    query_T = prediction.layout.lengths_T.cpu()
+    support_T = prediction.support_lengths_T.cpu().to(torch.int32)
+    shown = torch.sigmoid if loss == "bce" else torch.clone
+    return {
+        "task": torch.repeat_interleave(episodes.task_T, query_T).numpy(),
+        "support_rows": torch.repeat_interleave(support_T, query_T).numpy(),
+        "label": prediction.label_N.cpu().numpy(),
+        "before": shown(prediction.before_N).float().cpu().numpy(),
+        "after": shown(prediction.after_N).float().cpu().numpy(),
+    }

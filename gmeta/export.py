@@ -1,0 +1,247 @@
+"""Export: a run's checkpoint as a folder that serves alone, without ranks, TorchRec or the dataset.
+
+Reads what any number of ranks wrote, one table at a time, in one process.
+"""
+
+import json
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+
+from gmeta.build import build
+from gmeta.checkpoint import list_checkpoints
+from gmeta.config import TrainConfig
+from gmeta.errors import GMetaError, UserError
+from gmeta.run_folder import ENVIRONMENT_FILE, RunFolder
+from gmeta.serving.folder import (
+    LAYERS_FILE,
+    Columns,
+    ExportedConfig,
+    describe_file,
+    new_folder,
+    table_file,
+    vocabulary_file,
+    write_config,
+)
+from gmeta.serving.tables import TableFormat, store_table
+from metaio import Dataset
+from metaio.dataset import verify_file
+from metaio.schema import parse_schema
+
+# How ShardedLearner names its parts in the state dict of a checkpoint.
+_LAYER_KEY = "model.learner.{}"
+_TABLE_KEY = "model.tables.embeddings.{}.weight"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote, in bytes; `float32_table_bytes` is what the tables were trained in."""
+
+    step: int
+    num_bytes: int
+    table_bytes: int
+    float32_table_bytes: int
+
+
+class CheckpointReader:
+    """Whole tensors of a checkpoint, however many ranks they were sharded over."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reader = FileSystemReader(str(path))
+        with self._told_in_one_line():
+            self._metadata = self._reader.read_metadata().state_dict_metadata
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """These tensors, in the type that they were trained in.
+
+        Raises:
+            GMetaError: the checkpoint lacks one of them, or is damaged.
+        """
+        found = {}
+        for name in names:
+            entry = self._metadata.get(name)
+            if not isinstance(entry, TensorStorageMetadata):
+                raise GMetaError(
+                    f"checkpoint {self._path} has no tensor {name}: it is of another model than "
+                    "the run's config. Export a step of the same run"
+                )
+            # Whole, not sharded: the reader puts together what the ranks wrote.
+            found[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        # torch warns that it loads in a single process, which is what was asked for.
+        with self._told_in_one_line(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load_shards(found, storage_reader=self._reader, no_dist=True)
+        return found
+
+    @contextmanager
+    def _told_in_one_line(self) -> Iterator[None]:
+        try:
+            yield
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+            EOFError,
+            pickle.UnpicklingError,
+            CheckpointException,
+        ) as error:
+            raise GMetaError(
+                f"checkpoint {self._path} cannot be read: {str(error).splitlines()[0]}. "
+                "Export an earlier one with --step, or remove it and train on from the one before"
+            ) from error
+
+
+def export_run(
+    root: Path,
+    out: Path,
+    table_format: TableFormat = "float32",
+    step: int | None = None,
+    overwrite: bool = False,
+) -> Exported:
+    """Write the model of a run's newest checkpoint, or that of `step`, to the folder `out`, which
+    appears whole or not at all.
+
+    Raises:
+        UserError: there is no such run or checkpoint, or `out` is taken.
+        GMetaError: the checkpoint is damaged, or the dataset is not the one that was trained on.
+    """
+    run = RunFolder(root)
+    config = run.read_config()
+    checkpoint = _choose(run, step)
+    dataset, learner = build(config)
+    _check_dataset(dataset, run)
+    found_step = int(checkpoint.name.removeprefix("step-"))
+    description = _describe(config, dataset, table_format, root, found_step)
+    reader = CheckpointReader(checkpoint)
+    names = {key: _LAYER_KEY.format(key) for key in learner.state_dict()}
+    layers = reader.read(list(names.values()))
+
+    # Asked for one by one: the largest table, not the model, must fit into memory.
+    def table(name: str) -> Tensor:
+        key = _TABLE_KEY.format(name)
+        return reader.read([key])[key]
+
+    with new_folder(out, overwrite) as partial:
+        _copy_vocabularies(dataset, partial)
+        write_model(partial, description, {k: layers[n] for k, n in names.items()}, table)
+        sizes = {path: path.stat().st_size for path in partial.rglob("*") if path.is_file()}
+    table_bytes = sum(size for path, size in sizes.items() if path.name.startswith("table-"))
+    num_rows = sum(table.num_rows for table in dataset.features.tables)
+    trained_bytes = num_rows * config.model.embedding_dim * torch.float32.itemsize
+    return Exported(found_step, sum(sizes.values()), table_bytes, trained_bytes)
+
+
+def write_model(
+    folder: Path,
+    description: ExportedConfig,
+    layers: Mapping[str, Tensor],
+    table: Callable[[str], Tensor],
+) -> None:
+    """Write layers, tables (asked for by name, one at a time) and config.json into `folder`.
+
+    Files that stand in it already, such as vocabularies, become part of the model.
+
+    Raises:
+        GMetaError: a value is not finite, or cannot be held in the format asked for.
+    """
+    for name, values in layers.items():
+        if not bool(torch.isfinite(values).all()):
+            raise GMetaError(
+                f"layer {name} holds values that are not finite: the run diverged. "
+                "Export an earlier checkpoint with --step, or train with lower rates"
+            )
+    _save({key: value.contiguous() for key, value in layers.items()}, folder / LAYERS_FILE)
+    for index, spec in enumerate(description.features.tables):
+        stored = store_table(spec.name, table(spec.name), description.table_format)
+        _save(stored.to_tensors(), folder / table_file(index), {"table": spec.name})
+    # Last, so that it lists every file there is, with its checksum.
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {path.relative_to(folder).as_posix(): describe_file(path) for path in paths}
+    write_config(folder, replace(description, files=files))
+
+
+def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        raise GMetaError(
+            f"{path.name} cannot be written: {error}. Free space, or choose another place"
+        ) from error
+
+
+def _choose(run: RunFolder, step: int | None) -> Path:
+    checkpoints = list_checkpoints(run.checkpoints)
+    if not checkpoints:
+        raise UserError(
+            f"run {run.root} has 0 checkpoints: there is nothing to export yet. "
+            "Let it reach its first one"
+        )
+    if step is None:
+        return checkpoints[-1]
+    steps = {int(path.name.removeprefix("step-")): path for path in checkpoints}
+    if step not in steps:
+        raise UserError(
+            f"run {run.root} has no checkpoint of step {step}: it has "
+            f"{', '.join(map(str, steps))}. Choose one of them, or leave out --step for the newest"
+        )
+    return steps[step]
+
+
+def _check_dataset(dataset: Dataset, run: RunFolder) -> None:
+    environment = json.loads((run.root / ENVIRONMENT_FILE).read_text())
+    trained_on = environment["dataset_fingerprint"]
+    if dataset.fingerprint != trained_on:
+        raise GMetaError(
+            f"dataset {dataset.url} has fingerprint {dataset.fingerprint[:12]}, run {run.root} was "
+            f"trained on {trained_on[:12]}: its ids may mean other values. "
+            "Bring back that dataset, or train on this one"
+        )
+
+
+def _describe(
+    config: TrainConfig, dataset: Dataset, table_format: TableFormat, root: Path, step: int
+) -> ExportedConfig:
+    recipe = dataset.manifest.recipe
+    schema = parse_schema(recipe["schema"]) if "schema" in recipe else None
+    moments = {name: (mean, std) for name, (mean, std) in recipe.get("moments", {}).items()}
+    return ExportedConfig(
+        model=config.model,
+        algorithm=config.algorithm,
+        loss=config.outer.loss,
+        features=dataset.features,
+        columns=Columns(dataset.task, dataset.label, schema, moments),
+        table_format=table_format,
+        source={
+            "run": str(root),
+            "step": step,
+            "dataset": config.data.path,
+            "dataset_fingerprint": dataset.fingerprint,
+            "exported_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "gmeta": version("gmeta"),
+            "torch": torch.__version__,
+        },
+        files={},
+    )
+
+
+def _copy_vocabularies(dataset: Dataset, folder: Path) -> None:
+    for table, entry in dataset.manifest.vocabularies.items():
+        name = vocabulary_file(table)
+        verify_file(dataset, name, entry)
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(dataset.read_file(name))

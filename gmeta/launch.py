@@ -1,0 +1,74 @@
+"""Starting ranks: torchrun's agent with one process a rank on this machine."""
+
+import logging
+import os
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+
+from gmeta.errors import GMetaError, UserError
+
+
+def under_torchrun() -> bool:
+    """Whether this process already is one rank of a job that torchrun started."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+
+
+def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restarts: int) -> int:
+    """Run `python -m gmeta ARGUMENTS` as `nproc_per_node` ranks and wait; returns the exit code of
+    the job.
+
+    Raises:
+        UserError: the port is taken, or there are more ranks than this machine can hold.
+        GMetaError: a rank was killed.
+    """
+    cores = len(os.sched_getaffinity(0))
+    # Imported here: a single rank, and --help, need no agent.
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _check_port(port)
+    # The ranks share the cores: without this every rank starts as many threads as there are cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc_per_node)))
+    # With the shared store, gloo's keys of a dead generation survive a restart and the next hangs
+    # on them.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    logging.getLogger("torch.distributed.elastic").setLevel(
+        logging.CRITICAL
+    )  # the ranks tell their own story
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc_per_node,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"localhost:{port}",
+        max_restarts=max_restarts,
+        monitor_interval=0.2,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "gmeta", *arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return int(failure.exitcode)
+        raise GMetaError(
+            f"rank {rank} was ended by signal {-failure.exitcode}: the other ranks were stopped. "
+            "Run the same command with --resume: it goes on from the newest checkpoint"
+        ) from error
+    return 0
+
+
+def _check_port(port: int) -> None:
+    if port == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("localhost", port))
+        except OSError as error:
+            raise UserError(
+                f"--master-port {port} cannot be used: {error.strerror}. "
+                "Choose another, or 0 for any"
+            ) from error

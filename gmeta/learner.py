@@ -1,0 +1,123 @@
+"""The meta-learning step: fetched rows and episodes in, a loss whose gradient is the meta-gradient
+out.
+
+support -> adapt -> query loss, for all tasks of a rank's batch at once (meta-gradient: arXiv
+2401.04338, algorithm 1; the outer loss is the mean over all tasks of all ranks).
+
+Shape suffixes: N rows, U fetched rows, P distinct (task, row) pairs, D embedding width.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from gmeta.adaptation.algorithm import TableSizes
+from gmeta.adaptation.algorithms import find_algorithm
+from gmeta.adaptation.config import PLAIN, AlgorithmConfig
+from gmeta.adaptation.inner_loop import InnerLoop, WorkingRows
+from gmeta.adaptation.layout import RowLayout
+from gmeta.adaptation.linear import adaptable_layers
+from gmeta.episodes import Episodes, plain_rows, support_and_query
+from metaio.batch import TaskBatch
+
+
+@dataclass(frozen=True)
+class QueryPrediction:
+    """Outputs on the query rows of a batch, task by task, before and after adaptation (logits for
+    BCE).
+    """
+
+    before_N: Tensor
+    after_N: Tensor
+    label_N: Tensor
+    layout: RowLayout
+    support_lengths_T: Tensor
+
+
+class MetaLearner(nn.Module):
+    """A model and the way it adapts; knows nothing of ranks, tables or optimizers.
+
+    `tables` tells how many rates to learn for embedding rows; other algorithms do without.
+
+    Raises:
+        ValueError: the algorithm is unknown, or does not fit the model or the rest of its config.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: AlgorithmConfig,
+        loss: str,
+        tables: TableSizes = TableSizes(0, 0),  # noqa: B008 - frozen
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._algorithm = find_algorithm(config.name)
+        self._config = self._algorithm.preset(model, config)
+        layers = adaptable_layers(model, self._config.adapt_layers)
+        self.rates = self._algorithm.rates(layers, self._config, tables)
+        self._inner_loop = InnerLoop(model, self._config, loss, self.rates)
+
+    def arrange(self, batch: TaskBatch) -> Episodes:
+        """What `forward` takes, from a batch on the host."""
+        if self._config.name == PLAIN:
+            return plain_rows(batch)
+        episodes = self.arrange_to_predict(batch)
+        if self._algorithm.learns_from == "support":
+            num_terms = int((batch.support_lengths_T > 0).sum())
+            episodes = replace(episodes, num_terms=num_terms)
+        return episodes
+
+    def arrange_to_predict(self, batch: TaskBatch) -> Episodes:
+        """What `predict` takes, from a batch on the host."""
+        return support_and_query(batch, rows_per_task=self._config.adapt_embeddings)
+
+    def forward(self, rows_UD: Tensor, episodes: Episodes, weight: float) -> Tensor:
+        """`weight` times the sum of the loss terms, a scalar: backward gives the meta-gradient.
+
+        With weight = world_size / terms of all ranks, data-parallel averaging turns the sum of
+        local terms into the mean over all ranks' terms, however unevenly the ranks are filled.
+        """
+        if episodes.num_terms == 0:
+            return self._zero(rows_UD)
+        rows = self._working_rows(rows_UD, episodes)
+        inner, query = self._inner_loop, episodes.query
+        if episodes.support is None:
+            return inner.losses_N(inner.unadapted(rows, query), query).sum() * weight
+        loss_sum = self._algorithm.loss_sum(inner, rows, episodes.support, query)
+        if episodes.support.layout.num_rows == 0:
+            # No inner step: what only the inner steps use must still join every collective.
+            loss_sum = loss_sum + self._zero(rows_UD)
+        return loss_sum * weight
+
+    def predict(self, rows_UD: Tensor, episodes: Episodes) -> QueryPrediction:
+        """Outputs on the query rows with the meta-parameters, and after adapting on the support
+        rows.
+        """
+        if episodes.support is None:
+            raise ValueError(
+                "episodes arranged for plain training have no support side: use arrange_to_predict"
+            )
+        inner, query = self._inner_loop, episodes.query
+        rows = self._working_rows(rows_UD.detach(), episodes)
+        with torch.enable_grad():
+            adapted = inner.adapt(rows, episodes.support, query.layout.longest, second_order=False)
+        with torch.no_grad():
+            before_N = inner.output_N(inner.unadapted(rows, query), query)
+            after_N = inner.output_N(adapted, query)
+        lengths_T = episodes.support.layout.lengths_T
+        return QueryPrediction(before_N, after_N, query.label_N, query.layout, lengths_T)
+
+    def _working_rows(self, rows_UD: Tensor, episodes: Episodes) -> WorkingRows:
+        """The rows that the sides index, with their rates where they adapt."""
+        if episodes.fetched_row_P is None:
+            return WorkingRows(rows_UD, 0.0)
+        rate = self.rates.of_rows(episodes.unique_lengths_B, episodes.fetched_row_P)
+        return WorkingRows(episodes.working_rows_PD(rows_UD), rate)
+
+    def _zero(self, rows_UD: Tensor) -> Tensor:
+        """A loss of 0 that reaches every parameter: a rank without work still joins every
+        collective.
+        """
+        return sum((parameter.sum() * 0.0 for parameter in self.parameters()), rows_UD.sum() * 0.0)

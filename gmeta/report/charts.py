@@ -1,0 +1,254 @@
+"""Which pictures a report has and what each draws; how they become files is render's business."""
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import partial
+from textwrap import fill
+from typing import Any
+
+import numpy as np
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from gmeta.metrics import MetricInfo
+from gmeta.report.evaluation import STAGES, Estimate, Evaluation, Group, Result, RunFacts
+from gmeta.report.history import Curve
+from gmeta.report.render import NUM_SERIES_COLORS, Axes, Chart, Panel, Series, light
+
+MARKERS = ("o", "s", "^", "D")
+_OF_RATINGS = ("mae", "ndcg@3", "auc")
+CHARTED_METRICS = {"bce": ("auc", "gauc", "logloss"), "mse": _OF_RATINGS, "huber": _OF_RATINGS}
+WHISKERS = "Lines through the points are 95 % intervals over tasks; no line: fewer than ten tasks."
+
+
+def charts_of(evaluation: Evaluation, curves: Sequence[Curve]) -> list[Chart]:
+    """Every chart that there is data for, in the order of the page."""
+    series = series_of(evaluation.runs)
+    charts = [
+        _groups_chart(evaluation, series),
+        _support_chart(evaluation, series),
+        _calibration_chart(
+            evaluation, [one for one in series if one.run == evaluation.runs[0].name]
+        ),
+        _curve_chart(curves),
+    ]
+    return [chart for chart in charts if chart.panels]
+
+
+def series_of(runs: Sequence[RunFacts]) -> list[Series]:
+    """Both stages of each run; from the fifth run on colours repeat with other markers."""
+    made: list[Series] = []
+    for index, run in enumerate(runs):
+        color = f"series-{index % NUM_SERIES_COLORS}"
+        marker = MARKERS[(index + index // NUM_SERIES_COLORS) % len(MARKERS)]
+        for stage in STAGES:
+            label = f"{run.name}, {run.stage_label(stage)}"
+            made.append(Series(run.name, stage, label, color, marker))
+    return made
+
+
+def _groups_chart(evaluation: Evaluation, series: Sequence[Series]) -> Chart:
+    height_inches = 1.0 + max(1.4, len(evaluation.groups) * (0.2 + 0.15 * len(series)))
+    infos = {name: evaluation.metrics[name] for name in CHARTED_METRICS[evaluation.loss]}
+    panels = [
+        Panel(
+            info.label,
+            f"{info.label} of each group before and after adaptation, as in the tables",
+            partial(_draw_groups, evaluation.groups, series, name, info),
+            height_inches,
+        )
+        for name, info in infos.items()
+    ]
+    caption = (
+        "Hollow: before a task's support set is seen; filled: after. Models whose lines overlap "
+        "may still differ: the tables compare them task by task. "
+    )
+    return Chart(
+        "groups", "Before and after adaptation, by group", caption + WHISKERS, panels, series
+    )
+
+
+def _draw_groups(
+    groups: Sequence[Group], series: Sequence[Series], name: str, info: MetricInfo, axes: Axes
+) -> None:
+    for one, offset in zip(series, _offsets(len(series), 0.6), strict=True):
+        found = ((row + offset, group.results) for row, group in enumerate(groups))
+        rows, estimates = _points(one, found, name)
+        if rows:
+            values = [estimate.value for estimate in estimates]
+            axes.errorbar(
+                values,
+                rows,
+                xerr=_whiskers(estimates),
+                linestyle="none",
+                linewidth=1.5,
+                **one.style,
+            )
+    axes.set_yticks(range(len(groups)), [fill(group.name, 16) for group in groups])
+    axes.set_ylim(len(groups) - 0.5, -0.5)
+    for row in range(1, len(groups)):
+        axes.axhline(row - 0.5, color=light("line"), linewidth=0.8)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.grid(axis="x")
+    axes.tick_params(axis="y", length=0)
+    arrow = (
+        "higher is better \N{RIGHTWARDS ARROW}"
+        if info.higher_is_better
+        else "\N{LEFTWARDS ARROW} lower is better"
+    )
+    axes.set_xlabel(f"{_with_unit(info)}   ({arrow})")
+
+
+def _support_chart(evaluation: Evaluation, series: Sequence[Series]) -> Chart:
+    info = evaluation.metrics[evaluation.headline]
+    panels = [
+        Panel(
+            group.name,
+            f"{info.label} of {group.name} against the number of support rows",
+            partial(_draw_support, group, series, evaluation.headline, info),
+        )
+        for group in evaluation.groups
+        if len(group.by_support_rows) > 1
+    ]
+    caption = (
+        "Dotted: before a task's support set is seen; solid: after. Each bin holds other tasks, "
+        "so compare models within a bin. "
+    )
+    return Chart(
+        "support_size", f"{info.label} against support size", caption + WHISKERS, panels, series
+    )
+
+
+def _draw_support(
+    group: Group, series: Sequence[Series], name: str, info: MetricInfo, axes: Axes
+) -> None:
+    bins = group.by_support_rows
+    for one, offset in zip(series, _offsets(len(series), 0.36), strict=True):
+        places, estimates = _points(
+            one, ((at + offset, bin_.results) for at, bin_ in enumerate(bins)), name
+        )
+        if places:
+            values = [estimate.value for estimate in estimates]
+            dashes = "-" if one.stage == "after" else (0, (2, 2))
+            axes.errorbar(
+                places,
+                values,
+                yerr=_whiskers(estimates),
+                linestyle=dashes,
+                linewidth=1.3,
+                **one.style,
+            )
+    axes.set_xticks(range(len(bins)), [f"{bin_.label}\n{_count(bin_.num_tasks)}" for bin_ in bins])
+    axes.set_xlabel("support rows; below, the number of tasks")
+    axes.set_ylabel(
+        f"{_with_unit(info)}\n({'higher' if info.higher_is_better else 'lower'} is better)"
+    )
+    axes.grid(axis="y")
+
+
+def _calibration_chart(evaluation: Evaluation, series: Sequence[Series]) -> Chart:
+    panels = [
+        Panel(
+            group.name,
+            f"Share of positives against predicted probability for {group.name}",
+            partial(_draw_calibration, group, series),
+        )
+        for group in evaluation.groups
+        if any(one.run == evaluation.runs[0].name for one in group.calibration)
+    ]
+    caption = (
+        "Ten bins of equally many rows. On the diagonal predicted probabilities come true; below "
+        "it the model promises too much. "
+    )
+    return Chart("calibration", "Calibration", caption + WHISKERS, panels, series)
+
+
+def _draw_calibration(group: Group, series: Sequence[Series], axes: Axes) -> None:
+    top = 0.0
+    for one in series:
+        for found in group.calibration:
+            if (found.run, found.stage) == (one.run, one.stage):
+                predicted = [bin_.mean_probability for bin_ in found.bins]
+                observed = [bin_.positive_share for bin_ in found.bins]
+                shares = [estimate.value for estimate in observed]
+                axes.errorbar(
+                    predicted, shares, yerr=_whiskers(observed), linewidth=1.3, **one.style
+                )
+                top = max(
+                    top, *predicted, *shares, *(_or_zero(estimate.high) for estimate in observed)
+                )
+    limit = min(1.0, 1.05 * top) or 1.0
+    axes.plot(
+        [0, limit], [0, limit], color=light("muted"), linewidth=1, linestyle=(0, (4, 3)), zorder=0
+    )
+    axes.set(
+        xlim=(0, limit),
+        ylim=(0, limit),
+        xlabel="mean predicted probability",
+        ylabel="share of positives",
+    )
+    axes.grid(axis="both")
+
+
+def _curve_chart(curves: Sequence[Curve]) -> Chart:
+    panels = [
+        Panel(curve.title, f"{curve.title} against the outer step", partial(_draw_curve, curve))
+        for curve in curves
+    ]
+    smoothed = any(curve.smooth.size for curve in curves)
+    caption = "Pale: logged values; strong: their running mean." if smoothed else ""
+    return Chart("learning_curve", "Learning curve", caption, panels)
+
+
+def _draw_curve(curve: Curve, axes: Axes) -> None:
+    color = light(curve.color_name)
+    if curve.smooth.size:
+        axes.plot(curve.steps, curve.values, color=color, alpha=0.3, linewidth=1)
+        axes.plot(curve.steps, curve.smooth, color=color, linewidth=1.8)
+    else:
+        axes.plot(curve.steps, curve.values, color=color, linewidth=1.8, marker="o", markersize=4)
+    axes.set(xlabel="outer step", ylabel=curve.axis_label)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(axis="both")
+
+
+def _points(
+    series: Series, placed: Iterable[tuple[float, Sequence[Result]]], name: str
+) -> tuple[list[float], list[Estimate]]:
+    """Places and estimates of a series, without those that are undefined or missing."""
+    places, estimates = [], []
+    for place, results in placed:
+        for result in results:
+            estimate = result.metrics[name]
+            if (result.run, result.stage) == (series.run, series.stage) and math.isfinite(
+                estimate.value
+            ):
+                places.append(place)
+                estimates.append(estimate)
+    return places, estimates
+
+
+def _offsets(num_series: int, width: float) -> Sequence[float]:
+    """Places of the series side by side around 0."""
+    step = width / max(1, num_series - 1)
+    return [(index - (num_series - 1) / 2) * step for index in range(num_series)]
+
+
+def _whiskers(estimates: Sequence[Estimate]) -> Any:
+    """Distances to both ends of the intervals, 0 where there is none. Shape (2, points)."""
+    # A skewed metric may stand a hair outside its interval; matplotlib refuses negative lengths.
+    below = [max(0.0, _or_zero(one.value - one.low)) for one in estimates]
+    above = [max(0.0, _or_zero(one.high - one.value)) for one in estimates]
+    return np.array([below, above])
+
+
+def _or_zero(value: float) -> float:
+    return value if math.isfinite(value) else 0.0
+
+
+def _with_unit(info: MetricInfo) -> str:
+    return f"{info.label}, {info.unit}" if info.unit else info.label
+
+
+def _count(number: int) -> str:
+    return str(number) if number < 10_000 else f"{number / 1000:.0f}k"

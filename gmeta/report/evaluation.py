@@ -1,0 +1,212 @@
+"""The schema of evaluation.json, which is all that the page, the charts and the console table know.
+
+Version gmeta.evaluation/1 is these dataclasses as JSON objects, field by field. An undefined number
+is null and stands beside its `reason`. A version may gain fields; renaming or dropping one makes a
+new version.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from gmeta.metrics import Loss, MetricInfo
+
+SCHEMA = "gmeta.evaluation/1"
+Stage: TypeAlias = Literal["before", "after"]
+STAGES: tuple[Stage, Stage] = ("before", "after")
+# Trained without an inner loop; evaluation still fine-tunes it on the support set.
+PLAIN_ALGORITHM = "none"
+Verdict: TypeAlias = Literal["better", "worse", "noise", "same", "unknown"]
+# Beyond these the last bits depend on the order in which the linear algebra library adds.
+SIGNIFICANT_DIGITS = 9
+SECRET_WORDS = ("secret", "password", "token", "credential", "api_key", "access_key", "private_key")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A metric with its 95 % interval over tasks; `num_tasks` count (GAUC: with both classes)."""
+
+    value: float
+    low: float
+    high: float
+    num_tasks: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A paired difference of two metrics.
+
+    Its verdict: `better` or `worse` where the interval excludes 0, `noise` where it does not,
+    `same` for equal models, `unknown` where there is no interval, see `reason`.
+    """
+
+    value: float
+    low: float
+    high: float
+    verdict: Verdict
+    reason: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """The metrics of a run at a stage: before or after adapting on the support set."""
+
+    run: str
+    stage: Stage
+    metrics: dict[str, Estimate]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The metrics of (run, stage) minus those of (minus_run, minus_stage), on the same rows."""
+
+    run: str
+    stage: Stage
+    minus_run: str
+    minus_stage: Stage
+    metrics: dict[str, Difference]
+
+
+@dataclass(frozen=True)
+class SupportBin:
+    """Episodes with min_rows to max_rows support rows; `results` holds the headline metric."""
+
+    min_rows: int
+    max_rows: int
+    num_tasks: int
+    num_rows: int
+    results: tuple[Result, ...]
+
+    @property
+    def label(self) -> str:
+        """`13` or `13 to 20`, with a dash."""
+        same = self.min_rows == self.max_rows
+        return str(self.min_rows) if same else f"{self.min_rows}\N{EN DASH}{self.max_rows}"
+
+
+@dataclass(frozen=True)
+class CalibrationBin:
+    """Rows of similar predicted probability: their mean against their share of positives."""
+
+    mean_probability: float
+    positive_share: Estimate
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Bins of about equally many rows; `predicted_over_observed` of the means is 1 if unbiased."""
+
+    run: str
+    stage: Stage
+    predicted_over_observed: float
+    bins: tuple[CalibrationBin, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One split (a cold-start group); support sizes are over distinct pairs of task and size."""
+
+    name: str
+    num_tasks: int
+    num_rows: int
+    min_support_rows: int
+    median_support_rows: float
+    max_support_rows: int
+    results: tuple[Result, ...]
+    comparisons: tuple[Comparison, ...]
+    by_support_rows: tuple[SupportBin, ...]
+    calibration: tuple[Calibration, ...]
+
+    def result(self, run: str, stage: Stage) -> Result | None:
+        """The result of a run at a stage; None where the run has no predictions for this group."""
+        return next((one for one in self.results if (one.run, one.stage) == (run, stage)), None)
+
+    def comparison(
+        self, run: str, stage: Stage, minus_run: str, minus_stage: Stage
+    ) -> Comparison | None:
+        """(run, stage) minus (minus_run, minus_stage), where that comparison was made."""
+        wanted = (run, stage, minus_run, minus_stage)
+        return next(
+            (
+                one
+                for one in self.comparisons
+                if (one.run, one.stage, one.minus_run, one.minus_stage) == wanted
+            ),
+            None,
+        )
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run was. Speed and data wait are medians of the log, NaN where it is empty."""
+
+    name: str
+    algorithm: str
+    model: str
+    step: int
+    dataset: str
+    evaluated_at: str
+    samples_per_s: float
+    data_wait_share: float
+    config: dict[str, Any]
+    environment: dict[str, Any]
+
+    def stage_label(self, stage: Stage) -> str:
+        """The stage in words."""
+        if self.algorithm == PLAIN_ALGORITHM:
+            return "as trained" if stage == "before" else "fine-tuned"
+        return "before adaptation" if stage == "before" else "adapted"
+
+
+@dataclass(frozen=True)
+class IntervalMethod:
+    """How the intervals were made."""
+
+    method: str
+    level_percent: float
+    resamples: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A run, the first of `runs`, and its baselines, the others; `headline` names a metric."""
+
+    schema: str
+    loss: Loss
+    headline: str
+    metrics: dict[str, MetricInfo]
+    interval: IntervalMethod
+    runs: tuple[RunFacts, ...]
+    groups: tuple[Group, ...]
+
+
+def to_json(evaluation: Evaluation) -> dict[str, Any]:
+    """As plain JSON values: no NaN, no digits that differ between machines."""
+    plain: dict[str, Any] = _plain(dataclasses.asdict(evaluation))
+    return plain
+
+
+def hide_secrets(value: Any) -> Any:
+    """The nested config, values hidden whose key names a secret: reports are passed around."""
+    if isinstance(value, dict):
+        return {
+            key: "(hidden)"
+            if any(word in str(key).lower() for word in SECRET_WORDS)
+            else hide_secrets(item)
+            for key, item in value.items()
+        }
+    return [hide_secrets(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
+    return value

@@ -1,0 +1,77 @@
+"""Writing a report: every file whole or not at all, the same bytes for the same runs."""
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gmeta.report.charts import charts_of
+from gmeta.report.evaluation import Evaluation, to_json
+from gmeta.report.history import curves_of
+from gmeta.report.page import page
+from gmeta.report.render import png_sheet
+from gmeta.report.runs import EvaluatedRun
+from gmeta.report.summarise import summarise
+
+CHART_NAMES = ("groups", "support_size", "calibration", "learning_curve")
+
+
+@dataclass(frozen=True)
+class ReportPaths:
+    """The files of a report, and the evaluation that they show (for console_table)."""
+
+    evaluation_json: Path
+    html: Path
+    charts: tuple[Path, ...]
+    evaluation: Evaluation
+
+
+def write(folder: Path, runs: Sequence[EvaluatedRun]) -> ReportPaths:
+    """Write evaluation.json, report.html and charts/*.png; the first run is the one reported.
+
+    Raises:
+        UserError: the runs cannot be reported or compared; see check_runs. Nothing is written then.
+        OSError: the folder cannot be written; a file that stood there before is left as it was.
+    """
+    evaluation = summarise(runs)
+    charts = charts_of(evaluation, curves_of(runs[0].history, evaluation.loss, evaluation.headline))
+    chart_folder = folder / "charts"
+    pictures = {chart_folder / f"{chart.name}.png": png_sheet(chart) for chart in charts}
+    json_path, html_path = folder / "evaluation.json", folder / "report.html"
+    text = json.dumps(
+        to_json(evaluation), indent=1, ensure_ascii=False, allow_nan=False, default=str
+    )
+    html = page(evaluation, charts)
+    # Everything is rendered before anything is written: a failure in between leaves the old report.
+    chart_folder.mkdir(parents=True, exist_ok=True)
+    for path, content in pictures.items():
+        write_whole(path, content)
+    write_whole(html_path, html.encode())
+    write_whole(json_path, f"{text}\n".encode())
+    for name in CHART_NAMES:  # a picture of an earlier evaluation must not pass for one of this
+        if (path := chart_folder / f"{name}.png") not in pictures:
+            path.unlink(missing_ok=True)
+    return ReportPaths(json_path, html_path, tuple(pictures), evaluation)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write under a temporary name, make it durable, rename it; a failure leaves nothing behind."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)  # mkstemp makes private files; a report is passed around
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,96 @@
+"""The learning curve: which lines of metrics.jsonl are drawn, thinned and smoothed how."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gmeta.metrics import Floats, Loss, metric_infos
+
+# P points
+
+MAX_POINTS = 400  # about one a pixel of a panel
+SMOOTH_SHARE = 0.05  # the running mean spans this share of the curve
+MIN_POINTS_TO_SMOOTH = 40  # below that it would span less than two neighbours
+LOSS_NAMES = {"bce": "cross-entropy, nats", "mse": "squared error", "huber": "Huber's loss"}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One panel of the learning curve; `smooth` is empty where there are few values."""
+
+    title: str
+    axis_label: str
+    color_name: str
+    steps: Floats
+    values: Floats
+    smooth: Floats
+
+
+def curves_of(history: Sequence[dict[str, Any]], loss: Loss, headline: str) -> list[Curve]:
+    """Training loss, then the headline metric on the validation split, or the first one logged."""
+    curves = []
+    if points := _points(history, "loss"):
+        steps, values = _thinned(points)
+        curves.append(
+            Curve(
+                "Training loss",
+                f"query loss ({LOSS_NAMES[loss]})",
+                "series-0",
+                steps,
+                values,
+                _smooth(values),
+            )
+        )
+    valid = [
+        {"step": line.get("step"), **line["valid"]}
+        for line in history
+        if isinstance(line.get("valid"), dict)
+    ]
+    name = _validation_metric(valid, headline)
+    if points := _points(valid, name):
+        infos = metric_infos(loss)
+        label = infos[name].label if name in infos else name
+        steps, values = _thinned(points)
+        curves.append(Curve(f"Validation {label}", label, "series-2", steps, values, np.zeros(0)))
+    return curves
+
+
+def _validation_metric(lines: Sequence[dict[str, Any]], headline: str) -> str:
+    names = list(dict.fromkeys(name for line in lines for name in line if name != "step"))
+    return headline if headline in names or not names else names[0]
+
+
+def _points(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+    return [
+        (float(line["step"]), float(line[name]))
+        for line in lines
+        if _is_number(line.get("step")) and _is_number(line.get(name))
+    ]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> tuple[Floats, Floats]:
+    """Means of neighbouring points, so that no more than MAX_POINTS remain."""
+    steps_P, values_P = np.array(points, np.float64).T
+    parts = min(MAX_POINTS, len(points))
+    steps = [part.mean() for part in np.array_split(steps_P, parts)]
+    values = [part.mean() for part in np.array_split(values_P, parts)]
+    return np.array(steps), np.array(values)
+
+
+def _smooth(values_P: Floats) -> Floats:
+    """Centred running mean over SMOOTH_SHARE of the curve, at the ends over what there is."""
+    if values_P.size < MIN_POINTS_TO_SMOOTH:
+        return np.zeros(0)
+    half = max(1, round(SMOOTH_SHARE * values_P.size / 2))
+    sums = np.concatenate(([0.0], np.cumsum(values_P)))
+    places_P = np.arange(values_P.size)
+    first_P = np.maximum(places_P - half, 0)
+    end_P = np.minimum(places_P + half + 1, values_P.size)
+    return np.asarray((sums[end_P] - sums[first_P]) / (end_P - first_P))

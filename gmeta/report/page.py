@@ -1,0 +1,127 @@
+"""The report as one HTML page that asks nothing of the network, made from page.html."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from gmeta.report.evaluation import STAGES, Difference, Estimate, Evaluation, Group, RunFacts
+from gmeta.report.render import PALETTE, Chart, svg_panel
+from gmeta.report.wording import (
+    NOT_RECORDED,
+    between,
+    differing_settings,
+    flattened,
+    line_of,
+    number,
+    signed,
+    size_of,
+)
+
+# The markers as SVG paths in a box of 12 by 12, for the legend; keys are matplotlib's names.
+MARKS = {
+    "o": "M4 0A4 4 0 1 1 -4 0A4 4 0 1 1 4 0Z",
+    "s": "M-4 -4H4V4H-4Z",
+    "^": "M0 -4L4.5 4H-4.5Z",
+    "D": "M0 -5L5 0L0 5L-5 0Z",
+}
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A row of a group's table: the estimates of a run at a stage, or differences of two."""
+
+    label: str
+    estimates: dict[str, Estimate] = field(default_factory=dict)
+    differences: dict[str, Difference] = field(default_factory=dict)
+
+
+def page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
+    """The whole page."""
+    environment = Environment(
+        loader=PackageLoader("gmeta.report", "."), autoescape=True, undefined=StrictUndefined
+    )
+    environment.filters.update(number=number, signed=signed)
+    drawn = [
+        (
+            chart,
+            [(panel, Markup(svg_panel(chart, index))) for index, panel in enumerate(chart.panels)],
+        )
+        for chart in charts
+    ]
+    return environment.get_template("page.html").render(
+        evaluation=evaluation,
+        run=evaluation.runs[0],
+        baselines=evaluation.runs[1:],
+        facts=_facts(evaluation),
+        headline=evaluation.metrics[evaluation.headline],
+        headlines=[
+            (group, line_of(evaluation, group, evaluation.headline)) for group in evaluation.groups
+        ],
+        charts=drawn,
+        notes=_notes(evaluation, charts),
+        tables={group.name: _table(evaluation, group) for group in evaluation.groups},
+        settings=differing_settings(evaluation) if len(evaluation.runs) > 1 else [],
+        palette=PALETTE,
+        marks=MARKS,
+        between=between,
+        size_of=size_of,
+        flattened=flattened,
+    )
+
+
+def _facts(evaluation: Evaluation) -> list[tuple[str, str]]:
+    run = evaluation.runs[0]
+    facts = [
+        ("dataset", run.dataset or NOT_RECORDED),
+        ("algorithm", run.algorithm),
+        ("model", run.model),
+        ("loss", evaluation.loss),
+        ("checkpoint step", f"{run.step:,}"),
+        ("evaluated", run.evaluated_at or NOT_RECORDED),
+    ]
+    if run.samples_per_s > 0:
+        facts.append(("training speed, median", f"{run.samples_per_s:,.0f} samples/s"))
+    if run.data_wait_share >= 0:
+        facts.append(("waiting for data, median", f"{run.data_wait_share:.1%} of the time"))
+    baselines = ", ".join(one.name for one in evaluation.runs[1:])
+    return [*facts, ("compared with", baselines or "no baseline")]
+
+
+def _notes(evaluation: Evaluation, charts: Sequence[Chart]) -> list[str]:
+    """Why a picture that a reader may look for is not there."""
+    drawn = {chart.name for chart in charts}
+    notes = []
+    if "learning_curve" not in drawn:
+        notes.append("No learning curve: the run logged no steps.")
+    if "support_size" not in drawn:
+        notes.append(
+            "No picture against support size: the tasks of a group have equally large support sets."
+        )
+    return notes
+
+
+def _table(evaluation: Evaluation, group: Group) -> list[TableRow]:
+    run = evaluation.runs[0]
+    rows: list[TableRow] = []
+    for one in evaluation.runs:
+        results = [result for result in group.results if result.run == one.name]
+        rows += [
+            TableRow(f"{one.name}, {one.stage_label(item.stage)}", item.metrics) for item in results
+        ]
+        rows += _differences(group, run, one)
+    return rows
+
+
+def _differences(group: Group, run: RunFacts, one: RunFacts) -> list[TableRow]:
+    adapted = f"{run.name}, {run.stage_label('after')}"
+    own = group.comparison(one.name, "after", one.name, "before")
+    rows = [(f"{one.stage_label('after')} minus {one.stage_label('before')}", own)]
+    if one is not run:
+        for stage in STAGES:
+            label = f"{adapted}, minus {one.name}, {one.stage_label(stage)}"
+            rows.append((label, group.comparison(run.name, "after", one.name, stage)))
+    return [
+        TableRow(label, differences=comparison.metrics) for label, comparison in rows if comparison
+    ]

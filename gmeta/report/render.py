@@ -1,0 +1,172 @@
+"""How a picture becomes a file: PNG sheets for a README, small SVG panels for the page.
+
+A panel is as wide as a phone; the page lays panels side by side where there is room. In the SVG
+every colour of the palette becomes a CSS variable and text takes the page's font: one drawing
+serves light and dark.
+"""
+
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, TypeAlias
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+
+from gmeta.report.evaluation import Stage
+
+Axes: TypeAlias = Any  # of matplotlib, which is read without types
+
+# name -> (light, dark). Series colours: Okabe & Ito's palette for the colour-blind, darkened or
+# lightened to reach a contrast of 3:1 on the page (WCAG 2.1, 1.4.11).
+PALETTE = {
+    "ink": ("#1f2328", "#e6edf3"),
+    "muted": ("#59636e", "#9198a1"),
+    "line": ("#d1d9e0", "#3d444d"),
+    "page": ("#ffffff", "#0d1117"),
+    "series-0": ("#0072b2", "#56b4e9"),
+    "series-1": ("#c75300", "#f0964b"),
+    "series-2": ("#00875f", "#3fc99a"),
+    "series-3": ("#a8508a", "#dd8fbf"),
+}
+NUM_SERIES_COLORS = 4
+PANEL_WIDTH_INCHES = 4.8
+PNG_DPI = 150
+
+
+@dataclass(frozen=True)
+class Series:
+    """How a (run, stage) is drawn: colour and marker tell the run, filled or hollow the stage."""
+
+    run: str
+    stage: Stage
+    label: str
+    color_name: str
+    marker: str
+
+    @property
+    def style(self) -> dict[str, Any]:
+        """Keyword arguments of Axes.errorbar and Line2D."""
+        return {
+            "color": light(self.color_name),
+            "marker": self.marker,
+            "markerfacecolor": light(self.color_name if self.stage == "after" else "page"),
+            "markersize": 6,
+            "markeredgewidth": 1.5,
+        }
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes: a title, what it shows in words (for screen readers), how to draw it."""
+
+    title: str
+    description: str
+    draw: Callable[[Axes], None]
+    height_inches: float = 3.2
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Panels that belong together under one heading, and the series that they share."""
+
+    name: str
+    title: str
+    caption: str
+    panels: Sequence[Panel]
+    series: Sequence[Series] = ()
+
+
+def light(name: str) -> str:
+    """A colour of the palette as it stands on white."""
+    return PALETTE[name][0]
+
+
+def png_sheet(chart: Chart) -> bytes:
+    """All panels in one picture on white, at most three a row, with a title and a legend."""
+    columns = 2 if len(chart.panels) == 4 else min(3, len(chart.panels))
+    rows = math.ceil(len(chart.panels) / columns)
+    legend_columns = 2 * columns
+    legend_inches = 0.25 * math.ceil(len(chart.series) / legend_columns)
+    height_inches = rows * max(panel.height_inches for panel in chart.panels) + 0.5 + legend_inches
+    with matplotlib.rc_context(_rc(chart.name)):
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08)
+        figure = Figure((PANEL_WIDTH_INCHES * columns, height_inches), layout=layout)
+        figure.suptitle(chart.title, x=0.01, ha="left", fontweight="bold", fontsize=12)
+        grid = figure.subplots(rows, columns, squeeze=False).ravel()
+        for axes, panel in zip(grid, chart.panels, strict=False):
+            panel.draw(axes)
+            axes.set_title(panel.title, loc="left", fontsize=10)
+        for axes in grid[len(chart.panels) :]:
+            axes.set_axis_off()
+        if chart.series:
+            handles = [
+                Line2D([], [], label=one.label, linestyle="none", **one.style)
+                for one in chart.series
+            ]
+            figure.legend(
+                handles=handles, loc="outside lower left", ncols=legend_columns, frameon=False
+            )
+        return _saved(figure, "png", facecolor=light("page"))
+
+
+def svg_panel(chart: Chart, index: int) -> str:
+    """One panel as an <svg> element: no title, legend, fixed size or colours of its own."""
+    panel = chart.panels[index]
+    prefix = f"{chart.name}-{index}"
+    with matplotlib.rc_context(_rc(prefix)):
+        figure = Figure((PANEL_WIDTH_INCHES, panel.height_inches), layout="constrained")
+        panel.draw(figure.subplots())
+        text = _saved(figure, "svg", transparent=True).decode()
+    return _themed(text[text.index("<svg") :].strip(), prefix, panel.description)
+
+
+def _rc(salt: str) -> dict[str, Any]:
+    return {
+        "svg.fonttype": "none",
+        "svg.hashsalt": salt,
+        "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture everywhere
+        "font.size": 10.5,
+        "text.color": light("ink"),
+        "axes.labelcolor": light("muted"),
+        "axes.edgecolor": light("line"),
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "xtick.color": light("muted"),
+        "ytick.color": light("muted"),
+        "grid.color": light("line"),
+        "grid.linewidth": 0.6,
+    }
+
+
+def _saved(figure: Figure, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    # Dates and versions in the file would make two reports of one evaluation differ.
+    metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
+    figure.savefig(
+        buffer, format=kind, dpi=PNG_DPI if kind == "png" else 72, metadata=metadata, **options
+    )
+    return buffer.getvalue()
+
+
+def _themed(svg: str, prefix: str, description: str) -> str:
+    """Palette to CSS variables, the page's font, ids unique on the page, its size left open."""
+    for name, (color, _) in PALETTE.items():
+        svg = svg.replace(color, f"var(--{name})")
+    svg = re.sub(
+        r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL
+    )
+    svg = svg.replace("font-family: 'DejaVu Sans'; ", "")
+    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
+    svg = re.sub(r"url\(#", f"url(#{prefix}-", svg)
+    svg = re.sub(r'xlink:href="#', f'href="#{prefix}-', svg)
+    svg = re.sub(r"\s*\n\s*", "\n", svg)
+    box = re.search(r'viewBox="[^"]*"', svg)
+    head = f'<svg role="img" aria-label="{escape(description)}" {box[0] if box else ""}>'
+    return head + svg[svg.index(">") + 1 :]

@@ -1,0 +1,167 @@
+"""What a report is made from: evaluated runs and the checks that their predictions must pass."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from gmeta.errors import UserError
+from gmeta.metrics import Array, Loss
+from gmeta.report.evaluation import STAGES, Stage
+
+# N rows
+
+# column -> (what its type must be, the check of an Arrow type)
+COLUMNS = {
+    "split": ("a string", lambda kind: pa.types.is_string(kind) or pa.types.is_large_string(kind)),
+    "task": ("an integer", pa.types.is_integer),
+    "support_rows": ("an integer", pa.types.is_integer),
+    "label": ("a float", pa.types.is_floating),
+    "before": ("a float", pa.types.is_floating),
+    "after": ("a float", pa.types.is_floating),
+}
+
+
+@dataclass(frozen=True)
+class EvaluatedRun:
+    """A checkpoint and its predictions on the query rows of unseen tasks.
+
+    `predictions` has the columns split (string), task, support_rows (integers; support rows of the
+    episode), label, before and after (floats; the output before and after adapting on the support
+    set: a probability for bce, a rating for mse). `history` holds the lines of metrics.jsonl,
+    `evaluated_at` is shown as given.
+    """
+
+    name: str
+    algorithm: str
+    model: str
+    loss: Loss
+    step: int
+    predictions: pa.Table
+    history: Sequence[dict[str, Any]]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    dataset: str = field(default="")
+    evaluated_at: str = field(default="")
+
+
+@dataclass(frozen=True)
+class SplitRows:
+    """The rows of one run on one split, aligned, in the order of the table."""
+
+    task_N: Array
+    support_rows_N: Array
+    label_N: Array
+    before_N: Array
+    after_N: Array
+
+    def prediction_N(self, stage: Stage) -> Array:
+        """The model's output at a stage."""
+        return self.before_N if stage == "before" else self.after_N
+
+    def where(self, keep_N: Array) -> "SplitRows":
+        """Only the rows that the mask keeps."""
+        columns = (self.task_N, self.support_rows_N, self.label_N, self.before_N, self.after_N)
+        return SplitRows(*(column[keep_N] for column in columns))
+
+
+def check_runs(runs: Sequence[EvaluatedRun]) -> None:
+    """Refuse runs that cannot be reported, or not beside each other.
+
+    Raises:
+        UserError: no runs, equal names, different losses, or a table that breaks its contract.
+    """
+    if not runs:
+        raise UserError(
+            "a report of 0 runs was asked for: at least 1 is needed. Evaluate a run first"
+        )
+    names = [run.name for run in runs]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise UserError(
+            f"{names.count(doubled[0])} runs are called '{doubled[0]}': names must differ to tell "
+            "them apart. Give the run or the baseline another name"
+        )
+    for run in runs:
+        if run.loss != runs[0].loss:
+            raise UserError(
+                f"run '{run.name}' was trained with loss {run.loss}, '{runs[0].name}' with "
+                f"{runs[0].loss}: their predictions mean different things. Compare runs of one loss"
+            )
+        _check_table(run)
+
+
+def split_names(predictions: pa.Table) -> list[str]:
+    """Splits in the order of their first row."""
+    return [str(name) for name in predictions["split"].unique().to_pylist()]
+
+
+def rows_of_split(predictions: pa.Table, split: str) -> SplitRows:
+    """The rows of one split; none if the table has none."""
+    rows = predictions.filter(pc.equal(predictions["split"], split))
+    names = ("task", "support_rows", "label", "before", "after")
+    return SplitRows(*(rows[name].to_numpy() for name in names))
+
+
+def same_rows(one: SplitRows, other: SplitRows) -> bool:
+    """Whether both hold the same tasks and labels, in any order: only then are they comparable."""
+    if one.task_N.size != other.task_N.size:
+        return False
+    order_N = np.lexsort((one.label_N, one.task_N))
+    other_order_N = np.lexsort((other.label_N, other.task_N))
+    return bool(
+        np.array_equal(one.task_N[order_N], other.task_N[other_order_N])
+        and np.array_equal(one.label_N[order_N], other.label_N[other_order_N])
+    )
+
+
+def _check_table(run: EvaluatedRun) -> None:
+    table = run.predictions
+    for name, (wanted, fits) in COLUMNS.items():
+        if name not in table.column_names:
+            raise UserError(
+                f"the predictions of run '{run.name}' have no column '{name}', only "
+                f"{', '.join(table.column_names)}: all of {', '.join(COLUMNS)} are needed. "
+                "Evaluate the run again"
+            )
+        if not fits(table.schema.field(name).type):
+            raise UserError(
+                f"column '{name}' in the predictions of run '{run.name}' is "
+                f"{table.schema.field(name).type}: it must be {wanted}. Evaluate the run again"
+            )
+        if table[name].null_count:
+            raise UserError(
+                f"column '{name}' in the predictions of run '{run.name}' holds "
+                f"{table[name].null_count:,} nulls: every row needs a value. Evaluate the run again"
+            )
+    if table.num_rows == 0:
+        raise UserError(
+            f"the predictions of run '{run.name}' hold 0 rows: at least one is needed. "
+            "Choose a split that has query rows"
+        )
+    if run.loss == "bce":
+        _check_probabilities(run)
+
+
+def _check_probabilities(run: EvaluatedRun) -> None:
+    labels = run.predictions["label"].to_numpy()
+    if not np.isin(labels, (0.0, 1.0)).all():
+        odd = float(labels[~np.isin(labels, (0.0, 1.0))][0])
+        raise UserError(
+            f"run '{run.name}' was trained with bce but has a label of {odd:g}: only 0 and 1 are "
+            "allowed. Train on ratings with outer.loss=mse"
+        )
+    for stage in STAGES:
+        values = run.predictions[stage].to_numpy()
+        outside = values[
+            (values < 0) | (values > 1)
+        ]  # NaN passes: a diverged model is reported as such
+        if outside.size:
+            raise UserError(
+                f"column '{stage}' in the predictions of run '{run.name}' holds "
+                f"{float(outside[0]):g}: bce needs probabilities in [0, 1]. "
+                "Write the sigmoid of the logit"
+            )

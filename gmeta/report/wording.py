@@ -1,0 +1,134 @@
+"""How numbers read and what stands at the top, the same on the page and on the console."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gmeta.report.evaluation import STAGES, Difference, Estimate, Evaluation, Group, RunFacts, Stage
+
+DASH = "\N{EM DASH}"
+MINUS = "\N{MINUS SIGN}"
+NOT_RECORDED = "not recorded"
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A baseline at its better stage, and how far the adapted run is from it."""
+
+    run: str
+    stage_label: str
+    estimate: Estimate
+    difference: Difference
+
+
+@dataclass(frozen=True)
+class Line:
+    """One metric of one group: the run before and after, and each baseline at its better stage."""
+
+    before: Estimate
+    after: Estimate
+    change: Difference
+    rivals: tuple[Rival, ...]
+
+
+def line_of(evaluation: Evaluation, group: Group, metric: str) -> Line:
+    """What stands at the top of a report for a group and a metric."""
+    run = evaluation.runs[0].name
+    return Line(
+        _estimate(group, run, "before", metric),
+        _estimate(group, run, "after", metric),
+        _difference(group, (run, "after", run, "before"), metric),
+        tuple(_rival(evaluation, group, metric, baseline) for baseline in evaluation.runs[1:]),
+    )
+
+
+def _rival(evaluation: Evaluation, group: Group, metric: str, baseline: RunFacts) -> Rival:
+    """The better stage is chosen on the same rows, which favours the baseline: a win counts."""
+    sign = 1.0 if evaluation.metrics[metric].higher_is_better else -1.0
+    stage = max(
+        STAGES, key=lambda one: _score(sign * _estimate(group, baseline.name, one, metric).value)
+    )
+    return Rival(
+        baseline.name,
+        baseline.stage_label(stage),
+        _estimate(group, baseline.name, stage, metric),
+        _difference(group, (evaluation.runs[0].name, "after", baseline.name, stage), metric),
+    )
+
+
+def _score(value: float) -> float:
+    # NaN compares false with everything: max would keep whichever stage comes first.
+    return value if math.isfinite(value) else -math.inf
+
+
+def _estimate(group: Group, run: str, stage: Stage, metric: str) -> Estimate:
+    result = group.result(run, stage)
+    return result.metrics[metric] if result else Estimate(*_NO_NUMBERS, 0, _absent(group, run))
+
+
+def _difference(group: Group, pair: tuple[str, Stage, str, Stage], metric: str) -> Difference:
+    comparison = group.comparison(*pair)
+    return (
+        comparison.metrics[metric]
+        if comparison
+        else Difference(*_NO_NUMBERS, "unknown", _absent(group, pair[2]))
+    )
+
+
+_NO_NUMBERS = (math.nan, math.nan, math.nan)
+
+
+def _absent(group: Group, run: str) -> str:
+    return f"'{run}' was not evaluated on {group.name}"
+
+
+def number(value: float) -> str:
+    """Four decimals: a thousandth of AUC is news, a tenth of it is not."""
+    return f"{value:.4f}".replace("-", MINUS) if math.isfinite(value) else DASH
+
+
+def signed(value: float) -> str:
+    """Four decimals with a sign, none on what rounds to zero."""
+    if not math.isfinite(value):
+        return DASH
+    text = f"{value:+.4f}".replace("-", MINUS)
+    return "0.0000" if float(f"{value:.4f}") == 0 else text
+
+
+def between(low: float, high: float, is_difference: bool = False) -> str:
+    """An interval in brackets, empty where there is none."""
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return ""
+    ends = (signed(low), signed(high)) if is_difference else (number(low), number(high))
+    return f"[{ends[0]}, {ends[1]}]"
+
+
+def size_of(group: Group) -> str:
+    """Tasks, query rows and support rows of a group."""
+    support = f"{group.min_support_rows} support rows"
+    if group.min_support_rows < group.max_support_rows:
+        low, high, median = (
+            group.min_support_rows,
+            group.max_support_rows,
+            group.median_support_rows,
+        )
+        support = f"{low}\N{EN DASH}{high} support rows (median {median:g})"
+    return f"{group.num_tasks:,} tasks, {group.num_rows:,} query rows, {support}"
+
+
+def flattened(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """`section.key` and value of a nested config, as they are given on the command line."""
+    for key, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
+def differing_settings(evaluation: Evaluation) -> list[tuple[str, list[str]]]:
+    """Settings that are not the same in all runs, with their value in each."""
+    configs = [dict(flattened(run.config)) for run in evaluation.runs]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    rows = [(key, [config.get(key, DASH) for config in configs]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]

@@ -1,0 +1,112 @@
+"""The folder of a run: resolved config, environment, metrics as JSON lines, TensorBoard,
+checkpoints.
+"""
+
+import json
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gmeta.config import TrainConfig, config_from_dict
+from gmeta.errors import UserError
+
+CONFIG_FILE = "config.json"
+ENVIRONMENT_FILE = "environment.json"
+METRICS_FILE = "metrics.jsonl"
+PACKAGES = ("gmeta", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "pyarrow", "numpy")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths inside a run folder."""
+
+    root: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a logged step."""
+        return self.root / METRICS_FILE
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files."""
+        return self.root / "tensorboard"
+
+    def read_config(self) -> TrainConfig:
+        """The resolved config that the run was started with.
+
+        Raises:
+            UserError: this is no run folder.
+        """
+        path = self.root / CONFIG_FILE
+        try:
+            return config_from_dict(json.loads(path.read_text()))
+        except (OSError, json.JSONDecodeError) as error:
+            raise UserError(
+                f"{self.root} is no run folder: {CONFIG_FILE} is missing or broken. "
+                "Give the run.dir of a training run"
+            ) from error
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Every logged step, oldest first; empty if none was logged."""
+        if not self.metrics.exists():
+            return []
+        return [json.loads(line) for line in self.metrics.read_text().splitlines()]
+
+
+def create_run_folder(config: TrainConfig, world_size: int, fingerprint: str) -> RunFolder:
+    """Make the folder and write what describes the run (rank 0 only)."""
+    folder = RunFolder(Path(config.run.dir))
+    folder.root.mkdir(parents=True, exist_ok=True)
+    write_json(folder.root / ENVIRONMENT_FILE, describe_environment(world_size, fingerprint))
+    write_json(folder.root / CONFIG_FILE, config.to_json())
+    return folder
+
+
+def describe_environment(world_size: int, fingerprint: str) -> dict[str, Any]:
+    """What a run ran on."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "world_size": world_size,
+        "dataset_fingerprint": fingerprint,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "threads_per_rank": torch.get_num_threads(),
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "packages": versions,
+    }
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w") as file:
+        json.dump(value, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def keep_metrics_up_to(folder: RunFolder, step: int) -> None:
+    """Drop the lines that a resumed run will write again."""
+    kept = [line for line in folder.read_metrics() if line["step"] <= step]
+    temporary = folder.metrics.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    temporary.replace(folder.metrics)

@@ -1,0 +1,308 @@
+"""From columns of rows, raw or already table ids, to a TaskBatch: the edge where input is checked.
+
+Shape suffixes: N rows, T episodes, F single-id features, M multi-id features, K dense columns, V
+ids of all multi-id features.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from gmeta.errors import UserError
+from gmeta.serving.folder import Columns
+from metaio.batch import TaskBatch
+from metaio.block import Rows, build_block, offsets, ragged_indices
+from metaio.compose import compose
+from metaio.encode import Encoder, Fitted
+from metaio.errors import DataError
+from metaio.features import Features, FeatureSpec
+from metaio.schema import Schema, SplitRule
+from metaio.values import as_numbers, hash_values, integer_values, kind_of
+
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class EncodedColumns:
+    """Rows as ids and numbers; `values_V` row by row and, within a row, feature by feature."""
+
+    task_N: Int64
+    label_N: Float32
+    ids_NF: npt.NDArray[np.integer[Any]]
+    dense_NK: Float32
+    lengths_NM: npt.NDArray[np.int32]
+    values_V: npt.NDArray[np.integer[Any]]
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return len(self.label_N)
+
+
+class ColumnEncoder(Protocol):
+    """Turns a record batch that holds `names(...)` into ids; the task column may be left out."""
+
+    def names(self, with_label: bool) -> list[str]:
+        """Columns that `encode` reads, but for the task column."""
+
+    def encode(self, batch: pa.RecordBatch, with_label: bool) -> EncodedColumns:
+        """The rows as ids and numbers; labels are 0 where none are asked for.
+
+        Raises:
+            DataError: a column has the wrong type, a null, or a value that is not allowed.
+        """
+
+
+class RawColumns:
+    """Rows as they were given to `gmeta prepare`: hashes, vocabularies and moments apply."""
+
+    def __init__(
+        self, columns: Columns, schema: Schema, vocabularies: Mapping[str, pa.Array]
+    ) -> None:
+        self._task = columns.task
+        # Rows to predict have no split, and their order within a task does not matter.
+        self._schema = replace(schema, time=None, splits=SplitRule())
+        self._encoder = Encoder(self._schema, Fitted(dict(vocabularies), dict(columns.moments)))
+        # A column of nulls alone says nothing of its type: the schema does.
+        self._null_types = {
+            **{column.column: pa.float64() for column in schema.dense},
+            **{c.column: pa.list_(pa.int64()) for c in schema.multi if c.separator is None},
+        }
+
+    def names(self, with_label: bool) -> list[str]:
+        """See ColumnEncoder."""
+        schema = self._schema
+        unused = {schema.task.column, schema.label.column} - _inputs(schema)
+        label = [schema.label.column] if with_label else []
+        return [name for name in schema.columns if name not in unused] + label
+
+    def encode(self, batch: pa.RecordBatch, with_label: bool) -> EncodedColumns:
+        """See ColumnEncoder."""
+        # The encoder hashes tasks, which a caller with rows of one need not name.
+        if self._task not in batch.schema.names:
+            batch = batch.append_column(self._task, pa.array(np.zeros(batch.num_rows, np.int64)))
+        arrays = [
+            column.cast(self._null_types.get(name, pa.string()))
+            if pa.types.is_null(column.type)
+            else column
+            for name, column in zip(batch.schema.names, batch.columns, strict=True)
+        ]
+        batch = pa.record_batch(arrays, batch.schema.names)
+        rows = self._encoder.encode(batch, with_label)
+        return EncodedColumns(
+            rows.task_N, rows.label_N, rows.ids_NF, rows.dense_NK, rows.lengths_NM, rows.values_V
+        )
+
+
+class IdColumns:
+    """Rows whose sparse columns already hold ids of the tables: what datasets without a schema
+    have.
+    """
+
+    def __init__(self, columns: Columns, features: Features) -> None:
+        self._columns = columns
+        self._features = features
+        self._num_rows = {table.name: table.num_rows for table in features.tables}
+
+    def names(self, with_label: bool) -> list[str]:
+        """See ColumnEncoder."""
+        sparse = [feature.name for feature in self._features.sparse]
+        label = [self._columns.label] if with_label else []
+        return list(dict.fromkeys([*sparse, *self._features.dense, *label]))
+
+    def encode(self, batch: pa.RecordBatch, with_label: bool) -> EncodedColumns:
+        """See ColumnEncoder."""
+        features, num_rows = self._features, batch.num_rows
+        for name in batch.schema.names:
+            if batch[name].null_count:
+                raise DataError(
+                    f"column {name} has {batch[name].null_count:,} nulls; none are allowed. "
+                    "Remove those rows, or use id 0, which stands for unknown values."
+                )
+        task_N, label_N = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.float32)
+        if self._columns.task in batch.schema.names:
+            task = batch[self._columns.task]
+            task_N = hash_values(task, kind_of(self._columns.task, task.type, "task")).view(
+                np.int64
+            )
+        if with_label:
+            label_N = _finite(self._columns.label, batch, "label")
+        ids_NF = np.empty((num_rows, len(features.single)), np.int64)
+        for index, feature in enumerate(features.single):
+            ids_NF[:, index] = self._ids(feature, batch[feature.name])
+        dense_NK = np.empty((num_rows, len(features.dense)), np.float32)
+        for index, name in enumerate(features.dense):
+            dense_NK[:, index] = _finite(name, batch, "dense")
+        lengths_NM, values_V = self._multi(batch)
+        return EncodedColumns(task_N, label_N, ids_NF, dense_NK, lengths_NM, values_V)
+
+    def _ids(self, feature: FeatureSpec, column: pa.Array) -> Int64:
+        if kind_of(feature.name, column.type, "sparse") != "integer":
+            raise DataError(
+                f"sparse column {feature.name} has type {column.type}; ids of table "
+                f"{feature.table} are needed, since the model's dataset was prepared without a "
+                "schema. Encode the column as prepare did."
+            )
+        ids, limit = integer_values(column), self._num_rows[feature.table]
+        wrong = ids[(ids < 0) | (ids >= limit)]
+        if len(wrong):
+            raise DataError(
+                f"column {feature.name} holds id {wrong[0]}; table {feature.table} has ids 0 to "
+                f"{limit - 1}. Use 0 for values that the table does not know."
+            )
+        return ids
+
+    def _multi(self, batch: pa.RecordBatch) -> tuple[npt.NDArray[np.int32], Int64]:
+        multi = self._features.multi
+        lengths_NM = np.zeros((batch.num_rows, len(multi)), np.int32)
+        parts = []
+        for index, feature in enumerate(multi):
+            column = batch[feature.name]
+            if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+                raise DataError(
+                    f"multi column {feature.name} has type {column.type}; a list of ids is "
+                    "needed. Make each value a list, such as [3, 17]."
+                )
+            lengths_NM[:, index] = np.diff(column.offsets.to_numpy())
+            parts.append(self._ids(feature, column.flatten()))
+        starts_NM = offsets(lengths_NM.ravel())[:-1].reshape(lengths_NM.shape)
+        values_V = np.empty(sum(len(part) for part in parts), np.int64)
+        for index, part in enumerate(parts):
+            values_V[ragged_indices(starts_NM[:, index], lengths_NM[:, index].astype(np.int64))] = (
+                part
+            )
+        return lengths_NM, values_V
+
+
+def _inputs(schema: Schema) -> set[str]:
+    """Raw columns that the model sees."""
+    return {column.column for column in schema.sparse} | {each.column for each in schema.dense}
+
+
+def _finite(name: str, batch: pa.RecordBatch, role: str) -> Float32:
+    numbers = as_numbers(name, batch[name], role).astype(np.float32)
+    if not np.isfinite(numbers).all():
+        raise DataError(
+            f"{role} column {name} holds {numbers[~np.isfinite(numbers)][0]}; finite numbers are "
+            "needed. Replace those values."
+        )
+    return numbers
+
+
+def as_table(rows: object, what: str) -> pa.Table:
+    """Columns as an Arrow table: from a mapping of lists, arrays or tensors, or any Arrow source.
+
+    Raises:
+        UserError: it is none of these, or its columns differ in length.
+    """
+    if isinstance(rows, pa.Table):
+        return rows
+    try:
+        if isinstance(rows, Mapping):
+            return pa.table(
+                {
+                    str(name): values.numpy() if isinstance(values, torch.Tensor) else values
+                    for name, values in rows.items()
+                }
+            )
+        return pa.table(rows)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise UserError(
+            f"{what} rows of type {type(rows).__name__} cannot be read as columns: "
+            f"{str(error).splitlines()[0]}. Give a mapping of column names to equally long lists "
+            "or arrays, or an Arrow, pandas or polars table"
+        ) from error
+
+
+def select(table: pa.Table, names: list[str], optional: list[str], what: str) -> pa.RecordBatch:
+    """The named columns as one record batch, the optional ones where they are.
+
+    Raises:
+        UserError: a column is missing, or there are two of it.
+    """
+    present = table.column_names
+    place = {name: index for index, name in enumerate(present)}
+    for name in names:
+        if name not in place:
+            near = difflib.get_close_matches(name, present, n=1)
+            have = f"they have {', '.join(present) or 'none'}."
+            raise UserError(
+                f"{what} rows have no column {name}; "
+                f"{f'did you mean {near[0]}?' if near else have} "
+                f"This model reads {', '.join(names)}. Add the column"
+            )
+    chosen = list(dict.fromkeys([*names, *(name for name in optional if name in place)]))
+    twice = [name for name in chosen if len(place) < len(present) and present.count(name) > 1]
+    if twice:
+        raise UserError(
+            f"{what} rows have {present.count(twice[0])} columns {twice[0]}: one is needed. "
+            "Rename or drop the others"
+        )
+    arrays = [table.column(place[name]).combine_chunks() for name in chosen]
+    return pa.record_batch([_known_type(array) for array in arrays], chosen)
+
+
+def _known_type(column: pa.Array) -> pa.Array:
+    """Lists that are all empty have no type of their own; any will do."""
+    # [[], []] says nothing of what its lists would hold.
+    if pa.types.is_list(column.type) and pa.types.is_null(column.type.value_type):
+        return column.cast(pa.list_(pa.int64()))
+    return column
+
+
+def check_labels(label_N: Float32, name: str, loss: str) -> None:
+    """Raise UserError for a label that the model's loss cannot take."""
+    wrong = label_N[~np.isfinite(label_N)]
+    # Written so that NaN, which is neither below nor above, counts as wrong.
+    if loss == "bce":
+        wrong = label_N[~((label_N >= 0) & (label_N <= 1))]
+    if len(wrong):
+        allowed = "0 to 1, since it predicts clicks" if loss == "bce" else "finite numbers"
+        raise UserError(
+            f"label column {name} holds {wrong[0]:g}: this model takes {allowed}. Correct the label"
+        )
+
+
+def task_batch(
+    features: Features,
+    support: EncodedColumns,
+    query: EncodedColumns,
+    chosen_E: tuple[Int64, Int64],
+    lengths_T: tuple[Int64, Int64],
+) -> TaskBatch:
+    """Episodes of rows of both sides: indices into them, task by task, and how many of each a task
+    has.
+    """
+    both = _concat(support, query)
+    support_E, query_E = chosen_E
+    support_T, query_T = lengths_T
+    # Sides alternate task by task: the first index of each stretch, then the stretches in turn.
+    index = np.concatenate([support_E, query_E + support.num_rows])
+    starts = np.stack([offsets(support_T)[:-1], len(support_E) + offsets(query_T)[:-1]], axis=1)
+    lengths = np.stack([support_T, query_T], axis=1)
+    order_N = index[ragged_indices(starts.ravel(), lengths.ravel())]
+    value_offsets = offsets(both.lengths_NM.sum(axis=1, dtype=np.int64))
+    values = ragged_indices(value_offsets[order_N], np.diff(value_offsets)[order_N])
+    rows = Rows(
+        task_T=np.arange(len(support_T)),
+        row_lengths_T=support_T + query_T,
+        support_lengths_T=support_T,
+        label_N=both.label_N[order_N],
+        dense_NK=both.dense_NK[order_N],
+        ids_NF=both.ids_NF[order_N],
+        multi_ids_V=both.values_V[values],
+        multi_lengths_NM=both.lengths_NM[order_N],
+    )
+    return compose(features, [(build_block(features, rows), np.arange(len(support_T)))])
+
+
+def _concat(first: EncodedColumns, second: EncodedColumns) -> EncodedColumns:
+    arrays = (np.concatenate([vars(first)[name], vars(second)[name]]) for name in vars(first))
+    return EncodedColumns(*arrays)

@@ -1,0 +1,43 @@
+"""Rows as whole Parquet files: what `gmeta predict` reads and writes."""
+
+import os
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from gmeta.errors import UserError
+
+
+def read_rows(url: str) -> pa.Table:
+    """A whole Parquet file from a path or any fsspec URL.
+
+    Raises:
+        UserError: it does not exist, or is no Parquet file.
+    """
+    try:
+        fs, path = fsspec.core.url_to_fs(url)
+        with fs.open(path) as file:
+            return pq.read_table(file)
+    except FileNotFoundError as error:
+        raise UserError(f"{url} does not exist. Check the path") from error
+    # ValueError and ImportError: fsspec knows no such protocol, or lacks its package.
+    except (pa.ArrowException, OSError, ValueError, ImportError) as error:
+        raise UserError(
+            f"{url} cannot be read as Parquet: {str(error).splitlines()[0].rstrip('.')}. "
+            "Give a Parquet file that is whole"
+        ) from error
+
+
+def write_rows(table: pa.Table, out: Path) -> None:
+    """Write a Parquet file whole or not at all."""
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            pq.write_table(table, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)

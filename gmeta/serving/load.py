@@ -1,0 +1,99 @@
+"""Reads an exported folder into a ServedModel; every way it can be damaged ends in one line."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from gmeta.build import build_learner
+from gmeta.errors import GMetaError
+from gmeta.learner import MetaLearner
+from gmeta.serving.columns import ColumnEncoder, IdColumns, RawColumns
+from gmeta.serving.folder import (
+    LAYERS_FILE,
+    ExportedConfig,
+    check_files,
+    read_config,
+    table_file,
+    vocabulary_file,
+)
+from gmeta.serving.model import ServedModel
+from gmeta.serving.tables import check_table
+
+
+def load(path: str | Path, verify: bool = True) -> ServedModel:
+    """The model in a folder that `gmeta export` wrote.
+
+    Tables are mapped into memory, not read: without `verify`, which reads every file once to hold
+    it against its checksum, loading takes no longer for large tables.
+
+    Raises:
+        UserError: there is no exported model.
+        GMetaError: it is damaged, or another release wrote it.
+    """
+    folder = Path(path)
+    config = read_config(folder)
+    check_files(folder, config, checksums=verify)
+    tables = []
+    for index, table in enumerate(config.features.tables):
+        file = folder / table_file(index)
+        shape = (table.num_rows, config.model.embedding_dim)
+        tables.append(check_table(str(file), _tensors(file), shape, config.table_format))
+    return ServedModel(config, _learner(folder, config), tables, _encoder(folder, config))
+
+
+def _learner(folder: Path, config: ExportedConfig) -> MetaLearner:
+    try:
+        learner = build_learner(config.features, config.model, config.algorithm, config.loss)
+    except ValueError as error:
+        raise GMetaError(
+            f"{folder} cannot be built ({error}). Load it with the release that wrote it"
+        ) from error
+    tensors = _tensors(folder / LAYERS_FILE)
+    wanted = learner.state_dict()
+    # Compared here, since torch tells of a misfit in as many lines as there are layers.
+    lacking = [name for name, value in wanted.items() if _shape(tensors.get(name)) != value.shape]
+    if lacking or len(tensors) > len(wanted):
+        what = f"it lacks {lacking[0]} and {len(lacking) - 1} more" if lacking else "it holds more"
+        raise GMetaError(
+            f"{folder / LAYERS_FILE} does not fit config.json: {what}. "
+            "The files come from different exports: export the run again"
+        )
+    learner.load_state_dict(tensors)
+    return learner
+
+
+def _shape(tensor: Tensor | None) -> torch.Size | None:
+    return None if tensor is None else tensor.shape
+
+
+def _encoder(folder: Path, config: ExportedConfig) -> ColumnEncoder:
+    schema = config.columns.schema
+    if schema is None:
+        return IdColumns(config.columns, config.features)
+    tables = {column.table_name for column in schema.sparse if column.vocabulary is not None}
+    vocabularies = {table: _vocabulary(folder / vocabulary_file(table)) for table in tables}
+    return RawColumns(config.columns, schema, vocabularies)
+
+
+def _vocabulary(file: Path) -> pa.Array:
+    try:
+        return pq.read_table(file)["value"].combine_chunks()
+    except (pa.ArrowException, KeyError, OSError) as error:
+        raise GMetaError(
+            f"{file} cannot be read: {str(error).splitlines()[0]}. Export the run again"
+        ) from error
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise GMetaError(
+            f"{file} cannot be read: {error}. Copy the folder again, or export the run again"
+        ) from error
+    return tensors

@@ -1,0 +1,195 @@
+"""An exported model in memory: adapts to a task's support rows and predicts, on the CPU.
+
+The engine's own learner and inner loop do both, on rows fetched from the exported tables.
+
+Shape suffixes: N rows, T tasks, U fetched rows, P rows that adapted, D embedding width, B tables.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gmeta.adaptation.algorithms import find_algorithm
+from gmeta.adaptation.inner_loop import Adapted, InnerLoop, WorkingRows
+from gmeta.episodes import plain_rows
+from gmeta.errors import UserError
+from gmeta.learner import MetaLearner, QueryPrediction
+from gmeta.serving.columns import (
+    ColumnEncoder,
+    EncodedColumns,
+    as_table,
+    check_labels,
+    select,
+    task_batch,
+)
+from gmeta.serving.folder import ExportedConfig
+from gmeta.serving.tables import StoredTable, fetch_UD
+from gmeta.serving.tasks import TaskPredictions, predict_tasks
+from metaio.batch import TaskBatch
+
+# For how many query rows the form of an adapted layer is chosen; any number is as exact.
+_EXPECTED_QUERY_ROWS = 128
+
+
+class ServedModel:
+    """A trained model with its tables. Safe to use from several threads: they take turns.
+
+    Rows are columns: a mapping of names to equally long lists, arrays or tensors, or any Arrow,
+    pandas or polars table. Columns that the model does not read are ignored. Every method raises
+    UserError for a missing column, DataError for a column that holds what the model cannot take.
+    """
+
+    def __init__(
+        self,
+        config: ExportedConfig,
+        learner: MetaLearner,
+        tables: list[StoredTable],
+        encoder: ColumnEncoder,
+    ) -> None:
+        self.config = config
+        self._learner = learner.requires_grad_(False).eval()
+        algorithm = find_algorithm(config.algorithm.name).preset(learner.model, config.algorithm)
+        self._inner = InnerLoop(learner.model, algorithm, config.loss, learner.rates)
+        self._tables = tables
+        self._encoder = encoder
+        rows_B = torch.tensor([table.num_rows for table in config.features.tables])
+        self._first_key_B = rows_B.cumsum(0) - rows_B
+        # Adapted layers act through hooks on the one model that all tasks share.
+        self._lock = threading.Lock()
+
+    def adapt(self, support: object) -> "AdaptedTask":
+        """The model adapted to one task by its labelled rows; the task column may be left out.
+
+        Raises:
+            UserError: there are no rows, or rows of several tasks.
+        """
+        rows = self._encode(support, "support", with_label=True)
+        if rows.num_rows == 0:
+            raise UserError(
+                "support has 0 rows: at least 1 is needed to adapt. "
+                "Call predict of the model itself for a task of which nothing is known"
+            )
+        num_tasks = len(np.unique(rows.task_N))
+        if num_tasks > 1:
+            raise UserError(
+                f"support holds rows of {num_tasks} tasks: adapt takes those of 1. "
+                "Call predict_tasks for many tasks at once"
+            )
+        batch = self._one_task(rows)
+        with self._exclusive(), torch.enable_grad():
+            return AdaptedTask(self, *self._adapt(batch))
+
+    def predict(self, rows: object) -> Tensor:
+        """Probabilities (bce) or ratings [N] from the meta-parameters, without adaptation."""
+        batch = self._query(rows)
+        with self._exclusive(), torch.no_grad():
+            query = plain_rows(batch).query
+            unadapted = self._inner.unadapted(WorkingRows(self._fetch_UD(batch), 0.0), query)
+            return self._shown_N(self._inner.output_N(unadapted, query))
+
+    def predict_tasks(
+        self, support: object, query: object, allow_no_support: bool = False
+    ) -> TaskPredictions:
+        """Adapt to every task of `query` by its rows of `support`, and predict its query rows.
+
+        Both need the task column. Many tasks at once take a fraction of the time of one by one.
+
+        Raises:
+            UserError: a task has no support rows and that is not allowed.
+        """
+        encoded = self._encode(support, "support", with_label=True, with_task=True)
+        wanted = self._encode(query, "query", with_label=False, with_task=True)
+
+        def run(batch: TaskBatch) -> tuple[Tensor, Tensor]:
+            prediction = self.predict_batch(batch)
+            return self._shown_N(prediction.before_N), self._shown_N(prediction.after_N)
+
+        return predict_tasks(run, self.config.features, encoded, wanted, allow_no_support)
+
+    def predict_batch(self, batch: TaskBatch) -> QueryPrediction:
+        """Adapt to each task of a prepared batch and predict its query rows: logits (bce) or
+        ratings, before and after.
+        """
+        with self._exclusive():
+            episodes = self._learner.arrange_to_predict(batch)
+            return self._learner.predict(self._fetch_UD(batch), episodes)
+
+    def predict_adapted(self, adapted: Adapted, key_P: Tensor, rows: object) -> Tensor:
+        """See AdaptedTask.predict; `key_P` tells which row of which table each adapted row is."""
+        batch = self._query(rows)
+        with self._exclusive(), torch.no_grad():
+            rows_UD, key_U = self._fetch_UD(batch), self._key_U(batch)
+            # Rows that the support did not use are the task's as they were trained.
+            known_U = torch.isin(key_U, key_P)
+            rows_UD[known_U] = adapted.rows_PD[torch.searchsorted(key_P, key_U[known_U])]
+            query = plain_rows(batch).query
+            return self._shown_N(self._inner.output_N(Adapted(adapted.layers, rows_UD), query))
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        # Under inference mode, where a caller may be, no inner gradient could be taken.
+        with self._lock, torch.inference_mode(False):
+            yield
+
+    def _adapt(self, batch: TaskBatch) -> tuple[Adapted, Tensor]:
+        """The adapted parameters of a batch of one support set, and the keys of its rows."""
+        support = plain_rows(batch).query
+        # Of one task, the distinct (task, row) pairs are the fetched rows themselves.
+        place_U = torch.arange(batch.unique_ids_U.numel())
+        rate = self._learner.rates.of_rows(batch.unique_lengths_B, place_U)
+        rows = WorkingRows(self._fetch_UD(batch), rate)
+        adapted = self._inner.adapt(rows, support, _EXPECTED_QUERY_ROWS, second_order=False)
+        return Adapted(adapted.layers, adapted.rows_PD.detach()), self._key_U(batch)
+
+    def _fetch_UD(self, batch: TaskBatch) -> Tensor:
+        return fetch_UD(self._tables, batch.unique_ids_U, batch.unique_lengths_B)
+
+    def _key_U(self, batch: TaskBatch) -> Tensor:
+        """Place of each fetched row among the rows of all tables; ascending, as ids are sorted."""
+        first_U = self._first_key_B.repeat_interleave(batch.unique_lengths_B)
+        return first_U + batch.unique_ids_U
+
+    def _shown_N(self, output_N: Tensor) -> Tensor:
+        return torch.sigmoid(output_N) if self.config.loss == "bce" else output_N
+
+    def _query(self, rows: object) -> TaskBatch:
+        return self._one_task(self._encode(rows, "query", with_label=False))
+
+    def _one_task(self, rows: EncodedColumns) -> TaskBatch:
+        """A batch of one task that has all rows."""
+        none, every = np.zeros(0, np.int64), np.arange(rows.num_rows)
+        lengths_T = np.zeros(1, np.int64), np.array([rows.num_rows])
+        return task_batch(self.config.features, rows, rows, (none, every), lengths_T)
+
+    def _encode(
+        self, rows: object, what: str, with_label: bool, with_task: bool = False
+    ) -> EncodedColumns:
+        columns = self.config.columns
+        names = [columns.task] * with_task + self._encoder.names(with_label)
+        batch = select(as_table(rows, what), names, [columns.task], what)
+        encoded = self._encoder.encode(batch, with_label)
+        if with_label:
+            check_labels(encoded.label_N, columns.label, self.config.loss)
+        return encoded
+
+
+class AdaptedTask:
+    """A model adapted to one task: the change of each layer and the rows that its support uses."""
+
+    def __init__(self, model: ServedModel, adapted: Adapted, key_P: Tensor) -> None:
+        self._model = model
+        self._adapted = adapted
+        self._key_P = key_P
+
+    def predict(self, rows: object) -> Tensor:
+        """Probabilities (bce) or ratings [N] of rows of the task; rows as ServedModel says.
+
+        Raises:
+            UserError: a column is missing.
+            DataError: a column holds what the model cannot take.
+        """
+        return self._model.predict_adapted(self._adapted, self._key_P, rows)

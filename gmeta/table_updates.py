@@ -1,0 +1,132 @@
+"""A fast lookup and fused update for embedding tables on the CPU, on the storage that fbgemm owns.
+
+fbgemm's CPU backward spends 600 to 1,600 ns a row where summing the gradients of equal rows and one
+vectorised update take 50 to 90. Only the arithmetic is replaced: weights, optimizer state, learning
+rate and state dict stay fbgemm's, so checkpoints are the same either way.
+
+Shape suffixes: N fetched rows (equal ids may repeat), U distinct rows, D embedding width.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import Tensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+
+Update = Callable[[SplitTableBatchedEmbeddingBagsCodegen, Tensor, Tensor], None]
+
+
+def use_fast_cpu_updates(sharded: DistributedModelParallel) -> int:
+    """Replace the CPU arithmetic of every table group of this rank; returns how many there are.
+
+    Raises:
+        KeyError: a group has an optimizer that is not in UPDATES.
+    """
+    groups = list(_table_groups(sharded))
+    for group in groups:
+        group.forward = _FastGroup(group)
+    return len(groups)
+
+
+def _sgd(group: SplitTableBatchedEmbeddingBagsCodegen, row_U: Tensor, grad_UD: Tensor) -> None:
+    weights = group.weights_host.detach().view(-1, grad_UD.shape[1])
+    weights.index_add_(0, row_U, grad_UD, alpha=-group.get_learning_rate())
+
+
+def _adagrad(group: SplitTableBatchedEmbeddingBagsCodegen, row_U: Tensor, grad_UD: Tensor) -> None:
+    width = grad_UD.shape[1]
+    _adagrad_step(group, row_U, grad_UD, grad_UD.square(), group.momentum1_host.view(-1, width))
+
+
+def _rowwise_adagrad(
+    group: SplitTableBatchedEmbeddingBagsCodegen, row_U: Tensor, grad_UD: Tensor
+) -> None:
+    squares_U1 = grad_UD.square().mean(dim=1, keepdim=True)
+    _adagrad_step(group, row_U, grad_UD, squares_U1, group.momentum1_host.view(-1, 1))
+
+
+def _adagrad_step(
+    group: SplitTableBatchedEmbeddingBagsCodegen,
+    row_U: Tensor,
+    grad_UD: Tensor,
+    squares: Tensor,
+    momentum: Tensor,
+) -> None:
+    """w -= lr * g / (sqrt(m) + eps) with m += squares, one m an element or one a row."""
+    squares += momentum.index_select(0, row_U)
+    momentum.index_copy_(0, row_U, squares)
+    step_UD = grad_UD / squares.sqrt_().add_(group.optimizer_args.eps)
+    weights = group.weights_host.detach().view(-1, grad_UD.shape[1])
+    weights.index_add_(0, row_U, step_UD, alpha=-group.get_learning_rate())
+
+
+UPDATES: dict[EmbOptimType, Update] = {
+    EmbOptimType.EXACT_SGD: _sgd,
+    EmbOptimType.EXACT_ADAGRAD: _adagrad,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: _rowwise_adagrad,
+}
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a group; backward updates them in place and gives no gradient to the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, group: "_FastGroup", row_N: Tensor) -> Tensor:
+        ctx.group = group
+        ctx.save_for_backward(row_N)
+        return weights.view(-1, group.width).index_select(0, row_N)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        (grad_ND,) = grads
+        (row_N,) = ctx.saved_tensors
+        if row_N.numel():
+            row_U, inverse_N = torch.unique(row_N, return_inverse=True)
+            if row_U.numel() == row_N.numel():
+                # Every row once, as after deduplication on one rank: there is nothing to sum.
+                grad_UD = torch.empty_like(grad_ND).index_copy_(0, inverse_N, grad_ND)
+            else:
+                grad_UD = grad_ND.new_zeros(row_U.numel(), grad_ND.shape[1])
+                grad_UD.index_add_(0, inverse_N, grad_ND)
+            ctx.group.update(row_U, grad_UD)
+        return None, None, None
+
+
+class _FastGroup:
+    """What calling a table group does: indices and offsets in, rows out, as fbgemm's forward."""
+
+    def __init__(self, group: SplitTableBatchedEmbeddingBagsCodegen) -> None:
+        self._group = group
+        self._update = UPDATES[group.optimizer]
+        self.width = group.max_D
+        first_row = group.weights_offsets // self.width
+        self._first_row_F = first_row[torch.tensor(group.feature_table_map)].to(torch.int64)
+
+    def __call__(self, indices: Tensor, offsets: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Rows [N, D] of jagged ids: feature by feature, sample by sample, as TorchRec lays out."""
+        num_features = self._first_row_F.numel()
+        samples = (offsets.numel() - 1) // num_features
+        ids_F = offsets[::samples].diff() if samples else offsets.new_zeros(num_features)
+        row_N = indices + torch.repeat_interleave(self._first_row_F, ids_F)
+        rows_ND: Tensor = _Lookup.apply(self._group.weights_host, self, row_N)
+        return rows_ND
+
+    def update(self, row_U: Tensor, grad_UD: Tensor) -> None:
+        """One optimizer step on distinct rows, from the summed gradients of each."""
+        self._update(self._group, row_U, grad_UD)
+
+
+def _table_groups(
+    sharded: DistributedModelParallel,
+) -> Iterator[SplitTableBatchedEmbeddingBagsCodegen]:
+    for module in sharded.modules():
+        if isinstance(module, ShardedEmbeddingCollection):
+            for lookup in module._lookups:
+                for kernel in getattr(lookup, "module", lookup)._emb_modules:
+                    yield kernel.emb_module

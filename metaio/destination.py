@@ -1,0 +1,103 @@
+"""Makes a dataset appear at once or not at all, on a local disk or an object store."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import fsspec
+
+from metaio.errors import DataError
+from metaio.layout import MANIFEST_NAME
+
+
+@contextmanager
+def destination(out: str, overwrite: bool) -> Iterator[tuple[Path, bool]]:
+    """A temporary folder whose content becomes `out` when the block ends without an error.
+
+    The flag says whether that folder itself is renamed to `out` (a local path), or its files are
+    uploaded, the manifest last.
+
+    Raises:
+        DataError: `out` exists already, another process writes it, or the disk is full.
+    """
+    fs, root = fsspec.core.url_to_fs(out)
+    protocols = fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)
+    exists = fs.exists(f"{root}/{MANIFEST_NAME}")
+    if exists and not overwrite:
+        raise DataError(
+            f"{out} holds a dataset already. Choose another place, or pass --overwrite to replace "
+            "it."
+        )
+    if "file" in protocols:
+        with _local_destination(Path(root), exists) as folder:
+            yield folder, True
+        return
+    with tempfile.TemporaryDirectory(prefix="metaio-") as name:
+        folder = Path(name)
+        yield folder, False
+        manifest = folder / MANIFEST_NAME
+        # Without its manifest the old dataset is gone before its files are overwritten: a reader
+        # sees the old one, none, or the new one, never a mixture.
+        if exists:
+            fs.rm_file(f"{root}/{MANIFEST_NAME}")
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and path != manifest:
+                fs.put_file(str(path), f"{root}/{path.relative_to(folder).as_posix()}")
+        fs.put_file(str(manifest), f"{root}/{MANIFEST_NAME}")
+
+
+@contextmanager
+def _local_destination(target: Path, exists: bool) -> Iterator[Path]:
+    if target.exists() and not exists and (not target.is_dir() or any(target.iterdir())):
+        raise DataError(
+            f"{target} exists and is not a dataset. Choose a place that is empty or does not exist."
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.parent / f".{target.name}.partial"
+    with (target.parent / f".{target.name}.lock").open("w") as lock:
+        _lock(lock, target)
+        try:
+            # What a killed writer left: the lock says that nobody is at work on it.
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            yield partial
+            _replace(partial, target)
+        except OSError as error:
+            raise DataError(
+                f"{target} could not be written: {error}. Free space or choose another place."
+            ) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            Path(lock.name).unlink(missing_ok=True)
+
+
+def _lock(lock: IO[str], target: Path) -> None:
+    # The lock dies with its process, so a killed prepare never blocks the next one.
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The last holder may have removed the file between our opening and our locking it.
+        if os.fstat(lock.fileno()).st_ino != os.stat(lock.name).st_ino:
+            raise BlockingIOError
+    except (BlockingIOError, FileNotFoundError) as error:
+        raise DataError(
+            f"another process is writing {target}. Wait for it, or choose another place."
+        ) from error
+
+
+def _replace(partial: Path, target: Path) -> None:
+    old = target.parent / f".{target.name}.old"
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    # Rename is the commit. A crash before it leaves the old dataset, or for a moment none.
+    partial.rename(target)
+    # The rename itself must reach the disk, not only the files.
+    descriptor = os.open(target.parent, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+    shutil.rmtree(old, ignore_errors=True)

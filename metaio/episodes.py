@@ -1,0 +1,136 @@
+"""Cuts the sorted rows of whole tasks into episodes of support and query rows.
+
+Shape suffixes: N rows, T tasks or episodes, V ids of all multi-id features; T1 = T + 1.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from metaio.block import Rows, offsets, ragged_indices
+from metaio.encode import EncodedRows
+from metaio.errors import DataError
+from metaio.schema import EpisodeRule, Schema
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """What a bucket lost: tasks and rows below min_rows, tasks with one side only, rows cut off by
+    truncate.
+    """
+
+    short_tasks: int = 0
+    short_rows: int = 0
+    one_sided_episodes: int = 0
+    one_sided_rows: int = 0
+    truncated_rows: int = 0
+
+    def __add__(self, other: "Dropped") -> "Dropped":
+        return Dropped(
+            *(own + its for own, its in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
+
+
+def make_episodes(schema: Schema, rows: EncodedRows, cut_time: int | None) -> tuple[Rows, Dropped]:
+    """Episodes of all rows, which hold whole tasks in any order, and what was dropped.
+
+    Tasks stand in the order of their hash; rows of a task by (time, row hash), or by row hash alone
+    where the rule is random. `cut_time` is `episodes.at` on the scale of the time column.
+
+    Raises:
+        DataError: a task is longer than max_rows and the rule refuses that.
+    """
+    rule = schema.episodes
+    value_offsets = offsets(rows.lengths_NM.sum(axis=1, dtype=np.int64))
+    # One sort brings tasks together and their rows into order; the rest is offsets into it.
+    order_N = _total_order(rows, rule)
+    task_N = rows.task_N[order_N]
+    changes = task_N[1:] != task_N[:-1]
+    starts_T = np.flatnonzero(np.concatenate([np.ones(min(rows.num_rows, 1), np.bool_), changes]))
+    lengths_T = np.diff(starts_T, append=rows.num_rows)
+    first_T, length_T, dropped = _cut(rule, starts_T, lengths_T, task_N)
+    support_T = _support_rows(rule, first_T, length_T, rows.time_N[order_N], cut_time)
+    # An episode without support cannot adapt, one without query cannot be scored.
+    both = (support_T > 0) & (support_T < length_T)
+    dropped += Dropped(
+        one_sided_episodes=int((~both).sum()),
+        one_sided_rows=int(length_T[~both].sum(dtype=np.int64)),
+    )
+    first_T, length_T, support_T = first_T[both], length_T[both], support_T[both]
+    # Every array is gathered once, straight from its place in the bucket.
+    chosen_N = order_N[ragged_indices(first_T, length_T)]
+    values = ragged_indices(value_offsets[chosen_N], np.diff(value_offsets)[chosen_N])
+    episodes = Rows(
+        task_T=task_N[first_T],
+        row_lengths_T=length_T,
+        support_lengths_T=support_T,
+        label_N=rows.label_N[chosen_N],
+        dense_NK=np.take(rows.dense_NK, chosen_N, axis=0),
+        ids_NF=np.take(rows.ids_NF, chosen_N, axis=0),
+        multi_ids_V=rows.values_V[values],
+        multi_lengths_NM=np.take(rows.lengths_NM, chosen_N, axis=0),
+    )
+    return episodes, dropped
+
+
+def _total_order(rows: EncodedRows, rule: EpisodeRule) -> Int64:
+    # The last key sorts first. Equal tasks, times and hashes mean equal rows: the order is total.
+    if rule.by == "random":
+        return np.lexsort((rows.row_hash_N, rows.task_hash_N))
+    return np.lexsort((rows.row_hash_N, rows.time_N, rows.task_hash_N))
+
+
+def _cut(
+    rule: EpisodeRule, starts_T: Int64, lengths_T: Int64, task_N: Int64
+) -> tuple[Int64, Int64, Dropped]:
+    """First row and length of each episode: short tasks are left out, long ones cut."""
+    short = lengths_T < rule.min_rows
+    dropped = Dropped(short_tasks=int(short.sum()), short_rows=int(lengths_T[short].sum()))
+    starts_T, lengths_T = starts_T[~short], lengths_T[~short]
+    too_long = lengths_T > rule.max_rows
+    if rule.longer == "refuse" and too_long.any():
+        worst = int(np.argmax(lengths_T))
+        raise DataError(
+            f"task {task_N[starts_T[worst]]} has {lengths_T[worst]:,} rows, episodes.max_rows is "
+            f"{rule.max_rows:,}. Raise it, or set episodes.longer to 'episodes' or 'truncate'."
+        )
+    if rule.longer == "truncate":
+        kept_T = np.minimum(lengths_T, rule.max_rows)
+        dropped += Dropped(truncated_rows=int((lengths_T - kept_T).sum()))
+        return starts_T + lengths_T - kept_T, kept_T, dropped
+    # As few parts as max_rows allows, of equal size but for one row, none shorter than min_rows.
+    # Where both limits cannot hold (14 rows, 13 to 13), the oldest rows go: they say least.
+    parts_T = np.minimum(-(-lengths_T // rule.max_rows), lengths_T // rule.min_rows)
+    kept_T = np.minimum(lengths_T, parts_T * rule.max_rows)
+    dropped += Dropped(truncated_rows=int((lengths_T - kept_T).sum()))
+    starts_T, lengths_T = starts_T + lengths_T - kept_T, kept_T
+    task_E = np.repeat(np.arange(len(parts_T)), parts_T)
+    part_E = np.arange(len(task_E)) - np.repeat(offsets(parts_T)[:-1], parts_T)
+    first_E = part_E * lengths_T[task_E] // parts_T[task_E]
+    stop_E = (part_E + 1) * lengths_T[task_E] // parts_T[task_E]
+    return starts_T[task_E] + first_E, stop_E - first_E, dropped
+
+
+def _support_rows(
+    rule: EpisodeRule, first_T: Int64, length_T: Int64, time_N: Int64, cut_time: int | None
+) -> Int64:
+    if rule.by == "time":
+        rows = ragged_indices(first_T, length_T)
+        before = offsets(time_N[rows] < np.int64(cut_time or 0))
+        ends = offsets(length_T)
+        support_T: Int64 = before[ends[1:]] - before[ends[:-1]]
+        return support_T
+    if rule.query_rows is not None:
+        return np.maximum(length_T - rule.query_rows, 0)
+    # Rounded up, but each side keeps a row: a share of 0.1 of 4 rows is 1 query row.
+    query_T: Int64 = np.ceil(length_T * (rule.query_share or 0.0)).astype(np.int64)
+    return length_T - np.clip(query_T, 1, length_T - 1)
+
+
+def bucket_of(task_hash: npt.NDArray[np.uint64], num_buckets: npt.NDArray[np.uint64]) -> Int64:
+    """Which of `num_buckets` a task falls into: ranges of its hash, to keep the order of tasks."""
+    # The top 32 bits are enough to spread tasks evenly, and leave room for the product in 64 bits.
+    return ((task_hash >> np.uint64(32)) * num_buckets >> np.uint64(32)).astype(np.int64)

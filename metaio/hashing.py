@@ -1,0 +1,22 @@
+"""Hashes that stand in files and decide orders: the same on every machine, release and engine."""
+
+import numpy as np
+import numpy.typing as npt
+
+UInt64 = npt.NDArray[np.uint64]
+
+
+def splitmix64(values: UInt64 | np.uint64) -> UInt64:
+    """A bijection of the 64-bit integers that spreads neighbours apart.
+
+    Source: Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014.
+    The input is an array of any shape, or a scalar, which gives an array of no dimension.
+
+    >>> hex(int(splitmix64(np.uint64(0))))
+    '0xe220a8397b1dcdaf'
+    """
+    # Arrays wrap around silently, as is wanted here; numpy scalars would warn.
+    mixed = np.atleast_1d(np.asarray(values, dtype=np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (mixed ^ (mixed >> np.uint64(31))).reshape(np.shape(values))

@@ -1,0 +1,172 @@
+"""What every engine of prepare shares once the rows are surveyed: buckets, blocks, report."""
+
+import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from metaio.block import Block, build_block
+from metaio.encode import EncodedRows, Fitted
+from metaio.episodes import Dropped, make_episodes
+from metaio.features import Features
+from metaio.layout import DEFAULT_BLOCK_ROWS, VOCABULARY_FOLDER
+from metaio.schema import Schema, features_of
+from metaio.spool import BucketPlan, plan_buckets
+from metaio.survey import Survey
+from metaio.values import kind_of, time_of
+from metaio.writer import DatasetWriter, Provenance, block_cuts, slice_rows, write_dataset
+
+DEFAULT_MEMORY_BYTES = 2 << 30
+# Half a million rows of 300 bytes sort in memory several times over within 1 GB.
+SHARD_BLOCKS = 8
+# Beyond this many rows a table's used ids are not counted: it would cost more than it tells.
+MAX_COUNTED_ROWS = 1 << 28
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """How to prepare. None of it but `block_rows` changes which bytes come out."""
+
+    memory_bytes: int = DEFAULT_MEMORY_BYTES
+    threads: int = os.cpu_count() or 1
+    block_rows: int = DEFAULT_BLOCK_ROWS
+    compact: bool = False
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of prepare. It is sent to every worker of a cluster, vocabularies included."""
+
+    schema: Schema
+    options: PrepareOptions
+    fitted: Fitted
+    plan: BucketPlan
+    features: Features
+    task_kind: str
+    cut_time: int | None
+
+    def open(self, out: str) -> AbstractContextManager[DatasetWriter]:
+        """The writer of the dataset."""
+        schema, rule = self.schema, self.schema.episodes
+        provenance = Provenance(
+            task=schema.task.column,
+            label=schema.label.column,
+            seed=schema.seed,
+            task_kind=self.task_kind,
+            protocol=f"{rule.by}, {rule.min_rows} to {rule.max_rows} rows",
+            recipe={"name": "schema", "schema": schema.to_json(), "moments": self.fitted.moments},
+        )
+        return write_dataset(
+            out,
+            self.features,
+            provenance,
+            block_rows=self.options.block_rows,
+            compact=self.options.compact,
+            overwrite=self.options.overwrite,
+        )
+
+    def blocks(self, rows: EncodedRows) -> tuple[list[Block], Dropped]:
+        """The blocks of a bucket, and what its tasks lost."""
+        # Cut within the bucket, so that workers need not know each other's episodes.
+        episodes, dropped = make_episodes(self.schema, rows, self.cut_time)
+        cuts = block_cuts(episodes.row_lengths_T, self.options.block_rows)
+        blocks = [
+            build_block(self.features, slice_rows(episodes, first, stop))
+            for first, stop in pairwise(cuts)
+        ]
+        return blocks, dropped
+
+    def write_vocabularies(self, folder: Path) -> None:
+        """Keep the values behind the ids: encoding new rows needs them."""
+        for name, values in self.fitted.vocabularies.items():
+            path = folder / VOCABULARY_FOLDER / f"{name}.parquet"
+            path.parent.mkdir(exist_ok=True)
+            pq.write_table(pa.table({"value": values}), path, store_schema=False)
+
+
+def make_job(
+    schema: Schema,
+    options: PrepareOptions,
+    fitted: Fitted,
+    survey: Survey,
+    types: dict[str, pa.DataType],
+) -> Job:
+    """Decide buckets, features and the cut in time; `types` are the Arrow types of the raw columns.
+
+    Raises:
+        DataError: the task column has the wrong type, or `episodes.at` does not suit the time's.
+    """
+    rows = [survey.rows_of_split.get(name, 0) for name in fitted.split_names]
+    task, at = schema.task.column, schema.episodes.at
+    integer = kind_of(task, types[task], "task") == "integer"
+    return Job(
+        schema=schema,
+        options=options,
+        fitted=fitted,
+        plan=plan_buckets(rows, SHARD_BLOCKS * options.block_rows),
+        features=features_of(schema, {name: len(v) for name, v in fitted.vocabularies.items()}),
+        task_kind="integer" if integer else "hashed",
+        cut_time=time_of(at, types[schema.time.column]) if schema.time and at is not None else None,
+    )
+
+
+class TableUse:
+    """Which rows of the hashed tables are used: tells how many values share a row."""
+
+    def __init__(self, job: Job, max_rows: int = MAX_COUNTED_ROWS) -> None:
+        hashed = {column.table_name for column in job.schema.sparse if column.hash is not None}
+        self.used: dict[int, npt.NDArray[np.bool_]] = {
+            index: np.zeros(table.num_rows, dtype=np.bool_)
+            for index, table in enumerate(job.features.tables)
+            if table.name in hashed and table.num_rows <= max_rows
+        }
+        self._names = [table.name for table in job.features.tables]
+
+    def __getstate__(self) -> dict[str, Any]:
+        packed = {index: (len(used), np.packbits(used)) for index, used in self.used.items()}
+        return {"names": self._names, "used": packed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._names = state["names"]
+        self.used = {
+            index: np.unpackbits(bits, count=count).astype(np.bool_)
+            for index, (count, bits) in state["used"].items()
+        }
+
+    def add(self, block: Block) -> None:
+        """Count a block's ids."""
+        for index, used in self.used.items():
+            begin, end = block.unique_offsets_B1[index : index + 2]
+            used[block.unique_ids_U[begin:end]] = True
+
+    def merge(self, other: "TableUse") -> None:
+        """Add what another worker counted."""
+        for index, used in other.used.items():
+            self.used[index] |= used
+
+    def report(self) -> dict[str, dict[str, int]]:
+        """Rows used of each table, and the raw values that likely share one.
+
+        Linear counting (Whang et al. 1990): r of R rows used means about -R ln(1 - r/R) values.
+        """
+        found = {}
+        for index, used_R in self.used.items():
+            # Row 0 is nobody's hash. A full table would mean infinitely many values: half a row is
+            # kept free.
+            rows, used = len(used_R) - 1, int(used_R[1:].sum())
+            values = rows * -float(np.log1p(-min(used, rows - 0.5) / rows))
+            found[self._names[index]] = {
+                "rows": rows,
+                "rows_used": used,
+                "values_estimated": round(values),
+                "values_sharing_a_row_estimated": round(max(values - used, 0.0)),
+            }
+        return found

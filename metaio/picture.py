@@ -1,0 +1,56 @@
+"""Draws what `gmeta inspect` counts: sizes of support and query sets, and how unevenly ids are
+used.
+"""
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from metaio.inspection import SplitSummary
+
+_MAX_CURVES = (
+    8  # tables drawn; the largest say most about skew, and more lines cannot be told apart
+)
+
+
+def draw(summaries: list[SplitSummary], path: Path) -> None:
+    """Write a PNG: one row a split, sizes on the left, cumulative use of ids on the right."""
+    figure = Figure(figsize=(11, 2.6 * max(len(summaries), 1)), layout="constrained")
+    axes = figure.subplots(max(len(summaries), 1), 2, squeeze=False)
+    for (sizes, skew), summary in zip(axes, summaries, strict=False):
+        _draw_sizes(sizes, summary)
+        _draw_skew(skew, summary)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_sizes(axes: Axes, summary: SplitSummary) -> None:
+    largest = int(max(summary.support_T.max(initial=0), summary.query_T.max(initial=0), 1))
+    # Whole numbers only: bars between two sizes would stay empty.
+    bins = np.unique(np.linspace(0, largest + 1, 41).round())
+    axes.hist(summary.support_T, bins.tolist(), alpha=0.7, label="support")
+    axes.hist(summary.query_T, bins.tolist(), alpha=0.7, label="query")
+    axes.set(
+        title=f"{summary.name}: {len(summary.support_T):,} episodes",
+        xlabel="rows",
+        ylabel="episodes",
+    )
+    axes.legend()
+
+
+def _draw_skew(axes: Axes, summary: SplitSummary) -> None:
+    used = [use for use in summary.tables if use.num_used > 1]
+    for use in sorted(used, key=lambda use: -use.num_used)[:_MAX_CURVES]:
+        falling = np.sort(use.uses_R[use.uses_R > 0])[::-1]
+        share = np.cumsum(falling) / falling.sum()
+        axes.plot(100 * np.arange(1, len(share) + 1) / len(share), 100 * share, label=use.name)
+    axes.set(
+        title="share of uses carried by the most used ids",
+        xlabel="% of ids in use",
+        ylabel="% of uses",
+    )
+    axes.grid(alpha=0.3)
+    if used:
+        axes.legend(fontsize="small", ncols=2)

@@ -1,0 +1,190 @@
+"""Turns plans of episodes into batches ahead of their use: a bounded block cache, threads, a queue
+in order.
+"""
+
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from metaio.batch import TaskBatch
+from metaio.block import Block
+from metaio.compose import compose
+from metaio.dataset import Dataset
+from metaio.order import BlockEpisodes
+
+Plan = list[tuple[str, BlockEpisodes]]
+_BlockKey = tuple[str, int]
+
+# Remote blocks wait for requests, not for the CPU: more of them are fetched at once than decoded.
+_REMOTE_FETCHES = 8
+# Plans are small; this many are looked through for blocks that will be needed.
+_MAX_PLANS_AHEAD = 4_096
+
+
+class BlockCache:
+    """Decoded blocks, loaded by background threads, kept within a budget; least recently used go
+    first.
+    """
+
+    def __init__(self, dataset: Dataset, budget_bytes: int, pool: ThreadPoolExecutor) -> None:
+        self._dataset = dataset
+        self._budget_bytes = budget_bytes
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._blocks: OrderedDict[_BlockKey, tuple[Future[Block], int]] = OrderedDict()
+        self._held_bytes = 0
+        self._num_loading = 0
+
+    def load(self, key: _BlockKey, num_bytes: int) -> Future[Block]:
+        """The block, being read unless it is held already."""
+        with self._lock:
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+                return self._blocks[key][0]
+            future = self._pool.submit(self._dataset.read_block, *key)
+            self._num_loading += 1
+            self._blocks[key] = (future, num_bytes)
+            self._held_bytes += num_bytes
+            while self._held_bytes > self._budget_bytes and len(self._blocks) > 1:
+                # A batch that still needs the block holds its future, so letting go is safe.
+                _, (_, freed_bytes) = self._blocks.popitem(last=False)
+                self._held_bytes -= freed_bytes
+        future.add_done_callback(self._loaded)
+        return future
+
+    def num_loading(self) -> int:
+        """Blocks that are being read."""
+        return self._num_loading
+
+    def _loaded(self, _: Future[Block]) -> None:
+        with self._lock:
+            self._num_loading -= 1
+
+    def close(self) -> None:
+        """Let go of the blocks."""
+        with self._lock:
+            self._blocks.clear()
+            self._held_bytes = 0
+
+
+class _Ahead:
+    """Plans drawn but not yet composed; their blocks are loading or held, within a budget."""
+
+    def __init__(
+        self, plans: Iterable[Plan], cache: BlockCache, sizes: dict[str, list[int]]
+    ) -> None:
+        self._plans = iter(plans)
+        self._cache = cache
+        self._sizes = sizes
+        self._waiting: deque[list[tuple[_BlockKey, Future[Block], BlockEpisodes]]] = deque()
+        self._uses: Counter[_BlockKey] = Counter()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def draw(self) -> bool:
+        """Take one more plan and start loading its blocks; False when there are no more."""
+        plan = next(self._plans, None)
+        if plan is None:
+            return False
+        loading = []
+        for split, part in plan:
+            key, num_bytes = (split, part.block), self._sizes[split][part.block]
+            self.num_bytes += num_bytes if not self._uses[key] else 0
+            self._uses[key] += 1
+            loading.append((key, self._cache.load(key, num_bytes), part))
+        self._waiting.append(loading)
+        return True
+
+    def take(self) -> list[tuple[Future[Block], BlockEpisodes]]:
+        """The oldest plan."""
+        loading = self._waiting.popleft()
+        for key, _, _ in loading:
+            self._uses[key] -= 1
+            if not self._uses[key]:
+                del self._uses[key]
+                self.num_bytes -= self._sizes[key[0]][key[1]]
+        return [(future, part) for _, future, part in loading]
+
+
+class BatchPipeline:
+    """Turns plans (which episodes of which blocks) into batches, in order, ahead of their use."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        threads: int,
+        prefetch_batches: int,
+        cache_bytes: int,
+        pin_memory: bool = False,
+    ) -> None:
+        if threads < 1 or prefetch_batches < 1:
+            raise ValueError(
+                f"threads is {threads} and prefetch_batches is {prefetch_batches}; both must be at "
+                "least 1. Raise them."
+            )
+        self._dataset = dataset
+        self._prefetch_batches = max(prefetch_batches, threads)
+        self._cache_bytes = cache_bytes
+        self._pin_memory = pin_memory
+        self._sizes = {name: dataset.block_bytes(name).tolist() for name in dataset.splits}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="metaio-batch")
+        # Decoding shares the threads of composing: its task is always queued first, so no thread
+        # waits for one that is queued behind it. Remote blocks wait for requests and have threads
+        # of their own.
+        self._fetch_pool = self._pool
+        self._fetches = threads
+        if not dataset.is_local:
+            self._fetches = max(threads, _REMOTE_FETCHES)
+            self._fetch_pool = ThreadPoolExecutor(self._fetches, thread_name_prefix="metaio-fetch")
+        self._cache = BlockCache(dataset, cache_bytes, self._fetch_pool)
+        self.wait_s = 0.0
+
+    def run(self, plans: Iterable[Plan], look_ahead: bool = False) -> Iterator[TaskBatch]:
+        """The batch of each plan. Plans are drawn as batches are needed.
+
+        With `look_ahead` they are drawn further, as far as blocks can be read meanwhile.
+        """
+        ahead = _Ahead(plans, self._cache, self._sizes)
+        queue: deque[Future[TaskBatch]] = deque()
+        try:
+            while True:
+                # Batches first, then blocks for later ones: what the consumer waits for goes ahead.
+                while len(queue) < self._prefetch_batches and (len(ahead) or ahead.draw()):
+                    queue.append(self._pool.submit(self._compose, ahead.take()))
+                while look_ahead and self._has_room(ahead) and ahead.draw():
+                    pass
+                if not queue:
+                    return
+                begin_s = time.perf_counter()
+                batch = queue.popleft().result()
+                self.wait_s += time.perf_counter() - begin_s
+                yield batch
+        finally:
+            # Also when the consumer stops early or fails: what has not begun is not begun.
+            for future in queue:
+                future.cancel()
+
+    def _has_room(self, ahead: _Ahead) -> bool:
+        # Half of the budget is for what lies ahead, so that it cannot push out what is in use.
+        return (
+            len(ahead) < _MAX_PLANS_AHEAD
+            and ahead.num_bytes < self._cache_bytes // 2
+            and self._cache.num_loading() < self._fetches
+        )
+
+    def _compose(self, loading: list[tuple[Future[Block], BlockEpisodes]]) -> TaskBatch:
+        parts = [(future.result(), part.episodes) for future, part in loading]
+        batch = compose(self._dataset.features, parts)
+        # Page-locking takes as long as copying, so it is done here, behind the consumer's back.
+        return batch.pin_memory() if self._pin_memory else batch
+
+    def close(self) -> None:
+        """Stop all threads; a batch that is being made is finished first."""
+        self._fetch_pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._cache.close()

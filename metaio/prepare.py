@@ -1,0 +1,131 @@
+"""prepare on one machine: raw tables to a dataset, out of core.
+
+Look at the rows once (vocabularies and means are learnt from the train split), encode them into
+buckets of whole tasks on disk, then sort each bucket and write it as a shard.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import pyarrow as pa
+
+from metaio.block import Block
+from metaio.encode import Encoder, split_names
+from metaio.episodes import Dropped
+from metaio.job import Job, PrepareOptions, TableUse, make_job
+from metaio.schema import Schema
+from metaio.source import DuckSource
+from metaio.spool import Spool
+from metaio.survey import Survey, fit, survey_batch, survey_columns
+from metaio.writer import DatasetWriter
+
+__all__ = ["PrepareOptions", "Progress", "prepare"]
+
+Progress = Callable[[str, int, int], None]  # phase, rows done, rows in all
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+# A bucket is held about five times over: raw, sorted, as rows, as blocks, as Arrow arrays.
+_COPIES_OF_A_BUCKET = 5
+
+
+def prepare(
+    inputs: list[str],
+    out: str,
+    schema: Schema,
+    options: PrepareOptions | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write a dataset at URL `out` from raw tables (URLs, globs or folders of CSV, TSV or Parquet).
+
+    Raises:
+        DataError: an input is missing, empty or does not fit the schema; `out` exists; the disk is
+            full.
+    """
+    options = options or PrepareOptions()
+    tell = progress or (lambda phase, done, total: None)
+    memory_bytes = options.memory_bytes // 2  # the other half is for encoded rows
+    with DuckSource(inputs, schema, memory_bytes=memory_bytes, threads=options.threads) as source:
+        total = source.survey()
+        column = schema.splits.column
+        # The names come first: a row's split is an index into them.
+        names = split_names(schema, source.distinct(column) if column else None)
+        survey = _survey(
+            source, schema, names, options.threads, lambda done: tell("looking", done, total)
+        )
+        types = {column: source.arrow_type(column) for column in schema.columns}
+        job = make_job(schema, options, fit(schema, survey, names), survey, types)
+        with job.open(out) as writer:
+            # Inside the unfinished dataset: on its disk, and gone with it.
+            spool = Spool(writer.folder / ".spool", schema, job.plan)
+            encoder = Encoder(schema, job.fitted)
+            done = 0
+            for rows in _map(options.threads, encoder.encode, source.batches(schema.columns)):
+                spool.append(rows)
+                done += rows.num_rows
+                tell("encoding", done, total)
+            spool.flush()
+            _write_shards(job, writer, spool, lambda done: tell("writing", done, total))
+            spool.close()
+
+
+def _survey(
+    source: DuckSource,
+    schema: Schema,
+    names: tuple[str, ...],
+    threads: int,
+    tell: Callable[[int], None],
+) -> Survey:
+    def look(batch: pa.RecordBatch) -> Survey:
+        return survey_batch(schema, batch, names)
+
+    total, done = Survey(), 0
+    for part in _map(threads, look, source.batches(survey_columns(schema))):
+        total.add(part)
+        done += sum(part.rows_of_split.values())
+        tell(done)
+    return total
+
+
+def _write_shards(
+    job: Job, writer: DatasetWriter, spool: Spool, tell: Callable[[int], None]
+) -> None:
+    """Turn every bucket into a shard of its split, then write vocabularies and the report."""
+
+    def build(bucket: int) -> tuple[list[Block], Dropped, int]:
+        rows = spool.take(bucket)
+        return *job.blocks(rows), rows.num_rows
+
+    dropped, use, done = Dropped(), TableUse(job), 0
+    for index, name in enumerate(job.fitted.split_names):
+        buckets = job.plan.of_split(index)
+        largest_bytes = max(max(spool.num_bytes(bucket) for bucket in buckets), 1)
+        # A task of two million rows makes a bucket of its own size: then fewer are built at once.
+        at_once = job.options.memory_bytes // (_COPIES_OF_A_BUCKET * largest_bytes)
+        threads = max(1, min(job.options.threads, at_once))
+        for blocks, lost, num_rows in _map(threads, build, buckets, ahead=0):
+            writer.split(name).write_shard(blocks)
+            for block in blocks:
+                use.add(block)
+            dropped += lost
+            done += num_rows
+            tell(done)
+    job.write_vocabularies(writer.folder)
+    writer.report = {"dropped": vars(dropped), "hashed_tables": use.report()}
+
+
+def _map(
+    threads: int, function: Callable[[Item], Result], items: Iterable[Item], ahead: int = 2
+) -> Iterator[Result]:
+    """`function` of each item in order, with at most `threads` + `ahead` items in memory."""
+    # In order, whatever thread is first: the order of shards is part of the result.
+    with ThreadPoolExecutor(threads, thread_name_prefix="metaio-prepare") as pool:
+        queue: deque[Future[Result]] = deque()
+        for item in items:
+            queue.append(pool.submit(function, item))
+            if len(queue) >= threads + ahead:
+                yield queue.popleft().result()
+        while queue:
+            yield queue.popleft().result()

@@ -1,0 +1,204 @@
+"""Streams TaskBatches: background threads decode and compose, a bounded queue keeps the order."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from metaio.batch import TaskBatch
+from metaio.dataset import Dataset
+from metaio.errors import FormatError
+from metaio.order import BlockEpisodes, EpisodeOrder, OrderConfig
+from metaio.pipeline import BatchPipeline, Plan
+
+DEFAULT_CACHE_BYTES = 1 << 30
+# Splits that decode to no more than this are shuffled as one window: a full shuffle.
+FULL_SHUFFLE_BYTES = 256 << 20
+# Otherwise: 8 blocks are about 13,000 episodes of 40 rows, and 200 MB of 368-byte rows.
+DEFAULT_WINDOW_BLOCKS = 8
+
+
+@dataclass(frozen=True)
+class EpisodeRange:
+    """A shard as the data-shard service leases it: `num_episodes` from `first_episode` on."""
+
+    split: str
+    first_episode: int
+    num_episodes: int
+
+
+class BatchReader:
+    """Batches of one rank, epoch by epoch; a step takes the same episodes at any world size.
+
+    `wait_s` is the time the consumer spent waiting for data, in seconds. With `pin_memory` (CUDA
+    only) batches come in page-locked memory, ready for `batch.to(device, non_blocking=True)`.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        split: str,
+        *,
+        tasks_per_step: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        lanes: int = 1,
+        window_blocks: int | None = None,
+        drop_last: bool = False,
+        threads: int = 1,
+        prefetch_batches: int = 4,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        pin_memory: bool = False,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(
+                f"rank is {rank}; with world_size {world_size} it must be 0 to {world_size - 1}."
+            )
+        self._split = dataset.split(split)
+        self._dataset = dataset
+        self._rank, self._world_size = rank, world_size
+        if window_blocks is None:
+            window_blocks = default_window_blocks(dataset, split)
+        self._config = OrderConfig(tasks_per_step, seed, shuffle, lanes, window_blocks, drop_last)
+        self._pipeline = BatchPipeline(
+            dataset,
+            threads=threads,
+            prefetch_batches=prefetch_batches,
+            cache_bytes=cache_bytes,
+            pin_memory=pin_memory,
+        )
+        self._epoch, self._step = 0, 0
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that consumers have waited for a batch since the reader was made."""
+        return self._pipeline.wait_s
+
+    def num_steps(self, epoch: int = 0) -> int:
+        """Batches of an epoch, the same on every rank."""
+        return self._order(epoch).num_steps
+
+    def batches(
+        self, epoch: int | None = None, first_step: int | None = None
+    ) -> Iterator[TaskBatch]:
+        """One batch a step, from `first_step` on; empty where this rank has no episode.
+
+        Without arguments it goes on where `load_state_dict` said, else at the start of epoch 0.
+        """
+        self._epoch = self._epoch if epoch is None else epoch
+        # A restored step holds for the restored epoch alone.
+        if first_step is None:
+            first_step = self._step if epoch is None else 0
+        self._step = first_step
+        order = self._order(self._epoch)
+        steps = range(first_step, order.num_steps)
+        # A generator: no more of the epoch is planned than is read ahead.
+        plans = (
+            [(self._split.name, part) for part in order.step(s, self._rank, self._world_size)]
+            for s in steps
+        )
+        for batch in self._pipeline.run(plans, look_ahead=True):
+            # Before the yield: a state taken while the batch is in use must not repeat it.
+            self._step += 1
+            yield batch
+        self._epoch, self._step = self._epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch begins; what was prefetched but not handed out counts as unread."""
+        return {"epoch": self._epoch, "step": self._step, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken, on any world size.
+
+        Raises:
+            FormatError: the state belongs to other data or another order of it.
+        """
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise FormatError(
+                    f"the reader's state has {name} {state.get(name)}, this reader has {value}: "
+                    "the order of episodes would differ. Resume with the data and the settings of "
+                    "the run that was saved."
+                )
+        self._epoch, self._step = int(state["epoch"]), int(state["step"])
+
+    def close(self) -> None:
+        """Stop the background threads."""
+        self._pipeline.close()
+
+    def __enter__(self) -> "BatchReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _order(self, epoch: int) -> EpisodeOrder:
+        return EpisodeOrder(self._split.blocks.num_episodes_X, self._config, epoch)
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "fingerprint": self._dataset.fingerprint,
+            "split": self._split.name,
+            **vars(self._config),
+        }
+
+
+def default_window_blocks(dataset: Dataset, split: str) -> int:
+    """All blocks where the whole split fits in FULL_SHUFFLE_BYTES, else DEFAULT_WINDOW_BLOCKS."""
+    if int(dataset.block_bytes(split).sum()) <= FULL_SHUFFLE_BYTES:
+        return max(dataset.split(split).num_blocks, 1)
+    return DEFAULT_WINDOW_BLOCKS
+
+
+def read_ranges(
+    dataset: Dataset,
+    ranges: Iterable[EpisodeRange],
+    *,
+    tasks_per_batch: int,
+    threads: int = 1,
+    prefetch_batches: int = 4,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
+) -> Iterator[TaskBatch]:
+    """Batches of at most `tasks_per_batch` episodes, range by range; no batch spans two ranges.
+
+    `ranges` may be a generator that asks a service for the next lease: it is drawn from as needed.
+
+    Raises:
+        FormatError: a range lies outside its split.
+    """
+    pipeline = BatchPipeline(
+        dataset, threads=threads, prefetch_batches=prefetch_batches, cache_bytes=cache_bytes
+    )
+    try:
+        yield from pipeline.run(
+            plan for part in ranges for plan in _range_plans(dataset, part, tasks_per_batch)
+        )
+    finally:
+        pipeline.close()
+
+
+def _range_plans(dataset: Dataset, part: EpisodeRange, tasks_per_batch: int) -> Iterator[Plan]:
+    split = dataset.split(part.split)
+    end = part.first_episode + part.num_episodes
+    if part.first_episode < 0 or part.num_episodes < 0 or end > split.num_episodes:
+        raise FormatError(
+            f"episodes {part.first_episode} to {end} are outside split {part.split}, which has "
+            f"{split.num_episodes}. The list of ranges belongs to another dataset."
+        )
+    for first in range(part.first_episode, end, tasks_per_batch):
+        stop = min(first + tasks_per_batch, end)
+        plan = []
+        block = int(np.searchsorted(split.episode_offsets, first, side="right")) - 1
+        while first < stop:
+            start, after = split.episode_offsets[block], split.episode_offsets[block + 1]
+            if first < after:
+                last = min(stop, int(after))
+                plan.append(
+                    (part.split, BlockEpisodes(block, np.arange(first - start, last - start)))
+                )
+                first = last
+            block += 1
+        yield plan

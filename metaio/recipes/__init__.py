@@ -1,0 +1,1 @@
+"""Ready-made datasets: one file a recipe."""

@@ -1,0 +1,207 @@
+"""Reads the files of MovieLens-1M, and MeLU's additions to them where they are there.
+
+Shape suffixes: I movies, U users, A attributes.
+"""
+
+import io
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+
+from metaio.errors import DataError
+
+Int64 = npt.NDArray[np.int64]
+
+_YEAR = re.compile(r"\((\d{4})\)\s*$")
+_IN_PARENTHESES = re.compile(r"\([^()]*\)")
+_MELU_STATES = ("warm_state", "user_cold_state", "item_cold_state", "user_and_item_cold_state")
+
+
+@dataclass(frozen=True)
+class Ratings:
+    """One line a rating, in file order. `time_N` is None where the file has no timestamps."""
+
+    user_N: Int64
+    movie_N: Int64
+    rating_N: npt.NDArray[np.float32]
+    time_N: Int64 | None
+
+
+@dataclass(frozen=True)
+class Movies:
+    """Attributes by movie id. `rate`, `director` and `actor` are empty without
+    movies_extrainfos.dat.
+    """
+
+    year: dict[int, int]
+    genre: dict[int, list[str]]
+    rate: dict[int, str]
+    director: dict[int, list[str]]
+    actor: dict[int, list[str]]
+
+    @property
+    def has_extra(self) -> bool:
+        """Whether MPAA rate, directors and actors are known."""
+        return bool(self.rate)
+
+
+def _lines(path: Path, num_fields: int) -> list[list[str]]:
+    """Fields of each line; the files mix UTF-8 and Latin-1.
+
+    Raises:
+        DataError: the file is missing or empty, or a line has another number of fields.
+    """
+    if not path.is_file():
+        raise DataError(f"{path} does not exist. Point PATH at the unpacked ml-1m folder.")
+    # Copies of the files differ: GroupLens' are Latin-1, re-saved ones UTF-8.
+    data = path.read_bytes()
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        text = data.decode("latin-1")
+    found = [line.split("::") for line in text.replace("\r\n", "\n").split("\n") if line]
+    if not found:
+        raise DataError(f"{path} is empty. Download ml-1m again.")
+    for number, fields in enumerate(found, start=1):
+        if len(fields) != num_fields:
+            raise DataError(
+                f"{path}, line {number}: {len(fields)} fields, {num_fields} separated by '::' are "
+                "expected. "
+                "Download the file again."
+            )
+    return found
+
+
+def read_ratings(folder: Path) -> Ratings:
+    """ratings.dat (user::movie::rating::timestamp), else ratings_notime.dat (user::movie::rating).
+
+    Raises:
+        DataError: neither exists, or a field is not a whole number.
+    """
+    # The file with timestamps holds all that the other does.
+    with_time = (folder / "ratings.dat").is_file()
+    path = folder / ("ratings.dat" if with_time else "ratings_notime.dat")
+    if not path.is_file():
+        raise DataError(
+            f"{folder} holds neither ratings.dat nor ratings_notime.dat. Point PATH at the ml-1m "
+            "folder."
+        )
+    names = ["user", "movie", "rating", "time"][: 4 if with_time else 3]
+    try:
+        table = pa_csv.read_csv(
+            io.BytesIO(path.read_bytes().replace(b"::", b"\t")),
+            pa_csv.ReadOptions(column_names=names),
+            pa_csv.ParseOptions(delimiter="\t"),
+            pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.int64()), null_values=[]),
+        )
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{path} cannot be read: {error}. Download the file again.") from error
+    columns = {name: table[name].to_numpy() for name in names}
+    ratings = columns["rating"]
+    if ((ratings < 1) | (ratings > 5)).any():
+        raise DataError(
+            f"{path} holds rating {ratings[(ratings < 1) | (ratings > 5)][0]}; 1 to 5 are allowed. "
+            "Download the file again."
+        )
+    return Ratings(
+        columns["user"], columns["movie"], ratings.astype(np.float32), columns.get("time")
+    )
+
+
+def read_users(folder: Path) -> dict[int, tuple[str, str, str, str]]:
+    """gender, age, occupation and zip by user id; "98107-2117" is "98107", as in MeLU."""
+    lines = _lines(folder / "users.dat", 5)
+    return {int(user): (gender, age, job, code[:5]) for user, gender, age, job, code in lines}
+
+
+def read_movies(folder: Path) -> Movies:
+    """Attributes of all movies; with movies_extrainfos.dat its genres replace the others."""
+    path = folder / "movies_extrainfos.dat"
+    if not path.is_file():
+        return _plain_movies(folder)
+    movies = Movies({}, {}, {}, {}, {})
+    for fields in _lines(path, 11):
+        movie = int(fields[0])
+        movies.year[movie] = int(fields[2])
+        movies.rate[movie] = fields[3]
+        movies.genre[movie] = _names(fields[5])
+        # "John Lasseter (co-director)" is the person of that name, as in MeLU.
+        movies.director[movie] = [
+            _IN_PARENTHESES.sub("", name).strip() for name in _names(fields[6])
+        ]
+        movies.actor[movie] = _names(fields[8])
+    return movies
+
+
+def _names(field: str) -> list[str]:
+    return [name.strip() for name in field.split(", ")]
+
+
+def _plain_movies(folder: Path) -> Movies:
+    movies = Movies({}, {}, {}, {}, {})
+    path = folder / "movies.dat"
+    for number, (movie, title, genres) in enumerate(_lines(path, 3), start=1):
+        year = _YEAR.search(title)
+        if year is None:
+            raise DataError(
+                f"{path}, line {number}: title {title!r} does not end in '(year)'. Download it "
+                "again."
+            )
+        movies.year[int(movie)] = int(year.group(1))
+        movies.genre[int(movie)] = genres.split("|")
+    return movies
+
+
+def read_vocabulary(folder: Path, name: str) -> list[str] | None:
+    """MeLU's list of values (m_NAME.txt, one a line), or None where the file is absent."""
+    path = folder / f"m_{name}.txt"
+    if not path.is_file():
+        return None
+    return [line.strip() for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+
+
+def read_melu_split(folder: Path) -> list[dict[int, tuple[Int64, Int64]]] | None:
+    """MeLU's four states in its order, each user -> (movies, ratings) in file order; None where
+    absent.
+
+    Raises:
+        DataError: a file is missing or its ratings do not match its movies.
+    """
+    if not (folder / "melu_split").is_dir():
+        return None
+    states = []
+    for name in _MELU_STATES:
+        movies, ratings = (
+            _load_json(folder / "melu_split" / f"{name}{suffix}.json") for suffix in ("", "_y")
+        )
+        if {user: len(v) for user, v in movies.items()} != {
+            user: len(v) for user, v in ratings.items()
+        }:
+            raise DataError(
+                f"{folder / 'melu_split'}: {name}.json and {name}_y.json hold different users or "
+                "counts. "
+                "Copy both from the same place."
+            )
+        states.append(
+            {
+                int(u): (np.array(movies[u], dtype=np.int64), np.array(ratings[u], dtype=np.int64))
+                for u in movies
+            }
+        )
+    return states
+
+
+def _load_json(path: Path) -> dict[str, list[int]]:
+    try:
+        loaded: dict[str, list[int]] = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} cannot be read: {error}. Copy MeLU's split again, or remove the folder."
+        ) from error
+    return loaded

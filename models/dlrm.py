@@ -1,0 +1,59 @@
+"""DLRM: bottom MLP over dense columns, feature interaction, top MLP.
+
+Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
+arXiv 1906.00091. Trained with an inner loop it is Meta-DLRM of G-Meta (arXiv 2401.04338).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from models.config import InputSizes, ModelConfig
+from models.inputs import RowInputs
+from models.mlp import mlp
+
+
+class DLRM(nn.Module):
+    """Logit of a click, or a rating, for every row.
+
+    The dense columns become one more vector v_0 = MLP(dense) beside the features' embeddings; the
+    top MLP sees v_0 and the dot products v_i . v_j of all pairs i > j (`dot`), or all vectors side
+    by side (`cat`). Without dense columns there is no v_0.
+    """
+
+    pairs: Tensor
+
+    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+        super().__init__()
+        self.pooling = config.pooling
+        self.interaction = config.interaction
+        width = config.embedding_dim
+        num_vectors = sizes.num_single + sizes.num_multi
+        self.bottom: nn.Module | None = None
+        if sizes.num_dense:
+            self.bottom = mlp([sizes.num_dense, *config.bottom, width], activate_last=True)
+            num_vectors += 1
+        top_width = num_vectors * width
+        if config.interaction == "dot":
+            top_width = num_vectors * (num_vectors - 1) // 2 + (
+                width if self.bottom is not None else 0
+            )
+            self.register_buffer(
+                "pairs", torch.tril_indices(num_vectors, num_vectors, offset=-1), persistent=False
+            )
+        self.top = mlp([top_width, *config.hidden, 1], activate_last=False)
+
+    def forward(self, inputs: RowInputs) -> Tensor:
+        """One output a row: [N]."""
+        vectors_NFD = inputs.features_NFD(self.pooling)
+        dense_ND = None
+        if self.bottom is not None:
+            dense_ND = self.bottom(inputs.dense_NK)
+            vectors_NFD = torch.cat([dense_ND.unsqueeze(1), vectors_NFD], dim=1)
+        if self.interaction == "cat":
+            top_input = vectors_NFD.flatten(1)
+        else:
+            row, column = self.pairs
+            dots_NP = torch.bmm(vectors_NFD, vectors_NFD.mT)[:, row, column]
+            top_input = dots_NP if dense_ND is None else torch.cat([dense_ND, dots_NP], dim=1)
+        logit_N: Tensor = self.top(top_input).squeeze(1)
+        return logit_N

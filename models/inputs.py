@@ -1,0 +1,83 @@
+"""What a model sees of a set of rows: fetched embedding rows and dense columns, whatever fetched
+them.
+
+Shape suffixes: N rows, F single-id features, M multi-id features, V ids of all bags, H longest bag,
+D embedding width, K dense columns.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Pooling = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True)
+class RowInputs:
+    """Rows of any number of tasks; a model treats each row on its own, so tasks need no mention
+    here.
+    """
+
+    single_NFD: Tensor
+    bag_values_VD: (
+        Tensor  # embeddings of all multi-id features: row by row, feature by feature in a row
+    )
+    bag_index_V: Tensor  # int64, row * M + feature: the bag each value belongs to
+    num_multi: int  # M
+    dense_NK: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return self.single_NFD.shape[0]
+
+    def no_rows(self) -> "RowInputs":
+        """The same columns without a row."""
+        return RowInputs(
+            single_NFD=self.single_NFD[:0],
+            bag_values_VD=self.bag_values_VD[:0],
+            bag_index_V=self.bag_index_V[:0],
+            num_multi=self.num_multi,
+            dense_NK=self.dense_NK[:0],
+        )
+
+    def bags_NHD(self, feature: int) -> tuple[Tensor, Tensor]:
+        """The values of one multi-id feature in their order, padded with zeros to the longest bag,
+        and which of them are there (bool): [N, H, D], [N, H].
+        """
+        mine_V = self.bag_index_V % self.num_multi == feature
+        row_V = self.bag_index_V[mine_V] // self.num_multi
+        lengths_N = torch.bincount(row_V, minlength=self.num_rows)
+        longest = int(lengths_N.max()) if self.num_rows else 0
+        there_NH = torch.arange(longest, device=row_V.device) < lengths_N.unsqueeze(1)
+        # Row by row and in order, as the values stand: their places are those of the true entries.
+        places_V = there_NH.flatten().nonzero().squeeze(1)
+        width = self.bag_values_VD.shape[1]
+        padded = self.bag_values_VD.new_zeros(self.num_rows * longest, width)
+        padded = padded.index_copy(0, places_V, self.bag_values_VD[mine_V])
+        return padded.view(self.num_rows, longest, width), there_NH
+
+    def pooled_NMD(self, mode: Pooling) -> Tensor:
+        """One vector a bag; repeated ids count as often as they stand, an empty bag is zero."""
+        num_rows, _, width = self.single_NFD.shape
+        num_bags = num_rows * self.num_multi
+        bags = self.bag_values_VD.new_zeros(num_bags, width).index_add(
+            0, self.bag_index_V, self.bag_values_VD
+        )
+        if mode == "mean":
+            sizes = torch.bincount(self.bag_index_V, minlength=num_bags).clamp(min=1)
+            bags = bags / sizes.to(bags.dtype).unsqueeze(1)
+        return bags.view(num_rows, self.num_multi, width)
+
+    def features_NFD(self, mode: Pooling) -> Tensor:
+        """All features, single then pooled: [N, F + M, D]."""
+        if self.num_multi == 0:
+            return self.single_NFD
+        return torch.cat([self.single_NFD, self.pooled_NMD(mode)], dim=1)
+
+    def side_by_side_NX(self, mode: Pooling) -> Tensor:
+        """All features and the dense columns in one row: [N, (F + M) D + K]."""
+        flat = self.features_NFD(mode).flatten(1)
+        return torch.cat([flat, self.dense_NK], dim=1) if self.dense_NK.shape[1] else flat

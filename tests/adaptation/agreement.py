@@ -1,0 +1,73 @@
+"""Holds a learner's step to the loop over tasks: the same loss and gradients, float64, 1e-10."""
+
+import random
+
+import torch
+from torch import nn
+
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.build import build_learner
+from models import ModelConfig
+from tests import reference
+
+
+def assert_equals_loop(
+    sizes: list[tuple[int, int]],
+    columns: tuple[int, int, int],
+    model_config: ModelConfig,
+    algorithm: AlgorithmConfig,
+    slow: AlgorithmConfig,
+    loss: str = "bce",
+    seed: int = 0,
+    shared_table: bool = False,
+) -> None:
+    """Loss and every gradient of a step of `algorithm` equal those of the loop running `slow`.
+
+    `sizes` are the support and query rows of each task, `columns` the numbers of single-id,
+    multi-id and dense ones. DIN gets its history; learned rates are made to differ.
+    """
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    history = model_config.name == "din"
+    features = reference.some_features(*columns, shared_table and not history, history)
+    tasks = [reference.random_task(features, support, query, rng) for support, query in sizes]
+    learner = build_learner(features, model_config, algorithm, loss).to(torch.float64)
+    model = learner.model
+    tables = {
+        table.name: torch.randn(
+            table.num_rows, model_config.embedding_dim, dtype=torch.float64, requires_grad=True
+        )
+        for table in features.tables
+    }
+    rates = list(learner.rates.parameters()) if isinstance(learner.rates, nn.Module) else []
+    for rate in rates:
+        rate.data.uniform_(0.02, 0.1)
+    by_name = reference.rates_by_name(learner, features)
+    expected = reference.outer_loss(model, tables, features, tasks, slow, loss, by_name)
+    parameters = [*model.parameters(), *tables.values(), *rates]
+    expected_grads = torch.autograd.grad(expected, parameters, allow_unused=True)
+
+    batch = reference.batch_of(tasks, features)
+    rows_UD = torch.cat(
+        [
+            table[ids]
+            for table, ids in zip(
+                tables.values(),
+                batch.unique_ids_U.split(batch.unique_lengths_B.tolist()),
+                strict=True,
+            )
+        ]
+    )
+    episodes = learner.arrange(batch)
+    actual = learner(rows_UD, episodes, weight=1 / episodes.num_terms)
+    actual_grads = torch.autograd.grad(actual, parameters, allow_unused=True)
+
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+    for parameter, ours, theirs in zip(parameters, actual_grads, expected_grads, strict=True):
+        zero = torch.zeros_like(parameter)
+        torch.testing.assert_close(
+            zero if ours is None else ours,
+            zero if theirs is None else theirs,
+            rtol=1e-9,
+            atol=1e-10,
+        )

@@ -1,0 +1,203 @@
+"""Every algorithm, all tasks at once, against a loop over tasks with explicit weights; float64."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gmeta.adaptation.algorithm import TableSizes
+from gmeta.adaptation.config import AlgorithmConfig, InnerPath, LearnedRates
+from gmeta.build import input_sizes
+from gmeta.learner import MetaLearner
+from models import InputSizes, ModelConfig, build_model
+from tests import reference
+from tests.adaptation.agreement import assert_equals_loop
+
+# Those that the loop knows; a test of its own holds any other to one of these.
+ALGORITHMS = ("maml", "fomaml", "anil", "reptile", "metasgd", "none")
+# What ANIL adapts in models of two hidden layers.
+HEADS = {"dlrm": "top.4", "melu": "decision.4", "cbml": "decision.4", "din": "decision.4"}
+
+
+def compare(
+    sizes: list[tuple[int, int]],
+    columns: tuple[int, int, int],
+    model: ModelConfig,
+    algorithm: AlgorithmConfig,
+    loss: str,
+    seed: int,
+    shared_table: bool = False,
+) -> None:
+    """The fast path equals the loop, for which ANIL is MAML of the head."""
+    slow = algorithm
+    if algorithm.name == "anil":
+        slow = replace(algorithm, adapt_layers=(HEADS[model.name],), adapt_embeddings=False)
+    assert_equals_loop(sizes, columns, model, algorithm, slow, loss, seed, shared_table)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=5).filter(
+        lambda sizes: any(support for support, _ in sizes) and any(query for _, query in sizes)
+    ),
+    columns=st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(0, 2)),
+    model=st.sampled_from(sorted(HEADS)),
+    name=st.sampled_from(ALGORITHMS),
+    steps=st.integers(1, 3),
+    embeddings=st.booleans(),
+    pooling=st.sampled_from(["mean", "sum"]),
+    interaction=st.sampled_from(["dot", "cat"]),
+    loss=st.sampled_from(["bce", "mse", "huber"]),
+    prior=st.sampled_from([0.0, 2.5]),
+    seed=st.integers(0, 10_000),
+    shared_table=st.booleans(),
+    path=st.sampled_from(["auto", "low_rank", "materialised"]),
+    rates=st.sampled_from(["layer", "output", "weight"]),
+)
+def test_any_shape_gives_the_loss_and_gradients_of_the_loop(
+    sizes: list[tuple[int, int]],
+    columns: tuple[int, int, int],
+    model: str,
+    name: str,
+    steps: int,
+    embeddings: bool,
+    pooling: str,
+    interaction: str,
+    loss: str,
+    prior: float,
+    seed: int,
+    shared_table: bool,
+    path: InnerPath,
+    rates: LearnedRates,
+) -> None:
+    if model == "din":
+        columns = (columns[0], max(columns[1], 1), columns[2])
+    config = ModelConfig(
+        name=model,
+        embedding_dim=4,
+        hidden=(5, 3),
+        bottom=(3,),
+        pooling=pooling,
+        interaction=interaction,
+        clusters=3,
+        history="m0",
+        attention=(6,),
+    )
+    algorithm = AlgorithmConfig(
+        name=name,
+        inner_steps=steps,
+        inner_lr=0.05,
+        support_prior=prior,
+        adapt_embeddings=embeddings,
+        inner_path="auto" if rates == "weight" else path,
+        learned_rates=rates,
+    )
+    compare(sizes, columns, config, algorithm, loss, seed, shared_table)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("sizes", [[(0, 1)], [(0, 3), (0, 1)], [(2, 0), (0, 2)], [(1, 1)]])
+def test_tasks_may_lack_support_or_query_rows(name: str, sizes: list[tuple[int, int]]) -> None:
+    if name == "reptile" and not any(support for support, _ in sizes):
+        pytest.skip("no support row: Reptile has no term at all")
+    config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5, 3), bottom=(3,))
+    compare(sizes, (2, 1, 2), config, AlgorithmConfig(name=name, inner_steps=2), "bce", seed=2)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("sizes", [[], [(0, 0)], [(0, 2)], [(2, 0)]])
+def test_a_rank_with_nothing_to_learn_from_still_reaches_every_parameter(
+    name: str, sizes: list[tuple[int, int]]
+) -> None:
+    features = reference.some_features(2, 1, 1)
+    tasks = [reference.random_task(features, *size, random.Random(0)) for size in sizes]
+    config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5,), bottom=(3,))
+    model = build_model(config, input_sizes(features))
+    learner = MetaLearner(model, AlgorithmConfig(name=name), "bce", TableSizes(3, 4))
+    batch = reference.batch_of(tasks, features)
+    rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, requires_grad=True)
+    loss = learner(rows_UD, learner.arrange(batch), weight=1.0)
+    grads = torch.autograd.grad(loss, [rows_UD, *learner.parameters()], allow_unused=True)
+    assert all(grad is not None and bool(grad.isfinite().all()) for grad in grads)
+
+
+@pytest.mark.parametrize("patterns", [("top.*",), ("bottom.0", "top.2"), ()])
+@pytest.mark.parametrize("name", ["maml", "fomaml", "reptile", "metasgd"])
+def test_only_the_named_layers_adapt(name: str, patterns: tuple[str, ...]) -> None:
+    algorithm = AlgorithmConfig(name=name, inner_steps=2, adapt_layers=patterns)
+    config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5,), bottom=(3,))
+    compare([(3, 2), (1, 4)], (2, 1, 2), config, algorithm, "bce", seed=1)
+
+
+def test_support_rows_of_doubt_shrink_the_inner_step() -> None:
+    """3 rows under a prior of 3 move as far as 3 rows at half the rate."""
+    config = ModelConfig(name="melu", embedding_dim=4, hidden=(5,))
+    features = reference.some_features(2, 1, 0)
+    batch = reference.batch_of([reference.random_task(features, 3, 4, random.Random(0))], features)
+    rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64)
+    after = []
+    for prior, rate in ((3.0, 0.2), (0.0, 0.1)):
+        torch.manual_seed(0)
+        model = build_model(config, input_sizes(features)).to(torch.float64)
+        algorithm = AlgorithmConfig(inner_lr=rate, support_prior=prior)
+        learner = MetaLearner(model, algorithm, "mse")
+        prediction = learner.predict(rows_UD, learner.arrange_to_predict(batch))
+        after.append(prediction.after_N)
+        assert not torch.equal(prediction.after_N, prediction.before_N)
+    torch.testing.assert_close(after[0], after[1], rtol=1e-12, atol=0)
+
+
+def refusal(algorithm: AlgorithmConfig) -> str:
+    """What a MeLU with two layers answers to this algorithm."""
+    model = build_model(ModelConfig(name="melu", embedding_dim=4, hidden=(5,)), InputSizes(1, 0, 0))
+    with pytest.raises(ValueError) as caught:
+        MetaLearner(model, algorithm, "bce")
+    return str(caught.value)
+
+
+def test_a_pattern_that_matches_no_layer_is_refused_with_the_layers_there_are() -> None:
+    assert refusal(AlgorithmConfig(adapt_layers=("fc*",))) == (
+        "algorithm.adapt_layers: 'fc*' matches no layer; this model has decision.0, decision.2. "
+        'Name some of them, "*" for all, or none at all: []'
+    )
+
+
+def test_nothing_to_adapt_is_refused() -> None:
+    assert refusal(AlgorithmConfig(adapt_layers=(), adapt_embeddings=False)) == (
+        "algorithm.adapt_layers = [] and algorithm.adapt_embeddings = false: nothing would adapt. "
+        'Set one of them, or algorithm.name = "none" with any of them for the plain baseline'
+    )
+
+
+def test_an_unknown_algorithm_lists_the_known_ones() -> None:
+    assert refusal(AlgorithmConfig(name="mamll")) == (
+        "algorithm.name = 'mamll' is unknown: known are maml, fomaml, anil, reptile, metasgd, "
+        "none. Choose one of them, or register yours in gmeta/adaptation/algorithms.py"
+    )
+
+
+def test_anil_refuses_other_layers_than_the_head() -> None:
+    assert refusal(AlgorithmConfig(name="anil", adapt_layers=("decision.0",))) == (
+        "algorithm.adapt_layers = ['decision.0'] with algorithm.name = \"anil\": "
+        "ANIL adapts the head alone, here 'decision.2'. "
+        'Leave adapt_layers out, or set algorithm.name = "maml"'
+    )
+
+
+def test_learned_rates_of_rows_need_to_know_the_tables() -> None:
+    assert refusal(AlgorithmConfig(name="metasgd")) == (
+        'algorithm.name = "metasgd" with adapt_embeddings = true, and 0 tables to learn rates for: '
+        "tell the learner their TableSizes, as gmeta.build.build_learner does"
+    )
+
+
+def test_a_rate_for_each_weight_refuses_the_low_rank_path() -> None:
+    config = AlgorithmConfig(name="metasgd", learned_rates="weight", inner_path="low_rank")
+    assert refusal(config) == (
+        'algorithm.inner_path = "low_rank" with algorithm.learned_rates = "weight": '
+        "a rate for each weight leaves a change no low rank. "
+        'Set inner_path = "auto", or learned_rates = "layer" or "output"'
+    )

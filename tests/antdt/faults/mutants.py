@@ -1,0 +1,212 @@
+"""Method: mutants. Each is the service with one safety rule taken out; a suite that lets one
+live proves little.
+
+make mutants prints which method catches which mutant, and exits 1 when one lives
+
+A mutant is a text replacement in a copy of the package, so nothing in the product knows of it.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+COPIED = (
+    "gmeta/__init__.py",
+    "gmeta/errors.py",
+    "gmeta/antdt",
+    "gmeta/commands",
+    "protos",
+    "tests/antdt",
+)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str  # below gmeta/antdt
+    old: str
+    new: str
+    by: str = "behaviours"  # the cheapest method that catches it: all that CI runs against it
+
+
+MUTANTS = (
+    Mutant(
+        "no token check", "ledger.py", "if token in worker.tokens:\n", "if token in state.leases:\n"
+    ),
+    Mutant(
+        "END when TODO is empty",
+        "ledger.py",
+        "nothing = offers.nothing_left(table, command.seq)",
+        "nothing = cmd.End(command.seq)",
+    ),
+    Mutant(
+        "drop after n failures",
+        "table.py",
+        "ShardState.QUARANTINED if exhausted",
+        "ShardState.DONE if exhausted",
+    ),
+    Mutant(
+        "ack before commit",
+        "committer.py",
+        "        self._store.append(Batch(first_event, records, self.ledger.head))\n",
+        "        late, self.late = getattr(self, 'late', None), Batch(first_event, records, "
+        "self.ledger.head)\n"
+        "        late and self._store.append(late)\n",
+    ),
+    Mutant(
+        "same token on re-issue",
+        "offers.py",
+        "(state.token_counter + 1)\n",
+        "(positions[0] + 1)\n",
+    ),
+    Mutant(
+        "expiry by wall clock", "server.py", "time.monotonic, self.config", "time.time, self.config"
+    ),
+    Mutant(
+        "lease retry takes new shards",
+        "numbers.py",
+        "if command.seq == last_seq + 1:",
+        "if command.seq == last_seq + 1 or isinstance(command, cmd.LeaseShards):",
+    ),
+    Mutant(
+        "offset ignored on restore",
+        "manifest.py",
+        "table.units_done[item.position] = item.units_done",
+        "pass",
+    ),
+    Mutant(
+        "no generation fence",
+        "fences.py",
+        "if caller.run_generation != state.generation:",
+        "if False:",
+    ),
+    Mutant(
+        "no incarnation fence",
+        "fences.py",
+        "if caller.incarnation != worker.incarnation:",
+        "if False:",
+    ),
+    Mutant(
+        "service epoch not in the token",
+        "offers.py",
+        "(state.service_epoch << TOKEN_COUNTER_BITS) |",
+        "0 |",
+    ),
+    Mutant(
+        "progress not durable",
+        "events.py",
+        "NEEDS_NO_SYNC = (LeasesGranted,",
+        "NEEDS_NO_SYNC = (UnitsProgressed, LeasesGranted,",
+        by="schedules",
+    ),
+    Mutant(
+        "END before the disk has it",
+        "committer.py",
+        "isinstance(answer, cmd.Granted | cmd.Beat)",
+        "isinstance(answer, cmd.Granted | cmd.Beat | cmd.End)",
+    ),
+    Mutant(
+        "heartbeat renews what it does not name",
+        "ledger.py",
+        "self._renew(live, now_s)\n        revoked",
+        "self._renew(list(worker.tokens), now_s)\n        revoked",
+    ),
+    Mutant("WAIT uses no number", "numbers.py", "found.seq > worker.last_seq", "False"),
+    Mutant(
+        "a changed page is not stored",
+        "table.py",
+        "        self.dirty_pages.add(position // SHARDS_PER_PAGE)\n",
+        "        self.dirty_pages.add(0 if position else 0) if state == ShardState.DOING else "
+        "None\n",
+        by="model",
+    ),
+    Mutant(
+        "no epoch check in the store",
+        "store.py",
+        "    if found != mine:\n",
+        "    if False:\n",
+    ),
+)
+
+# Name -> what pytest is given; in the order of their cost.
+METHODS: dict[str, Sequence[str]] = {
+    "behaviours": (
+        "tests/antdt/test_ledger.py",
+        "tests/antdt/test_store.py",
+        "tests/antdt/test_writer.py",
+        "tests/antdt/faults/test_known_defects.py",
+        "tests/antdt/faults/test_clock_steps.py",
+    ),
+    "model": ("tests/antdt/faults/test_reference_model.py",),
+    "schedules": ("tests/antdt/faults/test_simulated_schedules.py",),
+}
+MUTANT_SCHEDULES = "600"
+
+
+def make_copy(folder: Path, mutant: Mutant | None) -> None:
+    """The package and its tests with the mutation in place. Raises ValueError when its text is
+    not found once."""
+    for name in COPIED:
+        source, target = ROOT / name, folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+    (folder / "tests/__init__.py").touch()
+    if mutant is not None:
+        path = folder / "gmeta/antdt" / mutant.file
+        text = path.read_text()
+        if text.count(mutant.old) != 1:
+            raise ValueError(
+                f"mutant {mutant.name!r}: its text occurs {text.count(mutant.old)} times in "
+                f"{mutant.file}; "
+                "once is needed. Adapt the mutant to the code."
+            )
+        path.write_text(text.replace(mutant.old, mutant.new))
+
+
+def survives(folder: Path, files: Sequence[str]) -> bool:
+    """Whether the tests all pass in the copy; a hang counts as caught."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "ANTDT_SCHEDULES": MUTANT_SCHEDULES}
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"pytest did not run: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.returncode == 0
+
+
+def main() -> int:
+    """Prints the kill matrix."""
+    width = max(len(mutant.name) for mutant in MUTANTS)
+    print(" " * width, *(f"{name:>10}" for name in METHODS), flush=True)
+    living = []
+    for mutant in (None, *MUTANTS):
+        with tempfile.TemporaryDirectory() as name:
+            make_copy(Path(name), mutant)
+            passed = [survives(Path(name), files) for files in METHODS.values()]
+        title = mutant.name if mutant else "(no mutation)"
+        print(
+            f"{title:<{width}}",
+            *(f"{'-' if each else 'caught':>10}" for each in passed),
+            flush=True,
+        )
+        if all(passed) == (mutant is not None):
+            living.append(title)
+    print(f"{len(MUTANTS)} mutants, not as they should be: {living or 'none'}")
+    return 1 if living else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Method: kill -9 of the real service under 16 clients, on its real store.
+
+Each client keeps its own history; the oracle compares it with what the service knows in the end.
+200 kills by default; ANTDT_KILLS sets another number.
+"""
+
+import json
+import os
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gmeta.antdt.client import EndOfEpoch, ShardClient, WaitFor
+from gmeta.antdt.manifest import parse_manifest
+from gmeta.antdt.model import DatasetSpec
+from gmeta.antdt.store import SqliteStore
+from tests.antdt.faults.service_process import ServiceProcess
+
+NUM_CLIENTS = 16
+NUM_KILLS = int(os.environ.get("ANTDT_KILLS", "200"))
+
+
+class Client(threading.Thread):
+    """Leases, works, completes; notes what was acknowledged and nothing else."""
+
+    def __init__(self, address: str, number: int) -> None:
+        super().__init__(name=f"client-{number}", daemon=True)
+        self.address = address
+        self.number = number
+        self.completed: list[tuple[int, int]] = []  # (epoch, shard), acknowledged
+        self.epochs = 0
+        self.stopping = threading.Event()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        rng = random.Random(self.number)
+        try:
+            with ShardClient(self.address, f"w{self.number}", outage_budget_s=60.0) as client:
+                while not self.stopping.is_set():
+                    self.work(client, rng)
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def work(self, client: ShardClient, rng: random.Random) -> None:
+        answer = client.lease("d", self.epochs, rng.randint(1, 3))
+        if isinstance(answer, EndOfEpoch):
+            self.epochs += 1
+        elif isinstance(answer, WaitFor):
+            time.sleep(answer.retry_after_s / 4)
+        else:
+            for lease in answer:
+                lease.advance(rng.randint(0, lease.num_units - lease.units_done))
+            client.flush()
+            for lease in answer:
+                lease.advance(lease.num_units - lease.units_done)
+            client.flush()
+            self.completed += [(lease.epoch, lease.shard_index) for lease in answer]
+
+
+@pytest.mark.timeout(900)
+def test_no_kill_of_the_service_loses_or_doubles_a_shard(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    service = ServiceProcess(tmp_path / "s.db").start()
+    service.wait_until_serving()
+    spec = DatasetSpec("d", 300, 3, num_epochs=1_000_000)
+    with ShardClient(service.address, "setup") as setup:
+        setup.register_dataset(spec)
+    clients = [Client(service.address, number) for number in range(NUM_CLIENTS)]
+    for client in clients:
+        client.start()
+    for _ in range(NUM_KILLS):
+        time.sleep(rng.uniform(0.02, 0.15))
+        service.kill()
+        service.start()
+        service.wait_until_serving()
+    for client in clients:
+        client.stopping.set()
+    for client in clients:
+        client.join(60)
+    assert [client.error for client in clients] == [None] * NUM_CLIENTS
+    with ShardClient(service.address, "oracle") as oracle:
+        manifest = oracle.prepare_checkpoint("final", 1)
+    assert service.terminate() == 0
+    acknowledged = [item for client in clients for item in client.completed]
+    assert len(acknowledged) == len(set(acknowledged)), "a shard was completed twice in one epoch"
+    (entry,) = manifest.datasets
+    every = {(epoch, shard) for epoch in range(entry.epoch) for shard in range(spec.num_shards)}
+    finished_before = {item for item in acknowledged if item[0] < entry.epoch}
+    assert finished_before == every, "an epoch ended with a shard that nobody completed"
+    assert entry.num_done == len(acknowledged) - len(finished_before)
+    assert len(acknowledged) >= 2 * NUM_KILLS, "too little happened between the kills"
+    check_log(tmp_path / "s.db", NUM_KILLS)
+    assert parse_manifest(manifest.to_json()) == manifest
+
+
+def check_log(path: Path, num_kills: int) -> None:
+    """The ledger as it lies on the disk: one start a kill, no token granted twice."""
+    store = SqliteStore(path)
+    records = [record for batch in store.read_log() for record in batch.records]
+    store.close()
+    assert sum(record.startswith(b'["start"') for record in records) == num_kills + 1
+    firsts = [json.loads(record)[6] for record in records if record.startswith(b'["grant"')]
+    assert len(firsts) == len(set(firsts))

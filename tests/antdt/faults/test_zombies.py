@@ -1,0 +1,73 @@
+"""Method: SIGSTOP zombies. A worker process stands still past its ttl, another takes over, then
+it wakes and reports."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from gmeta.antdt.client import EndOfEpoch, ShardClient
+from gmeta.antdt.errors import AntdtError
+from gmeta.antdt.model import DatasetSpec
+from tests.antdt.faults.service_process import CONTEXT, running
+
+
+def hold_a_shard(address: str, out: Any, go_on: Any) -> None:
+    """Leases, says so, and reports once it is told to; puts what became of the report."""
+    with ShardClient(address, "zombie") as client:
+        (lease,) = client.lease("d", 0)
+        out.put(("leased", lease.shard_index))
+        go_on.wait()
+        try:
+            lease.units_done = (
+                lease.num_units
+            )  # past the client's own check: the service must refuse
+            client.flush()
+            out.put(("reported", ""))
+        except AntdtError as error:
+            out.put((type(error).__name__, str(error)))
+
+
+def test_a_stopped_workers_late_report_is_fenced(tmp_path: Path) -> None:
+    out, go_on = CONTEXT.Queue(), CONTEXT.Event()
+    with (
+        running(tmp_path / "s.db", lease_ttl_s=1.0) as service,
+        ShardClient(service.address, "b") as heir,
+    ):
+        heir.register_dataset(DatasetSpec("d", 4, 4))
+        zombie = CONTEXT.Process(
+            target=hold_a_shard, args=(service.address, out, go_on), daemon=True
+        )
+        zombie.start()
+        assert out.get(timeout=20) == ("leased", 0)
+        os.kill(zombie.pid, signal.SIGSTOP)
+        time.sleep(1.5)
+        (lease,) = heir.lease("d", 0)
+        os.kill(zombie.pid, signal.SIGCONT)
+        go_on.set()
+        kind, message = out.get(timeout=20)
+        assert kind == "LeaseLostError"
+        assert message.startswith("the lease of shard 0 of dataset 'd' is lost: ")
+        lease.advance(4)
+        heir.flush()
+        zombie.join(20)
+        assert isinstance(heir.lease("d", 0), EndOfEpoch)
+
+
+def test_a_client_stops_using_a_lease_before_the_service_gives_it_away(tmp_path: Path) -> None:
+    with running(tmp_path / "s.db", lease_ttl_s=1.0) as service:
+        client = ShardClient(service.address, "a", outage_budget_s=0.5)
+        client.register_dataset(DatasetSpec("d", 4, 4))
+        (lease,) = client.lease("d", 0)
+        service.signal(signal.SIGSTOP)
+        time.sleep(1.0)
+        try:
+            lease.advance(1)
+        except AntdtError as error:
+            message = str(error)
+        service.signal(signal.SIGCONT)
+        assert message.startswith(
+            "the lease of shard 0 of dataset 'd' is lost: not renewed in time ("
+        )
+        client.close()

@@ -1,0 +1,188 @@
+"""`gmeta shards ...` and offline audits, as an operator types them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from gmeta.antdt import DatasetSpec, ShardClient
+from gmeta.antdt.audit import audit_manifest, check_descends
+from gmeta.antdt.errors import AntdtError, ManifestError
+from gmeta.antdt.manifest import load_manifest
+from gmeta.antdt.server import ServiceConfig, ShardServer
+from gmeta.commands.shards import shards
+
+
+@pytest.fixture
+def server() -> Iterator[ShardServer]:
+    made = ShardServer(ServiceConfig("127.0.0.1:0", job="movies"))
+    yield made
+    made.stop(0.0)
+
+
+@pytest.fixture
+def client(server: ShardServer) -> Iterator[ShardClient]:
+    with ShardClient(server.address, "rank0") as made:
+        made.register_dataset(DatasetSpec("train", 10, 4, shuffle=False, max_attempts=1))
+        yield made
+
+
+def run(server: ShardServer | None, *arguments: str) -> str:
+    service = ["--service", server.address] if server else []
+    result = CliRunner().invoke(shards, [*arguments, *service], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def quarantine(client: ShardClient) -> int:
+    for _ in range(2):
+        (lease,) = client.lease("train", 0)
+        client.fail(lease, "corrupt-page", "page 3")
+    return lease.shard_index
+
+
+def test_ls_shows_state_offset_holder_and_failure(server: ShardServer, client: ShardClient) -> None:
+    shard = quarantine(client)
+    (lease,) = client.lease("train", 0)
+    lease.advance(1)
+    client.flush()
+    rows = json.loads(run(server, "ls", "--json"))
+    shown = [
+        (int(r["shard_index"]), r["state"], r["units_done"], r["worker_id"], r["note"])
+        for r in rows
+    ]
+    assert shown == [
+        (shard, "SHARD_STATE_QUARANTINED", "0", "", "corrupt-page: page 3"),
+        (lease.shard_index, "SHARD_STATE_DOING", "1", "rank0", ""),
+        (2, "SHARD_STATE_TODO", "0", "", ""),
+    ]
+    assert "corrupt-page: page 3" in run(server, "ls", "--state", "quarantined")
+    assert "more follow; this is --limit 1" in run(server, "ls", "--limit", "1")
+
+
+def test_a_quarantined_shard_is_requeued_or_skipped_with_a_reason(
+    server: ShardServer, client: ShardClient
+) -> None:
+    shard = quarantine(client)
+    assert run(server, "requeue", str(shard)) == "1 shards of train are offered again\n"
+    quarantine(client)
+    skipped = run(server, "skip", str(shard), "--reason", "page 3 is lost")
+    assert skipped == "1 shards of train are skipped\n"
+    for lease in client.shards("train"):
+        assert lease.shard_index != shard
+    status = json.loads(run(server, "status", "--json"))
+    assert (status["job"], status["datasets"][0]["skipped"]) == ("movies", "1")
+    assert "movies: serving" in run(server, "status")
+
+
+def test_drain_and_undo(server: ShardServer, client: ShardClient) -> None:
+    client.lease("train", 0)
+    drained = run(server, "drain", "--worker", "rank0")
+    assert drained == "worker rank0 is draining; 1 shards went back\n"
+    assert run(server, "drain") == "the service is draining; 0 shards went back\n"
+    assert run(server, "drain", "--undo") == "the service hands out again; 0 shards went back\n"
+
+
+def test_an_operator_command_without_a_dataset_name_asks_for_one(server: ShardServer) -> None:
+    with pytest.raises(AntdtError) as unnamed:
+        run(server, "requeue", "1")
+    assert str(unnamed.value) == "the service has 0 datasets (none); name one. Pass --dataset NAME."
+
+
+def checkpoint(client: ShardClient, folder: Path, name: str) -> Path:
+    client.flush()
+    path = folder / name
+    path.mkdir()
+    client.prepare_checkpoint(name, 3).save(path)
+    return path
+
+
+def test_audit_accounts_for_every_unit_offline(client: ShardClient, tmp_path: Path) -> None:
+    first, second = client.lease("train", 0, 2)
+    first.advance(4)
+    second.advance(1)
+    path = checkpoint(client, tmp_path, "c1")
+    manifest = load_manifest(path)
+    assert run(None, "audit", str(path)).splitlines() == [
+        "checkpoint c1 of job movies: step 3, generation 1",
+        f"digest {manifest.digest} matches; parent none",
+        f"ledger: {manifest.ledger_events} events, head {manifest.ledger_head}",
+        "dataset train (10 units in 3 shards, fingerprint none), epoch 0 of 1:",
+        "  5 units in the model exactly once (1 whole shards, 1 in part)",
+        "  5 units still to train",
+        "OK: no unit is in the model twice",
+    ]
+
+
+def test_audit_is_not_ok_with_quarantined_shards(client: ShardClient, tmp_path: Path) -> None:
+    quarantine(client)
+    path = checkpoint(client, tmp_path, "c1")
+    result = CliRunner().invoke(shards, ["audit", str(path)])
+    assert result.exit_code == 1
+    assert result.output.splitlines()[-1] == (
+        "NOT OK: dataset train: 1 quarantined shards wait for an operator"
+    )
+
+
+def test_audit_tells_a_checkpoint_of_another_lineage(client: ShardClient, tmp_path: Path) -> None:
+    (lease,) = client.lease("train", 0)
+    lease.advance(4)
+    older = checkpoint(client, tmp_path, "c1")
+    client.restore(None)
+    newer = checkpoint(client, tmp_path, "c2")
+    check_descends(load_manifest(older), load_manifest(newer))
+    with pytest.raises(ManifestError) as strange:
+        CliRunner().invoke(
+            shards, ["audit", str(newer), "--previous", str(older)], catch_exceptions=False
+        )
+    assert str(strange.value) == (
+        "checkpoint c2 does not continue c1: dataset train went back. The two belong to different "
+        "lineages: "
+        "compare checkpoints of one run, the older one second."
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no shard manifest (JSONDecodeError("),
+        ("[]", "is no shard manifest ("),
+        (
+            '{"schema_version":9,"order":"x","digest":""}',
+            "has schema version 9 and order 'x'; this program",
+        ),
+        (
+            '{"schema_version":1,"order":"feistel-v1","digest":"0","job":"j"}',
+            "was altered after it was written: its content has digest ",
+        ),
+    ],
+)
+def test_a_damaged_manifest_is_explained(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "shards.json").write_text(content)
+    with pytest.raises(ManifestError) as damaged:
+        load_manifest(tmp_path)
+    assert message in str(damaged.value)
+
+
+def test_a_checkpoint_without_manifest_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError) as missing:
+        load_manifest(tmp_path)
+    assert str(missing.value) == (
+        f"{tmp_path / 'shards.json'} does not exist: a checkpoint tied to the shard service holds "
+        "a file "
+        "shards.json. Name the checkpoint folder, or a run trained with the data service."
+    )
+
+
+def test_a_finished_epoch_is_said_to_be_finished(client: ShardClient, tmp_path: Path) -> None:
+    for _ in client.shards("train"):
+        pass
+    report = audit_manifest(load_manifest(checkpoint(client, tmp_path, "end")))
+    assert report.ok
+    assert report.lines[-3:] == (
+        "  10 units in the model exactly once (3 whole shards, 0 in part)",
+        "  epoch finished",
+        "OK: no unit is in the model twice",
+    )

@@ -1,0 +1,170 @@
+"""ShardClient, Lease and ShardFeed against a real service in this process."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gmeta.antdt import (
+    DatasetSpec,
+    LeaseLostError,
+    ServiceUnavailableError,
+    ShardClient,
+    ShardFeed,
+    load_manifest,
+)
+from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.server import ServiceConfig, ShardServer
+from tests.antdt.faults.service_process import free_port
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    server = ShardServer(ServiceConfig("127.0.0.1:0"))
+    yield server.address
+    server.stop(0.0)
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[ShardClient]:
+    with ShardClient(address, "a") as made:
+        made.register_dataset(DatasetSpec("d", 10, 4, seed=2))
+        yield made
+
+
+def test_units_of_all_shards_are_those_of_the_dataset(client: ShardClient) -> None:
+    units = [unit for lease in client.shards("d") for unit in lease.units()]
+    assert sorted(units) == list(range(10))
+    assert client.held == []
+
+
+def test_flushed_progress_survives_a_release(client: ShardClient) -> None:
+    (lease,) = client.lease("d", 0)
+    lease.advance(3)
+    client.flush()
+    client.release([lease])
+    (again,) = client.lease("d", 0)
+    assert (again.shard_index, list(again.units())) == (lease.shard_index, [lease.start_unit + 3])
+
+
+def test_leaving_the_client_gives_its_shards_back(address: str, client: ShardClient) -> None:
+    with ShardClient(address, "b") as other:
+        taken = other.lease("d", 0, 3)
+        assert len(taken) == 3
+    assert {lease.shard_index for lease in client.lease("d", 0, 3)} == {0, 1, 2}
+
+
+def test_units_beyond_the_end_are_refused(client: ShardClient) -> None:
+    (lease,) = client.lease("d", 0)
+    with pytest.raises(ValueError) as beyond:
+        lease.advance(5)
+    assert str(beyond.value) == (
+        f"shard {lease.shard_index} has {lease.num_units} units, 0 are trained and 5 more were "
+        "reported; "
+        "count each unit once."
+    )
+
+
+def test_a_restore_ends_every_lease_and_fences_the_others(
+    address: str, client: ShardClient
+) -> None:
+    (lease,) = client.lease("d", 0)
+    lease.advance(1)
+    generation = client.run_generation
+    assert client.restore(None) == generation + 1
+    with pytest.raises(LeaseLostError) as lost:
+        lease.check()
+    assert str(lost.value) == (
+        f"the lease of shard {lease.shard_index} of dataset 'd' is lost: the job was rolled back "
+        "to a "
+        "checkpoint. Only a live lease may be trained: in a synchronous job stop this process and "
+        "restart "
+        "from the checkpoint."
+    )
+    client.flush()
+    assert sum(len(list(lease.units())) for lease in client.shards("d")) == 10
+
+
+def test_a_flush_raises_when_trained_units_belong_to_a_lost_lease(
+    address: str, client: ShardClient
+) -> None:
+    """Without the error a checkpoint could hold units that the manifest does not know."""
+    (lease,) = client.lease("d", 0)
+    lease.advance(2)
+    client._renewed(time.monotonic(), lambda token: False)
+    with pytest.raises(LeaseLostError):
+        client.flush()
+
+
+def test_the_manifest_file_restores_what_was_flushed(client: ShardClient, tmp_path: Path) -> None:
+    first, second = client.lease("d", 0, 2)
+    first.advance(first.num_units)
+    second.advance(1)
+    client.flush()
+    saved = client.prepare_checkpoint("c", 7)
+    assert load_manifest(saved.save(tmp_path).parent) == saved
+    client.restore(load_manifest(tmp_path))
+    left = [unit for lease in client.shards("d") for unit in lease.units()]
+    assert len(left) == 10 - first.num_units - 1
+
+
+def test_a_failed_shard_is_offered_again(client: ShardClient) -> None:
+    (lease,) = client.lease("d", 0)
+    assert client.fail(lease, "corrupt-page", "page 3") is False
+    (again,) = client.lease("d", 0)
+    assert (again.shard_index, again.attempts) == (lease.shard_index, 1)
+
+
+def test_a_service_that_never_answers_is_an_error_that_says_so() -> None:
+    port = free_port()
+    with pytest.raises(ServiceUnavailableError) as outage:
+        ShardClient(f"127.0.0.1:{port}", "a", outage_budget_s=0.3)
+    assert str(outage.value).startswith(
+        f"the shard service at 127.0.0.1:{port} did not answer Register for "
+    )
+
+
+def test_reports_reach_the_status(address: str) -> None:
+    server = ShardServer(ServiceConfig("127.0.0.1:0", lease_ttl_s=0.3))
+    with ShardClient(server.address, "a") as client:
+        client.report(step=7, compute_ms_per_sample=1.5)
+        time.sleep(0.5)
+        (worker,) = server.edge.read_status().workers
+    assert (worker.report.step, worker.report.compute_ms_per_sample) == (7, 1.5)
+    server.stop(0.0)
+
+
+def test_a_feed_leases_ahead_and_ends_when_all_is_done(client: ShardClient) -> None:
+    feed = ShardFeed(client, "d", 0, prefetch_shards=2)
+    units = []
+    until_s = time.monotonic() + 20
+    while not feed.ended and time.monotonic() < until_s:
+        lease = feed.poll()
+        if lease is None:
+            time.sleep(0.005)  # a rank without a shard feeds an empty batch
+            continue
+        units += list(lease.units())
+        lease.advance(lease.num_units)
+        client.flush()
+    assert sorted(units) == list(range(10))
+    feed.close()
+
+
+def test_a_closed_feed_gives_back_what_was_not_taken(address: str, client: ShardClient) -> None:
+    feed = ShardFeed(client, "d", 0, prefetch_shards=3)
+    until_s = time.monotonic() + 20
+    while len(client.held) < 3 and time.monotonic() < until_s:
+        time.sleep(0.01)
+    feed.close()
+    assert len(client.lease("d", 0, 3)) == 3
+    with pytest.raises(ValueError):
+        ShardFeed(client, "d", 0, prefetch_shards=0)
+
+
+def test_a_feed_hands_on_what_its_thread_met(client: ShardClient) -> None:
+    feed = ShardFeed(client, "unknown", 0)
+    feed._thread.join(20)
+    with pytest.raises(RefusedError, match="dataset 'unknown' is unknown"):
+        feed.poll()
+    feed.close()

@@ -1,0 +1,35 @@
+"""examples/shard_client_loop.py does what it says, also when it is killed."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gmeta.antdt.audit import audit_manifest
+from gmeta.antdt.manifest import load_manifest
+from tests.antdt.faults.service_process import running
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_plain_loop_goes_on_behind_its_checkpoint_after_a_kill(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the example trains with torch")
+    runs = tmp_path / "runs"
+    with running(tmp_path / "s.db") as service:
+        command = [
+            sys.executable,
+            str(ROOT / "examples/shard_client_loop.py"),
+            service.address,
+            str(runs),
+        ]
+        with subprocess.Popen(command) as killed:
+            until_s = time.monotonic() + 60
+            while len(list(runs.glob("step-*"))) < 2 and time.monotonic() < until_s:
+                time.sleep(0.05)
+            killed.kill()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.startswith("trained 4000 rows, last loss ")
+    report = audit_manifest(load_manifest(max(runs.glob("step-*"))))
+    assert "  4000 units in the model exactly once (16 whole shards, 0 in part)" in report.lines

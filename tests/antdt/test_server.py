@@ -1,0 +1,347 @@
+"""The edge over real sockets: what a wrong, huge or foreign call gets, and how the process
+starts and ends."""
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from gmeta.antdt.client import ShardClient
+from gmeta.antdt.errors import FencedError, RefusedError, StoreTakenError
+from gmeta.antdt.model import DatasetSpec
+from gmeta.antdt.server import SERVICE_NAME, ServiceConfig, ServiceStartError, ShardServer
+from protos.antdt.v1 import shard_service_pb2 as pb
+from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
+from tests.antdt.faults.service_process import free_port, running
+
+SERVE = "import typer; from gmeta.commands.shards import shard_service; typer.run(shard_service)"
+
+
+@pytest.fixture
+def server() -> Iterator[ShardServer]:
+    made = ShardServer(ServiceConfig("127.0.0.1:0", metrics_listen="127.0.0.1:0"))
+    yield made
+    made.stop(0.0)
+
+
+@pytest.fixture
+def stub(server: ShardServer) -> Iterator[Any]:
+    with grpc.insecure_channel(server.address) as channel:
+        yield pb_grpc.ShardServiceStub(channel)
+
+
+def refused(call: Callable[[], Any]) -> tuple[str, str, str]:
+    with pytest.raises(grpc.RpcError) as error:
+        call()
+    status: Any = error.value
+    reason = dict(status.trailing_metadata() or ()).get("gmeta-reason", "")
+    return status.code().name, str(reason), status.details()
+
+
+def caller(stub: Any, worker_id: str = "a") -> Any:
+    reply = stub.Register(pb.RegisterRequest(worker_id=worker_id, incarnation="p"))
+    return pb.Caller(
+        worker_id=worker_id,
+        incarnation="p",
+        service_epoch=reply.service_epoch,
+        run_generation=reply.run_generation,
+    )
+
+
+SPEC = pb.DatasetSpec(name="d", num_units=8, units_per_shard=4, num_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_units": 0}, "num_units is 0; allowed is 1 to 281474976710656. Correct the request."),
+        (
+            {"name": "a b"},
+            "dataset name is 'a b'; allowed are 1 to 128 letters, digits and _.:@/- . Choose such "
+            "a name.",
+        ),
+        (
+            {"num_units": 10**12, "units_per_shard": 1},
+            "dataset d would have 1000000000000 shards; at most 100000000 are allowed. Use "
+            "units_per_shard "
+            ">= 10000.",
+        ),
+        ({"num_epochs": 0}, "num_epochs is 0; allowed is 1 to 1000000. Correct the request."),
+    ],
+)
+def test_a_spec_out_of_bounds_is_refused(stub: Any, changed: dict[str, Any], message: str) -> None:
+    spec = pb.DatasetSpec()
+    spec.CopyFrom(SPEC)
+    for name, value in changed.items():
+        setattr(spec, name, value)
+    request = pb.RegisterDatasetRequest(spec=spec)
+    assert refused(lambda: stub.RegisterDataset(request)) == (
+        "INVALID_ARGUMENT",
+        "BAD_ARGUMENT",
+        message,
+    )
+
+
+def test_an_unknown_dataset_is_named_with_the_known_ones(stub: Any) -> None:
+    stub.RegisterDataset(pb.RegisterDatasetRequest(spec=SPEC))
+    request = pb.LeaseRequest(caller=caller(stub), seq=1, dataset="x", max_shards=1)
+    assert refused(lambda: stub.Lease(request)) == (
+        "NOT_FOUND",
+        "UNKNOWN_DATASET",
+        "dataset 'x' is unknown; registered are ['d']. Call RegisterDataset first.",
+    )
+
+
+def test_malformed_and_foreign_tokens_are_fenced_one_by_one(stub: Any) -> None:
+    stub.RegisterDataset(pb.RegisterDatasetRequest(spec=SPEC))
+    who = caller(stub)
+    granted = stub.Lease(pb.LeaseRequest(caller=who, seq=1, dataset="d", max_shards=1))
+    token = granted.grants.grants[0].token
+    request = pb.CompleteRequest(caller=who, seq=2, tokens=[0, 2**64 - 1, token + 1, token])
+    assert list(stub.Complete(request).outcomes) == [pb.OUTCOME_FENCED] * 3 + [pb.OUTCOME_ACCEPTED]
+
+
+def test_lists_are_bounded(stub: Any) -> None:
+    request = pb.CompleteRequest(caller=caller(stub), seq=1, tokens=range(5000))
+    assert refused(lambda: stub.Complete(request)) == (
+        "INVALID_ARGUMENT",
+        "BAD_ARGUMENT",
+        "tokens has 5000 entries; allowed are 0 to 4096. Split the call.",
+    )
+    lease = pb.LeaseRequest(caller=caller(stub), seq=1, dataset="d", max_shards=257)
+    assert refused(lambda: stub.Lease(lease))[2] == (
+        "max_shards is 257; allowed is 1 to 256. Correct the request."
+    )
+
+
+def test_a_huge_message_is_refused_and_the_service_goes_on(stub: Any) -> None:
+    request = pb.RestoreRequest(
+        caller=caller(stub), manifest_json=b"x" * (17 << 20), restore_id="r"
+    )
+    code, _, message = refused(lambda: stub.Restore(request))
+    assert code == "RESOURCE_EXHAUSTED"
+    assert "larger than max" in message
+    assert stub.Status(pb.StatusRequest()).service_epoch == 1
+
+
+def test_garbage_for_a_manifest_is_refused(stub: Any) -> None:
+    request = pb.RestoreRequest(caller=caller(stub), manifest_json=b"\xff\x00[", restore_id="r")
+    code, reason, message = refused(lambda: stub.Restore(request))
+    assert (code, reason) == ("INVALID_ARGUMENT", "BAD_MANIFEST")
+    assert message.startswith("the manifest is no shard manifest (")
+
+
+def test_skip_needs_a_reason(stub: Any) -> None:
+    request = pb.SkipRequest(request_id="r", dataset="d", shard_indices=[1], reason=" ")
+    assert refused(lambda: stub.Skip(request))[2] == (
+        "the reason is empty; a skipped shard is data that the model never sees, and needs one. "
+        "Say why: "
+        "gmeta shards skip SHARD --reason TEXT."
+    )
+
+
+def test_list_shards_pages_through_all_of_them_by_state(stub: Any) -> None:
+    stub.RegisterDataset(pb.RegisterDatasetRequest(spec=SPEC))
+    who = caller(stub)
+    stub.Lease(pb.LeaseRequest(caller=who, seq=1, dataset="d", max_shards=1))
+    first = stub.ListShards(pb.ListShardsRequest(dataset="d", page_size=1))
+    rest = stub.ListShards(pb.ListShardsRequest(dataset="d", page_token=first.next_page_token))
+    found = [*first.shards, *rest.shards]
+    assert sorted(shard.shard_index for shard in found) == [0, 1]
+    assert [shard.worker_id for shard in found] == ["a", ""]
+    todo = stub.ListShards(pb.ListShardsRequest(dataset="d", state=pb.SHARD_STATE_TODO)).shards
+    assert [shard.position for shard in todo] == [1]
+    bad = pb.ListShardsRequest(dataset="d", page_size=1001, page_token="x")
+    assert refused(lambda: stub.ListShards(bad))[:2] == ("INVALID_ARGUMENT", "BAD_ARGUMENT")
+
+
+def test_done_is_committed_only_by_the_checkpoint(server: ShardServer, stub: Any) -> None:
+    with ShardClient(server.address, "a") as client:
+        client.register_dataset(DatasetSpec("d", 8, 4))
+        (lease,) = client.lease("d", 0)
+        lease.advance(4)
+        client.flush()
+        manifest = client.prepare_checkpoint("c", 1)
+        before = stub.Status(pb.StatusRequest()).datasets[0]
+        client.commit_checkpoint(manifest)
+        after = stub.Status(pb.StatusRequest()).datasets[0]
+    assert (before.done_open, before.done_committed) == (1, 0)
+    assert (after.done_open, after.done_committed) == (0, 1)
+    audit = stub.Audit(pb.AuditRequest(checkpoint_id="c"))
+    assert audit.ok
+    assert audit.manifest_json.decode() == manifest.to_json()
+
+
+def test_watch_streams_statuses_and_is_bounded(stub: Any) -> None:
+    stream = stub.Watch(pb.WatchRequest(interval_ms=200))
+    assert [next(stream).status.service_epoch for _ in range(2)] == [1, 1]
+    stream.cancel()
+    assert refused(lambda: next(stub.Watch(pb.WatchRequest(interval_ms=1))))[2] == (
+        "interval_ms is 1; allowed is 200 to 60000. Correct the request."
+    )
+    watchers = [stub.Watch(pb.WatchRequest()) for _ in range(9)]
+    answers = []
+    for watcher in watchers:
+        try:
+            next(watcher)
+            answers.append("OK")
+        except grpc.RpcError as error:
+            answers.append(error.code().name)
+    for watcher in watchers:
+        watcher.cancel()
+    assert answers.count("RESOURCE_EXHAUSTED") >= 1
+
+
+def test_health_and_reflection_answer(server: ShardServer) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", SERVICE_NAME):
+            assert health.Check(health_pb2.HealthCheckRequest(service=name)).status == 1
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        (answer,) = reflection.ServerReflectionInfo(iter([request]))
+        names = {service.name for service in answer.list_services_response.service}
+    assert names == {
+        SERVICE_NAME,
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
+
+
+def test_metrics_count_calls_and_shards(server: ShardServer, stub: Any) -> None:
+    stub.RegisterDataset(pb.RegisterDatasetRequest(spec=SPEC))
+    refused(lambda: stub.Audit(pb.AuditRequest(checkpoint_id="x")))
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    assert 'antdt_shards{dataset="d",state="todo"} 2.0' in lines
+    assert 'antdt_calls_total{code="NOT_FOUND",rpc="Audit"} 1.0' in lines
+
+
+def test_a_second_service_on_the_store_or_the_port_fails_at_once(tmp_path: Path) -> None:
+    store = f"sqlite:///{tmp_path}/s.db"
+    first = ShardServer(ServiceConfig("127.0.0.1:0", store))
+    with pytest.raises(StoreTakenError):
+        ShardServer(ServiceConfig("127.0.0.1:0", store))
+    with pytest.raises(ServiceStartError) as busy:
+        ShardServer(ServiceConfig(first.address))
+    assert str(busy.value) == (
+        f"cannot listen on {first.address}: the port is in use or the host is not of this "
+        "machine. Stop the "
+        "other service, or choose another --listen."
+    )
+    with ShardClient(first.address, "a") as client:
+        assert client.register_dataset(DatasetSpec("d", 8, 4)) == 2
+    first.stop(0.0)
+
+
+def test_an_old_service_whose_store_was_taken_answers_nothing_more(tmp_path: Path) -> None:
+    config = ServiceConfig("127.0.0.1:0", f"sqlite:///{tmp_path}/s.db")
+    old = ShardServer(config)
+    client = ShardClient(old.address, "a", outage_budget_s=0.3)
+    (tmp_path / "s.db.lock").unlink()
+    new = ShardServer(config)
+    with pytest.raises(Exception, match="did not answer RegisterDataset"):
+        client.register_dataset(DatasetSpec("d", 8, 4))
+    assert old.ended.wait(5)
+    client.close()
+    new.stop(0.0)
+    old.stop(0.0)
+
+
+@pytest.mark.parametrize("address", ["7070", ":7070", "host:", "host:99999", "host:x"])
+def test_an_address_that_is_none_is_explained(address: str) -> None:
+    with pytest.raises(ServiceStartError) as bad:
+        ShardServer(ServiceConfig(address))
+    assert str(bad.value) == (
+        f"--listen is {address!r}; allowed is HOST:PORT with a port from 0 (any free one) to "
+        "65535, such as "
+        "0.0.0.0:7070. Correct it."
+    )
+
+
+def test_a_token_file_keeps_strangers_out(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret\n")
+    server = ShardServer(ServiceConfig("127.0.0.1:0", token_file=tmp_path / "token"))
+    with ShardClient(server.address, "a", token_file=tmp_path / "token") as client:
+        assert client.service_epoch == 1
+    with pytest.raises(RefusedError) as stranger:
+        ShardClient(server.address, "b")
+    assert (stranger.value.code, stranger.value.reason) == ("UNAUTHENTICATED", "UNAUTHENTICATED")
+    with grpc.insecure_channel(server.address) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    assert check.status == 1
+    server.stop(0.0)
+
+
+def test_tls_serves_those_who_trust_its_certificate(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=localhost",
+    ]
+    command += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(cert)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("openssl is not installed")
+    server = ShardServer(ServiceConfig("localhost:0", tls_cert=cert, tls_key=key))
+    with ShardClient(server.address, "a", tls_ca=cert) as client:
+        assert client.service_epoch == 1
+    server.stop(0.0)
+
+
+def test_a_newer_process_of_the_worker_fences_the_old_one_at_once(server: ShardServer) -> None:
+    with ShardClient(server.address, "a") as old, ShardClient(server.address, "a") as new:
+        old_incarnation, new_incarnation = old.incarnation, new.incarnation
+        with pytest.raises(FencedError) as fenced:
+            old.register_dataset(DatasetSpec("d", 8, 4)) and old.lease("d", 0)
+        assert fenced.value.reason == "FENCED_INCARNATION"
+        assert str(fenced.value) == (
+            f"process '{old_incarnation}' of worker 'a' was replaced by '{new_incarnation}'; one "
+            "process "
+            "speaks for a worker. Stop this process, or give it a worker id of its own."
+        )
+
+
+def test_sigterm_drains_and_the_next_start_finds_everything(tmp_path: Path) -> None:
+    with running(tmp_path / "s.db") as service:
+        with ShardClient(service.address, "a") as client:
+            client.register_dataset(DatasetSpec("d", 8, 4))
+            (lease,) = client.lease("d", 0)
+            lease.advance(3)
+            client.flush()
+            assert service.terminate() == 0
+            service.start()
+            lease.advance(1)
+            client.flush()
+            assert client.service_epoch == 2
+        service.wait_until_serving()
+
+
+def test_the_command_serves_logs_json_and_exits_zero_on_sigterm(tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-c", SERVE, "--listen", f"127.0.0.1:{port}"]
+    command += ["--store", f"sqlite:///{tmp_path}/s.db"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        ShardClient(f"127.0.0.1:{port}", "a", outage_budget_s=20.0).close()
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=20)
+    assert process.returncode == 0
+    events = [json.loads(line) for line in log.splitlines()]
+    assert [line["event"] for line in events] == ["serving", "Register", "draining", "stopped"]
+    assert events[0]["service_epoch"] == 1

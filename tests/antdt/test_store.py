@@ -1,0 +1,186 @@
+"""One contract for every store, and what only a real file can do wrong."""
+
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gmeta.antdt.errors import (
+    StoreError,
+    StoreFailedError,
+    StoreFullError,
+    StoreTakenError,
+    StoreVersionError,
+)
+from gmeta.antdt.snapshot import Snapshot
+from gmeta.antdt.store import Batch, MemoryDisk, MemoryStore, SqliteStore, Store, open_store
+
+Open = Callable[[], Store]
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    """Opens the same store again and again; the file's lock is given free in between."""
+    disk = MemoryDisk()
+    stores: list[Store] = []
+
+    def open_again() -> Store:
+        if stores and request.param == "sqlite":
+            stores.pop().close()
+        stores.append(
+            MemoryStore(disk) if request.param == "memory" else SqliteStore(tmp_path / "s.db")
+        )
+        return stores[-1]
+
+    return open_again
+
+
+def batch(first_event: int, *records: bytes) -> Batch:
+    return Batch(first_event, list(records), bytes([first_event]) * 32)
+
+
+def plain(batches: list[Batch]) -> list[tuple[int, list[bytes], bytes]]:
+    return [(item.first_event, list(item.records), item.head) for item in batches]
+
+
+def test_each_claim_counts_the_service_epoch_up(opened: Open) -> None:
+    assert [opened().claim() for _ in range(3)] == [1, 2, 3]
+
+
+def test_appended_batches_come_back_in_order(opened: Open) -> None:
+    store = opened()
+    store.claim()
+    written = [batch(0, b'["a"]', b'["b"]'), batch(2, b'["c"]')]
+    for item in written:
+        store.append(item)
+    store.sync()
+    snapshot, batches = opened().load()
+    assert snapshot is None
+    assert plain(batches) == plain(written)
+
+
+def test_after_a_snapshot_only_the_tail_is_loaded_and_the_log_stays_whole(opened: Open) -> None:
+    store = opened()
+    store.claim()
+    store.append(batch(0, b'["a"]', b'["b"]'))
+    store.write_snapshot(Snapshot(2, b"h" * 32, "{}", {("d", 0): b"\1\2"}))
+    store.append(batch(2, b'["c"]'))
+    store = opened()
+    snapshot, batches = store.load()
+    assert snapshot == Snapshot(2, b"h" * 32, "{}", {("d", 0): b"\1\2"})
+    assert plain(batches) == plain([batch(2, b'["c"]')])
+    assert [item.first_event for item in store.read_log()] == [0, 2]
+
+
+def test_a_snapshot_replaces_pages_and_drops_those_of_cleared_datasets(opened: Open) -> None:
+    store = opened()
+    store.claim()
+    store.write_snapshot(Snapshot(0, b"", "{}", {("d", 0): b"a", ("d", 1): b"b", ("e", 0): b"c"}))
+    store.write_snapshot(Snapshot(0, b"", "{}", {("d", 1): b"B"}))
+    store.write_snapshot(Snapshot(0, b"", "{}", {("e", 7): b"E"}, frozenset({"e"})))
+    snapshot, _ = opened().load()
+    assert snapshot is not None
+    assert snapshot.pages == {("d", 0): b"a", ("d", 1): b"B", ("e", 7): b"E"}
+
+
+def test_an_older_holder_can_write_nothing_after_a_take_over(tmp_path: Path) -> None:
+    """Without the file lock, as on a network file system: the service epoch is the fence."""
+    path = tmp_path / "s.db"
+    old = SqliteStore(path)
+    old.claim()
+    (tmp_path / "s.db.lock").unlink()
+    new = SqliteStore(path)
+    new.claim()
+    message = (
+        f"{path} was taken over by a service with epoch 2, this one has 1; a store has one service."
+    )
+    for write in (
+        lambda: old.append(batch(0, b"x")),
+        lambda: old.write_snapshot(Snapshot(0, b"", "")),
+    ):
+        with pytest.raises(StoreTakenError) as taken:
+            write()
+        assert str(taken.value) == f"{message} Stop one of the two."
+    new.append(batch(0, b"y"))
+    assert plain(new.load()[1]) == plain([batch(0, b"y")])
+
+
+def test_memory_stores_fence_an_older_holder_too() -> None:
+    disk = MemoryDisk()
+    old, new = MemoryStore(disk), MemoryStore(disk)
+    old.claim()
+    new.claim()
+    with pytest.raises(StoreTakenError):
+        old.append(batch(0, b"x"))
+
+
+def test_a_second_service_on_the_file_is_refused_at_once(tmp_path: Path) -> None:
+    held = SqliteStore(tmp_path / "s.db")
+    with pytest.raises(StoreTakenError) as taken:
+        SqliteStore(tmp_path / "s.db")
+    assert "is held by another service (process " in str(taken.value)
+    held.close()
+    SqliteStore(tmp_path / "s.db").close()
+
+
+def test_a_database_of_a_newer_version_is_refused_and_left_alone(tmp_path: Path) -> None:
+    SqliteStore(tmp_path / "s.db").close()
+    with sqlite3.connect(tmp_path / "s.db") as db:
+        db.execute("PRAGMA user_version=2")
+    before = (tmp_path / "s.db").read_bytes()
+    with pytest.raises(StoreVersionError) as newer:
+        SqliteStore(tmp_path / "s.db")
+    assert str(newer.value) == (
+        f"{tmp_path / 's.db'} has store version 2; this program reads up to 1. Use the newer "
+        "version of "
+        "gmeta that wrote it, or another --store."
+    )
+    assert (tmp_path / "s.db").read_bytes() == before
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "s.db").write_bytes(b"this is no database" * 100)
+    with pytest.raises(StoreFailedError) as failed:
+        SqliteStore(tmp_path / "s.db")
+    assert "failed with SQLITE_NOTADB" in str(failed.value)
+
+
+def test_a_full_disk_rolls_the_batch_back_and_later_appends_work(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "s.db")
+    store.claim()
+    store.append(batch(0, b"kept"))
+    store._db.execute("PRAGMA max_page_count=8")
+    with pytest.raises(StoreFullError) as full:
+        store.append(batch(1, b"x" * 100_000))
+    assert str(full.value) == (
+        f"the disk under {tmp_path / 's.db'} is full: the call was not applied. Free space; the "
+        "service "
+        "continues by itself."
+    )
+    store._db.execute("PRAGMA max_page_count=1000000")
+    store.append(batch(1, b"after"))
+    assert plain(store.load()[1]) == plain([batch(0, b"kept"), batch(1, b"after")])
+
+
+@pytest.mark.parametrize("url", ["", "sqlite://", "sqlite:///", "postgres://x", "file.db"])
+def test_an_unknown_store_names_the_known_ones(url: str) -> None:
+    with pytest.raises(StoreError) as unknown:
+        open_store(url)
+    assert str(unknown.value) == (
+        f"the store {url!r} is of no known kind; allowed are sqlite:///relative/path, "
+        "sqlite:////absolute/path or memory:. Correct --store."
+    )
+
+
+def test_importing_the_service_does_not_load_torch() -> None:
+    code = (
+        "import sys; from gmeta.antdt.server import ShardServer; from gmeta.antdt.client import "
+        "ShardClient; "
+        "import gmeta.commands.shards; print({'torch', 'metaio', 'models', 'numpy'} & "
+        "set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,100 @@
+"""Which answers wait for the disk, and what happens when it fails."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from gmeta.antdt import commands as cmd
+from gmeta.antdt.committer import Committer
+from gmeta.antdt.edge import Ticket, deliver
+from gmeta.antdt.errors import RefusedError, StoreFailedError
+from gmeta.antdt.model import Caller, DatasetSpec
+from gmeta.antdt.store import MemoryStore
+from gmeta.antdt.writer import Writer
+
+
+class Harness:
+    """A writer whose disk can be held up."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store = MemoryStore()
+        self.committer = Committer(self.store, time.monotonic)
+        self.disk_free = threading.Event()
+        self.disk_free.set()
+        self.fail_sync = False
+        self.ended = threading.Event()
+        monkeypatch.setattr(self.store, "sync", self.sync)
+        self.writer = Writer(self.committer, deliver, lambda stats: None, self.ended.set)
+        self.writer.start()
+
+    def sync(self) -> None:
+        self.disk_free.wait()
+        if self.fail_sync:
+            raise StoreFailedError("the disk failed")
+
+    def send(self, command: cmd.Command) -> Ticket:
+        ticket = Ticket()
+        self.writer.submit(command, ticket)
+        return ticket
+
+    def ask(self, command: cmd.Command) -> Any:
+        ticket = self.send(command)
+        assert ticket.lock.acquire(timeout=5)
+        return ticket.answer
+
+
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch) -> Harness:
+    made = Harness(monkeypatch)
+    made.ask(cmd.RegisterDataset(DatasetSpec("d", 2, 1)))
+    for name in ("a", "b"):
+        made.ask(cmd.Register(name, "p", None))
+    return made
+
+
+def caller(name: str) -> Caller:
+    return Caller(name, "p", 1, 1)
+
+
+def test_grants_leave_at_once_and_completions_wait_for_the_disk(harness: Harness) -> None:
+    first = harness.ask(cmd.LeaseShards(caller("a"), 1, "d", 0, 1))
+    harness.disk_free.clear()
+    completing = harness.send(cmd.Complete(caller("a"), 2, (first.grants[0].token,)))
+    assert isinstance(harness.ask(cmd.LeaseShards(caller("b"), 1, "d", 0, 1)), cmd.Granted)
+    assert not completing.lock.acquire(timeout=0.2)
+    harness.disk_free.set()
+    assert completing.lock.acquire(timeout=5)
+    harness.writer.stop()
+
+
+def test_end_is_not_told_before_the_last_completion_is_on_the_disk(harness: Harness) -> None:
+    """A power cut in between would leave a worker that was told END and a shard that is not
+    done."""
+    grants = harness.ask(cmd.LeaseShards(caller("a"), 1, "d", 0, 2)).grants
+    harness.disk_free.clear()
+    harness.send(cmd.Complete(caller("a"), 2, tuple(grant.token for grant in grants)))
+    asking = harness.send(cmd.LeaseShards(caller("b"), 1, "d", 0, 1))
+    assert not asking.lock.acquire(timeout=0.3)
+    harness.disk_free.set()
+    assert asking.lock.acquire(timeout=5)
+    assert asking.answer == cmd.End(1)
+    harness.writer.stop()
+
+
+def test_a_failed_fsync_ends_the_service_without_an_answer(harness: Harness) -> None:
+    first = harness.ask(cmd.LeaseShards(caller("a"), 1, "d", 0, 1))
+    harness.fail_sync = True
+    completing = harness.send(cmd.Complete(caller("a"), 2, (first.grants[0].token,)))
+    assert harness.ended.wait(5)
+    assert not completing.lock.acquire(timeout=0.1)
+    with pytest.raises(RefusedError) as refused:
+        harness.send(cmd.Tick())
+    assert refused.value.reason == "SHUTTING_DOWN"
+
+
+def test_stop_answers_what_is_queued(harness: Harness) -> None:
+    tickets = [harness.send(cmd.LeaseShards(caller("a"), 1, "d", 0, 1)) for _ in range(20)]
+    harness.writer.stop()
+    assert all(ticket.lock.acquire(timeout=0) for ticket in tickets)

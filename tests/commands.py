@@ -1,0 +1,47 @@
+"""Runs the command line as a user does: a fresh process, its exit code and what it printed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SMALL_MODEL = ["model.hidden=[16]", "model.bottom=[8]", "model.embedding_dim=4"]
+
+
+def environment() -> dict[str, str]:
+    """One thread a rank, and a terminal wide enough that no line is cut."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+def gmeta(*arguments: str | Path, timeout_s: int = 120) -> subprocess.CompletedProcess[str]:
+    """`python -m gmeta ARGUMENTS`, waited for."""
+    return subprocess.run(
+        [sys.executable, "-m", "gmeta", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment(),
+        check=False,
+    )
+
+
+def write_config(path: Path, dataset: Path, run: Path) -> Path:
+    """A config that trains a small model in a few steps."""
+    path.write_text(
+        f'[data]\npath = "{dataset}"\ntasks_per_step = 16\n'
+        '[algorithm]\nname = "maml"\n'
+        f'[run]\ndir = "{run}"\nlog_every_steps = 1\nmax_steps = 8\n'
+    )
+    return path
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The run's metrics lines."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    """The loss of every logged step."""
+    return [line["loss"] for line in metrics(run) if "loss" in line]

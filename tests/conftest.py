@@ -1,0 +1,39 @@
+"""A small prepared dataset that every end-to-end test shares, and how the suite leaves."""
+
+import os
+import sys
+
+# Before torch is loaded: the suite's tensors are small, and two threads that share two cores with
+# the ranks it starts wait for each other most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from pathlib import Path
+
+import pytest
+
+from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
+
+EXIT_STATUS = pytest.StashKey[int]()
+
+
+@pytest.fixture(scope="session")
+def click_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """200 synthetic users of 12 to 16 rows; 13 steps of 16 tasks an epoch."""
+    out = tmp_path_factory.mktemp("data") / "clicks"
+    config = SyntheticConfig(num_tasks=200, num_items=60, min_rows=12, max_rows=16, query_rows=5)
+    prepare_synthetic(str(out), config)
+    return out
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Remember how the suite ended."""
+    session.config.stash[EXIT_STATUS] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leave as the command line does: a native thread may abort the interpreter's normal exit."""
+    if EXIT_STATUS in config.stash:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(config.stash[EXIT_STATUS])

@@ -1,0 +1,42 @@
+"""Runs a function on several gloo ranks, each a fresh process, and brings back the results."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from gmeta.parallel import Ranks, start_ranks, stop_ranks
+
+
+def on_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """`work(ranks, *arguments)` on every rank; the results in the order of ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (world_size, folder, work, arguments), nprocs=world_size)
+        return [
+            torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
+            for rank in range(world_size)
+        ]
+
+
+def _rank(
+    rank: int, world_size: int, folder: str, work: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+    )
+    import torch.distributed as dist
+
+    # A file store needs no port: suites that run side by side do not meet.
+    store = dist.FileStore(os.path.join(folder, "store"), world_size)
+    ranks: Ranks = start_ranks("cpu", timeout_s=60, store=store)
+    torch.save(work(ranks, *arguments), Path(folder) / f"{rank}.pt")
+    stop_ranks()
+    os._exit(0)  # gloo's threads may abort the interpreter at exit

@@ -1,0 +1,206 @@
+"""1, 2 and 4 gloo ranks = a plain PyTorch loop, after several outer steps, with unequal tasks per
+rank.
+"""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.build import build_learner
+from gmeta.config import OuterConfig, RunConfig, TrainConfig
+from gmeta.optimizers import build_optimizer
+from gmeta.parallel import Ranks, in_step, shard_learner, table_shards
+from metaio.features import Features
+from models import ModelConfig
+from tests import reference
+from tests.distributed.harness import on_ranks
+
+MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(6,), bottom=(5,))
+COLUMNS = (2, 1, 2)
+# Tasks of each outer step by rank, for 4 ranks; fewer ranks take neighbours together. Rank 2 starts
+# with nothing, and the ranks run out at different steps.
+TASKS_PER_RANK = [[2, 1, 3], [1, 4, 1], [0, 2], [3, 0, 1, 2]]
+STEPS = 4
+CASES = {
+    "maml, sgd": (AlgorithmConfig(name="maml", inner_steps=2, inner_lr=0.1), "sgd"),
+    "maml, layers only, adagrad": (
+        AlgorithmConfig(name="maml", inner_lr=0.1, adapt_layers=("top.*",), adapt_embeddings=False),
+        "adagrad",
+    ),
+    "fomaml, rowwise adagrad": (AlgorithmConfig(name="fomaml", inner_lr=0.1), "rowwise_adagrad"),
+    "none, sgd": (AlgorithmConfig(name="none"), "sgd"),
+    "anil, sgd": (AlgorithmConfig(name="anil", inner_lr=0.1), "sgd"),
+    "reptile, sgd": (AlgorithmConfig(name="reptile", inner_steps=2, inner_lr=0.1), "sgd"),
+    "metasgd by output, adagrad": (AlgorithmConfig(name="metasgd", inner_lr=0.1), "adagrad"),
+    "metasgd by weight, rowwise adagrad": (
+        AlgorithmConfig(name="metasgd", inner_steps=2, learned_rates="weight"),
+        "rowwise_adagrad",
+    ),
+    "maml with cbml, sgd": (AlgorithmConfig(name="maml", inner_lr=0.1), "sgd"),
+}
+
+
+def model_of(case: str) -> ModelConfig:
+    return replace(MODEL, name="cbml") if "cbml" in case else MODEL
+
+
+def tasks_of_step(features: Features) -> list[list[list[reference.Task]]]:
+    """[4 ranks][steps] -> tasks."""
+    rng = random.Random(5)
+    return [
+        [
+            [
+                reference.random_task(features, rng.randrange(0, 5), rng.randrange(1, 4), rng)
+                for _ in range(count)
+            ]
+            for count in counts
+        ]
+        for counts in TASKS_PER_RANK
+    ]
+
+
+def train_config(sparse_optimizer: str) -> TrainConfig:
+    outer = OuterConfig(
+        dense_optimizer="adam", dense_lr=0.01, sparse_optimizer=sparse_optimizer, sparse_lr=0.1
+    )
+    return TrainConfig(model=MODEL, outer=outer, run=RunConfig(seed=11))
+
+
+def train_on_rank(ranks: Ranks, cases: list[str]) -> dict[str, dict[str, Any]]:
+    """Train these cases; this rank's rows of the tables, the layers and the losses of each."""
+    features = reference.some_features(*COLUMNS)
+    tasks = tasks_of_step(features)
+    share = range(4 * ranks.rank // ranks.world_size, 4 * (ranks.rank + 1) // ranks.world_size)
+    results = {}
+    for case in cases:
+        algorithm, sparse = CASES[case]
+        torch.manual_seed(3)
+        learner = build_learner(features, model_of(case), algorithm, "bce")
+        sharded = shard_learner(learner, features, train_config(sparse), ranks)
+        start = local_rows(sharded)
+        optimizer = build_optimizer(sharded, train_config(sparse).outer)
+        num_steps = max(len(tasks[rank]) for rank in share)
+        batches = (
+            reference.batch_of(
+                [task for rank in share for task in (tasks[rank][step : step + 1] or [[]])[0]],
+                features,
+            )
+            for step in range(num_steps)
+        )
+        losses = []
+        for episodes, totals in in_step(batches, learner.arrange, features, ranks):
+            loss = sharded(episodes, ranks.world_size / totals.num_terms)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        results[case] = {
+            "start": start,
+            "tables": local_rows(sharded),
+            "layers": {name: value.detach().clone() for name, value in learner.named_parameters()},
+            "losses": losses,
+        }
+    return results
+
+
+def local_rows(sharded: torch.nn.Module) -> dict[str, list[tuple[int, Tensor]]]:
+    return {
+        name.removeprefix("tables.embeddings.").removesuffix(".weight"): [
+            (shard.metadata.shard_offsets[0], shard.tensor.clone())
+            for shard in table.local_shards()
+        ]
+        for name, table in table_shards(sharded).items()
+    }
+
+
+def whole_tables(results: list[dict[str, Any]], key: str) -> dict[str, Tensor]:
+    names = results[0][key]
+    parts = {
+        name: sorted((p for r in results for p in r[key][name]), key=lambda part: part[0])
+        for name in names
+    }
+    return {name: torch.cat([rows for _, rows in parts[name]]) for name in names}
+
+
+def train_by_loop(
+    case: str, start: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+    """Tables, layers and losses of the plain loop in float64."""
+    algorithm, sparse = CASES[case]
+    if algorithm.name == "anil":
+        algorithm = replace(algorithm, adapt_layers=("top.2",), adapt_embeddings=False)
+    features = reference.some_features(*COLUMNS)
+    tasks = tasks_of_step(features)
+    torch.manual_seed(3)
+    learner = build_learner(features, model_of(case), algorithm, "bce").double()
+    model = learner.model
+    tables = {name: rows.double().requires_grad_() for name, rows in start.items()}
+    dense = torch.optim.Adam(learner.parameters(), lr=0.01)
+    state = {name: torch.zeros_like(rows) for name, rows in tables.items()}
+    losses = []
+    for step in range(STEPS):
+        now = [task for of_rank in tasks for task in (of_rank[step : step + 1] or [[]])[0]]
+        rates = reference.rates_by_name(learner, features)
+        loss = reference.outer_loss(model, tables, features, now, algorithm, "bce", rates)
+        dense.zero_grad()
+        grads = dict(
+            zip(
+                tables,
+                torch.autograd.grad(loss, list(tables.values()), retain_graph=True),
+                strict=True,
+            )
+        )
+        loss.backward()
+        dense.step()
+        with torch.no_grad():
+            for name, rows in tables.items():
+                grad = grads[name]
+                if sparse == "sgd":
+                    rows -= 0.1 * grad
+                    continue
+                squared = grad.square()
+                state[name] += squared if sparse == "adagrad" else squared.mean(dim=1, keepdim=True)
+                rows -= 0.1 * grad / (state[name].sqrt() + 1e-8)
+        losses.append(loss.item())
+    return tables, dict(learner.named_parameters()), losses
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_train_the_model_of_a_plain_loop(world_size: int) -> None:
+    results = on_ranks(world_size, train_on_rank, list(CASES))
+    for case in CASES:
+        mine = [result[case] for result in results]
+        tables, layers, losses = train_by_loop(case, whole_tables(mine, "start"))
+        trained = whole_tables(mine, "tables")
+        for name, rows in tables.items():
+            torch.testing.assert_close(trained[name].double(), rows.detach(), rtol=0, atol=1e-5)
+        for name, value in layers.items():
+            for result in mine:
+                torch.testing.assert_close(
+                    result["layers"][name].double(), value.detach(), rtol=0, atol=1e-5
+                )
+        mean_losses = torch.tensor([result["losses"] for result in mine], dtype=torch.float64).mean(
+            dim=0
+        )
+        torch.testing.assert_close(
+            mean_losses, torch.tensor(losses, dtype=torch.float64), rtol=0, atol=1e-5
+        )
+
+
+@pytest.mark.distributed
+def test_tables_start_from_the_same_values_at_any_world_size() -> None:
+    starts = [
+        whole_tables(
+            [r["none, sgd"] for r in on_ranks(world, train_on_rank, ["none, sgd"])], "start"
+        )
+        for world in (1, 2)
+    ]
+    assert starts[0].keys() == starts[1].keys()
+    for name, rows in starts[0].items():
+        assert torch.equal(rows, starts[1][name])

@@ -1,0 +1,97 @@
+"""The rate schedule, in layers and tables alike, against a loop that writes the rates out."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.build import build_learner
+from gmeta.config import OuterConfig, RunConfig, TrainConfig
+from gmeta.optimizers import build_optimizer, set_learning_rates
+from gmeta.parallel import Ranks, in_step, shard_learner
+from models import ModelConfig
+from tests import reference
+from tests.distributed.harness import on_ranks
+from tests.distributed.test_equals_reference import local_rows, whole_tables
+
+MODEL = ModelConfig(name="melu", embedding_dim=4, hidden=(5,))
+FEATURES = reference.some_features(2, 1, 0)
+DENSE_RATE, SPARSE_RATE = 0.5, 0.8
+NUM_STEPS = 4
+SCALES = {"constant": [1.0, 1.0, 1.0, 1.0], "linear": [1.0, 0.75, 0.5, 0.25]}
+
+
+def tasks_of_steps() -> list[list[reference.Task]]:
+    rng = random.Random(2)
+    return [
+        [reference.random_task(FEATURES, 2, 2, rng) for _ in range(4)] for _ in range(NUM_STEPS)
+    ]
+
+
+def train_on_rank(ranks: Ranks, schedule: str) -> dict[str, object]:
+    """Train on every other task of each step; rows before and after, and the layers."""
+    outer = OuterConfig(
+        dense_optimizer="sgd",
+        dense_lr=DENSE_RATE,
+        sparse_optimizer="sgd",
+        sparse_lr=SPARSE_RATE,
+        lr_schedule=schedule,
+    )
+    torch.manual_seed(3)
+    learner = build_learner(FEATURES, MODEL, AlgorithmConfig(name="none"), "bce")
+    sharded = shard_learner(
+        learner, FEATURES, TrainConfig(model=MODEL, outer=outer, run=RunConfig(seed=1)), ranks
+    )
+    start = local_rows(sharded)
+    optimizer = build_optimizer(sharded, outer)
+    batches = (
+        reference.batch_of(tasks[ranks.rank :: ranks.world_size], FEATURES)
+        for tasks in tasks_of_steps()
+    )
+    steps = in_step(batches, learner.arrange, FEATURES, ranks)
+    for step, (episodes, totals) in enumerate(steps):
+        loss = sharded(episodes, ranks.world_size / totals.num_terms)
+        set_learning_rates(optimizer, outer, step / NUM_STEPS)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    layers = {name: value.detach().clone() for name, value in learner.named_parameters()}
+    return {"start": start, "tables": local_rows(sharded), "layers": layers}
+
+
+def train_by_loop(
+    start: dict[str, Tensor], scales: list[float]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Tables and layers after w <- w - scale rate gradient, in float64."""
+    torch.manual_seed(3)
+    algorithm = AlgorithmConfig(name="none")
+    model = build_learner(FEATURES, MODEL, algorithm, "bce").double().model
+    tables = {name: rows.double().requires_grad_() for name, rows in start.items()}
+    layers = dict(model.named_parameters())
+    for scale, tasks in zip(scales, tasks_of_steps(), strict=True):
+        loss = reference.outer_loss(model, tables, FEATURES, tasks, algorithm, "bce")
+        grads = torch.autograd.grad(loss, [*tables.values(), *layers.values()])
+        rates = [SPARSE_RATE] * len(tables) + [DENSE_RATE] * len(layers)
+        with torch.no_grad():
+            for value, grad, rate in zip(
+                [*tables.values(), *layers.values()], grads, rates, strict=True
+            ):
+                value -= scale * rate * grad
+    return tables, layers
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("schedule", list(SCALES))
+def test_layers_and_tables_follow_the_schedule(schedule: str) -> None:
+    results = on_ranks(2, train_on_rank, schedule)
+    tables, layers = train_by_loop(whole_tables(results, "start"), SCALES[schedule])
+    trained = whole_tables(results, "tables")
+    for name, rows in tables.items():
+        torch.testing.assert_close(trained[name].double(), rows.detach(), rtol=0, atol=1e-5)
+    for result in results:
+        for name, value in layers.items():
+            torch.testing.assert_close(
+                result["layers"][f"model.{name}"].double(), value.detach(), rtol=0, atol=1e-5
+            )

@@ -1,0 +1,122 @@
+"""Exported models and rows for the tests of export and serving."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.build import build_learner
+from gmeta.export import write_model
+from gmeta.serving.folder import Columns, ExportedConfig
+from gmeta.serving.tables import TableFormat
+from metaio import open_dataset
+from metaio.block import Block, offsets
+from metaio.features import Features, FeatureSpec, TableSpec
+from models import ModelConfig
+from tests.commands import environment
+
+FEATURES = Features(
+    tables=(TableSpec("item", 50), TableSpec("city", 8), TableSpec("tag", 12)),
+    single=(FeatureSpec("item", "item"), FeatureSpec("city", "city")),
+    multi=(FeatureSpec("tags", "tag"), FeatureSpec("seen", "item")),
+    dense=("price",),
+)
+EVALUATE = """
+import sys
+from pathlib import Path
+import pyarrow.parquet as pq
+from gmeta.evaluate import evaluate_run
+from gmeta.parallel import start_ranks, stop_ranks
+run, split, out = sys.argv[1:]
+ranks = start_ranks("cpu", 60)
+pq.write_table(evaluate_run(Path(run), "run", [split], ranks).predictions, out)
+stop_ranks()
+"""
+
+
+def write_random_model(
+    folder: Path,
+    features: Features = FEATURES,
+    table_format: TableFormat = "float32",
+    loss: str = "bce",
+    algorithm: AlgorithmConfig | None = None,
+    model: ModelConfig | None = None,
+) -> dict[str, torch.Tensor]:
+    """An exported model of random values in `folder`; returns its float32 tables by name."""
+    config = ExportedConfig(
+        model=model or ModelConfig(embedding_dim=4, hidden=(16,), bottom=(8,)),
+        algorithm=algorithm or AlgorithmConfig(inner_steps=2, inner_lr=0.3),
+        loss=loss,
+        features=features,
+        columns=Columns("user", "click", None, {}),
+        table_format=table_format,
+        source={},
+        files={},
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    layers = build_learner(features, config.model, config.algorithm, loss).state_dict()
+    width = config.model.embedding_dim
+    tables = {table.name: torch.randn(table.num_rows, width) for table in features.tables}
+    write_model(folder, config, layers, tables.__getitem__)
+    return tables
+
+
+def random_rows(num_rows: int, seed: int = 0, num_tasks: int = 1) -> pa.Table:
+    """Labelled rows of FEATURES by table ids, tasks in no order."""
+    rng = np.random.default_rng(seed)
+
+    def lists(num_ids: int) -> pa.Array:
+        sizes = rng.integers(0, 4, num_rows)
+        drawn = [rng.integers(0, num_ids, size).tolist() for size in sizes]
+        return pa.array(drawn, pa.list_(pa.int64()))
+
+    return pa.table(
+        {
+            "user": rng.integers(0, num_tasks, num_rows),
+            "item": rng.integers(0, 50, num_rows),
+            "city": rng.integers(0, 8, num_rows),
+            "tags": lists(12),
+            "seen": lists(50),
+            "price": rng.standard_normal(num_rows),
+            "click": rng.integers(0, 2, num_rows),
+        }
+    )
+
+
+def rows_of_split(dataset: Path, split: str) -> tuple[pa.Table, pa.Table]:
+    """Support and query rows of a prepared split as columns of table ids, in stored order."""
+    opened = open_dataset(str(dataset))
+    blocks = [opened.read_block(split, b) for b in range(opened.split(split).num_blocks)]
+    sides = [_sides(opened.features, opened.task, opened.label, block) for block in blocks]
+    return pa.concat_tables([s for s, _ in sides]), pa.concat_tables([q for _, q in sides])
+
+
+def _sides(features: Features, task: str, label: str, block: Block) -> tuple[pa.Table, pa.Table]:
+    rows_T = np.diff(block.row_offsets_T1)
+    within_N = np.arange(block.num_rows) - np.repeat(block.row_offsets_T1[:-1], rows_T)
+    ids_NF = block.unique_ids_U[block.positions_NF]
+    values_V = block.unique_ids_U[block.multi_positions_V].tolist()
+    ends_NM = offsets(block.multi_lengths_NM.ravel())[1:].reshape(block.multi_lengths_NM.shape)
+    columns = {task: np.repeat(block.task_T, rows_T), label: block.label_N}
+    columns |= {feature.name: ids_NF[:, i] for i, feature in enumerate(features.single)}
+    columns |= {name: block.dense_NK[:, i] for i, name in enumerate(features.dense)}
+    table = pa.table(columns)
+    for index, feature in enumerate(features.multi):
+        ends, lengths = ends_NM[:, index], block.multi_lengths_NM[:, index]
+        lists = [values_V[end - size : end] for end, size in zip(ends, lengths, strict=True)]
+        table = table.append_column(feature.name, pa.array(lists, pa.list_(pa.int64())))
+    is_support_N = pa.array(within_N < np.repeat(block.support_lengths_T, rows_T))
+    return table.filter(is_support_N), table.filter(pa.compute.invert(is_support_N))
+
+
+def evaluated(run: Path, split: str, out: Path) -> pa.Table:
+    """What `gmeta evaluate` predicts on a split, in a process of its own, through TorchRec."""
+    command = [sys.executable, "-c", EVALUATE, str(run), split, str(out)]
+    subprocess.run(command, check=True, env=environment(), timeout=120, capture_output=True)
+    return pq.read_table(out)

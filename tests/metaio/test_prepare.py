@@ -1,0 +1,482 @@
+"""prepare against a slow and obvious one: dictionaries of lists, sorted row by row."""
+
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+import pytest
+
+from metaio import DataError, Dataset, open_dataset
+from metaio.prepare import PrepareOptions, prepare
+from metaio.schema import Schema, parse_schema
+from tests.metaio.conftest import Episode, episodes_of_batch, whole_split
+
+BASE: dict[str, Any] = {
+    "task": {"column": "user"},
+    "label": {"column": "clicked"},
+    "time": {"column": "ts"},
+    "single": [
+        {"column": "item", "vocabulary": 2},
+        {"column": "shop", "hash": 50},
+        {"column": "city", "vocabulary": 1},
+    ],
+    "multi": [{"column": "tags", "separator": "|", "hash": 20, "null": "unknown"}],
+    "dense": [{"column": "price", "log1p": True}, {"column": "age", "fill": 5.0}],
+    "episodes": {"by": "last", "query_rows": 2, "min_rows": 4, "max_rows": 50},
+}
+
+
+def raw_table(num_rows: int = 800, seed: int = 0) -> pa.Table:
+    rng = np.random.default_rng(seed)
+    tags = [
+        "|".join(f"t{t}" for t in rng.integers(0, 9, rng.integers(1, 4))) for _ in range(num_rows)
+    ]
+    cities = [f"c{c}" for c in rng.integers(0, 7, num_rows)]
+    return pa.table(
+        {
+            "user": rng.integers(0, 40, num_rows),
+            "item": rng.integers(0, 300, num_rows),
+            "shop": rng.integers(-5, 99, num_rows),
+            "city": cities,
+            "tags": [tag if rng.random() < 0.9 else None for tag in tags],
+            "price": rng.random(num_rows).round(3),
+            "age": [int(a) if rng.random() < 0.9 else None for a in rng.integers(1, 99, num_rows)],
+            "ts": rng.permutation(num_rows),
+            "clicked": rng.integers(0, 2, num_rows),
+            "part": rng.choice(["train", "later"], num_rows),
+        }
+    )
+
+
+def prepared(tmp_path: Path, table: pa.Table, schema: Schema, **options: Any) -> Dataset:
+    pq.write_table(table, tmp_path / "raw.parquet")
+    out = str(tmp_path / f"out{len(list(tmp_path.iterdir()))}")
+    prepare([str(tmp_path / "raw.parquet")], out, schema, PrepareOptions(threads=1, **options))
+    return open_dataset(out)
+
+
+def changed(**parts: Any) -> Schema:
+    return parse_schema({**BASE, **parts})
+
+
+def slow_tasks(table: pa.Table) -> dict[int, list[dict[str, Any]]]:
+    """Rows of each task by time, values as prepare should turn them out (vocabularies, dense)."""
+    rows = table.to_pylist()
+    counts: defaultdict[int, int] = defaultdict(int)
+    for row in rows:
+        counts[row["item"]] += 1
+    items = sorted(item for item, count in counts.items() if count >= 2)
+    cities = sorted({row["city"] for row in rows})
+    tasks: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row["ts"]):
+        tasks[row["user"]].append(
+            {
+                "label": float(row["clicked"]),
+                "item": items.index(row["item"]) + 1 if row["item"] in items else 0,
+                "city": cities.index(row["city"]) + 1,
+                "dense": [np.float32(math.log1p(row["price"])), np.float32(row["age"] or 5)],
+                "num_tags": len((row["tags"] or "").split("|")) if row["tags"] else 0,
+                "shop": row["shop"],
+            }
+        )
+    return tasks
+
+
+def agrees(episode: Episode, rows: list[dict[str, Any]], num_query: int) -> bool:
+    _, support, found = episode
+    facts = [
+        (label, *dense, ids[0], ids[2], len(lists[0]))
+        for label, dense, ids, lists in found  # type: ignore[misc]
+    ]
+    wanted = [(r["label"], *r["dense"], r["item"], r["city"], r["num_tags"]) for r in rows]
+    return support == len(rows) - num_query and facts == wanted
+
+
+def test_rows_tasks_and_values_are_those_of_the_slow_way(tmp_path: Path) -> None:
+    table = raw_table()
+    dataset = prepared(tmp_path, table, changed(), block_rows=100)
+    episodes = whole_split(dataset, "train")
+    tasks = {task: rows for task, rows in slow_tasks(table).items() if len(rows) >= 4}
+    assert {task for task, _, _ in episodes} == set(tasks)
+    assert all(agrees(episode, tasks[episode[0]], 2) for episode in episodes)
+
+
+def test_equal_raw_values_share_a_hashed_row_and_others_mostly_do_not(tmp_path: Path) -> None:
+    table = raw_table()
+    tasks = slow_tasks(table)
+    rows_of: defaultdict[int, set[int]] = defaultdict(set)
+    for task, _, rows in whole_split(prepared(tmp_path, table, changed()), "train"):
+        for (_, _, ids, _), raw in zip(rows, tasks[task], strict=True):  # type: ignore[misc]
+            rows_of[raw["shop"]].add(ids[1])
+    assert all(len(rows) == 1 and rows <= set(range(1, 50)) for rows in rows_of.values())
+    assert len(set().union(*rows_of.values())) > 30
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_order_of_input_files_format_and_threads_change_nothing(tmp_path: Path, seed: int) -> None:
+    table = raw_table(seed=seed)
+    schema = changed(splits={"shares": {"train": 0.7, "user-cold": 0.3}})
+    first = prepared(tmp_path, table, schema, block_rows=64)
+    shuffled = table.take(np.random.default_rng(seed).permutation(table.num_rows))
+    folder = tmp_path / "files"
+    folder.mkdir()
+    pa_csv.write_csv(shuffled.slice(0, 300), folder / "a.csv")
+    pa_csv.write_csv(shuffled.slice(300), folder / "b.csv")
+    out = str(tmp_path / "again")
+    options = PrepareOptions(threads=3, block_rows=64, memory_bytes=256 << 20)
+    prepare([str(folder / "*.csv")], out, schema, options)
+    again = open_dataset(out)
+    assert again.fingerprint == first.fingerprint
+    for file in sorted(Path(first.url).rglob("*.parquet")):
+        assert file.read_bytes() == (Path(out) / file.relative_to(first.url)).read_bytes()
+
+
+def sizes(dataset: Dataset, split: str = "train") -> dict[int, list[tuple[int, int]]]:
+    """(support, query) of each task's episodes in stored order."""
+    found: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for task, support, rows in whole_split(dataset, split):
+        found[task].append((support, len(rows) - support))
+    return dict(found)
+
+
+def task_sizes(table: pa.Table) -> dict[int, int]:
+    return {task: len(rows) for task, rows in slow_tasks(table).items()}
+
+
+def test_ratio_gives_every_episode_support_and_query(tmp_path: Path) -> None:
+    table = raw_table()
+    rule = {"by": "ratio", "query_share": 0.3, "min_rows": 2, "max_rows": 99}
+    found = sizes(prepared(tmp_path, table, changed(episodes=rule)))
+    for task, count in task_sizes(table).items():
+        if count >= 2:
+            query = min(max(math.ceil(count * 0.3), 1), count - 1)
+            assert found[task] == [(count - query, query)]
+
+
+def test_time_cuts_support_from_query_and_drops_one_sided_tasks(tmp_path: Path) -> None:
+    table = raw_table()
+    rule = {"by": "time", "at": 400, "min_rows": 2, "max_rows": 99}
+    dataset = prepared(tmp_path, table, changed(episodes=rule))
+    times = defaultdict(list)
+    for row in table.to_pylist():
+        times[row["user"]].append(row["ts"])
+    wanted = {
+        task: [(sum(t < 400 for t in own), sum(t >= 400 for t in own))]
+        for task, own in times.items()
+    }
+    assert sizes(dataset) == {task: pair for task, pair in wanted.items() if 0 not in pair[0]}
+
+
+def test_time_reads_dates_of_timestamp_columns(tmp_path: Path) -> None:
+    table = raw_table()
+    stamps = pa.array(table["ts"].to_numpy() * 86_400_000_000, pa.timestamp("us"))
+    table = table.set_column(table.schema.get_field_index("ts"), "ts", stamps)
+    rule = {"by": "time", "min_rows": 2, "max_rows": 99}
+    dates = sizes(prepared(tmp_path, table, changed(episodes={**rule, "at": "1971-02-05"})))
+    numbers = sizes(prepared(tmp_path, raw_table(), changed(episodes={**rule, "at": 400})))
+    assert dates == numbers
+
+
+def test_random_is_a_seeded_shuffle(tmp_path: Path) -> None:
+    rule = {**BASE["episodes"], "by": "random"}
+    labels = []
+    for seed in (0, 0, 1):
+        dataset = prepared(tmp_path, raw_table(), changed(episodes=rule, seed=seed))
+        labels.append([row[0] for _, _, rows in whole_split(dataset, "train") for row in rows])  # type: ignore[index]
+    assert labels[0] == labels[1] != labels[2]
+
+
+def test_a_long_task_becomes_equal_episodes_in_time(tmp_path: Path) -> None:
+    table = raw_table(2_000).set_column(0, "user", pa.array([7] * 1_000 + [8] * 1_000))
+    rule = {"by": "last", "query_rows": 2, "min_rows": 4, "max_rows": 300}
+    dataset = prepared(tmp_path, table, changed(episodes=rule), block_rows=128)
+    assert sizes(dataset) == {7: [(248, 2)] * 4, 8: [(248, 2)] * 4}
+    joined = [
+        row[0] for task, _, rows in whole_split(dataset, "train") for row in rows if task == 7
+    ]  # type: ignore[index]
+    assert joined == [row["label"] for row in slow_tasks(table)[7]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "limits", "episodes", "truncated"),
+    [
+        (14, (13, 13), [(3, 10)], 1),
+        (27, (13, 13), [(3, 10)] * 2, 1),
+        (30, (13, 20), [(5, 10)] * 2, 0),
+        (20, (13, 20), [(10, 10)], 0),
+        (21, (13, 20), [(10, 10)], 1),
+    ],
+)
+def test_no_part_of_a_long_task_falls_below_min_rows(
+    tmp_path: Path,
+    rows: int,
+    limits: tuple[int, int],
+    episodes: list[tuple[int, int]],
+    truncated: int,
+) -> None:
+    table = raw_table(rows).set_column(0, "user", pa.array([7] * rows))
+    rule = {"by": "last", "query_rows": 10, "min_rows": limits[0], "max_rows": limits[1]}
+    dataset = prepared(tmp_path, table, changed(episodes=rule))
+    assert sizes(dataset) == {7: episodes}
+    assert dataset.manifest.report["dropped"]["truncated_rows"] == truncated
+
+
+def test_truncate_keeps_the_last_rows(tmp_path: Path) -> None:
+    table = raw_table(900).set_column(0, "user", pa.array([7] * 900))
+    rule = {"by": "last", "query_rows": 2, "max_rows": 10, "longer": "truncate"} | {"min_rows": 3}
+    dataset = prepared(tmp_path, table, changed(episodes=rule))
+    ((_, support, rows),) = whole_split(dataset, "train")
+    assert (
+        (support, [row[0] for row in rows])
+        == (  # type: ignore[index]
+            8,
+            [row["label"] for row in slow_tasks(table)[7][-10:]],
+        )
+    )
+    assert dataset.manifest.report["dropped"]["truncated_rows"] == 890
+
+
+def test_refuse_names_the_longest_task(tmp_path: Path) -> None:
+    table = raw_table(900).set_column(0, "user", pa.array([7] * 600 + [8] * 300))
+    rule = {"by": "last", "query_rows": 2, "min_rows": 3, "max_rows": 50, "longer": "refuse"}
+    with pytest.raises(DataError) as caught:
+        prepared(tmp_path, table, changed(episodes=rule))
+    assert str(caught.value) == (
+        "task 7 has 600 rows, episodes.max_rows is 50. Raise it, or set episodes.longer to "
+        "'episodes' or 'truncate'."
+    )
+
+
+def test_short_tasks_are_dropped_and_counted(tmp_path: Path) -> None:
+    table = raw_table(60)
+    dataset = prepared(tmp_path, table, changed())
+    short = [count for count in task_sizes(table).values() if count < 4]
+    dropped = dataset.manifest.report["dropped"]
+    assert (dropped["short_tasks"], dropped["short_rows"]) == (len(short), sum(short))
+    assert dataset.splits["train"].num_rows == 60 - sum(short)
+
+
+def test_a_column_names_the_splits_and_vocabularies_come_from_train(tmp_path: Path) -> None:
+    table = raw_table()
+    rule = {"by": "last", "query_rows": 1, "min_rows": 2, "max_rows": 99}
+    dataset = prepared(tmp_path, table, changed(splits={"column": "part"}, episodes=rule))
+    assert list(dataset.splits) == ["train", "later"]
+    train = table.filter(pa.compute.equal(table["part"], "train"))
+    counts = defaultdict(int)
+    for item in train["item"].to_pylist():
+        counts[item] += 1
+    known = sum(count >= 2 for count in counts.values())
+    assert dataset.features.tables[0].num_rows == known + 1
+    later = [row[2][0] for _, _, rows in whole_split(dataset, "later") for row in rows]  # type: ignore[index]
+    assert 0 in later
+    assert max(later) <= known
+
+
+def test_shares_split_by_task_and_not_by_row(tmp_path: Path) -> None:
+    schema = changed(splits={"shares": {"train": 0.5, "valid": 0.25, "user-cold": 0.25}})
+    dataset = prepared(tmp_path, raw_table(4_000), schema)
+    tasks = [set(sizes(dataset, name)) for name in dataset.splits]
+    assert sum(map(len, tasks)) == 40
+    assert not tasks[0] & tasks[1]
+    assert not tasks[0] & tasks[2]
+
+
+def test_standardised_columns_have_mean_0_and_deviation_1(tmp_path: Path) -> None:
+    dense = [{"column": "price", "standardise": True}]
+    dataset = prepared(tmp_path, raw_table(3_000), changed(dense=dense))
+    values = [row[1][0] for _, _, rows in whole_split(dataset, "train") for row in rows]  # type: ignore[index]
+    assert abs(np.mean(values)) < 1e-4
+    assert abs(np.std(values) - 1) < 1e-4
+
+
+def test_a_threshold_makes_labels_binary(tmp_path: Path) -> None:
+    label = {"column": "price", "threshold": 0.5}
+    dataset = prepared(tmp_path, raw_table(), changed(label=label))
+    prices = {0.0: [], 1.0: []}  # type: dict[float, list[float]]
+    for _, _, rows in whole_split(dataset, "train"):
+        for label_value, dense, *_ in rows:  # type: ignore[misc]
+            prices[label_value].append(math.expm1(dense[0]))
+    assert max(prices[0.0]) < 0.5 <= min(prices[1.0]) + 1e-6
+
+
+def test_text_tasks_are_hashed(tmp_path: Path) -> None:
+    table = raw_table()
+    names = pa.array([f"user {u}" for u in table["user"].to_pylist()])
+    dataset = prepared(tmp_path, table.set_column(0, "user", names), changed())
+    assert dataset.manifest.task_kind == "hashed"
+    lengths = sorted(count for count in task_sizes(table).values() if count >= 4)
+    assert sorted(s + q for ((s, q),) in sizes(dataset).values()) == lengths
+
+
+def test_collisions_of_hashed_columns_are_reported(tmp_path: Path) -> None:
+    single = [{"column": "item", "hash": 101}]
+    dataset = prepared(tmp_path, raw_table(4_000), changed(single=single))
+    report = dataset.manifest.report["hashed_tables"]["item"]
+    assert report["rows"] == 100
+    assert report["rows_used"] <= 100
+    # 300 values in 100 rows: about 95 rows used.
+    assert 200 < report["values_estimated"] < 450
+
+
+def refused(tmp_path: Path, table: pa.Table, schema: Schema) -> str:
+    with pytest.raises(DataError) as caught:
+        prepared(tmp_path, table, schema)
+    assert [path.name for path in tmp_path.iterdir()] == ["raw.parquet"]
+    return str(caught.value)
+
+
+def with_column(name: str, values: Any) -> pa.Table:
+    table = raw_table(40)
+    return table.set_column(table.schema.get_field_index(name), name, pa.array(values))
+
+
+def test_nulls_are_refused_with_column_and_count(tmp_path: Path) -> None:
+    table = with_column("clicked", [None, None, *[1] * 38])
+    assert refused(tmp_path, table, changed()) == (
+        "column clicked has 2 nulls; none are allowed. Remove those rows."
+    )
+    table = with_column("shop", [None, *[1] * 39])
+    assert refused(tmp_path, table, changed()) == (
+        "column shop has 1 nulls; none are allowed. Remove those rows, or allow it in the schema: "
+        'null = "unknown".'
+    )
+    table = with_column("price", [None, *[1.0] * 39])
+    assert refused(tmp_path, table, changed()) == (
+        "column price has 1 nulls; none are allowed. Remove those rows, or allow it in the schema: "
+        "fill = VALUE."
+    )
+
+
+def test_a_missing_column_names_the_nearest(tmp_path: Path) -> None:
+    message = refused(tmp_path, raw_table(40), changed(label={"column": "click"}))
+    assert message == (
+        f"input {tmp_path}/raw.parquet has no column click; did you mean clicked? Correct the "
+        "schema."
+    )
+
+
+def test_a_task_column_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
+    assert refused(tmp_path, raw_table(40), changed(task={"column": "price"})) == (
+        "task column price has type double; integer or text is needed. Cast it, or choose another "
+        "column."
+    )
+
+
+def test_labels_and_dense_values_must_be_numbers(tmp_path: Path) -> None:
+    assert refused(tmp_path, raw_table(40), changed(label={"column": "city"})) == (
+        "label column city has type string; a number is needed. Cast it, or choose another column."
+    )
+    table = with_column("price", [math.inf, *[1.0] * 39])
+    assert refused(tmp_path, table, changed()) == (
+        "dense column price holds inf; finite numbers are needed. Replace those values, or make "
+        "them null and give fill."
+    )
+    table = with_column("price", [-2.0, *[1.0] * 39])
+    assert refused(tmp_path, table, changed()) == (
+        "dense column price holds -2; log1p needs values above -1. Clip the column, or leave out "
+        "log1p."
+    )
+
+
+def test_a_list_column_needs_lists_or_a_separator(tmp_path: Path) -> None:
+    multi = [{"column": "tags", "hash": 9, "null": "unknown"}]
+    assert refused(tmp_path, raw_table(40), changed(multi=multi)) == (
+        "multi column tags has type string; a list is needed, or text with a separator. "
+        "Give separator in the schema."
+    )
+
+
+def test_no_rows_and_no_train_rows_are_refused(tmp_path: Path) -> None:
+    assert refused(tmp_path, raw_table(40).slice(0, 0), changed()) == (
+        f"the inputs hold no rows: {tmp_path}/raw.parquet. Check the path."
+    )
+    splits = {"column": "part", "train": "all"}
+    assert refused(tmp_path, raw_table(40), changed(splits=splits)) == (
+        "the train split all has no rows; the splits found are later, train. Set splits.train to "
+        "one of them."
+    )
+
+
+def test_an_empty_or_missing_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "raw.csv").touch()
+    for name, message in (
+        ("raw.csv", f"input {tmp_path}/raw.csv is empty. Remove it, or write its rows."),
+        ("no.csv", f"input {tmp_path}/no.csv does not exist. Check the path."),
+    ):
+        with pytest.raises(DataError) as caught:
+            prepare([str(tmp_path / name)], str(tmp_path / "out"), changed())
+        assert str(caught.value) == message
+
+
+def test_schema_drift_between_files_names_file_and_column(tmp_path: Path) -> None:
+    table = raw_table(40)
+    pq.write_table(table, tmp_path / "a.parquet")
+    cast = table.set_column(1, "item", table["item"].cast(pa.int32()))
+    for other, message in (
+        (
+            cast,
+            "column item is INTEGER in {0}/b.parquet and BIGINT in {0}/a.parquet. Cast one of "
+            "them, so that all files agree.",
+        ),
+        (
+            table.drop_columns("item"),
+            "input {0}/b.parquet has no column item, but {0}/a.parquet has. Make the files agree.",
+        ),
+    ):
+        pq.write_table(other, tmp_path / "b.parquet")
+        with pytest.raises(DataError) as caught:
+            prepare([str(tmp_path / "*.parquet")], str(tmp_path / "out"), changed())
+        assert str(caught.value) == message.format(tmp_path)
+
+
+def test_a_line_that_does_not_fit_is_one_clear_message(tmp_path: Path) -> None:
+    lines = "".join(f"{i},{i % 3},1\n" for i in range(30_000))
+    (tmp_path / "raw.csv").write_text(f"user,item,clicked\n{lines}7,oops,1\n")
+    schema = parse_schema(
+        {
+            "task": {"column": "user"},
+            "label": {"column": "clicked"},
+            "single": [{"column": "item", "hash": 9}],
+            "episodes": {"query_rows": 1},
+        }
+    )
+    with pytest.raises(DataError) as caught:
+        prepare([str(tmp_path / "raw.csv")], str(tmp_path / "out"), schema)
+    assert str(caught.value).startswith("an input cannot be read: ")
+    assert "oops" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["raw.csv"]
+
+
+def test_a_declared_type_keeps_leading_zeros(tmp_path: Path) -> None:
+    rows = "".join(f"1,{code},1\n" for code in ["007", "07", "7", "7"])
+    (tmp_path / "raw.csv").write_text(f"user,code,clicked\n{rows}")
+    found = []
+    for kind in ("text", "integer"):
+        schema = parse_schema(
+            {
+                "task": {"column": "user"},
+                "label": {"column": "clicked"},
+                "single": [{"column": "code", "vocabulary": 1, "type": kind}],
+                "episodes": {"query_rows": 1},
+            }
+        )
+        out = str(tmp_path / kind)
+        prepare([str(tmp_path / "raw.csv")], out, schema)
+        found.append(open_dataset(out).features.tables[0].num_rows)
+    assert found == [4, 2]
+
+
+def test_batches_of_a_prepared_dataset_follow_the_reader(tmp_path: Path) -> None:
+    from metaio import BatchReader
+
+    dataset = prepared(tmp_path, raw_table(), changed(), block_rows=50)
+    with BatchReader(dataset, "train", tasks_per_step=5, seed=2) as reader:
+        read = [episode for batch in reader.batches(0) for episode in episodes_of_batch(batch)]
+    stored = whole_split(dataset, "train")
+    assert sorted(read, key=lambda e: e[0]) == sorted(stored, key=lambda e: e[0])

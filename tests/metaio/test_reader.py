@@ -1,0 +1,213 @@
+"""The reader against the rows that were written, at any batch size, order, rank count and thread
+count.
+"""
+
+import gc
+import itertools
+import threading
+
+import numpy as np
+import pytest
+
+from metaio import (
+    BatchReader,
+    BlockEpisodes,
+    EpisodeRange,
+    FormatError,
+    TaskBatch,
+    open_dataset,
+    read_ranges,
+)
+from metaio.block import Block
+from metaio.pipeline import BatchPipeline
+from tests.metaio.conftest import WriteFn, episodes_of_batch, episodes_of_rows, make_rows
+
+
+def test_stored_order_gives_back_exactly_the_rows_written(write: WriteFn) -> None:
+    rows = make_rows(60)
+    dataset = open_dataset(write({"train": rows}, block_rows=50, shard_blocks=3))
+    with BatchReader(dataset, "train", tasks_per_step=7, shuffle=False) as reader:
+        read = [episode for batch in reader.batches(0) for episode in episodes_of_batch(batch)]
+    assert read == episodes_of_rows(rows)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("window_blocks", [1, 2, None])
+@pytest.mark.parametrize(("lanes", "world_size"), [(1, 1), (1, 3), (4, 2), (4, 4)])
+def test_every_epoch_holds_every_episode_once(
+    write: WriteFn, lanes: int, world_size: int, window_blocks: int | None, threads: int
+) -> None:
+    rows = make_rows(90)
+    dataset = open_dataset(write({"train": rows}, block_rows=40, shard_blocks=4))
+    read = []
+    for rank in range(world_size):
+        with BatchReader(
+            dataset,
+            "train",
+            tasks_per_step=8,
+            rank=rank,
+            world_size=world_size,
+            seed=3,
+            lanes=lanes,
+            window_blocks=window_blocks,
+            threads=threads,
+        ) as reader:
+            read += [episode for batch in reader.batches(1) for episode in episodes_of_batch(batch)]
+    assert sorted(read, key=lambda episode: episode[0]) == episodes_of_rows(rows)
+
+
+def test_an_id_has_one_position_within_an_episode(write: WriteFn) -> None:
+    dataset = open_dataset(write({"train": make_rows(80)}, block_rows=30))
+    with BatchReader(dataset, "train", tasks_per_step=16, seed=1) as reader:
+        for batch in reader.batches(0):
+            assert int(batch.unique_lengths_B.sum()) == batch.unique_ids_U.numel()
+            bounds = [0, *batch.unique_lengths_B.cumsum(0).tolist()]
+            for episode in range(batch.num_tasks):
+                rows = slice(
+                    int(batch.row_offsets_T1[episode]), int(batch.row_offsets_T1[episode + 1])
+                )
+                positions = set(batch.positions_NF[rows].flatten().tolist())
+                for first, stop in itertools.pairwise(bounds):
+                    used = [p for p in positions if first <= p < stop]
+                    assert len({int(batch.unique_ids_U[p]) for p in used}) == len(used)
+
+
+def test_a_rank_without_episodes_yields_empty_batches_of_full_shape(write: WriteFn) -> None:
+    dataset = open_dataset(write({"train": make_rows(9)}))
+    batches = []
+    for rank in range(4):
+        with BatchReader(dataset, "train", tasks_per_step=8, rank=rank, world_size=4) as reader:
+            batches.append(list(reader.batches(0)))
+    assert [len(own) for own in batches] == [2, 2, 2, 2]
+    assert [own[1].num_tasks for own in batches] == [0, 0, 0, 1]
+    assert batches[0][1].positions_NF.shape == (0, 3)
+    assert batches[0][1].unique_lengths_B.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_state_resumes_at_the_next_episode_on_any_world_size(
+    write: WriteFn, world_size: int
+) -> None:
+    dataset = open_dataset(write({"train": make_rows(50)}, block_rows=40))
+    options = {"tasks_per_step": 6, "seed": 5, "lanes": 2, "window_blocks": 2}
+    with BatchReader(dataset, "train", **options) as reader:
+        whole = [set(batch.task_T.tolist()) for batch in reader.batches(2)]
+        stream = reader.batches(2)
+        for _ in range(3):
+            next(stream)
+        state = reader.state_dict()
+        stream.close()
+    resumed = [set() for _ in whole[3:]]
+    for rank in range(world_size):
+        with BatchReader(dataset, "train", rank=rank, world_size=world_size, **options) as reader:
+            reader.load_state_dict(state)
+            for tasks, batch in zip(resumed, reader.batches(), strict=True):
+                tasks.update(batch.task_T.tolist())
+            assert reader.state_dict()["epoch"] == 3
+    assert resumed == whole[3:]
+
+
+def test_state_of_another_order_is_refused(write: WriteFn) -> None:
+    dataset = open_dataset(write({"train": make_rows(5)}))
+    with BatchReader(dataset, "train", tasks_per_step=2) as reader:
+        state = reader.state_dict()
+    with (
+        BatchReader(dataset, "train", tasks_per_step=3) as reader,
+        pytest.raises(FormatError) as caught,
+    ):
+        reader.load_state_dict(state)
+    assert str(caught.value) == (
+        "the reader's state has tasks_per_step 2, this reader has 3: the order of episodes would "
+        "differ. "
+        "Resume with the data and the settings of the run that was saved."
+    )
+
+
+def test_leased_ranges_come_in_the_order_given(write: WriteFn) -> None:
+    rows = make_rows(40)
+    dataset = open_dataset(write({"train": rows}, block_rows=20))
+    ranges = [EpisodeRange("train", 30, 10), EpisodeRange("train", 0, 7)]
+    batches = list(read_ranges(dataset, ranges, tasks_per_batch=4))
+    assert [batch.num_tasks for batch in batches] == [4, 4, 2, 4, 3]
+    read = [episode for batch in batches for episode in episodes_of_batch(batch)]
+    written = episodes_of_rows(rows)
+    assert read == written[30:40] + written[0:7]
+
+
+def test_a_batch_that_is_a_whole_block_shares_its_memory(write: WriteFn) -> None:
+    dataset = open_dataset(write({"train": make_rows(20)}))
+    with BatchReader(dataset, "train", tasks_per_step=20) as reader:
+        first, second = next(reader.batches(0)), next(reader.batches(1))
+    assert first.positions_NF.data_ptr() == second.positions_NF.data_ptr()
+
+
+def test_a_small_budget_changes_the_memory_and_not_the_batches(write: WriteFn) -> None:
+    dataset = open_dataset(write({"train": make_rows(60)}, block_rows=20))
+    read = []
+    for cache_bytes in (1, 1 << 30):
+        with BatchReader(
+            dataset, "train", tasks_per_step=8, cache_bytes=cache_bytes, threads=2
+        ) as reader:
+            read.append([episodes_of_batch(batch) for batch in reader.batches(0)])
+    assert read[0] == read[1]
+
+
+def test_pinning_happens_in_the_background(write: WriteFn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page-locked memory itself needs CUDA; who asks for it does not."""
+    threads = []
+
+    def pin(batch: TaskBatch) -> TaskBatch:
+        threads.append(threading.current_thread())
+        return batch
+
+    monkeypatch.setattr(TaskBatch, "pin_memory", pin)
+    dataset = open_dataset(write({"train": make_rows(20)}))
+    with BatchReader(dataset, "train", tasks_per_step=5, pin_memory=True) as reader:
+        assert len(list(reader.batches(0))) == len(threads) == 4
+    assert threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize("look_ahead", [True, False])
+def test_blocks_that_are_no_longer_needed_are_freed(write: WriteFn, look_ahead: bool) -> None:
+    dataset = open_dataset(write({"train": make_rows(400)}, block_rows=20))
+    num_blocks = dataset.splits["train"].num_blocks
+    pipeline = BatchPipeline(dataset, threads=1, prefetch_batches=2, cache_bytes=1)
+    plans = [[("train", BlockEpisodes(block, np.arange(1)))] for block in range(num_blocks)]
+    most = 0
+    for index, _ in enumerate(pipeline.run(plans, look_ahead)):
+        if index % 40:
+            continue  # looking through all objects takes a while
+        most = max(most, sum(type(found) is Block for found in gc.get_objects()))
+    pipeline.close()
+    assert num_blocks > 100
+    assert most <= 8
+
+
+def test_abandoned_iterators_leave_no_threads(write: WriteFn) -> None:
+    dataset = open_dataset(write({"train": make_rows(60)}, block_rows=20))
+    before = threading.active_count()
+    stream = read_ranges(dataset, [EpisodeRange("train", 0, 60)], tasks_per_batch=1, threads=2)
+    next(stream)
+    del stream
+    with BatchReader(dataset, "train", tasks_per_step=2, threads=2) as reader:
+        next(reader.batches(0))
+    assert threading.active_count() == before
+
+
+def test_a_range_outside_its_split_is_refused(write: WriteFn) -> None:
+    dataset = open_dataset(write({"train": make_rows(5)}))
+    with pytest.raises(FormatError) as caught:
+        list(read_ranges(dataset, [EpisodeRange("train", 3, 3)], tasks_per_batch=4))
+    assert str(caught.value) == (
+        "episodes 3 to 6 are outside split train, which has 5. The list of ranges belongs to "
+        "another dataset."
+    )
+
+
+def test_an_unknown_split_names_the_known_ones(write: WriteFn) -> None:
+    path = write({"train": make_rows(2), "valid": make_rows(2)})
+    with pytest.raises(FormatError) as caught:
+        BatchReader(open_dataset(path), "test", tasks_per_step=1)
+    assert str(caught.value) == (
+        f"{path} has no split test; it has train, valid. Choose one of them, or prepare it."
+    )

@@ -1,0 +1,76 @@
+"""CBML's gates against their equations task by task, and what the inner loop makes of them."""
+
+import random
+
+import torch
+from torch import Tensor
+
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.linear import adaptable_layers
+from gmeta.build import input_sizes
+from gmeta.learner import MetaLearner
+from models import InputSizes, ModelConfig, build_model
+from models.cbml import CBML
+from tests import reference
+from tests.models.inputs import some_inputs
+
+CONFIG = ModelConfig(name="cbml", embedding_dim=4, hidden=(6, 5), clusters=3)
+
+
+def cbml(sizes: InputSizes) -> CBML:
+    torch.manual_seed(0)
+    model = build_model(CONFIG, sizes).double()
+    assert isinstance(model, CBML)
+    return model
+
+
+def gates_of_mean(model: CBML, mean_X: Tensor) -> Tensor:
+    """The equations of the docstring for one task: gates of all layers in a row."""
+    gate = model.gate
+    task_Z = torch.tanh(gate.encode.weight @ mean_X + gate.encode.bias)
+    nearness = torch.stack([torch.exp(-((task_Z - c) ** 2).sum() / 2) for c in gate.centres_CZ])
+    known_CZ = torch.tanh(gate.clusters(task_Z)).view(3, 4)
+    cluster_Z = sum((n / nearness.sum()) * k for n, k in zip(nearness, known_CZ, strict=True))
+    return 2 * torch.sigmoid(gate.gates(torch.cat([task_Z, cluster_Z])))
+
+
+def test_gates_follow_from_the_mean_of_a_tasks_support_rows() -> None:
+    sizes = InputSizes(2, 1, 1)
+    model = cbml(sizes)
+    inputs = some_inputs(5, sizes, 4)
+    gates = model.gates_TO(inputs, torch.tensor([0, 0, 2, 2, 2]), 3)
+    assert {name: tuple(gate.shape) for name, gate in gates.items()} == {
+        "decision.0": (3, 6),
+        "decision.2": (3, 5),
+        "decision.4": (3, 1),
+    }
+    together = torch.cat(list(gates.values()), dim=1)
+    rows_NX = inputs.side_by_side_NX("mean")
+    means = [rows_NX[:2].mean(0), torch.zeros_like(rows_NX[0]), rows_NX[2:].mean(0)]
+    for task, mean_X in enumerate(means):
+        torch.testing.assert_close(together[task], gates_of_mean(model, mean_X))
+    assert not torch.allclose(together[0], together[2])
+
+
+def test_before_adaptation_a_task_has_the_gates_of_no_support_and_after_it_its_own() -> None:
+    features = reference.some_features(2, 1, 0)
+    rng = random.Random(0)
+    tasks = [reference.random_task(features, support, 3, rng) for support in (4, 0, 2)]
+    model = cbml(input_sizes(features))
+    # A rate of 0: what differs after adaptation is the gates alone.
+    learner = MetaLearner(model, AlgorithmConfig(inner_lr=0.0), "bce")
+    batch = reference.batch_of(tasks, features)
+    rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64)
+    shown = learner.predict(rows_UD, learner.arrange_to_predict(batch))
+    before, after = shown.before_N.split(3), shown.after_N.split(3)
+    torch.testing.assert_close(before[1], after[1], rtol=0, atol=0)
+    assert not torch.allclose(before[0], after[0])
+    assert not torch.allclose(before[2], after[2])
+
+
+def test_the_layers_of_the_gate_never_adapt() -> None:
+    assert list(adaptable_layers(cbml(InputSizes(1, 0, 0)), ("*",))) == [
+        "decision.0",
+        "decision.2",
+        "decision.4",
+    ]

@@ -1,0 +1,113 @@
+"""Every registered model: its shape, its independence of row order, its parts against plain
+arithmetic.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from models import MODELS, InputSizes, ModelConfig, RowInputs, build_model
+from tests.models.inputs import named_sizes, row, some_inputs
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("columns", [(3, 2, 2), (2, 0, 0), (0, 2, 1), (1, 1, 0)])
+@pytest.mark.parametrize("interaction", ["dot", "cat"])
+def test_a_row_scores_the_same_alone_and_among_others(
+    name: str, columns: tuple[int, int, int], interaction: str
+) -> None:
+    if name == "din" and not (columns[0] and columns[1]):
+        pytest.skip("DIN needs a history and its target")
+    sizes = named_sizes(*columns)
+    config = ModelConfig(
+        name=name,
+        embedding_dim=4,
+        hidden=(6, 5),
+        bottom=(3,),
+        interaction=interaction,
+        history="m0",
+    )
+    model = build_model(config, sizes).double()
+    inputs = some_inputs(5, sizes, 4)
+    together = model(inputs)
+    assert together.shape == (5,)
+    for index in range(5):
+        torch.testing.assert_close(model(row(inputs, index)), together[index : index + 1])
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_the_output_bias_lifts_every_output(name: str) -> None:
+    sizes = named_sizes(2, 2, 1)
+    inputs = some_inputs(5, sizes, 4)
+    outputs = []
+    for bias in (0.0, 3.5):
+        torch.manual_seed(0)
+        config = ModelConfig(
+            name=name, embedding_dim=4, hidden=(6,), history="m0", output_bias=bias
+        )
+        outputs.append(build_model(config, sizes).double()(inputs))
+    torch.testing.assert_close(outputs[1] - outputs[0], torch.full_like(outputs[0], 3.5))
+
+
+@pytest.mark.parametrize("mode", ["mean", "sum"])
+def test_pooling_counts_repeats_and_gives_zero_for_an_empty_bag(mode: str) -> None:
+    inputs = RowInputs(
+        single_NFD=torch.zeros(2, 0, 2),
+        bag_values_VD=torch.tensor([[1.0, 2.0], [1.0, 2.0], [4.0, 5.0]]),
+        bag_index_V=torch.tensor([0, 0, 3]),
+        num_multi=2,
+        dense_NK=torch.zeros(2, 0),
+    )
+    first = [2.0, 4.0] if mode == "sum" else [1.0, 2.0]
+    expected = torch.tensor([[first, [0.0, 0.0]], [[0.0, 0.0], [4.0, 5.0]]])
+    torch.testing.assert_close(inputs.pooled_NMD(mode), expected)
+
+
+def test_a_padded_bag_holds_its_ids_in_order_and_zeros_behind() -> None:
+    inputs = RowInputs(
+        single_NFD=torch.zeros(3, 0, 1),
+        bag_values_VD=torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0]]),
+        bag_index_V=torch.tensor([0, 1, 1, 4, 5]),
+        num_multi=2,
+        dense_NK=torch.zeros(3, 0),
+    )
+    for feature, padded in enumerate([[[1.0], [0.0], [4.0]], [[2.0, 3.0], [0.0, 0.0], [5.0, 0.0]]]):
+        values_NHD, there_NH = inputs.bags_NHD(feature)
+        assert values_NHD.squeeze(2).tolist() == padded
+        assert there_NH.tolist() == [[value > 0 for value in bag] for bag in padded]
+
+
+def test_bags_of_no_rows_and_bags_without_ids_are_padded_to_nothing() -> None:
+    inputs = some_inputs(3, InputSizes(1, 2, 0), 4)
+    assert inputs.no_rows().bags_NHD(1)[0].shape == (0, 0, 4)
+    empty = replace(inputs, bag_values_VD=torch.zeros(0, 4), bag_index_V=torch.zeros(0).long())
+    assert empty.bags_NHD(1)[0].shape == (3, 0, 4)
+
+
+def test_dlrm_takes_the_dot_products_of_all_pairs_in_the_papers_order() -> None:
+    sizes = InputSizes(2, 1, 0)
+    model = build_model(ModelConfig(name="dlrm", embedding_dim=4, hidden=()), sizes).double()
+    inputs = some_inputs(3, sizes, 4)
+    vectors = inputs.features_NFD("mean")
+    pairs = [(1, 0), (2, 0), (2, 1)]
+    dots = torch.stack([(vectors[:, i] * vectors[:, j]).sum(1) for i, j in pairs], dim=1)
+    torch.testing.assert_close(model(inputs), model.top(dots).squeeze(1))
+
+
+def test_an_unknown_model_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError) as caught:
+        build_model(ModelConfig(name="dlmr"), InputSizes(1, 0, 0))
+    assert str(caught.value) == (
+        f"model.name = 'dlmr' is unknown: known are {', '.join(sorted(MODELS))}. "
+        "Choose one of them, or register yours in models/__init__.py"
+    )
+
+
+def test_a_dataset_without_sparse_columns_is_refused() -> None:
+    with pytest.raises(ValueError) as caught:
+        build_model(ModelConfig(), InputSizes(0, 0, 3))
+    assert str(caught.value) == (
+        "the dataset has 0 sparse columns: a model needs at least one. "
+        "Add a [[single]] or [[multi]] column to the schema and prepare again"
+    )

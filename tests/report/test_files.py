@@ -1,0 +1,113 @@
+"""Files appear whole or not at all, and equal runs give equal bytes."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gmeta import report
+from gmeta.errors import UserError
+from gmeta.metrics import Loss
+from gmeta.report import files
+from gmeta.report.evaluation import SCHEMA, Evaluation, Group
+from tests.report.sample import baseline_of, run_of
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def names_of(kind: Any) -> list[str]:
+    return [item.name for item in dataclasses.fields(kind)]
+
+
+def test_a_report_is_one_page_one_json_and_its_pictures(tmp_path: Path) -> None:
+    paths = report.write(tmp_path / "run", [run_of("bce"), baseline_of("bce")])
+    assert sorted(contents(tmp_path / "run")) == [
+        "charts/calibration.png",
+        "charts/groups.png",
+        "charts/learning_curve.png",
+        "charts/support_size.png",
+        "evaluation.json",
+        "report.html",
+    ]
+    assert paths.html == tmp_path / "run" / "report.html"
+    assert all(path.exists() for path in (paths.html, paths.evaluation_json, *paths.charts))
+    assert paths.html.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("loss", ["bce", "mse"])
+def test_equal_runs_give_equal_bytes(tmp_path: Path, loss: Loss) -> None:
+    for name in ("one", "two"):
+        report.write(tmp_path / name, [run_of(loss), baseline_of(loss)])
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+def test_the_json_is_the_documented_schema_without_nan(tmp_path: Path) -> None:
+    paths = report.write(tmp_path, [run_of("mse", num_tasks=5)])
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    value = json.loads(paths.evaluation_json.read_text(), parse_constant=refuse)
+    assert list(value) == names_of(Evaluation)
+    assert value["schema"] == SCHEMA == "gmeta.evaluation/1"
+    assert list(value["groups"][0]) == names_of(Group)
+    estimate = value["groups"][0]["results"][1]["metrics"]["mae"]
+    assert list(estimate) == ["value", "low", "high", "num_tasks", "reason"]
+    assert estimate["low"] is None
+    assert estimate["reason"] == "only 5 tasks count: too few to resample"
+
+
+def test_json_numbers_are_those_of_the_evaluation(tmp_path: Path) -> None:
+    paths = report.write(tmp_path, [run_of("mse")])
+    value = json.loads(paths.evaluation_json.read_text())
+    for group, found in zip(paths.evaluation.groups, value["groups"], strict=True):
+        for result, shown in zip(group.results, found["results"], strict=True):
+            for name, estimate in result.metrics.items():
+                assert shown["metrics"][name]["value"] == pytest.approx(estimate.value, rel=1e-8)
+
+
+def test_pictures_of_an_earlier_evaluation_do_not_stay(tmp_path: Path) -> None:
+    report.write(tmp_path, [run_of("bce")])
+    report.write(tmp_path, [run_of("mse", support_rows=5)])
+    assert sorted(contents(tmp_path)) == [
+        "charts/groups.png",
+        "charts/learning_curve.png",
+        "evaluation.json",
+        "report.html",
+    ]
+
+
+def test_refused_runs_write_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError):
+        report.write(tmp_path / "run", [run_of("mse"), baseline_of("bce")])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "report.html"
+    files.write_whole(target, b"old")
+
+    def no_space(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space left on device"):
+        files.write_whole(target, b"new")
+    assert contents(tmp_path) == {"report.html": b"old"}
+
+
+def test_a_write_replaces_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "report.html"
+    files.write_whole(target, b"a longer old one")
+    files.write_whole(target, b"new")
+    assert contents(tmp_path) == {"report.html": b"new"}

@@ -1,0 +1,159 @@
+"""The page says what the evaluation holds, asks no network, and shows markup as text."""
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from gmeta.metrics import Loss
+from gmeta.report import EvaluatedRun, summarise
+from gmeta.report.charts import charts_of
+from gmeta.report.history import curves_of
+from gmeta.report.page import page
+from gmeta.report.wording import line_of, number, signed
+from tests.report.sample import baseline_of, run_of
+
+VOID = {"meta", "link", "br"}
+
+
+class Outline(HTMLParser):
+    """Collects text, attributes and unbalanced tags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.links: list[str] = []
+        self.broken: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        self.links += [value or "" for name, value in attrs if name in {"href", "src", "action"}]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [value or "" for name, value in attrs if name in {"href", "src"}]
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.broken.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text.append(data)
+
+
+def html_of(*runs: EvaluatedRun) -> str:
+    evaluation = summarise(runs)
+    return page(
+        evaluation,
+        charts_of(evaluation, curves_of(runs[0].history, evaluation.loss, evaluation.headline)),
+    )
+
+
+def text_of(html: str) -> str:
+    outline = Outline()
+    outline.feed(html)
+    return re.sub(r"\s+", " ", " ".join(outline.text))
+
+
+@pytest.mark.parametrize("loss", ["bce", "mse"])
+def test_the_page_is_balanced_and_asks_nothing_of_the_network(loss: Loss) -> None:
+    html = html_of(run_of(loss), baseline_of(loss))
+    outline = Outline()
+    outline.feed(html)
+    assert (outline.open, outline.broken) == ([], [])
+    assert [link for link in outline.links if not link.startswith(("#", "data:"))] == []
+    assert "<script" not in html
+    assert "@import" not in html
+    assert "default-src 'none'" in html
+
+
+def test_the_header_says_what_was_evaluated() -> None:
+    text = text_of(html_of(run_of("mse"), baseline_of("mse")))
+    for fact in (
+        "melu-maml",
+        "movielens-1m",
+        "maml",
+        "1,000",
+        "2026-11-21 04:05 UTC",
+        "1,050 samples/s",
+        "2.0%",
+    ):
+        assert fact in text
+
+
+def test_the_headline_holds_both_stages_the_change_and_the_better_baseline() -> None:
+    run, baseline = run_of("mse"), baseline_of("mse")
+    evaluation = summarise([run, baseline])
+    text = text_of(html_of(run, baseline))
+    assert "MAE: does adapting help, and does it beat plain-dlrm?" in text
+    for group in evaluation.groups:
+        line = line_of(evaluation, group, "mae")
+        assert line.rivals[0].stage_label == "fine-tuned"
+        assert number(line.before.value) in text
+        assert f"{number(line.after.value)} [" in text
+        assert f"{signed(line.change.value)} better" in text
+        assert f"{signed(line.rivals[0].difference.value)} better" in text
+
+
+def test_every_metric_of_every_stage_is_in_the_tables() -> None:
+    evaluation = summarise([run_of("mse"), baseline_of("mse")])
+    text = text_of(html_of(run_of("mse"), baseline_of("mse")))
+    for group in evaluation.groups:
+        for result in group.results:
+            for estimate in result.metrics.values():
+                assert number(estimate.value) in text
+
+
+def test_the_direction_and_unit_of_the_headline_are_stated() -> None:
+    assert "In rating points. Lower is better." in text_of(html_of(run_of("mse")))
+    assert "Higher is better." in text_of(html_of(run_of("bce")))
+
+
+def test_without_a_baseline_the_page_compares_nothing() -> None:
+    text = text_of(html_of(run_of("mse")))
+    assert "MAE: does adapting help?" in text
+    assert "no baseline" in text
+    assert "Settings that differ" not in text
+
+
+def test_settings_that_differ_are_listed_and_equal_ones_are_not() -> None:
+    html = html_of(run_of("mse"), baseline_of("mse"))
+    table = html[html.index("Settings that differ") : html.index("How to read this")]
+    assert "algorithm.name" in table
+    assert "outer.dense_lr" not in table
+
+
+def test_config_and_environment_are_folded_in_the_form_of_overrides() -> None:
+    html = html_of(run_of("mse"))
+    folded = html[html.index("Config and environment of melu-maml") :]
+    assert "outer.dense_lr = 0.001\n" in folded
+    assert "packages.torch = 2.13.0\n" in folded
+
+
+def test_missing_pictures_are_explained() -> None:
+    text = text_of(html_of(replace(run_of("mse", support_rows=5), history=[])))
+    assert "No learning curve: the run logged no steps." in text
+    assert (
+        "No picture against support size: the tasks of a group have equally large support sets."
+        in text
+    )
+
+
+def test_missing_facts_are_said_to_be_missing() -> None:
+    text = text_of(html_of(replace(run_of("mse"), dataset="", evaluated_at="")))
+    assert text.count("not recorded") == 2
+
+
+def test_reasons_stand_where_a_number_is_missing() -> None:
+    text = text_of(html_of(run_of("mse", num_tasks=5)))
+    assert "only 5 tasks count: too few to resample" in text
+
+
+def test_names_with_markup_are_shown_as_text() -> None:
+    name = "<img src=x onerror=alert(1)>"
+    html = html_of(replace(run_of("mse"), name=name))
+    assert "<img" not in html
+    assert name in text_of(html)

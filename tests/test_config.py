@@ -1,0 +1,109 @@
+"""Configs: defaults, overrides, and the exact words of every refusal."""
+
+from pathlib import Path
+
+import pytest
+
+from gmeta.config import TrainConfig, config_from_dict, describe_config, load_config
+from gmeta.errors import ConfigError
+
+GOOD = '[data]\npath = "logs"\n[run]\ndir = "runs/a"\n'
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "train.toml"
+    path.write_text(GOOD)
+    return path
+
+
+def test_overrides_replace_values_with_their_toml_types(good: Path) -> None:
+    config = load_config(
+        good,
+        [
+            "outer.dense_lr=1",
+            "model.hidden=[8, 4]",
+            "algorithm.name=fomaml",
+            "data.path=s3://bucket/x",
+            "run.dir='b'",
+        ],
+    )
+    assert config.outer.dense_lr == 1.0
+    assert config.model.hidden == (8, 4)
+    assert config.algorithm.name == "fomaml"
+    assert config.data.path == "s3://bucket/x"
+    assert config.run.dir == "b"
+
+
+def test_a_saved_config_reads_back_equal(good: Path) -> None:
+    config = load_config(good, ["algorithm.adapt_layers=['top.*']", "run.epochs=3"])
+    assert config_from_dict(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("outer.dense_lrr=1", "outer.dense_lrr is unknown; did you mean outer.dense_lr?"),
+        ("otter.dense_lr=1", "otter is unknown; did you mean outer?"),
+        ("run.zzz=1", "run.zzz is unknown; known are dir, seed, epochs, max_steps"),
+        ("foo=1", "override 'foo=1' is not of the form section.key=value. Write e.g. run.epochs=3"),
+        ("outer.dense_lr=fast", "outer.dense_lr = 'fast' is not of type float. Correct the value"),
+        ("outer.dense_lr=nan", "outer.dense_lr = nan is not a finite number. Correct the value"),
+        ("run.epochs=0", "run.epochs = 0 is too small: at least 1 is allowed. Correct the value"),
+        ("run.epochs=true", "run.epochs = True is not of type int. Correct the value"),
+        ("run.epochs=1.5", "run.epochs = 1.5 is not of type int. Correct the value"),
+        (
+            "algorithm.learned_rates=row",
+            "algorithm.learned_rates = 'row' is not allowed: choose one of layer, output, weight",
+        ),
+        ("model.hidden=8", "model.hidden = 8 is not a list. Write e.g. model.hidden = [...]"),
+        ("model.hidden=['a']", "model.hidden[0] = 'a' is not of type int. Correct the value"),
+        (
+            "data.path=''",
+            "data.path is empty: it is required. Set it in the config, or add data.path=PATH",
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_key_the_value_and_what_is_allowed(
+    good: Path, override: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(good, [override])
+    assert str(caught.value).startswith(message)
+    if "known are" not in message:
+        assert str(caught.value) == message
+
+
+def test_a_section_given_as_a_value_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text("outer = 3\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value) == "outer = 3 is a value, not a section. Write [outer] in the config"
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["outer.dense_lr=1"])
+    assert str(caught.value) == "outer = 3 is a value, not a section. Write [outer] in the config"
+
+
+def test_a_missing_file_and_broken_toml_are_one_line(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.toml"
+    with pytest.raises(ConfigError) as caught:
+        load_config(missing)
+    assert (
+        str(caught.value)
+        == f"config {str(missing)!r} cannot be read: No such file or directory. Give a TOML file"
+    )
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[data\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(broken)
+    assert str(caught.value).startswith(f"config {str(broken)!r} is no TOML: ")
+
+
+def test_every_key_has_a_line_of_help() -> None:
+    described = {key: text for key, _, text in describe_config()}
+    assert all(described.values())
+    defaults = TrainConfig().to_json()
+    assert set(described) == {
+        f"{section}.{key}" for section, keys in defaults.items() for key in keys
+    }

@@ -1,0 +1,129 @@
+"""Train, break off, resume and evaluate through the command line, as processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gmeta.checkpoint import list_checkpoints
+from tests.commands import SMALL_MODEL, environment, gmeta, losses, metrics, write_config
+
+
+@pytest.fixture
+def config(tmp_path: Path, click_logs: Path) -> Path:
+    return write_config(tmp_path / "train.toml", click_logs, tmp_path / "run")
+
+
+def train(config: Path, *arguments: str) -> Path:
+    """Train to the end; the run folder."""
+    run = next((Path(a[8:]) for a in arguments if a.startswith("run.dir=")), config.parent / "run")
+    result = gmeta("train", config, *SMALL_MODEL, *arguments)
+    assert result.returncode == 0, result.stderr
+    return run
+
+
+@pytest.mark.distributed
+def test_two_ranks_train_and_evaluate_to_a_report(config: Path) -> None:
+    run = train(config, "data.valid_split=valid", "--nproc-per-node=2")
+    plain = train(config, "algorithm.name=none", f"run.dir={config.parent / 'plain'}")
+    assert {path.name for path in run.iterdir()} == {
+        "config.json",
+        "environment.json",
+        "metrics.jsonl",
+        "tensorboard",
+        "checkpoints",
+    }
+    assert [line["step"] for line in metrics(run)] == [*range(1, 9), 8]
+    assert set(metrics(run)[0]) == {"step", "epoch", "loss", "samples_per_s", "data_wait_share"}
+    assert "auc" in metrics(run)[-1]["valid"]
+    assert json.loads((run / "environment.json").read_text())["world_size"] == 2
+
+    result = gmeta("evaluate", run, "--against", plain, "--nproc-per-node", "2")
+    assert result.returncode == 0, result.stderr
+    assert "user-item-cold" in result.stdout
+    assert str(run / "evaluation" / "report.html") in result.stdout
+    assert (run / "evaluation" / "report.html").read_text().startswith("<!doctype html>")
+    evaluation = json.loads((run / "evaluation" / "evaluation.json").read_text())
+    assert evaluation["schema"] == "gmeta.evaluation/1"
+
+
+@pytest.mark.distributed
+def test_the_same_seed_gives_the_same_losses_however_the_ranks_are_started(config: Path) -> None:
+    ours = losses(train(config, "--nproc-per-node=2", f"run.dir={config.parent / 'ours'}"))
+    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "gmeta", "train"]
+    result = subprocess.run(
+        [sys.executable, *command, str(config), *SMALL_MODEL],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    # Two ranks twice: to the last bit. One rank sums in another order: to rounding.
+    assert losses(config.parent / "run") == ours
+    one = losses(train(config, f"run.dir={config.parent / 'one'}"))
+    assert one == pytest.approx(ours, rel=1e-5)
+    assert losses(train(config, "run.seed=1", f"run.dir={config.parent / 'other'}")) != one
+
+
+@pytest.mark.distributed
+def test_a_resumed_run_on_other_ranks_goes_on_as_if_never_stopped(config: Path) -> None:
+    whole = train(config, "run.epochs=2", "run.max_steps=20", f"run.dir={config.parent / 'whole'}")
+    run = train(config, "run.epochs=2", "run.max_steps=15", "--nproc-per-node=2")
+    train(config, "run.epochs=2", "run.max_steps=20", "--resume")
+    assert [line["step"] for line in metrics(run)] == list(range(1, 21))
+    assert [line["epoch"] for line in metrics(run)] == [0] * 13 + [1] * 7
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def start_and_wait_for_checkpoint(config: Path, *arguments: str) -> subprocess.Popen[str]:
+    """A long run in the background, once it has written its first checkpoint."""
+    command = [sys.executable, "-m", "gmeta", "train", str(config), *SMALL_MODEL, *arguments]
+    job = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
+    deadline_s = time.monotonic() + 60
+    while not list_checkpoints(config.parent / "run" / "checkpoints"):
+        assert time.monotonic() < deadline_s, "no checkpoint within 60 s"
+        assert job.poll() is None, job.communicate()[1]
+        time.sleep(0.1)
+    return job
+
+
+def ranks_of(job: subprocess.Popen[str]) -> list[int]:
+    """Process ids of the ranks that the job's launcher started."""
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    return [int(child) for child in children]
+
+
+LONG = ["run.epochs=1000", "run.max_steps=400", "run.checkpoint_every_steps=5"]
+
+
+@pytest.mark.distributed
+def test_a_killed_rank_ends_the_job_in_one_line_and_resume_finishes_it(config: Path) -> None:
+    job = start_and_wait_for_checkpoint(config, *LONG, "--nproc-per-node=2")
+    os.kill(ranks_of(job)[-1], signal.SIGKILL)
+    _, stderr = job.communicate(timeout=60)
+    assert job.returncode == 1
+    last_line = stderr.strip().splitlines()[-1]
+    assert last_line.startswith("error: rank ")
+    assert last_line.endswith(
+        "was ended by signal 9: the other ranks were stopped. "
+        "Run the same command with --resume: it goes on from the newest checkpoint"
+    )
+    assert "Traceback" not in stderr
+    run = train(config, *LONG, "--resume", "--nproc-per-node=2")
+    assert [line["step"] for line in metrics(run)] == list(range(1, 401))
+
+
+@pytest.mark.distributed
+def test_a_killed_rank_is_restarted_when_restarts_are_allowed(config: Path) -> None:
+    job = start_and_wait_for_checkpoint(config, *LONG, "--nproc-per-node=2", "--max-restarts=1")
+    os.kill(ranks_of(job)[0], signal.SIGKILL)
+    _, stderr = job.communicate(timeout=90)
+    assert job.returncode == 0, stderr
+    assert [line["step"] for line in metrics(config.parent / "run")] == list(range(1, 401))

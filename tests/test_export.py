@@ -1,0 +1,276 @@
+"""Export of trained runs: what is served equals what is evaluated; nothing half-written is left."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import gmeta
+from gmeta.checkpoint import list_checkpoints
+from gmeta.cli import app
+from gmeta.errors import GMetaError, UserError
+from gmeta.export import CheckpointReader, export_run
+from metaio.prepare import prepare
+from metaio.schema import parse_schema
+from tests.commands import SMALL_MODEL, write_config
+from tests.commands import gmeta as run_gmeta
+from tests.exported import evaluated, rows_of_split
+
+SPLIT = "user-item-cold"
+SCHEMA = {
+    "task": {"column": "user"},
+    "label": {"column": "stars", "threshold": 4.0},
+    "time": {"column": "at"},
+    "single": [
+        {"column": "shop", "vocabulary": 2, "null": "unknown"},
+        {"column": "item", "hash": 64},
+        {"column": "user", "hash": 32},
+    ],
+    "multi": [{"column": "tags", "vocabulary": 1, "separator": "|"}],
+    "dense": [{"column": "price", "log1p": True, "standardise": True, "fill": 5.0}],
+    "episodes": {"by": "last", "query_rows": 3, "min_rows": 5},
+    "splits": {"shares": {"train": 0.7, "test": 0.3}},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, click_logs: Path) -> Path:
+    """Two ranks' run on table ids: two checkpoints of two shards each."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = write_config(folder / "train.toml", click_logs, folder / "run")
+    return _trained(config, "run.checkpoint_every_steps=4", "--nproc-per-node=2")
+
+
+@pytest.fixture(scope="module")
+def raw_rows() -> pa.Table:
+    """Ratings of 60 users by raw columns: text, integers, nulls, lists as text, a skewed price."""
+    rng = np.random.default_rng(3)
+    user = np.repeat(np.arange(1_000, 1_060), rng.integers(5, 14, 60))
+    count = len(user)
+    shops = [None if n == 9 else f"shop {n}" for n in rng.integers(0, 10, count)]
+    tags = ["|".join(rng.choice(["new", "red", "big"], size)) for size in rng.integers(0, 3, count)]
+    price = rng.lognormal(2, 1, count)
+    return pa.table(
+        {
+            "user": user,
+            "stars": rng.integers(1, 6, count),
+            "at": rng.permutation(count),
+            "shop": shops,
+            "item": rng.integers(0, 500, count),
+            "tags": tags,
+            "price": pa.array(price, mask=rng.random(count) < 0.1),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def raw_run(tmp_path_factory: pytest.TempPathFactory, raw_rows: pa.Table) -> Path:
+    """A run on those ratings, prepared by a schema."""
+    folder = tmp_path_factory.mktemp("raw")
+    pq.write_table(raw_rows, folder / "ratings.parquet")
+    schema = parse_schema(cast("dict[str, object]", SCHEMA))
+    prepare([str(folder / "ratings.parquet")], str(folder / "data"), schema)
+    return _trained(write_config(folder / "train.toml", folder / "data", folder / "run"))
+
+
+def _trained(config: Path, *arguments: str) -> Path:
+    result = run_gmeta("train", config, *SMALL_MODEL, *arguments)
+    assert result.returncode == 0, result.stderr
+    return config.parent / "run"
+
+
+@pytest.fixture(scope="module")
+def model(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run's newest checkpoint, exported."""
+    out = tmp_path_factory.mktemp("exported") / "model"
+    export_run(run, out)
+    return out
+
+
+def difference(ours: object, theirs: pa.ChunkedArray) -> float:
+    return float(np.abs(np.asarray(ours) - theirs.to_numpy()).max())
+
+
+@pytest.mark.distributed
+def test_a_served_model_predicts_what_evaluate_does(
+    run: Path, model: Path, click_logs: Path, tmp_path: Path
+) -> None:
+    expected = evaluated(run, SPLIT, tmp_path / "expected.parquet")
+    support, query = rows_of_split(click_logs, SPLIT)
+    served = gmeta.load(model)
+    found = served.predict_tasks(support, query)
+    assert difference(found.before_N, expected["before"]) < 1e-6
+    assert difference(found.after_N, expected["after"]) < 1e-6
+    assert difference(found.after_N, expected["before"]) > 1e-3
+    assert found.support_rows_N.tolist() == expected["support_rows"].to_pylist()
+    assert difference(served.predict(query), expected["before"]) < 1e-6
+    for task in set(query["user"].to_pylist()):
+        mine, yours = (
+            table.filter(pa.compute.equal(table["user"], task)) for table in (support, query)
+        )
+        wanted = expected.filter(pa.compute.equal(expected["task"], task))["after"]
+        assert difference(served.adapt(mine).predict(yours), wanted) < 1e-6
+
+
+@pytest.mark.distributed
+def test_raw_columns_are_encoded_as_prepare_did(
+    raw_run: Path, raw_rows: pa.Table, tmp_path: Path
+) -> None:
+    exported = CliRunner().invoke(app, ["export", str(raw_run), str(tmp_path / "model")])
+    assert exported.exit_code == 0, exported.exception
+    expected = evaluated(raw_run, "test", tmp_path / "expected.parquet")
+    shutil.move(raw_run.parent / "data", tmp_path / "gone")  # the model must not need it
+    tasks = expected["task"].unique()
+    ordered = raw_rows.sort_by([("user", "ascending"), ("at", "ascending")])
+    ordered = ordered.filter(pa.compute.is_in(ordered["user"], tasks))
+    users, sizes = np.unique(ordered["user"], return_counts=True)
+    from_end = np.concatenate([np.arange(size)[::-1] for size in sizes])
+    support, query = ordered.filter(from_end >= 3), ordered.filter(from_end < 3)
+    pq.write_table(support.drop_columns(["at"]), tmp_path / "support.parquet")
+    shuffled = query.take(np.random.default_rng(0).permutation(query.num_rows))
+    pq.write_table(shuffled.drop_columns(["at", "stars"]), tmp_path / "query.parquet")
+    paths = [tmp_path / name for name in ("model", "support.parquet", "query.parquet")]
+    result = run_gmeta("predict", *paths, "--out", tmp_path / "out.parquet")
+    assert result.returncode == 0, result.stderr
+    assert f"{tmp_path / 'out.parquet'}  ({query.num_rows} rows, in " in result.stderr
+    found = pq.read_table(tmp_path / "out.parquet")
+    assert found.drop_columns(["prediction", "prediction_before", "support_rows"]).equals(
+        shuffled.drop_columns(["at", "stars"])
+    )
+    assert len(users) == len(tasks) > 5
+    for task in tasks:
+        mine = found.filter(pa.compute.equal(found["user"], task))
+        wanted = expected.filter(pa.compute.equal(expected["task"], task))
+        # Rows of a task stand in another order here: as sets they must agree.
+        for ours, theirs in (("prediction", "after"), ("prediction_before", "before")):
+            np.testing.assert_allclose(
+                np.sort(mine[ours]), np.sort(wanted[theirs]), rtol=0, atol=1e-6
+            )
+
+
+@pytest.mark.distributed
+def test_any_step_kept_can_be_exported_and_replaces_a_model_only_when_told(
+    run: Path, tmp_path: Path
+) -> None:
+    old, new = list_checkpoints(run / "checkpoints")
+    assert (old.name, new.name) == ("step-00000004", "step-00000008")
+    out = tmp_path / "model"
+    assert export_run(run, out, step=4).step == 4
+    assert gmeta.load(out).config.source["step"] == 4
+    with pytest.raises(UserError) as caught:
+        export_run(run, out)
+    assert str(caught.value) == (
+        f"{out} holds an exported model already. "
+        "Choose another folder, or pass --overwrite to replace it"
+    )
+    assert export_run(run, out, "int8", overwrite=True).step == 8
+    assert gmeta.load(out).config.table_format == "int8"
+    with pytest.raises(UserError) as caught:
+        export_run(run, tmp_path / "other", step=5)
+    assert str(caught.value) == (
+        f"run {run} has no checkpoint of step 5: it has 4, 8. "
+        "Choose one of them, or leave out --step for the newest"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.distributed
+def test_smaller_tables_cost_little_accuracy(run: Path, click_logs: Path, tmp_path: Path) -> None:
+    support, query = rows_of_split(click_logs, SPLIT)
+    exact = None
+    for table_format, share, error in (
+        ("float32", 1.0, 0),
+        ("float16", 0.5, 2e-3),
+        ("int8", 0.5, 0.02),
+    ):
+        out = tmp_path / table_format
+        written = export_run(run, out, table_format)
+        # The safetensors header weighs on tables of 24 rows; the payload is what the format says.
+        assert written.table_bytes < share * written.float32_table_bytes + 9 * 200
+        after_N = gmeta.load(out).predict_tasks(support, query).after_N.numpy()
+        exact = after_N if exact is None else exact
+        assert np.abs(after_N - exact).max() <= error
+
+
+def flip_metadata(checkpoint: Path) -> None:
+    (checkpoint / ".metadata").write_bytes(b"no pickle")
+
+
+def cut_shard(checkpoint: Path) -> None:
+    shard = min(checkpoint.glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:500])
+
+
+def lose_shard(checkpoint: Path) -> None:
+    min(checkpoint.glob("*.distcp")).unlink()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("damage", [flip_metadata, cut_shard, lose_shard])
+def test_a_damaged_checkpoint_is_told_in_one_line_and_leaves_nothing(
+    run: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    newest = list_checkpoints(copy / "checkpoints")[-1]
+    damage(newest)
+    with pytest.raises(GMetaError) as caught:
+        export_run(copy, tmp_path / "model")
+    told = str(caught.value)
+    assert told.startswith(f"checkpoint {newest} cannot be read: ")  # then torch's reason
+    assert told.endswith(
+        ". Export an earlier one with --step, or remove it and train on from the one before"
+    )
+    assert len(told.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert export_run(copy, tmp_path / "model", step=4).step == 4
+
+
+@pytest.mark.distributed
+def test_a_run_is_exported_only_with_the_dataset_it_was_trained_on(
+    run: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    environment = json.loads((copy / "environment.json").read_text())
+    trained_on = environment["dataset_fingerprint"]
+    (copy / "environment.json").write_text(json.dumps({"dataset_fingerprint": "0" * 32}))
+    dataset = json.loads((copy / "config.json").read_text())["data"]["path"]
+    with pytest.raises(GMetaError) as caught:
+        export_run(copy, tmp_path / "model")
+    assert str(caught.value) == (
+        f"dataset {dataset} has fingerprint {trained_on[:12]}, run {copy} was trained on "
+        "000000000000: its ids may mean other values. "
+        "Bring back that dataset, or train on this one"
+    )
+    shutil.rmtree(copy / "checkpoints")
+    with pytest.raises(UserError) as caught:
+        export_run(copy, tmp_path / "model")
+    assert str(caught.value) == (
+        f"run {copy} has 0 checkpoints: there is nothing to export yet. Let it reach its first one"
+    )
+
+
+@pytest.mark.distributed
+def test_a_diverged_model_is_not_exported(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverged(reader: CheckpointReader, names: list[str]) -> dict[str, torch.Tensor]:
+        found = read(reader, names)
+        return {name: value.fill_(torch.nan) for name, value in found.items()}
+
+    read = CheckpointReader.read
+    monkeypatch.setattr(CheckpointReader, "read", diverged)
+    with pytest.raises(GMetaError) as caught:
+        export_run(run, tmp_path / "model")
+    assert str(caught.value) == (
+        "layer model.bottom.0.weight holds values that are not finite: the run diverged. "
+        "Export an earlier checkpoint with --step, or train with lower rates"
+    )
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,82 @@
+"""The walk-through of docs/extending.md, followed to the letter on a copy of the repository."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gmeta.adaptation.algorithms import ALGORITHMS
+from models import MODELS
+from tests.commands import SMALL_MODEL, environment, metrics, write_config
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("gmeta", "metaio", "models", "protos", "tests")
+
+
+@pytest.fixture
+def extended(tmp_path: Path) -> Path:
+    """A copy of the repository with every file and line that the page tells to write."""
+    copy = tmp_path / "copy"
+    for package in PACKAGES:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, copy / package, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    page = (ROOT / "docs" / "extending.md").read_text()
+    for text, block in re.findall(
+        r"([^`\n]*(?:`[^`]+`[^`\n]*)+\n\n)```python\n(.*?)```", page, re.S
+    ):
+        path = copy / re.findall(r"`([\w/]+\.py)`", text)[-1]
+        if "Register" in text:
+            (registry,) = re.findall(r"the dict `(\w+)`", text)
+            register(path, registry, block)
+        else:
+            assert not path.exists()
+            path.write_text(block)
+    return copy
+
+
+def register(path: Path, registry: str, block: str) -> None:
+    """Add the block's import to the imports of a file and its entry to the dict."""
+    imported, entry = block.split("\n\n")
+    text = path.read_text()
+    start = re.search(rf"^{registry}: .* = {{\n", text, re.M)
+    assert start is not None
+    text = text[: start.end()] + entry.rstrip("\n") + "\n" + text[start.end() :]
+    first_import = re.search(r"^from (?:models|gmeta)\.", text, re.M)
+    assert first_import is not None
+    path.write_text(text[: first_import.start()] + imported + "\n" + text[first_import.start() :])
+
+
+def run(extended: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=extended,
+        env={**environment(), "PYTHONPATH": str(extended)},
+        timeout=240,
+        check=False,
+    )
+
+
+def test_the_new_model_and_algorithm_pass_their_tests_and_those_of_all(extended: Path) -> None:
+    found = re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "docs" / "extending.md").read_text())
+    written = [path for path in found if not (ROOT / path).exists()]
+    assert written == ["tests/models/test_fm.py", "tests/adaptation/test_boil.py"]
+    shared = ["tests/models/test_models.py", "tests/adaptation/test_every_pair_learns.py"]
+    names = "fm or boil or every_pair_counts"
+    result = run(extended, "pytest", "-rN", *written, *shared, "-k", names, "-o", "addopts=")
+    assert result.returncode == 0, result.stdout
+    # 3 that the page writes, 8 of a row alone and among others, and each pair with one of the two.
+    assert f"{3 + 8 + len(MODELS) + 1 + len(ALGORITHMS)} passed" in result.stdout
+
+
+def test_the_new_model_trains_by_the_new_algorithm(extended: Path, click_logs: Path) -> None:
+    config = write_config(extended / "train.toml", click_logs, extended / "run")
+    chosen = ["model.name=fm", "algorithm.name=boil"]
+    result = run(extended, "gmeta", "train", config, *SMALL_MODEL, *chosen)
+    assert result.returncode == 0, result.stderr
+    assert [line["step"] for line in metrics(extended / "run")] == list(range(1, 9))

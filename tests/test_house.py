@@ -1,0 +1,86 @@
+"""The rules of the house: what may import what, how long files grow, what the docs promise."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from gmeta.cli import COMMANDS
+from gmeta.config import describe_config
+from metaio.schema import parse_schema
+
+ROOT = Path(__file__).resolve().parents[1]
+MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def test_training_stays_on_two_screens() -> None:
+    assert len((ROOT / "gmeta" / "train.py").read_text().splitlines()) < 300
+
+
+def test_imports_point_one_way() -> None:
+    linter = Path(sys.executable).with_name("lint-imports")
+    result = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("gmeta.antdt", ("torch", "metaio", "models")),
+        ("gmeta.cli", ("torch", "metaio", "matplotlib", "duckdb")),
+        ("gmeta.commands.shards", ("torch", "metaio", "models")),
+        ("gmeta.build", ("torchrec", "matplotlib", "duckdb")),
+        ("metaio", ("gmeta", "models", "torchrec")),
+        ("models", ("gmeta", "metaio", "torchrec")),
+    ],
+)
+def test_a_fresh_import_loads_no_more_than_it_should(
+    module: str, unwanted: tuple[str, ...]
+) -> None:
+    code = f"import sys, {module}; print(*(m for m in {unwanted!r} if m in sys.modules))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == []
+
+
+def test_the_readme_lists_every_config_key_with_its_default() -> None:
+    rows = [f"| `{key}` | `{default}` | {text} |" for key, default, text in describe_config()]
+    readme = (ROOT / "README.md").read_text()
+    missing = [row for row in rows if row not in readme]
+    assert missing == [], "run: python -m tests.test_house"
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_in_the_docs_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
+    local = [link for link in links if not link.startswith(("http:", "https:", "mailto:"))]
+    assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+def test_the_schema_in_the_readme_is_one_that_prepare_takes() -> None:
+    readme = (ROOT / "README.md").read_text()
+    (block,) = re.findall(r"```toml\n(\[task\].*?)```", readme, flags=re.DOTALL)
+    assert parse_schema(tomllib.loads(block)).columns == [
+        "user_id",
+        "clicked",
+        "timestamp",
+        "item_id",
+        "city",
+        "tags",
+        "price",
+    ]
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_in_the_docs_exist(page: Path) -> None:
+    blocks = re.findall(r"```(?:bash|console|sh)\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    commands = set(re.findall(r"^(?:\$ )?gmeta ([a-z-]+)", "\n".join(blocks), flags=re.MULTILINE))
+    assert commands - set(COMMANDS) == set()
+
+
+if __name__ == "__main__":
+    print("\n".join(f"| `{key}` | `{value}` | {text} |" for key, value, text in describe_config()))

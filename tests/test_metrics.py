@@ -1,0 +1,255 @@
+"""Metrics against scikit-learn and against loops that are slow and obvious."""
+
+import doctest
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import (
+    log_loss,
+    mean_absolute_error,
+    ndcg_score,
+    roc_auc_score,
+    root_mean_squared_error,
+)
+
+import gmeta.metrics
+from gmeta.metrics import (
+    Array,
+    Gain,
+    Loss,
+    Terms,
+    auc,
+    evaluate_split,
+    gauc,
+    logloss,
+    mae,
+    metric_infos,
+    ndcg_at_k,
+    rmse,
+    split_terms,
+)
+
+# N rows, T tasks
+
+
+def clicks(
+    num_rows: int, num_tasks: int, seed: int = 0, levels: int = 50
+) -> tuple[Array, Array, Array]:
+    """Labels, tied probabilities and tasks whose rows are not next to each other."""
+    rng = np.random.default_rng(seed)
+    score_N = (rng.integers(0, levels, num_rows) / levels).astype(np.float32)
+    label_N = (rng.random(num_rows) < score_N).astype(np.float32)
+    return label_N, score_N, rng.integers(-3, num_tasks - 3, num_rows)
+
+
+def ratings(num_rows: int, num_tasks: int, seed: int = 0) -> tuple[Array, Array, Array]:
+    rng = np.random.default_rng(seed)
+    label_N = rng.integers(1, 6, num_rows).astype(np.float32)
+    score_N = np.round(label_N + rng.normal(0, 1.5, num_rows), 1).astype(np.float32)
+    return label_N, score_N, rng.integers(0, num_tasks, num_rows)
+
+
+def auc_by_pairs(label_N: Array, score_N: Array) -> float:
+    positives, negatives = score_N[label_N > 0.5], score_N[label_N <= 0.5]
+    won = sum((p > n) + 0.5 * (p == n) for p in positives for n in negatives)
+    return float(won / (len(positives) * len(negatives)))
+
+
+def gauc_by_loop(label_N: Array, score_N: Array, task_N: Array) -> float:
+    total, weight = 0.0, 0
+    for task in set(task_N.tolist()):
+        rows = task_N == task
+        if len(set(label_N[rows].tolist())) == 2:
+            total += rows.sum() * roc_auc_score(label_N[rows], score_N[rows])
+            weight += rows.sum()
+    return total / weight
+
+
+def ndcg_by_loop(label_N: Array, score_N: Array, task_N: Array, k: int, gain: Gain) -> float:
+    values = []
+    for task in set(task_N.tolist()):
+        rows = task_N == task
+        gains = label_N[rows] if gain == "linear" else 2.0 ** label_N[rows] - 1
+        if rows.sum() == 1:  # scikit-learn refuses a single document, whose only order is ideal
+            values.append(1.0)
+        else:
+            values.append(ndcg_score(gains[None], score_N[rows][None], k=k))
+    return float(np.mean(values))
+
+
+def value_of_sums(terms: Terms) -> float:
+    mean = terms.num_T.sum() / terms.den_T.sum()
+    return math.sqrt(mean) if terms.is_root else float(mean)
+
+
+def test_the_examples_in_the_docstrings_run() -> None:
+    outcome = doctest.testmod(gmeta.metrics)
+    assert outcome.attempted >= 3
+    assert outcome.failed == 0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 4)), min_size=2, max_size=30))
+def test_auc_counts_pairs_and_halves_ties(rows: list[tuple[bool, int]]) -> None:
+    label_N = np.array([float(positive) for positive, _ in rows])
+    score_N = np.array([float(score) for _, score in rows])
+    if len(set(label_N.tolist())) < 2:
+        assert math.isnan(auc(label_N, score_N))
+    else:
+        assert auc(label_N, score_N) == pytest.approx(auc_by_pairs(label_N, score_N), abs=1e-15)
+
+
+@pytest.mark.parametrize("levels", [1, 3, 100_000])
+def test_auc_equals_scikit_learn(levels: int) -> None:
+    label_N, score_N, _ = clicks(5_000, 1, levels=max(levels, 2))
+    score_N = score_N if levels > 1 else np.full_like(score_N, 0.25)
+    assert auc(label_N, score_N) == pytest.approx(roc_auc_score(label_N, score_N), abs=1e-14)
+
+
+def test_auc_of_a_million_rows_does_not_overflow() -> None:
+    label_N, score_N, _ = clicks(1_000_000, 1, levels=1000)
+    assert auc(label_N, score_N) == pytest.approx(roc_auc_score(label_N, score_N), abs=1e-12)
+
+
+@pytest.mark.parametrize(("num_rows", "num_tasks"), [(40, 3), (3_000, 200), (3_000, 2_000)])
+def test_gauc_equals_a_loop_over_tasks(num_rows: int, num_tasks: int) -> None:
+    label_N, score_N, task_N = clicks(num_rows, num_tasks, levels=5)
+    assert gauc(label_N, score_N, task_N) == pytest.approx(
+        gauc_by_loop(label_N, score_N, task_N), abs=1e-14
+    )
+
+
+def test_gauc_leaves_out_tasks_of_one_class() -> None:
+    label_N, score_N, task_N = clicks(200, 10)
+    with_extra = [
+        np.append(label_N, np.ones(50)),
+        np.append(score_N, np.zeros(50)),
+        np.append(task_N, [99] * 50),
+    ]
+    assert gauc(*with_extra) == gauc(label_N, score_N, task_N)
+    assert evaluate_split(*with_extra, "bce")["gauc"].num_tasks == 10
+
+
+@pytest.mark.parametrize("gain", ["linear", "exponential"])
+@pytest.mark.parametrize("k", [1, 3, 50])
+def test_ndcg_equals_scikit_learn_task_by_task(k: int, gain: Gain) -> None:
+    label_N, score_N, task_N = ratings(2_000, 150)
+    expected = ndcg_by_loop(label_N, score_N, task_N, k, gain)
+    assert ndcg_at_k(label_N, score_N, task_N, k, gain) == pytest.approx(expected, abs=1e-12)
+
+
+def test_ndcg_gives_a_constant_model_the_chance_expectation() -> None:
+    label_N, task_N = np.array([5.0, 3.0, 1.0]), np.zeros(3, np.int64)
+    assert ndcg_at_k(label_N, np.zeros(3), task_N, 1) == pytest.approx(3.0 / 5.0)
+
+
+def test_ndcg_leaves_out_tasks_without_gain() -> None:
+    label_N, task_N = np.array([5.0, 1.0, 0.0, 0.0]), np.array([0, 0, 1, 1])
+    assert ndcg_at_k(label_N, np.array([1.0, 2.0, 1.0, 2.0]), task_N, 1) == pytest.approx(0.2)
+    assert math.isnan(ndcg_at_k(np.zeros(2), np.ones(2), np.zeros(2, np.int64), 1))
+
+
+def test_ndcg_refuses_a_k_below_one() -> None:
+    with pytest.raises(ValueError) as caught:
+        ndcg_at_k(np.ones(2), np.ones(2), np.zeros(2), 0)
+    assert str(caught.value) == "nDCG@0 does not exist: k must be at least 1. Pass k >= 1."
+
+
+def test_errors_over_rows_equal_scikit_learn() -> None:
+    label_N, score_N, _ = ratings(1_000, 10)
+    assert mae(label_N, score_N) == pytest.approx(mean_absolute_error(label_N, score_N), rel=1e-6)
+    assert rmse(label_N, score_N) == pytest.approx(
+        root_mean_squared_error(label_N, score_N), rel=1e-6
+    )
+
+
+def test_logloss_equals_scikit_learn_also_where_it_clips() -> None:
+    label_N = np.array([0, 1, 1, 0, 1], np.float32)
+    probability_N = np.array([0.2, 0.9, 0.0, 1.0, 1.0], np.float32)
+    assert logloss(label_N, probability_N) == pytest.approx(
+        log_loss(label_N, probability_N), rel=1e-6
+    )
+    assert math.isfinite(logloss(label_N, probability_N))
+
+
+@pytest.mark.parametrize("loss", ["bce", "mse"])
+def test_every_metric_equals_its_sums_over_tasks(loss: Loss) -> None:
+    rows = clicks(2_000, 90) if loss == "bce" else ratings(2_000, 90)
+    values, terms = evaluate_split(*rows, loss), split_terms(*rows, loss)
+    assert list(values) == list(terms) == list(metric_infos(loss))
+    for name, one in terms.items():
+        assert value_of_sums(one) == pytest.approx(values[name].value, abs=1e-12), name
+
+
+def test_evaluate_split_of_ratings_agrees_with_the_single_functions() -> None:
+    label_N, score_N, task_N = ratings(900, 60)
+    values = {
+        name: one.value for name, one in evaluate_split(label_N, score_N, task_N, "mse").items()
+    }
+    liked_N = label_N >= 4
+    assert values == {
+        "mae": mae(label_N, score_N),
+        "rmse": rmse(label_N, score_N),
+        "ndcg@1": ndcg_at_k(label_N, score_N, task_N, 1),
+        "ndcg@3": ndcg_at_k(label_N, score_N, task_N, 3),
+        "auc": auc(liked_N, score_N),
+        "gauc": gauc(liked_N, score_N, task_N),
+    }
+
+
+@pytest.mark.parametrize("loss", ["bce", "mse"])
+def test_the_order_of_rows_does_not_matter(loss: Loss) -> None:
+    rows = clicks(700, 40) if loss == "bce" else ratings(700, 40)
+    order_N = np.random.default_rng(1).permutation(700)
+    shuffled = evaluate_split(*(column[order_N] for column in rows), loss)
+    for name, one in evaluate_split(*rows, loss).items():
+        assert shuffled[name].value == pytest.approx(one.value, abs=1e-12), name
+
+
+def test_one_class_leaves_ranking_undefined_and_says_so() -> None:
+    values = evaluate_split(np.zeros(4), np.full(4, 0.5), np.array([0, 0, 1, 1]), "bce")
+    assert math.isnan(values["auc"].value)
+    assert values["auc"].reason == "0 positive and 4 negative rows: both classes are needed"
+    assert math.isnan(values["gauc"].value)
+    assert values["gauc"].reason == "no task holds both classes"
+    assert values["logloss"].value == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("loss", ["bce", "mse"])
+def test_an_empty_split_is_undefined_not_zero(loss: Loss) -> None:
+    empty = np.zeros(0)
+    for one in evaluate_split(empty, empty, empty, loss).values():
+        assert math.isnan(one.value)
+        assert (one.reason, one.num_tasks) == ("no rows", 0)
+    assert all(
+        math.isnan(value) for value in (auc(empty, empty), mae(empty, empty), rmse(empty, empty))
+    )
+
+
+def test_a_diverged_model_has_no_metrics() -> None:
+    label_N, score_N, task_N = ratings(100, 5)
+    score_N[:3] = np.nan
+    for one in evaluate_split(label_N, score_N, task_N, "mse").values():
+        assert math.isnan(one.value)
+        assert one.reason == "3 of 100 predictions are not finite: the model diverged"
+
+
+def test_negative_labels_have_no_ndcg() -> None:
+    values = evaluate_split(np.array([-1.0, 2.0]), np.zeros(2), np.zeros(2), "mse")
+    assert math.isnan(values["ndcg@1"].value)
+    assert values["ndcg@1"].reason == "labels below 0 have no gain"
+
+
+def test_columns_of_different_length_are_refused() -> None:
+    with pytest.raises(ValueError) as caught:
+        evaluate_split(np.ones(3), np.ones(2), np.ones(3), "bce")
+    assert str(caught.value) == (
+        "label, prediction and task have the shapes ((3,), (2,), (3,)): they must be "
+        "one-dimensional and equally long, one entry per row. Pass the columns of one table."
+    )
+
+
+def test_metrics_can_be_picked_by_name() -> None:
+    assert list(split_terms(*clicks(50, 4), "bce", names=["logloss"])) == ["logloss"]

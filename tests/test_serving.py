@@ -1,0 +1,370 @@
+"""Serving: many tasks as one by one, wrong rows, damaged folders, a fresh interpreter, threads."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import gmeta
+from gmeta.adaptation.algorithms import ALGORITHMS
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.cli import app
+from gmeta.commands.export import OUTPUT_COLUMNS
+from gmeta.errors import UserError
+from gmeta.serving import ServedModel, tasks
+from gmeta.serving.tables import TableFormat
+from metaio.errors import DataError
+from models import MODELS, ModelConfig
+from tests.commands import environment
+from tests.exported import random_rows, write_random_model
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("serving") / "model"
+    write_random_model(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def served(exported: Path) -> ServedModel:
+    return gmeta.load(exported)
+
+
+def of_task(rows: pa.Table, task: int) -> pa.Table:
+    return rows.filter(pa.compute.equal(rows["user"], task))
+
+
+def assert_as_one_by_one(served: ServedModel, num_rows: int, num_tasks: int) -> None:
+    """Rows of two more tasks than have support: at once, and task by task."""
+    support = random_rows(num_rows, seed=1, num_tasks=num_tasks - 2)
+    query = random_rows(num_rows, seed=2, num_tasks=num_tasks)
+    found = served.predict_tasks(support, query, allow_no_support=True)
+    users = query["user"].to_numpy()
+    assert len(set(users.tolist()) - set(support["user"].to_pylist())) == 2
+    for task in range(num_tasks):
+        mine, yours = of_task(support, task), of_task(query, task)
+        before_N = served.predict(yours)
+        after_N = served.adapt(mine).predict(yours) if mine.num_rows else before_N
+        chosen_N = torch.from_numpy(users == task)
+        assert found.support_rows_N[chosen_N].tolist() == [mine.num_rows] * yours.num_rows
+        torch.testing.assert_close(found.before_N[chosen_N], before_N, rtol=0, atol=1e-6)
+        torch.testing.assert_close(found.after_N[chosen_N], after_N, rtol=0, atol=1e-6)
+    assert float((found.after_N - found.before_N).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize(("batch_rows", "piece_rows"), [(8_192, 4_096), (40, 7), (1, 1)])
+def test_many_tasks_at_once_are_as_one_by_one(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch, batch_rows: int, piece_rows: int
+) -> None:
+    monkeypatch.setattr(tasks, "_BATCH_ROWS", batch_rows)
+    monkeypatch.setattr(tasks, "_PIECE_ROWS", piece_rows)
+    assert_as_one_by_one(served, num_rows=120, num_tasks=11)
+
+
+@pytest.mark.parametrize("table_format", ["float32", "int8"])
+@pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "none"])
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_every_model_and_algorithm_can_be_served(
+    tmp_path: Path, model: str, algorithm: str, table_format: TableFormat
+) -> None:
+    write_random_model(
+        tmp_path,
+        table_format=table_format,
+        algorithm=AlgorithmConfig(algorithm, inner_steps=2, inner_lr=0.3),
+        model=ModelConfig(model, 4, hidden=(8,), bottom=(8,), history="seen", attention=(4,)),
+    )
+    assert_as_one_by_one(gmeta.load(tmp_path), num_rows=40, num_tasks=4)
+
+
+def test_a_task_adapts_by_gradient_descent_on_its_support_rows(tmp_path: Path) -> None:
+    """Against a loop over plain autograd: one dense table row after another, weights and all."""
+    tables = write_random_model(tmp_path / "model", loss="mse")
+    served = gmeta.load(tmp_path / "model")
+    support, query = random_rows(6, seed=4), random_rows(5, seed=5)
+    layers = load_file(tmp_path / "model" / "layers.safetensors")
+    expected = slow_prediction({**layers, **tables}, support, query)
+    found = served.adapt(support).predict(query)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert float((found - served.predict(query)).abs().max()) > 0.01
+
+
+def slow_prediction(
+    trained: dict[str, torch.Tensor], support: pa.Table, query: pa.Table
+) -> torch.Tensor:
+    """Two steps of rate 0.3 on all values of the DLRM and of its tables, then the query rows."""
+    values = {name: value.clone() for name, value in trained.items()}
+
+    def outputs(rows: pa.Table) -> torch.Tensor:
+        return torch.stack([one(row) for row in rows.to_pylist()])
+
+    def linear(name: str, x: torch.Tensor) -> torch.Tensor:
+        return values[f"model.{name}.weight"] @ x + values[f"model.{name}.bias"]
+
+    def mean(table: str, ids: list[int]) -> torch.Tensor:
+        return values[table][ids].mean(0) if ids else torch.zeros(4)
+
+    def one(row: dict[str, Any]) -> torch.Tensor:
+        price = torch.tensor([row["price"]], dtype=torch.float32)
+        hidden = torch.relu(linear("bottom.0", price))
+        bottom = torch.relu(linear("bottom.2", hidden))
+        v = [bottom, values["item"][row["item"]], values["city"][row["city"]]]
+        v += [mean("tag", row["tags"]), mean("item", row["seen"])]
+        dots = [v[i] @ v[j] for i in range(5) for j in range(i)]
+        top = torch.cat([bottom, torch.stack(dots)])
+        return linear("top.2", torch.relu(linear("top.0", top)))[0]
+
+    label = torch.tensor(support["click"].to_pylist(), dtype=torch.float32)
+    for _ in range(2):
+        for value in values.values():
+            value.requires_grad_()
+        loss = (outputs(support) - label).square().mean()
+        grads = torch.autograd.grad(loss, list(values.values()), allow_unused=True)
+        pairs = zip(values.items(), grads, strict=True)
+        values = {n: (v - 0.3 * g if g is not None else v).detach() for (n, v), g in pairs}
+    return outputs(query).detach()
+
+
+def test_rows_may_come_as_lists_arrays_tensors_or_arrow(served: ServedModel) -> None:
+    rows = random_rows(7, seed=6)
+    plain = {name: rows[name].to_pylist() for name in rows.column_names}
+    mixed = {**plain, "item": rows["item"].to_numpy(), "price": torch.tensor(plain["price"])}
+    extra = rows.append_column("unused", pa.array([None] * 7))
+    expected = served.adapt(rows).predict(rows)
+    for given in (plain, mixed, extra, extra.to_batches()[0], rows.drop_columns(["user"])):
+        assert torch.equal(served.adapt(given).predict(given), expected)
+
+
+def test_no_rows_are_no_predictions(served: ServedModel) -> None:
+    none = random_rows(0)
+    assert served.predict(none).tolist() == []
+    assert served.adapt(random_rows(3)).predict(none).tolist() == []
+    assert served.predict_tasks(none, none).after_N.tolist() == []
+
+
+def test_a_model_serves_under_inference_mode_and_from_many_threads(served: ServedModel) -> None:
+    supports = [random_rows(8, seed=seed) for seed in range(12)]
+    query = random_rows(9, seed=100)
+    expected = [served.adapt(support).predict(query) for support in supports]
+    start = threading.Barrier(4)
+
+    @torch.inference_mode()
+    def adapt_and_predict(index: int) -> torch.Tensor:
+        if index < 4:
+            start.wait()
+        return served.adapt(supports[index]).predict(query)
+
+    with ThreadPoolExecutor(4) as pool:
+        for found, wanted in zip(pool.map(adapt_and_predict, range(12)), expected, strict=True):
+            assert torch.equal(found, wanted)
+
+
+FRESH = """
+import sys
+import gmeta
+assert not {"torch", "numpy", "pyarrow"} & set(sys.modules), "importing gmeta is not cheap"
+model = gmeta.load(sys.argv[1])
+rows = {"item": [1, 2], "city": [3, 4], "tags": [[5], []], "seen": [[], [1]], "price": [0.1, 0.2]}
+task = model.adapt({**rows, "click": [0, 1]})
+print(*task.predict(rows).tolist(), *model.predict(rows).tolist())
+import torch
+assert not torch.distributed.is_initialized()
+print(*(name for name in ("torchrec", "fbgemm_gpu", "duckdb", "matplotlib") if name in sys.modules))
+"""
+
+
+def test_a_fresh_process_serves_without_torchrec_fbgemm_or_a_process_group(
+    served: ServedModel, exported: Path
+) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", FRESH, str(exported)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    numbers, loaded = result.stdout.splitlines()
+    rows = {
+        "item": [1, 2],
+        "city": [3, 4],
+        "tags": [[5], []],
+        "seen": [[], [1]],
+        "price": [0.1, 0.2],
+    }
+    expected = [*served.adapt({**rows, "click": [0, 1]}).predict(rows), *served.predict(rows)]
+    assert [float(number) for number in numbers.split()] == pytest.approx(
+        [float(value) for value in expected], abs=1e-6
+    )
+    assert loaded == ""
+
+
+def test_gmeta_has_no_other_names() -> None:
+    with pytest.raises(AttributeError) as caught:
+        gmeta.lode  # noqa: B018
+    assert str(caught.value) == "module 'gmeta' has no attribute 'lode'"
+
+
+NEEDED = "item, city, tags, seen, price"
+WRONG_ROWS: dict[str, tuple[Callable[[pa.Table], object], type[Exception], str]] = {
+    "no rows": (
+        lambda rows: rows[:0],
+        UserError,
+        "support has 0 rows: at least 1 is needed to adapt. "
+        "Call predict of the model itself for a task of which nothing is known",
+    ),
+    "a missing column": (
+        lambda rows: rows.drop_columns(["city"]),
+        UserError,
+        f"support rows have no column city; they have user, item, tags, seen, price, click. "
+        f"This model reads {NEEDED}, click. Add the column",
+    ),
+    "a misspelt column": (
+        lambda rows: rows.rename_columns(["user", "itm", "city", "tags", "seen", "price", "click"]),
+        UserError,
+        f"support rows have no column item; did you mean itm? "
+        f"This model reads {NEEDED}, click. Add the column",
+    ),
+    "several tasks": (
+        lambda rows: rows.set_column(0, "user", pa.array([1, 1, 2])),
+        UserError,
+        "support holds rows of 2 tasks: adapt takes those of 1. "
+        "Call predict_tasks for many tasks at once",
+    ),
+    "text for ids": (
+        lambda rows: rows.set_column(1, "item", pa.array(["a", "b", "c"])),
+        DataError,
+        "sparse column item has type string; ids of table item are needed, since the model's "
+        "dataset was prepared without a schema. Encode the column as prepare did.",
+    ),
+    "fractions for ids": (
+        lambda rows: rows.set_column(1, "item", pa.array([1.0, 2.0, 3.5])),
+        DataError,
+        "sparse column item has type double; integer or text is needed. Cast it, or choose "
+        "another column.",
+    ),
+    "an id outside its table": (
+        lambda rows: rows.set_column(1, "item", pa.array([1, 50, 2])),
+        DataError,
+        "column item holds id 50; table item has ids 0 to 49. "
+        "Use 0 for values that the table does not know.",
+    ),
+    "one id for a list": (
+        lambda rows: rows.set_column(3, "tags", pa.array([1, 2, 3])),
+        DataError,
+        "multi column tags has type int64; a list of ids is needed. "
+        "Make each value a list, such as [3, 17].",
+    ),
+    "a null": (
+        lambda rows: rows.set_column(2, "city", pa.array([1, None, 2])),
+        DataError,
+        "column city has 1 nulls; none are allowed. "
+        "Remove those rows, or use id 0, which stands for unknown values.",
+    ),
+    "text for a number": (
+        lambda rows: rows.set_column(5, "price", pa.array(["1", "2", "3"])),
+        DataError,
+        "dense column price has type string; a number is needed. Cast it, or choose "
+        "another column.",
+    ),
+    "no number": (
+        lambda rows: rows.set_column(5, "price", pa.array([1.0, float("nan"), 2.0])),
+        DataError,
+        "dense column price holds nan; finite numbers are needed. Replace those values.",
+    ),
+    "a label that is no click": (
+        lambda rows: rows.set_column(6, "click", pa.array([0, 5, 1])),
+        UserError,
+        "label column click holds 5: this model takes 0 to 1, since it predicts clicks. "
+        "Correct the label",
+    ),
+    "a column twice": (
+        lambda rows: rows.append_column("item", rows["city"]),
+        UserError,
+        "support rows have 2 columns item: one is needed. Rename or drop the others",
+    ),
+    "columns of unequal length": (
+        lambda rows: {"item": [1, 2], "city": [1]},
+        UserError,
+        "support rows of type dict cannot be read as columns: "
+        "Column 1 named city expected length 2 but got length 1. Give a mapping of column names "
+        "to equally long lists or arrays, or an Arrow, pandas or polars table",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_ROWS)
+def test_wrong_rows_are_refused_in_one_line(served: ServedModel, fault: str) -> None:
+    damage, kind, message = WRONG_ROWS[fault]
+    with pytest.raises(kind) as caught:
+        served.adapt(damage(random_rows(3)))
+    assert str(caught.value) == message
+    assert type(caught.value) is kind
+
+
+def test_tasks_without_support_rows_are_told_unless_allowed(served: ServedModel) -> None:
+    support, query = of_task(random_rows(50, num_tasks=3), 1), random_rows(50, num_tasks=3)
+    with pytest.raises(UserError) as caught:
+        served.predict_tasks(support, query)
+    row = query["user"].to_pylist().index(0)
+    assert str(caught.value) == (
+        f"2 of the 3 query tasks have 0 support rows, the first of them in query row {row}: "
+        "they cannot adapt. Add their support rows, or allow them to be predicted without "
+        "adaptation (--allow-no-support)"
+    )
+    found = served.predict_tasks(support, query, allow_no_support=True)
+    unknown_N = found.support_rows_N == 0
+    assert torch.equal(found.after_N[unknown_N], found.before_N[unknown_N])
+
+
+def test_predict_says_what_is_wrong_with_its_files(exported: Path, tmp_path: Path) -> None:
+    names = ("support", "query", "empty", "cut", "taken")
+    support, query, empty, cut_short, taken = (tmp_path / f"{name}.parquet" for name in names)
+    rows = random_rows(20, num_tasks=2)
+    pq.write_table(rows, support)
+    pq.write_table(rows.drop_columns(["click"]), query)
+    pq.write_table(rows[:0], empty)
+    cut_short.write_bytes(support.read_bytes()[:-8])
+    pq.write_table(rows.append_column("prediction", rows["click"]), taken)
+    cases = {
+        (support, tmp_path / "none"): f"{tmp_path / 'none'} does not exist. Check the path",
+        (support, taken): f"{taken} has a column prediction already: the output would have two of "
+        "them. Rename or drop it",
+        (query, query): f"support rows have no column click; they have user, item, city, tags, "
+        f"seen, price. This model reads user, {NEEDED}, click. Add the column",
+        (empty, query): "2 of the 2 query tasks have 0 support rows, the first of them in query "
+        f"row {rows['user'].to_pylist().index(0)}: they cannot adapt. Add their support rows, or "
+        "allow them to be predicted without adaptation (--allow-no-support)",
+    }
+    runner = CliRunner()
+    for paths, message in cases.items():
+        out = tmp_path / "out.parquet"
+        result = runner.invoke(app, ["predict", *map(str, (exported, *paths)), "--out", str(out)])
+        assert isinstance(result.exception, UserError)
+        assert str(result.exception) == message
+        assert not out.exists()
+    result = runner.invoke(app, ["predict", *map(str, (exported, cut_short, query))])
+    told = str(result.exception)
+    assert told.startswith(f"{cut_short} cannot be read as Parquet: ")  # then pyarrow's reason
+    assert told.endswith(" is not a parquet file. Give a Parquet file that is whole")
+    arguments = ["predict", *map(str, (exported, empty, query)), "--allow-no-support", "--out"]
+    result = runner.invoke(app, [*arguments, str(tmp_path / "out.parquet")])
+    assert result.exit_code == 0, result.exception
+    found = pq.read_table(tmp_path / "out.parquet")
+    assert found.column_names == [*query_names(query), *OUTPUT_COLUMNS]
+    assert found["prediction"].equals(found["prediction_before"])
+    assert set(found["support_rows"].to_pylist()) == {0}
+
+
+def query_names(path: Path) -> list[str]:
+    return list(pq.read_schema(path).names)
