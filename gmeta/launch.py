@@ -50,9 +50,11 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
     try:
         elastic_launch(config, sys.executable)("-m", "gmeta", *arguments)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode > 0:
-            return int(failure.exitcode)
+        # A killed rank is the cause even where a survivor that lost contact with it was seen first.
+        killed = {rank: one for rank, one in error.failures.items() if one.exitcode < 0}
+        if not killed:
+            return int(error.get_first_failure()[1].exitcode)
+        rank, failure = min(killed.items(), key=lambda item: item[1].timestamp)
         raise GMetaError(
             f"rank {rank} was ended by signal {-failure.exitcode}: the other ranks were stopped. "
             "Run the same command with --resume: it goes on from the newest checkpoint"
