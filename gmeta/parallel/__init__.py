@@ -1,0 +1,41 @@
+"""Ranks, sharded tables and the steps that all ranks take together.
+
+The only package that touches torch.distributed and TorchRec's sharding.
+"""
+
+from gmeta.parallel.ranks import (
+    Ranks,
+    barrier,
+    choose_cpu_matmul,
+    gather_to_first,
+    lost_peers_explained,
+    start_ranks,
+    stop_ranks,
+    sum_over_ranks,
+)
+from gmeta.parallel.sharding import (
+    ShardedLearner,
+    initialise_tables,
+    local_learner,
+    shard_learner,
+    table_shards,
+)
+from gmeta.parallel.steps import StepTotals, in_step
+
+__all__ = [
+    "Ranks",
+    "ShardedLearner",
+    "StepTotals",
+    "barrier",
+    "choose_cpu_matmul",
+    "gather_to_first",
+    "in_step",
+    "initialise_tables",
+    "local_learner",
+    "lost_peers_explained",
+    "shard_learner",
+    "start_ranks",
+    "stop_ranks",
+    "sum_over_ranks",
+    "table_shards",
+]

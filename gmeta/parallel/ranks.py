@@ -1,0 +1,135 @@
+"""Ranks: joining and leaving the process group, small messages between all of them."""
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
+
+from gmeta.errors import GMetaError, UserError
+
+T = TypeVar("T")
+
+# float32 rounding gives about 5e-7 over 256 terms, bfloat16 about 5e-3.
+MATMUL_RELATIVE_ERROR = 5e-6
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all; `control` is a gloo group for small messages between hosts."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    control: dist.ProcessGroup
+
+
+def start_ranks(device: str, timeout_s: int, store: Store | None = None) -> Ranks:
+    """Join the process group that torchrun describes in the environment (one rank without
+    torchrun).
+
+    A `store` replaces the rendezvous that the environment names; rank and world size still come
+    from there.
+
+    Raises:
+        UserError: cuda is asked for where no GPU is visible.
+    """
+    _quieten()
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            'run.device = "cuda", but torch sees no GPU. '
+            'Set run.device = "cpu" or install the driver'
+        )
+    use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(where)
+    else:
+        choose_cpu_matmul()
+    timeout = timedelta(seconds=timeout_s)
+    backend = "nccl" if use_cuda else "gloo"
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if store is None and "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(
+            backend, store=store or HashStore(), rank=rank, world_size=world_size, timeout=timeout
+        )
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    return Ranks(dist.get_rank(), dist.get_world_size(), where, control)
+
+
+def choose_cpu_matmul() -> str:
+    """Let float32 products run in oneDNN where that loses no accuracy; returns torch's precision.
+
+    MKL's sgemm runs at half speed on AMD processors. torch reaches oneDNN by the precision
+    "medium", which on processors with AMX really computes in bfloat16: one product tells.
+    """
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(256, 256, generator=generator) for _ in range(2))
+    exact = left.double() @ right.double()
+    torch.set_float32_matmul_precision("medium")
+    error = ((left @ right).double() - exact).abs().max() / exact.abs().max()
+    if error > MATMUL_RELATIVE_ERROR:
+        torch.set_float32_matmul_precision("highest")
+    return torch.get_float32_matmul_precision()
+
+
+def _quieten() -> None:
+    """Hide what TorchRec's own calls set off and no user of ours can act on."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torchrec|torch\.distributed")
+    warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module="fbgemm_gpu")
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
+@contextmanager
+def lost_peers_explained() -> Iterator[None]:
+    """Turn a broken collective into one line: the rank that caused it tells its own story.
+
+    Raises:
+        GMetaError: a peer died or did not answer within the timeout.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo raises plain RuntimeErrors, NCCL and the store raise subclasses of DistError.
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise GMetaError(
+            f"lost contact with the other ranks: {str(error).splitlines()[0][:200]}. "
+            "See what the first rank that failed said; --resume goes on from the newest checkpoint"
+        ) from error
+
+
+def stop_ranks() -> None:
+    """Leave the process group."""
+    dist.destroy_process_group()
+
+
+def sum_over_ranks(values: list[float], ranks: Ranks) -> list[float]:
+    """Element-wise sum of every rank's values, in float64."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total, group=ranks.control)
+    summed: list[float] = total.tolist()
+    return summed
+
+
+def barrier(ranks: Ranks) -> None:
+    """Wait until every rank is here."""
+    dist.barrier(group=ranks.control)
+
+
+def gather_to_first(value: T, ranks: Ranks) -> list[T] | None:
+    """Every rank's value by rank, on rank 0; None elsewhere. Values travel pickled."""
+    received: list[Any] | None = [None] * ranks.world_size if ranks.rank == 0 else None
+    dist.gather_object(value, received, dst=0, group=ranks.control)
+    return received

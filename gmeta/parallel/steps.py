@@ -1,0 +1,59 @@
+"""The steps that all ranks take together: whoever runs out of data still joins every collective."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gmeta.episodes import Episodes
+from gmeta.parallel.ranks import Ranks
+from metaio.batch import TaskBatch, empty_batch
+from metaio.features import Features
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What all ranks together bring to a step."""
+
+    num_terms: int
+    num_rows: int
+    ranks_with_data: int
+
+
+def in_step(
+    batches: Iterator[TaskBatch],
+    arrange: Callable[[TaskBatch], Episodes],
+    features: Features,
+    ranks: Ranks,
+) -> Iterator[tuple[Episodes, StepTotals]]:
+    """This rank's episodes, on its device, and the totals of each step, until no rank has data
+    left.
+
+    A rank that runs out feeds empty batches, so its peers' collectives complete. The totals of a
+    step travel while the step before it computes.
+    """
+    empty = empty_batch(
+        len(features.tables), len(features.single), len(features.multi), len(features.dense)
+    )
+
+    def announce() -> tuple[Episodes, Tensor, dist.Work]:
+        batch = next(batches, None)
+        mine = arrange(empty if batch is None else batch)
+        counts = torch.tensor([mine.num_terms, mine.num_rows, int(batch is not None)])
+        return (
+            mine.to(ranks.device),
+            counts,
+            dist.all_reduce(counts, group=ranks.control, async_op=True),
+        )
+
+    upcoming = announce()
+    while True:
+        episodes, counts, work = upcoming
+        work.wait()
+        totals = StepTotals(*counts.tolist())
+        if totals.ranks_with_data == 0:
+            return
+        upcoming = announce()
+        yield episodes, totals
