@@ -1,7 +1,7 @@
 """A plain PyTorch loop that takes its data from the shard service: exactly once, whoever is
 killed.
 
-gmeta shard-service --listen 127.0.0.1:7070 --store sqlite:///shards.db &
+gmeta shard-service --insecure --store sqlite:///shards.db &
     python examples/shard_client_loop.py 127.0.0.1:7070 runs/loop
 
 Kill it (-9) at any moment and start it again: it goes on behind the last checkpoint, and no row

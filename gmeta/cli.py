@@ -26,7 +26,7 @@ COMMANDS = {
     "evaluate": ("gmeta.commands.evaluate", "evaluate"),
     "export": ("gmeta.commands.export", "export"),
     "predict": ("gmeta.commands.export", "predict"),
-    "shard-service": ("gmeta.commands.shards", "shard_service"),
+    "shard-service": ("gmeta.commands.shard_service", "shard_service"),
     "shards": ("gmeta.commands.shards", "shards"),
 }
 

@@ -32,6 +32,7 @@ def test_imports_point_one_way() -> None:
         ("gmeta.antdt", ("torch", "metaio", "models")),
         ("gmeta.cli", ("torch", "metaio", "matplotlib", "duckdb")),
         ("gmeta.commands.shards", ("torch", "metaio", "models")),
+        ("gmeta.commands.shard_service", ("torch", "metaio", "models")),
         ("gmeta.build", ("torchrec", "matplotlib", "duckdb")),
         ("metaio", ("gmeta", "models", "torchrec")),
         ("models", ("gmeta", "metaio", "torchrec")),

@@ -15,7 +15,7 @@ from typing import Any, final
 
 import grpc
 
-from gmeta.antdt.auth import AUTHORIZATION_KEY, client_credentials, read_token
+from gmeta.antdt.credentials import Bearer, CredentialError, WatchedFiles, client_credentials
 from gmeta.antdt.errors import FencedError, RefusedError, ServiceUnavailableError
 from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
@@ -68,15 +68,34 @@ class Connection:
     def __init__(self, config: ConnectionConfig) -> None:
         """Connects lazily. Raises CredentialError for unreadable credentials."""
         self._config = config
+        self._files = WatchedFiles([config.tls_ca, config.tls_cert, config.tls_key])
+        self._bearer = Bearer(config.token_file) if config.token_file else None
+        self._channels = [self._open()]
+        self.stub = pb_grpc.ShardServiceStub(self._channels[0])
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What each call carries: the token, as its file has it now."""
+        return self._bearer.metadata() if self._bearer else ()
+
+    def _open(self) -> Any:
+        config = self._config
         credentials = client_credentials(config.tls_ca, config.tls_cert, config.tls_key)
         if credentials is None:
-            self._channel = grpc.insecure_channel(config.address, _OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(config.address, credentials, _OPTIONS)
-        self.stub = pb_grpc.ShardServiceStub(self._channel)
-        self.metadata: tuple[tuple[str, str], ...] = ()
-        if config.token_file is not None:
-            self.metadata = ((AUTHORIZATION_KEY, f"Bearer {read_token(config.token_file)}"),)
+            return grpc.insecure_channel(config.address, _OPTIONS)
+        return grpc.secure_channel(config.address, credentials, _OPTIONS)
+
+    def _take_new_certificates(self) -> None:
+        """After a failed call: a channel holds on to the certificates it was made with."""
+        if self._files.changed():
+            try:
+                channel = self._open()
+            except CredentialError as error:
+                _log.warning("the replaced certificates are not used yet: %s", error)
+                return
+            # The old channel stays until `close`: other threads' calls may be under way on it.
+            self._channels.append(channel)
+            self.stub = pb_grpc.ShardServiceStub(channel)
 
     def call(
         self,
@@ -101,6 +120,7 @@ class Connection:
                 )
             except grpc.RpcError as error:
                 reason = reason_of(error)
+                self._take_new_certificates()
                 if reason == "FENCED_SERVICE_EPOCH" and renew is not None:
                     renew()
                     continue
@@ -119,7 +139,8 @@ class Connection:
 
     def close(self) -> None:
         """Ends the channel."""
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
 
     def _outage(self, rpc: str, waited_s: float, error: Any) -> ServiceUnavailableError:
         return ServiceUnavailableError(

@@ -4,9 +4,12 @@ use these names."""
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+
+from gmeta.antdt.http_edge import HttpRequest
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _SHARD_STATES = ("todo", "doing", "done_open", "done_committed", "skipped", "quarantined")
@@ -59,17 +62,10 @@ class ServiceMetrics:
         counter.inc()
         histogram.observe(seconds)
 
-    def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
-        """Answers GET /metrics; returns the port and a function that stops it. Raises OSError for a
-        port in use."""
-        server, thread = start_http_server(port, host, self.registry)
-
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        return int(server.server_port), stop
+    def answer(self, request: HttpRequest) -> None:
+        """GET /metrics, in the format that the scraper asks for."""
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        request.send(200, encode(self.registry), content_type=content_type)
 
 
 @final

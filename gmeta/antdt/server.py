@@ -1,6 +1,7 @@
 """The service process: listens, recovers, serves, drains. Start to SERVING is well under a
 second."""
 
+import ipaddress
 import logging
 import signal
 import threading
@@ -16,10 +17,12 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from gmeta.antdt.auth import TokenInterceptor, server_credentials
+from gmeta.antdt.auth import Guard, RateLimit, Tokens
 from gmeta.antdt.committer import Committer
+from gmeta.antdt.credentials import ServerTls, server_credentials
 from gmeta.antdt.edge import Edge, deliver
 from gmeta.antdt.errors import AntdtError
+from gmeta.antdt.http_edge import HttpServer, Route
 from gmeta.antdt.ledger import DEFAULT_LEASE_TTL_S
 from gmeta.antdt.log import event
 from gmeta.antdt.store import open_store
@@ -33,16 +36,22 @@ MAX_MESSAGE_BYTES = 16 << 20  # a manifest; every other message is far smaller
 NUM_THREADS = 64  # calls answered at once; more wait in line
 MAX_CONCURRENT_CALLS = 4096  # beyond it callers get RESOURCE_EXHAUSTED and retry
 DRAIN_S = 10.0  # calls under way at SIGTERM may take so long
+MAX_CONNECTION_AGE_S = 3600  # then a client shakes hands anew: an expired certificate is found out
 
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second service on the port must fail, not share the callers
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.max_concurrent_streams", 256),  # calls at once on one connection
     # Clients ping every few seconds to notice a cut link (install.md section 3): permit it.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
+)
+_TLS_OPTIONS = (
+    ("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_S * 1000),
+    ("grpc.max_connection_age_grace_ms", 60_000),
 )
 
 
@@ -58,7 +67,12 @@ class ServiceConfig:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
-    token_file: Path | None = None
+    tokens: Path | None = None
+
+    @property
+    def secured(self) -> bool:
+        """Whether the wire is encrypted and every caller must prove who they are."""
+        return self.tls_cert is not None and bool(self.tls_client_ca or self.tokens)
 
 
 class ServiceStartError(AntdtError, UserError):
@@ -75,7 +89,11 @@ class ShardServer:
         self.config = config
         self.ended = threading.Event()  # nothing can be served any more
         self.edge = Edge(config.lease_ttl_s)
-        self._stop_metrics: Callable[[], None] = lambda: None
+        _check_exposure(config)
+        self._tls = ServerTls.of(config.tls_cert, config.tls_key, config.tls_client_ca)
+        self._tokens = Tokens(config.tokens) if config.tokens else None
+        self._serving = False
+        self._stop_http: Callable[[], None] = lambda: None
         self._health = health.HealthServicer()
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         # The store first: a second service on it must fail before it takes any port or call.
@@ -93,11 +111,14 @@ class ShardServer:
         return f"{_split_address('listen', self.config.listen)[0]}:{self.port}"
 
     def _listen(self) -> tuple[Any, int]:
-        interceptors = [TokenInterceptor(self.config.token_file)] if self.config.token_file else []
+        certificates = self._tls is not None and self._tls.client_ca is not None
+        guards = (
+            [Guard(self._tokens, certificates, RateLimit())] if self._tls or self._tokens else []
+        )
         server = grpc.server(
             futures.ThreadPoolExecutor(NUM_THREADS, "antdt-call"),
-            interceptors=interceptors,
-            options=_OPTIONS,
+            interceptors=guards,
+            options=_OPTIONS if self._tls is None else (*_OPTIONS, *_TLS_OPTIONS),
             maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
         )
         pb_grpc.add_ShardServiceServicer_to_server(self.edge, server)
@@ -105,9 +126,7 @@ class ShardServer:
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         _split_address("listen", self.config.listen)
-        credentials = server_credentials(
-            self.config.tls_cert, self.config.tls_key, self.config.tls_client_ca
-        )
+        credentials = server_credentials(self._tls)
         try:
             if credentials is None:
                 return server, server.add_insecure_port(self.config.listen)
@@ -123,7 +142,7 @@ class ShardServer:
         began_s = time.perf_counter()
         self._server.start()  # health answers NOT_SERVING while the store is read
         committer = Committer(self._store, time.monotonic, self.config.job, self.config.lease_ttl_s)
-        self.metrics_port = self._start_metrics()
+        self.metrics_port = self._start_http()
         self._writer = Writer(committer, deliver, self._observe, self._on_end)
         self._writer.start()
         self.edge.open(self._writer)
@@ -140,18 +159,23 @@ class ShardServer:
             recovery_ms=round((time.perf_counter() - began_s) * 1000, 1),
         )
 
-    def _start_metrics(self) -> int:
+    def _start_http(self) -> int:
         if not self.config.metrics_listen:
             return 0
         host, port = _split_address("metrics-listen", self.config.metrics_listen)
+        routes: dict[str, Route] = {"/metrics": self.edge.metrics.answer}
         try:
-            metrics_port, self._stop_metrics = self.edge.metrics.serve(host, port)
+            server = HttpServer(host, port, routes, self._is_serving, self._tls, self._tokens)
         except OSError as error:
             raise ServiceStartError(
                 f"cannot listen on {self.config.metrics_listen} for metrics: {error.strerror}. "
                 "Choose another --metrics-listen."
             ) from error
-        return metrics_port
+        self._stop_http = server.stop
+        return server.start()
+
+    def _is_serving(self) -> bool:
+        return self._serving
 
     def stop(self, drain_s: float = DRAIN_S) -> None:
         """Refuses new calls, answers those under way, stores a snapshot, gives the store free."""
@@ -159,11 +183,12 @@ class ShardServer:
         self.edge.close()
         self._server.stop(drain_s).wait()
         self._writer.stop()
-        self._stop_metrics()
+        self._stop_http()
         self._store.close()
         event(logging.INFO, "stopped", listen=self.address)
 
     def _set_health(self, status: int) -> None:
+        self._serving = status == health_pb2.HealthCheckResponse.SERVING
         for name in ("", SERVICE_NAME):
             self._health.set(name, status)
 
@@ -192,6 +217,28 @@ def serve_until_signal(config: ServiceConfig) -> int:
     event(logging.INFO, "draining", signal=stop.is_set())
     server.stop()
     return 1 if server.ended.is_set() else 0
+
+
+def _check_exposure(config: ServiceConfig) -> None:
+    """Beyond this machine only with TLS, and only to callers who prove who they are."""
+    if config.secured:
+        return
+    for option, address in (("listen", config.listen), ("metrics-listen", config.metrics_listen)):
+        if address and not _is_loopback(_split_address(option, address)[0]):
+            raise ServiceStartError(
+                f"--{option} {address} can be reached from other machines, and the service has "
+                f"tls_cert={config.tls_cert}, tls_client_ca={config.tls_client_ca} and "
+                f"tokens={config.tokens}; a certificate and one of the other two are needed. "
+                "Pass --tls-cert, --tls-key and --tls-client-ca or --tokens, or listen on "
+                "127.0.0.1."
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def _split_address(option: str, address: str) -> tuple[str, int]:

@@ -1,8 +1,4 @@
-"""`gmeta shard-service` and `gmeta shards ...`: run the data-shard service, look into it,
-operate it.
-
-Imports neither torch nor the data layer: the service starts in well under a second.
-"""
+"""`gmeta shards ...`: look into a running data-shard service, operate it, audit checkpoints."""
 
 import json
 import uuid
@@ -18,9 +14,8 @@ from rich.table import Table
 from gmeta.antdt.audit import audit_manifest, check_descends
 from gmeta.antdt.connection import Connection, ConnectionConfig
 from gmeta.antdt.errors import ManifestError
-from gmeta.antdt.log import configure_logging
 from gmeta.antdt.manifest import load_manifest
-from gmeta.antdt.server import ServiceConfig, serve_until_signal
+from gmeta.commands.shard_service import DEFAULT_ADDRESS
 from protos.antdt.v1 import shard_service_pb2 as pb
 
 OPERATOR_BUDGET_S = 5.0  # a person waits: say quickly that the service is away
@@ -41,6 +36,13 @@ TlsCa = Annotated[
     Path | None,
     typer.Option(envvar="GMETA_SHARD_TLS_CA", help="certificate authority of a service with TLS"),
 ]
+TlsCert = Annotated[
+    Path | None,
+    typer.Option(envvar="GMETA_SHARD_TLS_CERT", help="own certificate, where the service asks"),
+]
+TlsKey = Annotated[
+    Path | None, typer.Option(envvar="GMETA_SHARD_TLS_KEY", help="key of the own certificate")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 DatasetName = Annotated[
     str, typer.Option("--dataset", help="dataset; may be left out when there is only one")
@@ -48,52 +50,7 @@ DatasetName = Annotated[
 ShardArguments = Annotated[
     list[int], typer.Argument(help="shard numbers, as `gmeta shards ls` shows")
 ]
-DEFAULT_ADDRESS = "127.0.0.1:7070"
-
-
-def shard_service(
-    listen: Annotated[
-        str, typer.Option(help="HOST:PORT to serve on; port 0 takes a free one")
-    ] = DEFAULT_ADDRESS,
-    store: Annotated[
-        str,
-        typer.Option(
-            help="sqlite:///PATH survives anything; memory: survives nothing but a checkpoint"
-        ),
-    ] = "sqlite:///shards.db",
-    job: Annotated[
-        str, typer.Option(help="name of the job; one service serves one job")
-    ] = "default",
-    lease_ttl: Annotated[
-        float,
-        typer.Option(
-            min=1.0, max=3600.0, help="seconds after which a silent worker's shards go on"
-        ),
-    ] = 30.0,
-    metrics_listen: Annotated[
-        str, typer.Option(help="HOST:PORT of Prometheus /metrics; empty for none")
-    ] = "",
-    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate of the service")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate")] = None,
-    tls_client_ca: Annotated[
-        Path | None, typer.Option(help="demand client certificates of this authority")
-    ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option(help="file with the token that every caller must show")
-    ] = None,
-    log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR")] = "INFO",
-) -> None:
-    """Hand out the shards of a job's data to its workers, each exactly once an epoch.
-
-    gmeta shard-service --listen 0.0.0.0:7070 --store sqlite:///run/shards.db
-
-    Runs until SIGTERM, then answers the calls under way and exits 0. Logs JSON lines to stderr.
-    """
-    configure_logging(log_level)
-    config = ServiceConfig(
-        listen, store, job, lease_ttl, metrics_listen, tls_cert, tls_key, tls_client_ca, token_file
-    )
-    raise typer.Exit(serve_until_signal(config))
+Call = Callable[[str, Any], Any]  # (name of the RPC, request) -> response
 
 
 @shards.command()
@@ -101,10 +58,13 @@ def status(
     address: Address = DEFAULT_ADDRESS,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Datasets, workers and checkpoints at a glance."""
-    answer = _call(address, token_file, tls_ca, "Status", pb.StatusRequest())
+    call = _caller(address, token_file, tls_ca, tls_cert, tls_key)
+    answer = call("Status", pb.StatusRequest())
     if as_json:
         return _print_json(answer)
     console = _console()
@@ -159,6 +119,8 @@ def list_shards(
     limit: Annotated[int, typer.Option(min=1, help="at most so many")] = 100,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
     """List shards with their state, offset, attempts and holder."""
@@ -168,9 +130,7 @@ def list_shards(
     if state and state.lower() not in numbers:
         raise typer.BadParameter(f"{state!r} is no shard state; known are {', '.join(numbers)}")
 
-    def call(rpc: str, request: Any) -> Any:
-        return _call(address, token_file, tls_ca, rpc, request)
-
+    call = _caller(address, token_file, tls_ca, tls_cert, tls_key)
     name = _only_dataset(call, dataset)
     found: list[Any] = []
     page_token = ""
@@ -239,12 +199,12 @@ def requeue(
     dataset: DatasetName = "",
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Offer quarantined or skipped shards again, with a clean count of attempts."""
 
-    def call(rpc: str, request: Any) -> Any:
-        return _call(address, token_file, tls_ca, rpc, request)
-
+    call = _caller(address, token_file, tls_ca, tls_cert, tls_key)
     name = _only_dataset(call, dataset)
     request = pb.RequeueRequest(request_id=uuid.uuid4().hex, dataset=name, shard_indices=numbers)
     typer.echo(f"{call('Requeue', request).num_changed} shards of {name} are offered again")
@@ -258,12 +218,12 @@ def skip(
     dataset: DatasetName = "",
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Leave shards out of this epoch, on the record."""
 
-    def call(rpc: str, request: Any) -> Any:
-        return _call(address, token_file, tls_ca, rpc, request)
-
+    call = _caller(address, token_file, tls_ca, tls_cert, tls_key)
     name = _only_dataset(call, dataset)
     request = pb.SkipRequest(
         request_id=uuid.uuid4().hex, dataset=name, shard_indices=numbers, reason=reason
@@ -278,10 +238,12 @@ def drain(
     address: Address = DEFAULT_ADDRESS,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Hand out no more shards: to one worker, or to nobody."""
     request = pb.DrainRequest(request_id=uuid.uuid4().hex, worker_id=worker, undo=undo)
-    answer = _call(address, token_file, tls_ca, "Drain", request)
+    answer = _caller(address, token_file, tls_ca, tls_cert, tls_key)("Drain", request)
     who = f"worker {worker}" if worker else "the service"
     typer.echo(
         f"{who} {'hands out again' if undo else 'is draining'}; {answer.num_released} shards went "
@@ -289,20 +251,35 @@ def drain(
     )
 
 
-def _call(
-    address: str, token_file: Path | None, tls_ca: Path | None, rpc: str, request: Any
-) -> Any:
+def _caller(
+    address: str,
+    token_file: Path | None,
+    tls_ca: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+) -> Call:
+    """What makes one call of the service, on a connection of its own."""
     config = ConnectionConfig(
-        address, OPERATOR_BUDGET_S, OPERATOR_BUDGET_S, tls_ca=tls_ca, token_file=token_file
+        address,
+        OPERATOR_BUDGET_S,
+        OPERATOR_BUDGET_S,
+        tls_ca=tls_ca,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        token_file=token_file,
     )
-    connection = Connection(config)
-    try:
-        return connection.call(rpc, lambda: request)
-    finally:
-        connection.close()
+
+    def call(rpc: str, request: Any) -> Any:
+        connection = Connection(config)
+        try:
+            return connection.call(rpc, lambda: request)
+        finally:
+            connection.close()
+
+    return call
 
 
-def _only_dataset(call: Callable[[str, Any], Any], dataset: str) -> str:
+def _only_dataset(call: Call, dataset: str) -> str:
     if dataset:
         return dataset
     names = [d.spec.name for d in call("Status", pb.StatusRequest()).datasets]

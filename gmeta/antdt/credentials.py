@@ -1,0 +1,194 @@
+"""Secrets and certificates by file: read, checked, and read again when somebody replaces them.
+
+No secret is ever part of a message, a log line or a config: only the paths of their files are.
+"""
+
+import logging
+import ssl
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import grpc
+
+from gmeta.antdt.errors import AntdtError
+from gmeta.antdt.log import event
+from gmeta.errors import UserError
+
+
+class CredentialError(AntdtError, UserError):
+    """A certificate, key or token file is missing, unreadable, empty or does not fit."""
+
+
+def read_file(path: Path) -> bytes:
+    """A credential file's content. Raises CredentialError."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise CredentialError(
+            f"cannot read {path}: {error.strerror}. Name a readable file."
+        ) from error
+
+
+def read_token(path: Path) -> str:
+    """The first token in a file. Raises CredentialError."""
+    tokens = read_tokens(path)
+    return tokens[0]
+
+
+def read_tokens(path: Path) -> list[str]:
+    """The tokens in a file, one a line: several while an old one is being replaced. Raises
+    CredentialError."""
+    try:
+        lines = [line.strip() for line in read_file(path).decode().splitlines()]
+    except UnicodeDecodeError as error:
+        raise CredentialError(
+            f"the token file {path} is no text; it must hold one token a line. Write a long random "
+            "token to it."
+        ) from error
+    tokens = [line for line in lines if line]
+    if not tokens:
+        raise CredentialError(
+            f"the token file {path} is empty; it must hold one line. Write a long random token to "
+            "it."
+        )
+    return tokens
+
+
+@final
+class WatchedFiles:
+    """Notices that one of some files was replaced or rewritten (also through the symbolic links
+    by which Kubernetes swaps a mounted Secret)."""
+
+    def __init__(self, paths: Sequence[Path | None]) -> None:
+        self._paths = [path for path in paths if path is not None]
+        self._lock = threading.Lock()
+        self._seen = self._look()
+
+    def changed(self) -> bool:
+        """Whether a file is another than when this was last asked."""
+        with self._lock:
+            now = self._look()
+            different = now != self._seen
+            self._seen = now
+            return different
+
+    def _look(self) -> list[tuple[int, int, int] | None]:
+        return [_stamp(path) for path in self._paths]
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino, status.st_size
+
+
+@dataclass(frozen=True)
+class ServerTls:
+    """The service's certificate and key, and the authority that signs its callers' certificates."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None
+
+    @staticmethod
+    def of(cert: Path | None, key: Path | None, client_ca: Path | None) -> "ServerTls | None":
+        """None without TLS. Raises CredentialError when half of it is given."""
+        if cert is None and key is None and client_ca is None:
+            return None
+        if cert is None or key is None:
+            raise CredentialError(
+                f"TLS needs a certificate and its key; given are cert={cert} and key={key}. Pass "
+                "--tls-cert and --tls-key."
+            )
+        return ServerTls(cert, key, client_ca)
+
+    def check(self) -> None:
+        """Raises CredentialError unless the files can be read and the key is the certificate's."""
+        for path in (self.cert, self.key, *([self.client_ca] if self.client_ca else [])):
+            read_file(path)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            # An encrypted key must fail here, not ask a terminal for its passphrase.
+            context.load_cert_chain(self.cert, self.key, password="")
+            if self.client_ca:
+                context.load_verify_locations(self.client_ca)
+        except (ssl.SSLError, ValueError) as error:
+            raise CredentialError(
+                f"the certificate {self.cert}, its key {self.key} or the authority "
+                f"{self.client_ca} cannot be used: {error}. They must be PEM, and the key the "
+                "certificate's own and not encrypted."
+            ) from error
+
+
+def server_credentials(tls: ServerTls | None) -> Any:
+    """TLS for the gRPC server, None without. New connections get replaced files at once; files
+    that do not fit together are logged and the old ones stay. Raises CredentialError."""
+    if tls is None:
+        return None
+    files = WatchedFiles([tls.cert, tls.key, tls.client_ca])
+
+    def configuration() -> Any:
+        tls.check()
+        pair = (read_file(tls.key), read_file(tls.cert))
+        roots = read_file(tls.client_ca) if tls.client_ca else None
+        return grpc.ssl_server_certificate_configuration([pair], roots)
+
+    def fetch() -> Any:
+        if not files.changed():
+            return None
+        try:
+            fresh = configuration()
+        except CredentialError as error:
+            event(logging.ERROR, "certificate_not_rotated", message=str(error))
+            return None
+        event(logging.INFO, "certificate_rotated", cert=str(tls.cert))
+        return fresh
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), fetch, tls.client_ca is not None)
+
+
+def client_credentials(ca: Path | None, cert: Path | None, key: Path | None) -> Any:
+    """TLS for a client that trusts `ca`; None without TLS. Raises CredentialError."""
+    if ca is None:
+        if cert is not None or key is not None:
+            raise CredentialError(
+                f"a client certificate (cert={cert}, key={key}) needs TLS, and tls_ca is not set. "
+                "Name the file with the service's certificate authority."
+            )
+        return None
+    if (cert is None) != (key is None):
+        raise CredentialError(
+            f"a client certificate needs its key; given are cert={cert} and key={key}. Pass both "
+            "or neither."
+        )
+    return grpc.ssl_channel_credentials(
+        read_file(ca), read_file(key) if key else None, read_file(cert) if cert else None
+    )
+
+
+@final
+class Bearer:
+    """The caller's token as metadata of each call, read again when its file is replaced."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CredentialError."""
+        self._path = path
+        self._files = WatchedFiles([path])
+        self._metadata = self._read()
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """For the next call. A file that cannot be read just now leaves the old token."""
+        if self._files.changed():
+            try:
+                self._metadata = self._read()
+            except CredentialError as error:
+                event(logging.ERROR, "token_not_rotated", message=str(error))
+        return self._metadata
+
+    def _read(self) -> tuple[tuple[str, str], ...]:
+        return (("authorization", f"Bearer {read_token(self._path)}"),)

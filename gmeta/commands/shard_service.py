@@ -1,0 +1,72 @@
+"""`gmeta shard-service`: run the data-shard service.
+
+Imports neither torch nor the data layer: the service starts in well under a second.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gmeta.antdt.log import configure_logging
+from gmeta.antdt.server import ServiceConfig, ServiceStartError, serve_until_signal
+
+DEFAULT_ADDRESS = "127.0.0.1:7070"
+
+
+def shard_service(
+    listen: Annotated[
+        str, typer.Option(help="HOST:PORT to serve on; port 0 takes a free one")
+    ] = DEFAULT_ADDRESS,
+    store: Annotated[
+        str,
+        typer.Option(
+            help="sqlite:///PATH survives anything; memory: survives nothing but a checkpoint"
+        ),
+    ] = "sqlite:///shards.db",
+    job: Annotated[
+        str, typer.Option(help="name of the job; one service serves one job")
+    ] = "default",
+    lease_ttl: Annotated[
+        float,
+        typer.Option(
+            min=1.0, max=3600.0, help="seconds after which a silent worker's shards go on"
+        ),
+    ] = 30.0,
+    metrics_listen: Annotated[
+        str, typer.Option(help="HOST:PORT of Prometheus /metrics; empty for none")
+    ] = "",
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate of the service")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="demand client certificates of this authority")
+    ] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(help="folder with the files worker, operator, viewer: tokens, one a line"),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="no TLS and no proof; for callers of this machine")
+    ] = False,
+    log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR")] = "INFO",
+) -> None:
+    """Hand out the shards of a job's data to its workers, each exactly once an epoch.
+
+    gmeta shard-service --insecure --store sqlite:///run/shards.db
+
+    gmeta shard-service --listen 0.0.0.0:7070 --tls-cert tls.crt --tls-key tls.key --tokens tokens/
+
+    Runs until SIGTERM, then answers the calls under way and exits 0. Logs JSON lines to stderr.
+    """
+    configure_logging(log_level)
+    config = ServiceConfig(
+        listen, store, job, lease_ttl, metrics_listen, tls_cert, tls_key, tls_client_ca, tokens
+    )
+    if config.secured == insecure:
+        raise ServiceStartError(
+            f"tls_cert={tls_cert}, tls_client_ca={tls_client_ca}, tokens={tokens} and "
+            f"insecure={insecure}: a service has TLS and proof of its callers, or says --insecure. "
+            "Pass --tls-cert, --tls-key and --tls-client-ca or --tokens; or --insecure alone, on a "
+            "loopback address."
+        )
+    raise typer.Exit(serve_until_signal(config))
