@@ -68,6 +68,12 @@ def prepare(
     order: Annotated[
         str, typer.Option(help="movielens-1m: shuffle, or time (support is the past)")
     ] = "shuffle",
+    history: Annotated[
+        int,
+        typer.Option(
+            min=0, help="movielens-1m: each rating carries so many movies that its user liked"
+        ),
+    ] = 0,
     memory: Annotated[str, typer.Option(help="schema: most memory to use, such as 2GB")] = "2GB",
     threads: Annotated[int, typer.Option(min=0, help="schema: threads; 0: one a CPU core")] = 0,
     block_rows: Annotated[int, typer.Option(min=1, help="schema: rows of a block")] = 65_536,
@@ -99,7 +105,7 @@ def prepare(
         from metaio.recipes.movielens import MovieLensConfig, prepare_movielens
 
         _expect_inputs(recipe, inputs, 1)
-        melu = MovieLensConfig(seed=seed, order=order, validation=validation)
+        melu = MovieLensConfig(seed=seed, order=order, validation=validation, history=history)
         prepare_movielens(inputs[0], out, melu, overwrite)
     elif schema is not None:
         from metaio.prepare import PrepareOptions

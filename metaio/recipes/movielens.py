@@ -27,6 +27,7 @@ from metaio.recipes.movielens_files import (
     read_users,
     read_vocabulary,
 )
+from metaio.recipes.movielens_history import liked_before, with_history
 from metaio.writer import Provenance, write_dataset
 
 Int64 = npt.NDArray[np.int64]
@@ -54,6 +55,7 @@ class MovieLensConfig:
         1995  # with validation: warm movies after it are held back, 15 % of the ratings
     )
     item_min_count: int = 1  # movies with fewer training ratings share row 0
+    history: int = 0  # longest history of liked movies that each rating carries; 0: none
 
     def __post_init__(self) -> None:
         if self.order not in ("shuffle", "time"):
@@ -160,7 +162,8 @@ class _Encoder:
     vocabulary.
     """
 
-    def __init__(self, folder: Path, movies: Movies) -> None:
+    def __init__(self, folder: Path, movies: Movies, history: int) -> None:
+        self._history = history
         self._users = read_users(folder)
         self._movies = movies
         values: dict[str, list[str]] = {
@@ -185,7 +188,10 @@ class _Encoder:
         return Features(
             tables=(*tables, TableSpec("item", num_items + 1)),
             single=tuple(FeatureSpec(name, name) for name in (*self.single, "item")),
-            multi=tuple(FeatureSpec(name, name) for name in self.multi),
+            multi=(
+                *(FeatureSpec(name, name) for name in self.multi),
+                *(FeatureSpec("history", "item") for _ in range(self._history > 0)),
+            ),
             dense=(),
         )
 
@@ -207,14 +213,19 @@ class _Encoder:
             )
             columns.insert(0, rate_I[movie_index_N])
         item_I = np.array([item_ids.get(movie, 0) for movie in distinct_I.tolist()], dtype=np.int64)
+        item_N = item_I[movie_index_N]
+        rating_N = _concat([ratings for _, ratings in state.values()])
         multi_ids_V, multi_lengths_NM = self._multi(distinct_I, movie_index_N)
+        if self._history:
+            liked = liked_before(lengths_T, lengths_T - query_rows, item_N, rating_N, self._history)
+            multi_ids_V, multi_lengths_NM = with_history(multi_ids_V, multi_lengths_NM, *liked)
         return Rows(
             task_T=np.array(users, dtype=np.int64),
             row_lengths_T=lengths_T,
             support_lengths_T=lengths_T - query_rows,
-            label_N=_concat([ratings for _, ratings in state.values()]).astype(np.float32),
+            label_N=rating_N.astype(np.float32),
             dense_NK=np.zeros((len(movie_N), 0), dtype=np.float32),
-            ids_NF=np.stack([*columns, item_I[movie_index_N]], axis=1),
+            ids_NF=np.stack([*columns, item_N], axis=1),
             multi_ids_V=multi_ids_V,
             multi_lengths_NM=multi_lengths_NM,
         )
@@ -296,7 +307,7 @@ def prepare_movielens(
         row_of_fitted = {movie: row_of[movie] for movie in fitted if movie in row_of}
         known |= dict.fromkeys(held, row_of_fitted)
         splits |= held
-    encoder = _Encoder(folder, movies)
+    encoder = _Encoder(folder, movies, config.history)
     protocol = f"MeLU, {'its own split' if melu_states else 'derived split'}, order {config.order}"
     provenance = Provenance(
         task="user",

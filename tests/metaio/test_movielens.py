@@ -148,6 +148,19 @@ def test_order_by_time_makes_the_support_the_past(tmp_path: Path) -> None:
         assert items == sorted(items, reverse=True)
 
 
+def test_a_history_holds_the_liked_support_rows_and_never_the_row_itself(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "raw")
+    config = MovieLensConfig(min_ratings=11, history=5)
+    prepare_movielens(str(folder), str(tmp_path / "out"), config)
+    dataset = open_dataset(str(tmp_path / "out"))
+    history = dataset.features.multi[-1]
+    assert (history.name, history.table) == ("history", "item")
+    for _, support, rows in whole_split(dataset, "train"):
+        liked = [(r, ids[-1]) for r, (label, _, ids, _) in enumerate(rows[:support]) if label >= 4]  # type: ignore[misc]
+        for row, (_, _, _, lists) in enumerate(rows):  # type: ignore[misc]
+            assert lists[-1] == [item for r, item in liked if r != row][-5:]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

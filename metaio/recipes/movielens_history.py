@@ -1,0 +1,48 @@
+"""The behaviour history of every rating: what its user liked, as far as the support rows tell.
+
+Shape suffixes: T tasks, N ratings, H entries of all histories, V values of the other multi-hot
+features, M multi-hot features.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from metaio.block import ragged_indices
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+LIKED = 4  # least rating, of 1 to 5, that counts as liked
+
+
+def liked_before(
+    lengths_T: Int64, support_lengths_T: Int64, item_N: Int64, rating_N: Int64, longest: int
+) -> tuple[Int64, Int32]:
+    """Item ids [H] of each row's history, oldest first, and the histories' lengths [N].
+
+    A row's history is the last `longest` items that its task's support rows rated at least `LIKED`,
+    the row itself left out: neither its own label nor any query label shows in it.
+    """
+    histories, start = [], 0
+    for rows, support in zip(lengths_T.tolist(), support_lengths_T.tolist(), strict=True):
+        liked = np.flatnonzero(rating_N[start : start + support] >= LIKED)
+        for row in range(rows):
+            others = liked[liked != row] if row < support else liked
+            histories.append(item_N[start + others[-longest:]])
+        start += rows
+    lengths_N = np.array([len(history) for history in histories], dtype=np.int32)
+    return np.concatenate([np.zeros(0, dtype=np.int64), *histories]), lengths_N
+
+
+def with_history(
+    ids_V: Int64, lengths_NM: Int32, history_H: Int64, history_lengths_N: Int32
+) -> tuple[Int64, Int32]:
+    """Row-by-row multi-hot lists with each row's history as its last feature."""
+    joined = np.concatenate([ids_V, history_H])
+    first = lengths_NM.sum(axis=1, dtype=np.int64)
+    second = history_lengths_N.astype(np.int64)
+    starts = np.stack(
+        [np.cumsum(first) - first, len(ids_V) + np.cumsum(second) - second], axis=1
+    ).ravel()
+    chosen = ragged_indices(starts, np.stack([first, second], axis=1).ravel())
+    return joined[chosen], np.concatenate([lengths_NM, history_lengths_N[:, None]], axis=1)
