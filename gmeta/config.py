@@ -74,22 +74,44 @@ class OuterConfig:
             "any number (ratings)"
         },
     )
-    dense_optimizer: Literal["adam", "adagrad", "sgd"] = field(
+    dense_optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = field(
         default="adam", metadata={"help": "for the data-parallel layers"}
     )
     dense_lr: float = field(
         default=1e-3, metadata={"help": "learning rate of the layers", "min": 0.0}
     )
     weight_decay: float = field(
-        default=0.0, metadata={"help": "L2 penalty on the layers", "min": 0.0}
+        default=0.0,
+        metadata={"help": "L2 penalty on the layers; adamw: decoupled decay", "min": 0.0},
     )
-    lr_schedule: Literal["constant", "linear"] = field(
+    momentum: float = field(
+        default=0.0, metadata={"help": "of the layers' sgd", "min": 0.0, "max": 1.0}
+    )
+    lr_schedule: Literal["constant", "linear", "cosine"] = field(
         default="constant",
-        metadata={"help": "of layers and tables; linear: falls to 0 at the last step of the run"},
+        metadata={
+            "help": "of layers and tables; linear, cosine: falls to 0 at the last step of the run"
+        },
     )
-    sparse_optimizer: Literal["rowwise_adagrad", "adagrad", "sgd"] = field(
+    warmup_steps: int = field(
+        default=0,
+        metadata={"help": "first steps, over which the rates rise; the schedule follows", "min": 0},
+    )
+    clip_norm: float = field(
+        default=0.0,
+        metadata={
+            "help": "greatest norm of a step's gradient, layers and tables together; 0: no limit",
+            "min": 0.0,
+        },
+    )
+    sparse_optimizer: Literal[
+        "rowwise_adagrad", "adagrad", "sgd", "adam", "partial_rowwise_adam"
+    ] = field(
         default="rowwise_adagrad",
-        metadata={"help": "fused into the backward of the embedding tables"},
+        metadata={
+            "help": "fused into the backward of the embedding tables; "
+            "adam, partial_rowwise_adam: CUDA only"
+        },
     )
     sparse_lr: float = field(
         default=0.05, metadata={"help": "learning rate of the tables", "min": 0.0}
@@ -170,6 +192,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
             raise ConfigError(
                 f"{key} is empty: it is required. Set it in the config, or add {key}=PATH"
             )
+    outer = config.outer
+    if outer.momentum and outer.dense_optimizer != "sgd":
+        raise ConfigError(
+            f"outer.momentum = {outer.momentum} has no meaning for outer.dense_optimizer = "
+            f"{outer.dense_optimizer!r}: only sgd takes it. Leave it 0, or choose sgd"
+        )
     return config
 
 

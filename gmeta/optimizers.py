@@ -2,43 +2,69 @@
 backward.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from gmeta.clipping import GradientClipping
 from gmeta.config import OuterConfig
+from gmeta.schedules import rate_scale
+from gmeta.table_updates import set_adam_step
 
-DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adagrad": torch.optim.Adagrad,
-    "sgd": torch.optim.SGD,
+DENSE_OPTIMIZERS: dict[str, Callable[[OuterConfig], Callable[..., torch.optim.Optimizer]]] = {
+    "adam": lambda outer: torch.optim.Adam,
+    "adamw": lambda outer: torch.optim.AdamW,
+    "adagrad": lambda outer: torch.optim.Adagrad,
+    "sgd": lambda outer: partial(torch.optim.SGD, momentum=outer.momentum),
 }
 
 
-def build_optimizer(sharded: DistributedModelParallel, outer: OuterConfig) -> CombinedOptimizer:
-    """`step()` updates the layers; the tables were updated in backward. One state dict for both."""
+class OuterOptimizer(CombinedOptimizer):
+    """Layers and tables: `begin_step`, forward and backward, `step`. One state dict for both."""
 
-    def dense(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        kind = DENSE_OPTIMIZERS[outer.dense_optimizer]
-        return kind(parameters, lr=outer.dense_lr, weight_decay=outer.weight_decay)  # type: ignore[call-arg]
+    def __init__(self, sharded: DistributedModelParallel, outer: OuterConfig) -> None:
+        layers = dict(in_backward_optimizer_filter(sharded.named_parameters()))
 
-    layers = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    return CombinedOptimizer([sharded.fused_optimizer, KeyedOptimizerWrapper(layers, dense)])
+        def dense(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+            kind = DENSE_OPTIMIZERS[outer.dense_optimizer](outer)
+            return kind(parameters, lr=outer.dense_lr, weight_decay=outer.weight_decay)
+
+        super().__init__([sharded.fused_optimizer, KeyedOptimizerWrapper(layers, dense)])
+        self._sharded = sharded
+        self._outer = outer
+        self._clipping = (
+            GradientClipping(sharded, layers.values(), outer.clip_norm) if outer.clip_norm else None
+        )
+
+    def begin_step(self, step: int, total_steps: int) -> None:
+        """Take the schedule's rates for the step that `step` steps of the run stand before, and
+        forget the gradients of the last. Call it before forward.
+        """
+        outer = self._outer
+        scale = rate_scale(outer.lr_schedule, outer.warmup_steps, step, total_steps)
+        for _, part in self.optimizers:
+            rate = outer.dense_lr if isinstance(part, KeyedOptimizerWrapper) else outer.sparse_lr
+            for group in part.param_groups:
+                group["lr"] = rate * scale
+        set_adam_step(self._sharded, step)
+        self.zero_grad()  # the tables take their rate here
+
+    def step(self, closure: Any = None) -> None:
+        """Update the layers; backward updated the tables, unless clipping held it back till now."""
+        if self._clipping is not None:
+            self._clipping.apply()
+        super().step(closure)
 
 
-def set_learning_rates(optimizer: CombinedOptimizer, outer: OuterConfig, done_share: float) -> None:
-    """The schedule's rates for a step that `done_share` of the run's steps stand before.
-
-    The layers take theirs in `step()`, the tables in `zero_grad()`: call it before both. Nothing
-    but `done_share` decides, so a resumed run goes on with the rates it would have had.
-    """
-    scale = 1.0 - done_share if outer.lr_schedule == "linear" else 1.0
-    for _, part in optimizer.optimizers:
-        rate = outer.dense_lr if isinstance(part, KeyedOptimizerWrapper) else outer.sparse_lr
-        for group in part.param_groups:
-            group["lr"] = rate * scale
+def build_optimizer(sharded: DistributedModelParallel, outer: OuterConfig) -> OuterOptimizer:
+    """The optimizer of a sharded learner; make it before the learner's first step."""
+    return OuterOptimizer(sharded, outer)
 
 
 def create_state(optimizer: CombinedOptimizer) -> None:

@@ -4,7 +4,8 @@ fbgemm's CPU backward spends 600 to 1,600 ns a row where summing the gradients o
 vectorised update take 50 to 90. Only the arithmetic is replaced: weights, optimizer state, learning
 rate and state dict stay fbgemm's, so checkpoints are the same either way.
 
-Shape suffixes: N fetched rows (equal ids may repeat), U distinct rows, D embedding width.
+Shape suffixes: N fetched rows (equal ids may repeat), U distinct rows, F features, D embedding
+width.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ def use_fast_cpu_updates(sharded: DistributedModelParallel) -> int:
     Raises:
         KeyError: a group has an optimizer that is not in UPDATES.
     """
-    groups = list(_table_groups(sharded))
+    groups = list(table_groups(sharded))
     for group in groups:
         group.forward = _FastGroup(group)
     return len(groups)
@@ -87,14 +88,7 @@ class _Lookup(torch.autograd.Function):
         (grad_ND,) = grads
         (row_N,) = ctx.saved_tensors
         if row_N.numel():
-            row_U, inverse_N = torch.unique(row_N, return_inverse=True)
-            if row_U.numel() == row_N.numel():
-                # Every row once, as after deduplication on one rank: there is nothing to sum.
-                grad_UD = torch.empty_like(grad_ND).index_copy_(0, inverse_N, grad_ND)
-            else:
-                grad_UD = grad_ND.new_zeros(row_U.numel(), grad_ND.shape[1])
-                grad_UD.index_add_(0, inverse_N, grad_ND)
-            ctx.group.update(row_U, grad_UD)
+            ctx.group.update(*summed_by_row(row_N, grad_ND))
         return None, None, None
 
 
@@ -110,10 +104,7 @@ class _FastGroup:
 
     def __call__(self, indices: Tensor, offsets: Tensor, *_: Any, **__: Any) -> Tensor:
         """Rows [N, D] of jagged ids: feature by feature, sample by sample, as TorchRec lays out."""
-        num_features = self._first_row_F.numel()
-        samples = (offsets.numel() - 1) // num_features
-        ids_F = offsets[::samples].diff() if samples else offsets.new_zeros(num_features)
-        row_N = indices + torch.repeat_interleave(self._first_row_F, ids_F)
+        row_N = row_numbers_N(self._first_row_F, indices, offsets)
         rows_ND: Tensor = _Lookup.apply(self._group.weights_host, self, row_N)
         return rows_ND
 
@@ -122,9 +113,41 @@ class _FastGroup:
         self._update(self._group, row_U, grad_UD)
 
 
-def _table_groups(
+def summed_by_row(row_N: Tensor, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct rows [U], and the sum of the gradients of each [U, D]."""
+    row_U, inverse_N = torch.unique(row_N, return_inverse=True)
+    if row_U.numel() == row_N.numel():
+        # Every row once, as after deduplication on one rank: there is nothing to sum.
+        return row_U, torch.empty_like(grad_ND).index_copy_(0, inverse_N, grad_ND)
+    grad_UD = grad_ND.new_zeros(row_U.numel(), grad_ND.shape[1])
+    return row_U, grad_UD.index_add_(0, inverse_N, grad_ND)
+
+
+def row_numbers_N(first_row_F: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
+    """Where each of a group's jagged ids stands among all rows of its tables, given each feature's
+    first row.
+    """
+    num_features = first_row_F.numel()
+    samples = (offsets.numel() - 1) // num_features
+    ids_F = offsets[::samples].diff() if samples else offsets.new_zeros(num_features)
+    return indices + torch.repeat_interleave(first_row_F, ids_F)
+
+
+def set_adam_step(sharded: DistributedModelParallel, step: int) -> None:
+    """Tell tables with Adam that `step` steps were done: its bias correction depends on it.
+
+    By themselves they count lookups, also those of a validation, and start at 0 after a resume.
+    """
+    for group in table_groups(sharded):
+        if group.optimizer in (EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_ADAM):
+            group.iter.fill_(step)
+            group.iter_cpu.fill_(step)
+
+
+def table_groups(
     sharded: DistributedModelParallel,
 ) -> Iterator[SplitTableBatchedEmbeddingBagsCodegen]:
+    """This rank's groups of tables that share one lookup kernel."""
     for module in sharded.modules():
         if isinstance(module, ShardedEmbeddingCollection):
             for lookup in module._lookups:

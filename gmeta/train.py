@@ -12,7 +12,7 @@ from gmeta.build import build, open_reader
 from gmeta.checkpoint import Progress, list_checkpoints, load_checkpoint, save_checkpoint
 from gmeta.config import TrainConfig
 from gmeta.evaluate import score_split
-from gmeta.optimizers import build_optimizer, set_learning_rates
+from gmeta.optimizers import build_optimizer
 from gmeta.parallel import Ranks, barrier, in_step, shard_learner
 from gmeta.run_folder import RunFolder, create_run_folder, keep_metrics_up_to
 from gmeta.run_log import RunLog, StepMeter
@@ -56,10 +56,9 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
                 progress.epoch_step,
             )
             for episodes, totals in in_step(batches, learner.arrange, dataset.features, ranks):
+                optimizer.begin_step(progress.step, total_steps)
                 # The mean over all ranks' terms: data-parallel averaging divides by the world size.
                 loss = sharded(episodes, weight=ranks.world_size / max(totals.num_terms, 1))
-                set_learning_rates(optimizer, config.outer, progress.step / total_steps)
-                optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
 

@@ -74,6 +74,15 @@ def test_a_wrong_value_is_refused_with_the_key_the_value_and_what_is_allowed(
         assert str(caught.value) == message
 
 
+def test_momentum_without_sgd_is_refused(good: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(good, ["outer.momentum=0.9"])
+    assert str(caught.value) == (
+        "outer.momentum = 0.9 has no meaning for outer.dense_optimizer = 'adam': only sgd takes "
+        "it. Leave it 0, or choose sgd"
+    )
+
+
 def test_a_section_given_as_a_value_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "train.toml"
     path.write_text("outer = 3\n")

@@ -82,6 +82,15 @@ def test_a_dataset_that_is_not_there_is_named(config: Path) -> None:
     )
 
 
+def test_a_tables_optimizer_that_needs_cuda_is_refused_on_a_cpu(config: Path) -> None:
+    message = refused(2, "train", config, "run.device=cpu", "outer.sparse_optimizer=adam")
+    assert message == (
+        "error: outer.sparse_optimizer = 'adam' needs CUDA: fbgemm has no such fused update on a "
+        "CPU. Choose one of sgd, adagrad, rowwise_adagrad"
+    )
+    assert not (config.parent / "run").exists()
+
+
 def test_a_rate_that_diverges_says_what_to_lower(config: Path) -> None:
     result = gmeta("train", config, *SMALL_MODEL, "outer.dense_lr=1e30", "outer.sparse_lr=1e30")
     assert result.returncode == 1

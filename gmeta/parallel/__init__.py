@@ -5,6 +5,7 @@ The only package that touches torch.distributed and TorchRec's sharding.
 
 from gmeta.parallel.ranks import (
     Ranks,
+    add_over_ranks,
     barrier,
     choose_cpu_matmul,
     gather_to_first,
@@ -26,6 +27,7 @@ __all__ = [
     "Ranks",
     "ShardedLearner",
     "StepTotals",
+    "add_over_ranks",
     "barrier",
     "choose_cpu_matmul",
     "gather_to_first",

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store
 
 from gmeta.errors import GMetaError, UserError
@@ -121,6 +122,13 @@ def sum_over_ranks(values: list[float], ranks: Ranks) -> list[float]:
     dist.all_reduce(total, group=ranks.control)
     summed: list[float] = total.tolist()
     return summed
+
+
+def add_over_ranks(value: Tensor) -> None:
+    """Replace a tensor by its element-wise sum over the ranks, on its device; does not wait for
+    it.
+    """
+    dist.all_reduce(value)
 
 
 def barrier(ranks: Ranks) -> None:

@@ -22,6 +22,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from gmeta.config import TrainConfig
 from gmeta.episodes import Episodes
+from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner, QueryPrediction
 from gmeta.parallel.ranks import Ranks
 from gmeta.table_updates import use_fast_cpu_updates
@@ -31,7 +32,10 @@ SPARSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
     "rowwise_adagrad": torchrec.optim.RowWiseAdagrad,
+    "adam": torch.optim.Adam,
+    "partial_rowwise_adam": torchrec.optim.PartialRowWiseAdam,
 }
+CUDA_SPARSE_OPTIMIZERS = ("adam", "partial_rowwise_adam")
 # Rows of a table that share one random stream: any sharding then starts from the same values.
 INIT_BLOCK_ROWS = 65_536
 ADAGRAD_EPSILON = (
@@ -85,8 +89,12 @@ def shard_learner(
 
     On a CPU the tables' arithmetic is ours unless `stock_kernels` asks for fbgemm's.
     The tables' initial values depend on `run.seed` alone, not on the number of ranks.
+
+    Raises:
+        ConfigError: the tables' optimizer is not one of this device.
     """
     outer = config.outer
+    check_sparse_optimizer(outer.sparse_optimizer, ranks.device)
     tables = EmbeddingCollection(
         tables=[
             EmbeddingConfig(
@@ -123,6 +131,20 @@ def shard_learner(
         use_fast_cpu_updates(sharded)
     initialise_tables(sharded, outer.embedding_init_std, config.run.seed)
     return sharded
+
+
+def check_sparse_optimizer(name: str, device: torch.device) -> None:
+    """Refuse an optimizer that fbgemm does not fuse on this kind of device.
+
+    Raises:
+        ConfigError: it is Adam's kind and the device is a CPU.
+    """
+    if device.type == "cpu" and name in CUDA_SPARSE_OPTIMIZERS:
+        others = [known for known in SPARSE_OPTIMIZERS if known not in CUDA_SPARSE_OPTIMIZERS]
+        raise ConfigError(
+            f"outer.sparse_optimizer = {name!r} needs CUDA: fbgemm has no such fused update on a "
+            f"CPU. Choose one of {', '.join(others)}"
+        )
 
 
 def initialise_tables(sharded: DistributedModelParallel, std: float, seed: int) -> None:

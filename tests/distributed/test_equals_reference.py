@@ -42,6 +42,26 @@ CASES = {
         "rowwise_adagrad",
     ),
     "maml with cbml, sgd": (AlgorithmConfig(name="maml", inner_lr=0.1), "sgd"),
+    "maml, clipped, sgd": (AlgorithmConfig(name="maml", inner_lr=0.1), "sgd"),
+    "maml, clipped, adagrad": (AlgorithmConfig(name="maml", inner_lr=0.1), "adagrad"),
+    "none, clipped adamw, rowwise adagrad": (AlgorithmConfig(name="none"), "rowwise_adagrad"),
+    "none, momentum, sgd": (AlgorithmConfig(name="none"), "sgd"),
+}
+# The gradients' norms stand around 0.3 in these cases: some steps are clipped, some are not.
+OUTER = {
+    "maml, clipped, sgd": {"dense_optimizer": "sgd", "dense_lr": 0.2, "clip_norm": 0.3},
+    "maml, clipped, adagrad": {"clip_norm": 0.25},
+    "none, clipped adamw, rowwise adagrad": {
+        "dense_optimizer": "adamw",
+        "weight_decay": 0.3,
+        "clip_norm": 0.2,
+    },
+    "none, momentum, sgd": {"dense_optimizer": "sgd", "dense_lr": 0.2, "momentum": 0.9},
+}
+DENSE = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
 }
 
 
@@ -64,11 +84,10 @@ def tasks_of_step(features: Features) -> list[list[list[reference.Task]]]:
     ]
 
 
-def train_config(sparse_optimizer: str) -> TrainConfig:
-    outer = OuterConfig(
-        dense_optimizer="adam", dense_lr=0.01, sparse_optimizer=sparse_optimizer, sparse_lr=0.1
-    )
-    return TrainConfig(model=MODEL, outer=outer, run=RunConfig(seed=11))
+def train_config(case: str) -> TrainConfig:
+    _, sparse = CASES[case]
+    values = {"dense_lr": 0.01, "sparse_lr": 0.1, "sparse_optimizer": sparse, **OUTER.get(case, {})}
+    return TrainConfig(model=MODEL, outer=OuterConfig(**values), run=RunConfig(seed=11))
 
 
 def train_on_rank(ranks: Ranks, cases: list[str]) -> dict[str, dict[str, Any]]:
@@ -78,12 +97,13 @@ def train_on_rank(ranks: Ranks, cases: list[str]) -> dict[str, dict[str, Any]]:
     share = range(4 * ranks.rank // ranks.world_size, 4 * (ranks.rank + 1) // ranks.world_size)
     results = {}
     for case in cases:
-        algorithm, sparse = CASES[case]
+        algorithm, _ = CASES[case]
+        config = train_config(case)
         torch.manual_seed(3)
         learner = build_learner(features, model_of(case), algorithm, "bce")
-        sharded = shard_learner(learner, features, train_config(sparse), ranks)
+        sharded = shard_learner(learner, features, config, ranks)
         start = local_rows(sharded)
-        optimizer = build_optimizer(sharded, train_config(sparse).outer)
+        optimizer = build_optimizer(sharded, config.outer)
         num_steps = max(len(tasks[rank]) for rank in share)
         batches = (
             reference.batch_of(
@@ -140,26 +160,27 @@ def train_by_loop(
     learner = build_learner(features, model_of(case), algorithm, "bce").double()
     model = learner.model
     tables = {name: rows.double().requires_grad_() for name, rows in start.items()}
-    dense = torch.optim.Adam(learner.parameters(), lr=0.01)
+    outer = train_config(case).outer
+    momentum = {"momentum": outer.momentum} if outer.momentum else {}
+    dense = DENSE[outer.dense_optimizer](
+        learner.parameters(), lr=outer.dense_lr, weight_decay=outer.weight_decay, **momentum
+    )
+    everything = [*learner.parameters(), *tables.values()]
     state = {name: torch.zeros_like(rows) for name, rows in tables.items()}
     losses = []
     for step in range(STEPS):
         now = [task for of_rank in tasks for task in (of_rank[step : step + 1] or [[]])[0]]
         rates = reference.rates_by_name(learner, features)
         loss = reference.outer_loss(model, tables, features, now, algorithm, "bce", rates)
-        dense.zero_grad()
-        grads = dict(
-            zip(
-                tables,
-                torch.autograd.grad(loss, list(tables.values()), retain_graph=True),
-                strict=True,
-            )
-        )
+        for value in everything:
+            value.grad = None
         loss.backward()
+        if outer.clip_norm:
+            torch.nn.utils.clip_grad_norm_(everything, outer.clip_norm)
         dense.step()
         with torch.no_grad():
             for name, rows in tables.items():
-                grad = grads[name]
+                grad = rows.grad
                 if sparse == "sgd":
                     rows -= 0.1 * grad
                     continue

@@ -9,8 +9,9 @@ from torch import Tensor
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
-from gmeta.optimizers import build_optimizer, set_learning_rates
+from gmeta.optimizers import build_optimizer
 from gmeta.parallel import Ranks, in_step, shard_learner
+from gmeta.schedules import rate_scale
 from models import ModelConfig
 from tests import reference
 from tests.distributed.harness import on_ranks
@@ -20,7 +21,11 @@ MODEL = ModelConfig(name="melu", embedding_dim=4, hidden=(5,))
 FEATURES = reference.some_features(2, 1, 0)
 DENSE_RATE, SPARSE_RATE = 0.5, 0.8
 NUM_STEPS = 4
-SCALES = {"constant": [1.0, 1.0, 1.0, 1.0], "linear": [1.0, 0.75, 0.5, 0.25]}
+SCALES = {
+    ("linear", 0): [1.0, 0.75, 0.5, 0.25],
+    ("linear", 2): [0.5, 1.0, 1.0, 0.5],
+    ("cosine", 1): [1.0, 1.0, 0.75, 0.25],
+}
 
 
 def tasks_of_steps() -> list[list[reference.Task]]:
@@ -30,7 +35,11 @@ def tasks_of_steps() -> list[list[reference.Task]]:
     ]
 
 
-def train_on_rank(ranks: Ranks, schedule: str) -> dict[str, object]:
+def train_on_rank(ranks: Ranks) -> dict[tuple[str, int], dict[str, object]]:
+    return {case: train_with(ranks, *case) for case in SCALES}
+
+
+def train_with(ranks: Ranks, schedule: str, warmup_steps: int) -> dict[str, object]:
     """Train on every other task of each step; rows before and after, and the layers."""
     outer = OuterConfig(
         dense_optimizer="sgd",
@@ -38,6 +47,7 @@ def train_on_rank(ranks: Ranks, schedule: str) -> dict[str, object]:
         sparse_optimizer="sgd",
         sparse_lr=SPARSE_RATE,
         lr_schedule=schedule,
+        warmup_steps=warmup_steps,
     )
     torch.manual_seed(3)
     learner = build_learner(FEATURES, MODEL, AlgorithmConfig(name="none"), "bce")
@@ -52,9 +62,8 @@ def train_on_rank(ranks: Ranks, schedule: str) -> dict[str, object]:
     )
     steps = in_step(batches, learner.arrange, FEATURES, ranks)
     for step, (episodes, totals) in enumerate(steps):
+        optimizer.begin_step(step, NUM_STEPS)
         loss = sharded(episodes, ranks.world_size / totals.num_terms)
-        set_learning_rates(optimizer, outer, step / NUM_STEPS)
-        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     layers = {name: value.detach().clone() for name, value in learner.named_parameters()}
@@ -83,15 +92,26 @@ def train_by_loop(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("schedule", list(SCALES))
-def test_layers_and_tables_follow_the_schedule(schedule: str) -> None:
-    results = on_ranks(2, train_on_rank, schedule)
-    tables, layers = train_by_loop(whole_tables(results, "start"), SCALES[schedule])
-    trained = whole_tables(results, "tables")
-    for name, rows in tables.items():
-        torch.testing.assert_close(trained[name].double(), rows.detach(), rtol=0, atol=1e-5)
-    for result in results:
-        for name, value in layers.items():
-            torch.testing.assert_close(
-                result["layers"][f"model.{name}"].double(), value.detach(), rtol=0, atol=1e-5
-            )
+def test_layers_and_tables_follow_the_schedule() -> None:
+    of_ranks = on_ranks(2, train_on_rank)
+    for case, scales in SCALES.items():
+        results = [of_rank[case] for of_rank in of_ranks]
+        tables, layers = train_by_loop(whole_tables(results, "start"), scales)
+        trained = whole_tables(results, "tables")
+        for name, rows in tables.items():
+            torch.testing.assert_close(trained[name].double(), rows.detach(), rtol=0, atol=1e-5)
+        for result in results:
+            for name, value in layers.items():
+                torch.testing.assert_close(
+                    result["layers"][f"model.{name}"].double(), value.detach(), rtol=0, atol=1e-5
+                )
+
+
+def test_a_warm_up_rises_to_the_full_rate_and_the_schedule_follows() -> None:
+    assert [rate_scale("constant", 4, step, 8) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    cosine = [rate_scale("cosine", 0, step, 4) for step in range(4)]
+    assert cosine == pytest.approx([1, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2])
+    # A run no longer than its warm-up never reaches the decay.
+    assert [rate_scale("linear", 3, step, 3) for step in range(3)] == pytest.approx(
+        [1 / 3, 2 / 3, 1]
+    )
