@@ -8,7 +8,7 @@ import torch
 from gmeta.adaptation.algorithm import TableSizes
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.augment import check_augment
-from gmeta.config import TrainConfig
+from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner
 from metaio import BatchReader, Dataset, open_dataset
@@ -32,6 +32,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
                 f"data.{key} = {split!r} is not in {config.data.path}: "
                 f"it has {', '.join(dataset.splits)}. Name one of them"
             )
+    check_source(config.data)
     torch.manual_seed(config.run.seed)
     try:
         check_augment(config.augment, dataset.features)
@@ -39,6 +40,28 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return dataset, learner
+
+
+def check_source(data: DataConfig) -> None:
+    """Hold the keys of the data source against each other.
+
+    Raises:
+        ConfigError: a key says something that the source does not do.
+    """
+    if data.source == "static":
+        for key in ("service", "tasks_per_shard"):
+            if getattr(data, key):
+                raise ConfigError(
+                    f'data.{key} = {getattr(data, key)!r}, but data.source = "static" leases no '
+                    'shards. Set data.source = "service", or remove the key'
+                )
+        return
+    for key, default in (("lanes", 1), ("window_blocks", 0), ("drop_last", False)):
+        if getattr(data, key) != default:
+            raise ConfigError(
+                f'data.{key} = {getattr(data, key)}, but data.source = "service" hands out whole '
+                "shards, every episode once. Remove the key"
+            )
 
 
 def build_learner(

@@ -9,8 +9,10 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -45,9 +47,10 @@ def save_checkpoint(
     optimizer: CombinedOptimizer,
     ranks: Ranks,
     keep_last: int,
+    files: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
     """Write `folder`/step-N with all ranks, make it durable, then remove all but the `keep_last`
-    newest.
+    newest. Rank 0's `files` (texts by name) lie beside the model.
 
     Raises:
         GMetaError: it cannot be written; nothing of it is kept.
@@ -71,6 +74,8 @@ def save_checkpoint(
         ) from error
     if ranks.rank == 0:
         (temporary / PROGRESS_FILE).write_text(json.dumps(asdict(progress)))
+        for name, text in files.items():
+            (temporary / name).write_text(text, encoding="utf-8")
         for path in (*temporary.iterdir(), temporary):
             _fsync(path)
         shutil.rmtree(final, ignore_errors=True)

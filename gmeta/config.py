@@ -61,6 +61,28 @@ class DataConfig:
     )
     drop_last: bool = field(default=False, metadata={"help": "drop an epoch's last, smaller step"})
     threads: int = field(default=1, metadata={"help": "decoding threads per rank", "min": 1})
+    source: Literal["static", "service"] = field(
+        default="static",
+        metadata={
+            "help": "static: every rank its share of each step, from the seed; "
+            "service: ranks lease shards as they need them, each episode once whatever dies"
+        },
+    )
+    service: str = field(
+        default="",
+        metadata={
+            "help": "HOST:PORT of `gmeta shard-service`; empty: $GMETA_SHARD_SERVICE, else the job "
+            "starts its own"
+        },
+    )
+    tasks_per_shard: int = field(
+        default=0,
+        metadata={
+            "help": "episodes handed out as one; 0: up to 16 of a split that fits in memory, else "
+            "a block's worth",
+            "min": 0,
+        },
+    )
 
 
 @dataclass(frozen=True)

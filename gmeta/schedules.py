@@ -19,11 +19,15 @@ def rate_scale(schedule: str, warmup_steps: int, step: int, total_steps: int) ->
     """What to multiply the rates by in the step that `step` steps stand before.
 
     The first `warmup_steps` rise evenly to the full rate (arXiv 1706.02677, section 2.2); the
-    schedule takes its course over the steps after them.
+    schedule takes its course over the steps after them. Steps beyond `total_steps` (leased shards
+    may take a few more) have the scale of the last one.
 
     >>> [rate_scale("linear", 2, step, 6) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    >>> rate_scale("linear", 2, 9, 6)
+    0.25
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
+    step = max(min(step, total_steps - 1), warmup_steps)
     return DECAYS[schedule]((step - warmup_steps) / max(total_steps - warmup_steps, 1))

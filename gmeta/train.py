@@ -1,17 +1,18 @@
 """Training, top to bottom: data -> sharded learner -> steps -> metrics -> checkpoints.
 
-Every rank runs this; what differs between them is inside `parallel` and the reader's share of each
-step.
+Every rank runs this; what differs between them is inside `parallel` and the feed.
 """
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 from gmeta.augment import augmented
-from gmeta.build import build, open_reader
+from gmeta.build import build
 from gmeta.checkpoint import Progress, list_checkpoints, load_checkpoint, save_checkpoint
 from gmeta.config import TrainConfig
 from gmeta.evaluate import score_split
+from gmeta.feed import open_feed
 from gmeta.optimizers import build_optimizer
 from gmeta.parallel import Ranks, barrier, in_step, shard_learner
 from gmeta.run_folder import RunFolder, create_run_folder, keep_metrics_up_to
@@ -23,32 +24,33 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     dataset, learner = build(config)
     sharded = shard_learner(learner, dataset.features, config, ranks)
     optimizer = build_optimizer(sharded, config.outer)
-    reader = open_reader(config, dataset, config.data.train_split, ranks.rank, ranks.world_size)
-    epoch_steps = reader.num_steps()
-    total_steps = epoch_steps * config.run.epochs
-    if config.run.max_steps:
-        total_steps = min(total_steps, config.run.max_steps)
-
     folder = RunFolder(Path(config.run.dir))
     progress = Progress()
     checkpoints = list_checkpoints(folder.checkpoints)
-    if checkpoints:
-        progress = load_checkpoint(checkpoints[-1], sharded, optimizer, ranks)
+    newest = checkpoints[-1] if checkpoints else None
+    feed = open_feed(config, dataset, ranks, newest)
+    if newest is not None:
+        progress = load_checkpoint(newest, sharded, optimizer, ranks)
     if ranks.rank == 0:
         create_run_folder(config, ranks.world_size, dataset.fingerprint)
         keep_metrics_up_to(folder, progress.step)
     barrier(ranks)
 
+    step_limit = config.run.max_steps or sys.maxsize
+    total_steps = min(feed.num_steps * config.run.epochs, step_limit)
+
     def save() -> None:
+        files = feed.checkpoint_files(progress.step)
         save_checkpoint(
-            folder.checkpoints, progress, sharded, optimizer, ranks, config.run.keep_last
+            folder.checkpoints, progress, sharded, optimizer, ranks, config.run.keep_last, files
         )
+        feed.committed()
 
     meter = StepMeter(ranks)
-    with RunLog(folder, ranks, total_steps, progress.step) as log, reader:
-        while progress.step < total_steps:
+    with RunLog(folder, ranks, total_steps, progress.step) as log, feed:
+        while progress.epoch < config.run.epochs and progress.step < step_limit:
             batches = augmented(
-                reader.batches(progress.epoch, first_step=progress.epoch_step),
+                feed.batches(progress.epoch, progress.epoch_step),
                 config.augment,
                 dataset.features,
                 config.run.seed,
@@ -62,25 +64,31 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
                 loss.backward()
                 optimizer.step()
 
+                feed.trained(episodes.task_T.numel())
                 progress = replace(
                     progress, step=progress.step + 1, epoch_step=progress.epoch_step + 1
                 )
                 meter.add(loss, totals)
-                finished = progress.step == total_steps
-                if finished or meter.steps == config.run.log_every_steps:
-                    log.write(progress.step, progress.epoch, meter.read(reader.wait_s))
+                if meter.steps == config.run.log_every_steps:
+                    log.write(progress.step, progress.epoch, meter.read(feed.wait_s))
                 if (
                     config.run.checkpoint_every_steps
                     and progress.step % config.run.checkpoint_every_steps == 0
                 ):
                     save()
-                if finished:
+                if progress.step == step_limit:
                     break
+            epoch_over = feed.epoch_over(progress.epoch_step)
+            last = progress.step == step_limit or (
+                epoch_over and progress.epoch + 1 == config.run.epochs
+            )
+            if last and meter.steps:
+                log.write(progress.step, progress.epoch, meter.read(feed.wait_s))
             if config.data.valid_split:
                 scores = score_split(config, dataset, config.data.valid_split, sharded, ranks)
                 log.write(progress.step, progress.epoch, {"valid": scores})
-            if progress.epoch_step >= epoch_steps:
+            if epoch_over:
                 progress = Progress(step=progress.step, epoch=progress.epoch + 1)
-            if progress.step == total_steps or not config.run.checkpoint_every_steps:
+            if last or not config.run.checkpoint_every_steps:
                 save()
     return folder

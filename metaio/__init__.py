@@ -7,7 +7,7 @@ from metaio.errors import DataError, FormatError, MetaIOError, SchemaError
 from metaio.features import Features, FeatureSpec, TableSpec
 from metaio.order import BlockEpisodes, EpisodeOrder, OrderConfig
 from metaio.raw import RawEncoder
-from metaio.reader import BatchReader, EpisodeRange, read_ranges
+from metaio.reader import BatchReader, EpisodeRange, RangeReader, read_ranges
 from metaio.task_rows import task_rows
 from metaio.writer import Provenance, write_dataset
 
@@ -24,6 +24,7 @@ __all__ = [
     "MetaIOError",
     "OrderConfig",
     "Provenance",
+    "RangeReader",
     "RawEncoder",
     "Rows",
     "SchemaError",

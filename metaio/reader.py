@@ -1,10 +1,12 @@
 """Streams TaskBatches: background threads decode and compose, a bounded queue keeps the order."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from metaio.batch import TaskBatch
 from metaio.dataset import Dataset
@@ -153,6 +155,54 @@ def default_window_blocks(dataset: Dataset, split: str) -> int:
     return DEFAULT_WINDOW_BLOCKS
 
 
+class RangeReader:
+    """Batches of given episodes: the reader of whoever is told by a service what to read next."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        threads: int = 1,
+        prefetch_batches: int = 4,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        pin_memory: bool = False,
+    ) -> None:
+        self._dataset = dataset
+        self._pipeline = BatchPipeline(
+            dataset,
+            threads=threads,
+            prefetch_batches=prefetch_batches,
+            cache_bytes=cache_bytes,
+            pin_memory=pin_memory,
+        )
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that consumers have waited for a batch since the reader was made."""
+        return self._pipeline.wait_s
+
+    def batches(self, groups: Iterable[Sequence[EpisodeRange]]) -> Iterator[TaskBatch]:
+        """One batch a group of disjoint ranges, its episodes in stored order; empty for no range.
+
+        `groups` may be a generator that asks a service for leases: it is drawn from as needed, in
+        the consumer's thread.
+
+        Raises:
+            FormatError: a range lies outside its split.
+        """
+        return self._pipeline.run(_group_plan(self._dataset, group) for group in groups)
+
+    def close(self) -> None:
+        """Stop the background threads."""
+        self._pipeline.close()
+
+    def __enter__(self) -> "RangeReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 def read_ranges(
     dataset: Dataset,
     ranges: Iterable[EpisodeRange],
@@ -169,18 +219,23 @@ def read_ranges(
     Raises:
         FormatError: a range lies outside its split.
     """
-    pipeline = BatchPipeline(
+    with RangeReader(
         dataset, threads=threads, prefetch_batches=prefetch_batches, cache_bytes=cache_bytes
-    )
-    try:
-        yield from pipeline.run(
-            plan for part in ranges for plan in _range_plans(dataset, part, tasks_per_batch)
+    ) as reader:
+        yield from reader.batches(
+            [cut] for part in ranges for cut in _cuts(dataset, part, tasks_per_batch)
         )
-    finally:
-        pipeline.close()
 
 
-def _range_plans(dataset: Dataset, part: EpisodeRange, tasks_per_batch: int) -> Iterator[Plan]:
+def _cuts(dataset: Dataset, part: EpisodeRange, num_episodes: int) -> Iterator[EpisodeRange]:
+    end = part.first_episode + part.num_episodes
+    # Of the whole range: a message about a part of it would puzzle.
+    _check_range(dataset, part)
+    for first in range(part.first_episode, end, num_episodes):
+        yield EpisodeRange(part.split, first, min(num_episodes, end - first))
+
+
+def _check_range(dataset: Dataset, part: EpisodeRange) -> None:
     split = dataset.split(part.split)
     end = part.first_episode + part.num_episodes
     if part.first_episode < 0 or part.num_episodes < 0 or end > split.num_episodes:
@@ -188,17 +243,24 @@ def _range_plans(dataset: Dataset, part: EpisodeRange, tasks_per_batch: int) -> 
             f"episodes {part.first_episode} to {end} are outside split {part.split}, which has "
             f"{split.num_episodes}. The list of ranges belongs to another dataset."
         )
-    for first in range(part.first_episode, end, tasks_per_batch):
-        stop = min(first + tasks_per_batch, end)
-        plan = []
-        block = int(np.searchsorted(split.episode_offsets, first, side="right")) - 1
+
+
+def _group_plan(dataset: Dataset, group: Sequence[EpisodeRange]) -> Plan:
+    """The blocks of a group; a block that several ranges touch is named once, as compose wants."""
+    chosen: dict[tuple[str, int], list[npt.NDArray[np.int64]]] = {}
+    for part in sorted(group, key=attrgetter("split", "first_episode")):
+        _check_range(dataset, part)
+        offsets = dataset.split(part.split).episode_offsets
+        first, stop = part.first_episode, part.first_episode + part.num_episodes
+        block = int(np.searchsorted(offsets, first, side="right")) - 1
         while first < stop:
-            start, after = split.episode_offsets[block], split.episode_offsets[block + 1]
-            if first < after:
-                last = min(stop, int(after))
-                plan.append(
-                    (part.split, BlockEpisodes(block, np.arange(first - start, last - start)))
-                )
+            start, last = int(offsets[block]), min(stop, int(offsets[block + 1]))
+            if first < last:
+                episodes = np.arange(first - start, last - start)
+                chosen.setdefault((part.split, block), []).append(episodes)
                 first = last
             block += 1
-        yield plan
+    return [
+        (split, BlockEpisodes(block, np.concatenate(parts)))
+        for (split, block), parts in chosen.items()
+    ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from gmeta.antdt.errors import ManifestError
 from gmeta.antdt.manifest import DatasetManifest, ShardManifest
+from gmeta.antdt.model import MAX_EPOCHS
 from gmeta.antdt.order import ShardOrder
 
 
@@ -75,9 +76,11 @@ def _account(entry: DatasetManifest) -> list[str]:
         spec.length_of(order.index_of(x.position)) - x.units_done for x in entry.skipped
     )
     left = spec.num_units - num_trained - num_skipped
+    # A job that decides itself when to stop registers without a limit.
+    epochs = f" of {spec.num_epochs}" if spec.num_epochs < MAX_EPOCHS else ""
     lines = [
         f"dataset {spec.name} ({spec.num_units} units in {spec.num_shards} shards, fingerprint "
-        f"{spec.fingerprint or 'none'}), epoch {entry.epoch} of {spec.num_epochs}:",
+        f"{spec.fingerprint or 'none'}), epoch {entry.epoch}{epochs}:",
         f"  {num_trained} units in the model exactly once ({entry.num_done} whole shards, "
         f"{sum(1 for x in entry.partial if x.units_done)} in part)",
     ]

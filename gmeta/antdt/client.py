@@ -74,6 +74,7 @@ class ShardClient:
         self._connection = Connection(config)
         self._rdzv_round = rdzv_round
         self._numbered = threading.Lock()  # one numbered call at a time
+        self._flushing = threading.Lock()  # one flush at a time
         self._registering = threading.Lock()
         self._held_lock = threading.Lock()
         self._held: dict[int, Lease] = {}
@@ -166,24 +167,29 @@ class ShardClient:
         LeaseLostError and FencedError.
 
         Leases that are finished are completed and no longer held. In a synchronous job every
-        rank calls this before the checkpoint is prepared.
+        rank calls this before the checkpoint is prepared. May run in one thread while another
+        one advances leases: what was noted before the call is sent, later notes wait.
         """
+        with self._flushing:
+            self._flush()
+
+    def _flush(self) -> None:
         with self._held_lock:
-            leases = list(self._held.values())
+            noted = [(lease, lease.units_done) for lease in self._held.values()]
             lost, self._lost = self._lost, []
         for lease in lost:
             if lease.units_done > lease.units_reported:
                 lease.check()
-        partial = [x for x in leases if x.units_reported < x.units_done < x.num_units]
-        whole = [lease for lease in leases if lease.finished]
+        partial = [(x, done) for x, done in noted if x.units_reported < done < x.num_units]
+        whole = [(x, done) for x, done in noted if done == x.num_units]
         if partial:
-            items = [pb.ProgressItem(token=x.token, units_done=x.units_done) for x in partial]
+            items = [pb.ProgressItem(token=x.token, units_done=done) for x, done in partial]
             response = self._call(
                 "Progress", lambda: pb.ProgressRequest(caller=self._caller, items=items)
             )
             self._settle(partial, response.outcomes, drop=False)
         if whole:
-            tokens = [lease.token for lease in whole]
+            tokens = [lease.token for lease, _ in whole]
             response = self._call_numbered(
                 "Complete",
                 lambda: pb.CompleteRequest(caller=self._caller, seq=self._seq + 1, tokens=tokens),
@@ -216,7 +222,7 @@ class ShardClient:
                 message=message,
             ),
         )
-        self._settle([lease], [response.outcome], drop=True)
+        self._settle([(lease, lease.units_done)], [response.outcome], drop=True)
         return bool(response.quarantined)
 
     def prepare_checkpoint(self, checkpoint_id: str, step: int) -> ShardManifest:
@@ -309,16 +315,16 @@ class ShardClient:
     ) -> None:
         self.close()
 
-    def _settle(self, leases: list[Lease], outcomes: Iterable[int], drop: bool) -> None:
+    def _settle(self, sent: list[tuple[Lease, int]], outcomes: Iterable[int], drop: bool) -> None:
         lost = []
-        for lease, outcome in zip(leases, outcomes, strict=True):
+        for (lease, units_sent), outcome in zip(sent, outcomes, strict=True):
             if outcome in (Outcome.FENCED, Outcome.INVALID):
                 lost.append(lease)
                 lease.lost = (
                     "the service does not know its token any more: it expired or was revoked"
                 )
             else:
-                lease.units_reported = lease.units_done
+                lease.units_reported = units_sent
                 # A service that restarted in between may have called the completed token unknown.
                 lease.lost = ""
                 with self._held_lock:

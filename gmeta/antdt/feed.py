@@ -1,7 +1,8 @@
 """Leases ahead of the training loop, in a thread, so that a step never waits for the service.
 
-For synchronous jobs: `poll` never blocks, a rank without a shard feeds an empty batch, and all
-ranks stop at the step where every one of them has seen `ended`.
+For synchronous jobs: `poll` never blocks, `take` waits for the service alone and not for other
+workers. A rank without a shard feeds an empty batch, and all ranks stop at the step where every
+one of them has seen `ended`.
 """
 
 import threading
@@ -34,6 +35,8 @@ class ShardFeed:
         self._error: AntdtError | None = None
         self._end_seen = False
         self.waiting_for = ""  # why there is nothing to train now, for the progress bar
+        self._held_back = False  # the last answer was WAIT or END
+        self._changed = threading.Condition()
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="antdt-feed", daemon=True)
@@ -53,6 +56,13 @@ class ShardFeed:
         lease = self._ready.popleft() if self._ready else None
         self._wake.set()
         return lease
+
+    def take(self) -> Lease | None:
+        """The next shard, or None when the service said WAIT or END: then only other workers, or
+        a flush of this one, can bring more. Raises what the thread met."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._held_back or self._error)
+        return self.poll()
 
     def close(self) -> None:
         """Stops leasing and gives back what was not taken."""
@@ -75,7 +85,9 @@ class ShardFeed:
                 wait_s = self._fill()
                 self._wake.wait(wait_s)
         except AntdtError as error:
-            self._error = error
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
 
     def _fill(self) -> float | None:
         """Leases what is missing; returns how long to pause, None until the loop takes a shard."""
@@ -83,13 +95,13 @@ class ShardFeed:
         if missing <= 0:
             return None
         answer = self._client.lease(self._dataset, self._epoch, missing)
-        if isinstance(answer, EndOfEpoch):
-            self._end_seen = True
-            return 0.0
+        with self._changed:
+            self._end_seen = isinstance(answer, EndOfEpoch)
+            self.waiting_for = answer.reason if isinstance(answer, WaitFor) else ""
+            self._held_back = isinstance(answer, EndOfEpoch | WaitFor)
+            if not isinstance(answer, EndOfEpoch | WaitFor):
+                self._ready.extend(answer)
+            self._changed.notify_all()
         if isinstance(answer, WaitFor):
-            self.waiting_for = answer.reason
             self._closed.wait(answer.retry_after_s)
-            return 0.0
-        self.waiting_for = ""
-        self._ready.extend(answer)
         return 0.0

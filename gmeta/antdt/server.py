@@ -3,7 +3,9 @@ second."""
 
 import ipaddress
 import logging
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -68,6 +70,7 @@ class ServiceConfig:
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
     tokens: Path | None = None
+    ends_with_stdin: bool = False
 
     @property
     def secured(self) -> bool:
@@ -211,6 +214,8 @@ def serve_until_signal(config: ServiceConfig) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    if config.ends_with_stdin:
+        threading.Thread(target=_wait_for_end_of_stdin, args=(stop,), daemon=True).start()
     server = ShardServer(config)
     while not stop.wait(0.2) and not server.ended.is_set():
         pass
@@ -239,6 +244,13 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def _wait_for_end_of_stdin(stop: threading.Event) -> None:
+    """The parent holds the other end of the pipe: however it dies, the kernel closes it."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    stop.set()
 
 
 def _split_address(option: str, address: str) -> tuple[str, int]:

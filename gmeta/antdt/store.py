@@ -26,6 +26,7 @@ from gmeta.antdt.errors import (
 from gmeta.antdt.snapshot import Snapshot
 
 STORE_VERSION = 1
+TAKEN = "is held by another service"  # also read from the log of a service that could not start
 URL_FORMS = "sqlite:///relative/path, sqlite:////absolute/path or memory:"
 
 _SCHEMA = """
@@ -310,7 +311,7 @@ def _lock(path: Path) -> int:
         holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(fd)
         raise StoreTakenError(
-            f"the store {path} is held by another service (process {holder}); a store has one "
+            f"the store {path} {TAKEN} (process {holder}); a store has one "
             "service. "
             "Stop that one, or name another --store."
         ) from error

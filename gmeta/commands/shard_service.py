@@ -49,6 +49,9 @@ def shard_service(
         bool, typer.Option("--insecure", help="no TLS and no proof; for callers of this machine")
     ] = False,
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR")] = "INFO",
+    ends_with_stdin: Annotated[
+        bool, typer.Option("--ends-with-stdin", help="also end when standard input is closed")
+    ] = False,
 ) -> None:
     """Hand out the shards of a job's data to its workers, each exactly once an epoch.
 
@@ -60,7 +63,16 @@ def shard_service(
     """
     configure_logging(log_level)
     config = ServiceConfig(
-        listen, store, job, lease_ttl, metrics_listen, tls_cert, tls_key, tls_client_ca, tokens
+        listen,
+        store,
+        job,
+        lease_ttl,
+        metrics_listen,
+        tls_cert,
+        tls_key,
+        tls_client_ca,
+        tokens,
+        ends_with_stdin,
     )
     if config.secured == insecure:
         raise ServiceStartError(

@@ -2,6 +2,7 @@
 
 import os
 import statistics
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,10 +49,16 @@ def train(
     if on_ranks.starts_ranks(nproc_per_node):
         # Loading torch takes seconds: not before the config is known to be right.
         from gmeta.build import build
+        from gmeta.shard_service import SERVICE_VARIABLE, needs_own_service, own_service
 
         build(resolved)
-        arguments = ["train", str(config), *(overrides or []), *(["--resume"] if resume else [])]
-        on_ranks.start(arguments, nproc_per_node, master_port, max_restarts)
+        # The run folder was checked above; by the time a rank looks, the service's store is in it.
+        arguments = ["train", str(config), *(overrides or []), "--resume"]
+        with ExitStack() as stack:
+            if needs_own_service(resolved):
+                # Here, not in a rank: it lives through the restarts of all ranks.
+                os.environ[SERVICE_VARIABLE] = stack.enter_context(own_service(resolved)).address
+            on_ranks.start(arguments, nproc_per_node, master_port, max_restarts)
         return
     from gmeta.train import train as train_on_rank
 

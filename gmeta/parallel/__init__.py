@@ -13,6 +13,7 @@ from gmeta.parallel.ranks import (
     start_ranks,
     stop_ranks,
     sum_over_ranks,
+    value_of_first,
 )
 from gmeta.parallel.sharding import (
     ShardedLearner,
@@ -40,4 +41,5 @@ __all__ = [
     "stop_ranks",
     "sum_over_ranks",
     "table_shards",
+    "value_of_first",
 ]

@@ -136,6 +136,13 @@ def barrier(ranks: Ranks) -> None:
     dist.barrier(group=ranks.control)
 
 
+def value_of_first(value: T, ranks: Ranks) -> T:
+    """Rank 0's value, on every rank; also a barrier. It travels pickled."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=ranks.control)
+    return box[0]
+
+
 def gather_to_first(value: T, ranks: Ranks) -> list[T] | None:
     """Every rank's value by rank, on rank 0; None elsewhere. Values travel pickled."""
     received: list[Any] | None = [None] * ranks.world_size if ranks.rank == 0 else None

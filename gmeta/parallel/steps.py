@@ -31,8 +31,8 @@ def in_step(
     """This rank's episodes, on its device, and the totals of each step, until no rank has data
     left.
 
-    A rank that runs out feeds empty batches, so its peers' collectives complete. The totals of a
-    step travel while the step before it computes.
+    A rank that runs out feeds empty batches, so its peers' collectives complete; where no rank has
+    a row there is no step. The totals of a step travel while the step before it computes.
     """
     empty = empty_batch(
         len(features.tables), len(features.single), len(features.multi), len(features.dense)
@@ -56,4 +56,5 @@ def in_step(
         if totals.ranks_with_data == 0:
             return
         upcoming = announce()
-        yield episodes, totals
+        if totals.num_rows:
+            yield episodes, totals

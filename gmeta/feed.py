@@ -1,0 +1,291 @@
+"""Where a rank's batches come from: its fixed share of every step, or shards that it leases from
+the data-shard service.
+
+What differs between the two is all here: when an epoch is over, what a checkpoint must hold so that
+no episode is trained twice or never, and who starts the service (docs/antdt.md).
+"""
+
+import abc
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import final
+
+from gmeta.antdt import DatasetSpec, ShardManifest, load_manifest
+from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.manifest import MANIFEST_FILE_NAME
+from gmeta.antdt.model import MAX_EPOCHS, MAX_SHARDS_PER_LEASE_CALL
+from gmeta.antdt.stream import UnitStream
+from gmeta.build import open_reader
+from gmeta.config import TrainConfig
+from gmeta.errors import UserError
+from gmeta.parallel import Ranks, barrier, value_of_first
+from gmeta.shard_service import connect, own_service, service_address
+from metaio import Dataset, EpisodeRange, RangeReader, TaskBatch
+from metaio.reader import DEFAULT_CACHE_BYTES
+
+# Shards of a split that a reader can hold decoded: small, so that steps mix tasks from all over it.
+SMALL_SHARD_TASKS = 16
+MIN_SHARDS = 4096  # of a split with enough episodes
+# Batches composed ahead. What a rank holds ahead its peers cannot take when the data runs out.
+PREFETCH_BATCHES = 2
+IDLE_PAUSE_S = 0.002  # between empty batches in a row: the others are at their last shards
+
+
+class Feed(abc.ABC):
+    """A rank's batches, epoch by epoch. Every rank makes one and calls it in the same places."""
+
+    num_steps: int  # of an epoch; with leased shards the last ones may be smaller and a few more
+
+    @abc.abstractmethod
+    def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
+        """This rank's batch of each step of `epoch` from `first_step` on, empty where it has none
+        now."""
+
+    @abc.abstractmethod
+    def trained(self, num_tasks: int) -> None:
+        """After the optimizer's step: so many tasks of this rank's batches are in the model."""
+
+    @abc.abstractmethod
+    def epoch_over(self, epoch_step: int) -> bool:
+        """Whether every episode of the epoch is in the model, on whichever rank."""
+
+    @abc.abstractmethod
+    def checkpoint_files(self, step: int) -> Mapping[str, str]:
+        """What must lie beside the model of this step: names and texts, on rank 0. Collective."""
+
+    @abc.abstractmethod
+    def committed(self) -> None:
+        """The checkpoint that holds the last `checkpoint_files` has its final name."""
+
+    @property
+    @abc.abstractmethod
+    def wait_s(self) -> float:
+        """Seconds that training has waited for data."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends what runs in the background."""
+
+    def __enter__(self) -> "Feed":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error the process ends: whatever is left is the next one's, so wait for nobody.
+        if kind is None:
+            self.close()
+
+
+def open_feed(config: TrainConfig, dataset: Dataset, ranks: Ranks, checkpoint: Path | None) -> Feed:
+    """The feed that `data.source` names, at the place in the data where `checkpoint` stands.
+
+    Raises:
+        UserError: the checkpoint was trained with the other source, or from other data.
+    """
+    leased = config.data.source == "service"
+    if checkpoint is not None and (checkpoint / MANIFEST_FILE_NAME).exists() != leased:
+        raise UserError(
+            f'data.source = "{config.data.source}", but checkpoint {checkpoint} was trained with '
+            f'data.source = "{"static" if leased else "service"}": what it has seen of its epoch '
+            "means nothing to the other. Set data.source as it was, or choose another run.dir"
+        )
+    if leased:
+        return ServiceFeed(config, dataset, ranks, checkpoint)
+    return StaticFeed(config, dataset, ranks)
+
+
+def tasks_per_shard(config: TrainConfig, dataset: Dataset) -> int:
+    """`data.tasks_per_shard`, or a size that depends on the data alone: any run may go on with it.
+
+    Small where a reader holds the whole split decoded. Elsewhere one block's worth: a smaller shard
+    would decode the same block again and again, a larger one mixes tasks less.
+    """
+    split = dataset.split(config.data.train_split)
+    if config.data.tasks_per_shard:
+        return config.data.tasks_per_shard
+    if int(dataset.block_bytes(split.name).sum()) <= DEFAULT_CACHE_BYTES:
+        return max(1, min(SMALL_SHARD_TASKS, split.num_episodes // MIN_SHARDS))
+    return max(1, split.num_episodes // split.num_blocks)
+
+
+@final
+class StaticFeed(Feed):
+    """Every rank its share of every step, worked out from the seed alone."""
+
+    def __init__(self, config: TrainConfig, dataset: Dataset, ranks: Ranks) -> None:
+        self._reader = open_reader(
+            config, dataset, config.data.train_split, ranks.rank, ranks.world_size
+        )
+        self.num_steps = self._reader.num_steps()
+
+    def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
+        """See Feed.batches."""
+        return self._reader.batches(epoch, first_step=first_step)
+
+    def trained(self, num_tasks: int) -> None:
+        """The step's number says it all."""
+
+    def epoch_over(self, epoch_step: int) -> bool:
+        """See Feed.epoch_over."""
+        return epoch_step >= self.num_steps
+
+    def checkpoint_files(self, step: int) -> Mapping[str, str]:
+        """None: progress.json says it all."""
+        return {}
+
+    def committed(self) -> None:
+        """Nobody waits for it."""
+
+    @property
+    def wait_s(self) -> float:
+        """See Feed.wait_s."""
+        return self._reader.wait_s
+
+    def close(self) -> None:
+        """See Feed.close."""
+        self._reader.close()
+
+
+@final
+class ServiceFeed(Feed):
+    """Shards leased from the data-shard service: each rank takes the next ones when it needs them.
+
+    `quota` says how many tasks this rank takes in each round. A round is one batch of every rank;
+    the ranks count rounds alike, so a change that all ranks make for the same future round (at
+    least `PREFETCH_BATCHES` + 2 ahead) takes effect in one step.
+    """
+
+    def __init__(
+        self, config: TrainConfig, dataset: Dataset, ranks: Ranks, checkpoint: Path | None
+    ) -> None:
+        """Rank 0 rolls the service to the checkpoint, then the others join."""
+        data, split = config.data, dataset.split(config.data.train_split)
+        self._ranks = ranks
+        self._split = split.name
+        self.num_steps = -(-split.num_episodes // data.tasks_per_step)
+        if data.tasks_per_step < ranks.world_size:
+            raise UserError(
+                f"data.tasks_per_step = {data.tasks_per_step} is less than the {ranks.world_size} "
+                "ranks: each needs a task a step to lease shards. Raise it, or start fewer ranks"
+            )
+        share = _share_of(data.tasks_per_step, ranks.rank, ranks.world_size)
+        self.quota: Callable[[int], int] = lambda _: share
+        self.round = 0  # of the next batch to be planned
+        units_per_shard = tasks_per_shard(config, dataset)
+        # One batch's worth ahead, and the shard after it.
+        self._prefetch_shards = min(-(-share // units_per_shard) + 1, MAX_SHARDS_PER_LEASE_CALL)
+        spec = DatasetSpec(
+            split.name,
+            split.num_episodes,
+            units_per_shard,
+            config.run.seed,
+            MAX_EPOCHS,  # the run decides when to stop, and may be resumed for more
+            dataset.fingerprint,
+            data.shuffle,
+        )
+        self._lease_wait_s = 0.0
+        self._stream: UnitStream | None = None
+        self._manifest: ShardManifest | None = None
+        with ExitStack() as undo:
+            self._reader = undo.enter_context(
+                RangeReader(dataset, threads=data.threads, prefetch_batches=PREFETCH_BATCHES)
+            )
+            address = ""
+            if ranks.rank == 0:
+                address = service_address(config) or self._start_service(config, ranks, undo)
+                self.client = undo.enter_context(connect(address, ranks.rank))
+                self._restore(spec, checkpoint, config)
+            address = value_of_first(address, ranks)
+            if ranks.rank != 0:
+                self.client = undo.enter_context(connect(address, ranks.rank))
+            self._closing = undo.pop_all()
+
+    @staticmethod
+    def _start_service(config: TrainConfig, ranks: Ranks, undo: ExitStack) -> str:
+        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) != ranks.world_size:
+            raise UserError(
+                f"the {ranks.world_size} ranks are on several machines, and none of them was named "
+                "to run the data-shard service. Start `gmeta shard-service` where all reach it and "
+                "set data.service = HOST:PORT"
+            )
+        return undo.enter_context(own_service(config)).address
+
+    def _restore(self, spec: DatasetSpec, checkpoint: Path | None, config: TrainConfig) -> None:
+        manifest = None if checkpoint is None else load_manifest(checkpoint)
+        try:
+            self.client.register_dataset(spec)
+            self.client.restore(manifest)
+        except RefusedError as error:
+            if error.reason != "SPEC_CONFLICT":
+                raise
+            raise UserError(
+                f"run {config.run.dir} was begun with other data or other shards: {error} "
+                "To go on, set data.path, data.train_split, data.tasks_per_shard, data.shuffle and "
+                "run.seed as they were"
+            ) from error
+
+    def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
+        """See Feed.batches. The service knows where in the epoch the model stands."""
+        self._close_stream()
+        self._stream = UnitStream(self.client, self._split, epoch, self._prefetch_shards)
+        return self._reader.batches(self._groups(self._stream))
+
+    def _groups(self, stream: UnitStream) -> Iterator[list[EpisodeRange]]:
+        """The episodes of this rank's batch of each round, until the epoch has ended."""
+        while not stream.ended:
+            began_s = time.perf_counter()
+            taken = stream.take(self.quota(self.round))
+            if not taken:
+                # Its peers have data, or the end is being confirmed: they must not be held up.
+                time.sleep(IDLE_PAUSE_S)
+            self._lease_wait_s += time.perf_counter() - began_s
+            self.round += 1
+            yield [EpisodeRange(self._split, part.first, part.number) for part in taken]
+
+    def trained(self, num_tasks: int) -> None:
+        """See Feed.trained. Raises AntdtError when a lease was lost: this process must stop."""
+        if self._stream is None:
+            raise RuntimeError("trained() needs an epoch: call batches() first")
+        self._stream.trained(num_tasks)
+
+    def epoch_over(self, epoch_step: int) -> bool:
+        """See Feed.epoch_over."""
+        return self._stream is not None and self._stream.ended
+
+    def checkpoint_files(self, step: int) -> Mapping[str, str]:
+        """The shard manifest: exactly what of the data is in the model of this step."""
+        self.client.flush()
+        barrier(self._ranks)  # every rank's progress is with the service
+        files = {}
+        if self._ranks.rank == 0:
+            self._manifest = self.client.prepare_checkpoint(f"step-{step:08d}", step)
+            files[MANIFEST_FILE_NAME] = self._manifest.to_json()
+        barrier(self._ranks)  # nobody reports the next step before the manifest is taken
+        return files
+
+    def committed(self) -> None:
+        """See Feed.committed."""
+        if self._manifest is not None:
+            self.client.commit_checkpoint(self._manifest)
+            self._manifest = None
+
+    @property
+    def wait_s(self) -> float:
+        """See Feed.wait_s."""
+        return self._reader.wait_s + self._lease_wait_s
+
+    def close(self) -> None:
+        """Gives back what was not trained, and ends the service if it is this job's own."""
+        self._close_stream()
+        self._closing.close()
+
+    def _close_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+
+def _share_of(num_tasks: int, rank: int, world_size: int) -> int:
+    return (rank + 1) * num_tasks // world_size - rank * num_tasks // world_size

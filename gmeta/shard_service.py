@@ -1,0 +1,44 @@
+"""Which data-shard service a training job talks to. Loads no torch: a launcher asks as well."""
+
+import os
+from pathlib import Path
+
+from gmeta.antdt import ShardClient
+from gmeta.antdt.embedded import EmbeddedService
+from gmeta.config import TrainConfig
+
+# The same that `gmeta shards` reads.
+SERVICE_VARIABLE = "GMETA_SHARD_SERVICE"
+
+SHARDS_FOLDER = "shards"  # in the run folder: store, log and address of the job's own service
+
+
+def service_address(config: TrainConfig) -> str:
+    """HOST:PORT of the service that was named for the job; "" when it is to start its own."""
+    return config.data.service or os.environ.get(SERVICE_VARIABLE, "")
+
+
+def needs_own_service(config: TrainConfig) -> bool:
+    """Whether the job must start a data-shard service for itself."""
+    return config.data.source == "service" and not service_address(config)
+
+
+def own_service(config: TrainConfig) -> EmbeddedService:
+    """The job's service, its store in the run folder; it ends with this process at the latest."""
+    return EmbeddedService(Path(config.run.dir) / SHARDS_FOLDER)
+
+
+def connect(address: str, rank: int) -> ShardClient:
+    """This rank's client. Raises AntdtError."""
+    token_file, tls_ca, tls_cert, tls_key = (
+        Path(path) if (path := os.environ.get(f"GMETA_SHARD_{name}")) else None
+        for name in ("TOKEN_FILE", "TLS_CA", "TLS_CERT", "TLS_KEY")
+    )
+    return ShardClient(
+        address,
+        f"rank{rank}",
+        token_file=token_file,
+        tls_ca=tls_ca,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+    )
