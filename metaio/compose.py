@@ -5,6 +5,7 @@ ids of all multi-id features, B tables, U unique ids of all tables; E episodes c
 block, P positions used.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -15,26 +16,25 @@ import torch
 from torch import Tensor
 
 from metaio.batch import TaskBatch, empty_batch
-from metaio.block import Block, Int64, offsets, ragged_indices
+from metaio.block import Block, Int32, Int64, offsets, ragged_indices
 from metaio.features import Features
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
-# Marking costs about 1 ns an id of the block, sorting about 6 ns a position of the batch.
-_MARK_RATIO = 6
+# Each thread renumbers through an array of its own, as long as the largest block's unique ids.
+_OWN = threading.local()
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The chosen episodes of one block, ids still at the block's positions."""
+    """The chosen episodes of one block, and where their rows and ids go in the batch."""
 
     block: Block
     episodes_E: Int64
     rows: Int64 | slice
-    positions_NF: Int64  # int64: as an index it is twice as fast as int32
-    multi_positions_V: Int64
-    used_P: Int64  # block positions that occur, ascending
-    used_lengths_B: Int64
+    values: Int64 | slice
+    num_rows: int
+    num_values: int
 
 
 def compose(features: Features, parts: Sequence[tuple[Block, Int64]]) -> TaskBatch:
@@ -90,66 +90,118 @@ def _ranges(offsets_T1: Int64, episodes_E: Int64) -> Int64 | slice:
 
 
 def _part(block: Block, episodes_E: Int64) -> _Part:
-    rows = _ranges(block.row_offsets_T1, episodes_E)
-    values = _ranges(block.value_offsets_T1, episodes_E)
-    positions = _take(block.positions_NF, rows).astype(np.int64)
-    multi = _take(block.multi_positions_V, values).astype(np.int64)
-    used_P = _distinct(positions.ravel(), multi, len(block.unique_ids_U))
-    used_lengths_B = np.diff(np.searchsorted(used_P, block.unique_offsets_B1))
-    return _Part(block, episodes_E, rows, positions, multi, used_P, used_lengths_B)
-
-
-def _distinct(positions: Int64, multi: Int64, num_unique: int) -> Int64:
-    """The distinct values of both arrays, ascending; all are below `num_unique`."""
-    if num_unique > _MARK_RATIO * (len(positions) + len(multi)):
-        return np.unique(np.concatenate([positions, multi]))
-    mark_U = np.zeros(num_unique, dtype=np.bool_)
-    mark_U[positions] = True
-    mark_U[multi] = True
-    return np.flatnonzero(mark_U)
-
-
-def _take(array: npt.NDArray[Scalar], index: Int64 | slice) -> npt.NDArray[Scalar]:
-    return array[index] if isinstance(index, slice) else np.take(array, index, axis=0)
+    row_bounds, value_bounds = block.row_offsets_T1, block.value_offsets_T1
+    return _Part(
+        block,
+        episodes_E,
+        _ranges(row_bounds, episodes_E),
+        _ranges(value_bounds, episodes_E),
+        int((row_bounds[episodes_E + 1] - row_bounds[episodes_E]).sum()),
+        int((value_bounds[episodes_E + 1] - value_bounds[episodes_E]).sum()),
+    )
 
 
 def _join(parts: list[_Part]) -> TaskBatch:
     # An id may stand once for each block that it comes from: no episode spans two blocks, so the
-    # promise of TaskBatch holds, and merging them would need a sort.
-    lengths_PB = np.stack([part.used_lengths_B for part in parts])
-    # Table by table, and within a table part by part: where each part's ids of each table begin.
-    starts_PB = offsets(lengths_PB.T.ravel())[:-1].reshape(lengths_PB.T.shape).T
-    unique_ids_U = np.empty(int(lengths_PB.sum()), dtype=np.int64)
-    positions, multi = [], []
-    for part, lengths_B, starts_B in zip(parts, lengths_PB, starts_PB, strict=True):
-        ids_P = part.block.unique_ids_U[part.used_P]
-        bounds = offsets(lengths_B)
-        for table, start in enumerate(starts_B.tolist()):
-            own = ids_P[bounds[table] : bounds[table + 1]]
-            unique_ids_U[start : start + len(own)] = own
-        renumber_U = np.empty(len(part.block.unique_ids_U), dtype=np.int32)
-        shift_B = (starts_B - bounds[:-1]).astype(np.int32)
-        new_P = np.arange(len(ids_P), dtype=np.int32) + np.repeat(shift_B, lengths_B)
-        renumber_U[part.used_P] = new_P
-        # Positions are within bounds; mode="clip" only spares numpy a second pass over them.
-        positions.append(np.take(renumber_U, part.positions_NF, mode="clip"))
-        multi.append(np.take(renumber_U, part.multi_positions_V, mode="clip"))
+    # promise of TaskBatch holds, and merging them would need a sort of all ids.
+    rows = [part.rows for part in parts]
+    row_counts = [part.num_rows for part in parts]
+    value_counts = [part.num_values for part in parts]
+    positions_NF = _gather([part.block.positions_NF for part in parts], rows, row_counts)
+    multi_V = _gather(
+        [part.block.multi_positions_V for part in parts],
+        [part.values for part in parts],
+        value_counts,
+    )
+    unique_ids_U, unique_lengths_B = _renumber(
+        [part.block for part in parts],
+        np.split(positions_NF, np.cumsum(row_counts)[:-1]),
+        np.split(multi_V, np.cumsum(value_counts)[:-1]),
+    )
     row_lengths_T = np.concatenate([np.diff(p.block.row_offsets_T1)[p.episodes_E] for p in parts])
+    support_T = np.concatenate([p.block.support_lengths_T[p.episodes_E] for p in parts])
     return TaskBatch(
         task_T=torch.from_numpy(np.concatenate([p.block.task_T[p.episodes_E] for p in parts])),
         row_offsets_T1=torch.from_numpy(offsets(row_lengths_T)),
-        support_lengths_T=torch.from_numpy(
-            np.concatenate([p.block.support_lengths_T[p.episodes_E] for p in parts])
-        ),
-        label_N=_gather([(p.block.label_N, p.rows) for p in parts]),
-        dense_NK=_gather([(p.block.dense_NK, p.rows) for p in parts]),
+        support_lengths_T=torch.from_numpy(support_T),
+        label_N=torch.from_numpy(_gather([p.block.label_N for p in parts], rows, row_counts)),
+        dense_NK=torch.from_numpy(_gather([p.block.dense_NK for p in parts], rows, row_counts)),
         unique_ids_U=torch.from_numpy(unique_ids_U),
-        unique_lengths_B=torch.from_numpy(lengths_PB.sum(axis=0)),
-        positions_NF=torch.from_numpy(np.concatenate(positions)),
-        multi_positions_V=torch.from_numpy(np.concatenate(multi)),
-        multi_lengths_NM=_gather([(p.block.multi_lengths_NM, p.rows) for p in parts]),
+        unique_lengths_B=torch.from_numpy(unique_lengths_B),
+        positions_NF=torch.from_numpy(positions_NF),
+        multi_positions_V=torch.from_numpy(multi_V),
+        multi_lengths_NM=torch.from_numpy(
+            _gather([p.block.multi_lengths_NM for p in parts], rows, row_counts)
+        ),
     )
 
 
-def _gather(parts: list[tuple[npt.NDArray[np.generic], Int64 | slice]]) -> Tensor:
-    return torch.from_numpy(np.concatenate([_take(array, index) for array, index in parts]))
+def _gather(
+    arrays: list[npt.NDArray[Scalar]], indices: list[Int64 | slice], counts: list[int]
+) -> npt.NDArray[Scalar]:
+    """The chosen entries of each array, one after another."""
+    found = np.empty((sum(counts), *arrays[0].shape[1:]), dtype=arrays[0].dtype)
+    begin = 0
+    for array, index, count in zip(arrays, indices, counts, strict=True):
+        into = found[begin : begin + count]
+        if isinstance(index, slice):
+            into[:] = array[index]
+        else:
+            # Indices are within bounds; mode="clip" lets numpy write without a buffer between.
+            np.take(array, index, axis=0, out=into, mode="clip")
+        begin += count
+    return found
+
+
+def _renumber(
+    blocks: list[Block], positions: list[Int32], multi: list[Int32]
+) -> tuple[Int64, Int64]:
+    """Change positions within blocks into positions within the batch, in place.
+
+    Returns the ids [U] that are used, table by table, and how many each table has.
+    """
+    used = [_distinct(own, lists) for own, lists in zip(positions, multi, strict=True)]
+    bounds = [
+        np.searchsorted(used_P, block.unique_offsets_B1)
+        for used_P, block in zip(used, blocks, strict=True)
+    ]
+    lengths_PB = np.diff(np.stack(bounds), axis=1)
+    # Table by table, and within a table part by part: where each part's ids of each table begin.
+    starts_PB = offsets(lengths_PB.T.ravel())[:-1].reshape(lengths_PB.T.shape).T
+    for index, (block, used_P) in enumerate(zip(blocks, used, strict=True)):
+        shifts_P = np.repeat(starts_PB[index] - bounds[index][:-1], lengths_PB[index])
+        new_U = _scratch(len(block.unique_ids_U))
+        new_U[used_P] = np.arange(len(used_P)) + shifts_P
+        for old in (positions[index], multi[index]):
+            np.take(new_U, old.astype(np.int64), out=old, mode="clip")
+    ids = [block.unique_ids_U[used_P] for block, used_P in zip(blocks, used, strict=True)]
+    cuts = [own.tolist() for own in bounds]
+    num_tables = lengths_PB.shape[1]
+    pieces = [
+        own[cut[table] : cut[table + 1]]
+        for table in range(num_tables)
+        for own, cut in zip(ids, cuts, strict=True)
+    ]
+    unique_ids_U = np.concatenate([np.zeros(0, np.int64), *pieces])
+    return unique_ids_U, lengths_PB.sum(axis=0)
+
+
+def _scratch(num_unique: int) -> Int32:
+    """An array of this thread, at least that long, with any content."""
+    # Fresh memory of a megabyte for each block would cost more in page faults than its use.
+    kept: Int32 | None = getattr(_OWN, "array", None)
+    if kept is None or len(kept) < num_unique:
+        kept = _OWN.array = np.empty(num_unique, dtype=np.int32)
+    return kept
+
+
+def _distinct(positions_NF: Int32, multi_V: Int32) -> Int32:
+    """The distinct values of both arrays, ascending."""
+    # Sorting 32-bit integers takes 4 ns each (AVX2 or AVX-512); np.unique hashes, 100 ns and more.
+    # Marking them in an array of the block's ids takes longer too, unless most are used.
+    values = np.concatenate([positions_NF.ravel(), multi_V])
+    values.sort()
+    first = np.empty(len(values), dtype=np.bool_)
+    first[:1] = True
+    np.not_equal(values[1:], values[:-1], out=first[1:])
+    return values[first]
