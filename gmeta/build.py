@@ -92,8 +92,21 @@ def input_sizes(features: Features) -> InputSizes:
 def open_reader(
     config: TrainConfig, dataset: Dataset, split: str, rank: int, world_size: int
 ) -> BatchReader:
-    """A rank's share of a split; the training split in the config's order, others as stored."""
+    """A rank's share of a split; the training split in the config's order, others as stored.
+
+    Raises:
+        ConfigError: the order does not suit itself or the number of ranks.
+    """
     training = split == config.data.train_split
+    try:
+        return _reader(config, dataset, split, training, rank, world_size)
+    except ValueError as error:
+        raise ConfigError(str(error).rstrip(".")) from error
+
+
+def _reader(
+    config: TrainConfig, dataset: Dataset, split: str, training: bool, rank: int, world_size: int
+) -> BatchReader:
     return BatchReader(
         dataset,
         split,
@@ -105,5 +118,6 @@ def open_reader(
         lanes=config.data.lanes,
         window_blocks=config.data.window_blocks or None,
         drop_last=training and config.data.drop_last,
+        blocks_per_step=config.data.blocks_per_step if training else 0,
         threads=config.data.threads,
     )

@@ -59,6 +59,13 @@ class DataConfig:
             "min": 0,
         },
     )
+    blocks_per_step: int = field(
+        default=0,
+        metadata={
+            "help": "above 0: a step is so many stored blocks, shuffled whole: the fastest",
+            "min": 0,
+        },
+    )
     drop_last: bool = field(default=False, metadata={"help": "drop an epoch's last, smaller step"})
     threads: int = field(default=1, metadata={"help": "decoding threads per rank", "min": 1})
     source: Literal["static", "service"] = field(

@@ -4,6 +4,7 @@ Shape suffixes: T episodes, N rows, F single-id features, M multi-id features, K
 ids of all multi-id features, B tables, U unique ids of all tables; T1 = T + 1, B1 = B + 1.
 """
 
+import itertools
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -153,7 +154,8 @@ def _rank(parts: list[Ids], num_ids: int) -> tuple[Int64, list[npt.NDArray[np.in
         return unique, [rank_of[part] for part in parts]
     joined = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
     distinct, inverse = np.unique(joined, return_inverse=True)
-    return distinct, np.split(inverse, np.cumsum([len(part) for part in parts])[:-1])
+    bounds = offsets([len(part) for part in parts]).tolist()
+    return distinct, [inverse[first:stop] for first, stop in itertools.pairwise(bounds)]
 
 
 def content_digest(block: Block) -> int:

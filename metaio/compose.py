@@ -5,6 +5,7 @@ ids of all multi-id features, B tables, U unique ids of all tables; E episodes c
 block, P positions used.
 """
 
+import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from metaio.features import Features
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
+_ROWS_AT_ONCE = 64
 # Each thread renumbers through an array of its own, as long as the largest block's unique ids.
 _OWN = threading.local()
 
@@ -54,7 +56,7 @@ def compose(features: Features, parts: Sequence[tuple[Block, Int64]]) -> TaskBat
         return empty_batch(*sizes)
     if len(chosen) == 1 and len(chosen[0][1]) == chosen[0][0].num_episodes:
         return _whole_block(chosen[0][0])
-    return _join([_part(block, episodes_E) for block, episodes_E in chosen])
+    return _join(features, [_part(block, episodes_E) for block, episodes_E in chosen])
 
 
 def _tensor(array: npt.NDArray[np.generic]) -> Tensor:
@@ -101,7 +103,7 @@ def _part(block: Block, episodes_E: Int64) -> _Part:
     )
 
 
-def _join(parts: list[_Part]) -> TaskBatch:
+def _join(features: Features, parts: list[_Part]) -> TaskBatch:
     # An id may stand once for each block that it comes from: no episode spans two blocks, so the
     # promise of TaskBatch holds, and merging them would need a sort of all ids.
     rows = [part.rows for part in parts]
@@ -114,7 +116,8 @@ def _join(parts: list[_Part]) -> TaskBatch:
         value_counts,
     )
     unique_ids_U, unique_lengths_B = _renumber(
-        [part.block for part in parts],
+        features,
+        parts,
         np.split(positions_NF, np.cumsum(row_counts)[:-1]),
         np.split(multi_V, np.cumsum(value_counts)[:-1]),
     )
@@ -154,36 +157,59 @@ def _gather(
 
 
 def _renumber(
-    blocks: list[Block], positions: list[Int32], multi: list[Int32]
+    features: Features, parts: list[_Part], positions: list[Int32], multi: list[Int32]
 ) -> tuple[Int64, Int64]:
     """Change positions within blocks into positions within the batch, in place.
 
     Returns the ids [U] that are used, table by table, and how many each table has.
     """
-    used = [_distinct(own, lists) for own, lists in zip(positions, multi, strict=True)]
-    bounds = [
-        np.searchsorted(used_P, block.unique_offsets_B1)
-        for used_P, block in zip(used, blocks, strict=True)
-    ]
-    lengths_PB = np.diff(np.stack(bounds), axis=1)
+    found = [_used(*each) for each in zip(parts, positions, multi, strict=True)]
+    lengths_PB = np.stack([np.diff(bounds_B1) for _, _, bounds_B1 in found])
     # Table by table, and within a table part by part: where each part's ids of each table begin.
     starts_PB = offsets(lengths_PB.T.ravel())[:-1].reshape(lengths_PB.T.shape).T
-    for index, (block, used_P) in enumerate(zip(blocks, used, strict=True)):
-        shifts_P = np.repeat(starts_PB[index] - bounds[index][:-1], lengths_PB[index])
-        new_U = _scratch(len(block.unique_ids_U))
-        new_U[used_P] = np.arange(len(used_P)) + shifts_P
+    for index, (part, (used_P, _, bounds_B1)) in enumerate(zip(parts, found, strict=True)):
+        shift_B = (starts_PB[index] - bounds_B1[:-1]).astype(np.int32)
+        new_P = np.arange(bounds_B1[-1], dtype=np.int32) + np.repeat(shift_B, lengths_PB[index])
+        if used_P is None:
+            _shift(features, positions[index], shift_B)
+            np.take(new_P, multi[index].astype(np.int64), out=multi[index], mode="clip")
+            continue
+        new_U = _scratch(len(part.block.unique_ids_U))
+        new_U[used_P] = new_P
         for old in (positions[index], multi[index]):
             np.take(new_U, old.astype(np.int64), out=old, mode="clip")
-    ids = [block.unique_ids_U[used_P] for block, used_P in zip(blocks, used, strict=True)]
-    cuts = [own.tolist() for own in bounds]
-    num_tables = lengths_PB.shape[1]
     pieces = [
-        own[cut[table] : cut[table + 1]]
-        for table in range(num_tables)
-        for own, cut in zip(ids, cuts, strict=True)
+        ids_P[first:stop]
+        for bounds in zip(*(itertools.pairwise(own.tolist()) for _, _, own in found), strict=True)
+        for (_, ids_P, _), (first, stop) in zip(found, bounds, strict=True)
     ]
-    unique_ids_U = np.concatenate([np.zeros(0, np.int64), *pieces])
-    return unique_ids_U, lengths_PB.sum(axis=0)
+    return np.concatenate([np.zeros(0, np.int64), *pieces]), lengths_PB.sum(axis=0)
+
+
+def _used(part: _Part, positions_NF: Int32, multi_V: Int32) -> tuple[Int32 | None, Int64, Int64]:
+    """Positions [P] of the block that its chosen episodes use, their ids, and each table's bounds.
+
+    Of a whole block all are used: then the first is None.
+    """
+    block = part.block
+    if len(part.episodes_E) == block.num_episodes:
+        return None, block.unique_ids_U, block.unique_offsets_B1
+    used_P = _distinct(positions_NF, multi_V)
+    return used_P, block.unique_ids_U[used_P], np.searchsorted(used_P, block.unique_offsets_B1)
+
+
+def _shift(features: Features, positions_NF: Int32, shift_B: Int32) -> None:
+    """Move the positions of each feature by its table's shift, in place: half a gather's time."""
+    table = {spec.name: index for index, spec in enumerate(features.tables)}
+    shift_F = np.array([shift_B[table[feature.table]] for feature in features.single], np.int32)
+    if not len(shift_F):
+        return
+    # Many rows at a time: numpy spends 10 ns on each run of a broadcast, however short.
+    whole = len(positions_NF) // _ROWS_AT_ONCE * _ROWS_AT_ONCE
+    positions_NF[:whole].reshape(-1, _ROWS_AT_ONCE * len(shift_F))[:] += np.tile(
+        shift_F, _ROWS_AT_ONCE
+    )
+    positions_NF[whole:] += shift_F
 
 
 def _scratch(num_unique: int) -> Int32:

@@ -6,7 +6,7 @@ Blocks are put in a random order and dealt to lanes, round robin. Inside a lane,
 consecutive blocks are shuffled episode by episode. A step takes its episodes lane by lane; within a
 lane's share they stand in stored order, so that neighbours come from the same block. A rank takes a
 contiguous slice of the step, so the world size decides who trains on an episode, never which step
-it belongs to.
+it belongs to. With `blocks_per_step` blocks are the unit instead: see BlockOrder.
 """
 
 import itertools
@@ -38,6 +38,8 @@ class OrderConfig:
     step; with a multiple of the world size every rank reads its own lanes' blocks only.
     `window_blocks` of a lane are shuffled together. `shuffle=False` keeps the stored order, lane by
     lane. `drop_last` leaves out a last step of fewer episodes.
+    `blocks_per_step` above 0 shuffles whole stored blocks and gives a step so many of them; then
+    `tasks_per_step`, `lanes` and `window_blocks` decide nothing.
     """
 
     tasks_per_step: int
@@ -46,6 +48,7 @@ class OrderConfig:
     lanes: int = 1
     window_blocks: int = 1 << 30
     drop_last: bool = False
+    blocks_per_step: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tasks_per_step", "lanes", "window_blocks"):
@@ -53,6 +56,10 @@ class OrderConfig:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}; it must be at least 1. Raise it."
                 )
+        if self.blocks_per_step < 0:
+            raise ValueError(
+                f"blocks_per_step is {self.blocks_per_step}; it must be at least 0. Raise it."
+            )
         if self.tasks_per_step < self.lanes:
             raise ValueError(
                 f"tasks_per_step is {self.tasks_per_step} and lanes is {self.lanes}: every lane "
@@ -69,9 +76,7 @@ class EpisodeOrder:
         self._episode_offsets = offsets(num_episodes_X)
         num_blocks = len(self._episode_offsets) - 1
         self._key = _mix(config.seed, epoch)
-        order = np.arange(num_blocks)
-        if config.shuffle:
-            order = np.argsort(splitmix64(order.astype(np.uint64) ^ self._key), kind="stable")
+        order = _block_order(num_blocks, config.shuffle, self._key)
         self._lane_blocks = [order[lane :: config.lanes] for lane in range(config.lanes)]
         lengths_X = np.diff(self._episode_offsets)
         # Only these sums are kept: an epoch of millions of episodes is planned window by window.
@@ -105,11 +110,7 @@ class EpisodeOrder:
         Raises:
             IndexError: there is no such step.
         """
-        if not 0 <= step < self.num_steps:
-            raise IndexError(
-                f"step {step} is outside this epoch's 0 to {self.num_steps - 1}. Begin the next "
-                "epoch."
-            )
+        _check_step(step, self.num_steps)
         size = min(
             self.config.tasks_per_step, self.num_episodes - step * self.config.tasks_per_step
         )
@@ -195,6 +196,64 @@ class EpisodeOrder:
             )
             for first, stop in itertools.pairwise(cuts)
         ]
+
+
+class BlockOrder:
+    """The order of one split's blocks in one epoch: batches as they were stored, shuffled whole.
+
+    This is the batch-level shuffle of G-Meta (section 3.2.1): a step takes `blocks_per_step` blocks
+    of a random order of all blocks, a rank a contiguous slice of them. Which episodes share a block
+    was drawn by the hash of their task when the data was prepared, and stays.
+    """
+
+    def __init__(self, num_episodes_X: npt.ArrayLike, config: OrderConfig, epoch: int = 0) -> None:
+        self.config = config
+        self._num_episodes_X = np.asarray(num_episodes_X)
+        self._blocks = _block_order(
+            len(self._num_episodes_X), config.shuffle, _mix(config.seed, epoch)
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of this epoch, the same on every rank."""
+        whole, rest = divmod(len(self._blocks), self.config.blocks_per_step)
+        return whole + (rest > 0 and not self.config.drop_last)
+
+    def step(self, step: int, rank: int = 0, world_size: int = 1) -> list[BlockEpisodes]:
+        """The blocks that `rank` trains on at `step`, whole; empty when it has none.
+
+        Raises:
+            IndexError: there is no such step.
+        """
+        _check_step(step, self.num_steps)
+        first = step * self.config.blocks_per_step
+        blocks = self._blocks[first : first + self.config.blocks_per_step]
+        own = blocks[rank * len(blocks) // world_size : (rank + 1) * len(blocks) // world_size]
+        return [
+            BlockEpisodes(block, np.arange(self._num_episodes_X[block])) for block in own.tolist()
+        ]
+
+
+def order_of(
+    num_episodes_X: npt.ArrayLike, config: OrderConfig, epoch: int = 0
+) -> EpisodeOrder | BlockOrder:
+    """The order that the config asks for."""
+    kind = BlockOrder if config.blocks_per_step else EpisodeOrder
+    return kind(num_episodes_X, config, epoch)
+
+
+def _check_step(step: int, num_steps: int) -> None:
+    if not 0 <= step < num_steps:
+        raise IndexError(
+            f"step {step} is outside this epoch's 0 to {num_steps - 1}. Begin the next epoch."
+        )
+
+
+def _block_order(num_blocks: int, shuffle: bool, key: npt.NDArray[np.uint64]) -> Int64:
+    blocks = np.arange(num_blocks)
+    if not shuffle:
+        return blocks
+    return np.argsort(splitmix64(blocks.astype(np.uint64) ^ key), kind="stable")
 
 
 def _window_sums(lengths: Int64, window: int) -> Int64:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from metaio.batch import TaskBatch
 from metaio.dataset import Dataset
 from metaio.errors import FormatError
-from metaio.order import BlockEpisodes, EpisodeOrder, OrderConfig
+from metaio.order import BlockEpisodes, BlockOrder, EpisodeOrder, OrderConfig, order_of
 from metaio.pipeline import BatchPipeline, Plan
 
 DEFAULT_CACHE_BYTES = 1 << 30
@@ -33,6 +33,9 @@ class EpisodeRange:
 class BatchReader:
     """Batches of one rank, epoch by epoch; a step takes the same episodes at any world size.
 
+    With `blocks_per_step` a step is so many stored blocks, whole, whatever `tasks_per_step` says:
+    they are shuffled but not recomposed, which reads several times as fast.
+
     `wait_s` is the time the consumer spent waiting for data, in seconds. With `pin_memory` (CUDA
     only) batches come in page-locked memory, ready for `batch.to(device, non_blocking=True)`.
     """
@@ -50,6 +53,7 @@ class BatchReader:
         lanes: int = 1,
         window_blocks: int | None = None,
         drop_last: bool = False,
+        blocks_per_step: int = 0,
         threads: int = 1,
         prefetch_batches: int = 4,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
@@ -59,12 +63,19 @@ class BatchReader:
             raise ValueError(
                 f"rank is {rank}; with world_size {world_size} it must be 0 to {world_size - 1}."
             )
+        if 0 < blocks_per_step < world_size:
+            raise ValueError(
+                f"blocks_per_step is {blocks_per_step} with {world_size} ranks: each needs a block "
+                f"of its own. Set it to {world_size} or more."
+            )
         self._split = dataset.split(split)
         self._dataset = dataset
         self._rank, self._world_size = rank, world_size
         if window_blocks is None:
             window_blocks = default_window_blocks(dataset, split)
-        self._config = OrderConfig(tasks_per_step, seed, shuffle, lanes, window_blocks, drop_last)
+        self._config = OrderConfig(
+            tasks_per_step, seed, shuffle, lanes, window_blocks, drop_last, blocks_per_step
+        )
         self._pipeline = BatchPipeline(
             dataset,
             threads=threads,
@@ -137,8 +148,8 @@ class BatchReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _order(self, epoch: int) -> EpisodeOrder:
-        return EpisodeOrder(self._split.blocks.num_episodes_X, self._config, epoch)
+    def _order(self, epoch: int) -> EpisodeOrder | BlockOrder:
+        return order_of(self._split.blocks.num_episodes_X, self._config, epoch)
 
     def _identity(self) -> dict[str, Any]:
         return {

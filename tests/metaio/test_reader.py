@@ -2,6 +2,7 @@
 count.
 """
 
+import dataclasses
 import gc
 import itertools
 import threading
@@ -20,7 +21,8 @@ from metaio import (
 )
 from metaio.block import Block
 from metaio.pipeline import BatchPipeline
-from tests.metaio.conftest import WriteFn, episodes_of_batch, episodes_of_rows, make_rows
+from tests.metaio.conftest import FEATURES, WriteFn, episodes_of_batch, episodes_of_rows, make_rows
+from tests.metaio.test_order import mix
 
 
 def test_stored_order_gives_back_exactly_the_rows_written(write: WriteFn) -> None:
@@ -139,6 +141,53 @@ def test_a_batch_that_is_a_whole_block_shares_its_memory(write: WriteFn) -> None
     with BatchReader(dataset, "train", tasks_per_step=20) as reader:
         first, second = next(reader.batches(0)), next(reader.batches(1))
     assert first.positions_NF.data_ptr() == second.positions_NF.data_ptr()
+
+
+@pytest.mark.parametrize("features", ["all", "no single", "no multi"])
+@pytest.mark.parametrize(("blocks_per_step", "world_size"), [(1, 1), (3, 1), (3, 2), (4, 4)])
+def test_whole_blocks_make_the_same_steps_on_any_world_size(
+    write: WriteFn, blocks_per_step: int, world_size: int, features: str
+) -> None:
+    chosen = FEATURES
+    if features != "all":
+        kind = features.removeprefix("no ")
+        chosen = dataclasses.replace(FEATURES, **{kind: ()})
+    rows = make_rows(300, features=chosen, max_rows=30)
+    dataset = open_dataset(write({"train": rows}, features=chosen, block_rows=200, shard_blocks=4))
+    num_blocks = dataset.splits["train"].num_blocks
+    steps = []
+    for rank in range(world_size):
+        with BatchReader(
+            dataset,
+            "train",
+            tasks_per_step=8,
+            rank=rank,
+            world_size=world_size,
+            seed=3,
+            blocks_per_step=blocks_per_step,
+            threads=2,
+        ) as reader:
+            assert reader.num_steps() == -(-num_blocks // blocks_per_step)
+            steps.append([episodes_of_batch(batch) for batch in reader.batches(1)])
+    read = [[episode for own in ranks for episode in own] for ranks in zip(*steps, strict=True)]
+    written = episodes_of_rows(rows)
+    offsets = dataset.splits["train"].episode_offsets.tolist()
+    stored = [written[first:stop] for first, stop in itertools.pairwise(offsets)]
+    # The definition: blocks in the order of their hash, so many a step.
+    blocks = sorted(range(num_blocks), key=lambda block: mix(block ^ mix(mix(3) + 1)))
+    assert read == [
+        [episode for block in blocks[first : first + blocks_per_step] for episode in stored[block]]
+        for first in range(0, num_blocks, blocks_per_step)
+    ]
+
+
+def test_fewer_blocks_a_step_than_ranks_are_refused(write: WriteFn) -> None:
+    dataset = open_dataset(write({"train": make_rows(5)}))
+    with pytest.raises(ValueError) as caught:
+        BatchReader(dataset, "train", tasks_per_step=1, blocks_per_step=1, rank=0, world_size=2)
+    assert str(caught.value) == (
+        "blocks_per_step is 1 with 2 ranks: each needs a block of its own. Set it to 2 or more."
+    )
 
 
 def test_a_small_budget_changes_the_memory_and_not_the_batches(write: WriteFn) -> None:
