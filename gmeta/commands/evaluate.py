@@ -45,8 +45,9 @@ def evaluate(
         arguments += ["--out", str(out)] if out else []
         on_ranks.start(arguments, nproc_per_node, master_port=0, max_restarts=0)
         return
-    from gmeta import report
     from gmeta.evaluate import evaluate_run
+    from gmeta.report.console import console_table
+    from gmeta.report.files import write
 
     def work(ranks: "Ranks") -> None:
         roots = [run, *(against or [])]
@@ -58,9 +59,9 @@ def evaluate(
         ]
         if ranks.rank == 0:
             evaluated = [each for each in runs if each is not None]
-            paths = report.write(out or run / "evaluation", evaluated)
+            paths = write(out or run / "evaluation", evaluated)
             console = Console(width=None if os.isatty(1) else 120)
-            console.print(report.console_table(paths.evaluation))
+            console.print(console_table(paths.evaluation))
             console.print(
                 f"report: {paths.html}   figures: {paths.evaluation_json}", highlight=False
             )

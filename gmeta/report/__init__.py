@@ -1,13 +1,5 @@
 """The report of an evaluation: JSON for machines; a page, pictures and a console table for people.
 
-paths = report.write(folder, [run, baseline])
-console.print(report.console_table(paths.evaluation))
+`files.write` makes all of it, `console.console_table` prints it. Nothing is imported here: training
+needs `runs` alone, and every rank would wait for the drawing library.
 """
-
-from gmeta.report.console import console_table
-from gmeta.report.evaluation import Evaluation
-from gmeta.report.files import ReportPaths, write
-from gmeta.report.runs import EvaluatedRun
-from gmeta.report.summarise import summarise
-
-__all__ = ["EvaluatedRun", "Evaluation", "ReportPaths", "console_table", "summarise", "write"]

@@ -1,4 +1,7 @@
-"""Runs a function on several gloo ranks, each a fresh process, and brings back the results."""
+"""Runs a function on several gloo ranks, each a fresh process, and brings back the results.
+
+The processes are forked from one that has the imports ready: they cost seconds a rank.
+"""
 
 import os
 import tempfile
@@ -10,12 +13,16 @@ import torch
 import torch.multiprocessing as mp
 
 from gmeta.parallel import Ranks, start_ranks, stop_ranks
+from tests.processes import with_imports_ready
 
 
 def on_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     """`work(ranks, *arguments)` on every rank; the results in the order of ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (world_size, folder, work, arguments), nprocs=world_size)
+        with_imports_ready()
+        mp.start_processes(
+            _rank, (world_size, folder, work, arguments), world_size, start_method="forkserver"
+        )
         return [
             torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
             for rank in range(world_size)

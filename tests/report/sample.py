@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from gmeta.metrics import Array, Loss
-from gmeta.report import EvaluatedRun
+from gmeta.report.runs import EvaluatedRun
 
 # N rows
 

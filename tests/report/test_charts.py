@@ -9,10 +9,11 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from gmeta.report import EvaluatedRun, summarise
 from gmeta.report.charts import charts_of, series_of
 from gmeta.report.history import curves_of
 from gmeta.report.render import PALETTE, Chart, png_sheet, svg_panel
+from gmeta.report.runs import EvaluatedRun
+from gmeta.report.summarise import summarise
 from tests.report.sample import baseline_of, run_of, with_column
 
 

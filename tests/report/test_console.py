@@ -7,7 +7,9 @@ import pytest
 from rich.console import Console
 
 from gmeta.metrics import Loss
-from gmeta.report import EvaluatedRun, console_table, summarise
+from gmeta.report.console import console_table
+from gmeta.report.runs import EvaluatedRun
+from gmeta.report.summarise import summarise
 from gmeta.report.wording import line_of, number, signed
 from tests.report.sample import baseline_of, run_of
 

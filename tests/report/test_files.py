@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from gmeta import report
 from gmeta.errors import UserError
 from gmeta.metrics import Loss
 from gmeta.report import files
@@ -28,7 +27,7 @@ def names_of(kind: Any) -> list[str]:
 
 
 def test_a_report_is_one_page_one_json_and_its_pictures(tmp_path: Path) -> None:
-    paths = report.write(tmp_path / "run", [run_of("bce"), baseline_of("bce")])
+    paths = files.write(tmp_path / "run", [run_of("bce"), baseline_of("bce")])
     assert sorted(contents(tmp_path / "run")) == [
         "charts/calibration.png",
         "charts/groups.png",
@@ -45,12 +44,12 @@ def test_a_report_is_one_page_one_json_and_its_pictures(tmp_path: Path) -> None:
 @pytest.mark.parametrize("loss", ["bce", "mse"])
 def test_equal_runs_give_equal_bytes(tmp_path: Path, loss: Loss) -> None:
     for name in ("one", "two"):
-        report.write(tmp_path / name, [run_of(loss), baseline_of(loss)])
+        files.write(tmp_path / name, [run_of(loss), baseline_of(loss)])
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
 def test_the_json_is_the_documented_schema_without_nan(tmp_path: Path) -> None:
-    paths = report.write(tmp_path, [run_of("mse", num_tasks=5)])
+    paths = files.write(tmp_path, [run_of("mse", num_tasks=5)])
 
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
@@ -66,7 +65,7 @@ def test_the_json_is_the_documented_schema_without_nan(tmp_path: Path) -> None:
 
 
 def test_json_numbers_are_those_of_the_evaluation(tmp_path: Path) -> None:
-    paths = report.write(tmp_path, [run_of("mse")])
+    paths = files.write(tmp_path, [run_of("mse")])
     value = json.loads(paths.evaluation_json.read_text())
     for group, found in zip(paths.evaluation.groups, value["groups"], strict=True):
         for result, shown in zip(group.results, found["results"], strict=True):
@@ -75,8 +74,8 @@ def test_json_numbers_are_those_of_the_evaluation(tmp_path: Path) -> None:
 
 
 def test_pictures_of_an_earlier_evaluation_do_not_stay(tmp_path: Path) -> None:
-    report.write(tmp_path, [run_of("bce")])
-    report.write(tmp_path, [run_of("mse", support_rows=5)])
+    files.write(tmp_path, [run_of("bce")])
+    files.write(tmp_path, [run_of("mse", support_rows=5)])
     assert sorted(contents(tmp_path)) == [
         "charts/groups.png",
         "charts/learning_curve.png",
@@ -87,7 +86,7 @@ def test_pictures_of_an_earlier_evaluation_do_not_stay(tmp_path: Path) -> None:
 
 def test_refused_runs_write_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError):
-        report.write(tmp_path / "run", [run_of("mse"), baseline_of("bce")])
+        files.write(tmp_path / "run", [run_of("mse"), baseline_of("bce")])
     assert not (tmp_path / "run").exists()
 
 

@@ -7,10 +7,11 @@ from html.parser import HTMLParser
 import pytest
 
 from gmeta.metrics import Loss
-from gmeta.report import EvaluatedRun, summarise
 from gmeta.report.charts import charts_of
 from gmeta.report.history import curves_of
 from gmeta.report.page import page
+from gmeta.report.runs import EvaluatedRun
+from gmeta.report.summarise import summarise
 from gmeta.report.wording import line_of, number, signed
 from tests.report.sample import baseline_of, run_of
 

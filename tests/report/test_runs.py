@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from gmeta.errors import UserError
-from gmeta.report import EvaluatedRun
-from gmeta.report.runs import check_runs, rows_of_split, same_rows, split_names
+from gmeta.report.runs import EvaluatedRun, check_runs, rows_of_split, same_rows, split_names
 from tests.report.sample import baseline_of, run_of, with_column
 
 

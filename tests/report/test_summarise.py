@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from gmeta.metrics import Loss, evaluate_split
-from gmeta.report import EvaluatedRun, Evaluation, summarise
-from gmeta.report.evaluation import STAGES, Comparison, Group, hide_secrets
-from gmeta.report.runs import rows_of_split
-from gmeta.report.summarise import calibration, support_bin_bounds
+from gmeta.report.evaluation import STAGES, Comparison, Evaluation, Group, hide_secrets
+from gmeta.report.runs import EvaluatedRun, rows_of_split
+from gmeta.report.summarise import calibration, summarise, support_bin_bounds
 from tests.report.sample import GROUPS, baseline_of, predictions, run_of, with_column
 
 # N rows, E episodes

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from gmeta.report import summarise
+from gmeta.report.summarise import summarise
 from gmeta.report.wording import between, differing_settings, flattened, line_of, number, signed
 from tests.report.sample import baseline_of, run_of
 

@@ -4,7 +4,6 @@ They are forked from a server that has the imports ready, so that 200 kills fit 
 else differs from `gmeta shard-service`.
 """
 
-import multiprocessing as mp
 import os
 import signal
 import socket
@@ -18,9 +17,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gmeta.antdt.server import ServiceConfig, serve_until_signal
+from tests.processes import with_imports_ready
 
-CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["gmeta.antdt.server"])
+CONTEXT = with_imports_ready()
 
 
 def free_port() -> int:
