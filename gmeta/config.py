@@ -133,6 +133,13 @@ class OuterConfig:
             "min": 0.0,
         },
     )
+    accumulate_steps: int = field(
+        default=1,
+        metadata={
+            "help": "parts that a step's tasks are worked through in, for memory; the same step",
+            "min": 1,
+        },
+    )
     sparse_optimizer: Literal[
         "rowwise_adagrad", "adagrad", "sgd", "adam", "partial_rowwise_adam"
     ] = field(

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from gmeta.accumulate import in_parts
 from gmeta.augment import augmented
 from gmeta.build import build
 from gmeta.checkpoint import Progress, list_checkpoints, load_checkpoint, save_checkpoint
@@ -24,6 +25,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     dataset, learner = build(config)
     sharded = shard_learner(learner, dataset.features, config, ranks)
     optimizer = build_optimizer(sharded, config.outer)
+    arrange = in_parts(learner.arrange, config.outer.accumulate_steps)
     folder = RunFolder(Path(config.run.dir))
     progress = Progress()
     checkpoints = list_checkpoints(folder.checkpoints)
@@ -57,7 +59,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
                 progress.epoch,
                 progress.epoch_step,
             )
-            for episodes, totals in in_step(batches, learner.arrange, dataset.features, ranks):
+            for episodes, totals in in_step(batches, arrange, dataset.features, ranks):
                 optimizer.begin_step(progress.step, total_steps)
                 # The mean over all ranks' terms: data-parallel averaging divides by the world size.
                 loss = sharded(episodes, weight=ranks.world_size / max(totals.num_terms, 1))

@@ -48,6 +48,24 @@ class TaskBatch:
         """Support and query rows together."""
         return self.label_N.numel()
 
+    def tasks(self, begin: int, end: int) -> "TaskBatch":
+        """Episodes `begin` to `end` (not included), with the unique ids of the whole batch."""
+        first, last = (int(self.row_offsets_T1[task]) for task in (begin, end))
+        values_before = self.multi_lengths_NM[:first].sum()
+        values = slice(values_before, values_before + self.multi_lengths_NM[first:last].sum())
+        return TaskBatch(
+            task_T=self.task_T[begin:end],
+            row_offsets_T1=self.row_offsets_T1[begin : end + 1] - first,
+            support_lengths_T=self.support_lengths_T[begin:end],
+            label_N=self.label_N[first:last],
+            dense_NK=self.dense_NK[first:last],
+            unique_ids_U=self.unique_ids_U,
+            unique_lengths_B=self.unique_lengths_B,
+            positions_NF=self.positions_NF[first:last],
+            multi_positions_V=self.multi_positions_V[values],
+            multi_lengths_NM=self.multi_lengths_NM[first:last],
+        )
+
     def map(self, move: Callable[[Tensor], Tensor]) -> "TaskBatch":
         """The same batch with every tensor replaced by `move(tensor)`."""
         return TaskBatch(**{field.name: move(getattr(self, field.name)) for field in fields(self)})

@@ -20,6 +20,7 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, r
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from gmeta.accumulate import MicroBatches, accumulated_loss
 from gmeta.config import TrainConfig
 from gmeta.episodes import Episodes
 from gmeta.errors import ConfigError
@@ -54,12 +55,15 @@ class ShardedLearner(nn.Module):
         self.learner = learner
         self._names = [config.name for config in tables.embedding_configs()]
 
-    def forward(self, episodes: Episodes, weight: float) -> Tensor:
+    def forward(self, episodes: Episodes | MicroBatches, weight: float) -> Tensor:
         """The rank's weighted loss, see MetaLearner.forward."""
-        loss: Tensor = self.learner(self.fetch(episodes), episodes, weight)
+        rows_UD = self.fetch(episodes)
+        if isinstance(episodes, MicroBatches):
+            return accumulated_loss(self.learner, rows_UD, episodes, weight)
+        loss: Tensor = self.learner(rows_UD, episodes, weight)
         return loss
 
-    def fetch(self, episodes: Episodes) -> Tensor:
+    def fetch(self, episodes: Episodes | MicroBatches) -> Tensor:
         """The rows of `episodes.unique_ids_U`, from whichever rank holds them: [U, D]."""
         # Lengths of one id each and stride 1: every table's ids are one jagged sample.
         ids = KeyedJaggedTensor(

@@ -2,15 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gmeta.accumulate import MicroBatches
 from gmeta.episodes import Episodes
 from gmeta.parallel.ranks import Ranks
 from metaio.batch import TaskBatch, empty_batch
 from metaio.features import Features
+
+Arranged = TypeVar("Arranged", Episodes, Episodes | MicroBatches)
 
 
 @dataclass(frozen=True)
@@ -24,10 +28,10 @@ class StepTotals:
 
 def in_step(
     batches: Iterator[TaskBatch],
-    arrange: Callable[[TaskBatch], Episodes],
+    arrange: Callable[[TaskBatch], Arranged],
     features: Features,
     ranks: Ranks,
-) -> Iterator[tuple[Episodes, StepTotals]]:
+) -> Iterator[tuple[Arranged, StepTotals]]:
     """This rank's episodes, on its device, and the totals of each step, until no rank has data
     left.
 
@@ -38,7 +42,7 @@ def in_step(
         len(features.tables), len(features.single), len(features.multi), len(features.dense)
     )
 
-    def announce() -> tuple[Episodes, Tensor, dist.Work]:
+    def announce() -> tuple[Arranged, Tensor, dist.Work]:
         batch = next(batches, None)
         mine = arrange(empty if batch is None else batch)
         counts = torch.tensor([mine.num_terms, mine.num_rows, int(batch is not None)])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gmeta.accumulate import in_parts
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
@@ -46,16 +47,21 @@ CASES = {
     "maml, clipped, adagrad": (AlgorithmConfig(name="maml", inner_lr=0.1), "adagrad"),
     "none, clipped adamw, rowwise adagrad": (AlgorithmConfig(name="none"), "rowwise_adagrad"),
     "none, momentum, sgd": (AlgorithmConfig(name="none"), "sgd"),
+    "metasgd in parts, rowwise adagrad": (
+        AlgorithmConfig(name="metasgd", inner_steps=2, inner_lr=0.1),
+        "rowwise_adagrad",
+    ),
 }
 # The gradients' norms stand around 0.3 in these cases: some steps are clipped, some are not.
 OUTER = {
     "maml, clipped, sgd": {"dense_optimizer": "sgd", "dense_lr": 0.2, "clip_norm": 0.3},
-    "maml, clipped, adagrad": {"clip_norm": 0.25},
+    "maml, clipped, adagrad": {"clip_norm": 0.25, "accumulate_steps": 2},
     "none, clipped adamw, rowwise adagrad": {
         "dense_optimizer": "adamw",
         "weight_decay": 0.3,
         "clip_norm": 0.2,
     },
+    "metasgd in parts, rowwise adagrad": {"accumulate_steps": 3},
     "none, momentum, sgd": {"dense_optimizer": "sgd", "dense_lr": 0.2, "momentum": 0.9},
 }
 DENSE = {
@@ -104,6 +110,7 @@ def train_on_rank(ranks: Ranks, cases: list[str]) -> dict[str, dict[str, Any]]:
         sharded = shard_learner(learner, features, config, ranks)
         start = local_rows(sharded)
         optimizer = build_optimizer(sharded, config.outer)
+        arrange = in_parts(learner.arrange, config.outer.accumulate_steps)
         num_steps = max(len(tasks[rank]) for rank in share)
         batches = (
             reference.batch_of(
@@ -113,7 +120,7 @@ def train_on_rank(ranks: Ranks, cases: list[str]) -> dict[str, dict[str, Any]]:
             for step in range(num_steps)
         )
         losses = []
-        for episodes, totals in in_step(batches, learner.arrange, features, ranks):
+        for episodes, totals in in_step(batches, arrange, features, ranks):
             loss = sharded(episodes, ranks.world_size / totals.num_terms)
             optimizer.zero_grad()
             loss.backward()
