@@ -1,0 +1,213 @@
+"""From verdicts to actions: runs a policy on a snapshot, holds it to budgets, logs what it decided.
+
+`rule` is pure, so a logged snapshot gives the same rulings again: `gmeta antdt-replay`.
+"""
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+from gmeta.antdt.errors import AntdtError
+from gmeta.antdt.monitor import WorkerHealth
+from gmeta.antdt.policies.interface import (
+    ControllerConfig,
+    Decision,
+    Policy,
+    Snapshot,
+    WorkerView,
+)
+from gmeta.antdt.policies.split import proportional_split
+from gmeta.errors import UserError
+
+HOUR_S = 3600.0
+_GLOBAL = ("ADJUST_BS", "ADJUST_LR")
+_OF_A_WORKER = ("BACKUP_WORKERS", "KILL_RESTART", "EXCLUDE")
+
+
+class PolicyError(AntdtError, UserError):
+    """A policy of the user's raised, or asked for something that makes no sense."""
+
+
+class Ruling(NamedTuple):
+    """A decision, whether it is carried out, and if not why."""
+
+    decision: Decision
+    allowed: bool
+    note: str = ""
+
+
+def rule(snapshot: Snapshot, config: ControllerConfig, policy: Policy) -> list[Ruling]:
+    """The policy's decisions, each allowed or held back. Raises PolicyError."""
+    try:
+        decisions = list(policy(snapshot, config))
+    except Exception as error:
+        raise PolicyError(
+            f"policy {config.policy!r} failed: {error!r}. Mend it, or set controller.policy to "
+            "nd, dd or none"
+        ) from error
+    rulings = []
+    restarts = snapshot.restarts_last_hour
+    for decision in decisions:
+        if decision.kind == "NONE":
+            continue
+        refusal = _refusal(decision, snapshot, config, restarts)
+        if config.dry_run and not refusal:
+            refusal = "dry run"
+        rulings.append(Ruling(decision, not refusal, refusal))
+        restarts += decision.kind == "KILL_RESTART" and not refusal
+    return rulings
+
+
+def _refusal(
+    decision: Decision, snapshot: Snapshot, config: ControllerConfig, restarts: int
+) -> str:
+    """Why the decision is held back; empty when it may go."""
+    workers = {worker.health.worker_id: worker for worker in snapshot.workers}
+    if decision.kind not in _GLOBAL + _OF_A_WORKER:
+        return f"{decision.kind!r} is no action"
+    if decision.kind in _OF_A_WORKER and decision.worker_id not in workers:
+        return f"worker {decision.worker_id!r} is unknown"
+    if decision.kind == "ADJUST_BS":
+        return _refused_shares(decision, snapshot, config, workers)
+    if decision.kind == "ADJUST_LR" and not decision.parameters.get("factor", 0.0) > 0:
+        return "ADJUST_LR needs a parameter 'factor' above 0"
+    if decision.kind == "BACKUP_WORKERS" and config.synchronous:
+        return (
+            "backup workers need a job in which the loser's work can be discarded; in a "
+            "synchronous job both would be in the model"
+        )
+    if decision.kind == "KILL_RESTART":
+        allowed = max(1, int(config.restart_share_per_hour * len(workers)))
+        if workers[decision.worker_id].restarts >= config.restarts_per_worker:
+            return f"the worker was restarted {config.restarts_per_worker} times already"
+        if restarts >= allowed:
+            return f"{restarts} workers were restarted within the hour; {allowed} are allowed"
+    return ""
+
+
+def _refused_shares(
+    decision: Decision,
+    snapshot: Snapshot,
+    config: ControllerConfig,
+    workers: Mapping[str, WorkerView],
+) -> str:
+    shares = {name: n for name, n in decision.parameters.items() if not name.startswith("micro:")}
+    unknown = sorted(set(shares) - set(workers))
+    if unknown:
+        return f"worker {unknown[0]!r} is unknown"
+    if any(n < 0 or n != int(n) for n in decision.parameters.values()):
+        return "shares and micro-batches are whole numbers from 0"
+    total = int(sum(shares.values()))
+    if total != config.tasks_per_step:
+        return f"the shares add up to {total}, a step has {config.tasks_per_step} tasks"
+    since_s = snapshot.now_s - snapshot.last_adjust_s
+    if since_s < config.cooldown_s:
+        return f"the shares were changed {since_s:.1f} s ago; cooldown_s is {config.cooldown_s:g}"
+    return ""
+
+
+@final
+class Controller:
+    """Remembers what was carried out; everything else comes from the monitor."""
+
+    def __init__(
+        self, config: ControllerConfig, policy: Policy, log: Callable[[str], object] | None = None
+    ) -> None:
+        """`log` gets one line of JSON for each evaluation that decided something or saw a verdict
+        change."""
+        self.config = config
+        self.shares: dict[str, int] = {}
+        self.excluded: set[str] = set()
+        self._policy = policy
+        self._log = log
+        self._restarts: dict[str, int] = {}
+        self._restart_times_s: deque[float] = deque()
+        self._last_adjust_s = float("-inf")
+        self._verdicts: dict[str, str] = {}
+
+    def snapshot(
+        self, health: Mapping[str, WorkerHealth], step: int, remaining_s: float, now_s: float
+    ) -> Snapshot:
+        """What the policy will see. Workers that were given no share yet have an equal one."""
+        while self._restart_times_s and self._restart_times_s[0] < now_s - HOUR_S:
+            self._restart_times_s.popleft()
+        names = sorted(health)
+        if set(self.shares) != set(names):
+            self.shares = equal_shares(self.config.tasks_per_step, names)
+        workers = tuple(
+            WorkerView(
+                health[name], self.shares[name], self._restarts.get(name, 0), name in self.excluded
+            )
+            for name in names
+        )
+        return Snapshot(
+            now_s, step, workers, remaining_s, self._last_adjust_s, len(self._restart_times_s)
+        )
+
+    def decide(self, snapshot: Snapshot) -> list[Ruling]:
+        """Rules on the snapshot, remembers what is allowed, logs. Raises PolicyError."""
+        rulings = rule(snapshot, self.config, self._policy)
+        for decision, allowed, _ in rulings:
+            if allowed:
+                self._carried_out(decision, snapshot.now_s)
+        verdicts = {worker.health.worker_id: worker.health.verdict for worker in snapshot.workers}
+        if self._log is not None and (rulings or verdicts != self._verdicts):
+            self._log(log_line(snapshot, rulings))
+        self._verdicts = dict(verdicts)
+        return rulings
+
+    def _carried_out(self, decision: Decision, now_s: float) -> None:
+        if decision.kind == "ADJUST_BS":
+            self._last_adjust_s = now_s
+            self.shares.update(
+                (name, int(n))
+                for name, n in decision.parameters.items()
+                if not name.startswith("micro:")
+            )
+        elif decision.kind == "KILL_RESTART":
+            self._restarts[decision.worker_id] = self._restarts.get(decision.worker_id, 0) + 1
+            self._restart_times_s.append(now_s)
+        elif decision.kind == "EXCLUDE":
+            self.excluded.add(decision.worker_id)
+
+
+def equal_shares(total: int, names: Sequence[str]) -> dict[str, int]:
+    """What every job begins with."""
+    if not names:
+        return {}
+    shares = proportional_split(total, [1.0] * len(names), 0)
+    return dict(zip(names, shares, strict=True))
+
+
+def log_line(snapshot: Snapshot, rulings: Sequence[Ruling]) -> str:
+    """One evaluation with its inputs, as JSON."""
+    return json.dumps(
+        {
+            "snapshot": snapshot.to_json(),
+            "rulings": [
+                {**ruling.decision._asdict(), "allowed": ruling.allowed, "note": ruling.note}
+                for ruling in rulings
+            ],
+        },
+        separators=(",", ":"),
+    )
+
+
+def replayed(line: str, config: ControllerConfig, policy: Policy) -> tuple[Any, Any]:
+    """(rulings of the log, rulings now) of one logged evaluation, as plain JSON values.
+
+    Raises:
+        PolicyError: the line is none of a decision log.
+    """
+    try:
+        record = json.loads(line)
+        snapshot = Snapshot.from_json(record["snapshot"])
+        logged = record["rulings"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise PolicyError(
+            f"{line[:60]!r} is no line of a decision log ({error!r}). Name the file that "
+            "gmeta shard-service wrote with --decisions"
+        ) from error
+    now = json.loads(log_line(snapshot, rule(snapshot, config, policy)))["rulings"]
+    return logged, now

@@ -1,0 +1,291 @@
+"""Which workers are slow, since when, and why: windows over each worker's own time per task.
+
+Pure: reports and the time come in, verdicts go out. "Own" time is compute, data wait and own
+transfers; the time that a rank waits for its peers says nothing about the rank (AntDT, arXiv
+2404.09679, calls the measure batch processing time; per task it survives unequal batches).
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, quantiles
+from typing import Literal, NamedTuple, final
+
+Verdict = Literal["unknown", "healthy", "transient", "persistent", "deterministic"]
+Cause = Literal["", "compute", "reader", "network"]
+CAUSES: tuple[Cause, ...] = ("compute", "reader", "network")
+STRAGGLERS = ("transient", "persistent", "deterministic")
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """When a worker counts as slow; the [monitor] section of the service's config."""
+
+    window_s: float = field(default=5.0, metadata={"help": "length of a window", "min": 0.05})
+    slow_ratio: float = field(
+        default=1.5,
+        metadata={"help": "slow: own time per task over the median of the others", "min": 1.01},
+    )
+    recovered_ratio: float = field(
+        default=1.25, metadata={"help": "a straggler has recovered below this ratio", "min": 1.0}
+    )
+    floor_ms: float = field(
+        default=0.1, metadata={"help": "slow only if so many ms per task above it", "min": 0.0}
+    )
+    short_windows: int = field(
+        default=3, metadata={"help": "windows that a verdict looks back", "min": 1}
+    )
+    short_slow: int = field(
+        default=2, metadata={"help": "so many slow ones of them: a transient straggler", "min": 1}
+    )
+    long_windows: int = field(
+        default=24, metadata={"help": "windows that tell transient from persistent", "min": 2}
+    )
+    long_slow: int = field(
+        default=20, metadata={"help": "so many slow ones of them: a persistent one", "min": 2}
+    )
+    steady_spread: float = field(
+        default=0.2,
+        metadata={
+            "help": "slow since its first window and (p90 - p10) / median of the ratio below this: "
+            "a deterministic straggler",
+            "min": 0.0,
+        },
+    )
+
+
+class Report(NamedTuple):
+    """Totals of one worker process since its start, so that a lost or doubled one does no harm."""
+
+    step: int = 0
+    tasks_done: int = 0
+    compute_ms: float = 0.0
+    data_wait_ms: float = 0.0
+    communication_ms: float = 0.0  # own transfers
+    peer_wait_ms: float = 0.0  # waiting for slower ranks
+
+    def since(self, before: "Report") -> "Report":
+        """What was added since an earlier report."""
+        return Report(
+            self.step - before.step,
+            self.tasks_done - before.tasks_done,
+            self.compute_ms - before.compute_ms,
+            self.data_wait_ms - before.data_wait_ms,
+            self.communication_ms - before.communication_ms,
+            self.peer_wait_ms - before.peer_wait_ms,
+        )
+
+    @property
+    def own_ms(self) -> tuple[float, float, float]:
+        """The rank's own time by cause, in the order of CAUSES."""
+        return (self.compute_ms, self.data_wait_ms, self.communication_ms)
+
+
+class Window(NamedTuple):
+    """One worker in one window; times are ms per task, by cause in the order of CAUSES."""
+
+    tasks: int
+    steps: int
+    own_ms: float
+    ratio: float
+    is_slow: bool
+    excess_ms: tuple[float, float, float]  # above the median of the others
+
+
+@dataclass(frozen=True)
+class WorkerHealth:
+    """What the monitor says about one worker, with its evidence."""
+
+    worker_id: str
+    verdict: Verdict
+    cause: Cause = ""
+    ratio: float = 1.0  # own time per task over the others' median, in the short windows
+    tasks_per_s: float = 0.0  # by its own time alone, in the short windows
+    tasks_per_s_long: float = 0.0
+    overhead_ms: float = 0.0  # of a step whatever its tasks, where batches of two sizes were seen
+    slow_for_s: float = 0.0
+    evidence: str = ""
+
+
+@final
+class _Worker:
+    """Reports and windows of one process."""
+
+    def __init__(self, incarnation: str, config: MonitorConfig) -> None:
+        self.incarnation = incarnation
+        self.newest: Report | None = None
+        self.at_window_start: Report | None = None
+        self.windows: deque[Window] = deque(maxlen=config.long_windows)
+        self.num_windows = 0
+        self.verdict: Verdict = "unknown"
+        self.slow_since_s = 0.0
+        self.slow_from_the_start = True
+
+    def take_delta(self) -> Report | None:
+        """Totals since the last window; None when no task was finished in it."""
+        before, newest = self.at_window_start or Report(), self.newest
+        if newest is None or newest.tasks_done <= before.tasks_done:
+            return None
+        self.at_window_start = newest
+        return newest.since(before)
+
+
+@final
+class Monitor:
+    """Feed it with `observe`; `close_window` judges every worker once a window is over."""
+
+    def __init__(self, config: MonitorConfig, now_s: float) -> None:
+        self.config = config
+        self._workers: dict[str, _Worker] = {}
+        self._window_end_s = now_s + config.window_s
+        self.health: dict[str, WorkerHealth] = {}
+
+    def observe(self, worker_id: str, incarnation: str, report: Report) -> None:
+        """Takes a worker's newest totals; another incarnation begins a new history."""
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.incarnation != incarnation:
+            worker = self._workers[worker_id] = _Worker(incarnation, self.config)
+        if worker.newest is None or report.tasks_done >= worker.newest.tasks_done:
+            worker.newest = report
+
+    def forget(self, worker_id: str) -> None:
+        """The worker left: its past must not weigh on others."""
+        self._workers.pop(worker_id, None)
+        self.health.pop(worker_id, None)
+
+    def close_window(self, now_s: float) -> bool:
+        """Judges every worker if the window is over; False while it is not."""
+        if now_s < self._window_end_s:
+            return False
+        self._window_end_s = now_s + self.config.window_s
+        deltas = {
+            name: delta
+            for name, worker in self._workers.items()
+            if (delta := worker.take_delta()) is not None
+        }
+        for name, window in _windows_of(deltas, self.config).items():
+            worker = self._workers[name]
+            worker.windows.append(window)
+            worker.num_windows += 1
+            worker.verdict = self._judge(worker, now_s)
+            self.health[name] = self._describe(name, worker, now_s)
+        return True
+
+    def _judge(self, worker: _Worker, now_s: float) -> Verdict:
+        config, windows = self.config, list(worker.windows)
+        short = windows[-config.short_windows :]
+        if len(short) < config.short_slow:
+            return "unknown"
+        if worker.verdict in STRAGGLERS:
+            recovered = sum(window.ratio < config.recovered_ratio for window in short)
+            if recovered >= config.short_slow:
+                worker.slow_from_the_start = False
+                return "healthy"
+        elif sum(window.is_slow for window in short) < config.short_slow:
+            worker.slow_from_the_start &= worker.num_windows < config.short_windows
+            return "healthy"
+        else:
+            worker.slow_since_s = now_s - config.short_slow * config.window_s
+        num_slow = sum(window.ratio >= config.recovered_ratio for window in windows)
+        if len(windows) < config.long_windows or num_slow < config.long_slow:
+            return "transient"
+        steady = _spread([window.ratio for window in windows]) <= config.steady_spread
+        return "deterministic" if worker.slow_from_the_start and steady else "persistent"
+
+    def _describe(self, name: str, worker: _Worker, now_s: float) -> WorkerHealth:
+        windows = list(worker.windows)
+        short = windows[-self.config.short_windows :]
+        is_straggler = worker.verdict in STRAGGLERS
+        ratio = fmean(window.ratio for window in short)
+        return WorkerHealth(
+            name,
+            worker.verdict,
+            _cause(short) if is_straggler else "",
+            ratio,
+            _tasks_per_s(short),
+            _tasks_per_s(windows),
+            _overhead_ms(windows),
+            now_s - worker.slow_since_s if is_straggler else 0.0,
+            _evidence(short, windows, ratio) if is_straggler else "",
+        )
+
+
+def _windows_of(deltas: Mapping[str, Report], config: MonitorConfig) -> dict[str, Window]:
+    """Every worker against the median of the others: with two workers, each against the other."""
+    parts = [tuple(ms / delta.tasks_done for ms in delta.own_ms) for delta in deltas.values()]
+    own = [sum(part) for part in parts]
+    typical_own = _medians_of_others(own)
+    typical = list(
+        zip(*(_medians_of_others([part[i] for part in parts]) for i in range(3)), strict=True)
+    )
+    windows = {}
+    for index, (name, delta) in enumerate(deltas.items()):
+        compute, reader, network = (
+            part - median for part, median in zip(parts[index], typical[index], strict=True)
+        )
+        ratio = own[index] / typical_own[index] if typical_own[index] > 0 else 1.0
+        is_slow = ratio > config.slow_ratio and own[index] - typical_own[index] > config.floor_ms
+        windows[name] = Window(
+            delta.tasks_done, delta.step, own[index], ratio, is_slow, (compute, reader, network)
+        )
+    return windows
+
+
+def _medians_of_others(values: Sequence[float]) -> list[float]:
+    """For each value, the median of all others (itself where it is alone)."""
+    if len(values) < 2:
+        return list(values)
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranked = [values[index] for index in order]
+    medians = [0.0] * len(values)
+    low, high = (len(values) - 2) // 2, (len(values) - 1) // 2  # among the n - 1 others
+    for place, index in enumerate(order):
+        below = ranked[low + 1] if place <= low else ranked[low]
+        above = ranked[high + 1] if place <= high else ranked[high]
+        medians[index] = (below + above) / 2
+    return medians
+
+
+def _cause(windows: Sequence[Window]) -> Cause:
+    """The part of the time with the largest excess over the others."""
+    excess = [fmean(window.excess_ms[i] for window in windows) for i in range(len(CAUSES))]
+    return CAUSES[excess.index(max(excess))]
+
+
+def _tasks_per_s(windows: Sequence[Window]) -> float:
+    own_s = sum(window.tasks * window.own_ms for window in windows) / 1000
+    return sum(window.tasks for window in windows) / own_s if own_s > 0 else 0.0
+
+
+def _overhead_ms(windows: Sequence[Window]) -> float:
+    """Intercept of own time per step against tasks per step, by least squares; 0 while the batch
+    hardly varied."""
+    points = [
+        (window.tasks / window.steps, window.tasks * window.own_ms / window.steps)
+        for window in windows
+        if window.steps > 0
+    ]
+    if len(points) < 4 or max(x for x, _ in points) < 1.2 * min(x for x, _ in points):
+        return 0.0
+    mean_x, mean_y = fmean(x for x, _ in points), fmean(y for _, y in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum(
+        (x - mean_x) ** 2 for x, _ in points
+    )
+    return min(max(0.0, mean_y - slope * mean_x), min(y for _, y in points))
+
+
+def _spread(values: Sequence[float]) -> float:
+    deciles = quantiles(values, n=10, method="inclusive")
+    return (deciles[8] - deciles[0]) / deciles[4] if deciles[4] > 0 else 0.0
+
+
+def _evidence(short: Sequence[Window], windows: Sequence[Window], ratio: float) -> str:
+    num_slow = sum(window.is_slow for window in windows)
+    parts = ", ".join(
+        f"{cause} {fmean(window.excess_ms[i] for window in short):+.2f}"
+        for i, cause in enumerate(CAUSES)
+    )
+    return (
+        f"{ratio:.1f} times the others' time per task over the last {len(short)} windows, slow in "
+        f"{num_slow} of {len(windows)}; ms per task against the others: {parts}"
+    )

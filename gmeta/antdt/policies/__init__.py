@@ -1,0 +1,45 @@
+"""Policies by name; a user's own is one function in one file, named in the config."""
+
+import importlib.util
+from pathlib import Path
+
+from gmeta.antdt.policies import dd, nd
+from gmeta.antdt.policies.interface import Policy
+from gmeta.errors import ConfigError
+
+POLICIES: dict[str, Policy] = {
+    "none": lambda snapshot, config: [],
+    "nd": nd.decide,
+    "dd": dd.decide,
+}
+
+
+def find_policy(name: str) -> Policy:
+    """The policy of a name or of FILE.py:FUNCTION.
+
+    Raises:
+        ConfigError: no such name, file or function, or the file does not load.
+    """
+    if name in POLICIES:
+        return POLICIES[name]
+    path, colon, function = name.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise ConfigError(
+            f"controller.policy = {name!r} is no policy: choose one of {', '.join(POLICIES)}, or "
+            "name your own as FILE.py:FUNCTION"
+        )
+    if not Path(path).is_file():
+        raise ConfigError(f"controller.policy names the file {path}, which does not exist")
+    spec = importlib.util.spec_from_file_location(f"gmeta_policy_{Path(path).stem}", path)
+    assert spec is not None  # the name ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"the policy file {path} does not load: {error!r}") from error
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise ConfigError(f"the policy file {path} has no function {function!r}")
+    policy: Policy = found
+    return policy

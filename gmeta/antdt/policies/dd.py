@@ -1,0 +1,43 @@
+"""AntDT-DD, for dedicated clusters of unequal hardware: the split of a step, in micro-batches that
+fit each worker's memory, whose slowest worker ends first (arXiv 2404.09679, section on dedicated
+clusters)."""
+
+from collections.abc import Sequence
+
+from gmeta.antdt.policies.interface import ControllerConfig, Decision, Snapshot, WorkerView
+from gmeta.antdt.policies.split import Speed, fastest_split
+
+
+def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
+    """ADJUST_BS with tasks and micro-batches of every worker, once all speeds are known."""
+    active = snapshot.active
+    takes_part = [worker for worker in snapshot.workers if not worker.excluded]
+    if not config.tasks_per_step or len(active) < 2 or len(active) != len(takes_part):
+        return []
+    if any(worker.health.verdict == "unknown" for worker in active):
+        return []
+    speeds = [_speed(worker, config) for worker in active]
+    shares = [worker.tasks_per_step for worker in active]
+    wanted = fastest_split(config.tasks_per_step, speeds, config.min_tasks)
+    now_ms = max(speed.step_ms(n) for speed, n in zip(speeds, shares, strict=True))
+    then_ms = max(speed.step_ms(n) for speed, n in zip(speeds, wanted, strict=True))
+    if then_ms > (1 - config.min_gain) * now_ms:
+        return []
+    parameters: dict[str, float] = {}
+    for worker, speed, num_tasks in zip(active, speeds, wanted, strict=True):
+        name = worker.health.worker_id
+        parameters[name] = float(num_tasks)
+        parameters[f"micro:{name}"] = float(speed.micro_batches(num_tasks))
+    reason = f"the slowest share takes {now_ms:.0f} ms, this split {then_ms:.0f} ms"
+    return [Decision("ADJUST_BS", "", parameters, reason)]
+
+
+def _speed(worker: WorkerView, config: ControllerConfig) -> Speed:
+    """Time of a step as overhead and time per task, from the long windows."""
+    health = worker.health
+    num_tasks = max(1, worker.tasks_per_step)
+    step_ms = num_tasks * 1000 / health.tasks_per_s_long
+    now = Speed(0.0, health.overhead_ms, config.max_micro_batch).micro_batches(num_tasks)
+    overhead_ms = min(health.overhead_ms, 0.9 * step_ms / now)
+    task_ms = (step_ms - now * overhead_ms) / num_tasks
+    return Speed(task_ms, overhead_ms, config.max_micro_batch)

@@ -1,0 +1,124 @@
+"""What a policy sees and what it may ask for. A policy is one function, `decide(snapshot, config)`,
+that returns decisions and keeps no state: everything it needs is in the snapshot.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from gmeta.antdt.monitor import STRAGGLERS, WorkerHealth
+
+ActionKind = Literal[
+    "NONE", "ADJUST_BS", "ADJUST_LR", "BACKUP_WORKERS", "KILL_RESTART", "EXCLUDE"
+]  # the kinds of the proto, by number from 1
+
+
+@dataclass(frozen=True)
+class ControllerConfig:
+    """What the controller may do, and how often; the [controller] section of the config."""
+
+    policy: str = field(
+        default="none",
+        metadata={"help": "nd, dd, none, or FILE.py:FUNCTION with a policy of your own"},
+    )
+    dry_run: bool = field(default=False, metadata={"help": "decide and log, but post no action"})
+    synchronous: bool = field(
+        default=True,
+        metadata={"help": "all ranks take every step together (torchrun); false: each by itself"},
+    )
+    tasks_per_step: int = field(
+        default=0,
+        metadata={"help": "data.tasks_per_step of the job; 0: batches are left alone", "min": 0},
+    )
+    min_tasks: int = field(
+        default=1, metadata={"help": "smallest share of a worker in a step", "min": 0}
+    )
+    max_micro_batch: int = field(
+        default=0, metadata={"help": "dd: tasks that fit a worker's memory; 0: any", "min": 0}
+    )
+    min_gain: float = field(
+        default=0.1,
+        metadata={"help": "change batches only for a step shorter by this part", "min": 0.0},
+    )
+    cooldown_s: float = field(
+        default=10.0, metadata={"help": "time between two changes of the batches", "min": 0.0}
+    )
+    scale_lr: bool = field(
+        default=False, metadata={"help": "scale the learning rate with the tasks per step"}
+    )
+    restart_cost_s: float = field(
+        default=90.0, metadata={"help": "from the end of a process to its next step", "min": 0.0}
+    )
+    restart_stops_job: bool = field(
+        default=True,
+        metadata={"help": "a restart of one rank stops all (torchrun); false: only that worker"},
+    )
+    restarts_per_worker: int = field(
+        default=1, metadata={"help": "KILL_RESTART at most so often for one worker", "min": 0}
+    )
+    restart_share_per_hour: float = field(
+        default=0.1,
+        metadata={"help": "part of the workers that may be restarted within an hour", "min": 0.0},
+    )
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """One worker, as a policy sees it."""
+
+    health: WorkerHealth
+    tasks_per_step: int  # its share of a step now
+    restarts: int = 0  # by the controller
+    excluded: bool = False
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything a decision depends on; as JSON it is what the log keeps and replay reads."""
+
+    now_s: float
+    step: int
+    workers: tuple[WorkerView, ...]
+    remaining_s: float = float("inf")  # of the job, as far as known
+    last_adjust_s: float = float("-inf")
+    restarts_last_hour: int = 0
+
+    @property
+    def active(self) -> tuple[WorkerView, ...]:
+        """Workers that take part and whose speed is known."""
+        return tuple(w for w in self.workers if not w.excluded and w.health.tasks_per_s > 0)
+
+    @property
+    def stragglers(self) -> tuple[WorkerView, ...]:
+        """The slow ones of them."""
+        return tuple(w for w in self.active if w.health.verdict in STRAGGLERS)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; infinities become null."""
+        raw = asdict(self)
+        for name in ("remaining_s", "last_adjust_s"):
+            if abs(raw[name]) == float("inf"):
+                raw[name] = None
+        return raw
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> "Snapshot":
+        """The inverse of `to_json`."""
+        workers = tuple(
+            WorkerView(**{**one, "health": WorkerHealth(**one["health"])}) for one in raw["workers"]
+        )
+        known = {name: value for name, value in raw.items() if value is not None}
+        return cls(**{**known, "workers": workers})
+
+
+class Decision(NamedTuple):
+    """An action asked for, and why. `parameters`: ADJUST_BS worker -> tasks of each step (and
+    "micro:WORKER" -> micro-batches); ADJUST_LR {"factor": x}; the others name `worker_id`."""
+
+    kind: ActionKind
+    worker_id: str = ""
+    parameters: dict[str, float] = {}  # noqa: RUF012 (never changed)
+    reason: str = ""
+
+
+Policy = Callable[[Snapshot, ControllerConfig], Sequence[Decision]]

@@ -1,0 +1,84 @@
+"""AntDT-ND, for clusters shared with other jobs: rebalance around whoever is slow now, restart who
+stays slow elsewhere (arXiv 2404.09679, section on non-dedicated clusters)."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from gmeta.antdt.policies.interface import ControllerConfig, Decision, Snapshot, WorkerView
+from gmeta.antdt.policies.split import proportional_split
+
+
+def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
+    """KILL_RESTART for persistent stragglers where it pays, ADJUST_BS for all others."""
+    decisions = _restarts(snapshot, config)
+    restarted = {decision.worker_id for decision in decisions}
+    if not (restarted and config.restart_stops_job):
+        decisions += _adjustment(snapshot, config)
+    return decisions
+
+
+def _restarts(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
+    """Worst first. A restart pays when the speed won back until the end of the job is worth more
+    tasks than the restart costs."""
+    active = snapshot.active
+    if not active:
+        return []
+    typical = median(worker.health.tasks_per_s_long for worker in active)
+    together = sum(worker.health.tasks_per_s for worker in active)
+    found = []
+    slow = [w for w in snapshot.stragglers if w.health.verdict == "persistent"]
+    for worker in sorted(slow, key=lambda w: w.health.ratio, reverse=True):
+        if worker.restarts >= config.restarts_per_worker:
+            continue
+        won_tasks_per_s = typical - worker.health.tasks_per_s
+        stopped = together if config.restart_stops_job else worker.health.tasks_per_s
+        cost_tasks = config.restart_cost_s * stopped
+        won_tasks = won_tasks_per_s * max(0.0, snapshot.remaining_s - config.restart_cost_s)
+        if won_tasks > cost_tasks:
+            reason = (
+                f"persistent straggler ({worker.health.cause}): {worker.health.evidence}; a "
+                f"restart costs {cost_tasks:.0f} tasks and wins {won_tasks:.0f}"
+            )
+            found.append(Decision("KILL_RESTART", worker.health.worker_id, {}, reason))
+    return found
+
+
+def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
+    """Shares in proportion to speed, when somebody is slow or the shares are still unequal from
+    before."""
+    active = snapshot.active
+    takes_part = [worker for worker in snapshot.workers if not worker.excluded]
+    if not config.tasks_per_step or len(active) < 2 or len(active) != len(takes_part):
+        return []
+    shares = [worker.tasks_per_step for worker in active]
+    if not snapshot.stragglers and max(shares) - min(shares) <= 1:
+        return []
+    speeds = _speeds(active)
+    wanted = proportional_split(config.tasks_per_step, speeds, config.min_tasks)
+    now_s = max(n / v for n, v in zip(shares, speeds, strict=True))
+    then_s = max(n / v for n, v in zip(wanted, speeds, strict=True))
+    if then_s > (1 - config.min_gain) * now_s:
+        return []
+    slow = ", ".join(
+        f"{worker.health.worker_id} ({worker.health.verdict}, {worker.health.cause})"
+        for worker in snapshot.stragglers[:5]
+    )
+    more = len(snapshot.stragglers) - 5
+    reason = (
+        f"the slowest share takes {now_s * 1000:.0f} ms, balanced {then_s * 1000:.0f} ms; slow: "
+        f"{slow or 'nobody any more'}{f' and {more} more' if more > 0 else ''}"
+    )
+    parameters = {
+        worker.health.worker_id: float(share) for worker, share in zip(active, wanted, strict=True)
+    }
+    return [Decision("ADJUST_BS", "", parameters, reason)]
+
+
+def _speeds(active: Sequence[WorkerView]) -> list[float]:
+    """Stragglers as they are now; of the others the long mean, so that noise moves no batch."""
+    return [
+        worker.health.tasks_per_s
+        if worker.health.verdict != "healthy" or worker.health.ratio > 1.1
+        else worker.health.tasks_per_s_long
+        for worker in active
+    ]

@@ -1,0 +1,90 @@
+"""How the tasks of a step are divided among workers of unequal speed."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Speed(NamedTuple):
+    """A step of n tasks in c micro-batches takes `c * overhead_ms + n * task_ms`."""
+
+    task_ms: float
+    overhead_ms: float = 0.0
+    max_micro_batch: int = 0  # 0: any
+
+    def micro_batches(self, num_tasks: int) -> int:
+        """As few as the memory allows."""
+        if not self.max_micro_batch:
+            return 1
+        return max(1, -(-num_tasks // self.max_micro_batch))
+
+    def step_ms(self, num_tasks: int) -> float:
+        """Time of its share of a step; nothing for no tasks."""
+        if num_tasks == 0:
+            return 0.0
+        return self.micro_batches(num_tasks) * self.overhead_ms + num_tasks * self.task_ms
+
+    def tasks_within(self, limit_ms: float) -> int:
+        """The most tasks whose step ends within the limit."""
+        if self.overhead_ms == 0 or not self.max_micro_batch:
+            return max(0, int((limit_ms - self.overhead_ms) / self.task_ms + 1e-9))
+        full_ms = self.step_ms(self.max_micro_batch)
+        num_full = int(limit_ms / full_ms + 1e-9)
+        rest_ms = limit_ms - num_full * full_ms - self.overhead_ms
+        rest = max(0, int(rest_ms / self.task_ms + 1e-9))
+        return num_full * self.max_micro_batch + min(rest, self.max_micro_batch)
+
+
+def proportional_split(total: int, speeds: Sequence[float], minimum: int) -> list[int]:
+    """B_i = B v_i / sum v by largest remainder, none below `minimum` (AntDT-ND's ADJUST_BS).
+
+    >>> proportional_split(13, [4.0, 4.0, 4.0, 1.0], 1)
+    [4, 4, 4, 1]
+    >>> proportional_split(12, [10.0, 10.0, 0.1], 2)
+    [5, 5, 2]
+    """
+    minimum = min(minimum, total // len(speeds))
+    shares = [minimum] * len(speeds)
+    free = list(range(len(speeds)))
+    while True:  # who would fall below the minimum gets it, the others share the rest
+        rest = total - minimum * (len(speeds) - len(free))
+        weight = sum(speeds[i] for i in free)
+        below = [i for i in free if rest * speeds[i] < minimum * weight]
+        if not below:
+            break
+        free = [i for i in free if i not in set(below)]
+    exact = {i: rest * speeds[i] / weight for i in free}
+    for i in free:
+        shares[i] = int(exact[i])
+    by_remainder = sorted(free, key=lambda i: (shares[i] - exact[i], i))
+    for i in by_remainder[: total - sum(shares)]:
+        shares[i] += 1
+    return shares
+
+
+def fastest_split(total: int, speeds: Sequence[Speed], minimum: int = 0) -> list[int]:
+    """The split of `total` tasks whose slowest worker ends first: min over n of max_i t_i(n_i)
+    (AntDT-DD). Exact: a bisection over the time limit, then whole tasks are taken back from the
+    workers that would end last.
+
+    >>> fastest_split(16, [Speed(1.0), Speed(3.0)])
+    [12, 4]
+    """
+    minimum = min(minimum, total // len(speeds))
+    low, high = 0.0, max(speed.step_ms(total) for speed in speeds)
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(max(minimum, speed.tasks_within(middle)) for speed in speeds) >= total:
+            high = middle
+        else:
+            low = middle
+    shares = [max(minimum, speed.tasks_within(high)) for speed in speeds]
+    while (surplus := sum(shares) - total) > 0:
+        # Ties at the limit are the common case: take from all of the last ones in one round.
+        order = sorted(
+            (i for i in range(len(speeds)) if shares[i] > minimum),
+            key=lambda i: speeds[i].step_ms(shares[i]),
+            reverse=True,
+        )
+        for i in order[:surplus]:
+            shares[i] -= 1
+    return shares
