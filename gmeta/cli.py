@@ -28,6 +28,8 @@ COMMANDS = {
     "predict": ("gmeta.commands.export", "predict"),
     "shard-service": ("gmeta.commands.shard_service", "shard_service"),
     "shards": ("gmeta.commands.shards", "shards"),
+    "antdt-sim": ("gmeta.commands.antdt", "antdt_sim"),
+    "antdt-replay": ("gmeta.commands.antdt", "antdt_replay"),
 }
 
 

@@ -39,10 +39,10 @@ class MonitorConfig:
         default=2, metadata={"help": "so many slow ones of them: a transient straggler", "min": 1}
     )
     long_windows: int = field(
-        default=24, metadata={"help": "windows that tell transient from persistent", "min": 2}
+        default=120, metadata={"help": "windows that tell transient from persistent", "min": 2}
     )
     long_slow: int = field(
-        default=20, metadata={"help": "so many slow ones of them: a persistent one", "min": 2}
+        default=100, metadata={"help": "so many slow ones of them: a persistent one", "min": 2}
     )
     steady_spread: float = field(
         default=0.2,
@@ -108,6 +108,56 @@ class WorkerHealth:
 
 
 @final
+class _Long:
+    """The long windows of a worker with their sums, so that a new one costs the same at any
+    length."""
+
+    def __init__(self, config: MonitorConfig) -> None:
+        self.windows: deque[Window] = deque()
+        self.num_slow = 0  # above the ratio of recovery: a straggler stays one down to it
+        self.tasks = 0
+        self.own_ms = 0.0
+        self._config = config
+        # Of tasks per step (x) and own time per step (y), forgotten at the rate of the windows.
+        self._count = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, window: Window) -> None:
+        """Takes in the newest, drops the oldest."""
+        if len(self.windows) == self._config.long_windows:
+            self._count_in(self.windows.popleft(), -1)
+        self.windows.append(window)
+        self._count_in(window, 1)
+        if window.steps > 0:
+            keep = 1 - 1 / self._config.long_windows
+            x, y = window.tasks / window.steps, window.tasks * window.own_ms / window.steps
+            self._count = keep * self._count + 1
+            self._x, self._y = keep * self._x + x, keep * self._y + y
+            self._xx, self._xy = keep * self._xx + x * x, keep * self._xy + x * y
+
+    def _count_in(self, window: Window, sign: int) -> None:
+        self.num_slow += sign * (window.ratio >= self._config.recovered_ratio)
+        self.tasks += sign * window.tasks
+        self.own_ms += sign * window.tasks * window.own_ms
+
+    def overhead_ms(self) -> float:
+        """Intercept of own time per step against tasks per step, by least squares; 0 while the
+        batch hardly varied."""
+        if self._count < 2:
+            return 0.0
+        x, y = self._x / self._count, self._y / self._count
+        variance = self._xx / self._count - x * x
+        if variance < (0.1 * x) ** 2:
+            return 0.0
+        slope = (self._xy / self._count - x * y) / variance
+        return min(max(0.0, y - slope * x), 0.9 * y)
+
+    def spread(self) -> float:
+        """(p90 - p10) / median of the ratio."""
+        deciles = quantiles((window.ratio for window in self.windows), n=10, method="inclusive")
+        return (deciles[8] - deciles[0]) / deciles[4] if deciles[4] > 0 else 0.0
+
+
+@final
 class _Worker:
     """Reports and windows of one process."""
 
@@ -115,7 +165,8 @@ class _Worker:
         self.incarnation = incarnation
         self.newest: Report | None = None
         self.at_window_start: Report | None = None
-        self.windows: deque[Window] = deque(maxlen=config.long_windows)
+        self.long = _Long(config)
+        self.short: deque[Window] = deque(maxlen=config.short_windows)
         self.num_windows = 0
         self.verdict: Verdict = "unknown"
         self.slow_since_s = 0.0
@@ -165,15 +216,15 @@ class Monitor:
         }
         for name, window in _windows_of(deltas, self.config).items():
             worker = self._workers[name]
-            worker.windows.append(window)
+            worker.short.append(window)
+            worker.long.add(window)
             worker.num_windows += 1
             worker.verdict = self._judge(worker, now_s)
             self.health[name] = self._describe(name, worker, now_s)
         return True
 
     def _judge(self, worker: _Worker, now_s: float) -> Verdict:
-        config, windows = self.config, list(worker.windows)
-        short = windows[-config.short_windows :]
+        config, short = self.config, worker.short
         if len(short) < config.short_slow:
             return "unknown"
         if worker.verdict in STRAGGLERS:
@@ -186,27 +237,26 @@ class Monitor:
             return "healthy"
         else:
             worker.slow_since_s = now_s - config.short_slow * config.window_s
-        num_slow = sum(window.ratio >= config.recovered_ratio for window in windows)
-        if len(windows) < config.long_windows or num_slow < config.long_slow:
+        long = worker.long
+        if len(long.windows) < config.long_windows or long.num_slow < config.long_slow:
             return "transient"
-        steady = _spread([window.ratio for window in windows]) <= config.steady_spread
-        return "deterministic" if worker.slow_from_the_start and steady else "persistent"
+        steady = worker.slow_from_the_start and long.spread() <= config.steady_spread
+        return "deterministic" if steady else "persistent"
 
     def _describe(self, name: str, worker: _Worker, now_s: float) -> WorkerHealth:
-        windows = list(worker.windows)
-        short = windows[-self.config.short_windows :]
+        short, long = worker.short, worker.long
         is_straggler = worker.verdict in STRAGGLERS
-        ratio = fmean(window.ratio for window in short)
+        ratio = sum(window.ratio for window in short) / len(short)
         return WorkerHealth(
             name,
             worker.verdict,
             _cause(short) if is_straggler else "",
             ratio,
             _tasks_per_s(short),
-            _tasks_per_s(windows),
-            _overhead_ms(windows),
+            1000 * long.tasks / long.own_ms if long.own_ms > 0 else 0.0,
+            long.overhead_ms(),
             now_s - worker.slow_since_s if is_straggler else 0.0,
-            _evidence(short, windows, ratio) if is_straggler else "",
+            _evidence(short, long, ratio) if is_straggler else "",
         )
 
 
@@ -257,35 +307,12 @@ def _tasks_per_s(windows: Sequence[Window]) -> float:
     return sum(window.tasks for window in windows) / own_s if own_s > 0 else 0.0
 
 
-def _overhead_ms(windows: Sequence[Window]) -> float:
-    """Intercept of own time per step against tasks per step, by least squares; 0 while the batch
-    hardly varied."""
-    points = [
-        (window.tasks / window.steps, window.tasks * window.own_ms / window.steps)
-        for window in windows
-        if window.steps > 0
-    ]
-    if len(points) < 4 or max(x for x, _ in points) < 1.2 * min(x for x, _ in points):
-        return 0.0
-    mean_x, mean_y = fmean(x for x, _ in points), fmean(y for _, y in points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum(
-        (x - mean_x) ** 2 for x, _ in points
-    )
-    return min(max(0.0, mean_y - slope * mean_x), min(y for _, y in points))
-
-
-def _spread(values: Sequence[float]) -> float:
-    deciles = quantiles(values, n=10, method="inclusive")
-    return (deciles[8] - deciles[0]) / deciles[4] if deciles[4] > 0 else 0.0
-
-
-def _evidence(short: Sequence[Window], windows: Sequence[Window], ratio: float) -> str:
-    num_slow = sum(window.is_slow for window in windows)
+def _evidence(short: Sequence[Window], long: _Long, ratio: float) -> str:
     parts = ", ".join(
         f"{cause} {fmean(window.excess_ms[i] for window in short):+.2f}"
         for i, cause in enumerate(CAUSES)
     )
     return (
         f"{ratio:.1f} times the others' time per task over the last {len(short)} windows, slow in "
-        f"{num_slow} of {len(windows)}; ms per task against the others: {parts}"
+        f"{long.num_slow} of {len(long.windows)}; ms per task against the others: {parts}"
     )

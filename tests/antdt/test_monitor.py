@@ -15,7 +15,7 @@ from gmeta.antdt.monitor import (
     _medians_of_others,
 )
 
-CONFIG = MonitorConfig()
+CONFIG = MonitorConfig(long_windows=24, long_slow=20)
 STEPS_PER_WINDOW = 10
 TASKS = 8
 

@@ -110,7 +110,7 @@ def test_the_cooldown_holds_a_second_change_of_batches_back() -> None:
     (ruling,) = rule(snap, ND, find_policy("nd"))
     assert (ruling.allowed, ruling.note) == (
         False,
-        "the shares were changed 3.0 s ago; cooldown_s is 10",
+        "the shares were changed 3.0 s ago; cooldown_s is 5",
     )
 
 

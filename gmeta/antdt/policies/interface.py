@@ -41,7 +41,7 @@ class ControllerConfig:
         metadata={"help": "change batches only for a step shorter by this part", "min": 0.0},
     )
     cooldown_s: float = field(
-        default=10.0, metadata={"help": "time between two changes of the batches", "min": 0.0}
+        default=5.0, metadata={"help": "time between two changes of the batches", "min": 0.0}
     )
     scale_lr: bool = field(
         default=False, metadata={"help": "scale the learning rate with the tasks per step"}

@@ -1,0 +1,34 @@
+"""The config file of monitor and controller: TOML with a [monitor] and a [controller] section."""
+
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gmeta.antdt.monitor import MonitorConfig
+from gmeta.antdt.policies.interface import ControllerConfig
+from gmeta.errors import ConfigError
+from gmeta.settings import settings_from_dict
+
+
+@dataclass(frozen=True)
+class StragglerConfig:
+    """When a worker counts as slow, and what is done about it."""
+
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    controller: ControllerConfig = field(default_factory=ControllerConfig)
+
+
+def load_straggler_config(path: Path | None) -> StragglerConfig:
+    """The defaults for no path: workers are watched and left alone.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or value is not allowed.
+    """
+    if path is None:
+        return StragglerConfig()
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no TOML: {error}. Correct it") from error
+    config: StragglerConfig = settings_from_dict(StragglerConfig, raw)
+    return config

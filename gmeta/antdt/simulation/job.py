@@ -1,0 +1,300 @@
+"""One job on one simulated cluster, by one method of dealing with stragglers.
+
+Shape suffix: W workers.
+"""
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gmeta.antdt.controller import Controller, equal_shares
+from gmeta.antdt.monitor import Monitor, MonitorConfig, Report
+from gmeta.antdt.policies import find_policy
+from gmeta.antdt.policies.interface import ControllerConfig, Decision
+from gmeta.antdt.policies.split import proportional_split
+from gmeta.antdt.simulation.data import SimulatedData
+from gmeta.antdt.simulation.traces import Floats, Trace
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """The job and the cluster; times are of a healthy worker."""
+
+    num_workers: int = 1000
+    tasks_per_worker: int = 32  # of a step with equal shares
+    num_steps: int = 3600  # with equal shares
+    task_ms: float = 30.0
+    overhead_ms: float = 40.0  # of a step, whatever its tasks
+    jitter: float = 0.05  # standard deviation of the logarithm of each step's time
+    steps_per_shard: int = 4  # tasks of a shard = so many steps of an equal share
+    heartbeat_s: float = 5.0
+    actions_take_steps: int = 2  # from a decision to the step at which all ranks apply it
+    restart_cost_s: float = 90.0
+    restart_stops_job: bool = False
+    backup_share: float = 0.05  # of the workers: so many of the last ones are not waited for
+    min_tasks: int = 1
+    seed: int = 0
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+
+    @property
+    def tasks_per_step(self) -> int:
+        """All workers together."""
+        return self.num_workers * self.tasks_per_worker
+
+    @property
+    def healthy_s(self) -> float:
+        """Job completion time without stragglers, noise or tail."""
+        return self.num_steps * (self.overhead_ms + self.tasks_per_worker * self.task_ms) / 1000
+
+
+class Outcome(NamedTuple):
+    """What became of a job."""
+
+    completion_s: float
+    num_steps: int
+    num_adjustments: int
+    num_restarts: int
+
+
+@final
+class _Cluster:
+    """Clock, speeds and data that every method shares."""
+
+    def __init__(self, config: JobConfig, trace: Trace) -> None:
+        self.config = config
+        self.trace = trace
+        self.now_s = 0.0
+        num_tasks = config.num_steps * config.tasks_per_step
+        per_shard = config.steps_per_shard * config.tasks_per_worker
+        self.data = SimulatedData(num_tasks, per_shard, config.num_workers)
+        self.tasks_left = num_tasks
+        self._random = np.random.default_rng((config.seed, 3))
+
+    def step_s(self, tasks_W: Ints) -> Floats:
+        """Own time of each worker for so many tasks, as slow as it is now; 0 for none."""
+        self.trace.advance(self.now_s)
+        noise_W = self._random.lognormal(0.0, self.config.jitter, len(tasks_W))
+        healthy_W = self.config.overhead_ms + tasks_W * self.config.task_ms
+        return np.where(tasks_W > 0, healthy_W * self.trace.factors * noise_W / 1000, 0.0)
+
+    def take(self, shares_W: Ints) -> Ints:
+        """Tasks for the next step, as many as each gets of its share."""
+        return self.data.take(shares_W, self.now_s)
+
+    def finish(self, tasks_W: Ints) -> None:
+        """They are in the model."""
+        self.data.finish(tasks_W, self.now_s)
+        self.tasks_left -= int(tasks_W.sum())
+
+
+def run_static(config: JobConfig, trace: Trace) -> Outcome:
+    """BSP: equal shares, everybody waits for the slowest."""
+    return _run_steps(_Cluster(config, trace), lambda step_s, tasks_W: None, 0)
+
+
+def run_backup_workers(config: JobConfig, trace: Trace) -> Outcome:
+    """A step ends without the last few workers; their tasks of the step are done again later."""
+    dropped = round(config.backup_share * config.num_workers)
+    return _run_steps(_Cluster(config, trace), lambda step_s, tasks_W: None, dropped)
+
+
+def run_lb_bsp(config: JobConfig, trace: Trace) -> Outcome:
+    """LB-BSP (Chen et al., 2020): shares in proportion to the speed of the last steps, at no cost.
+
+    Speeds are an exponential mean with weight 1/2 on the newest step; no worker is ever restarted.
+    """
+    speeds_W = np.zeros(config.num_workers)
+
+    def balance(step_s: Floats, tasks_W: Ints) -> Ints:
+        seen_W = np.divide(tasks_W, step_s, out=speeds_W.copy(), where=step_s > 0)
+        speeds_W[:] = np.where(speeds_W > 0, (speeds_W + seen_W) / 2, seen_W)
+        known_W = np.maximum(speeds_W, 1e-9).tolist()
+        return np.array(proportional_split(config.tasks_per_step, known_W, config.min_tasks))
+
+    return _run_steps(_Cluster(config, trace), balance, 0)
+
+
+def _run_steps(
+    cluster: _Cluster, rebalance: Callable[[Floats, Ints], Ints | None], dropped: int
+) -> Outcome:
+    """Steps that all workers take together until the data ends."""
+    config = cluster.config
+    shares_W = np.full(config.num_workers, config.tasks_per_worker)
+    num_steps = 0
+    while not cluster.data.finished:
+        tasks_W = cluster.take(shares_W)
+        step_s = cluster.step_s(tasks_W)
+        ends_s = _end_of_step(step_s, dropped)
+        cluster.now_s += ends_s
+        cluster.finish(np.where(step_s <= ends_s, tasks_W, 0))
+        num_steps += 1
+        balanced_W = rebalance(step_s, tasks_W)
+        shares_W = shares_W if balanced_W is None else balanced_W
+    return Outcome(cluster.now_s, num_steps, 0, 0)
+
+
+def _end_of_step(step_s: Floats, dropped: int) -> float:
+    """When all but the last `dropped` of the workers with tasks are through; of fewer, all."""
+    busy_s = np.sort(step_s[step_s > 0])
+    return float(busy_s[-1 - dropped] if len(busy_s) > dropped else busy_s[-1])
+
+
+def run_pulling(config: JobConfig, trace: Trace) -> Outcome:
+    """As asynchronous training does: each worker pulls shards and waits for nobody."""
+    cluster = _Cluster(config, trace)
+    per_shard = config.steps_per_shard * config.tasks_per_worker
+    queue = [(0.0, worker, 0) for worker in range(config.num_workers)]
+    noise = np.random.default_rng((config.seed, 4))
+    last_s, num_shards = 0.0, 0
+    while queue:
+        now_s, worker, done = heapq.heappop(queue)
+        if done:
+            cluster.data.finish_of(worker, done, now_s)
+            last_s = now_s
+        cluster.trace.advance(now_s)
+        num_tasks = cluster.data.take_for(worker, per_shard, now_s)
+        if num_tasks:
+            steps = -(-num_tasks // config.tasks_per_worker)
+            healthy_s = (steps * config.overhead_ms + num_tasks * config.task_ms) / 1000
+            factor = cluster.trace.factors[worker] * noise.lognormal(
+                0.0, config.jitter / steps**0.5
+            )
+            heapq.heappush(queue, (now_s + healthy_s * factor, worker, num_tasks))
+            num_shards += 1
+    return Outcome(last_s, num_shards * config.steps_per_shard // config.num_workers, 0, 0)
+
+
+def run_antdt(
+    policy: str,
+    config: JobConfig,
+    trace: Trace,
+    log: Callable[[str], object] | None = None,
+) -> Outcome:
+    """AntDT: the monitor and the controller of the service, with the policy named."""
+    return _Governed(policy, config, trace, log).run()
+
+
+@final
+class _Governed:
+    """A synchronous job whose shares and processes a Controller decides about."""
+
+    def __init__(
+        self,
+        policy: str,
+        config: JobConfig,
+        trace: Trace,
+        log: Callable[[str], object] | None,
+    ) -> None:
+        self.config = config
+        self.cluster = _Cluster(config, trace)
+        self.monitor = Monitor(config.monitor, 0.0)
+        controlled = ControllerConfig(
+            policy=policy,
+            tasks_per_step=config.tasks_per_step,
+            min_tasks=config.min_tasks,
+            restart_cost_s=config.restart_cost_s,
+            restart_stops_job=config.restart_stops_job,
+        )
+        self.controller = Controller(controlled, find_policy(policy), log)
+        self.names = [f"w{worker}" for worker in range(config.num_workers)]
+        shares = equal_shares(config.tasks_per_step, self.names)
+        self.shares_W = np.array([shares[name] for name in self.names])
+        self.pending: list[tuple[int, Ints]] = []  # (step, shares from that step on)
+        self.back_s = np.zeros(config.num_workers)  # when a restarted worker works again
+        self.processes = [0] * config.num_workers
+        self.totals: dict[str, Any] = {
+            "steps": np.zeros(config.num_workers, dtype=np.int64),
+            "tasks": np.zeros(config.num_workers, dtype=np.int64),
+            "own_ms": np.zeros(config.num_workers),
+        }
+        self.num_steps = self.num_adjustments = self.num_restarts = 0
+
+    def run(self) -> Outcome:
+        """To the end of the data."""
+        cluster, config = self.cluster, self.config
+        next_heartbeat_s = config.heartbeat_s
+        while not cluster.data.finished:
+            while self.pending and self.pending[0][0] <= self.num_steps:
+                self.shares_W = self.pending.pop(0)[1]
+            here_W = self.back_s <= cluster.now_s
+            if not here_W.any():
+                cluster.now_s = float(self.back_s.min())
+                continue
+            tasks_W = cluster.take(np.where(here_W, self.shares_W, 0))
+            step_s = cluster.step_s(tasks_W)
+            if not tasks_W.any():  # what is left is on its way back from a restart
+                cluster.now_s = float(self.back_s[self.back_s > cluster.now_s].min())
+                continue
+            cluster.now_s += float(step_s.max())
+            cluster.finish(tasks_W)
+            self.num_steps += 1
+            self.totals["steps"] += here_W
+            self.totals["tasks"] += tasks_W
+            self.totals["own_ms"] += 1000 * step_s
+            if cluster.now_s >= next_heartbeat_s:
+                next_heartbeat_s = cluster.now_s + config.heartbeat_s
+                self._report(here_W)
+                if self.monitor.close_window(cluster.now_s):
+                    self._control()
+        return Outcome(cluster.now_s, self.num_steps, self.num_adjustments, self.num_restarts)
+
+    def _report(self, here_W: NDArray[np.bool_]) -> None:
+        columns = (self.totals[name].tolist() for name in ("steps", "tasks", "own_ms"))
+        for worker, (steps, tasks, own_ms) in enumerate(zip(*columns, strict=True)):
+            if here_W[worker]:
+                process = f"p{self.processes[worker]}"
+                self.monitor.observe(self.names[worker], process, Report(steps, tasks, own_ms))
+
+    def _control(self) -> None:
+        cluster = self.cluster
+        remaining_s = (
+            cluster.tasks_left
+            / self.config.tasks_per_step
+            * (cluster.now_s / max(1, self.num_steps))
+        )
+        health = self.monitor.health
+        if len(health) < len(self.names):
+            return
+        snapshot = self.controller.snapshot(health, self.num_steps, remaining_s, cluster.now_s)
+        for decision, allowed, _ in self.controller.decide(snapshot):
+            if allowed:
+                self._apply(decision)
+
+    def _apply(self, decision: Decision) -> None:
+        if decision.kind == "ADJUST_BS":
+            shares_W = np.array([int(decision.parameters[name]) for name in self.names])
+            self.pending.append((self.num_steps + self.config.actions_take_steps, shares_W))
+            self.num_adjustments += 1
+        elif decision.kind == "KILL_RESTART":
+            self._restart(self.names.index(decision.worker_id))
+        elif decision.kind == "EXCLUDE":
+            self.back_s[self.names.index(decision.worker_id)] = float("inf")
+
+    def _restart(self, worker: int) -> None:
+        cluster = self.cluster
+        back_s = cluster.now_s + self.config.restart_cost_s
+        if self.config.restart_stops_job:
+            self.back_s[:] = back_s
+        self.back_s[worker] = back_s
+        self.processes[worker] += 1
+        for total in self.totals.values():
+            total[worker] = 0
+        cluster.trace.restart(worker)
+        cluster.data.restart(worker, self.processes[worker], cluster.now_s)
+        self.num_restarts += 1
+
+
+METHODS: dict[str, Callable[[JobConfig, Trace], Outcome]] = {
+    "BSP": run_static,
+    "ASP-like pulling": run_pulling,
+    "backup workers": run_backup_workers,
+    "LB-BSP": run_lb_bsp,
+    "AntDT-ND": lambda config, trace: run_antdt("nd", config, trace),
+    "AntDT-DD": lambda config, trace: run_antdt("dd", config, trace),
+}

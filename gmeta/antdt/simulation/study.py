@@ -1,0 +1,75 @@
+"""Every method on every scenario: the table behind `gmeta antdt-sim`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from gmeta.antdt.simulation.job import METHODS, JobConfig, Outcome, run_antdt
+from gmeta.antdt.simulation.traces import (
+    SCENARIOS,
+    Trace,
+    recorded_trace,
+    synthetic_trace,
+)
+from gmeta.errors import UserError
+
+# Moments are drawn for so many times a healthy job's length; a job that lasts longer has none left.
+TRACE_LENGTH = 12.0
+
+
+class Result(NamedTuple):
+    """One job."""
+
+    scenario: str
+    method: str
+    outcome: Outcome
+    healthy_s: float
+
+    @property
+    def slowdown(self) -> float:
+        """Completion time over that of a healthy cluster without noise."""
+        return self.outcome.completion_s / self.healthy_s
+
+
+def find_methods(names: Sequence[str]) -> dict[str, Callable[[JobConfig, Trace], Outcome]]:
+    """Methods by name; FILE.py:FUNCTION is AntDT with that policy. All where none is named.
+
+    Raises:
+        UserError: no such method.
+    """
+    found: dict[str, Callable[[JobConfig, Trace], Outcome]] = {}
+    for name in names or METHODS:
+        if ":" in name:
+            found[name] = partial(run_antdt, name)
+        elif name in METHODS:
+            found[name] = METHODS[name]
+        else:
+            raise UserError(
+                f"method {name!r} is unknown; choose from {', '.join(METHODS)}, or name a policy "
+                "as FILE.py:FUNCTION"
+            )
+    return found
+
+
+def run_study(
+    config: JobConfig, scenarios: Sequence[str], methods: Sequence[str], recorded: Path | None
+) -> Iterator[Result]:
+    """One result after the other; a method sees the same stragglers as every other.
+
+    Raises:
+        UserError: an unknown scenario or method, or a recording that cannot be read.
+    """
+    chosen = find_methods(methods)
+    unknown = [name for name in scenarios if name not in SCENARIOS]
+    if unknown:
+        raise UserError(f"scenario {unknown[0]!r} is unknown; choose from {', '.join(SCENARIOS)}")
+    names = [recorded.stem] if recorded is not None else list(scenarios or SCENARIOS)
+    for name in names:
+        for method, run in chosen.items():
+            if recorded is not None:
+                trace, _ = recorded_trace(recorded, config.seed)
+            else:
+                until_s = TRACE_LENGTH * config.healthy_s
+                trace = synthetic_trace(SCENARIOS[name], config.num_workers, until_s, config.seed)
+            yield Result(name, method, run(config, trace), config.healthy_s)

@@ -1,0 +1,136 @@
+"""`gmeta antdt-sim` and `gmeta antdt-replay`: what a policy would do, and what it did."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gmeta.antdt.controller import replayed
+from gmeta.antdt.policies import find_policy
+from gmeta.antdt.settings import load_straggler_config
+from gmeta.errors import UserError
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="TOML with [monitor] and [controller]")
+]
+MAX_WORKERS = 4096
+TABLE_WIDTH = 110  # cells that wrap cannot be read, nor cut by scripts
+
+
+def antdt_sim(
+    workers: Annotated[int, typer.Option(min=2, max=MAX_WORKERS, help="of the cluster")] = 1000,
+    steps: Annotated[int, typer.Option(min=1, help="of the job, a second each")] = 3600,
+    scenario: Annotated[
+        list[str] | None,
+        typer.Option(help="transient, persistent, deterministic, mixed; default: all"),
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="a method's name, or FILE.py:FUNCTION with a policy; default: all"),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="recorded stragglers: CSV with time_s,worker,slowdown")
+    ] = None,
+    restart_stops_job: Annotated[
+        bool, typer.Option("--restart-stops-job", help="as torchrun: one restart stops all ranks")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="of stragglers and noise")] = 0,
+    config: ConfigFile = None,
+    out: Annotated[
+        Path | None, typer.Option(help="folder for results.json and completion.png")
+    ] = None,
+) -> None:
+    """How long a job takes with each way of dealing with stragglers, in simulated time.
+
+    gmeta antdt-sim --workers 200 --steps 900 --scenario mixed
+    """
+    from gmeta.antdt.simulation.job import JobConfig
+    from gmeta.antdt.simulation.study import run_study
+    from gmeta.antdt.simulation.traces import recorded_trace
+
+    if trace is not None:
+        workers = recorded_trace(trace, seed)[1]
+    job = JobConfig(
+        num_workers=workers,
+        num_steps=steps,
+        restart_stops_job=restart_stops_job,
+        seed=seed,
+        monitor=load_straggler_config(config).monitor,
+    )
+    results = []
+    with Console(stderr=True).status("simulating") as status:
+        for result in run_study(job, scenario or [], method or [], trace):
+            results.append(result)
+            status.update(f"{result.scenario}: {result.method} {result.slowdown:.2f}")
+    bsp_s = {r.scenario: r.outcome.completion_s for r in results if r.method == "BSP"}
+    table = Table("stragglers", "method", "completion", "times healthy", "faster than BSP",
+                  "adjustments", "restarts", box=None, pad_edge=False)  # fmt: skip
+    for name, how, outcome, _ in results:
+        faster = f"{bsp_s[name] / outcome.completion_s:.2f}" if name in bsp_s else ""
+        table.add_row(
+            name,
+            how,
+            f"{outcome.completion_s:.0f} s",
+            f"{outcome.completion_s / job.healthy_s:.2f}",
+            faster,
+            str(outcome.num_adjustments),
+            str(outcome.num_restarts),
+        )
+    Console(width=TABLE_WIDTH, highlight=False).print(table)
+    if out is not None:
+        from gmeta.report.render import png_sheet
+        from gmeta.report.stragglers import completion_chart
+
+        out.mkdir(parents=True, exist_ok=True)
+        rows = [
+            {"scenario": r.scenario, "method": r.method, **r.outcome._asdict()} for r in results
+        ]
+        written = {"job": asdict(job), "healthy_s": job.healthy_s, "results": rows}
+        (out / "results.json").write_text(json.dumps(written, indent=1) + "\n")
+        chart = completion_chart(results, f"{workers} workers, seed {seed}")
+        (out / "completion.png").write_bytes(png_sheet(chart))
+
+
+def antdt_replay(
+    log: Annotated[Path, typer.Argument(help="decision log of gmeta shard-service --decisions")],
+    config: ConfigFile = None,
+    policy: Annotated[
+        str, typer.Option(help="another policy than the config's: what would it have done?")
+    ] = "",
+) -> None:
+    """Decide once more from the logged inputs, and say where it comes out differently.
+
+    Exit code 1 when a decision differs.
+    """
+    from dataclasses import replace
+
+    controller = load_straggler_config(config).controller
+    if policy:
+        controller = replace(controller, policy=policy)
+    function = find_policy(controller.policy)
+    lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line]
+    if not lines:
+        raise UserError(f"{log} is empty: the service decided nothing yet. Nothing to replay")
+    num_different = 0
+    for number, line in enumerate(lines, 1):
+        logged, now = replayed(line, controller, function)
+        if logged != now:
+            num_different += 1
+            typer.echo(f"line {number}\n  logged: {_told(logged)}\n  now:    {_told(now)}")
+    typer.echo(f"{len(lines)} evaluations replayed, {num_different} different")
+    if num_different:
+        raise typer.Exit(1)
+
+
+def _told(rulings: list[dict[str, object]]) -> str:
+    return (
+        "; ".join(
+            f"{r['kind']} {r['worker_id']}".strip() + ("" if r["allowed"] else f" ({r['note']})")
+            for r in rulings
+        )
+        or "nothing"
+    )

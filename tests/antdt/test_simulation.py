@@ -1,0 +1,145 @@
+"""The simulated cluster against what can be worked out by hand."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gmeta.antdt.model import ShardState
+from gmeta.antdt.simulation.data import DATASET, SimulatedData
+from gmeta.antdt.simulation.job import METHODS, JobConfig, run_antdt
+from gmeta.antdt.simulation.study import find_methods, run_study
+from gmeta.antdt.simulation.traces import (
+    SCENARIOS,
+    Change,
+    Trace,
+    TraceError,
+    recorded_trace,
+    synthetic_trace,
+)
+from gmeta.errors import UserError
+from tests.commands import gmeta
+
+EXACT = JobConfig(num_workers=4, num_steps=200, jitter=0.0, overhead_ms=0.0, steps_per_shard=1)
+
+
+def slow_from(start_s: float, factor: float = 4.0, num_workers: int = 4) -> Trace:
+    changes = [Change(start_s, num_workers - 1, factor, True)]
+    return Trace(np.ones(num_workers), changes, 0.0, seed=0)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "backup workers"])
+def test_a_healthy_cluster_ends_in_the_healthy_time(method: str) -> None:
+    outcome = METHODS[method](EXACT, slow_from(0.0, factor=1.0))
+    assert outcome.completion_s == pytest.approx(EXACT.healthy_s)
+    assert (outcome.num_adjustments, outcome.num_restarts) == (0, 0)
+
+
+def test_bsp_is_as_slow_as_its_slowest_worker() -> None:
+    outcome = METHODS["BSP"](EXACT, slow_from(0.0))
+    assert outcome.completion_s == pytest.approx(4 * EXACT.healthy_s)
+
+
+def test_pulling_uses_the_speed_of_all() -> None:
+    outcome = METHODS["ASP-like pulling"](EXACT, slow_from(0.0))
+    assert outcome.completion_s == pytest.approx(EXACT.healthy_s * 4 / 3.25, rel=0.02)
+
+
+@pytest.mark.parametrize(("method", "ideal"), [("LB-BSP", 4 / 3.25), ("AntDT-ND", 4 / 3.25)])
+def test_balancing_comes_close_to_the_ideal(method: str, ideal: float) -> None:
+    """3.25 workers' worth of speed is left: 3 healthy ones and a quarter."""
+    outcome = METHODS[method](replace(EXACT, num_steps=800), slow_from(0.0))
+    assert outcome.completion_s == pytest.approx(ideal * 800 * 0.96, rel=0.08)
+
+
+def test_nd_restarts_what_stays_slow_and_is_then_as_fast_as_new() -> None:
+    config = replace(EXACT, num_steps=4000)
+    outcome = run_antdt("nd", config, slow_from(120.0))
+    assert outcome.num_restarts == 1
+    assert outcome.completion_s < 1.1 * config.healthy_s
+
+
+def test_every_task_is_trained_once_also_over_a_restart() -> None:
+    data = SimulatedData(num_tasks=100, tasks_per_shard=8, num_workers=2)
+    trained = np.zeros(2, dtype=np.int64)
+    for step in range(40):
+        tasks = data.take(np.array([3, 2]), 0.0)
+        data.finish(tasks, 0.0)
+        trained += tasks
+        if step == 5:
+            data.restart(0, 1, 0.0)
+    assert trained.sum() == 100
+    assert data.finished
+    assert data.ledger.state.tables[DATASET].counts[ShardState.DONE] == 13
+
+
+def test_the_same_seed_gives_the_same_stragglers() -> None:
+    first, second = (synthetic_trace(SCENARIOS["mixed"], 50, 5000.0, seed=3) for _ in range(2))
+    other = synthetic_trace(SCENARIOS["mixed"], 50, 5000.0, seed=4)
+    for trace in (first, second, other):
+        trace.advance(2000.0)
+    assert (first.factors == second.factors).all()
+    assert (first.factors != other.factors).any()
+    assert set(np.unique(first.factors)) > {1.0, 1.5}
+
+
+def test_a_recording_says_who_is_slow_and_when(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text("time_s,worker,slowdown\n0,a,1\n0,b,2.5\n10,b,1\n")
+    trace, num_workers = recorded_trace(file, seed=0)
+    assert num_workers == 2
+    trace.advance(5.0)
+    assert trace.factors.tolist() == [1.0, 2.5]
+    trace.advance(10.0)
+    assert trace.factors.tolist() == [1.0, 1.0]
+
+
+def test_a_recording_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text("time_s,worker,slowdown\n0,a,-1\n")
+    with pytest.raises(TraceError) as caught:
+        recorded_trace(file, seed=0)
+    assert str(caught.value) == (
+        f"line 2 of {file} says time_s = 0 and slowdown = -1; both are numbers, slowdown above 0. "
+        "Correct the line"
+    )
+
+
+def test_an_unknown_method_or_scenario_is_named() -> None:
+    with pytest.raises(UserError, match=r"^method 'BPS' is unknown; choose from BSP, "):
+        find_methods(["BPS"])
+    with pytest.raises(UserError, match=r"^scenario 'bad' is unknown; choose from transient, "):
+        list(run_study(EXACT, ["bad"], [], None))
+
+
+def test_the_command_writes_its_table_and_picture(tmp_path: Path) -> None:
+    result = gmeta(
+        "antdt-sim", "--workers", 20, "--steps", 60, "--scenario", "persistent",
+        "--method", "BSP", "--method", "AntDT-ND", "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "AntDT-ND" in result.stdout
+    written = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [row["method"] for row in written["results"]] == ["BSP", "AntDT-ND"]
+    assert (tmp_path / "out" / "completion.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_replay_tells_where_another_policy_decides_otherwise(tmp_path: Path) -> None:
+    log = tmp_path / "decisions.jsonl"
+    settings = tmp_path / "antdt.toml"
+    settings.write_text(
+        '[controller]\npolicy = "nd"\ntasks_per_step = 128\nrestart_stops_job = false\n'
+    )
+    with log.open("w") as file:
+        config = replace(EXACT, num_steps=40, restart_cost_s=90.0)
+        run_antdt("nd", config, slow_from(0.0), lambda line: file.write(line + "\n"))
+    same = gmeta("antdt-replay", log, "--config", settings)
+    assert (same.returncode, same.stdout.splitlines()[-1]) == (
+        0,
+        f"{len(log.read_text().splitlines())} evaluations replayed, 0 different",
+    )
+    other = gmeta("antdt-replay", log, "--config", settings, "--policy", "none")
+    assert other.returncode == 1
+    assert "  logged: ADJUST_BS\n  now:    nothing" in other.stdout
