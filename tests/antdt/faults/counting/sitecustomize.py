@@ -1,0 +1,52 @@
+"""Put on PYTHONPATH by test_training_job.py: ranks of `gmeta train` count how often each task was
+trained, beside the weights.
+
+The counts lie in the checkpoint folder, so they go back with the model where it goes back; they
+know nothing of shards or of the service, and so can tell what the manifest beside them is worth.
+"""
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+COUNTS_FILE = "counts.json"
+
+
+def count_tasks() -> None:
+    """Wrap what `gmeta.train` calls: the steps, and the feed that writes into checkpoints."""
+    import gmeta.train
+    from gmeta.parallel import gather_to_first
+
+    counts: Counter[int] = Counter()
+    real_in_step, real_open_feed = gmeta.train.in_step, gmeta.train.open_feed
+
+    def in_step(*arguments: Any) -> Iterator[Any]:
+        for episodes, totals in real_in_step(*arguments):
+            counts.update(episodes.task_T.tolist())
+            yield episodes, totals
+
+    def open_feed(config: Any, dataset: Any, ranks: Any, checkpoint: Path | None) -> Any:
+        feed = real_open_feed(config, dataset, ranks, checkpoint)
+        if checkpoint is not None and ranks.rank == 0:
+            before = json.loads((checkpoint / COUNTS_FILE).read_text())
+            counts.update({int(task): number for task, number in before.items()})
+        real_files = feed.checkpoint_files
+
+        def checkpoint_files(step: int) -> dict[str, str]:
+            parts = gather_to_first(dict(counts), ranks) or []
+            total = sum((Counter(part) for part in parts), Counter[int]())
+            files = {COUNTS_FILE: json.dumps(total)} if ranks.rank == 0 else {}
+            return {**real_files(step), **files}
+
+        feed.checkpoint_files = checkpoint_files
+        return feed
+
+    gmeta.train.in_step, gmeta.train.open_feed = in_step, open_feed
+
+
+if "RANK" in os.environ and "train" in sys.orig_argv:
+    count_tasks()

@@ -1,0 +1,148 @@
+"""Method: a real `gmeta train` on leased shards, killed rank by rank and service by service.
+
+What was trained is counted beside the weights (counting/sitecustomize.py) and held against the
+shard manifest of every checkpoint. ANTDT_JOB_KILLS sets how often each phase is struck.
+"""
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from gmeta.antdt.audit import audit_manifest, check_descends
+from gmeta.antdt.manifest import load_manifest
+from tests.commands import SMALL_MODEL, environment, write_config
+
+ROOT = Path(__file__).parents[3]
+NUM_KILLS = int(os.environ.get("ANTDT_JOB_KILLS", "1"))
+NUM_TASKS = 200
+ALWAYS = ["data.source=service", "run.max_steps=0", "run.checkpoint_every_steps=4"]
+
+
+def checkpoints(run: Path) -> list[Path]:
+    return sorted((run / "checkpoints").glob("step-*"))
+
+
+@contextmanager
+def job(run: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A training job in a session of its own; whatever is left of it is killed."""
+    paths = (ROOT / "tests" / "antdt" / "faults" / "counting", ROOT)
+    env = {
+        **environment(),
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    with (run.parent / "job.log").open("ab") as log:
+        started = subprocess.Popen(
+            [sys.executable, "-m", *command], env=env, stdout=log, stderr=log
+        )
+    try:
+        yield started
+    finally:
+        for pid in (*descendants(started.pid), started.pid):
+            kill(pid)
+        started.wait()
+
+
+def descendants(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [found for child in map(int, children) for found in (child, *descendants(child))]
+
+
+def kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def process_of(job_pid: int, sign: str, rank: int | None = None) -> int:
+    """The process of the job whose command line names `sign` (and that has this rank)."""
+    for pid in descendants(job_pid):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if sign.encode() in command and (rank is None or f"RANK={rank}".encode() in variables):
+            return pid
+    raise AssertionError(f"the job has no process {sign} of rank {rank}")
+
+
+def wait_for_steps(run: Path, number: int, running: subprocess.Popen[bytes]) -> None:
+    """Until the newest checkpoint is `number` checkpoints further, after a moment more."""
+
+    def newest_step() -> int:
+        return int(checkpoints(run)[-1].name.removeprefix("step-")) if checkpoints(run) else 0
+
+    goal, until_s = newest_step() + 4 * number, time.monotonic() + 90
+    while newest_step() < goal:
+        assert running.poll() is None, (run.parent / "job.log").read_text()[-3000:]
+        assert time.monotonic() < until_s, (run.parent / "job.log").read_text()[-3000:]
+        time.sleep(0.02)
+    time.sleep(random.uniform(0.0, 0.2))
+
+
+def check_lineage(run: Path) -> int:
+    """Every checkpoint left holds each task as often as its manifest says; the epochs finished."""
+    manifests = []
+    for folder in checkpoints(run):
+        manifest = load_manifest(folder)
+        (entry,) = manifest.datasets
+        assert audit_manifest(manifest).ok
+        counts = json.loads((folder / "counts.json").read_text())
+        in_epoch = sum(end - start for start, end in entry.trained_ranges())
+        assert set(counts.values()) <= {entry.epoch, entry.epoch + 1}, folder
+        assert sum(counts.values()) == entry.epoch * NUM_TASKS + in_epoch, folder
+        manifests.append(manifest)
+    for older, newer in itertools.pairwise(manifests):
+        check_descends(newer, older)
+    return entry.epoch + (in_epoch == NUM_TASKS)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120 + 120 * NUM_KILLS)
+def test_ranks_and_services_may_be_killed_and_every_task_is_trained_once_an_epoch(
+    tmp_path: Path, click_logs: Path
+) -> None:
+    run = tmp_path / "run"
+    config = str(write_config(tmp_path / "train.toml", click_logs, run))
+    train = ["gmeta", "train", config, *SMALL_MODEL, *ALWAYS]
+    restarts = f"--max-restarts={2 * NUM_KILLS}"
+    # The launcher owns the service: it lives on while the ranks are restarted.
+    with job(run, *train, "run.epochs=1000", "--nproc-per-node=2", restarts) as running:
+        wait_for_steps(run, 2, running)
+        for number in range(NUM_KILLS):
+            kill(process_of(running.pid, "train", rank=(number + 1) % 2))
+            wait_for_steps(run, 2, running)
+            kill(process_of(running.pid, "shard-service"))
+            wait_for_steps(run, 2, running)
+    epochs_done = check_lineage(run)
+    assert epochs_done < 1000
+
+    # Another number of ranks, no launcher of ours, and a store that somebody deleted.
+    for file in (run / "shards").glob("shards.db*"):
+        file.unlink()
+    torchrun = ["torch.distributed.run", "--nproc-per-node=1", "--rdzv-backend=c10d"]
+    torchrun += ["--rdzv-endpoint=127.0.0.1:0", restarts, "--monitor-interval=0.2", "-m"]
+    whole = [f"run.epochs={epochs_done + 2 + NUM_KILLS}", "--resume"]
+    with job(run, *torchrun, *train, *whole) as running:
+        wait_for_steps(run, 1, running)
+        # Rank 0 owns the service here: both die, and the next rank 0 takes over the store.
+        for _ in range(NUM_KILLS):
+            kill(process_of(running.pid, "train", rank=0))
+            wait_for_steps(run, 1, running)
+        assert running.wait(120) == 0, (tmp_path / "job.log").read_text()[-3000:]
+    assert check_lineage(run) == epochs_done + 2 + NUM_KILLS
+    counts = json.loads((checkpoints(run)[-1] / "counts.json").read_text())
+    assert list(counts.values()) == [epochs_done + 2 + NUM_KILLS] * NUM_TASKS
