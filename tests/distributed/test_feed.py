@@ -1,0 +1,175 @@
+"""Leased shards on several ranks: each episode once, and all stop together, whatever the shares."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gmeta.antdt.server import ServiceConfig, ShardServer
+from gmeta.build import check_source
+from gmeta.config import DataConfig, RunConfig, TrainConfig
+from gmeta.episodes import support_and_query
+from gmeta.errors import ConfigError, UserError
+from gmeta.feed import ServiceFeed, open_feed, tasks_per_shard
+from gmeta.parallel import Ranks, in_step
+from metaio import open_dataset
+from tests.distributed.harness import on_ranks
+
+NUM_TASKS = 200
+
+
+def leased(path: Path, service: str, tasks_per_step: int = 16) -> TrainConfig:
+    data = DataConfig(
+        path=str(path), source="service", service=service, tasks_per_step=tasks_per_step
+    )
+    return TrainConfig(data=data, run=RunConfig(seed=3))
+
+
+def uneven(rank: int) -> Callable[[int], int]:
+    """Rank 1 takes five times as much as the others, from the third round on nothing like it."""
+    return lambda number: (5 if rank == 1 else 1) if number < 3 else 4 - rank
+
+
+def work_on_rank(ranks: Ranks, config: TrainConfig, even: bool) -> list[list[list[int]]]:
+    """The tasks of each step of two epochs."""
+    dataset = open_dataset(config.data.path)
+    epochs = []
+    with ServiceFeed(config, dataset, ranks, None) as feed:
+        if not even:
+            feed.quota = uneven(ranks.rank)
+        for epoch in range(2):
+            steps = []
+            batches = feed.batches(epoch, 0)
+            for episodes, totals in in_step(
+                batches, lambda batch: support_and_query(batch, False), dataset.features, ranks
+            ):
+                assert totals.num_rows > 0
+                steps.append(episodes.task_T.tolist())
+                feed.trained(len(steps[-1]))
+            assert feed.epoch_over(len(steps))
+            epochs.append(steps)
+    return epochs
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("world_size", "even"), [(2, False), (4, True)])
+def test_each_task_is_trained_once_an_epoch_and_all_ranks_stop_at_one_step(
+    click_logs: Path, world_size: int, even: bool
+) -> None:
+    server = ShardServer(ServiceConfig("127.0.0.1:0"))
+    results: list[Any] = on_ranks(
+        world_size, work_on_rank, leased(click_logs, server.address), even
+    )
+    server.stop(0.0)
+    for epoch in range(2):
+        ranks = [result[epoch] for result in results]
+        assert len({len(steps) for steps in ranks}) == 1
+        counts = Counter(task for steps in ranks for step in steps for task in step)
+        assert len(counts) == NUM_TASKS
+        assert set(counts.values()) == {1}
+        if even:
+            assert all(sum(map(len, parts)) <= 16 for parts in zip(*ranks, strict=True))
+            # The last shards in flight may cost a step or two more than the 13 of a static split.
+            assert len(ranks[0]) <= 13 + 3
+    assert results[0][0] != results[0][1]
+
+
+def refuse_on_rank(ranks: Ranks, path: str, service: str, folder: Path) -> list[str]:
+    """What open_feed says to checkpoints of the other source, and to changed shards."""
+    dataset = open_dataset(path)
+    own = leased(Path(path), service)
+    static = TrainConfig(data=DataConfig(path=path))
+    with_manifest = folder / "step-00000001"
+    with_manifest.mkdir()
+    messages = []
+    with ServiceFeed(own, dataset, ranks, None) as feed:
+        (with_manifest / "shards.json").write_text(feed.checkpoint_files(1)["shards.json"])
+    without = folder / "step-00000002"
+    without.mkdir()
+    changed = TrainConfig(
+        data=DataConfig(path=path, source="service", service=service, tasks_per_shard=7),
+        run=own.run,
+    )
+    for config, checkpoint in (
+        (static, with_manifest),
+        (own, without),
+        (changed, with_manifest),
+    ):
+        try:
+            open_feed(config, dataset, ranks, checkpoint)
+        except UserError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_checkpoint_of_other_shards_is_refused(click_logs: Path, tmp_path: Path) -> None:
+    server = ShardServer(ServiceConfig("127.0.0.1:0"))
+    (messages,) = on_ranks(1, refuse_on_rank, str(click_logs), server.address, tmp_path)
+    server.stop(0.0)
+    tail = (
+        "what it has seen of its epoch means nothing to the other. Set data.source as it was, or "
+        "choose another run.dir"
+    )
+    assert messages[0] == (
+        f'data.source = "static", but checkpoint {tmp_path}/step-00000001 was trained with '
+        f'data.source = "service": {tail}'
+    )
+    assert messages[1] == (
+        f'data.source = "service", but checkpoint {tmp_path}/step-00000002 was trained with '
+        f'data.source = "static": {tail}'
+    )
+    assert messages[2].startswith(
+        "run  was begun with other data or other shards: dataset 'train' is registered with "
+        "{'units_per_shard': 1}, the call says {'units_per_shard': 7}; "
+    )
+    assert messages[2].endswith(
+        "To go on, set data.path, data.train_split, data.tasks_per_shard, data.shuffle and "
+        "run.seed as they were"
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            DataConfig(service="here:1"),
+            "data.service = 'here:1', but data.source = \"static\" leases no shards. "
+            'Set data.source = "service", or remove the key',
+        ),
+        (
+            DataConfig(tasks_per_shard=4),
+            'data.tasks_per_shard = 4, but data.source = "static" leases no shards. '
+            'Set data.source = "service", or remove the key',
+        ),
+        (
+            DataConfig(source="service", drop_last=True),
+            'data.drop_last = True, but data.source = "service" hands out whole shards, every '
+            "episode once. Remove the key",
+        ),
+        (
+            DataConfig(source="service", lanes=2),
+            'data.lanes = 2, but data.source = "service" hands out whole shards, every episode '
+            "once. Remove the key",
+        ),
+    ],
+)
+def test_keys_of_the_other_source_are_refused(data: DataConfig, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_source(data)
+    assert str(refused.value) == message
+
+
+def test_shards_are_small_where_the_split_fits_in_memory_else_a_block(
+    click_logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = open_dataset(str(click_logs))
+    config = leased(click_logs, "")
+    assert tasks_per_shard(config, dataset) == 1
+    monkeypatch.setattr("gmeta.feed.MIN_SHARDS", 10)
+    assert tasks_per_shard(config, dataset) == 16
+    monkeypatch.setattr("gmeta.feed.DEFAULT_CACHE_BYTES", 1)
+    assert tasks_per_shard(config, dataset) == NUM_TASKS // dataset.split("train").num_blocks
+    asked = TrainConfig(data=DataConfig(source="service", tasks_per_shard=7))
+    assert tasks_per_shard(asked, dataset) == 7
