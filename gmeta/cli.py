@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from gmeta.errors import GMetaError, UserError
+from gmeta.errors import GMetaError
 
 # Where each subcommand is. Loaded when it is asked for: the data-shard service must start without
 # torch, and nobody waits seconds for the help of `prepare`.
@@ -102,7 +102,7 @@ def _told(error: Exception) -> tuple[str, int]:
             )
         return f"{error.strerror or error}{where}", 1
     if isinstance(error, GMetaError):
-        return str(error), 2 if isinstance(error, UserError) else 1
+        return str(error), error.exit_code
     # Of metaio's: a damaged dataset is a failure, a wrong description or input the user can mend.
     return str(error), 1 if type(error).__name__ == "FormatError" else 2
 

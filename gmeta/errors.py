@@ -6,9 +6,13 @@ class GMetaError(Exception):
     1.
     """
 
+    exit_code = 1
+
 
 class UserError(GMetaError):
     """Something that the user can mend: a config value, a path, an option. Exit code 2."""
+
+    exit_code = 2
 
 
 class ConfigError(UserError):

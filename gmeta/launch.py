@@ -25,6 +25,7 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
     """
     cores = len(os.sched_getaffinity(0))
     # Imported here: a single rank, and --help, need no agent.
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -34,6 +35,8 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
     # With the shared store, gloo's keys of a dead generation survive a restart and the next hangs
     # on them.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # The agent hands SIGTERM on, then waits so long for the ranks' checkpoint before it kills them.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
     logging.getLogger("torch.distributed.elastic").setLevel(
         logging.CRITICAL
     )  # the ranks tell their own story
@@ -49,6 +52,8 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
     )
     try:
         elastic_launch(config, sys.executable)("-m", "gmeta", *arguments)
+    except SignalException as stopped:
+        return 128 + stopped.sigval  # the ranks have told what they kept
     except ChildFailedError as error:
         # A killed rank is the cause even where a survivor that lost contact with it was seen first.
         killed = {rank: one for rank, one in error.failures.items() if one.exitcode < 0}

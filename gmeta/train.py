@@ -18,10 +18,15 @@ from gmeta.optimizers import build_optimizer
 from gmeta.parallel import Ranks, barrier, in_step, shard_learner
 from gmeta.run_folder import RunFolder, create_run_folder, keep_metrics_up_to
 from gmeta.run_log import RunLog, StepMeter
+from gmeta.stopping import StoppedError, stop_on_sigterm
 
 
 def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
-    """Train as `config` says; goes on from the newest checkpoint where the run folder holds one."""
+    """Train as `config` says; goes on from the newest checkpoint where the run folder holds one.
+
+    Raises:
+        StoppedError: SIGTERM asked a rank to stop; a checkpoint holds every step that was done.
+    """
     dataset, learner = build(config)
     sharded = shard_learner(learner, dataset.features, config, ranks)
     optimizer = build_optimizer(sharded, config.outer)
@@ -41,15 +46,19 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     step_limit = config.run.max_steps or sys.maxsize
     total_steps = min(feed.num_steps * config.run.epochs, step_limit)
 
+    saved_step = progress.step
+
     def save() -> None:
+        nonlocal saved_step
         files = feed.checkpoint_files(progress.step)
         save_checkpoint(
             folder.checkpoints, progress, sharded, optimizer, ranks, config.run.keep_last, files
         )
         feed.committed()
+        saved_step = progress.step
 
     meter = StepMeter(ranks)
-    with RunLog(folder, ranks, total_steps, progress.step) as log, feed:
+    with RunLog(folder, ranks, total_steps, progress.step) as log, feed, stop_on_sigterm() as stop:
         while progress.epoch < config.run.epochs and progress.step < step_limit:
             batches = augmented(
                 feed.batches(progress.epoch, progress.epoch_step),
@@ -59,7 +68,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
                 progress.epoch,
                 progress.epoch_step,
             )
-            for episodes, totals in in_step(batches, arrange, dataset.features, ranks):
+            for episodes, totals in in_step(batches, arrange, dataset.features, ranks, stop):
                 optimizer.begin_step(progress.step, total_steps)
                 # The mean over all ranks' terms: data-parallel averaging divides by the world size.
                 loss = sharded(episodes, weight=ranks.world_size / max(totals.num_terms, 1))
@@ -80,6 +89,15 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
                     save()
                 if progress.step == step_limit:
                     break
+            if stop.agreed:
+                if meter.steps:
+                    log.write(progress.step, progress.epoch, meter.read(feed.wait_s))
+                if progress.step != saved_step:
+                    save()
+                raise StoppedError(
+                    f"stopped by SIGTERM behind step {progress.step}, and nothing of it is lost. "
+                    "Run the same command with --resume to go on"
+                )
             epoch_over = feed.epoch_over(progress.epoch_step)
             last = progress.step == step_limit or (
                 epoch_over and progress.epoch + 1 == config.run.epochs

@@ -6,10 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gmeta.antdt.audit import audit_manifest
+from gmeta.antdt.manifest import load_manifest
 from gmeta.checkpoint import list_checkpoints
 from tests.commands import SMALL_MODEL, environment, gmeta, losses, metrics, write_config
 
@@ -86,12 +90,16 @@ def start_and_wait_for_checkpoint(config: Path, *arguments: str) -> subprocess.P
     """A long run in the background, once it has written its first checkpoint."""
     command = [sys.executable, "-m", "gmeta", "train", str(config), *SMALL_MODEL, *arguments]
     job = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
+    wait_until(lambda: bool(list_checkpoints(config.parent / "run" / "checkpoints")), job)
+    return job
+
+
+def wait_until(reached: Callable[[], bool], job: subprocess.Popen[str]) -> None:
     deadline_s = time.monotonic() + 60
-    while not list_checkpoints(config.parent / "run" / "checkpoints"):
-        assert time.monotonic() < deadline_s, "no checkpoint within 60 s"
+    while not reached():
+        assert time.monotonic() < deadline_s, "not within 60 s"
         assert job.poll() is None, job.communicate()[1]
         time.sleep(0.1)
-    return job
 
 
 def ranks_of(job: subprocess.Popen[str]) -> list[int]:
@@ -127,3 +135,49 @@ def test_a_killed_rank_is_restarted_when_restarts_are_allowed(config: Path) -> N
     _, stderr = job.communicate(timeout=90)
     assert job.returncode == 0, stderr
     assert [line["step"] for line in metrics(config.parent / "run")] == list(range(1, 401))
+
+
+def stop_by_sigterm(config: Path, arguments: list[str], whom: Callable[[Any], int]) -> int:
+    """Start a run on two ranks, end it by SIGTERM after some steps; the steps that it kept."""
+    command = [sys.executable, "-m", "gmeta", "train", str(config), *SMALL_MODEL, *arguments]
+    job = subprocess.Popen(
+        [*command, "--nproc-per-node=2"], stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    run = config.parent / "run"
+    wait_until(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) > 2, job)
+    os.kill(whom(job), signal.SIGTERM)
+    _, stderr = job.communicate(timeout=60)
+    assert job.returncode == 143, stderr
+    done = int(metrics(run)[-1]["step"])
+    told = (
+        f"stopped by SIGTERM behind step {done}, and nothing of it is lost. "
+        "Run the same command with --resume to go on"
+    )
+    assert f"error on rank 0: {told}\n" in stderr
+    assert "Traceback" not in stderr
+    assert [c.name for c in list_checkpoints(run / "checkpoints")] == [f"step-{done:08d}"]
+    return done
+
+
+@pytest.mark.distributed
+def test_sigterm_to_the_job_loses_no_step(config: Path) -> None:
+    endless = ["run.epochs=1000", "run.max_steps=0", "run.checkpoint_every_steps=100000"]
+    done = stop_by_sigterm(config, endless, lambda job: job.pid)
+    until = ["run.epochs=1000", f"run.max_steps={done + 3}"]
+    run = train(config, *until, "--resume")
+    assert [line["step"] for line in metrics(run)] == list(range(1, done + 4))
+    whole = train(config, *until, f"run.dir={config.parent / 'whole'}")
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+
+
+@pytest.mark.distributed
+def test_sigterm_to_one_rank_of_a_leased_epoch_loses_no_episode(config: Path) -> None:
+    leased = ["data.source=service", "data.tasks_per_step=2", "run.max_steps=0"]
+    stop_by_sigterm(
+        config, [*leased, "run.checkpoint_every_steps=100000"], lambda job: ranks_of(job)[-1]
+    )
+    run = train(config, *leased, "--resume")
+    newest = list_checkpoints(run / "checkpoints")[-1]
+    report = audit_manifest(load_manifest(newest))
+    assert report.ok
+    assert "  epoch finished" in report.lines

@@ -11,6 +11,7 @@ from torch import Tensor
 from gmeta.accumulate import MicroBatches
 from gmeta.episodes import Episodes
 from gmeta.parallel.ranks import Ranks
+from gmeta.stopping import Stop
 from metaio.batch import TaskBatch, empty_batch
 from metaio.features import Features
 
@@ -24,6 +25,7 @@ class StepTotals:
     num_terms: int
     num_rows: int
     ranks_with_data: int
+    ranks_asked_to_stop: int
 
 
 def in_step(
@@ -31,12 +33,14 @@ def in_step(
     arrange: Callable[[TaskBatch], Arranged],
     features: Features,
     ranks: Ranks,
+    stop: Stop | None = None,
 ) -> Iterator[tuple[Arranged, StepTotals]]:
     """This rank's episodes, on its device, and the totals of each step, until no rank has data
     left.
 
     A rank that runs out feeds empty batches, so its peers' collectives complete; where no rank has
-    a row there is no step. The totals of a step travel while the step before it computes.
+    a row there is no step. The totals of a step travel while the step before it computes; with them
+    every rank learns that one was asked to stop, and `stop.agreed` ends the steps on all of them.
     """
     empty = empty_batch(
         len(features.tables), len(features.single), len(features.multi), len(features.dense)
@@ -45,7 +49,8 @@ def in_step(
     def announce() -> tuple[Arranged, Tensor, dist.Work]:
         batch = next(batches, None)
         mine = arrange(empty if batch is None else batch)
-        counts = torch.tensor([mine.num_terms, mine.num_rows, int(batch is not None)])
+        asked = stop is not None and stop.asked
+        counts = torch.tensor([mine.num_terms, mine.num_rows, int(batch is not None), int(asked)])
         return (
             mine.to(ranks.device),
             counts,
@@ -58,6 +63,9 @@ def in_step(
         work.wait()
         totals = StepTotals(*counts.tolist())
         if totals.ranks_with_data == 0:
+            return
+        if stop is not None and totals.ranks_asked_to_stop:
+            stop.agreed = True
             return
         upcoming = announce()
         if totals.num_rows:

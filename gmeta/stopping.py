@@ -1,0 +1,46 @@
+"""Ending a run early without losing a step: SIGTERM asks one rank, all ranks stop before the same
+step.
+"""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from gmeta.errors import GMetaError
+
+
+class StoppedError(GMetaError):
+    """The run was asked to stop and has kept every step that was done. Ends like a process that
+    SIGTERM ended, so that torchrun and Kubernetes know that the work is not finished."""
+
+    exit_code = 128 + signal.SIGTERM
+
+
+@dataclass
+class Stop:
+    """Whether this rank was asked to stop, and whether all ranks know that one was."""
+
+    asked: bool = False
+    agreed: bool = False
+
+
+@contextmanager
+def stop_on_sigterm() -> Iterator[Stop]:
+    """SIGTERM asks, instead of ending the process; Kubernetes sends it before it takes a pod away.
+    Outside the main thread, which alone may handle signals, it stays as it is."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        stop.asked = True
+
+    before = signal.signal(signal.SIGTERM, ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
