@@ -224,7 +224,7 @@ def _describe(
         algorithm=config.algorithm,
         loss=config.outer.loss,
         features=dataset.features,
-        columns=Columns(dataset.task, dataset.label, schema, moments),
+        columns=Columns(dataset.task, dataset.label, schema, moments, recipe.get("kinds", {})),
         table_format=table_format,
         source={
             "run": str(root),

@@ -6,7 +6,6 @@ from metaio.dataset import Dataset, Split, open_dataset
 from metaio.errors import DataError, FormatError, MetaIOError, SchemaError
 from metaio.features import Features, FeatureSpec, TableSpec
 from metaio.order import BlockEpisodes, EpisodeOrder, OrderConfig
-from metaio.raw import RawEncoder
 from metaio.reader import BatchReader, EpisodeRange, RangeReader, read_ranges
 from metaio.task_rows import task_rows
 from metaio.writer import Provenance, write_dataset
@@ -25,7 +24,6 @@ __all__ = [
     "OrderConfig",
     "Provenance",
     "RangeReader",
-    "RawEncoder",
     "Rows",
     "SchemaError",
     "Split",

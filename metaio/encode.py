@@ -19,6 +19,7 @@ from metaio.errors import DataError
 from metaio.hashing import splitmix64
 from metaio.schema import DenseColumn, Schema, SparseColumn
 from metaio.values import Kind, as_numbers, hash_values, integer_values, kind_of, time_values
+from metaio.vocabulary import TextIndex
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
@@ -37,6 +38,8 @@ class Fitted:
         default_factory=dict
     )  # column -> mean, deviation
     split_names: tuple[str, ...] = ("train",)
+    # sparse column -> what its values were; absent: not known, any will do
+    kinds: dict[str, Kind] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,7 @@ class Encoder:
         self.schema = schema
         self.fitted = fitted
         self._types = array_types(schema)
+        self._text: dict[str, TextIndex] = {}
 
     def encode(self, batch: pa.RecordBatch, with_label: bool = True) -> EncodedRows:
         """The batch with its columns encoded.
@@ -208,6 +212,7 @@ class Encoder:
 
     def _ids(self, rule: SparseColumn, column: pa.Array) -> Int64:
         kind = kind_of(rule.column, column.type, "sparse")
+        self._check_kind(rule.column, column, kind)
         # Row 0 for what is null; refuse_nulls has let through only what the schema allows.
         if column.null_count:
             known = column.is_valid().to_numpy(zero_copy_only=False)
@@ -219,9 +224,19 @@ class Encoder:
         if rule.hash is not None:
             mixed = splitmix64(hash_values(column, kind))
             return (mixed % np.uint64(rule.hash - 1)).astype(np.int64) + 1
-        return self._look_up(self.fitted.vocabularies[rule.table_name], column, kind)
+        return self._look_up(rule.table_name, column, kind)
 
-    def _look_up(self, vocabulary: pa.Array, column: pa.Array, kind: Kind) -> Int64:
+    def _check_kind(self, name: str, column: pa.Array, kind: Kind) -> None:
+        expected = self.fitted.kinds.get(name, kind)
+        # A column without a value has no kind, whatever its type.
+        if kind != expected and column.null_count < len(column):
+            raise DataError(
+                f"sparse column {name} holds {kind} values; they were {expected} when the data was "
+                f"prepared, and would get other ids. Cast the column to {expected}."
+            )
+
+    def _look_up(self, table: str, column: pa.Array, kind: Kind) -> Int64:
+        vocabulary = self.fitted.vocabularies[table]
         if kind == "integer" and pa.types.is_integer(vocabulary.type):
             # Sorted integers: bisection needs no hash table and gives the row at once.
             values = vocabulary.to_numpy(zero_copy_only=False)
@@ -232,8 +247,9 @@ class Encoder:
                 if len(values)
                 else np.zeros(len(wanted), np.int64)
             )
-        found = pc.index_in(column.cast(pa.string()), value_set=vocabulary.cast(pa.string()))
-        return integer_values(pc.fill_null(found, -1)) + 1
+        # Two threads may both build an index; the first one stays.
+        index = self._text.get(table) or self._text.setdefault(table, TextIndex(vocabulary))
+        return index.rows(column)
 
     def _dense(self, rule: DenseColumn, column: pa.Array) -> npt.NDArray[np.float64]:
         if column.null_count:

@@ -2,7 +2,7 @@
 
 import os
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from metaio.block import Block, build_block
+from metaio.dataset import open_dataset
 from metaio.encode import EncodedRows, Fitted
 from metaio.episodes import Dropped, make_episodes
+from metaio.errors import DataError, FormatError
 from metaio.features import Features
 from metaio.layout import DEFAULT_BLOCK_ROWS, VOCABULARY_FOLDER
-from metaio.schema import Schema, features_of
+from metaio.schema import Schema, SparseColumn, features_of
 from metaio.spool import BucketPlan, plan_buckets
 from metaio.survey import Survey
-from metaio.values import kind_of, time_of
+from metaio.values import Kind, kind_of, time_of
 from metaio.writer import DatasetWriter, Provenance, block_cuts, slice_rows, write_dataset
 
 DEFAULT_MEMORY_BYTES = 2 << 30
@@ -54,15 +56,26 @@ class Job:
     cut_time: int | None
 
     def open(self, out: str) -> AbstractContextManager[DatasetWriter]:
-        """The writer of the dataset."""
+        """The writer of the dataset.
+
+        Raises:
+            DataError: it would replace a dataset whose columns held values of another kind.
+        """
         schema, rule = self.schema, self.schema.episodes
+        if self.options.overwrite:
+            self._check_kinds(out)
         provenance = Provenance(
             task=schema.task.column,
             label=schema.label.column,
             seed=schema.seed,
             task_kind=self.task_kind,
             protocol=f"{rule.by}, {rule.min_rows} to {rule.max_rows} rows",
-            recipe={"name": "schema", "schema": schema.to_json(), "moments": self.fitted.moments},
+            recipe={
+                "name": "schema",
+                "schema": schema.to_json(),
+                "moments": self.fitted.moments,
+                "kinds": self.fitted.kinds,
+            },
         )
         return write_dataset(
             out,
@@ -72,6 +85,20 @@ class Job:
             compact=self.options.compact,
             overwrite=self.options.overwrite,
         )
+
+    def _check_kinds(self, out: str) -> None:
+        """A model trained on the dataset at `out` would take the new ids for other values."""
+        try:
+            recipe = open_dataset(out).manifest.recipe
+        except FormatError:
+            return  # none there, or none that a model could have been trained on
+        for name, kind in self.fitted.kinds.items():
+            before = recipe.get("kinds", {}).get(name, kind)
+            if kind != before:
+                raise DataError(
+                    f"column {name} holds {kind} values, in the dataset at {out} it held {before}: "
+                    f"its ids would change. Cast the column to {before}, or remove that dataset."
+                )
 
     def blocks(self, rows: EncodedRows) -> tuple[list[Block], Dropped]:
         """The blocks of a bucket, and what its tasks lost."""
@@ -106,16 +133,23 @@ def make_job(
     """
     rows = [survey.rows_of_split.get(name, 0) for name in fitted.split_names]
     task, at = schema.task.column, schema.episodes.at
+    kinds = {column.column: _kind(column, types[column.column]) for column in schema.sparse}
     integer = kind_of(task, types[task], "task") == "integer"
     return Job(
         schema=schema,
         options=options,
-        fitted=fitted,
+        fitted=replace(fitted, kinds=kinds),
         plan=plan_buckets(rows, SHARD_BLOCKS * options.block_rows),
         features=features_of(schema, {name: len(v) for name, v in fitted.vocabularies.items()}),
         task_kind="integer" if integer else "hashed",
         cut_time=time_of(at, types[schema.time.column]) if schema.time and at is not None else None,
     )
+
+
+def _kind(column: SparseColumn, kind: pa.DataType) -> Kind:
+    """Whether a column's ids, or those of its lists, are integers or text."""
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return kind_of(column.column, kind.value_type if is_list else kind, "sparse")
 
 
 class TableUse:

@@ -69,7 +69,8 @@ class RawColumns:
         self._task = columns.task
         # Rows to predict have no split, and their order within a task does not matter.
         self._schema = replace(schema, time=None, splits=SplitRule())
-        self._encoder = Encoder(self._schema, Fitted(dict(vocabularies), dict(columns.moments)))
+        fitted = Fitted(dict(vocabularies), dict(columns.moments), kinds=columns.kinds)
+        self._encoder = Encoder(self._schema, fitted)
         # A column of nulls alone says nothing of its type: the schema does.
         self._null_types = {
             **{column.column: pa.float64() for column in schema.dense},

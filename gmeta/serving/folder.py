@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from metaio.errors import MetaIOError
 from metaio.features import Features
 from metaio.manifest import canonical_json, xxh3_hex
 from metaio.schema import Schema, parse_schema
+from metaio.values import Kind
 from models.config import ModelConfig
 
 FORMAT_NAME = "gmeta-model"
@@ -37,13 +38,15 @@ _REMEDY = "Copy the folder again, or export the run again"
 class Columns:
     """What rows look like: raw columns as `schema` describes them, or table ids where it is None.
 
-    `moments` are mean and deviation of the dense columns that the schema standardises.
+    `moments` are mean and deviation of the dense columns that the schema standardises, `kinds` says
+    of each sparse column whether its raw values are integer or text.
     """
 
     task: str
     label: str
     schema: Schema | None
     moments: dict[str, tuple[float, float]]
+    kinds: dict[str, Kind] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,9 @@ def _from_json(path: Path, body: dict[str, Any]) -> ExportedConfig:
         algorithm=parts.algorithm,
         loss=body["loss"],
         features=Features.from_json(body["features"]),
-        columns=Columns(columns["task"], columns["label"], schema, moments),
+        columns=Columns(
+            columns["task"], columns["label"], schema, moments, columns.get("kinds", {})
+        ),
         table_format=body["table_format"],
         source=body["source"],
         files={name: FileEntry(**entry) for name, entry in body["files"].items()},

@@ -14,6 +14,7 @@ import pytest
 from metaio import DataError, Dataset, open_dataset
 from metaio.prepare import PrepareOptions, prepare
 from metaio.schema import Schema, parse_schema
+from metaio.vocabulary import TextIndex
 from tests.metaio.conftest import Episode, episodes_of_batch, whole_split
 
 BASE: dict[str, Any] = {
@@ -480,3 +481,43 @@ def test_batches_of_a_prepared_dataset_follow_the_reader(tmp_path: Path) -> None
         read = [episode for batch in reader.batches(0) for episode in episodes_of_batch(batch)]
     stored = whole_split(dataset, "train")
     assert sorted(read, key=lambda e: e[0]) == sorted(stored, key=lambda e: e[0])
+
+
+def test_replacing_a_dataset_whose_column_changed_its_kind_is_refused(tmp_path: Path) -> None:
+    table = raw_table()
+    pq.write_table(table, tmp_path / "raw.parquet")
+    out = str(tmp_path / "out")
+    prepare([str(tmp_path / "raw.parquet")], out, changed())
+    assert open_dataset(out).manifest.recipe["kinds"] == {
+        "item": "integer",
+        "shop": "integer",
+        "city": "text",
+        "tags": "text",
+    }
+    before = open_dataset(out).fingerprint
+    text = table.set_column(2, "shop", table["shop"].cast(pa.string()))
+    pq.write_table(text, tmp_path / "raw.parquet")
+    with pytest.raises(DataError) as caught:
+        prepare([str(tmp_path / "raw.parquet")], out, changed(), PrepareOptions(overwrite=True))
+    assert str(caught.value) == (
+        f"column shop holds text values, in the dataset at {out} it held integer: its ids would "
+        "change. Cast the column to integer, or remove that dataset."
+    )
+    assert open_dataset(out).fingerprint == before
+
+
+def test_text_is_looked_up_as_by_a_dictionary(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    words = sorted({f"w{value}" for value in rng.integers(0, 5_000, 2_000)} | {"", "\u00e9"})
+    column = [f"w{value}" for value in rng.integers(0, 5_000, 3_000)] + ["", "\u00e9", "zzz"]
+    rows = {word: row for row, word in enumerate(words, 1)}
+    expected = [rows.get(word, 0) for word in column]
+    assert TextIndex(pa.array(words)).rows(pa.array(column)).tolist() == expected
+    assert TextIndex(pa.array([], pa.string())).rows(pa.array(["a"])).tolist() == [0]
+    # A hash of eight values: known words collide with each other, then unknown ones with known.
+    monkeypatch.setattr(
+        "metaio.vocabulary.hash_values",
+        lambda array, kind: np.array([len(w) % 8 for w in array.to_pylist()], np.uint64),
+    )
+    assert TextIndex(pa.array(words)).rows(pa.array(column)).tolist() == expected
+    assert TextIndex(pa.array(["ab", "c"])).rows(pa.array(["xy", "c", "ab"])).tolist() == [0, 2, 1]
