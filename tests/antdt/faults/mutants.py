@@ -23,6 +23,7 @@ COPIED = (
     "gmeta/commands",
     "protos",
     "tests/antdt",
+    "tests/processes.py",
 )
 
 
