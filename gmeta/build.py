@@ -56,7 +56,8 @@ def check_source(data: DataConfig) -> None:
                     'shards. Set data.source = "service", or remove the key'
                 )
         return
-    for key, default in (("lanes", 1), ("window_blocks", 0), ("drop_last", False)):
+    defaults = {"lanes": 1, "window_blocks": 0, "blocks_per_step": 0, "drop_last": False}
+    for key, default in defaults.items():
         if getattr(data, key) != default:
             raise ConfigError(
                 f'data.{key} = {getattr(data, key)}, but data.source = "service" hands out whole '

@@ -93,7 +93,7 @@ def open_feed(config: TrainConfig, dataset: Dataset, ranks: Ranks, checkpoint: P
         )
     if leased:
         return ServiceFeed(config, dataset, ranks, checkpoint)
-    return StaticFeed(config, dataset, ranks)
+    return StaticFeed(config, dataset, ranks, is_fresh=checkpoint is None)
 
 
 def tasks_per_shard(config: TrainConfig, dataset: Dataset) -> int:
@@ -114,15 +114,22 @@ def tasks_per_shard(config: TrainConfig, dataset: Dataset) -> int:
 class StaticFeed(Feed):
     """Every rank its share of every step, worked out from the seed alone."""
 
-    def __init__(self, config: TrainConfig, dataset: Dataset, ranks: Ranks) -> None:
+    def __init__(
+        self, config: TrainConfig, dataset: Dataset, ranks: Ranks, *, is_fresh: bool
+    ) -> None:
         self._reader = open_reader(
             config, dataset, config.data.train_split, ranks.rank, ranks.world_size
         )
+        self._num_epochs = config.run.epochs
         self.num_steps = self._reader.num_steps()
+        if is_fresh:
+            self._reader.prefetch(epoch=0)  # while the model and the run folder are made ready
 
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
         """See Feed.batches."""
-        return self._reader.batches(epoch, first_step=first_step)
+        yield from self._reader.batches(epoch, first_step=first_step)
+        if epoch + 1 < self._num_epochs:
+            self._reader.prefetch(epoch + 1)  # while this epoch is validated and saved
 
     def trained(self, num_tasks: int) -> None:
         """The step's number says it all."""

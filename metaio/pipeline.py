@@ -149,15 +149,27 @@ class BatchPipeline:
 
         With `look_ahead` they are drawn further, as far as blocks can be read meanwhile.
         """
-        ahead = _Ahead(plans, self._cache, self._sizes)
-        queue: deque[Future[TaskBatch]] = deque()
+        return self._drain(_Ahead(plans, self._cache, self._sizes), deque(), look_ahead)
+
+    def start(self, plans: Iterable[Plan]) -> Iterator[TaskBatch]:
+        """As `run` with `look_ahead`, but the first batches are begun before one is asked for."""
+        ahead, queue = _Ahead(plans, self._cache, self._sizes), deque[Future[TaskBatch]]()
+        self._fill(ahead, queue, look_ahead=True)
+        return self._drain(ahead, queue, look_ahead=True)
+
+    def _fill(self, ahead: _Ahead, queue: deque[Future[TaskBatch]], look_ahead: bool) -> None:
+        # Batches first, then blocks for later ones: what the consumer waits for goes ahead.
+        while len(queue) < self._prefetch_batches and (len(ahead) or ahead.draw()):
+            queue.append(self._pool.submit(self._compose, ahead.take()))
+        while look_ahead and self._has_room(ahead) and ahead.draw():
+            pass
+
+    def _drain(
+        self, ahead: _Ahead, queue: deque[Future[TaskBatch]], look_ahead: bool
+    ) -> Iterator[TaskBatch]:
         try:
             while True:
-                # Batches first, then blocks for later ones: what the consumer waits for goes ahead.
-                while len(queue) < self._prefetch_batches and (len(ahead) or ahead.draw()):
-                    queue.append(self._pool.submit(self._compose, ahead.take()))
-                while look_ahead and self._has_room(ahead) and ahead.draw():
-                    pass
+                self._fill(ahead, queue, look_ahead)
                 if not queue:
                     return
                 begin_s = time.perf_counter()

@@ -84,6 +84,7 @@ class BatchReader:
             pin_memory=pin_memory,
         )
         self._epoch, self._step = 0, 0
+        self._started: tuple[int, int, Iterator[TaskBatch]] | None = None
 
     @property
     def wait_s(self) -> float:
@@ -106,18 +107,31 @@ class BatchReader:
         if first_step is None:
             first_step = self._step if epoch is None else 0
         self._step = first_step
-        order = self._order(self._epoch)
-        steps = range(first_step, order.num_steps)
-        # A generator: no more of the epoch is planned than is read ahead.
-        plans = (
-            [(self._split.name, part) for part in order.step(s, self._rank, self._world_size)]
-            for s in steps
-        )
-        for batch in self._pipeline.run(plans, look_ahead=True):
+        for batch in self._stream(self._epoch, first_step):
             # Before the yield: a state taken while the batch is in use must not repeat it.
             self._step += 1
             yield batch
         self._epoch, self._step = self._epoch + 1, 0
+
+    def prefetch(self, epoch: int, first_step: int = 0) -> None:
+        """Begin on these batches in the background, while the consumer does something else.
+
+        `batches` of the same epoch and step goes on with them; of another one it starts anew.
+        """
+        self._started = (epoch, first_step, self._pipeline.start(self._plans(epoch, first_step)))
+
+    def _stream(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
+        started, self._started = self._started, None
+        if started is not None and started[:2] == (epoch, first_step):
+            return started[2]
+        return self._pipeline.run(self._plans(epoch, first_step), look_ahead=True)
+
+    def _plans(self, epoch: int, first_step: int) -> Iterator[Plan]:
+        """A generator: no more of the epoch is planned than is read ahead."""
+        order = self._order(epoch)
+        for step in range(first_step, order.num_steps):
+            parts = order.step(step, self._rank, self._world_size)
+            yield [(self._split.name, part) for part in parts]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch begins; what was prefetched but not handed out counts as unread."""

@@ -109,6 +109,29 @@ def test_state_resumes_at_the_next_episode_on_any_world_size(
     assert resumed == whole[3:]
 
 
+def test_prefetched_batches_are_read_before_they_are_asked_for(
+    write: WriteFn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = open_dataset(write({"train": make_rows(50)}, block_rows=40))
+    options = {"tasks_per_step": 6, "seed": 5}
+    with BatchReader(dataset, "train", **options) as reader:
+        whole = [[episodes_of_batch(batch) for batch in reader.batches(epoch)] for epoch in (0, 1)]
+    read, read_block = threading.Event(), dataset.read_block
+
+    def noted(split: str, block: int) -> Block:
+        read.set()
+        return read_block(split, block)
+
+    monkeypatch.setattr(dataset, "read_block", noted)
+    with BatchReader(dataset, "train", **options) as reader:
+        reader.prefetch(0)
+        assert read.wait(timeout=10)
+        assert reader.state_dict()["step"] == 0
+        assert [episodes_of_batch(batch) for batch in reader.batches(0)] == whole[0]
+        reader.prefetch(0)  # of another place than what comes next: without effect
+        assert [episodes_of_batch(batch) for batch in reader.batches(1, 2)] == whole[1][2:]
+
+
 def test_state_of_another_order_is_refused(write: WriteFn) -> None:
     dataset = open_dataset(write({"train": make_rows(5)}))
     with BatchReader(dataset, "train", tasks_per_step=2) as reader:
