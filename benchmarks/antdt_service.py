@@ -33,7 +33,6 @@ from gmeta.antdt.store import SqliteStore
 
 NUM_CLIENTS = 16
 NUM_CLIENT_PROCESSES = 4
-SERVICE = "import typer; from gmeta.commands.shards import shard_service; typer.run(shard_service)"
 
 
 def free_port() -> int:
@@ -43,7 +42,8 @@ def free_port() -> int:
 
 
 def start_service(store: Path, port: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", SERVICE, "--listen", f"127.0.0.1:{port}"]
+    command = [sys.executable, "-m", "gmeta", "shard-service", "--insecure"]
+    command += ["--listen", f"127.0.0.1:{port}"]
     command += ["--store", f"sqlite:///{store}", "--log-level", "WARNING"]
     return subprocess.Popen(command)
 

@@ -12,6 +12,7 @@ from gmeta.antdt.feed import ShardFeed
 from gmeta.antdt.lease import Lease
 from gmeta.antdt.manifest import ShardManifest, load_manifest
 from gmeta.antdt.model import DatasetSpec
+from gmeta.antdt.stream import UnitStream
 
 __all__ = [
     "END",
@@ -25,6 +26,7 @@ __all__ = [
     "ShardClient",
     "ShardFeed",
     "ShardManifest",
+    "UnitStream",
     "WaitFor",
     "load_manifest",
 ]
