@@ -10,12 +10,12 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.augment import AugmentConfig
 from gmeta.errors import ConfigError
-from gmeta.settings import settings_from_dict
+from gmeta.settings import describe_settings, settings_from_dict
 from models.config import ModelConfig
 
 
@@ -243,16 +243,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> TrainConfig:
 
 def describe_config() -> list[tuple[str, str, str]]:
     """(key, default, help) of every key, in order: the reference that docs and --help show."""
-    sections = get_type_hints(TrainConfig)
-    return [
-        (f"{section}.{item.name}", _shown(item.default), item.metadata["help"])
-        for section, kind in sections.items()
-        for item in dataclasses.fields(kind)
-    ]
-
-
-def _shown(value: object) -> str:
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
+    return describe_settings(TrainConfig)
 
 
 def _override(raw: dict[str, Any], override: str) -> None:

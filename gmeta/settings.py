@@ -6,12 +6,26 @@ nearest name.
 
 import dataclasses
 import difflib
+import json
 import math
 import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from gmeta.errors import ConfigError
+
+
+def describe_settings(kind: Any) -> list[tuple[str, str, str]]:
+    """(section.key, default as JSON, help) of every key of a dataclass of sections, in order."""
+    return [
+        (f"{section}.{item.name}", _shown(item.default), item.metadata["help"])
+        for section, fields in get_type_hints(kind).items()
+        for item in dataclasses.fields(fields)
+    ]
+
+
+def _shown(value: object) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 def settings_from_dict(kind: Any, raw: Mapping[str, Any], prefix: str = "") -> Any:

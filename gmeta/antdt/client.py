@@ -19,6 +19,7 @@ from gmeta.antdt.errors import AntdtError, FencedError
 from gmeta.antdt.lease import SAFE_FRACTION, Lease
 from gmeta.antdt.manifest import ShardManifest, parse_manifest
 from gmeta.antdt.model import DatasetSpec, Outcome
+from gmeta.antdt.monitor import Report
 from gmeta.antdt.wire import grant_from, spec_to
 from protos.antdt.v1 import shard_service_pb2 as pb
 
@@ -82,6 +83,7 @@ class ShardClient:
         self._caller = pb.Caller()
         self._seq = 0
         self._ttl_s = 30.0
+        self._report_every_s = 0.0
         self._report: Any = None
         self._actions: list[Any] = []
         self._fenced: FencedError | None = None
@@ -268,10 +270,10 @@ class ShardClient:
             self._held.clear()
         return self.run_generation
 
-    def report(self, step: int, **rates: float) -> None:
-        """What the next heartbeat tells the monitor: `compute_ms_per_sample`,
-        `data_wait_ms_per_sample`, `communication_ms_per_sample`, `samples_per_s`."""
-        self._report = pb.WorkerReport(step=step, **rates)
+    def report(self, report: Report, share: int = 0) -> None:
+        """What the next heartbeat tells the monitor; from the first report on there is one as
+        often as the service asks for. `share`: tasks that this worker takes in each step now."""
+        self._report = pb.WorkerReport(**report._asdict(), share=share)
 
     def take_actions(self) -> list[Any]:
         """Actions that heartbeats brought since the last call; acknowledge each with
@@ -377,6 +379,7 @@ class ShardClient:
             # ahead.
             self._seq = min(self._seq, response.last_seq)
             self._ttl_s = response.lease_ttl_ms / 1000
+            self._report_every_s = response.report_every_ms / 1000
             live = {grant.token for grant in response.leases}
             self._renewed(sent_s, lambda token: token in live)
 
@@ -392,7 +395,7 @@ class ShardClient:
                     self._lost.append(self._held.pop(token))
 
     def _beat_on(self) -> None:
-        while not self._closed.wait(self._ttl_s / 3):
+        while not self._closed.wait(self._pause_s()):
             try:
                 self._beat()
             except FencedError as error:
@@ -400,6 +403,11 @@ class ShardClient:
                 return
             except AntdtError as error:
                 _log.warning("heartbeat: %s", error)
+
+    def _pause_s(self) -> float:
+        if self._report is None or not self._report_every_s:
+            return self._ttl_s / 3
+        return min(self._ttl_s / 3, self._report_every_s)
 
     def _beat(self) -> None:
         with self._held_lock:

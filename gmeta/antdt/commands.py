@@ -107,7 +107,8 @@ class Restore(NamedTuple):
 
 
 class PostAction(NamedTuple):
-    """From the controller inside the service: an action for one worker's agent."""
+    """From the controller inside the service: an action for one worker's agent, or for all of them
+    when `worker_id` is empty."""
 
     worker_id: str
     action_id: str

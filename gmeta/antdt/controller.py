@@ -99,8 +99,8 @@ def _refused_shares(
     if any(n < 0 or n != int(n) for n in decision.parameters.values()):
         return "shares and micro-batches are whole numbers from 0"
     total = int(sum(shares.values()))
-    if total != config.tasks_per_step:
-        return f"the shares add up to {total}, a step has {config.tasks_per_step} tasks"
+    if total != snapshot.tasks_per_step:
+        return f"the shares add up to {total}, a step has {snapshot.tasks_per_step} tasks"
     since_s = snapshot.now_s - snapshot.last_adjust_s
     if since_s < config.cooldown_s:
         return f"the shares were changed {since_s:.1f} s ago; cooldown_s is {config.cooldown_s:g}"
@@ -127,14 +127,19 @@ class Controller:
         self._verdicts: dict[str, str] = {}
 
     def snapshot(
-        self, health: Mapping[str, WorkerHealth], step: int, remaining_s: float, now_s: float
+        self,
+        health: Mapping[str, WorkerHealth],
+        step: int,
+        tasks_per_step: int,
+        remaining_s: float,
+        now_s: float,
     ) -> Snapshot:
         """What the policy will see. Workers that were given no share yet have an equal one."""
         while self._restart_times_s and self._restart_times_s[0] < now_s - HOUR_S:
             self._restart_times_s.popleft()
         names = sorted(health)
         if set(self.shares) != set(names):
-            self.shares = equal_shares(self.config.tasks_per_step, names)
+            self.shares = equal_shares(tasks_per_step, names)
         workers = tuple(
             WorkerView(
                 health[name], self.shares[name], self._restarts.get(name, 0), name in self.excluded
@@ -142,8 +147,18 @@ class Controller:
             for name in names
         )
         return Snapshot(
-            now_s, step, workers, remaining_s, self._last_adjust_s, len(self._restart_times_s)
+            now_s,
+            step,
+            workers,
+            tasks_per_step,
+            remaining_s,
+            self._last_adjust_s,
+            len(self._restart_times_s),
         )
+
+    def start_over(self) -> None:
+        """The job restarted: its ranks begin with equal shares."""
+        self.shares = {}
 
     def decide(self, snapshot: Snapshot) -> list[Ruling]:
         """Rules on the snapshot, remembers what is allowed, logs. Raises PolicyError."""

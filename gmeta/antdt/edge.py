@@ -63,8 +63,9 @@ def deliver(answered: list[Answered]) -> None:
 class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
     """All RPCs of the service."""
 
-    def __init__(self, lease_ttl_s: float) -> None:
+    def __init__(self, lease_ttl_s: float, report_every_s: float = 0.0) -> None:
         self._ttl_ms = int(lease_ttl_s * 1000)
+        self._report_every_ms = int(report_every_s * 1000)
         self._writer: Writer | None = None
         self._watchers = threading.Semaphore(MAX_WATCHERS)
         self._closing = threading.Event()
@@ -181,6 +182,8 @@ def _handler(rpc: str) -> Callable[[Edge, Any, Any], Any]:
         def respond() -> Any:
             command = to_command(request)
             response = to_response(self.ask(command), self._ttl_ms)
+            if rpc == "Register":
+                response.report_every_ms = self._report_every_ms
             if logged:
                 event(logging.INFO, rpc, peer=context.peer(), **_fields(command))
             return response

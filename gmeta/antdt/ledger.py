@@ -204,9 +204,9 @@ class Ledger:
         self._renew(live, now_s)
         revoked = tuple(token for token in command.tokens if token not in worker.tokens)
         actions = tuple(
-            cmd.PostAction(*action)
+            mine
             for action in self.state.actions.values()
-            if action.worker_id == worker.worker_id
+            if (mine := operate.action_for(action, worker.worker_id)) is not None
         )
         return cmd.Beat(revoked, actions)
 
@@ -334,6 +334,9 @@ class Ledger:
         if command.action_id in self.state.acked:
             return cmd.Outcomes(0, (Outcome.ALREADY,))
         operate.check_ack(self.state, worker, command.action_id)
+        if not self.state.actions[command.action_id].worker_id:
+            # A global action stays open until a newer one replaces it: late workers need it too.
+            return cmd.Outcomes(0, (Outcome.ACCEPTED,))
         self._emit(ev.ActionAcked(command.action_id, command.result, command.message))
         return cmd.Outcomes(0, (Outcome.ACCEPTED,))
 

@@ -5,6 +5,7 @@ import json
 import logging
 import sys
 import time
+from pathlib import Path
 from typing import final
 
 LOGGER_NAME = "gmeta.antdt"
@@ -26,6 +27,20 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
+
+
+@final
+class DecisionLog:
+    """The controller's evaluations, one line of JSON each, for `gmeta antdt-replay`."""
+
+    def __init__(self, path: Path) -> None:
+        """Goes on after what the file holds. Raises OSError when it cannot be written."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, line: str) -> None:
+        """Whole lines, at once on the disk's way."""
+        self._file.write(line + "\n")
 
 
 def configure_logging(level: str = "INFO") -> None:

@@ -1,14 +1,16 @@
 """Prometheus metrics of the service: calls, commits, and the shards in each state. Docs and alerts
 use these names."""
 
+from collections import Counter as Counter_
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from gmeta.antdt.governor import Governor
 from gmeta.antdt.http_edge import HttpRequest
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -62,6 +64,10 @@ class ServiceMetrics:
         counter.inc()
         histogram.observe(seconds)
 
+    def add_governor(self, governor: Governor) -> None:
+        """Verdicts, speeds and decisions, read at each scrape."""
+        self.registry.register(_GovernorCollector(governor))
+
     def answer(self, request: HttpRequest) -> None:
         """GET /metrics, in the format that the scraper asks for."""
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
@@ -102,3 +108,47 @@ class _StateCollector(Collector):
             ("antdt_draining", "1 while the whole service is drained.", status.draining),
         ):
             yield GaugeMetricFamily(name, help_text, value=value)
+
+
+@final
+class _GovernorCollector(Collector):
+    """What the monitor and the controller know now."""
+
+    def __init__(self, governor: Governor) -> None:
+        self._governor = governor
+
+    def describe(self) -> list[Any]:
+        """Nothing up front."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """See prometheus_client.registry.Collector.collect."""
+        governor = self._governor
+        speed = GaugeMetricFamily(
+            "antdt_worker_tasks_per_s", "By its own time alone.", labels=["worker"]
+        )
+        ratio = GaugeMetricFamily(
+            "antdt_worker_slowdown", "Own time per task over the others'.", labels=["worker"]
+        )
+        share = GaugeMetricFamily("antdt_worker_share", "Tasks of each step.", labels=["worker"])
+        stragglers = GaugeMetricFamily(
+            "antdt_stragglers", "Slow workers by verdict and cause.", labels=["verdict", "cause"]
+        )
+        found: Counter_[tuple[str, str]] = Counter_()
+        for name, health in governor.health.items():
+            speed.add_metric([name], health.tasks_per_s)
+            ratio.add_metric([name], health.ratio)
+            share.add_metric([name], governor.controller.shares.get(name, 0))
+            if health.cause:
+                found[health.verdict, health.cause] += 1
+        for key, count in found.items():
+            stragglers.add_metric(list(key), count)
+        decisions = CounterMetricFamily(
+            "antdt_decisions", "Rulings of the controller.", labels=["kind", "outcome"]
+        )
+        for key, count in list(governor.counts.items()):
+            decisions.add_metric(list(key), count)
+        yield from (speed, ratio, share, stragglers, decisions)
+        yield GaugeMetricFamily(
+            "antdt_job_tasks_per_s", "All workers together.", value=governor.tasks_per_s
+        )

@@ -21,7 +21,7 @@ STRAGGLERS = ("transient", "persistent", "deterministic")
 class MonitorConfig:
     """When a worker counts as slow; the [monitor] section of the service's config."""
 
-    window_s: float = field(default=5.0, metadata={"help": "length of a window", "min": 0.05})
+    window_s: float = field(default=2.5, metadata={"help": "length of a window", "min": 0.05})
     slow_ratio: float = field(
         default=1.5,
         metadata={"help": "slow: own time per task over the median of the others", "min": 1.01},
@@ -39,10 +39,10 @@ class MonitorConfig:
         default=2, metadata={"help": "so many slow ones of them: a transient straggler", "min": 1}
     )
     long_windows: int = field(
-        default=120, metadata={"help": "windows that tell transient from persistent", "min": 2}
+        default=240, metadata={"help": "windows that tell transient from persistent", "min": 2}
     )
     long_slow: int = field(
-        default=100, metadata={"help": "so many slow ones of them: a persistent one", "min": 2}
+        default=200, metadata={"help": "so many slow ones of them: a persistent one", "min": 2}
     )
     steady_spread: float = field(
         default=0.2,
@@ -102,6 +102,7 @@ class WorkerHealth:
     ratio: float = 1.0  # own time per task over the others' median, in the short windows
     tasks_per_s: float = 0.0  # by its own time alone, in the short windows
     tasks_per_s_long: float = 0.0
+    tasks_per_s_newest: float = 0.0  # in the newest window alone
     overhead_ms: float = 0.0  # of a step whatever its tasks, where batches of two sizes were seen
     slow_for_s: float = 0.0
     evidence: str = ""
@@ -170,12 +171,13 @@ class _Worker:
         self.num_windows = 0
         self.verdict: Verdict = "unknown"
         self.slow_since_s = 0.0
-        self.slow_from_the_start = True
+        self.num_slow = 0
+        self.slow_from_the_start = False
 
     def take_delta(self) -> Report | None:
         """Totals since the last window; None when no task was finished in it."""
-        before, newest = self.at_window_start or Report(), self.newest
-        if newest is None or newest.tasks_done <= before.tasks_done:
+        before, newest = self.at_window_start, self.newest
+        if before is None or newest is None or newest.tasks_done <= before.tasks_done:
             return None
         self.at_window_start = newest
         return newest.since(before)
@@ -196,6 +198,8 @@ class Monitor:
         worker = self._workers.get(worker_id)
         if worker is None or worker.incarnation != incarnation:
             worker = self._workers[worker_id] = _Worker(incarnation, self.config)
+        if worker.at_window_start is None:
+            worker.at_window_start = report  # totals until now say nothing about a window
         if worker.newest is None or report.tasks_done >= worker.newest.tasks_done:
             worker.newest = report
 
@@ -219,6 +223,9 @@ class Monitor:
             worker.short.append(window)
             worker.long.add(window)
             worker.num_windows += 1
+            worker.num_slow += window.ratio >= self.config.recovered_ratio
+            if worker.num_windows == self.config.short_windows:
+                worker.slow_from_the_start = worker.num_slow >= self.config.short_slow
             worker.verdict = self._judge(worker, now_s)
             self.health[name] = self._describe(name, worker, now_s)
         return True
@@ -230,17 +237,17 @@ class Monitor:
         if worker.verdict in STRAGGLERS:
             recovered = sum(window.ratio < config.recovered_ratio for window in short)
             if recovered >= config.short_slow:
-                worker.slow_from_the_start = False
                 return "healthy"
         elif sum(window.is_slow for window in short) < config.short_slow:
-            worker.slow_from_the_start &= worker.num_windows < config.short_windows
             return "healthy"
         else:
             worker.slow_since_s = now_s - config.short_slow * config.window_s
         long = worker.long
         if len(long.windows) < config.long_windows or long.num_slow < config.long_slow:
             return "transient"
-        steady = worker.slow_from_the_start and long.spread() <= config.steady_spread
+        always = worker.num_slow * config.long_windows >= worker.num_windows * config.long_slow
+        of_hardware = worker.slow_from_the_start and always
+        steady = of_hardware and long.spread() <= config.steady_spread
         return "deterministic" if steady else "persistent"
 
     def _describe(self, name: str, worker: _Worker, now_s: float) -> WorkerHealth:
@@ -254,6 +261,7 @@ class Monitor:
             ratio,
             _tasks_per_s(short),
             1000 * long.tasks / long.own_ms if long.own_ms > 0 else 0.0,
+            1000 / short[-1].own_ms if short[-1].own_ms > 0 else 0.0,
             long.overhead_ms(),
             now_s - worker.slow_since_s if is_straggler else 0.0,
             _evidence(short, long, ratio) if is_straggler else "",

@@ -67,6 +67,26 @@ def _drain(state: LedgerState, command: cmd.Drain) -> ev.DrainSet:
     return ev.DrainSet(command.request_id, command.worker_id, not command.undo)
 
 
+GLOBAL_KINDS = (2, 3)  # of the proto: ADJUST_BS and ADJUST_LR, posted once for all workers
+
+
+def action_for(action: ev.ActionPosted, worker_id: str) -> cmd.PostAction | None:
+    """What of an action concerns this worker: its own, or its part of a global one."""
+    if action.worker_id:
+        return cmd.PostAction(*action) if action.worker_id == worker_id else None
+    parameters = action.parameters
+    if action.kind == 2:
+        if worker_id not in parameters:
+            return None
+        parameters = {
+            "tasks": parameters[worker_id],
+            "micro_batches": parameters.get(f"micro:{worker_id}", 1.0),
+        }
+    return cmd.PostAction(
+        worker_id, action.action_id, action.kind, action.apply_at_step, parameters
+    )
+
+
 def is_new_action(state: LedgerState, command: cmd.PostAction) -> bool:
     """False when the action id was used before. Raises RefusedError at the limit."""
     if command.action_id in state.actions or command.action_id in state.acked:
@@ -81,7 +101,7 @@ def is_new_action(state: LedgerState, command: cmd.PostAction) -> bool:
 def check_ack(state: LedgerState, worker: Worker, action_id: str) -> None:
     """Raises RefusedError unless the action is open and this worker's."""
     action = state.actions.get(action_id)
-    if action is None or action.worker_id != worker.worker_id:
+    if action is None or action.worker_id not in ("", worker.worker_id):
         raise RefusedError(
             "NOT_FOUND",
             "UNKNOWN_ACTION",

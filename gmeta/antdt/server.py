@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -24,9 +24,11 @@ from gmeta.antdt.committer import Committer
 from gmeta.antdt.credentials import ServerTls, server_credentials
 from gmeta.antdt.edge import Edge, deliver
 from gmeta.antdt.errors import AntdtError
+from gmeta.antdt.governor import Governor
 from gmeta.antdt.http_edge import HttpServer, Route
 from gmeta.antdt.ledger import DEFAULT_LEASE_TTL_S
-from gmeta.antdt.log import event
+from gmeta.antdt.log import DecisionLog, event
+from gmeta.antdt.settings import StragglerConfig
 from gmeta.antdt.store import open_store
 from gmeta.antdt.writer import GroupStats, Writer
 from gmeta.errors import UserError
@@ -71,6 +73,8 @@ class ServiceConfig:
     tls_client_ca: Path | None = None
     tokens: Path | None = None
     ends_with_stdin: bool = False
+    stragglers: StragglerConfig = field(default_factory=StragglerConfig)
+    decisions: Path | None = None
 
     @property
     def secured(self) -> bool:
@@ -91,8 +95,13 @@ class ShardServer:
         StoreError."""
         self.config = config
         self.ended = threading.Event()  # nothing can be served any more
-        self.edge = Edge(config.lease_ttl_s)
+        self.edge = Edge(config.lease_ttl_s, config.stragglers.monitor.window_s)
         _check_exposure(config)
+        self._decisions = DecisionLog(config.decisions) if config.decisions else None
+        self.governor = Governor(
+            config.stragglers, self.edge.ask, self._decisions and self._decisions.write
+        )
+        self.edge.metrics.add_governor(self.governor)
         self._tls = ServerTls.of(config.tls_cert, config.tls_key, config.tls_client_ca)
         self._tokens = Tokens(config.tokens) if config.tokens else None
         self._serving = False
@@ -149,6 +158,7 @@ class ShardServer:
         self._writer = Writer(committer, deliver, self._observe, self._on_end)
         self._writer.start()
         self.edge.open(self._writer)
+        self.governor.start()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
         event(
             logging.INFO,
@@ -184,6 +194,7 @@ class ShardServer:
         """Refuses new calls, answers those under way, stores a snapshot, gives the store free."""
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self.edge.close()
+        self.governor.stop()
         self._server.stop(drain_s).wait()
         self._writer.stop()
         self._stop_http()

@@ -7,7 +7,7 @@ from pathlib import Path
 from gmeta.antdt.monitor import MonitorConfig
 from gmeta.antdt.policies.interface import ControllerConfig
 from gmeta.errors import ConfigError
-from gmeta.settings import settings_from_dict
+from gmeta.settings import describe_settings, settings_from_dict
 
 
 @dataclass(frozen=True)
@@ -32,3 +32,8 @@ def load_straggler_config(path: Path | None) -> StragglerConfig:
         raise ConfigError(f"{path} is no TOML: {error}. Correct it") from error
     config: StragglerConfig = settings_from_dict(StragglerConfig, raw)
     return config
+
+
+def describe_straggler_config() -> list[tuple[str, str, str]]:
+    """(key, default, help) of every key: the table in docs/stragglers.md."""
+    return describe_settings(StragglerConfig)

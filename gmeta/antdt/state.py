@@ -77,6 +77,7 @@ class LedgerState:
     def _generation_started(self, event: ev.GenerationStarted) -> None:
         self.generation = event.generation
         self.rdzv_round = event.rdzv_round
+        self.actions.clear()  # they were for the processes before
         for token in list(self.leases):
             self._return(token, counts_attempt=False)
 
@@ -86,6 +87,8 @@ class LedgerState:
             retired = [] if worker is None else [*worker.retired, worker.incarnation][-MAX_RETIRED:]
             for token in [] if worker is None else list(worker.tokens):
                 self._return(token, counts_attempt=False)
+            # A restart that was asked for has happened: the new process must not end again.
+            self._drop_actions(event.worker_id)
             fresh = Worker(event.worker_id, event.incarnation, self.generation, retired)
             fresh.draining = (
                 worker is not None and worker.draining
@@ -165,12 +168,22 @@ class LedgerState:
         for name, table in self.tables.items():
             restore_table(table, by_name.get(name))
         self.generation = event.generation
+        self.actions.clear()
         self.lineage = self.restored_digest = event.digest
         self.restore_id = event.restore_id
         self.workers[event.worker_id].generation = event.generation
 
     def _action_posted(self, event: ev.ActionPosted) -> None:
+        if not event.worker_id:
+            self._drop_actions("", event.kind)
         self.actions[event.action_id] = event
+
+    def _drop_actions(self, worker_id: str, kind: int | None = None) -> None:
+        self.actions = {
+            action_id: action
+            for action_id, action in self.actions.items()
+            if action.worker_id != worker_id or kind not in (None, action.kind)
+        }
 
     def _action_acked(self, event: ev.ActionAcked) -> None:
         del self.actions[event.action_id]

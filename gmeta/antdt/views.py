@@ -88,18 +88,19 @@ def _worker_status(ledger: Ledger, worker_id: str, now_s: float) -> Any:
     if seen is not None:
         message.silent_ms = max(0, int((now_s - seen.seen_s) * 1000))
         if seen.report:
-            step, *rates = seen.report
-            message.report.step = int(step)
-            for name, value in zip(_RATES, rates, strict=True):
+            for name, value in zip(REPORT_FIELDS, seen.report, strict=True):
                 setattr(message.report, name, value)
     return message
 
 
-_RATES = (
-    "compute_ms_per_sample",
-    "data_wait_ms_per_sample",
-    "communication_ms_per_sample",
-    "samples_per_s",
+REPORT_FIELDS = (
+    "step",
+    "tasks_done",
+    "compute_ms",
+    "data_wait_ms",
+    "communication_ms",
+    "peer_wait_ms",
+    "share",
 )
 
 

@@ -103,13 +103,12 @@ def _heartbeat(request: Any) -> cmd.Command:
     report: tuple[float, ...] = ()
     if request.HasField("report"):
         r = request.report
-        report = (
-            r.step,
-            r.compute_ms_per_sample,
-            r.data_wait_ms_per_sample,
-            r.communication_ms_per_sample,
-            r.samples_per_s,
-        )
+        times = (r.compute_ms, r.data_wait_ms, r.communication_ms, r.peer_wait_ms)
+        if not all(0 <= ms < float("inf") for ms in times):
+            raise bad_argument(
+                f"the report's times are {times} ms; allowed are finite numbers from 0. Correct it."
+            )
+        report = (r.step, r.tasks_done, *times, r.share)
     return cmd.Heartbeat(caller_from(request.caller), _items("tokens", request.tokens), report)
 
 

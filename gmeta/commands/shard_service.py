@@ -10,6 +10,7 @@ import typer
 
 from gmeta.antdt.log import configure_logging
 from gmeta.antdt.server import ServiceConfig, ServiceStartError, serve_until_signal
+from gmeta.antdt.settings import load_straggler_config
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
 
@@ -48,6 +49,18 @@ def shard_service(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="no TLS and no proof; for callers of this machine")
     ] = False,
+    antdt_config: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="GMETA_ANTDT_CONFIG", help="TOML with [monitor] and [controller] (stragglers)"
+        ),
+    ] = None,
+    decisions: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="GMETA_ANTDT_DECISIONS", help="file for the controller's decisions, JSON lines"
+        ),
+    ] = None,
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR")] = "INFO",
     ends_with_stdin: Annotated[
         bool, typer.Option("--ends-with-stdin", help="also end when standard input is closed")
@@ -73,6 +86,8 @@ def shard_service(
         tls_client_ca,
         tokens,
         ends_with_stdin,
+        load_straggler_config(antdt_config),
+        decisions,
     )
     if config.secured == insecure:
         raise ServiceStartError(

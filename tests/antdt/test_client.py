@@ -15,6 +15,7 @@ from gmeta.antdt import (
     load_manifest,
 )
 from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.monitor import Report
 from gmeta.antdt.server import ServiceConfig, ShardServer
 from tests.antdt.faults.service_process import free_port
 
@@ -128,10 +129,10 @@ def test_a_service_that_never_answers_is_an_error_that_says_so() -> None:
 def test_reports_reach_the_status(address: str) -> None:
     server = ShardServer(ServiceConfig("127.0.0.1:0", lease_ttl_s=0.3))
     with ShardClient(server.address, "a") as client:
-        client.report(step=7, compute_ms_per_sample=1.5)
+        client.report(Report(step=7, tasks_done=56, compute_ms=1.5), share=8)
         time.sleep(0.5)
         (worker,) = server.edge.read_status().workers
-    assert (worker.report.step, worker.report.compute_ms_per_sample) == (7, 1.5)
+    assert (worker.report.step, worker.report.compute_ms, worker.report.share) == (7, 1.5, 8)
     server.stop(0.0)
 
 

@@ -29,6 +29,8 @@ class Cluster:
         self.reports = {name: Report() for name in times_ms}
         self.incarnations = dict.fromkeys(times_ms, "p0")
         self.window = 0
+        for name in times_ms:
+            self.monitor.observe(name, "p0", Report())
 
     def run(self, num_windows: int) -> dict[str, WorkerHealth]:
         for _ in range(num_windows):
@@ -51,6 +53,7 @@ class Cluster:
     def restart(self, name: str) -> None:
         self.incarnations[name] += "+"
         self.reports[name] = Report()
+        self.monitor.observe(name, self.incarnations[name], Report())
 
 
 def steady(
@@ -152,6 +155,7 @@ def test_another_process_of_a_worker_begins_a_new_history() -> None:
 def test_a_report_that_comes_twice_or_late_changes_nothing() -> None:
     monitor = Monitor(CONFIG, 0.0)
     for name in ("a", "b"):
+        monitor.observe(name, "p", Report())
         monitor.observe(name, "p", Report(20, 160, 160.0, 0.0, 0.0))
         monitor.observe(name, "p", Report(20, 160, 160.0, 0.0, 0.0))
         monitor.observe(name, "p", Report(10, 80, 8000.0, 0.0, 0.0))

@@ -14,7 +14,7 @@ from gmeta.antdt.policies.interface import ControllerConfig, Decision, Snapshot,
 from gmeta.antdt.policies.split import Speed, fastest_split, proportional_split
 from gmeta.errors import ConfigError
 
-ND = ControllerConfig(policy="nd", tasks_per_step=64, restart_cost_s=60.0)
+ND = ControllerConfig(policy="nd", restart_cost_s=60.0)
 DD = replace(ND, policy="dd")
 
 
@@ -33,6 +33,7 @@ def worker(
         100.0 / tasks_per_s,
         tasks_per_s,
         tasks_per_s,
+        tasks_per_s,
         overhead_ms,
         30.0,
         "evidence",
@@ -41,7 +42,7 @@ def worker(
 
 
 def snapshot(*workers: WorkerView, **fields: float) -> Snapshot:
-    return Snapshot(1000.0, 50, workers, **{"remaining_s": 10.0, **fields})  # type: ignore[arg-type]
+    return Snapshot(1000.0, 50, workers, **{"tasks_per_step": 64, "remaining_s": 10.0, **fields})  # type: ignore[arg-type]
 
 
 def healthy(count: int) -> list[WorkerView]:
@@ -99,8 +100,8 @@ def test_a_worker_is_restarted_no_more_often_than_its_budget_allows() -> None:
 
 def test_the_hourly_budget_holds_back_the_restarts_beyond_it() -> None:
     slow = [worker(f"s{i}", "persistent", 25.0) for i in range(3)]
-    snap = snapshot(*healthy(17), *slow, remaining_s=1e6)
-    rulings = rule(snap, replace(ND, tasks_per_step=0), find_policy("nd"))
+    snap = snapshot(*healthy(17), *slow, remaining_s=1e6, tasks_per_step=0)
+    rulings = rule(snap, ND, find_policy("nd"))
     assert [r.allowed for r in rulings] == [True, True, False]
     assert rulings[2].note == "2 workers were restarted within the hour; 2 are allowed"
 
@@ -125,7 +126,7 @@ def test_a_dry_run_rules_but_carries_nothing_out() -> None:
     (ruling,) = controller.decide(snap)
     assert (ruling.allowed, ruling.note) == (False, "dry run")
     health = {view.health.worker_id: view.health for view in snap.workers}
-    assert controller.snapshot(health, 51, 10.0, 1001.0).last_adjust_s == float("-inf")
+    assert controller.snapshot(health, 51, 64, 10.0, 1001.0).last_adjust_s == float("-inf")
 
 
 def test_a_synchronous_job_refuses_backup_workers() -> None:
@@ -173,7 +174,7 @@ def test_dd_at_speeds_one_to_three_is_within_five_percent_of_the_optimum() -> No
             worker("w2", tasks_per_s=_rate(slow, share), share=share, overhead_ms=24.0),
             worker("w3", tasks_per_s=_rate(slow, share), share=share, overhead_ms=24.0),
         ]
-        (decision,) = find_policy("dd")(snapshot(*views), replace(config, tasks_per_step=total))
+        (decision,) = find_policy("dd")(snapshot(*views, tasks_per_step=total), config)
         n = [int(decision.parameters[f"w{i}"]) for i in range(4)]
         assert sum(n) == total
         found = max(speed.step_ms(k) for speed, k in zip((fast, fast, slow, slow), n, strict=True))

@@ -129,9 +129,7 @@ def test_the_command_writes_its_table_and_picture(tmp_path: Path) -> None:
 def test_a_replay_tells_where_another_policy_decides_otherwise(tmp_path: Path) -> None:
     log = tmp_path / "decisions.jsonl"
     settings = tmp_path / "antdt.toml"
-    settings.write_text(
-        '[controller]\npolicy = "nd"\ntasks_per_step = 128\nrestart_stops_job = false\n'
-    )
+    settings.write_text('[controller]\npolicy = "nd"\nrestart_stops_job = false\n')
     with log.open("w") as file:
         config = replace(EXACT, num_steps=40, restart_cost_s=90.0)
         run_antdt("nd", config, slow_from(0.0), lambda line: file.write(line + "\n"))

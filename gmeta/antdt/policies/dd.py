@@ -12,13 +12,13 @@ def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
     """ADJUST_BS with tasks and micro-batches of every worker, once all speeds are known."""
     active = snapshot.active
     takes_part = [worker for worker in snapshot.workers if not worker.excluded]
-    if not config.tasks_per_step or len(active) < 2 or len(active) != len(takes_part):
+    if not snapshot.tasks_per_step or len(active) < 2 or len(active) != len(takes_part):
         return []
     if any(worker.health.verdict == "unknown" for worker in active):
         return []
     speeds = [_speed(worker, config) for worker in active]
     shares = [worker.tasks_per_step for worker in active]
-    wanted = fastest_split(config.tasks_per_step, speeds, config.min_tasks)
+    wanted = fastest_split(snapshot.tasks_per_step, speeds, config.min_tasks)
     now_ms = max(speed.step_ms(n) for speed, n in zip(speeds, shares, strict=True))
     then_ms = max(speed.step_ms(n) for speed, n in zip(speeds, wanted, strict=True))
     if then_ms > (1 - config.min_gain) * now_ms:

@@ -26,10 +26,6 @@ class ControllerConfig:
         default=True,
         metadata={"help": "all ranks take every step together (torchrun); false: each by itself"},
     )
-    tasks_per_step: int = field(
-        default=0,
-        metadata={"help": "data.tasks_per_step of the job; 0: batches are left alone", "min": 0},
-    )
     min_tasks: int = field(
         default=1, metadata={"help": "smallest share of a worker in a step", "min": 0}
     )
@@ -79,6 +75,7 @@ class Snapshot:
     now_s: float
     step: int
     workers: tuple[WorkerView, ...]
+    tasks_per_step: int = 0  # of all workers together; 0: unknown, batches are left alone
     remaining_s: float = float("inf")  # of the job, as far as known
     last_adjust_s: float = float("-inf")
     restarts_last_hour: int = 0

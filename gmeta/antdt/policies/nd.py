@@ -7,6 +7,8 @@ from statistics import median
 from gmeta.antdt.policies.interface import ControllerConfig, Decision, Snapshot, WorkerView
 from gmeta.antdt.policies.split import proportional_split
 
+USUAL_RATIO = 1.25  # a window that is not slower than this is noise
+
 
 def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
     """KILL_RESTART for persistent stragglers where it pays, ADJUST_BS for all others."""
@@ -48,13 +50,13 @@ def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
     before."""
     active = snapshot.active
     takes_part = [worker for worker in snapshot.workers if not worker.excluded]
-    if not config.tasks_per_step or len(active) < 2 or len(active) != len(takes_part):
+    if not snapshot.tasks_per_step or len(active) < 2 or len(active) != len(takes_part):
         return []
     shares = [worker.tasks_per_step for worker in active]
     if not snapshot.stragglers and max(shares) - min(shares) <= 1:
         return []
     speeds = _speeds(active)
-    wanted = proportional_split(config.tasks_per_step, speeds, config.min_tasks)
+    wanted = proportional_split(snapshot.tasks_per_step, speeds, config.min_tasks)
     now_s = max(n / v for n, v in zip(shares, speeds, strict=True))
     then_s = max(n / v for n, v in zip(wanted, speeds, strict=True))
     if then_s > (1 - config.min_gain) * now_s:
@@ -75,10 +77,13 @@ def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
 
 
 def _speeds(active: Sequence[WorkerView]) -> list[float]:
-    """Stragglers as they are now; of the others the long mean, so that noise moves no batch."""
-    return [
-        worker.health.tasks_per_s
-        if worker.health.verdict != "healthy" or worker.health.ratio > 1.1
-        else worker.health.tasks_per_s_long
-        for worker in active
-    ]
+    """The newest window of whoever is slow in it or has a verdict: averages would follow a
+    straggler only after some windows. Of the others the long mean, so that noise moves no batch."""
+    speeds = []
+    for worker in active:
+        health = worker.health
+        is_usual = health.verdict == "healthy" and (
+            health.tasks_per_s_long < USUAL_RATIO * health.tasks_per_s_newest
+        )
+        speeds.append(health.tasks_per_s_long if is_usual else health.tasks_per_s_newest)
+    return speeds

@@ -33,8 +33,8 @@ class JobConfig:
     overhead_ms: float = 40.0  # of a step, whatever its tasks
     jitter: float = 0.05  # standard deviation of the logarithm of each step's time
     steps_per_shard: int = 4  # tasks of a shard = so many steps of an equal share
-    heartbeat_s: float = 5.0
-    actions_take_steps: int = 2  # from a decision to the step at which all ranks apply it
+    heartbeat_s: float = 2.5
+    actions_take_steps: int = 4  # from a decision to the step at which all ranks apply it
     restart_cost_s: float = 90.0
     restart_stops_job: bool = False
     backup_share: float = 0.05  # of the workers: so many of the last ones are not waited for
@@ -196,7 +196,6 @@ class _Governed:
         self.monitor = Monitor(config.monitor, 0.0)
         controlled = ControllerConfig(
             policy=policy,
-            tasks_per_step=config.tasks_per_step,
             min_tasks=config.min_tasks,
             restart_cost_s=config.restart_cost_s,
             restart_stops_job=config.restart_stops_job,
@@ -214,6 +213,8 @@ class _Governed:
             "own_ms": np.zeros(config.num_workers),
         }
         self.num_steps = self.num_adjustments = self.num_restarts = 0
+        for name in self.names:
+            self.monitor.observe(name, "p0", Report())
 
     def run(self) -> Outcome:
         """To the end of the data."""
@@ -261,7 +262,9 @@ class _Governed:
         health = self.monitor.health
         if len(health) < len(self.names):
             return
-        snapshot = self.controller.snapshot(health, self.num_steps, remaining_s, cluster.now_s)
+        snapshot = self.controller.snapshot(
+            health, self.num_steps, self.config.tasks_per_step, remaining_s, cluster.now_s
+        )
         for decision, allowed, _ in self.controller.decide(snapshot):
             if allowed:
                 self._apply(decision)
@@ -285,6 +288,7 @@ class _Governed:
         self.processes[worker] += 1
         for total in self.totals.values():
             total[worker] = 0
+        self.monitor.observe(self.names[worker], f"p{self.processes[worker]}", Report())
         cluster.trace.restart(worker)
         cluster.data.restart(worker, self.processes[worker], cluster.now_s)
         self.num_restarts += 1
