@@ -7,9 +7,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import fsspec
+import xxhash
 
 from metaio.errors import DataError
 from metaio.layout import MANIFEST_NAME
@@ -20,63 +21,97 @@ def destination(out: str, overwrite: bool) -> Iterator[tuple[Path, bool]]:
     """A temporary folder whose content becomes `out` when the block ends without an error.
 
     The flag says whether that folder itself is renamed to `out` (a local path), or its files are
-    uploaded, the manifest last.
+    uploaded, the manifest last. What a killed writer left there is removed first.
 
     Raises:
         DataError: `out` exists already, another process writes it, or the disk is full.
     """
     fs, root = fsspec.core.url_to_fs(out)
-    protocols = fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)
     exists = fs.exists(f"{root}/{MANIFEST_NAME}")
     if exists and not overwrite:
         raise DataError(
             f"{out} holds a dataset already. Choose another place, or pass --overwrite to replace "
             "it."
         )
-    if "file" in protocols:
-        with _local_destination(Path(root), exists) as folder:
-            yield folder, True
-        return
-    with tempfile.TemporaryDirectory(prefix="metaio-") as name:
-        folder = Path(name)
-        yield folder, False
-        manifest = folder / MANIFEST_NAME
-        # Without its manifest the old dataset is gone before its files are overwritten: a reader
-        # sees the old one, none, or the new one, never a mixture.
-        if exists:
-            fs.rm_file(f"{root}/{MANIFEST_NAME}")
-        for path in sorted(folder.rglob("*")):
-            if path.is_file() and path != manifest:
-                fs.put_file(str(path), f"{root}/{path.relative_to(folder).as_posix()}")
-        fs.put_file(str(manifest), f"{root}/{MANIFEST_NAME}")
+    is_local = _is_local(fs)
+    if is_local:
+        _check_target(Path(root), exists)
+    with _folder_of_one_writer(_partial(out), root if is_local else out) as folder:
+        yield folder, is_local
+        if is_local:
+            _replace(folder, Path(root))
+        else:
+            _upload(fs, root, folder, exists)
 
 
-@contextmanager
-def _local_destination(target: Path, exists: bool) -> Iterator[Path]:
+def unfinished(out: str) -> Path | None:
+    """What a killed writer of `out` left, if anything; the next one removes it and starts over."""
+    partial = _partial(out)
+    if not partial.exists():
+        return None
+    with _lock_file(partial).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None  # it is being written
+    return partial
+
+
+def _is_local(fs: Any) -> bool:
+    return "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
+
+
+def _partial(out: str) -> Path:
+    """Where `out` is built: the same place each time, so that a re-run finds what was left."""
+    fs, root = fsspec.core.url_to_fs(out)
+    if _is_local(fs):
+        return Path(root).parent / f".{Path(root).name}.partial"
+    return Path(tempfile.gettempdir()) / f".metaio-{xxhash.xxh3_64_hexdigest(out.encode())}.partial"
+
+
+def _lock_file(partial: Path) -> Path:
+    return partial.with_suffix(".lock")
+
+
+def _check_target(target: Path, exists: bool) -> None:
     if target.exists() and not exists and (not target.is_dir() or any(target.iterdir())):
         raise DataError(
             f"{target} exists and is not a dataset. Choose a place that is empty or does not exist."
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.parent / f".{target.name}.partial"
-    with (target.parent / f".{target.name}.lock").open("w") as lock:
-        _lock(lock, target)
+
+
+@contextmanager
+def _folder_of_one_writer(partial: Path, name: str) -> Iterator[Path]:
+    with _lock_file(partial).open("w") as lock:
+        _lock(lock, name)
         try:
             # What a killed writer left: the lock says that nobody is at work on it.
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             yield partial
-            _replace(partial, target)
         except OSError as error:
             raise DataError(
-                f"{target} could not be written: {error}. Free space or choose another place."
+                f"{name} could not be written: {error}. Free space or choose another place."
             ) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
             Path(lock.name).unlink(missing_ok=True)
 
 
-def _lock(lock: IO[str], target: Path) -> None:
+def _upload(fs: Any, root: str, folder: Path, exists: bool) -> None:
+    manifest = folder / MANIFEST_NAME
+    # Without its manifest the old dataset is gone before its files are overwritten: a reader sees
+    # the old one, none, or the new one, never a mixture.
+    if exists:
+        fs.rm_file(f"{root}/{MANIFEST_NAME}")
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path != manifest:
+            fs.put_file(str(path), f"{root}/{path.relative_to(folder).as_posix()}")
+    fs.put_file(str(manifest), f"{root}/{MANIFEST_NAME}")
+
+
+def _lock(lock: IO[str], name: str) -> None:
     # The lock dies with its process, so a killed prepare never blocks the next one.
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,7 +120,7 @@ def _lock(lock: IO[str], target: Path) -> None:
             raise BlockingIOError
     except (BlockingIOError, FileNotFoundError) as error:
         raise DataError(
-            f"another process is writing {target}. Wait for it, or choose another place."
+            f"another process is writing {name}. Wait for it, or choose another place."
         ) from error
 
 

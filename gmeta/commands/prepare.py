@@ -93,6 +93,7 @@ def prepare(
     gmeta prepare --recipe movielens-1m ml-1m data/ml --validation
     """
     *inputs, out = paths
+    _tell_of_leftovers(out)
     if recipe is Recipe.SYNTHETIC:
         from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 
@@ -126,6 +127,18 @@ def prepare(
     else:
         raise UserError("neither --schema nor --recipe is given. Pass one of them.")
     _report(out)
+
+
+def _tell_of_leftovers(out: str) -> None:
+    from metaio.destination import unfinished
+
+    left = unfinished(out)
+    if left is not None:
+        Console(stderr=True).print(
+            f"an earlier prepare of {out} was interrupted: starting over, without {left}",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _bytes(text: str) -> int:

@@ -20,6 +20,7 @@ from metaio import (
     open_dataset,
     write_dataset,
 )
+from metaio.destination import unfinished
 from metaio.writer import block_cuts
 from tests.metaio.conftest import (
     FEATURES,
@@ -62,8 +63,11 @@ def test_a_killed_writer_leaves_temporary_names_only_and_a_rerun_cleans_up(tmp_p
     assert all(path.name.startswith(".data.") for path in tmp_path.iterdir())
     with pytest.raises(MetaIOError):
         open_dataset(str(tmp_path / ".data.partial"))
+    assert unfinished(str(out)) == tmp_path / ".data.partial"
     with write_dataset(str(out), FEATURES, PROVENANCE) as writer:
         writer.split("train").write(make_rows(3))
+        assert unfinished(str(out)) is None  # it is being written now
+    assert unfinished(str(out)) is None
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
