@@ -13,12 +13,12 @@ Shape suffixes: T episodes, N rows, B tables, U fetched rows, D embedding width.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from gmeta.episodes import Episodes
+from gmeta.episodes import Episodes, RowFetch
 from gmeta.learner import MetaLearner
 from metaio.batch import TaskBatch
 
@@ -54,6 +54,15 @@ class MicroBatches:
         """Support and query rows."""
         return sum(part.num_rows for part in self.parts)
 
+    @property
+    def fetch(self) -> RowFetch | None:
+        """The rows of all parts on their way, see Episodes."""
+        return self.parts[0].fetch
+
+    def fetched_by(self, fetch: RowFetch, place_U: Tensor | None = None) -> "MicroBatches":
+        """See Episodes.fetched_by."""
+        return MicroBatches(tuple(part.fetched_by(fetch, place_U) for part in self.parts))
+
     def to(self, device: torch.device) -> "MicroBatches":
         """Copy to a device."""
         ids_U = self.unique_ids_U.to(device, non_blocking=True)
@@ -62,6 +71,9 @@ class MicroBatches:
             replace(part, unique_ids_U=ids_U, unique_lengths_B=lengths_B) for part in self.parts
         ]
         return MicroBatches(tuple(part.to(device) for part in shared))
+
+
+Arranged = TypeVar("Arranged", Episodes, Episodes | MicroBatches)
 
 
 def in_parts(

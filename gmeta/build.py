@@ -11,6 +11,7 @@ from gmeta.augment import check_augment
 from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner
+from gmeta.table_sharding import check_sharding
 from metaio import BatchReader, Dataset, open_dataset
 from metaio.features import Features
 from models import InputSizes, ModelConfig, SparseColumn, build_model
@@ -33,6 +34,8 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
                 f"it has {', '.join(dataset.splits)}. Name one of them"
             )
     check_source(config.data)
+    tables = [table.name for table in dataset.features.tables]
+    check_sharding(config.sharding, tables, config.outer.sparse_optimizer)
     torch.manual_seed(config.run.seed)
     try:
         check_augment(config.augment, dataset.features)

@@ -44,7 +44,7 @@ class _HoldingGroup:
         self._first_row_F = group.hash_size_cumsum[:-1]
         self._given: list[_Given] = []
 
-    def __call__(self, indices: Tensor, offsets: Tensor, *rest: Any, **named: Any) -> Tensor:
+    def __call__(self, indices: Tensor, offsets: Tensor | None, *rest: Any, **named: Any) -> Tensor:
         rows_ND: Tensor = self._lookup(indices, offsets, *rest, **named)
         if not torch.is_grad_enabled():
             return rows_ND

@@ -16,6 +16,7 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.augment import AugmentConfig
 from gmeta.errors import ConfigError
 from gmeta.settings import describe_settings, settings_from_dict
+from gmeta.table_sharding import ShardingConfig
 from models.config import ModelConfig
 
 
@@ -195,6 +196,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     def to_json(self) -> dict[str, Any]:

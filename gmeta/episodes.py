@@ -6,6 +6,7 @@ All of it is integer bookkeeping, done on the host before anything goes to a dev
 Shape suffixes: T episodes, N rows, B tables, U fetched rows, P distinct (task, row) pairs.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +16,22 @@ from gmeta.adaptation.layout import RowLayout
 from gmeta.adaptation.side import Side
 from metaio.batch import TaskBatch
 from metaio.task_rows import task_rows
+
+
+class RowFetch(ABC):
+    """The rows of a step on their way from the ranks that hold them. All ranks make the same calls
+    in the same order.
+    """
+
+    @abstractmethod
+    def send(self) -> None:
+        """Let the ids travel."""
+
+    @abstractmethod
+    def rows_UD(self, gradient_unit: float) -> Tensor:
+        """The rows as they are now, differentiable; `gradient_unit` is about the size of their
+        gradients, the same on every rank.
+        """
 
 
 @dataclass(frozen=True)
@@ -33,6 +50,20 @@ class Episodes:
     query: Side
     num_terms: int  # of the outer loss: tasks with query rows; rows if plain
     num_rows: int
+    # Where the row behind each of the P stands among the fetched rows, if not in the order of ids.
+    source_row_P: Tensor | None = None
+    fetch: RowFetch | None = None  # None: no rank was told yet which rows are needed
+
+    def fetched_by(self, fetch: RowFetch, place_U: Tensor | None = None) -> "Episodes":
+        """These episodes with their rows on the way; `place_U` is where the row of each id will
+        stand among the fetched rows (None: in the order of ids).
+        """
+        if place_U is None:
+            return replace(self, fetch=fetch)
+        if self.fetched_row_P is not None:
+            return replace(self, fetch=fetch, source_row_P=place_U[self.fetched_row_P])
+        support = None if self.support is None else self.support.moved(place_U)
+        return replace(self, fetch=fetch, support=support, query=self.query.moved(place_U))
 
     def to(self, device: torch.device) -> "Episodes":
         """Copy to a device."""
@@ -49,9 +80,8 @@ class Episodes:
 
     def working_rows_PD(self, rows_UD: Tensor) -> Tensor:
         """The rows that the sides index: each task's own copy where embeddings adapt."""
-        return (
-            rows_UD if self.fetched_row_P is None else rows_UD.index_select(0, self.fetched_row_P)
-        )
+        source_row_P = self.fetched_row_P if self.source_row_P is None else self.source_row_P
+        return rows_UD if source_row_P is None else rows_UD.index_select(0, source_row_P)
 
 
 def plain_rows(batch: TaskBatch) -> Episodes:

@@ -118,7 +118,9 @@ def predict_split(
     columns: list[dict[str, np.ndarray]] = []
     with open_reader(config, dataset, split, ranks.rank, ranks.world_size) as reader:
         arrange = learner.learner.arrange_to_predict
-        for episodes, _ in in_step(reader.batches(0), arrange, dataset.features, ranks):
+        for episodes, _ in in_step(
+            reader.batches(0), arrange, dataset.features, ranks, sharded=sharded
+        ):
             columns.append(_predict(learner, episodes, config.outer.loss))
     gathered = gather_to_first(columns, ranks)
     if gathered is None:

@@ -19,6 +19,7 @@ from gmeta.errors import UserError
 CONFIG_FILE = "config.json"
 ENVIRONMENT_FILE = "environment.json"
 METRICS_FILE = "metrics.jsonl"
+PLAN_FILE = "plan.json"
 PACKAGES = ("gmeta", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "pyarrow", "numpy")
 
 
@@ -37,6 +38,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """One JSON object a logged step."""
         return self.root / METRICS_FILE
+
+    @property
+    def plan(self) -> Path:
+        """Which rank holds which rows of which table."""
+        return self.root / PLAN_FILE
 
     @property
     def tensorboard(self) -> Path:

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -111,6 +112,11 @@ class RunLog:
             self._progress.stop()
             self._metrics.close()
             self._tensorboard.close()
+
+    def tell(self, lines: Sequence[str]) -> None:
+        """Show lines that belong to the run, not to a step."""
+        if self._active:
+            self._console.print(*lines, sep="\n", highlight=False)
 
     def write(self, step: int, epoch: int, values: dict[str, Any]) -> None:
         """One reading: a JSON line, scalars for TensorBoard, a look for who watches."""

@@ -102,8 +102,10 @@ class _FastGroup:
         first_row = group.weights_offsets // self.width
         self._first_row_F = first_row[torch.tensor(group.feature_table_map)].to(torch.int64)
 
-    def __call__(self, indices: Tensor, offsets: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Rows [N, D] of jagged ids: feature by feature, sample by sample, as TorchRec lays out."""
+    def __call__(self, indices: Tensor, offsets: Tensor | None, *_: Any, **__: Any) -> Tensor:
+        """Rows [N, D] of jagged ids: feature by feature, sample by sample, as TorchRec lays out;
+        or of row numbers in any order, without offsets.
+        """
         row_N = row_numbers_N(self._first_row_F, indices, offsets)
         rows_ND: Tensor = _Lookup.apply(self._group.weights_host, self, row_N)
         return rows_ND
@@ -123,10 +125,12 @@ def summed_by_row(row_N: Tensor, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
     return row_U, grad_UD.index_add_(0, inverse_N, grad_ND)
 
 
-def row_numbers_N(first_row_F: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
+def row_numbers_N(first_row_F: Tensor, indices: Tensor, offsets: Tensor | None) -> Tensor:
     """Where each of a group's jagged ids stands among all rows of its tables, given each feature's
-    first row.
+    first row. Without offsets the indices are such row numbers already.
     """
+    if offsets is None:
+        return indices
     num_features = first_row_F.numel()
     samples = (offsets.numel() - 1) // num_features
     ids_F = offsets[::samples].diff() if samples else offsets.new_zeros(num_features)

@@ -15,8 +15,8 @@ from gmeta.config import TrainConfig
 from gmeta.evaluate import score_split
 from gmeta.feed import open_feed
 from gmeta.optimizers import build_optimizer
-from gmeta.parallel import Ranks, barrier, in_step, shard_learner
-from gmeta.run_folder import RunFolder, create_run_folder, keep_metrics_up_to
+from gmeta.parallel import Ranks, barrier, described_plan, in_step, plan_lines, shard_learner
+from gmeta.run_folder import RunFolder, create_run_folder, keep_metrics_up_to, write_json
 from gmeta.run_log import RunLog, StepMeter
 from gmeta.stopping import StoppedError, stop_on_sigterm
 
@@ -29,6 +29,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     """
     dataset, learner = build(config)
     sharded = shard_learner(learner, dataset.features, config, ranks)
+    plan = described_plan(sharded, ranks)
     optimizer = build_optimizer(sharded, config.outer)
     arrange = in_parts(learner.arrange, config.outer.accumulate_steps)
     folder = RunFolder(Path(config.run.dir))
@@ -40,6 +41,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
         progress = load_checkpoint(newest, sharded, optimizer, ranks)
     if ranks.rank == 0:
         create_run_folder(config, ranks.world_size, dataset.fingerprint)
+        write_json(folder.plan, plan)
         keep_metrics_up_to(folder, progress.step)
     barrier(ranks)
 
@@ -59,6 +61,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
 
     meter = StepMeter(ranks)
     with RunLog(folder, ranks, total_steps, progress.step) as log, feed, stop_on_sigterm() as stop:
+        log.tell(plan_lines(plan))
         while progress.epoch < config.run.epochs and progress.step < step_limit:
             batches = augmented(
                 feed.batches(progress.epoch, progress.epoch_step),
@@ -68,7 +71,9 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
                 progress.epoch,
                 progress.epoch_step,
             )
-            for episodes, totals in in_step(batches, arrange, dataset.features, ranks, stop):
+            for episodes, totals in in_step(
+                batches, arrange, dataset.features, ranks, stop, sharded
+            ):
                 optimizer.begin_step(progress.step, total_steps)
                 # The mean over all ranks' terms: data-parallel averaging divides by the world size.
                 loss = sharded(episodes, weight=ranks.world_size / max(totals.num_terms, 1))

@@ -38,10 +38,13 @@ def test_two_ranks_train_and_evaluate_to_a_report(config: Path) -> None:
     assert {path.name for path in run.iterdir()} == {
         "config.json",
         "environment.json",
+        "plan.json",
         "metrics.jsonl",
         "tensorboard",
         "checkpoints",
     }
+    plan = json.loads((run / "plan.json").read_text())
+    assert {s["rank"] for table in plan["tables"].values() for s in table["shards"]} == {0, 1}
     assert [line["step"] for line in metrics(run)] == [*range(1, 9), 8]
     assert set(metrics(run)[0]) == {"step", "epoch", "loss", "samples_per_s", "data_wait_share"}
     assert "auc" in metrics(run)[-1]["valid"]

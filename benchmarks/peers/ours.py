@@ -64,7 +64,8 @@ class Gmeta(Peer):
     def gradients(self, prepared: Episodes) -> Parameters:
         # The tables' optimizer is fused into backward, which keeps no gradient: take the rows'.
         unsharded = local_learner(self.sharded)
-        rows_UD = unsharded.fetch(prepared).detach().requires_grad_()
+        prepared, fetched_UD = unsharded.fetch(prepared)
+        rows_UD = fetched_UD.detach().requires_grad_()
         loss = unsharded.learner(rows_UD, prepared, 1.0 / prepared.num_terms)
         layers = dict(unsharded.learner.model.named_parameters())
         rows_grad_UD, *grads = torch.autograd.grad(loss, [rows_UD, *layers.values()])

@@ -38,6 +38,15 @@ class Side:
             dense_NK=self.dense_NK.to(rows_PD.dtype),
         )
 
+    def moved(self, place_P: Tensor) -> "Side":
+        """The same rows of a block whose row p now stands at place_P[p]."""
+        place_P = place_P.to(self.positions_NF.dtype)
+        return replace(
+            self,
+            positions_NF=place_P[self.positions_NF],
+            bag_positions_V=place_P[self.bag_positions_V],
+        )
+
     def to(self, device: torch.device) -> "Side":
         """Copy to a device."""
 

@@ -3,6 +3,7 @@
 The only package that touches torch.distributed and TorchRec's sharding.
 """
 
+from gmeta.parallel.plan import plan_lines
 from gmeta.parallel.ranks import (
     Ranks,
     add_over_ranks,
@@ -17,6 +18,7 @@ from gmeta.parallel.ranks import (
 )
 from gmeta.parallel.sharding import (
     ShardedLearner,
+    described_plan,
     initialise_tables,
     local_learner,
     shard_learner,
@@ -31,11 +33,13 @@ __all__ = [
     "add_over_ranks",
     "barrier",
     "choose_cpu_matmul",
+    "described_plan",
     "gather_to_first",
     "in_step",
     "initialise_tables",
     "local_learner",
     "lost_peers_explained",
+    "plan_lines",
     "shard_learner",
     "start_ranks",
     "stop_ranks",

@@ -24,12 +24,16 @@ MATMUL_RELATIVE_ERROR = 5e-6
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all; `control` is a gloo group for small messages between hosts."""
+    """This process among all; `control` is a gloo group for small messages between hosts, `rows`
+    carries ids, rows and their gradients on the CPU: beside the AllReduce of the layers, which
+    several ranks may start at different points of backward.
+    """
 
     rank: int
     world_size: int
     device: torch.device
     control: dist.ProcessGroup
+    rows: dist.ProcessGroup
 
 
 def start_ranks(device: str, timeout_s: int, store: Store | None = None) -> Ranks:
@@ -65,7 +69,8 @@ def start_ranks(device: str, timeout_s: int, store: Store | None = None) -> Rank
             backend, store=store or HashStore(), rank=rank, world_size=world_size, timeout=timeout
         )
     control = dist.new_group(backend="gloo", timeout=timeout)
-    return Ranks(dist.get_rank(), dist.get_world_size(), where, control)
+    rows = control if use_cuda else dist.new_group(backend="gloo", timeout=timeout)
+    return Ranks(dist.get_rank(), dist.get_world_size(), where, control, rows)
 
 
 def choose_cpu_matmul() -> str:
@@ -89,7 +94,8 @@ def _quieten() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torchrec|torch\.distributed")
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="fbgemm_gpu")
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    for name in ("torch.fx._symbolic_trace", "torchrec.distributed.planner"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextmanager

@@ -1,31 +1,40 @@
 """Sharded tables in front of the replicated layers.
 
-Tables are split row-wise over the ranks (AlltoAll of ids and rows), dense layers are replicated
+Tables are spread over the ranks (AlltoAll of ids and rows), dense layers are replicated
 (AllReduce): arXiv 2401.04338, section 3.
 
 Shape suffixes: U fetched rows, B tables, D embedding width.
 """
 
-import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torchrec.optim
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torch.nn.parallel import DistributedDataParallel
+from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from gmeta.accumulate import MicroBatches, accumulated_loss
+from gmeta.accumulate import Arranged, MicroBatches, accumulated_loss
 from gmeta.config import TrainConfig
 from gmeta.episodes import Episodes
 from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner, QueryPrediction
+from gmeta.parallel.exchange import Exchange, TorchRecExchange, WireExchange
+from gmeta.parallel.plan import describe_plan, make_plan
 from gmeta.parallel.ranks import Ranks
+from gmeta.table_sharding import WireDtype
 from gmeta.table_updates import use_fast_cpu_updates
 from metaio.features import Features
 
@@ -37,6 +46,8 @@ SPARSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "partial_rowwise_adam": torchrec.optim.PartialRowWiseAdam,
 }
 CUDA_SPARSE_OPTIMIZERS = ("adam", "partial_rowwise_adam")
+# Of the tables' weights in a state dict.
+TABLES_PREFIX = "tables.embeddings."
 # Rows of a table that share one random stream: any sharding then starts from the same values.
 INIT_BLOCK_ROWS = 65_536
 ADAGRAD_EPSILON = (
@@ -53,32 +64,31 @@ class ShardedLearner(nn.Module):
         super().__init__()
         self.tables = tables
         self.learner = learner
-        self._names = [config.name for config in tables.embedding_configs()]
+        # Tells all ranks which rows these episodes need; set once the tables are sharded.
+        self.announce: Exchange
 
     def forward(self, episodes: Episodes | MicroBatches, weight: float) -> Tensor:
-        """The rank's weighted loss, see MetaLearner.forward."""
-        rows_UD = self.fetch(episodes)
+        """The rank's weighted loss, see MetaLearner.forward; `weight` is the same on all ranks."""
+        episodes, rows_UD = self.fetch(episodes, weight)
         if isinstance(episodes, MicroBatches):
             return accumulated_loss(self.learner, rows_UD, episodes, weight)
         loss: Tensor = self.learner(rows_UD, episodes, weight)
         return loss
 
-    def fetch(self, episodes: Episodes | MicroBatches) -> Tensor:
-        """The rows of `episodes.unique_ids_U`, from whichever rank holds them: [U, D]."""
-        # Lengths of one id each and stride 1: every table's ids are one jagged sample.
-        ids = KeyedJaggedTensor(
-            keys=self._names,
-            values=episodes.unique_ids_U,
-            lengths=episodes.unique_lengths_B,
-            stride=1,
-        )
-        fetched = self.tables(ids)
-        return torch.cat([fetched[name].values() for name in self._names])
+    def fetch(self, episodes: Arranged, gradient_unit: float = 1.0) -> tuple[Arranged, Tensor]:
+        """The rows of `episodes.unique_ids_U`, from whichever rank holds them [U, D], and the
+        episodes as they index them.
+        """
+        if episodes.fetch is None:
+            episodes = self.announce(episodes)
+        assert episodes.fetch is not None
+        return episodes, episodes.fetch.rows_UD(gradient_unit)
 
     @torch.no_grad()
     def predict(self, episodes: Episodes) -> QueryPrediction:
         """See MetaLearner.predict; every rank must call it for each step, also without episodes."""
-        return self.learner.predict(self.fetch(episodes), episodes)
+        episodes, rows_UD = self.fetch(episodes)
+        return self.learner.predict(rows_UD, episodes)
 
 
 def shard_learner(
@@ -88,14 +98,16 @@ def shard_learner(
     ranks: Ranks,
     stock_kernels: bool = False,
 ) -> DistributedModelParallel:
-    """Tables split row-wise over the ranks with their optimizer fused into backward, layers
-    replicated.
+    """Tables spread over the ranks by the config's plan, with their optimizer fused into backward;
+    layers replicated.
 
-    On a CPU the tables' arithmetic is ours unless `stock_kernels` asks for fbgemm's.
-    The tables' initial values depend on `run.seed` alone, not on the number of ranks.
+    On a CPU the exchange and the tables' arithmetic are ours unless `stock_kernels` asks for those
+    of TorchRec and fbgemm.
+    The tables' initial values depend on `run.seed` alone, not on the plan or the number of ranks.
 
     Raises:
-        ConfigError: the tables' optimizer is not one of this device.
+        ConfigError: the tables' optimizer is not one of this device, or a table cannot be sharded
+            as the config says.
     """
     outer = config.outer
     check_sparse_optimizer(outer.sparse_optimizer, ranks.device)
@@ -117,24 +129,54 @@ def shard_learner(
         tables.parameters(),
         {"lr": outer.sparse_lr, **epsilon},
     )
-    plan = construct_module_sharding_plan(
-        tables,
-        {table.name: row_wise() for table in features.tables},
-        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        world_size=ranks.world_size,
-        device_type=ranks.device.type,
-    )
+    plan = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks)
     sharded = DistributedModelParallel(
         ShardedLearner(tables, learner.to(ranks.device)),
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=ranks.device,
         plan=ShardingPlan({"tables": plan}),
-        sharders=[EmbeddingCollectionSharder()],
+        sharders=[_sharder(config.sharding.wire_dtype, ranks.device)],
     )
+    if config.sharding.dense_wire_dtype == "bfloat16":
+        _data_parallel(sharded).register_comm_hook(None, _bfloat16_allreduce)
+    inner = local_learner(sharded)
     if ranks.device.type == "cpu" and not stock_kernels:
         use_fast_cpu_updates(sharded)
+        width, wire_dtype = config.model.embedding_dim, config.sharding.wire_dtype
+        inner.announce = WireExchange(inner.tables, plan, width, wire_dtype, ranks)
+    else:
+        inner.announce = TorchRecExchange(inner.tables, list(plan))
     initialise_tables(sharded, outer.embedding_init_std, config.run.seed)
     return sharded
+
+
+def _data_parallel(sharded: DistributedModelParallel) -> DistributedDataParallel:
+    """The wrapper that averages the layers' gradients."""
+    (wrapper,) = (m for m in sharded.modules() if isinstance(m, DistributedDataParallel))
+    return wrapper
+
+
+def _bfloat16_allreduce(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average gradients in bfloat16. torch's own hook for it is refused without NCCL."""
+    gradient = bucket.buffer()
+    half = gradient.div(dist.get_world_size()).bfloat16()
+    work = dist.all_reduce(half, async_op=True)
+    averaged: torch.futures.Future[Tensor] = work.get_future().then(
+        lambda done: gradient.copy_(done.value()[0])
+    )
+    return averaged
+
+
+def _sharder(wire_dtype: WireDtype, device: torch.device) -> EmbeddingCollectionSharder:
+    """With TorchRec's codecs, which its own exchange uses."""
+    precision = {
+        "float32": CommType.FP32,
+        "bfloat16": CommType.BF16,
+        "float16": CommType.FP16,
+    }[wire_dtype]
+    codecs = QCommsConfig(forward_precision=precision, backward_precision=precision)
+    registry = get_qcomm_codecs_registry(codecs, device=device)
+    return EmbeddingCollectionSharder(qcomm_codecs_registry=registry)
 
 
 def check_sparse_optimizer(name: str, device: torch.device) -> None:
@@ -152,29 +194,51 @@ def check_sparse_optimizer(name: str, device: torch.device) -> None:
 
 
 def initialise_tables(sharded: DistributedModelParallel, std: float, seed: int) -> None:
-    """Normal values with this deviation in every table shard of this rank, the same at any world
-    size.
+    """Normal values with this deviation in every table shard of this rank, the same under any plan
+    and at any world size.
     """
-    for table_index, (_, table) in enumerate(sorted(table_shards(sharded).items())):
-        for shard in table.local_shards():
-            first_row, num_rows = shard.metadata.shard_offsets[0], shard.tensor.shape[0]
-            for block in range(
-                first_row // INIT_BLOCK_ROWS, -(-(first_row + num_rows) // INIT_BLOCK_ROWS)
-            ):
-                # Always the whole block: torch's normal values depend on how many are asked for.
-                start = block * INIT_BLOCK_ROWS
-                block_rows = min(INIT_BLOCK_ROWS, table.size(0) - start)
-                generator = torch.Generator().manual_seed(_mixed_seed(seed, table_index, block))
-                values = torch.randn(block_rows, table.size(1), generator=generator) * std
-                begin, end = max(first_row, start), min(first_row + num_rows, start + block_rows)
-                with torch.no_grad():
-                    shard.tensor[begin - first_row : end - first_row] = values[
-                        begin - start : end - start
-                    ]
+    state = sharded.state_dict()
+    tables = sorted(name for name in state if name.startswith(TABLES_PREFIX))
+    for table_index, name in enumerate(tables):
+        table = state[name]
+        if isinstance(table, ShardedTensor):
+            for shard in table.local_shards():
+                first_row, first_column = shard.metadata.shard_offsets
+                _fill(shard.tensor, first_row, first_column, table.size(), std, seed, table_index)
+        else:  # data-parallel
+            _fill(table, 0, 0, table.shape, std, seed, table_index)
+
+
+@torch.no_grad()
+def _fill(
+    part: Tensor,
+    first_row: int,
+    first_column: int,
+    table_shape: torch.Size,
+    std: float,
+    seed: int,
+    table_index: int,
+) -> None:
+    """Initial values of the part of a table that starts at this row and column."""
+    end_row, columns = first_row + len(part), slice(first_column, first_column + part.shape[1])
+    for block in range(first_row // INIT_BLOCK_ROWS, -(-end_row // INIT_BLOCK_ROWS)):
+        # Always the whole block: torch's normal values depend on how many are asked for.
+        start = block * INIT_BLOCK_ROWS
+        block_rows = min(INIT_BLOCK_ROWS, table_shape[0] - start)
+        generator = torch.Generator().manual_seed(_mixed_seed(seed, table_index, block))
+        values = torch.randn(block_rows, table_shape[1], generator=generator) * std
+        begin, end = max(first_row, start), min(end_row, start + block_rows)
+        part[begin - first_row : end - first_row] = values[begin - start : end - start, columns]
 
 
 def _mixed_seed(seed: int, table: int, block: int) -> int:
     return ((seed * 1_000_003 + table) * 1_000_003 + block) % 2**63
+
+
+def described_plan(sharded: DistributedModelParallel, ranks: Ranks) -> dict[str, Any]:
+    """Where the rows of every table live, see plan.describe_plan."""
+    (plan,) = sharded.plan.plan.values()
+    return describe_plan(plan, ranks.world_size)
 
 
 def table_shards(sharded: DistributedModelParallel) -> dict[str, ShardedTensor]:

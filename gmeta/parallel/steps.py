@@ -2,20 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torchrec.distributed import DistributedModelParallel
 
-from gmeta.accumulate import MicroBatches
-from gmeta.episodes import Episodes
+from gmeta.accumulate import Arranged
 from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.sharding import local_learner
 from gmeta.stopping import Stop
 from metaio.batch import TaskBatch, empty_batch
 from metaio.features import Features
-
-Arranged = TypeVar("Arranged", Episodes, Episodes | MicroBatches)
 
 
 @dataclass(frozen=True)
@@ -28,45 +27,64 @@ class StepTotals:
     ranks_asked_to_stop: int
 
 
+@dataclass(frozen=True)
+class _Upcoming(Generic[Arranged]):
+    """A step that this rank has told the others about."""
+
+    episodes: Arranged
+    counts: Tensor
+    work: dist.Work
+
+    def totals(self) -> StepTotals:
+        """Waits for all ranks' counts."""
+        self.work.wait()
+        return StepTotals(*self.counts.tolist())
+
+
 def in_step(
     batches: Iterator[TaskBatch],
     arrange: Callable[[TaskBatch], Arranged],
     features: Features,
     ranks: Ranks,
     stop: Stop | None = None,
+    sharded: DistributedModelParallel | None = None,
 ) -> Iterator[tuple[Arranged, StepTotals]]:
     """This rank's episodes, on its device, and the totals of each step, until no rank has data
     left.
 
     A rank that runs out feeds empty batches, so its peers' collectives complete; where no rank has
-    a row there is no step. The totals of a step travel while the step before it computes; with them
-    every rank learns that one was asked to stop, and `stop.agreed` ends the steps on all of them.
+    a row there is no step. While a step computes, the ids of the next travel (with `sharded`;
+    without, every step sends its own), and the totals and the numbers of ids of the one after it.
+    Rows are only looked up when their step begins, after the updates of the step before: the losses
+    are those of one step after the other. With the totals every rank learns that one was asked to
+    stop, and `stop.agreed` ends the steps on all of them.
     """
     empty = empty_batch(
         len(features.tables), len(features.single), len(features.multi), len(features.dense)
     )
 
-    def announce() -> tuple[Arranged, Tensor, dist.Work]:
+    def announce() -> _Upcoming[Arranged]:
         batch = next(batches, None)
         mine = arrange(empty if batch is None else batch)
         asked = stop is not None and stop.asked
         counts = torch.tensor([mine.num_terms, mine.num_rows, int(batch is not None), int(asked)])
-        return (
-            mine.to(ranks.device),
-            counts,
-            dist.all_reduce(counts, group=ranks.control, async_op=True),
+        work = dist.all_reduce(counts, group=ranks.control, async_op=True)
+        mine = mine.to(ranks.device)
+        return _Upcoming(
+            mine if sharded is None else local_learner(sharded).announce(mine), counts, work
         )
 
-    upcoming = announce()
-    while True:
-        episodes, counts, work = upcoming
-        work.wait()
-        totals = StepTotals(*counts.tolist())
-        if totals.ranks_with_data == 0:
-            return
+    def send(step: _Upcoming[Arranged]) -> _Upcoming[Arranged]:
+        if step.episodes.fetch is not None:
+            step.episodes.fetch.send()
+        return step
+
+    now, after = send(announce()), announce()
+    while (totals := now.totals()).ranks_with_data:
         if stop is not None and totals.ranks_asked_to_stop:
             stop.agreed = True
             return
-        upcoming = announce()
+        upcoming, after = send(after), announce()
         if totals.num_rows:
-            yield episodes, totals
+            yield now.episodes, totals
+        now = upcoming

@@ -1,0 +1,198 @@
+"""The sharding plan: which rank holds which rows and columns of which table.
+
+Tables are placed by hand, so that every rank gets about the same number of rows, or by TorchRec's
+planner where the config leaves a table to it.
+"""
+
+import heapq
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec import EmbeddingCollection
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.sharding_plan import (
+    ParameterShardingGenerator,
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import EmbeddingModuleShardingPlan
+
+from gmeta.errors import ConfigError
+from gmeta.parallel.ranks import Ranks
+from gmeta.table_sharding import Kind, ShardingConfig, kinds_of_tables
+
+# What the planner may choose from: by columns only where the config says so.
+PLANNED = ("row_wise", "table_wise")
+PLANNED_ON_CUDA = (*PLANNED, "data_parallel")
+# fbgemm's CUDA kernels read a row in vectors of four values.
+CUDA_WIDTH_MULTIPLE = 4
+# Names of a kind, and ranks, that the short form of a plan spells out.
+MAX_SHOWN = 8
+
+
+def make_plan(
+    tables: EmbeddingCollection, config: ShardingConfig, tasks_per_step: int, ranks: Ranks
+) -> EmbeddingModuleShardingPlan:
+    """The plan of these tables, the same on every rank.
+
+    Raises:
+        ConfigError: a kind does not fit the device, the width or the number of ranks.
+    """
+    sizes = {table.name: table.num_embeddings for table in tables.embedding_configs()}
+    kinds = kinds_of_tables(config, list(sizes))
+    for name, kind in kinds.items():
+        _check_kind(name, kind, tables.embedding_dim(), ranks)
+    if any(kind is None for kind in kinds.values()):
+        return _planned(tables, kinds, tasks_per_step, ranks)
+    return construct_module_sharding_plan(
+        tables,
+        _by_hand({name: kind for name, kind in kinds.items() if kind}, sizes, ranks.world_size),
+        local_size=_local_size(),
+        world_size=ranks.world_size,
+        device_type=ranks.device.type,
+    )
+
+
+def describe_plan(plan: EmbeddingModuleShardingPlan, world_size: int) -> dict[str, Any]:
+    """What plan.json holds: the kind of each table and its shards."""
+    tables = {}
+    for name, sharding in plan.items():
+        spec = sharding.sharding_spec
+        shards = [] if spec is None else spec.shards
+        tables[name] = {
+            "kind": sharding.sharding_type,
+            "shards": [
+                {
+                    "rank": shard.placement.rank(),
+                    "rows": [shard.shard_offsets[0], shard.shard_offsets[0] + shard.shard_sizes[0]],
+                    "columns": [
+                        shard.shard_offsets[1],
+                        shard.shard_offsets[1] + shard.shard_sizes[1],
+                    ],
+                }
+                for shard in shards
+            ],
+        }
+    return {"world_size": world_size, "tables": tables}
+
+
+def plan_lines(described: dict[str, Any]) -> list[str]:
+    """The described plan for a reader: how many tables of each kind, and what each rank holds."""
+    tables = described["tables"]
+    by_kind: dict[str, list[str]] = {}
+    values_of_rank = [0] * described["world_size"]
+    for name, table in tables.items():
+        place = f" on rank {table['shards'][0]['rank']}" if table["kind"] == "table_wise" else ""
+        by_kind.setdefault(table["kind"], []).append(name + place)
+        for shard in table["shards"]:
+            (row, end_row), (column, end_column) = shard["rows"], shard["columns"]
+            values_of_rank[shard["rank"]] += (end_row - row) * (end_column - column)
+    lines = [f"tables {kind}: {len(names)} ({_listed(names)})" for kind, names in by_kind.items()]
+    if any(values_of_rank):
+        held = [f"rank {rank} {4 * n / 1e6:,.1f} MB" for rank, n in enumerate(values_of_rank)]
+        lines.append(f"weights held: {_listed(held)}")
+    return lines
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return ", ".join(names[:MAX_SHOWN]) + more
+
+
+def _local_size() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _check_kind(name: str, kind: Kind | None, width: int, ranks: Ranks) -> None:
+    """Raise ConfigError where a table cannot be sharded this way here."""
+    on_cuda = ranks.device.type == "cuda"
+    if kind == "data_parallel" and not on_cuda:
+        raise ConfigError(
+            f"table {name!r} is to be data_parallel on the CPU: TorchRec's kernel for it corrupts "
+            "memory there. Choose row_wise, table_wise or column_wise, or run on CUDA"
+        )
+    multiple = ranks.world_size * (CUDA_WIDTH_MULTIPLE if on_cuda else 1)
+    if kind == "column_wise" and ranks.world_size > 1 and width % multiple:
+        raise ConfigError(
+            f"table {name!r} is to be column_wise over {ranks.world_size} ranks, but "
+            f"model.embedding_dim = {width} is no multiple of {multiple}. "
+            "Choose another width, or another kind of sharding"
+        )
+
+
+def _by_hand(
+    kinds: dict[str, Kind], num_rows: dict[str, int], world_size: int
+) -> dict[str, ParameterShardingGenerator]:
+    """Whole tables go, largest first, to the rank that holds the fewest rows of such tables."""
+    held = [(0, rank) for rank in range(world_size)]
+    placed: dict[str, ParameterShardingGenerator] = {}
+    for name in sorted(kinds, key=lambda name: -num_rows[name]):
+        if kinds[name] == "table_wise":
+            rows, rank = held[0]
+            heapq.heapreplace(held, (rows + num_rows[name], rank))
+            placed[name] = table_wise(rank=rank)
+        elif kinds[name] == "column_wise":
+            placed[name] = column_wise(ranks=list(range(world_size)))
+        else:
+            placed[name] = row_wise() if kinds[name] == "row_wise" else data_parallel()
+    return {name: placed[name] for name in kinds}
+
+
+def _planned(
+    tables: EmbeddingCollection, kinds: dict[str, Kind | None], tasks_per_step: int, ranks: Ranks
+) -> EmbeddingModuleShardingPlan:
+    """TorchRec's plan, made by rank 0 for all: ranks that planned for themselves might differ."""
+    result: list[Any] = [None]
+    if ranks.rank == 0:
+        try:
+            result[0] = _run_planner(tables, kinds, tasks_per_step, ranks)
+        except PlannerError as error:
+            result[0] = str(error).strip().splitlines()[0]
+    dist.broadcast_object_list(result, src=0, group=ranks.control)
+    if isinstance(result[0], str):
+        raise ConfigError(
+            f"TorchRec's planner finds no place for the tables: {result[0]}. Add ranks or memory, "
+            'make model.embedding_dim smaller, or set sharding.default = "row_wise"'
+        )
+    plan: EmbeddingModuleShardingPlan = result[0]
+    return plan
+
+
+def _run_planner(
+    tables: EmbeddingCollection, kinds: dict[str, Kind | None], tasks_per_step: int, ranks: Ranks
+) -> EmbeddingModuleShardingPlan:
+    on_cuda = ranks.device.type == "cuda"
+    choice = PLANNED_ON_CUDA if on_cuda else PLANNED
+    constraints = {
+        name: ParameterConstraints(
+            sharding_types=[kind] if kind else list(choice),
+            min_partition=tables.embedding_dim() // ranks.world_size
+            if kind == "column_wise"
+            else None,
+        )
+        for name, kind in kinds.items()
+    }
+    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _local_size()
+    topology = Topology(
+        world_size=ranks.world_size,
+        local_world_size=_local_size(),
+        compute_device=ranks.device.type,
+        ddr_cap=host_bytes,
+        **({"hbm_cap": torch.cuda.mem_get_info(ranks.device)[0]} if on_cuda else {}),
+    )
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=-(-tasks_per_step // ranks.world_size),
+        constraints=constraints,
+        debug=False,
+    )
+    sharders = [EmbeddingCollectionSharder()]
+    plan: EmbeddingModuleShardingPlan = planner.plan(tables, sharders).plan[""]
+    return plan

@@ -1,0 +1,101 @@
+"""Which rank to ask for which row, and where the answer stands: integer bookkeeping on the host.
+
+Shape suffixes: U ids, B tables, S shards in the order of the wire.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Ints = npt.NDArray[np.int64]
+
+
+class Shard(NamedTuple):
+    """A part of a table; messages between two ranks name shards in this order."""
+
+    kind: int  # kinds that cut columns come last
+    table: int
+    first_column: int
+    num_columns: int
+    first_row: int
+    num_rows: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a rank asks for, shard by shard in the order of the wire: its own shards come last."""
+
+    counts_S: Ints
+    row_of_shard: Tensor  # of every id, its row within the shard; int32 where that is enough
+    place_U: Tensor | None  # where the row of each id comes to stand; None: in the order of ids
+
+
+class Routes:
+    """All shards of all tables, as one rank sees them.
+
+    Answers come rank by rank, so the fetched rows stand in the order of the wire. Rows that are cut
+    by columns are put together from several answers: they follow the others, table by table.
+    """
+
+    def __init__(self, shards: Sequence[Shard], rank: int, world_size: int, width: int) -> None:
+        others = [peer for peer in range(world_size) if peer != rank]
+        self.width = width
+        self.of_peer = [
+            sorted(s for s in shards if s.rank == peer and s.num_rows) for peer in (*others, rank)
+        ]
+        self.shards = [shard for of_peer in self.of_peer for shard in of_peer]
+        self.num_local = len(self.of_peer[-1])
+        self.id_dtype = torch.int32 if max(s.num_rows for s in shards) < 2**31 else torch.int64
+        self.columns_S = np.array([s.num_columns for s in self.shards])
+        self.is_cut_S = self.columns_S < width
+        num_rows_B: dict[int, int] = {}
+        for shard in shards:
+            end = shard.first_row + shard.num_rows
+            num_rows_B[shard.table] = max(num_rows_B.get(shard.table, 0), end)
+        self.cut_tables = sorted({s.table for s in shards if s.num_columns < width})
+        # Rows of all tables numbered in one go; whole shards are ranges of them.
+        self._first_B = np.cumsum([0] + [num_rows_B[table] for table in sorted(num_rows_B)])[:-1]
+        start_S = np.array([self._first_B[s.table] + s.first_row for s in self.shards])
+        self._start_S = start_S
+        whole = np.flatnonzero(~self.is_cut_S)
+        self._slot_by_start = whole[np.argsort(start_S[whole])].astype(np.uint16)
+        self._starts = start_S[self._slot_by_start]
+        # One rank and one kind: ids arrive in the order of the wire.
+        self._in_order = world_size == 1 and [s.table for s in self.shards] == sorted(num_rows_B)
+
+    def ask(self, unique_ids_U: Tensor, unique_lengths_B: Tensor) -> Asked:
+        """Sort the ids of a step, table by table as a batch holds them, by the shard to ask."""
+        lengths_B = unique_lengths_B.numpy()
+        if self._in_order:
+            return Asked(lengths_B, unique_ids_U.to(self.id_dtype), None)
+        row_U = unique_ids_U.numpy() + np.repeat(self._first_B, lengths_B)
+        place_U = np.empty(row_U.size, np.int64)
+        counts_S = np.zeros(len(self.shards), np.int64)
+        whole_U = np.ones(row_U.size, bool)
+        ends_B = np.cumsum(lengths_B)
+        for table in self.cut_tables:
+            whole_U[ends_B[table] - lengths_B[table] : ends_B[table]] = False
+        index_U = np.flatnonzero(whole_U) if self.cut_tables else np.arange(row_U.size)
+        whole_rows = row_U[index_U]
+        slot = self._slot_by_start[np.searchsorted(self._starts, whole_rows, side="right") - 1]
+        # uint16 sorts by radix.
+        order = np.argsort(slot, kind="stable")
+        counts_S += np.bincount(slot, minlength=counts_S.size)
+        place_U[index_U[order]] = np.arange(index_U.size)
+        row_of_shard = whole_rows[order] - np.repeat(self._start_S, counts_S)
+        if self.cut_tables:
+            place_U[~whole_U] = np.arange(index_U.size, row_U.size)
+            by_slot = np.split(row_of_shard, np.cumsum(counts_S)[:-1])
+            for slot_of_part in np.flatnonzero(self.is_cut_S):
+                table = self.shards[slot_of_part].table
+                first, counts_S[slot_of_part] = ends_B[table] - lengths_B[table], lengths_B[table]
+                by_slot[slot_of_part] = unique_ids_U.numpy()[first : ends_B[table]]
+            row_of_shard = np.concatenate(by_slot)
+        rows = torch.from_numpy(row_of_shard).to(self.id_dtype)
+        return Asked(counts_S, rows, torch.from_numpy(place_U))

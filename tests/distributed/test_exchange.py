@@ -1,0 +1,146 @@
+"""The exchange of rows: three AlltoAlls a step, overlapped without a change, quantised within half
+a step of the format.
+"""
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gmeta.config import OuterConfig, TrainConfig
+from gmeta.parallel import Ranks, in_step, local_learner, shard_learner
+from gmeta.table_sharding import ShardingConfig
+from tests.distributed.harness import on_ranks
+from tests.distributed.test_sharding_plans import FEATURES, MODEL, Run, batches_of_rank, local_parts
+
+# Half a unit in the last place, relative to the value.
+ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+LEARNING_RATE = 1e7
+# As small as the mean over 10,000 tasks leaves the gradient of a row: most of float16's range is
+# above.
+GRADIENT_UNIT = 1e-7
+
+
+def train_with_and_without_overlap(ranks: Ranks) -> list[dict[str, Any]]:
+    """Losses and tables with ids sent a step ahead, then without; rank 1 runs out of data first."""
+    results = []
+    for overlapped in (True, False):
+        run = Run(ranks, "mixed")
+        batches = iter(batches_of_rank(ranks)[: 4 - ranks.rank])
+        steps = in_step(
+            batches,
+            run.learner.arrange,
+            FEATURES,
+            ranks,
+            sharded=run.sharded if overlapped else None,
+        )
+        for episodes, totals in steps:
+            loss = run.sharded(episodes, ranks.world_size / totals.num_terms)
+            run.optimizer.zero_grad()
+            loss.backward()
+            run.optimizer.step()
+            run.losses.append(loss.item())
+        results.append(run.result())
+    return results
+
+
+@pytest.mark.distributed
+def test_ids_that_travel_a_step_ahead_change_no_bit() -> None:
+    for overlapped, serial in on_ranks(2, train_with_and_without_overlap):
+        assert overlapped["losses"] == serial["losses"]
+        for name, parts in serial["tables"].items():
+            for (_, expected), (_, values) in zip(parts, overlapped["tables"][name], strict=True):
+                assert torch.equal(values, expected)
+        for name, value in serial["layers"].items():
+            assert torch.equal(overlapped["layers"][name], value)
+
+
+def exchange_on_rank(ranks: Ranks) -> dict[str, Any]:
+    """Fetched rows, and tables after one SGD step of known gradients, for every wire format."""
+    results: dict[str, Any] = {}
+    for dtype in ROUNDING:
+        config = TrainConfig(
+            model=MODEL,
+            outer=OuterConfig(sparse_optimizer="sgd", sparse_lr=LEARNING_RATE),
+            sharding=ShardingConfig(tables=("s1=table_wise", "m0=column_wise"), wire_dtype=dtype),
+        )
+        run = Run(ranks, "mixed")
+        sharded = shard_learner(run.learner, FEATURES, config, ranks)
+        episodes = run.learner.arrange(batches_of_rank(ranks)[0])
+        # Positions then index the fetched rows themselves, in any order.
+        episodes = replace(episodes, fetched_row_P=torch.arange(episodes.unique_ids_U.numel()))
+        start = local_parts(sharded)
+        with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as calls:
+            fetched, rows_UD = local_learner(sharded).fetch(episodes, GRADIENT_UNIT)
+            rows_PD = fetched.working_rows_PD(rows_UD)
+            generator = torch.Generator().manual_seed(ranks.rank)
+            grad_PD = torch.randn(rows_PD.shape, generator=generator) * GRADIENT_UNIT
+            rows_PD.backward(grad_PD)
+        results[dtype] = {
+            "rows": rows_PD.detach(),
+            "grad": grad_PD,
+            "groups": [call.kwargs["group"] is ranks.rows for call in calls.call_args_list],
+            "change": {
+                name: [after - before for (_, before), (_, after) in zip(parts, now, strict=True)]
+                for (name, parts), now in zip(
+                    start.items(), local_parts(sharded).values(), strict=True
+                )
+            },
+        }
+    return results
+
+
+@pytest.fixture(scope="module")
+def exchanged() -> list[dict[str, Any]]:
+    return on_ranks(2, exchange_on_rank)
+
+
+@pytest.mark.distributed
+def test_quantised_rows_and_gradients_stay_within_half_a_step_of_the_format(
+    exchanged: list[dict[str, Any]],
+) -> None:
+    for dtype, rounding in ROUNDING.items():
+        for result in exchanged:
+            exact, quantised = result["float32"], result[dtype]
+            error = (quantised["rows"] - exact["rows"]).abs()
+            assert (error <= rounding * exact["rows"].abs()).all()
+            assert error.any() == (dtype != "float32")
+            # A row's gradient is a sum over the ranks: each part is rounded on its own.
+            largest = max(r["float32"]["grad"].abs().max().item() for r in exchanged)
+            bound = LEARNING_RATE * rounding * largest + 1e-6  # the tables' own rounding
+            for name, changes in exact["change"].items():
+                for expected, change in zip(changes, quantised["change"][name], strict=True):
+                    assert (change - expected).abs().max() <= bound
+
+
+@pytest.mark.distributed
+def test_a_step_takes_one_alltoall_for_ids_one_for_rows_and_one_for_gradients(
+    exchanged: list[dict[str, Any]],
+) -> None:
+    for result in exchanged:
+        # The first only tells how many ids will follow.
+        assert result["float32"]["groups"] == [True] * 4
+
+
+def layers_on_rank(ranks: Ranks) -> list[dict[str, torch.Tensor]]:
+    """How one SGD step moves the layers, exactly and with their gradients in bfloat16."""
+    moved = []
+    for run in (Run(ranks, "row_wise"), Run(ranks, "row_wise", dense_wire_dtype="bfloat16")):
+        before = {name: value.detach().clone() for name, value in run.learner.named_parameters()}
+        run.train(0, 1)
+        moved.append({n: v.detach() - before[n] for n, v in run.learner.named_parameters()})
+    return moved
+
+
+@pytest.mark.distributed
+def test_quantised_gradients_of_the_layers_stay_within_three_roundings() -> None:
+    (exact, first), (_, second) = on_ranks(2, layers_on_rank)
+    for name, expected in exact.items():
+        assert torch.equal(first[name], second[name])
+        # Both addends are rounded, and so is their sum; an addend may be the larger.
+        bound = 3 * 2 * ROUNDING["bfloat16"] * expected.abs().max() + 1e-7
+        assert (first[name] - expected).abs().max() <= bound
+    assert any((first[name] != expected).any() for name, expected in exact.items())

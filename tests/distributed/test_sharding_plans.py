@@ -1,0 +1,173 @@
+"""The plan decides where rows live, never what is trained: every kind, 1, 2 and 4 gloo ranks."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.build import build_learner
+from gmeta.checkpoint import Progress, load_checkpoint, save_checkpoint
+from gmeta.config import OuterConfig, RunConfig, TrainConfig
+from gmeta.errors import ConfigError
+from gmeta.optimizers import build_optimizer
+from gmeta.parallel import Ranks, in_step, shard_learner, table_shards
+from gmeta.table_sharding import ShardingConfig, check_sharding
+from metaio.batch import TaskBatch
+from models import ModelConfig
+from tests import reference
+from tests.distributed.harness import on_ranks
+
+MODEL = ModelConfig(name="melu", embedding_dim=4, hidden=(5,))
+FEATURES = reference.some_features(2, 2, 1)
+ALGORITHM = AlgorithmConfig(name="maml", inner_lr=0.1)
+PLANS = {
+    "row_wise": ShardingConfig(),
+    "table_wise": ShardingConfig(default="table_wise"),
+    "column_wise": ShardingConfig(default="column_wise"),
+    "mixed": ShardingConfig(tables=("s1=table_wise", "m0=column_wise")),
+    "planner": ShardingConfig(default="planner", tables=("s0=column_wise",)),
+}
+STEPS, CHECKPOINT_STEP = 4, 2
+
+
+def batches_of_rank(ranks: Ranks) -> list[TaskBatch]:
+    """Every rank another number of tasks; all ranks together the same at any world size."""
+    rng = random.Random(4)
+    batches = []
+    for _ in range(STEPS):
+        tasks = [reference.random_task(FEATURES, 3, 2, rng) for _ in range(7)]
+        share = slice(7 * ranks.rank // ranks.world_size, 7 * (ranks.rank + 1) // ranks.world_size)
+        batches.append(reference.batch_of(tasks[share], FEATURES))
+    return batches
+
+
+class Run:
+    """A learner under a plan, and what its training gave so far."""
+
+    def __init__(
+        self, ranks: Ranks, plan: str, dense_wire_dtype: Literal["float32", "bfloat16"] = "float32"
+    ) -> None:
+        outer = OuterConfig(
+            dense_optimizer="sgd", dense_lr=0.1, sparse_optimizer="adagrad", sparse_lr=0.1
+        )
+        sharding = replace(PLANS[plan], dense_wire_dtype=dense_wire_dtype)
+        config = TrainConfig(model=MODEL, outer=outer, sharding=sharding, run=RunConfig(seed=11))
+        torch.manual_seed(3)
+        self.ranks = ranks
+        self.learner = build_learner(FEATURES, MODEL, ALGORITHM, "bce")
+        self.sharded = shard_learner(self.learner, FEATURES, config, ranks)
+        self.optimizer = build_optimizer(self.sharded, outer)
+        self.losses: list[float] = []
+
+    def train(self, first: int, end: int) -> None:
+        batches = iter(batches_of_rank(self.ranks)[first:end])
+        for episodes, totals in in_step(batches, self.learner.arrange, FEATURES, self.ranks):
+            loss = self.sharded(episodes, self.ranks.world_size / totals.num_terms)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.losses.append(loss.item())
+
+    def result(self) -> dict[str, Any]:
+        layers = {name: value.detach() for name, value in self.learner.named_parameters()}
+        return {"losses": self.losses, "layers": layers, "tables": local_parts(self.sharded)}
+
+
+def local_parts(sharded: torch.nn.Module) -> dict[str, list[tuple[list[int], Tensor]]]:
+    """(offsets, values) of this rank's parts of every table."""
+    return {
+        name: [(s.metadata.shard_offsets, s.tensor.clone()) for s in table.local_shards()]
+        for name, table in table_shards(sharded).items()
+    }
+
+
+def work_on_rank(ranks: Ranks, folder: Path) -> dict[str, dict[str, Any]]:
+    """Trains under every plan; 4 ranks go on from what 2 ranks left under the plan before."""
+    results: dict[str, dict[str, Any]] = {}
+    for name in PLANS:
+        run = Run(ranks, name)
+        start = run.result()["tables"]
+        run.train(0, CHECKPOINT_STEP)
+        checkpoint = folder / f"{ranks.world_size}-{name}"
+        save_checkpoint(checkpoint, Progress(step=2), run.sharded, run.optimizer, ranks, 1)
+        run.train(CHECKPOINT_STEP, STEPS)
+        results[name] = {"start": start, **run.result()}
+    if ranks.world_size == 4:
+        for name, before in zip(PLANS, [list(PLANS)[-1], *PLANS], strict=False):
+            run = Run(ranks, name)
+            saved = folder / f"2-{before}" / "step-00000002"
+            load_checkpoint(saved, run.sharded, run.optimizer, ranks)
+            run.train(CHECKPOINT_STEP, STEPS)
+            results[f"{name} after {before}"] = run.result()
+    return results
+
+
+def whole(results: list[dict[str, Any]], key: str) -> dict[str, Tensor]:
+    """Every table, put together from the parts of all ranks."""
+    tables = {}
+    for name in results[0][key]:
+        parts = [part for result in results for part in result[key][name]]
+        ends = [[o + n for o, n in zip(at, v.shape, strict=True)] for at, v in parts]
+        tables[name] = torch.full([max(size) for size in zip(*ends, strict=True)], torch.nan)
+        for (row, column), (end_row, end_column), (_, values) in zip(
+            [at for at, _ in parts], ends, parts, strict=True
+        ):
+            tables[name][row:end_row, column:end_column] = values
+    return tables
+
+
+@pytest.mark.distributed
+def test_every_plan_trains_the_same_model_at_any_world_size_and_from_any_checkpoint(
+    tmp_path: Path,
+) -> None:
+    by_world = {world: on_ranks(world, work_on_rank, tmp_path) for world in (1, 2, 4)}
+    expected = [by_world[1][0]["row_wise"]]
+    for results in by_world.values():
+        for name in results[0]:
+            mine = [result[name] for result in results]
+            if "start" in mine[0]:
+                for table, rows in whole(expected, "start").items():
+                    assert torch.equal(whole(mine, "start")[table], rows), name
+            for table, rows in whole(expected, "tables").items():
+                torch.testing.assert_close(
+                    whole(mine, "tables")[table], rows, rtol=0, atol=2e-6, msg=f"{name}: {table}"
+                )
+            for layer, value in expected[0]["layers"].items():
+                torch.testing.assert_close(mine[0]["layers"][layer], value, rtol=0, atol=2e-6)
+            losses = torch.tensor([result["losses"] for result in mine]).mean(dim=0).tolist()
+            wanted = expected[0]["losses"][-len(losses) :]
+            assert losses == pytest.approx(wanted, abs=2e-6), name
+
+
+def refused(config: ShardingConfig, sparse_optimizer: str = "adagrad") -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_sharding(config, ["user", "item"], sparse_optimizer)
+    return str(caught.value)
+
+
+def test_a_plan_for_a_table_that_does_not_exist_is_refused() -> None:
+    assert refused(ShardingConfig(tables=("city=row_wise",))) == (
+        "sharding.tables names 'city', which is no table: the dataset has user, item. "
+        "Name one of them"
+    )
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    assert refused(ShardingConfig(tables=("item=by_rows",))) == (
+        "sharding.tables has 'item=by_rows': write table=kind with one of the kinds "
+        "row_wise, table_wise, column_wise, data_parallel"
+    )
+
+
+def test_columns_are_refused_where_the_optimizer_needs_whole_rows() -> None:
+    assert refused(ShardingConfig(tables=("item=column_wise",)), "rowwise_adagrad") == (
+        "table 'item' is to be column_wise with outer.sparse_optimizer = \"rowwise_adagrad\": "
+        "it keeps the mean square over a whole row, of which each rank would see only some "
+        "columns, and train another model. "
+        'Set outer.sparse_optimizer = "adagrad", or another kind of sharding'
+    )
