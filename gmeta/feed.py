@@ -6,6 +6,7 @@ no episode is trained twice or never, and who starts the service (docs/antdt.md)
 """
 
 import abc
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +32,11 @@ SMALL_SHARD_TASKS = 16
 MIN_SHARDS = 4096  # of a split with enough episodes
 # Batches composed ahead. What a rank holds ahead its peers cannot take when the data runs out.
 PREFETCH_BATCHES = 2
+WARN_AFTER_S = 30.0  # without a shard; an operator may have drained the service, and forgotten it
 IDLE_PAUSE_S = 0.002  # between empty batches in a row: the others are at their last shards
+
+
+_log = logging.getLogger("gmeta.feed")
 
 
 class Feed(abc.ABC):
@@ -181,8 +186,8 @@ class ServiceFeed(Feed):
         self.quota: Callable[[int], int] = lambda _: share
         self.round = 0  # of the next batch to be planned
         units_per_shard = tasks_per_shard(config, dataset)
-        # One batch's worth ahead, and the shard after it.
-        self._prefetch_shards = min(-(-share // units_per_shard) + 1, MAX_SHARDS_PER_LEASE_CALL)
+        # A batch's worth is leased while another one is used up.
+        self._prefetch_shards = min(2 * -(-share // units_per_shard), MAX_SHARDS_PER_LEASE_CALL)
         spec = DatasetSpec(
             split.name,
             split.num_episodes,
@@ -241,12 +246,18 @@ class ServiceFeed(Feed):
 
     def _groups(self, stream: UnitStream) -> Iterator[list[EpisodeRange]]:
         """The episodes of this rank's batch of each round, until the epoch has ended."""
+        warn_at_s = time.perf_counter() + WARN_AFTER_S
         while not stream.ended:
             began_s = time.perf_counter()
             taken = stream.take(self.quota(self.round))
-            if not taken:
+            if taken:
+                warn_at_s = began_s + WARN_AFTER_S
+            else:
                 # Its peers have data, or the end is being confirmed: they must not be held up.
                 time.sleep(IDLE_PAUSE_S)
+            if began_s > warn_at_s:
+                warn_at_s = began_s + WARN_AFTER_S
+                _log.warning("rank %d has no shard: %s", self._ranks.rank, stream.waiting_for)
             self._lease_wait_s += time.perf_counter() - began_s
             self.round += 1
             yield [EpisodeRange(self._split, part.first, part.number) for part in taken]

@@ -92,8 +92,8 @@ class ShardFeed:
     def _fill(self) -> float | None:
         """Leases what is missing; returns how long to pause, None until the loop takes a shard."""
         missing = self._prefetch - len(self._ready)
-        if missing <= 0:
-            return None
+        if missing < max(1, self._prefetch // 2):
+            return None  # half of them at once: a call costs the same for one as for many
         answer = self._client.lease(self._dataset, self._epoch, missing)
         with self._changed:
             self._end_seen = isinstance(answer, EndOfEpoch)

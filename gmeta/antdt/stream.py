@@ -49,6 +49,11 @@ class UnitStream:
         self._raise_error()
         return self._feed.ended
 
+    @property
+    def waiting_for(self) -> str:
+        """Why the service holds shards back now; "" when it does not."""
+        return self._feed.waiting_for
+
     def take(self, num_units: int) -> list[UnitRange]:
         """The next units, fewer than asked for when the others are in other ranks' hands.
 

@@ -1,12 +1,15 @@
 """Leased shards on several ranks: each episode once, and all stop together, whatever the shares."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from gmeta.antdt import ShardClient
 from gmeta.antdt.server import ServiceConfig, ShardServer
 from gmeta.build import check_source
 from gmeta.config import DataConfig, RunConfig, TrainConfig
@@ -76,10 +79,31 @@ def test_each_task_is_trained_once_an_epoch_and_all_ranks_stop_at_one_step(
     assert results[0][0] != results[0][1]
 
 
-def refuse_on_rank(ranks: Ranks, path: str, service: str, folder: Path) -> list[str]:
-    """What open_feed says to checkpoints of the other source, and to changed shards."""
+def wait_on_rank(ranks: Ranks, config: TrainConfig) -> str:
+    """What a rank says that gets no shard for long, because another worker holds all of them."""
+    dataset = open_dataset(config.data.path)
+    said: list[str] = []
+    watch = logging.Handler()
+    watch.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gmeta.feed").addHandler(watch)
+    with (
+        mock.patch("gmeta.feed.WARN_AFTER_S", 0.1),
+        ServiceFeed(config, dataset, ranks, None) as feed,
+        ShardClient(config.data.service, "greedy") as other,
+    ):
+        assert len(list(other.lease("train", 0, 256))) == NUM_TASKS
+        batches = feed.batches(0, 0)
+        while not said:
+            assert next(batches).num_tasks == 0
+    return said[0]
+
+
+def tell_on_rank(ranks: Ranks, path: str, service: str, folder: Path) -> list[str]:
+    """What open_feed says to checkpoints of the other source and to changed shards; and what
+    wait_on_rank hears."""
     dataset = open_dataset(path)
     own = leased(Path(path), service)
+    waited = wait_on_rank(ranks, own)
     static = TrainConfig(data=DataConfig(path=path))
     with_manifest = folder / "step-00000001"
     with_manifest.mkdir()
@@ -101,12 +125,14 @@ def refuse_on_rank(ranks: Ranks, path: str, service: str, folder: Path) -> list[
             open_feed(config, dataset, ranks, checkpoint)
         except UserError as error:
             messages.append(str(error))
-    return messages
+    return [*messages, waited]
 
 
-def test_a_checkpoint_of_other_shards_is_refused(click_logs: Path, tmp_path: Path) -> None:
+def test_a_rank_says_why_it_cannot_go_on_from_a_checkpoint_or_has_no_shard(
+    click_logs: Path, tmp_path: Path
+) -> None:
     server = ShardServer(ServiceConfig("127.0.0.1:0"))
-    (messages,) = on_ranks(1, refuse_on_rank, str(click_logs), server.address, tmp_path)
+    (messages,) = on_ranks(1, tell_on_rank, str(click_logs), server.address, tmp_path)
     server.stop(0.0)
     tail = (
         "what it has seen of its epoch means nothing to the other. Set data.source as it was, or "
@@ -127,6 +153,9 @@ def test_a_checkpoint_of_other_shards_is_refused(click_logs: Path, tmp_path: Pat
     assert messages[2].endswith(
         "To go on, set data.path, data.train_split, data.tasks_per_shard, data.shuffle and "
         "run.seed as they were"
+    )
+    assert messages[3] == (
+        "rank 0 has no shard: 200 shards of dataset 'train' are in workers' hands"
     )
 
 
