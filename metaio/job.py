@@ -16,7 +16,7 @@ from metaio.block import Block, build_block
 from metaio.dataset import open_dataset
 from metaio.encode import EncodedRows, Fitted
 from metaio.episodes import Dropped, make_episodes
-from metaio.errors import DataError, FormatError
+from metaio.errors import DataError, MetaIOError
 from metaio.features import Features
 from metaio.layout import DEFAULT_BLOCK_ROWS, VOCABULARY_FOLDER
 from metaio.schema import Schema, SparseColumn, features_of
@@ -90,7 +90,7 @@ class Job:
         """A model trained on the dataset at `out` would take the new ids for other values."""
         try:
             recipe = open_dataset(out).manifest.recipe
-        except FormatError:
+        except MetaIOError:
             return  # none there, or none that a model could have been trained on
         for name, kind in self.fitted.kinds.items():
             before = recipe.get("kinds", {}).get(name, kind)

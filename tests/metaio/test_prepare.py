@@ -487,7 +487,8 @@ def test_replacing_a_dataset_whose_column_changed_its_kind_is_refused(tmp_path: 
     table = raw_table()
     pq.write_table(table, tmp_path / "raw.parquet")
     out = str(tmp_path / "out")
-    prepare([str(tmp_path / "raw.parquet")], out, changed())
+    overwrite = PrepareOptions(overwrite=True)  # allowed where there is nothing yet
+    prepare([str(tmp_path / "raw.parquet")], out, changed(), overwrite)
     assert open_dataset(out).manifest.recipe["kinds"] == {
         "item": "integer",
         "shop": "integer",
@@ -498,7 +499,7 @@ def test_replacing_a_dataset_whose_column_changed_its_kind_is_refused(tmp_path: 
     text = table.set_column(2, "shop", table["shop"].cast(pa.string()))
     pq.write_table(text, tmp_path / "raw.parquet")
     with pytest.raises(DataError) as caught:
-        prepare([str(tmp_path / "raw.parquet")], out, changed(), PrepareOptions(overwrite=True))
+        prepare([str(tmp_path / "raw.parquet")], out, changed(), overwrite)
     assert str(caught.value) == (
         f"column shop holds text values, in the dataset at {out} it held integer: its ids would "
         "change. Cast the column to integer, or remove that dataset."
