@@ -5,6 +5,7 @@ name.
 """
 
 import dataclasses
+import hashlib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -180,6 +181,12 @@ class RunConfig:
         default=0,
         metadata={"help": "checkpoint after so many steps; 0: after every epoch", "min": 0},
     )
+    checkpoint_in_background: bool = field(
+        default=True,
+        metadata={
+            "help": "write while training goes on; costs a copy of the rank's state in host memory"
+        },
+    )
     keep_last: int = field(default=2, metadata={"help": "checkpoints kept", "min": 1})
     collective_timeout_s: int = field(
         default=300,
@@ -198,6 +205,12 @@ class TrainConfig:
     outer: OuterConfig = field(default_factory=OuterConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def digest(self) -> str:
+        """Twelve hexadecimal digits that change with any value."""
+        text = json.dumps(self.to_json(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars."""

@@ -10,7 +10,8 @@ from pathlib import Path
 from gmeta.accumulate import in_parts
 from gmeta.augment import augmented
 from gmeta.build import build
-from gmeta.checkpoint import Progress, list_checkpoints, load_checkpoint, save_checkpoint
+from gmeta.checkpoint import Progress, list_checkpoints, load_checkpoint
+from gmeta.checkpoint_writer import CheckpointWriter
 from gmeta.config import TrainConfig
 from gmeta.evaluate import score_split
 from gmeta.feed import open_feed
@@ -48,19 +49,24 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     step_limit = config.run.max_steps or sys.maxsize
     total_steps = min(feed.num_steps * config.run.epochs, step_limit)
 
+    writer = CheckpointWriter(
+        folder.checkpoints, sharded, optimizer, config, ranks, committed=feed.committed
+    )
     saved_step = progress.step
 
     def save() -> None:
         nonlocal saved_step
-        files = feed.checkpoint_files(progress.step)
-        save_checkpoint(
-            folder.checkpoints, progress, sharded, optimizer, ranks, config.run.keep_last, files
-        )
-        feed.committed()
+        writer.finish()
+        writer.save(progress, feed.checkpoint_files(progress.step))
         saved_step = progress.step
 
     meter = StepMeter(ranks)
-    with RunLog(folder, ranks, total_steps, progress.step) as log, feed, stop_on_sigterm() as stop:
+    with (
+        RunLog(folder, ranks, total_steps, progress.step) as log,
+        feed,
+        writer,
+        stop_on_sigterm() as stop,
+    ):
         log.tell(plan_lines(plan))
         while progress.epoch < config.run.epochs and progress.step < step_limit:
             batches = augmented(
@@ -79,6 +85,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
                 loss = sharded(episodes, weight=ranks.world_size / max(totals.num_terms, 1))
                 loss.backward()
                 optimizer.step()
+                writer.poll()
 
                 feed.trained(episodes.task_T.numel())
                 progress = replace(
@@ -99,6 +106,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
                     log.write(progress.step, progress.epoch, meter.read(feed.wait_s))
                 if progress.step != saved_step:
                     save()
+                writer.finish()
                 raise StoppedError(
                     f"stopped by SIGTERM behind step {progress.step}, and nothing of it is lost. "
                     "Run the same command with --resume to go on"

@@ -21,6 +21,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from gmeta.commands.inspect_run import inspect_checkpoint, inspect_run, is_checkpoint, is_run
 from gmeta.errors import UserError
 
 if TYPE_CHECKING:
@@ -214,20 +215,35 @@ def _counts(dataset: "Dataset") -> Table:
 
 
 def inspect(
-    path: Annotated[str, typer.Argument(help="a prepared dataset, folder or URL")],
+    path: Annotated[
+        str, typer.Argument(help="a prepared dataset (folder or URL), a run or a checkpoint")
+    ],
     verify: Annotated[
-        bool, typer.Option("--verify", help="check every checksum; exit code 1 if one differs")
+        bool,
+        typer.Option("--verify", help="dataset: check every checksum; exit code 1 if one differs"),
     ] = False,
     picture: Annotated[
-        Path | None, typer.Option(help="write a PNG of episode sizes and id skew")
+        Path | None, typer.Option(help="dataset: write a PNG of episode sizes and id skew")
     ] = None,
 ) -> None:
     """Show what a dataset holds: tasks, rows, support and query sizes, ids in use and their skew.
 
+    Of a run or a checkpoint: which step, who wrote it, tables, layers, and whether all of it is
+    there.
+
     gmeta inspect data/ml --picture data/ml.png
 
     gmeta inspect s3://bucket/clicks --verify
+
+    gmeta inspect runs/demo/maml
     """
+    if is_run(Path(path)) or is_checkpoint(Path(path)):
+        if verify or picture is not None:
+            raise UserError(
+                f"{path} is no dataset: --verify and --picture are for datasets. Leave them out"
+            )
+        (inspect_run if is_run(Path(path)) else inspect_checkpoint)(Path(path))
+        return
     from metaio import open_dataset
     from metaio.inspection import damage, summarise
 

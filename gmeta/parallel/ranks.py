@@ -137,6 +137,15 @@ def add_over_ranks(value: Tensor) -> None:
     dist.all_reduce(value)
 
 
+def new_control_group() -> dist.ProcessGroup:
+    """Another gloo group, for a thread of its own; every rank must make it in the same place.
+
+    With torch's timeout (30 minutes), not that of a step: a disk may be slow.
+    """
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
+
+
 def barrier(ranks: Ranks) -> None:
     """Wait until every rank is here."""
     dist.barrier(group=ranks.control)

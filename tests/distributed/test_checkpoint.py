@@ -1,76 +1,208 @@
-"""Checkpoints appear whole or not at all, and say why when they cannot."""
+"""Checkpoints appear whole or not at all, beside training, say why when they cannot, and go on at
+any number of ranks.
+"""
 
 import errno
+import random
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torchrec.distributed import DistributedModelParallel
 
-from gmeta.checkpoint import Progress, list_checkpoints, load_checkpoint, save_checkpoint
-from gmeta.config import RunConfig, TrainConfig
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.build import build_learner
+from gmeta.checkpoint import Progress, list_checkpoints, load_checkpoint
+from gmeta.checkpoint_writer import CheckpointWriter
+from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.errors import GMetaError
 from gmeta.learner import MetaLearner
-from gmeta.optimizers import build_optimizer
-from gmeta.parallel import Ranks, shard_learner
-from models import InputSizes, ModelConfig, build_model
+from gmeta.optimizers import OuterOptimizer, build_optimizer
+from gmeta.parallel import Ranks, in_step, shard_learner, table_shards
+from models import ModelConfig
 from tests import reference
 from tests.distributed.harness import on_ranks
 
-COLUMNS = (2, 0, 0)
+FEATURES = reference.some_features(2, 0, 0)
+MODEL = ModelConfig(name="melu", embedding_dim=4, hidden=(3,))
+CONFIG = TrainConfig(
+    model=MODEL,
+    outer=OuterConfig(dense_optimizer="adam", dense_lr=0.05, sparse_lr=0.2),
+    run=RunConfig(seed=1),
+)
 
 
-def work_on_rank(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    """Saves steps 1 to 3 keeping two, fails at step 4, and loads what is broken."""
-    model = ModelConfig(name="melu", embedding_dim=4, hidden=(3,))
-    config = TrainConfig(model=model, run=RunConfig(seed=1))
+def fresh(ranks: Ranks) -> tuple[MetaLearner, DistributedModelParallel, OuterOptimizer]:
     torch.manual_seed(0)
-    learner = MetaLearner(build_model(model, InputSizes(*COLUMNS)), config.algorithm, "bce")
-    sharded = shard_learner(learner, reference.some_features(*COLUMNS), config, ranks)
-    optimizer = build_optimizer(sharded, config.outer)
+    learner = build_learner(FEATURES, MODEL, AlgorithmConfig(inner_lr=0.1), "bce")
+    sharded = shard_learner(learner, FEATURES, CONFIG, ranks)
+    return learner, sharded, build_optimizer(sharded, CONFIG.outer)
 
-    def save(step: int) -> None:
-        save_checkpoint(folder, Progress(step=step), sharded, optimizer, ranks, keep_last=2)
 
+def message_of(work: Any) -> str:
+    try:
+        work()
+    except GMetaError as error:
+        return str(error)
+    return "no error"
+
+
+def write_and_break(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Saves steps 1 to 3 keeping two, fails at step 4, loads what is broken."""
+    _, sharded, optimizer = fresh(ranks)
+    (folder / "tmp-step-00000009").mkdir()  # of a process that was killed while it wrote
+    told: list[int] = []
+    writer = CheckpointWriter(
+        folder,
+        sharded,
+        optimizer,
+        CONFIG,
+        ranks,
+        lambda: told.append(len(list_checkpoints(folder))),
+    )
     for step in (1, 2, 3):
-        save(step)
+        writer.save(Progress(step=step))
+    writer.finish()
 
     def disk_full(state: Any, *, checkpoint_id: str, process_group: Any) -> None:
         (Path(checkpoint_id) / "half.distcp").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    messages = []
-    with mock.patch("gmeta.checkpoint.save_shards", disk_full):
-        try:
-            save(4)
-        except GMetaError as error:
-            messages.append(str(error))
+    with mock.patch("gmeta.checkpoint_writer.save_shards", disk_full):
+        writer.save(Progress(step=4))
+        writer._thread.join()  # as a later step finds it
+        messages = [message_of(writer.poll)]
     newest = list_checkpoints(folder)[-1]
     (newest / ".metadata").write_bytes(b"")
-    try:
-        load_checkpoint(newest, sharded, optimizer, ranks)
-    except GMetaError as error:
-        messages.append(str(error))
-    return {"messages": messages, "left": sorted(path.name for path in folder.iterdir())}
+    messages.append(message_of(lambda: load_checkpoint(newest, sharded, optimizer, ranks)))
+    left = sorted(path.name for path in folder.iterdir())
+    return {"messages": messages, "left": left, "told": told}
+
+
+def save_while_training(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Changes the tables while a checkpoint of them is being written, then asks for another."""
+    _, sharded, optimizer = fresh(ranks)
+    (table,) = list(table_shards(sharded).values())[:1]
+    rows = table.local_shards()[0].tensor
+    go_on, seen = threading.Event(), []
+
+    def slow(state: Any, **named: Any) -> None:
+        go_on.wait(timeout=30)
+        seen.append(len(list_checkpoints(folder)))
+        save_shards(state, **named)
+
+    values = []
+    with (
+        mock.patch("gmeta.checkpoint_writer.save_shards", slow),
+        CheckpointWriter(folder, sharded, optimizer, CONFIG, ranks) as writer,
+    ):
+        for step in (1, 2):
+            rows.fill_(step)
+            writer.save(Progress(step=step))
+            rows.fill_(-1.0)
+            writer.poll()  # it is still being written: nothing to tell
+            values.append(len(list_checkpoints(folder)))
+            if step == 1:
+                threading.Timer(0.2, go_on.set).start()
+    loaded = []
+    for path in list_checkpoints(folder):
+        load_checkpoint(path, sharded, None, ranks)
+        loaded.append(rows.unique().tolist())
+    return {"loaded": loaded, "complete_while_writing": values, "seen": seen}
+
+
+def everything_on_one_rank(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    (folder / "a").mkdir()
+    (folder / "b").mkdir()
+    return {
+        "break": write_and_break(ranks, folder / "a"),
+        "race": save_while_training(ranks, folder / "b"),
+    }
 
 
 @pytest.mark.distributed
-def test_a_checkpoint_that_cannot_be_written_or_read_says_why_and_harms_no_other(
-    tmp_path: Path,
-) -> None:
-    (result,) = on_ranks(1, work_on_rank, tmp_path)
-    assert result["left"] == ["step-00000002", "step-00000003"]
-    written, read = result["messages"]
+def test_a_checkpoint_is_of_its_step_whole_or_not_at_all_and_says_why(tmp_path: Path) -> None:
+    (result,) = on_ranks(1, everything_on_one_rank, tmp_path)
+    broken, race = result["break"], result["race"]
+    assert broken["left"] == ["step-00000002", "step-00000003"]
+    assert broken["told"] == [1, 2, 2]
+    written, read = broken["messages"]
     assert written.startswith(
-        f"checkpoint {tmp_path}/step-00000004 cannot be written: "
+        f"checkpoint {tmp_path}/a/step-00000004 cannot be written: "
         "[Errno 28] No space left on device; "
     )
     assert written.endswith(
         " bytes were free there. Free some, then go on from the checkpoint before with --resume"
     )
-    assert read.startswith(f"checkpoint {tmp_path}/step-00000003 cannot be loaded: ")
+    assert read.startswith(f"checkpoint {tmp_path}/a/step-00000003 cannot be loaded: ")
     assert read.endswith(
         "It must come from a run of the same model on the same dataset; "
         "remove it to fall back to the one before"
     )
+    # What training did after `save` returned is in neither; the second waited for the first.
+    assert race["loaded"] == [[1.0], [2.0]]
+    assert race["complete_while_writing"][0] == 0
+    assert race["seen"] == [0, 1]
+
+
+STEPS_BEFORE, STEPS_AFTER = 2, 3
+
+
+def train_and_save(ranks: Ranks, folder: Path) -> list[float]:
+    """Losses of the steps after the checkpoint, without a stop."""
+    learner, sharded, optimizer = fresh(ranks)
+    writer = CheckpointWriter(folder, sharded, optimizer, CONFIG, ranks)
+    losses = train_steps(ranks, learner, sharded, optimizer, range(STEPS_BEFORE))
+    writer.save(Progress(step=STEPS_BEFORE))
+    losses = train_steps(
+        ranks, learner, sharded, optimizer, range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER)
+    )
+    writer.finish()
+    return losses
+
+
+def load_and_train(ranks: Ranks, folder: Path) -> list[float]:
+    learner, sharded, optimizer = fresh(ranks)
+    progress = load_checkpoint(list_checkpoints(folder)[-1], sharded, optimizer, ranks)
+    steps = range(progress.step, progress.step + STEPS_AFTER)
+    return train_steps(ranks, learner, sharded, optimizer, steps)
+
+
+def train_steps(
+    ranks: Ranks,
+    learner: MetaLearner,
+    sharded: DistributedModelParallel,
+    optimizer: OuterOptimizer,
+    steps: range,
+) -> list[float]:
+    """This rank's losses; a step's tasks depend on its number alone."""
+
+    def tasks(step: int) -> list[reference.Task]:
+        rng = random.Random(step)
+        return [reference.random_task(FEATURES, 3, 2, rng) for _ in range(5)]
+
+    batches = (
+        reference.batch_of(tasks(step)[ranks.rank :: ranks.world_size], FEATURES) for step in steps
+    )
+    losses = []
+    for episodes, totals in in_step(batches, learner.arrange, FEATURES, ranks):
+        optimizer.begin_step(0, 1)
+        loss = sharded(episodes, ranks.world_size / totals.num_terms)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.distributed
+def test_four_ranks_go_on_from_what_two_saved_as_if_never_stopped(tmp_path: Path) -> None:
+    def mean(of_ranks: list[list[float]]) -> torch.Tensor:
+        return torch.tensor(of_ranks, dtype=torch.float64).mean(dim=0)
+
+    whole = mean(on_ranks(2, train_and_save, tmp_path))
+    resumed = mean(on_ranks(4, load_and_train, tmp_path))
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=1e-6)

@@ -1,0 +1,129 @@
+"""`gmeta inspect` on a run folder or a checkpoint."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from gmeta.checkpoint_summary import CheckpointSummary
+
+
+def is_run(path: Path) -> bool:
+    """Whether a run was trained there. A dataset has a manifest instead."""
+    return (path / "config.json").is_file() and (path / "checkpoints").is_dir()
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether this folder is one checkpoint of a run."""
+    return path.is_dir() and path.name.startswith("step-") and path.parent.name == "checkpoints"
+
+
+def inspect_run(root: Path) -> None:
+    """Show a run's checkpoints and what is in the newest; exit code 1 if one is not complete."""
+    from gmeta.checkpoint import list_checkpoints
+    from gmeta.checkpoint_summary import summarise_checkpoint
+    from gmeta.run_folder import RunFolder
+
+    folder = RunFolder(root)
+    config = folder.read_config()
+    console = _console()
+    console.print(
+        f"run {root}: {config.algorithm.name} with {config.model.name} on {config.data.path}, "
+        f"config {config.digest}"
+    )
+    summaries = [summarise_checkpoint(path) for path in list_checkpoints(folder.checkpoints)]
+    if not summaries:
+        console.print("no checkpoint yet")
+        return
+    table = _table("Checkpoints", "step", "epoch", "ranks", "config", "size", "")
+    for summary in summaries:
+        about = summary.about
+        written_with = about.get("config_digest", "?")
+        table.add_row(
+            f"{about['step']:,}",
+            f"{about['epoch'] + 1} + {about['epoch_step']:,} steps",
+            str(about.get("world_size", "?")),
+            "same" if written_with == config.digest else written_with,
+            _size(summary.disk_bytes),
+            "incomplete" if summary.problems else "complete",
+        )
+    console.print(table)
+    _show(console, summaries[-1])
+    _end([problem for summary in summaries for problem in summary.problems])
+
+
+def inspect_checkpoint(path: Path) -> None:
+    """Show what is in one checkpoint; exit code 1 if it is not complete."""
+    from gmeta.checkpoint_summary import summarise_checkpoint
+
+    summary = summarise_checkpoint(path)
+    about = summary.about
+    console = _console()
+    console.print(
+        f"checkpoint {path}: step {about['step']:,}, epoch {about['epoch'] + 1}, "
+        f"{about['epoch_step']:,} steps into it, written by {about.get('world_size', '?')} ranks, "
+        f"config {about.get('config_digest', '?')}, {_size(summary.disk_bytes)}"
+    )
+    _show(console, summary)
+    _end(list(summary.problems))
+    console.print("complete: every file that its index names is there in full")
+
+
+def _show(console: Console, summary: "CheckpointSummary") -> None:
+    tables = _table(
+        f"Tables of {summary.path.name}",
+        "table",
+        "rows",
+        "width",
+        "type",
+        "bytes",
+        "optimizer state",
+    )
+    for table in summary.tables:
+        state = ", ".join(f"{name} {_size(size)}" for name, size in table.state_bytes.items())
+        tables.add_row(
+            table.name,
+            f"{table.num_rows:,}",
+            str(table.width),
+            table.dtype,
+            _size(table.num_bytes),
+            state or "none",
+        )
+    console.print(tables)
+    layers = _table("Layers", "tensor", "shape", "type", "bytes", "optimizer state")
+    for layer in summary.layers:
+        shape = " x ".join(map(str, layer.shape)) or "1"
+        state = ", ".join(layer.state) or "none"
+        layers.add_row(layer.name, shape, layer.dtype, _size(layer.num_bytes), state)
+    console.print(layers)
+
+
+def _end(problems: list[str]) -> None:
+    for problem in problems:
+        typer.echo(problem)
+    if problems:
+        raise typer.Exit(1)
+
+
+def _console() -> Console:
+    return Console(highlight=False, soft_wrap=True)
+
+
+def _table(title: str, *heads: str) -> Table:
+    table = Table(*heads, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns[1:-1]:
+        column.justify = "right"
+    return table
+
+
+def _size(num_bytes: int) -> str:
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
