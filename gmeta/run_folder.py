@@ -35,6 +35,11 @@ class RunFolder:
         return self.root / "checkpoints"
 
     @property
+    def bad_batches(self) -> Path:
+        """Folder of the batches that ended a run."""
+        return self.root / "bad-batches"
+
+    @property
     def metrics(self) -> Path:
         """One JSON object a logged step."""
         return self.root / METRICS_FILE

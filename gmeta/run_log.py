@@ -3,7 +3,6 @@ rank 0.
 """
 
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from gmeta.errors import GMetaError
 from gmeta.parallel import Ranks, StepTotals, sum_over_ranks
 from gmeta.run_folder import RunFolder
 
@@ -49,9 +47,6 @@ class StepMeter:
     def read(self, wait_s: float) -> dict[str, float]:
         """Means since the last reading; every rank must call it. `wait_s` is the reader's running
         total.
-
-        Raises:
-            GMetaError: the loss is not a finite number.
         """
         loss = (
             self._loss.item() / self._steps
@@ -65,12 +60,6 @@ class StepMeter:
             "samples_per_s": self._rows / elapsed_s,
             "data_wait_share": wait_sum / world_size / elapsed_s,
         }
-        if not math.isfinite(values["loss"]):
-            raise GMetaError(
-                f"the loss is {values['loss']} after the last {self._steps} steps: "
-                "training diverged. "
-                "Lower outer.dense_lr, outer.sparse_lr or algorithm.inner_lr"
-            )
         self._wait_s = wait_s
         self._reset()
         return values

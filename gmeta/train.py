@@ -15,8 +15,17 @@ from gmeta.checkpoint_writer import CheckpointWriter
 from gmeta.config import TrainConfig
 from gmeta.evaluate import score_split
 from gmeta.feed import open_feed
+from gmeta.guards import StepGuard
 from gmeta.optimizers import build_optimizer
-from gmeta.parallel import Ranks, barrier, described_plan, in_step, plan_lines, shard_learner
+from gmeta.parallel import (
+    Ranks,
+    barrier,
+    described_plan,
+    in_step,
+    local_learner,
+    plan_lines,
+    shard_learner,
+)
 from gmeta.run_folder import RunFolder, create_run_folder, keep_metrics_up_to, write_json
 from gmeta.run_log import RunLog, StepMeter
 from gmeta.stopping import StoppedError, stop_on_sigterm
@@ -52,10 +61,12 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     writer = CheckpointWriter(
         folder.checkpoints, sharded, optimizer, config, ranks, committed=feed.committed
     )
+    guard = StepGuard(folder.bad_batches, learner.parameters(), ranks, ending=writer.finish)
     saved_step = progress.step
 
     def save() -> None:
         nonlocal saved_step
+        guard.check()
         writer.finish()
         writer.save(progress, feed.checkpoint_files(progress.step))
         saved_step = progress.step
@@ -84,6 +95,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
                 # The mean over all ranks' terms: data-parallel averaging divides by the world size.
                 loss = sharded(episodes, weight=ranks.world_size / max(totals.num_terms, 1))
                 loss.backward()
+                guard.watch(progress, episodes, loss, local_learner(sharded).rows_finite)
                 optimizer.step()
                 writer.poll()
 

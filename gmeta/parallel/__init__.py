@@ -7,6 +7,7 @@ from gmeta.parallel.plan import plan_lines
 from gmeta.parallel.ranks import (
     Ranks,
     add_over_ranks,
+    any_rank_later,
     barrier,
     choose_cpu_matmul,
     gather_to_first,
@@ -32,6 +33,7 @@ __all__ = [
     "ShardedLearner",
     "StepTotals",
     "add_over_ranks",
+    "any_rank_later",
     "barrier",
     "choose_cpu_matmul",
     "described_plan",

@@ -3,7 +3,7 @@
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -135,6 +135,20 @@ def add_over_ranks(value: Tensor) -> None:
     it.
     """
     dist.all_reduce(value)
+
+
+def any_rank_later(flag: Tensor, ranks: Ranks) -> Callable[[], bool]:
+    """Ask whether any rank's flag is set, without waiting; what is returned waits and tells."""
+    number = flag.to(torch.int32)
+    # On CUDA among the devices: the host needs not wait for this step's kernels.
+    group = ranks.control if ranks.device.type == "cpu" else None
+    work = dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def answer() -> bool:
+        work.wait()
+        return bool(number.item())
+
+    return answer
 
 
 def new_control_group() -> dist.ProcessGroup:

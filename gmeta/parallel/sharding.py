@@ -66,14 +66,22 @@ class ShardedLearner(nn.Module):
         self.learner = learner
         # Tells all ranks which rows these episodes need; set once the tables are sharded.
         self.announce: Exchange
+        # Whether the gradient of the rows of the last backward was finite, on the device.
+        self.rows_finite = torch.tensor(True)
 
     def forward(self, episodes: Episodes | MicroBatches, weight: float) -> Tensor:
         """The rank's weighted loss, see MetaLearner.forward; `weight` is the same on all ranks."""
         episodes, rows_UD = self.fetch(episodes, weight)
+        if rows_UD.requires_grad:
+            rows_UD.register_hook(self._look_at_gradient)
         if isinstance(episodes, MicroBatches):
             return accumulated_loss(self.learner, rows_UD, episodes, weight)
         loss: Tensor = self.learner(rows_UD, episodes, weight)
         return loss
+
+    def _look_at_gradient(self, grad_UD: Tensor) -> None:
+        # One pass without a mask; a sum that overflows is as far off as one that is infinite.
+        self.rows_finite = grad_UD.sum().isfinite()
 
     def fetch(self, episodes: Arranged, gradient_unit: float = 1.0) -> tuple[Arranged, Tensor]:
         """The rows of `episodes.unique_ids_U`, from whichever rank holds them [U, D], and the

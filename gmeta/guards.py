@@ -1,0 +1,147 @@
+"""A loss or gradient that is no number ends the run, and is told with the batch it came from.
+
+What a batch makes of itself is looked at on its own rank, before the ranks' gradients are mixed:
+its loss, and the gradient of the rows it fetched. Mixed gradients of the layers are only asked
+whether any rank is to blame. The ranks' answers travel while the next step computes, so the guard
+costs no waiting and speaks one step late, but always before a checkpoint.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gmeta.accumulate import MicroBatches
+from gmeta.adaptation.layout import RowLayout
+from gmeta.adaptation.side import Side
+from gmeta.checkpoint import Progress
+from gmeta.episodes import Episodes
+from gmeta.errors import GMetaError
+from gmeta.parallel import Ranks, any_rank_later, gather_to_first, value_of_first
+
+NAMED_TASKS = 5  # in a message; the saved batch has all of them
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A step whose ranks have not all answered yet. `before` is the progress before it."""
+
+    before: Progress
+    episodes: Episodes | MicroBatches
+    loss: Tensor
+    loss_finite: Tensor
+    rows_finite: Tensor
+    any_bad: Callable[[], bool]
+
+
+class StepGuard:
+    """Watches a run's steps; all ranks make one and call it in the same places. Batches that ended
+    a run are saved to `folder`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layers: Iterable[nn.Parameter],
+        ranks: Ranks,
+        ending: Callable[[], None],
+    ) -> None:
+        """`ending` is called on every rank before the run is ended: all of them are still there."""
+        self._folder = folder
+        self._ending = ending
+        self._layers = list(layers)
+        self._ranks = ranks
+        self._watched: _Watched | None = None
+
+    def watch(
+        self,
+        before: Progress,
+        episodes: Episodes | MicroBatches,
+        loss: Tensor,
+        rows_finite: Tensor,
+    ) -> None:
+        """After a step's backward: look at it, and hear what was found in the step before.
+
+        `rows_finite` says whether the gradient of this rank's rows is.
+
+        Raises:
+            GMetaError: the step before had a loss or gradient that is no number, on some rank.
+        """
+        grads = [layer.grad for layer in self._layers if layer.grad is not None]
+        loss_finite = loss.detach().isfinite()
+        layers_finite = torch.nn.utils.get_total_norm(grads).isfinite()
+        bad = ~(loss_finite & rows_finite & layers_finite)
+        now = _Watched(
+            before,
+            episodes,
+            loss.detach(),
+            loss_finite,
+            rows_finite,
+            any_rank_later(bad, self._ranks),
+        )
+        self.check()
+        self._watched = now
+
+    def check(self) -> None:
+        """Hear what was found in the last step now: before a checkpoint, and at the end.
+
+        Raises:
+            GMetaError: as `watch`.
+        """
+        watched, self._watched = self._watched, None
+        if watched is not None and watched.any_bad():
+            told = self._blame(watched)
+            self._ending()
+            raise GMetaError(told)
+
+    def _blame(self, step: _Watched) -> str:
+        """Save this rank's batch if it is to blame; the line that every rank ends with."""
+        found = ""
+        if not step.loss_finite:
+            found = f"the loss is {step.loss.item()}"
+        elif not step.rows_finite:
+            found = "the gradient is not finite"
+        mine = ""
+        if found:
+            path = self._save(step)
+            tasks = step.episodes.task_T.tolist()
+            named = ", ".join(map(str, tasks[:NAMED_TASKS]))
+            more = f" and {len(tasks) - NAMED_TASKS} more" if len(tasks) > NAMED_TASKS else ""
+            rank = self._ranks.rank
+            mine = f"{found} on rank {rank}, in a batch of tasks {named}{more}, saved as {path}"
+        everyone = gather_to_first(mine, self._ranks)
+        blamed = [one for one in everyone or [] if one]
+        told = blamed[0] if blamed else "the gradient of the layers is not finite on any rank"
+        if len(blamed) > 1:
+            told += f" (and so on {len(blamed) - 1} more ranks)"
+        before = step.before
+        return value_of_first(
+            f"step {before.step + 1} (step {before.epoch_step + 1} of epoch {before.epoch + 1}): "
+            f"{told}. A value in the data is no number, or training diverged. Lower "
+            "outer.dense_lr, outer.sparse_lr or algorithm.inner_lr",
+            self._ranks,
+        )
+
+    def _save(self, step: _Watched) -> Path:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        name = f"step-{step.before.step + 1:08d}-rank-{self._ranks.rank}.pt"
+        save_batch(self._folder / name, step.episodes)
+        return self._folder / name
+
+
+def save_batch(path: Path, episodes: Episodes | MicroBatches) -> None:
+    """A rank's share of a step as one file, for `load_batch`."""
+    parts = episodes.parts if isinstance(episodes, MicroBatches) else (episodes,)
+    on_host = [replace(part, fetch=None).to(torch.device("cpu")) for part in parts]
+    temporary = path.with_suffix(".tmp")
+    torch.save(on_host, temporary)
+    temporary.replace(path)
+
+
+def load_batch(path: Path) -> list[Episodes]:
+    """The episodes of a saved batch, in the parts that they were trained in."""
+    with torch.serialization.safe_globals([Episodes, Side, RowLayout]):
+        parts: list[Episodes] = torch.load(path, weights_only=True)
+    return parts

@@ -1,0 +1,101 @@
+"""A loss or gradient that is no number: every rank ends with one line, which names the batch."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gmeta.accumulate import in_parts
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.build import build_learner
+from gmeta.checkpoint import Progress
+from gmeta.config import RunConfig, TrainConfig
+from gmeta.errors import GMetaError
+from gmeta.guards import StepGuard, load_batch
+from gmeta.optimizers import build_optimizer
+from gmeta.parallel import Ranks, in_step, local_learner, shard_learner
+from metaio.batch import TaskBatch
+from models import ModelConfig
+from tests import reference
+from tests.distributed.harness import on_ranks
+
+FEATURES = reference.some_features(2, 0, 1)
+MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(3,), bottom=(3,))
+BAD_STEP, NUM_STEPS = 1, 4
+ADVICE = (
+    "A value in the data is no number, or training diverged. "
+    "Lower outer.dense_lr, outer.sparse_lr or algorithm.inner_lr"
+)
+
+
+def batch_of_step(step: int, rank: int) -> TaskBatch:
+    rng = random.Random(10 * step + rank)
+    tasks = [reference.random_task(FEATURES, 3, 2, rng) for _ in range(4)]
+    batch = reference.batch_of(tasks, FEATURES)
+    batch = replace(batch, task_T=batch.task_T + 100 * rank, dense_NK=batch.dense_NK.float())
+    if step == BAD_STEP and rank == 1:
+        batch.dense_NK[2, 0] = torch.nan  # a support row of its first task
+    return batch
+
+
+def train_on_rank(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Trains on a bad batch until the guard ends it; then tells a guard of a bad gradient."""
+    config = TrainConfig(model=MODEL, run=RunConfig(seed=1))
+    torch.manual_seed(0)
+    learner = build_learner(FEATURES, MODEL, AlgorithmConfig(inner_lr=0.1), "bce")
+    sharded = shard_learner(learner, FEATURES, config, ranks)
+    optimizer = build_optimizer(sharded, config.outer)
+    told: list[str] = []
+    ended: list[str] = []
+    guard = StepGuard(folder, learner.parameters(), ranks, lambda: ended.append("ending"))
+    batches = (batch_of_step(step, ranks.rank) for step in range(NUM_STEPS))
+    steps = in_step(batches, in_parts(learner.arrange, 2), FEATURES, ranks)
+    done = 0
+    try:
+        for step, (episodes, totals) in enumerate(steps):
+            optimizer.begin_step(step, NUM_STEPS)
+            loss = sharded(episodes, ranks.world_size / totals.num_terms)
+            loss.backward()
+            guard.watch(Progress(step, 2, step), episodes, loss, local_learner(sharded).rows_finite)
+            optimizer.step()
+            done += 1
+    except GMetaError as error:
+        told.append(str(error))
+    for parameter in learner.parameters():
+        parameter.grad = None
+    guard.watch(Progress(7, 0, 7), episodes, torch.tensor(0.5), torch.tensor(ranks.rank != 0))
+    try:
+        guard.check()
+    except GMetaError as error:
+        told.append(str(error))
+    return {"told": told, "done": done, "ended": ended}
+
+
+@pytest.mark.distributed
+def test_all_ranks_end_with_the_batch_that_is_to_blame(tmp_path: Path) -> None:
+    first, second = on_ranks(2, train_on_rank, tmp_path)
+    assert first == second
+    # One step late: the step after the bad one had begun.
+    assert first["done"] == BAD_STEP + 1
+    assert first["ended"] == ["ending", "ending"]
+    of_loss, of_gradient = first["told"]
+    assert of_loss == (
+        "step 2 (step 2 of epoch 3): the loss is nan on rank 1, in a batch of tasks "
+        f"100, 101, 102, 103, saved as {tmp_path}/step-00000002-rank-1.pt. {ADVICE}"
+    )
+    assert of_gradient == (
+        "step 8 (step 8 of epoch 1): the gradient is not finite on rank 0, in a batch of tasks "
+        f"0, 1, 2, 3, saved as {tmp_path}/step-00000008-rank-0.pt. {ADVICE}"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000002-rank-1.pt",
+        "step-00000008-rank-0.pt",
+    ]
+    parts = load_batch(tmp_path / "step-00000002-rank-1.pt")
+    assert [part.task_T.tolist() for part in parts] == [[100, 101], [102, 103]]
+    dense = parts[0].support.dense_NK
+    assert dense.isnan().nonzero().tolist() == [[2, 0]]
+    assert torch.cat([part.query.label_N for part in parts]).numel() == 8
