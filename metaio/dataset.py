@@ -145,13 +145,12 @@ class Dataset:
         with self._lock:
             verify = not self.is_local or (split, block) not in self._verified
         groups = self._row_groups(split, shard, row_group)
-        if verify:
-            checksums = iter(entry.blocks.xxh3_XC[block].tolist())
-            for group in groups:
+        checksums = iter(entry.blocks.xxh3_XC[block].tolist())
+        columns = {}
+        for stream, group in zip(self._streams, groups, strict=True):
+            if verify:  # just before they are decoded: the bytes come from the cache then
                 group.check([next(checksums) for _ in group.ranges])
-        columns = {
-            stream.name: group.decode() for stream, group in zip(self._streams, groups, strict=True)
-        }
+            columns[stream.name] = group.decode()
         decoded = assemble(self.features, columns, entry.blocks.unique_lengths_XB[block])
         if verify:
             table = entry.blocks

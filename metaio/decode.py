@@ -102,7 +102,8 @@ def _to_numpy(column: pa.ChunkedArray) -> npt.NDArray[np.generic]:
 
 
 def _outside(positions: npt.NDArray[np.int32], unique_ids_U: Int64) -> bool:
-    return bool(positions.size) and (positions.min() < 0 or positions.max() >= len(unique_ids_U))
+    # As unsigned numbers negative ones are the largest: one pass over them instead of two.
+    return bool(positions.size) and bool(positions.view(np.uint32).max() >= len(unique_ids_U))
 
 
 def assemble(
