@@ -6,7 +6,6 @@ block, P positions used.
 """
 
 import itertools
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -17,14 +16,20 @@ import torch
 from torch import Tensor
 
 from metaio.batch import TaskBatch, empty_batch
-from metaio.block import Block, Int32, Int64, offsets, ragged_indices
+from metaio.block import (
+    Block,
+    Int32,
+    Int64,
+    offsets,
+    ragged_indices,
+    scratch,
+    sorted_distinct,
+)
 from metaio.features import Features
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 _ROWS_AT_ONCE = 64
-# Each thread renumbers through an array of its own, as long as the largest block's unique ids.
-_OWN = threading.local()
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,7 @@ def _renumber(
             _shift(features, positions[index], shift_B)
             np.take(new_P, multi[index].astype(np.int64), out=multi[index], mode="clip")
             continue
-        new_U = _scratch(len(part.block.unique_ids_U))
+        new_U = scratch(len(part.block.unique_ids_U))
         new_U[used_P] = new_P
         for old in (positions[index], multi[index]):
             np.take(new_U, old.astype(np.int64), out=old, mode="clip")
@@ -194,7 +199,7 @@ def _used(part: _Part, positions_NF: Int32, multi_V: Int32) -> tuple[Int32 | Non
     block = part.block
     if len(part.episodes_E) == block.num_episodes:
         return None, block.unique_ids_U, block.unique_offsets_B1
-    used_P = _distinct(positions_NF, multi_V)
+    used_P = sorted_distinct(np.concatenate([positions_NF.ravel(), multi_V]))
     return used_P, block.unique_ids_U[used_P], np.searchsorted(used_P, block.unique_offsets_B1)
 
 
@@ -210,24 +215,3 @@ def _shift(features: Features, positions_NF: Int32, shift_B: Int32) -> None:
         shift_F, _ROWS_AT_ONCE
     )
     positions_NF[whole:] += shift_F
-
-
-def _scratch(num_unique: int) -> Int32:
-    """An array of this thread, at least that long, with any content."""
-    # Fresh memory of a megabyte for each block would cost more in page faults than its use.
-    kept: Int32 | None = getattr(_OWN, "array", None)
-    if kept is None or len(kept) < num_unique:
-        kept = _OWN.array = np.empty(num_unique, dtype=np.int32)
-    return kept
-
-
-def _distinct(positions_NF: Int32, multi_V: Int32) -> Int32:
-    """The distinct values of both arrays, ascending."""
-    # Sorting 32-bit integers takes 4 ns each (AVX2 or AVX-512); np.unique hashes, 100 ns and more.
-    # Marking them in an array of the block's ids takes longer too, unless most are used.
-    values = np.concatenate([positions_NF.ravel(), multi_V])
-    values.sort()
-    first = np.empty(len(values), dtype=np.bool_)
-    first[:1] = True
-    np.not_equal(values[1:], values[:-1], out=first[1:])
-    return values[first]

@@ -223,7 +223,9 @@ class Encoder:
         # rows / 2^64.
         if rule.hash is not None:
             mixed = splitmix64(hash_values(column, kind))
-            return (mixed % np.uint64(rule.hash - 1)).astype(np.int64) + 1
+            # numpy divides by a constant with multiplications, its remainder does not.
+            mixed -= mixed // np.uint64(rule.hash - 1) * np.uint64(rule.hash - 1)
+            return mixed.view(np.int64) + 1
         return self._look_up(rule.table_name, column, kind)
 
     def _check_kind(self, name: str, column: pa.Array, kind: Kind) -> None:

@@ -4,6 +4,7 @@ Shape suffixes: N rows, T tasks or episodes, V ids of all multi-id features; T1 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,10 +78,39 @@ def make_episodes(schema: Schema, rows: EncodedRows, cut_time: int | None) -> tu
 
 
 def _total_order(rows: EncodedRows, rule: EpisodeRule) -> Int64:
-    # The last key sorts first. Equal tasks, times and hashes mean equal rows: the order is total.
+    """By task, then time, then row hash: equal ones of all three are equal rows, so it is total."""
     if rule.by == "random":
-        return np.lexsort((rows.row_hash_N, rows.task_hash_N))
-    return np.lexsort((rows.row_hash_N, rows.time_N, rows.task_hash_N))
+        return _order_of_ranks(_ranks(rows.task_hash_N), _ranks(rows.row_hash_N))
+    task_N, time_N = _ranks(rows.task_hash_N), _ranks(rows.time_N)
+    order_N = _order_of_ranks(task_N, time_N)
+    # Few rows share task and time, so only they are sorted by their hash.
+    same = np.diff(task_N[order_N]) == 0
+    same &= np.diff(time_N[order_N]) == 0
+    in_run = np.zeros(len(order_N), dtype=np.bool_)
+    in_run[1:] = same
+    in_run[:-1] |= same
+    places = np.flatnonzero(in_run)
+    run = np.concatenate([[0], np.cumsum(~same)])[places]
+    tied = order_N[places]
+    order_N[places] = tied[np.lexsort((rows.row_hash_N[tied], run))]
+    return order_N
+
+
+def _ranks(values_N: npt.NDArray[Any]) -> Int64:
+    """0 for the least value, 1 for the next one, and so on; equal values share a rank."""
+    order_N = np.argsort(values_N)
+    ordered = values_N[order_N]
+    ranks_N = np.empty(len(values_N), dtype=np.int64)
+    ranks_N[order_N] = np.concatenate(
+        [np.zeros(min(len(ordered), 1), np.int64), np.cumsum(ordered[1:] != ordered[:-1])]
+    )
+    return ranks_N
+
+
+def _order_of_ranks(first_N: Int64, then_N: Int64) -> Int64:
+    # One key of 64 bits: sorting it (AVX2, AVX-512) is four times as fast as a sort by two keys.
+    order: Int64 = np.argsort((first_N << 32) | then_N)
+    return order
 
 
 def _cut(
