@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from gmeta.accumulate import in_parts
+from gmeta.agent import open_agent
 from gmeta.augment import augmented
 from gmeta.build import build
 from gmeta.checkpoint import Progress, list_checkpoints, load_checkpoint
@@ -41,7 +41,6 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     sharded = shard_learner(learner, dataset.features, config, ranks)
     plan = described_plan(sharded, ranks)
     optimizer = build_optimizer(sharded, config.outer)
-    arrange = in_parts(learner.arrange, config.outer.accumulate_steps)
     folder = RunFolder(Path(config.run.dir))
     progress = Progress()
     checkpoints = list_checkpoints(folder.checkpoints)
@@ -79,6 +78,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
         stop_on_sigterm() as stop,
     ):
         log.tell(plan_lines(plan))
+        agent = open_agent(config, feed, sharded, learner.arrange, ranks, stop)
         while progress.epoch < config.run.epochs and progress.step < step_limit:
             batches = augmented(
                 feed.batches(progress.epoch, progress.epoch_step),
@@ -89,7 +89,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
                 progress.epoch_step,
             )
             for episodes, totals in in_step(
-                batches, arrange, dataset.features, ranks, stop, sharded
+                batches, agent.arrange, dataset.features, ranks, stop, sharded
             ):
                 optimizer.begin_step(progress.step, total_steps)
                 # The mean over all ranks' terms: data-parallel averaging divides by the world size.
@@ -99,7 +99,9 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
                 optimizer.step()
                 writer.poll()
 
-                feed.trained(episodes.task_T.numel())
+                num_tasks = episodes.task_T.numel()
+                feed.trained(num_tasks)
+                agent.stepped(num_tasks)
                 progress = replace(
                     progress, step=progress.step + 1, epoch_step=progress.epoch_step + 1
                 )

@@ -88,6 +88,7 @@ class ShardClient:
         self._actions: list[Any] = []
         self._fenced: FencedError | None = None
         self._closed = threading.Event()
+        self._hurry = threading.Event()  # the next heartbeat is due now
         try:
             self._register()
         except AntdtError:
@@ -273,7 +274,10 @@ class ShardClient:
     def report(self, report: Report, share: int = 0) -> None:
         """What the next heartbeat tells the monitor; from the first report on there is one as
         often as the service asks for. `share`: tasks that this worker takes in each step now."""
+        is_first = self._report is None
         self._report = pb.WorkerReport(**report._asdict(), share=share)
+        if is_first:
+            self._hurry.set()
 
     def take_actions(self) -> list[Any]:
         """Actions that heartbeats brought since the last call; acknowledge each with
@@ -298,6 +302,7 @@ class ShardClient:
         if self._closed.is_set():
             return
         self._closed.set()
+        self._hurry.set()
         self._heart.join()
         try:
             if self._fenced is None:
@@ -395,7 +400,11 @@ class ShardClient:
                     self._lost.append(self._held.pop(token))
 
     def _beat_on(self) -> None:
-        while not self._closed.wait(self._pause_s()):
+        while not self._closed.is_set():
+            self._hurry.wait(self._pause_s())
+            self._hurry.clear()
+            if self._closed.is_set():
+                return
             try:
                 self._beat()
             except FencedError as error:

@@ -6,7 +6,7 @@ Tables are spread over the ranks (AlltoAll of ids and rows), dense layers are re
 Shape suffixes: U fetched rows, B tables, D embedding width.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,13 @@ ADAGRAD_EPSILON = (
 )
 
 
+class Clock(Protocol):
+    """Measures what a rank computes by itself."""
+
+    def start(self, rows_UD: Tensor) -> None:
+        """The rows have arrived."""
+
+
 class ShardedLearner(nn.Module):
     """The embedding tables in front of a MetaLearner: what DistributedModelParallel shards and
     replicates.
@@ -68,12 +75,15 @@ class ShardedLearner(nn.Module):
         self.announce: Exchange
         # Whether the gradient of the rows of the last backward was finite, on the device.
         self.rows_finite = torch.tensor(True)
+        self.clock: Clock | None = None  # told when the rows of a step have arrived
 
     def forward(self, episodes: Episodes | MicroBatches, weight: float) -> Tensor:
         """The rank's weighted loss, see MetaLearner.forward; `weight` is the same on all ranks."""
         episodes, rows_UD = self.fetch(episodes, weight)
         if rows_UD.requires_grad:
             rows_UD.register_hook(self._look_at_gradient)
+        if self.clock is not None:
+            self.clock.start(rows_UD)
         if isinstance(episodes, MicroBatches):
             return accumulated_loss(self.learner, rows_UD, episodes, weight)
         loss: Tensor = self.learner(rows_UD, episodes, weight)

@@ -1,0 +1,98 @@
+"""A worker's side of AntDT: totals for the monitor, and the newest plan for its batches.
+
+No clock, no collectives: the trainer says what it measured and when all ranks hold the same plan.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple, final
+
+from gmeta.antdt.client import ShardClient
+from gmeta.antdt.monitor import Report
+from protos.antdt.v1 import shard_service_pb2 as pb
+
+_log = logging.getLogger("gmeta.antdt.agent")
+
+
+class Plan(NamedTuple):
+    """Tasks of this worker in each step, in so many micro-batches; later versions are newer."""
+
+    version: int
+    tasks: int
+    micro_batches: int
+    action_id: str = ""
+
+
+@final
+class WorkerAgent:
+    """Reports steps and sorts the actions that heartbeats bring. Each is taken in once, however
+    often it comes."""
+
+    def __init__(
+        self, client: ShardClient, share: int, restart: Callable[[], str], micro_batches: int = 1
+    ) -> None:
+        """`restart` makes this process end so that it is started again, or says why it cannot."""
+        self._client = client
+        self._restart = restart
+        self._seen: set[str] = set()
+        self.totals = Report()
+        self.plan = Plan(0, share, micro_batches)  # in force
+        self.newest = self.plan
+        client.report(self.totals, share)
+
+    def stepped(
+        self, num_tasks: int, compute_ms: float, data_wait_ms: float, peer_wait_ms: float
+    ) -> None:
+        """One more step was taken, with so many of this worker's tasks."""
+        old = self.totals
+        self.totals = Report(
+            old.step + 1,
+            old.tasks_done + num_tasks,
+            old.compute_ms + compute_ms,
+            old.data_wait_ms + data_wait_ms,
+            old.communication_ms,
+            old.peer_wait_ms + peer_wait_ms,
+        )
+        self._client.report(self.totals, self.plan.tasks)
+
+    def take_actions(self) -> None:
+        """Takes in what came since the last call; a plan waits in `newest` for all ranks."""
+        for action in self._client.take_actions():
+            if action.action_id in self._seen:
+                continue
+            self._seen.add(action.action_id)
+            if action.kind == pb.Action.KIND_ADJUST_BS:
+                self._note_plan(action)
+            elif action.kind == pb.Action.KIND_KILL_RESTART:
+                refusal = self._restart()
+                self._answer(action.action_id, "REFUSED" if refusal else "APPLIED", refusal)
+            else:
+                name = pb.Action.Kind.Name(action.kind).removeprefix("KIND_")
+                refusal = f"this trainer does not do {name}: a step always has as many tasks"
+                self._answer(action.action_id, "REFUSED", refusal)
+
+    def adopt_newest(self) -> Plan:
+        """All ranks hold the newest plan: it is in force from the round that they agreed on."""
+        self.plan = self.newest
+        self._answer(self.plan.action_id, "APPLIED", "")
+        return self.plan
+
+    def _note_plan(self, action: pb.Action) -> None:
+        plan = Plan(
+            _version(action.action_id),
+            int(action.parameters["tasks"]),
+            max(1, int(action.parameters["micro_batches"])),
+            action.action_id,
+        )
+        if plan.version > self.newest.version:
+            self.newest = plan
+
+    def _answer(self, action_id: str, result: str, message: str) -> None:
+        _log.info("action %s: %s %s", action_id, result.lower(), message)
+        self._client.ack_action(action_id, result, message)
+
+
+def _version(action_id: str) -> int:
+    """Of "SERVICE_EPOCH.GENERATION.NUMBER": rises with each plan, also over service restarts."""
+    service_epoch, _, number = (int(part) for part in action_id.split("."))
+    return (service_epoch << 32) | number

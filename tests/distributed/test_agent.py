@@ -1,0 +1,94 @@
+"""A change of shares reaches all ranks in the same step, and every step keeps all its tasks."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.agent import ServiceAgent
+from gmeta.antdt import commands as cmd
+from gmeta.antdt.monitor import MonitorConfig
+from gmeta.antdt.server import ServiceConfig, ShardServer
+from gmeta.antdt.settings import StragglerConfig
+from gmeta.build import build_learner
+from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
+from gmeta.feed import ServiceFeed
+from gmeta.parallel import Ranks, in_step, shard_learner
+from gmeta.stopping import Stop
+from metaio import open_dataset
+from models import ModelConfig
+from tests.distributed.harness import on_ranks
+
+MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(6,), bottom=(5,))
+STEPS_AFTER = 6
+MAX_EPOCHS = 200
+
+
+def train_on_rank(ranks: Ranks, config: TrainConfig) -> tuple[list[list[int]], list[float]]:
+    """Tasks of each step of each epoch until the new shares were seen for a while, and the report's
+    times."""
+    dataset = open_dataset(config.data.path)
+    learner = build_learner(dataset.features, MODEL, AlgorithmConfig(name="maml"), "bce")
+    sharded = shard_learner(learner, dataset.features, config, ranks)
+    epochs: list[list[int]] = []
+    with ServiceFeed(config, dataset, ranks, None) as feed:
+        agent = ServiceAgent(config, feed, sharded, learner.arrange, ranks, Stop())
+        for epoch in range(MAX_EPOCHS):
+            steps: list[int] = []
+            batches = feed.batches(epoch, 0)
+            for episodes, totals in in_step(batches, agent.arrange, dataset.features, ranks):
+                loss = sharded(episodes, weight=ranks.world_size / max(totals.num_terms, 1))
+                loss.backward()
+                num_tasks = episodes.task_T.numel()
+                feed.trained(num_tasks)
+                agent.stepped(num_tasks)
+                steps.append(num_tasks)
+            epochs.append(steps)
+            if feed.quota(feed.round) != 8 and epoch > 0 and 8 not in epochs[-2][:STEPS_AFTER]:
+                break
+        totals_of_rank = agent._worker.totals
+    return epochs, [totals_of_rank.compute_ms, totals_of_rank.data_wait_ms]
+
+
+def post_when_running(server: ShardServer) -> None:
+    give_up_s = time.monotonic() + 60.0
+    while time.monotonic() < give_up_s:
+        status = server.edge.read_status()
+        if len(status.workers) == 2 and all(w.report.step > 3 for w in status.workers):
+            plan = {"rank0": 12.0, "rank1": 4.0, "micro:rank0": 2.0}
+            server.edge.ask(cmd.PostAction("", f"1.{status.run_generation}.1", 2, 0, plan))
+            return
+        time.sleep(0.02)
+
+
+@pytest.mark.distributed
+def test_shares_change_in_the_same_step_on_all_ranks(click_logs: Path) -> None:
+    watched = StragglerConfig(MonitorConfig(window_s=0.2))
+    server = ShardServer(ServiceConfig("127.0.0.1:0", stragglers=watched))
+    data = DataConfig(
+        path=str(click_logs), source="service", service=server.address, tasks_per_step=16
+    )
+    config = TrainConfig(
+        model=MODEL, data=data, run=RunConfig(seed=3), outer=OuterConfig(sparse_lr=0.01)
+    )
+    poster = threading.Thread(target=post_when_running, args=(server,))
+    poster.start()
+    results: list[Any] = on_ranks(2, train_on_rank, config)
+    poster.join()
+    server.stop(0.0)
+    first, second = (epochs for epochs, _ in results)
+    assert len(first) == len(second) < MAX_EPOCHS
+    changed = 0
+    for mine, theirs in zip(first, second, strict=True):
+        full = [(a, b) for a, b in zip(mine, theirs, strict=True) if a + b == 16]
+        assert set(full) <= {(8, 8), (12, 4)}
+        assert full == sorted(full)  # never back
+        assert len(full) >= 10  # of 200 tasks; only the last steps of an epoch run short
+        changed += (8, 8) in full and (12, 4) in full
+    assert changed <= 1
+    assert (first[-1][0], second[-1][0]) == (12, 4)
+    for _, times_ms in results:
+        assert times_ms[0] > 0
