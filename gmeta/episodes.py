@@ -3,19 +3,27 @@ sides.
 
 All of it is integer bookkeeping, done on the host before anything goes to a device.
 
-Shape suffixes: T episodes, N rows, B tables, U fetched rows, P distinct (task, row) pairs.
+Shape suffixes: T episodes, N rows, B tables, U fetched rows, P distinct (task, row) pairs, R rows
+of one side with its padding, F single-id features, M multi-id features, V ids of all bags.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gmeta.adaptation.bags import Bags
+from gmeta.adaptation.blocks import BlockSide, Rectangle, TaskBlocks, group_tasks
 from gmeta.adaptation.layout import RowLayout
-from gmeta.adaptation.side import Side
+from gmeta.adaptation.side import Side, Sides
 from metaio.batch import TaskBatch
 from metaio.task_rows import task_rows
+from models.inputs import Pooling
+
+Ints = npt.NDArray[np.int64]
 
 
 class RowFetch(ABC):
@@ -36,22 +44,22 @@ class RowFetch(ABC):
 
 @dataclass(frozen=True)
 class Episodes:
-    """A rank's share of a step. `support` is None for plain training: then every row is a query
-    row.
+    """A rank's share of a step.
+
+    Its rows are one side for plain training, where every row is a query row; for the general inner
+    loop both sides; for the fused one both as blocks.
     """
 
     task_T: Tensor  # which task each episode is of; stays on the host
     unique_ids_U: Tensor
     unique_lengths_B: Tensor
-    # The fetched row behind each row that the sides index; None when they index the fetched rows
-    # themselves.
+    # The fetched row behind each row that the sides index, and the gather of these; None when they
+    # index the fetched rows themselves.
     fetched_row_P: Tensor | None
-    support: Side | None
-    query: Side
+    copies: Bags | None
+    rows: Side | Sides | TaskBlocks
     num_terms: int  # of the outer loss: tasks with query rows; rows if plain
     num_rows: int
-    # Where the row behind each of the P stands among the fetched rows, if not in the order of ids.
-    source_row_P: Tensor | None = None
     fetch: RowFetch | None = None  # None: no rank was told yet which rows are needed
 
     def fetched_by(self, fetch: RowFetch, place_U: Tensor | None = None) -> "Episodes":
@@ -60,10 +68,9 @@ class Episodes:
         """
         if place_U is None:
             return replace(self, fetch=fetch)
-        if self.fetched_row_P is not None:
-            return replace(self, fetch=fetch, source_row_P=place_U[self.fetched_row_P])
-        support = None if self.support is None else self.support.moved(place_U)
-        return replace(self, fetch=fetch, support=support, query=self.query.moved(place_U))
+        if self.copies is not None:
+            return replace(self, fetch=fetch, copies=self.copies.moved(place_U))
+        return replace(self, fetch=fetch, rows=self.rows.moved(place_U))
 
     def to(self, device: torch.device) -> "Episodes":
         """Copy to a device."""
@@ -74,70 +81,162 @@ class Episodes:
             fetched_row_P=None
             if self.fetched_row_P is None
             else self.fetched_row_P.to(device, non_blocking=True),
-            support=None if self.support is None else self.support.to(device),
-            query=self.query.to(device),
+            copies=None if self.copies is None else self.copies.to(device),
+            rows=self.rows.to(device),
         )
 
     def working_rows_PD(self, rows_UD: Tensor) -> Tensor:
         """The rows that the sides index: each task's own copy where embeddings adapt."""
-        source_row_P = self.fetched_row_P if self.source_row_P is None else self.source_row_P
-        return rows_UD if source_row_P is None else rows_UD.index_select(0, source_row_P)
+        return rows_UD if self.copies is None else self.copies.pool(rows_UD)
 
 
 def plain_rows(batch: TaskBatch) -> Episodes:
     """Every row of the batch on its own, whatever its task and side."""
+    return _episodes(batch, None, every_row(batch), batch.num_rows)
+
+
+def every_row(batch: TaskBatch) -> Side:
+    """All rows of the batch as one side, which reads from the fetched rows."""
     every_row_N = torch.ones(batch.num_rows, dtype=torch.bool)
-    query = _side(batch, every_row_N, batch.row_offsets_T1.diff())
-    return Episodes(
-        task_T=batch.task_T,
-        unique_ids_U=batch.unique_ids_U,
-        unique_lengths_B=batch.unique_lengths_B,
-        fetched_row_P=None,
-        support=None,
-        query=query,
-        num_terms=batch.num_rows,
-        num_rows=batch.num_rows,
-    )
+    return _side(batch, every_row_N, batch.row_offsets_T1.diff(), batch.unique_ids_U.numel())
 
 
 def support_and_query(batch: TaskBatch, rows_per_task: bool) -> Episodes:
     """Both sides of every task; with `rows_per_task` each task gets its own copy of the rows it
     uses.
     """
-    fetched_row_P = None
-    if rows_per_task:
-        rows = task_rows(batch)
-        fetched_row_P = rows.level1_position_P
-        batch = replace(
-            batch, positions_NF=rows.positions_NF, multi_positions_V=rows.multi_positions_V
-        )
+    batch, fetched_row_P, num_rows = _reading_copies(batch, rows_per_task)
     rows_T = batch.row_offsets_T1.diff()
     task_N = torch.repeat_interleave(torch.arange(batch.num_tasks), rows_T)
     within_N = torch.arange(batch.num_rows) - batch.row_offsets_T1[task_N]
     is_support_N = within_N < batch.support_lengths_T[task_N]
     query_T = rows_T - batch.support_lengths_T
+    support = _side(batch, is_support_N, batch.support_lengths_T, num_rows)
+    query = _side(batch, ~is_support_N, query_T, num_rows)
+    return _episodes(batch, fetched_row_P, Sides(support, query), int((query_T > 0).sum()))
+
+
+def task_blocks(batch: TaskBatch, rows_per_task: bool, pooling: Pooling) -> Episodes:
+    """Both sides as blocks, for a model that sees pooled features; without the tasks that lack
+    query rows, whose adaptation changes no loss.
+    """
+    batch, fetched_row_P, num_rows = _reading_copies(batch, rows_per_task)
+    starts_T, ends_T = batch.row_offsets_T1[:-1].numpy(), batch.row_offsets_T1[1:].numpy()
+    middles_T = starts_T + batch.support_lengths_T.numpy()
+    with_query = np.flatnonzero(ends_T > middles_T)
+    bounds = [(starts_T[with_query], middles_T[with_query])]
+    bounds.append((middles_T[with_query], ends_T[with_query]))
+    groups = group_tasks(*(end_T - start_T for start_T, end_T in bounds))
+    sides = [_block_side(batch, *bound, groups, pooling, num_rows) for bound in bounds]
+    return _episodes(batch, fetched_row_P, TaskBlocks(*sides), len(with_query))
+
+
+def _episodes(
+    batch: TaskBatch,
+    fetched_row_P: Tensor | None,
+    rows: Side | Sides | TaskBlocks,
+    num_terms: int,
+) -> Episodes:
+    num_fetched = batch.unique_ids_U.numel()
     return Episodes(
         task_T=batch.task_T,
         unique_ids_U=batch.unique_ids_U,
         unique_lengths_B=batch.unique_lengths_B,
         fetched_row_P=fetched_row_P,
-        support=_side(batch, is_support_N, batch.support_lengths_T),
-        query=_side(batch, ~is_support_N, query_T),
-        num_terms=int((query_T > 0).sum()),
+        copies=None if fetched_row_P is None else Bags.single(fetched_row_P, num_fetched),
+        rows=rows,
+        num_terms=num_terms,
         num_rows=batch.num_rows,
     )
 
 
-def _side(batch: TaskBatch, mask_N: Tensor, lengths_T: Tensor) -> Side:
+def _reading_copies(batch: TaskBatch, rows_per_task: bool) -> tuple[TaskBatch, Tensor | None, int]:
+    """The batch with its positions into the tasks' own rows if they have such, the fetched row
+    behind each of these, and how many rows are read from.
+    """
+    if not rows_per_task:
+        return batch, None, batch.unique_ids_U.numel()
+    rows = task_rows(batch)
+    batch = replace(batch, positions_NF=rows.positions_NF, multi_positions_V=rows.multi_positions_V)
+    return batch, rows.level1_position_P, rows.level1_position_P.numel()
+
+
+def _side(batch: TaskBatch, mask_N: Tensor, lengths_T: Tensor, num_rows: int) -> Side:
     index = mask_N.nonzero().squeeze(1)
     bag_sizes = batch.multi_lengths_NM.index_select(0, index).reshape(-1).to(torch.int64)
     values_N = batch.multi_lengths_NM.sum(dim=1)
+    bag_positions_V = batch.multi_positions_V[torch.repeat_interleave(mask_N, values_N)]
     return Side(
         layout=RowLayout.of(lengths_T),
         label_N=batch.label_N.index_select(0, index),
         dense_NK=batch.dense_NK.index_select(0, index),
-        positions_NF=batch.positions_NF.index_select(0, index),
-        bag_positions_V=batch.multi_positions_V[torch.repeat_interleave(mask_N, values_N)],
+        num_single=batch.positions_NF.shape[1],
+        single_rows=Bags.single(batch.positions_NF.index_select(0, index).flatten(), num_rows),
+        bag_rows=Bags.single(bag_positions_V, num_rows),
         bag_index_V=torch.repeat_interleave(torch.arange(bag_sizes.numel()), bag_sizes),
         num_multi=batch.multi_lengths_NM.shape[1],
     )
+
+
+def _block_side(
+    batch: TaskBatch,
+    start_T: Ints,
+    end_T: Ints,
+    groups: list[Ints],
+    pooling: Pooling,
+    num_rows: int,
+) -> BlockSide:
+    """Rows start to end of each task, group by group; row -1 stands for one that pads."""
+    rectangles, row_R, count_R, first = [], [], [], 0
+    for tasks in groups:
+        lengths = (end_T - start_T)[tasks]
+        longest = int(lengths.max())
+        within = np.arange(longest)
+        there = within < lengths[:, None]
+        row_R.append(np.where(there, start_T[tasks, None] + within, -1).ravel())
+        count_R.append(np.where(there, lengths[:, None], np.inf).ravel())
+        rectangles.append(Rectangle(first, len(tasks), longest))
+        first += len(tasks) * longest
+    rows_R = np.concatenate(row_R)
+    index_R = torch.from_numpy(np.maximum(rows_R, 0))
+    there_R1 = torch.from_numpy(rows_R >= 0).unsqueeze(1)
+    return BlockSide(
+        rectangles=tuple(rectangles),
+        bags=_pooled(batch, rows_R, pooling, num_rows),
+        num_features=batch.positions_NF.shape[1] + batch.multi_lengths_NM.shape[1],
+        label_N=batch.label_N.index_select(0, index_R),
+        dense_NK=batch.dense_NK.index_select(0, index_R) * there_R1,
+        count_N=torch.from_numpy(np.concatenate(count_R)),
+    )
+
+
+def _pooled(batch: TaskBatch, rows_R: Ints, pooling: Pooling, num_rows: int) -> Bags:
+    """Bags of each row's features, single then multi-id; empty ones for a row of -1."""
+    positions_NF, multi_NM = batch.positions_NF.numpy(), batch.multi_lengths_NM.numpy()
+    num_single = positions_NF.shape[1]
+    lengths_RC = np.zeros((len(rows_R), num_single + multi_NM.shape[1]), np.int64)
+    there_R = rows_R >= 0
+    rows_N = rows_R[there_R]
+    lengths_RC[there_R, :num_single] = 1
+    lengths_RC[there_R, num_single:] = multi_NM[rows_N]
+    lengths = torch.from_numpy(lengths_RC.ravel())
+    single = positions_NF[rows_N].ravel()
+    if not multi_NM.shape[1]:
+        return Bags.of(torch.from_numpy(single), lengths, None, num_rows)
+    values_N = multi_NM.sum(axis=1, dtype=np.int64)
+    first_N = np.cumsum(values_N) - values_N
+    taken_N = values_N[rows_N]
+    # Entries in the order of rows: each row's single ids, then its multi-id values.
+    entries = np.empty(int(lengths_RC.sum()), single.dtype)
+    is_single = np.repeat(
+        np.tile([True, False], len(rows_N)),
+        np.stack([np.full(len(rows_N), num_single), taken_N], axis=1).ravel(),
+    )
+    starts = np.cumsum(taken_N) - taken_N
+    multi = np.arange(taken_N.sum()) + np.repeat(first_N[rows_N] - starts, taken_N)
+    entries[is_single] = single
+    entries[~is_single] = batch.multi_positions_V.numpy()[multi]
+    weight_V = None
+    if pooling == "mean":
+        weight_V = torch.repeat_interleave(lengths.to(torch.float64).reciprocal(), lengths)
+    return Bags.of(torch.from_numpy(entries), lengths, weight_V, num_rows)

@@ -14,12 +14,16 @@ from torch import Tensor, nn
 
 from gmeta.adaptation.algorithm import TableSizes
 from gmeta.adaptation.algorithms import find_algorithm
+from gmeta.adaptation.blocks import TaskBlocks
 from gmeta.adaptation.config import PLAIN, AlgorithmConfig
+from gmeta.adaptation.fused import FusedLoop
 from gmeta.adaptation.inner_loop import InnerLoop, WorkingRows
 from gmeta.adaptation.layout import RowLayout
 from gmeta.adaptation.linear import adaptable_layers
-from gmeta.episodes import Episodes, plain_rows, support_and_query
+from gmeta.adaptation.side import Side, Sides
+from gmeta.episodes import Episodes, plain_rows, support_and_query, task_blocks
 from metaio.batch import TaskBatch
+from models.decision import DecisionModel
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,16 @@ class MetaLearner(nn.Module):
         layers = adaptable_layers(model, self._config.adapt_layers)
         self.rates = self._algorithm.rates(layers, self._config, tables)
         self._inner_loop = InnerLoop(model, self._config, loss, self.rates)
+        self._fused = None
+        if isinstance(model, DecisionModel) and FusedLoop.suits(model, self._config, self.rates):
+            self._fused = FusedLoop(model, self._config, loss, self.rates)
 
     def arrange(self, batch: TaskBatch) -> Episodes:
         """What `forward` takes, from a batch on the host."""
         if self._config.name == PLAIN:
             return plain_rows(batch)
+        if self._fused is not None and self._takes_blocks(batch, self._fused):
+            return task_blocks(batch, self._config.adapt_embeddings, self._fused.pooling)
         episodes = self.arrange_to_predict(batch)
         if self._algorithm.learns_from == "support":
             num_terms = int((batch.support_lengths_T > 0).sum())
@@ -73,6 +82,13 @@ class MetaLearner(nn.Module):
         """What `predict` takes, from a batch on the host."""
         return support_and_query(batch, rows_per_task=self._config.adapt_embeddings)
 
+    def _takes_blocks(self, batch: TaskBatch, fused: FusedLoop) -> bool:
+        """Whether the fused loop computes this algorithm's loss of these tasks, and pays."""
+        support_T = batch.support_lengths_T
+        query_T = batch.row_offsets_T1.diff() - support_T
+        usable = self._algorithm.query_loss_of is not None and bool(support_T[query_T > 0].any())
+        return usable and fused.pays(int(support_T.max()), int(query_T.max()))
+
     def forward(self, rows_UD: Tensor, episodes: Episodes, weight: float) -> Tensor:
         """`weight` times the sum of the loss terms, a scalar: backward gives the meta-gradient.
 
@@ -82,31 +98,40 @@ class MetaLearner(nn.Module):
         if episodes.num_terms == 0:
             return self._zero(rows_UD)
         rows = self._working_rows(rows_UD, episodes)
-        inner, query = self._inner_loop, episodes.query
-        if episodes.support is None:
-            return inner.losses_N(inner.unadapted(rows, query), query).sum() * weight
-        loss_sum = self._algorithm.loss_sum(inner, rows, episodes.support, query)
-        if episodes.support.layout.num_rows == 0:
-            # No inner step: what only the inner steps use must still join every collective.
-            loss_sum = loss_sum + self._zero(rows_UD)
+        inner = self._inner_loop
+        match episodes.rows:
+            case Side() as query:
+                loss_sum = inner.losses_N(inner.unadapted(rows, query), query).sum()
+            case Sides(support, query):
+                loss_sum = self._algorithm.loss_sum(inner, rows, support, query)
+                if support.layout.num_rows == 0:
+                    # No inner step: what only those use must still join every collective.
+                    loss_sum = loss_sum + self._zero(rows_UD)
+            case TaskBlocks() as blocks:
+                if self._fused is None:
+                    raise ValueError(
+                        "blocks, but this learner has no fused loop: use its own arrange"
+                    )
+                second_order = self._algorithm.query_loss_of == "second order"
+                loss_sum = self._fused.loss_sum(rows, blocks, second_order)
         return loss_sum * weight
 
     def predict(self, rows_UD: Tensor, episodes: Episodes) -> QueryPrediction:
         """Outputs on the query rows with the meta-parameters, and after adapting on the support
         rows.
         """
-        if episodes.support is None:
+        if not isinstance(episodes.rows, Sides):
             raise ValueError(
                 "episodes arranged for plain training have no support side: use arrange_to_predict"
             )
-        inner, query = self._inner_loop, episodes.query
+        inner, (support, query) = self._inner_loop, episodes.rows
         rows = self._working_rows(rows_UD.detach(), episodes)
         with torch.enable_grad():
-            adapted = inner.adapt(rows, episodes.support, query.layout.longest, second_order=False)
+            adapted = inner.adapt(rows, support, query.layout.longest, second_order=False)
         with torch.no_grad():
             before_N = inner.output_N(inner.unadapted(rows, query), query)
             after_N = inner.output_N(adapted, query)
-        lengths_T = episodes.support.layout.lengths_T
+        lengths_T = support.layout.lengths_T
         return QueryPrediction(before_N, after_N, query.label_N, query.layout, lengths_T)
 
     def _working_rows(self, rows_UD: Tensor, episodes: Episodes) -> WorkingRows:

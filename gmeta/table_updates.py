@@ -36,8 +36,7 @@ def use_fast_cpu_updates(sharded: DistributedModelParallel) -> int:
 
 
 def _sgd(group: SplitTableBatchedEmbeddingBagsCodegen, row_U: Tensor, grad_UD: Tensor) -> None:
-    weights = group.weights_host.detach().view(-1, grad_UD.shape[1])
-    weights.index_add_(0, row_U, grad_UD, alpha=-group.get_learning_rate())
+    _move_rows(group, row_U, grad_UD)
 
 
 def _adagrad(group: SplitTableBatchedEmbeddingBagsCodegen, row_U: Tensor, grad_UD: Tensor) -> None:
@@ -63,8 +62,16 @@ def _adagrad_step(
     squares += momentum.index_select(0, row_U)
     momentum.index_copy_(0, row_U, squares)
     step_UD = grad_UD / squares.sqrt_().add_(group.optimizer_args.eps)
-    weights = group.weights_host.detach().view(-1, grad_UD.shape[1])
-    weights.index_add_(0, row_U, step_UD, alpha=-group.get_learning_rate())
+    _move_rows(group, row_U, step_UD)
+
+
+def _move_rows(
+    group: SplitTableBatchedEmbeddingBagsCodegen, row_U: Tensor, step_UD: Tensor
+) -> None:
+    """w -= lr * step, for distinct rows: writing them takes a third of index_add_'s time."""
+    weights = group.weights_host.detach().view(-1, step_UD.shape[1])
+    moved_UD = weights.index_select(0, row_U).sub_(step_UD, alpha=group.get_learning_rate())
+    weights.index_copy_(0, row_U, moved_UD)
 
 
 UPDATES: dict[EmbOptimType, Update] = {
@@ -117,6 +124,9 @@ class _FastGroup:
 
 def summed_by_row(row_N: Tensor, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
     """The distinct rows [U], and the sum of the gradients of each [U, D]."""
+    if bool((row_N.diff() > 0).all()):
+        # Ascending, as one rank gets the ids of a batch of one block: every row once, in order.
+        return row_N, grad_ND
     row_U, inverse_N = torch.unique(row_N, return_inverse=True)
     if row_U.numel() == row_N.numel():
         # Every row once, as after deduplication on one rank: there is nothing to sum.

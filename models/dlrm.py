@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from models.config import InputSizes, ModelConfig
-from models.inputs import RowInputs
+from models.decision import DecisionModel
 from models.mlp import mlp
 
 
-class DLRM(nn.Module):
+class DLRM(DecisionModel):
     """Logit of a click, or a rating, for every row.
 
     The dense columns become one more vector v_0 = MLP(dense) beside the features' embeddings; the
@@ -42,18 +42,19 @@ class DLRM(nn.Module):
             )
         self.top = mlp([top_width, *config.hidden, 1], activate_last=False)
 
-    def forward(self, inputs: RowInputs) -> Tensor:
-        """One output a row: [N]."""
-        vectors_NFD = inputs.features_NFD(self.pooling)
-        dense_ND = None
+    @property
+    def decision_layers(self) -> nn.Sequential:
+        """See DecisionModel."""
+        return self.top
+
+    def decision_inputs_NX(self, features_NFD: Tensor, dense_NK: Tensor) -> Tensor:
+        """See DecisionModel."""
+        vectors_NFD, dense_ND = features_NFD, None
         if self.bottom is not None:
-            dense_ND = self.bottom(inputs.dense_NK)
-            vectors_NFD = torch.cat([dense_ND.unsqueeze(1), vectors_NFD], dim=1)
+            dense_ND = self.bottom(dense_NK)
+            vectors_NFD = torch.cat([dense_ND.unsqueeze(1), features_NFD], dim=1)
         if self.interaction == "cat":
-            top_input = vectors_NFD.flatten(1)
-        else:
-            row, column = self.pairs
-            dots_NP = torch.bmm(vectors_NFD, vectors_NFD.mT)[:, row, column]
-            top_input = dots_NP if dense_ND is None else torch.cat([dense_ND, dots_NP], dim=1)
-        logit_N: Tensor = self.top(top_input).squeeze(1)
-        return logit_N
+            return vectors_NFD.flatten(1)
+        row, column = self.pairs
+        dots_NP = torch.bmm(vectors_NFD, vectors_NFD.mT)[:, row, column]
+        return dots_NP if dense_ND is None else torch.cat([dense_ND, dots_NP], dim=1)

@@ -4,14 +4,15 @@ Lee et al., "MeLU: Meta-Learned User Preference Estimator for Cold-Start Recomme
 (arXiv 1908.00413), section 3: the embeddings are meta-parameters only, the decision layers adapt.
 """
 
+import torch
 from torch import Tensor, nn
 
 from models.config import InputSizes, ModelConfig
-from models.inputs import RowInputs
+from models.decision import DecisionModel
 from models.mlp import mlp
 
 
-class MeLU(nn.Module):
+class MeLU(DecisionModel):
     """Rating (or logit) for every row from the features' embeddings side by side.
 
     x = concat(e_1, ..., e_F, pooled bags, dense); y = out(ReLU(fc2(ReLU(fc1(x))))). Departs from
@@ -24,7 +25,12 @@ class MeLU(nn.Module):
         width = (sizes.num_single + sizes.num_multi) * config.embedding_dim + sizes.num_dense
         self.decision = mlp([width, *config.hidden, 1], activate_last=False)
 
-    def forward(self, inputs: RowInputs) -> Tensor:
-        """One output a row: [N]."""
-        rating_N: Tensor = self.decision(inputs.side_by_side_NX(self.pooling)).squeeze(1)
-        return rating_N
+    @property
+    def decision_layers(self) -> nn.Sequential:
+        """See DecisionModel."""
+        return self.decision
+
+    def decision_inputs_NX(self, features_NFD: Tensor, dense_NK: Tensor) -> Tensor:
+        """See DecisionModel."""
+        flat = features_NFD.flatten(1)
+        return torch.cat([flat, dense_NK], dim=1) if dense_NK.shape[1] else flat

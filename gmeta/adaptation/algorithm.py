@@ -43,5 +43,8 @@ class Algorithm:
     rates: Callable[[Mapping[str, nn.Linear], AlgorithmConfig, TableSizes], InnerRates] = (
         fixed_rates
     )
+    # Set where loss_sum is no more than the query loss at what the inner steps make, of this order:
+    # the fused loop then computes it where it can.
+    query_loss_of: Literal["first order", "second order"] | None = None
     # The side that a task needs rows of to count in the mean over the tasks.
     learns_from: Literal["query", "support"] = "query"

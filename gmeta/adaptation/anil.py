@@ -33,4 +33,4 @@ def head_only(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
     return replace(config, adapt_layers=(head,), adapt_embeddings=False)
 
 
-ANIL = Algorithm(maml_loss_sum, preset=head_only)
+ANIL = Algorithm(maml_loss_sum, preset=head_only, query_loss_of="second order")

@@ -20,4 +20,4 @@ def fomaml_loss_sum(inner: InnerLoop, rows: WorkingRows, support: Side, query: S
     return inner.loss_sum(adapted, query)
 
 
-FOMAML = Algorithm(fomaml_loss_sum)
+FOMAML = Algorithm(fomaml_loss_sum, query_loss_of="first order")

@@ -21,4 +21,4 @@ def maml_loss_sum(inner: InnerLoop, rows: WorkingRows, support: Side, query: Sid
     return inner.loss_sum(adapted, query)
 
 
-MAML = Algorithm(maml_loss_sum)
+MAML = Algorithm(maml_loss_sum, query_loss_of="second order")

@@ -89,4 +89,4 @@ def _rates(shape: tuple[int, ...], start: float, like: Tensor) -> nn.Parameter:
     return nn.Parameter(torch.full(shape, start, dtype=like.dtype, device=like.device))
 
 
-META_SGD = Algorithm(maml_loss_sum, rates=LearnedRates)
+META_SGD = Algorithm(maml_loss_sum, rates=LearnedRates, query_loss_of="second order")

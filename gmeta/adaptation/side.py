@@ -1,38 +1,39 @@
-"""The support rows, or the query rows, of all tasks of a batch: index tensors into one block of
-rows.
+"""The support rows, or the query rows, of all tasks of a batch: which rows of one block they read.
 
 Shape suffixes: N rows, P rows of the block, D embedding width, F single-id features, V ids of all
 bags, K dense columns.
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gmeta.adaptation.bags import Bags
 from gmeta.adaptation.layout import RowLayout
 from models.inputs import RowInputs
 
 
 @dataclass(frozen=True)
 class Side:
-    """Rows task by task; positions index a block of embedding rows [P, D] that is fetched later."""
+    """Rows task by task, reading from a block of embedding rows [P, D] that is fetched later."""
 
     layout: RowLayout
     label_N: Tensor
     dense_NK: Tensor
-    positions_NF: Tensor
-    bag_positions_V: Tensor
+    num_single: int  # F
+    single_rows: Bags  # row n's single-id features are n * F to (n + 1) * F
+    bag_rows: Bags  # of the V ids of all bags
     bag_index_V: Tensor
     num_multi: int
 
     def inputs(self, rows_PD: Tensor) -> RowInputs:
         """What the model sees when the embedding rows have these values."""
-        width = rows_PD.shape[1]
-        single_ND = rows_PD.index_select(0, self.positions_NF.reshape(-1))
+        num_rows, width = self.label_N.numel(), rows_PD.shape[1]
         return RowInputs(
-            single_NFD=single_ND.view(*self.positions_NF.shape, width),
-            bag_values_VD=rows_PD.index_select(0, self.bag_positions_V),
+            single_NFD=self.single_rows.pool(rows_PD).view(num_rows, self.num_single, width),
+            bag_values_VD=self.bag_rows.pool(rows_PD),
             bag_index_V=self.bag_index_V,
             num_multi=self.num_multi,
             dense_NK=self.dense_NK.to(rows_PD.dtype),
@@ -40,11 +41,10 @@ class Side:
 
     def moved(self, place_P: Tensor) -> "Side":
         """The same rows of a block whose row p now stands at place_P[p]."""
-        place_P = place_P.to(self.positions_NF.dtype)
         return replace(
             self,
-            positions_NF=place_P[self.positions_NF],
-            bag_positions_V=place_P[self.bag_positions_V],
+            single_rows=self.single_rows.moved(place_P),
+            bag_rows=self.bag_rows.moved(place_P),
         )
 
     def to(self, device: torch.device) -> "Side":
@@ -58,7 +58,22 @@ class Side:
             layout=self.layout.to(device),
             label_N=move(self.label_N),
             dense_NK=move(self.dense_NK),
-            positions_NF=move(self.positions_NF),
-            bag_positions_V=move(self.bag_positions_V),
+            single_rows=self.single_rows.to(device),
+            bag_rows=self.bag_rows.to(device),
             bag_index_V=move(self.bag_index_V),
         )
+
+
+class Sides(NamedTuple):
+    """The support and the query rows of the same tasks."""
+
+    support: Side
+    query: Side
+
+    def moved(self, place_P: Tensor) -> "Sides":
+        """See Side."""
+        return Sides(self.support.moved(place_P), self.query.moved(place_P))
+
+    def to(self, device: torch.device) -> "Sides":
+        """Copy to a device."""
+        return Sides(self.support.to(device), self.query.to(device))

@@ -23,6 +23,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
     QCommsConfig,
     get_qcomm_codecs_registry,
 )
+from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -60,6 +61,13 @@ class Clock(Protocol):
 
     def start(self, rows_UD: Tensor) -> None:
         """The rows have arrived."""
+
+
+class _Alone(DataParallelWrapper):  # type: ignore[misc]
+    """In place of DistributedDataParallel where there is no other rank to average with."""
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Leave the layers as they are."""
 
 
 class ShardedLearner(nn.Module):
@@ -154,8 +162,9 @@ def shard_learner(
         device=ranks.device,
         plan=ShardingPlan({"tables": plan}),
         sharders=[_sharder(config.sharding.wire_dtype, ranks.device)],
+        data_parallel_wrapper=_Alone() if ranks.world_size == 1 else None,
     )
-    if config.sharding.dense_wire_dtype == "bfloat16":
+    if config.sharding.dense_wire_dtype == "bfloat16" and ranks.world_size > 1:
         _data_parallel(sharded).register_comm_hook(None, _bfloat16_allreduce)
     inner = local_learner(sharded)
     if ranks.device.type == "cpu" and not stock_kernels:

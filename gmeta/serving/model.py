@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gmeta.adaptation.algorithms import find_algorithm
 from gmeta.adaptation.inner_loop import Adapted, InnerLoop, WorkingRows
-from gmeta.episodes import plain_rows
+from gmeta.episodes import every_row
 from gmeta.errors import UserError
 from gmeta.learner import MetaLearner, QueryPrediction
 from gmeta.serving.columns import (
@@ -87,7 +87,7 @@ class ServedModel:
         """Probabilities (bce) or ratings [N] from the meta-parameters, without adaptation."""
         batch = self._query(rows)
         with self._exclusive(), torch.no_grad():
-            query = plain_rows(batch).query
+            query = every_row(batch)
             unadapted = self._inner.unadapted(WorkingRows(self._fetch_UD(batch), 0.0), query)
             return self._shown_N(self._inner.output_N(unadapted, query))
 
@@ -126,7 +126,7 @@ class ServedModel:
             # Rows that the support did not use are the task's as they were trained.
             known_U = torch.isin(key_U, key_P)
             rows_UD[known_U] = adapted.rows_PD[torch.searchsorted(key_P, key_U[known_U])]
-            query = plain_rows(batch).query
+            query = every_row(batch)
             return self._shown_N(self._inner.output_N(Adapted(adapted.layers, rows_UD), query))
 
     @contextmanager
@@ -137,7 +137,7 @@ class ServedModel:
 
     def _adapt(self, batch: TaskBatch) -> tuple[Adapted, Tensor]:
         """The adapted parameters of a batch of one support set, and the keys of its rows."""
-        support = plain_rows(batch).query
+        support = every_row(batch)
         # Of one task, the distinct (task, row) pairs are the fetched rows themselves.
         place_U = torch.arange(batch.unique_ids_U.numel())
         rate = self._learner.rates.of_rows(batch.unique_lengths_B, place_U)

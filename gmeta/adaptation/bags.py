@@ -1,0 +1,122 @@
+"""Weighted sums of chosen rows: a sparse matrix in compressed rows, and its transpose for backward.
+
+A gather is the case of one row a bag. torch's own backward of a gather clears a gradient of all
+rows and adds to it row by row, at 70 ns a row (280 with int32 positions); summing the bags of the
+transpose needs a fifth of that, and no clearing. The price is one sort on the host, paid where a
+batch is arranged.
+
+Shape suffixes: V chosen rows of all bags, C bags, P rows chosen from, D row width; C1 = C + 1.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class SparseRows(NamedTuple):
+    """A sparse [C, P] matrix: row c holds weight_V at columns index_V, offsets c to c + 1."""
+
+    index_V: Tensor  # int32
+    offsets_C1: Tensor  # int32
+    weight_V: Tensor | None  # None: all 1
+
+    def times(self, rows_PD: Tensor) -> Tensor:
+        """The product with a dense matrix: [C, D]."""
+        num_bags = self.offsets_C1.numel() - 1
+        if not self.index_V.numel():
+            return rows_PD.new_zeros(num_bags, rows_PD.shape[1])
+        weight_V = None if self.weight_V is None else self.weight_V.to(rows_PD.dtype)
+        sums_CD: Tensor = torch.embedding_bag(
+            rows_PD.contiguous(),
+            self.index_V,
+            self.offsets_C1,
+            mode=0,  # sum
+            per_sample_weights=weight_V,
+            include_last_offset=True,
+        )[0]
+        return sums_CD
+
+    def transposed(self, num_columns: int) -> "SparseRows":
+        """The [P, C] matrix."""
+        lengths_C = self.offsets_C1.diff()
+        bag_V = torch.repeat_interleave(lengths_C).to(torch.int32)
+        order_V = torch.argsort(self.index_V, stable=True)
+        lengths_P = torch.bincount(self.index_V, minlength=num_columns)
+        weight_V = None if self.weight_V is None else self.weight_V[order_V]
+        return SparseRows(bag_V[order_V], _offsets(lengths_P), weight_V)
+
+    def reordered(self, place_C: Tensor) -> "SparseRows":
+        """The matrix whose row place_C[c] is row c of this one."""
+        row_at_C = torch.empty_like(place_C)
+        row_at_C[place_C] = torch.arange(place_C.numel(), device=place_C.device)
+        lengths_C = self.offsets_C1.diff()[row_at_C]
+        offsets_C1 = _offsets(lengths_C)
+        shift_C = self.offsets_C1[:-1][row_at_C] - offsets_C1[:-1]
+        source_V = torch.repeat_interleave(shift_C, lengths_C)
+        source_V += torch.arange(source_V.numel(), device=place_C.device, dtype=torch.int32)
+        weight_V = None if self.weight_V is None else self.weight_V[source_V]
+        return SparseRows(self.index_V[source_V], offsets_C1, weight_V)
+
+    def to(self, device: torch.device) -> "SparseRows":
+        """Copy to a device."""
+        weight_V = self.weight_V
+        return SparseRows(
+            self.index_V.to(device, non_blocking=True),
+            self.offsets_C1.to(device, non_blocking=True),
+            weight_V if weight_V is None else weight_V.to(device, non_blocking=True),
+        )
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Sums that are cheap to differentiate, any number of times."""
+
+    forward: SparseRows
+    backward: SparseRows
+
+    @classmethod
+    def of(
+        cls, index_V: Tensor, lengths_C: Tensor, weight_V: Tensor | None, num_rows: int
+    ) -> "Bags":
+        """Bags of these lengths over a block of `num_rows` rows."""
+        forward = SparseRows(index_V.to(torch.int32), _offsets(lengths_C), weight_V)
+        return cls(forward, forward.transposed(num_rows))
+
+    @classmethod
+    def single(cls, index_V: Tensor, num_rows: int) -> "Bags":
+        """A plain gather of rows."""
+        return cls.of(index_V, torch.ones_like(index_V), None, num_rows)
+
+    def moved(self, place_P: Tensor) -> "Bags":
+        """The same bags over a block whose row p now stands at place_P[p]."""
+        index_V = place_P[self.forward.index_V].to(torch.int32)
+        return Bags(self.forward._replace(index_V=index_V), self.backward.reordered(place_P))
+
+    def pool(self, rows_PD: Tensor) -> Tensor:
+        """The bags' sums: [C, D]."""
+        pooled_CD: Tensor = _Pool.apply(rows_PD, self.forward, self.backward)
+        return pooled_CD
+
+    def to(self, device: torch.device) -> "Bags":
+        """Copy to a device."""
+        return Bags(self.forward.to(device), self.backward.to(device))
+
+
+class _Pool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_PD: Tensor, matrix: SparseRows, transposed: SparseRows) -> Tensor:
+        ctx.matrices = transposed, matrix
+        return matrix.times(rows_PD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        # Linear: its derivative is the transpose, whose derivative is this again.
+        return _Pool.apply(grads[0], *ctx.matrices), None, None
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device=lengths.device)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=offsets[1:])
+    return offsets

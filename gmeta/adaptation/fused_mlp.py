@@ -1,0 +1,244 @@
+"""An MLP adapted to many tasks at once, and the gradients at its layers' outputs: two operations
+with their derivatives written out.
+
+Let h_0 be the inputs and h_l = relu(z_l) what layer l gives. As in linear.py, a task's layer is the
+shared one less the factors (A_j, G_j) of its inner steps j, with the rates inside G_j:
+
+    z_l = h_{l-1} W_l + b_l - sum_j (h_{l-1} A_jl^T + 1) G_jl                          (outputs)
+
+The gradients g_l of a loss at the outputs z_l follow from that at the last one,
+
+    g_{l-1} = m_{l-1} * (g_l W_l^T - sum_j (g_l G_jl^T) A_jl),   m_l = [h_l > 0], m_0 = 1    (grads)
+
+and an inner step is one more pair of factors, (h_{l-1}, rate * g_l). Both are a product with a
+shared matrix less thin products inside each task, so both share the code of that and of its
+derivative. autograd would find the same derivatives in five times as many operations, most of which
+allocate. ReLU has no second derivative: `grads` passes none on to h.
+
+Shape suffixes: N rows of one side, I input width, O output width, S support rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gmeta.adaptation.blocks import Rectangle
+
+Rectangles = tuple[Rectangle, ...]
+
+
+class Factors(NamedTuple):
+    """What an inner step took from a layer: A^T G."""
+
+    activations_SI: Tensor
+    scaled_grads_SO: Tensor
+
+
+@dataclass(frozen=True)
+class AdaptedMlp:
+    """Layers, and for each the factors of the inner steps so far: none where it does not adapt.
+
+    `support` are the rectangles that the factors' rows stand in.
+    """
+
+    weights_OI: Sequence[Tensor]
+    biases_O: Sequence[Tensor]
+    factors: Sequence[Sequence[Factors]]
+    support: Rectangles
+
+    def outputs(self, inputs_NI: Tensor, rows: Rectangles) -> tuple[Tensor, ...]:
+        """h_1, ..., h_{L-1} and z_L of rows in these rectangles."""
+        plan = _Plan(tuple(map(len, self.factors)), rows, self.support)
+        outputs: tuple[Tensor, ...] = _Outputs.apply(plan, inputs_NI.contiguous(), *self._tensors())
+        return outputs
+
+    def grads(self, last: Tensor, hidden: Sequence[Tensor], lowest: int) -> tuple[Tensor, ...]:
+        """g_lowest, ..., g_L of the support rows, from g_L and h_1, ..., h_{L-1}."""
+        if lowest == len(self.factors):
+            return (last,)
+        plan = _Plan(tuple(map(len, self.factors)), self.support, self.support)
+        below: tuple[Tensor, ...] = _Grads.apply(
+            plan, lowest, last.contiguous(), *hidden, *self._tensors()
+        )
+        return (*below, last)
+
+    def _tensors(self) -> list[Tensor]:
+        factors = [tensor for layer in self.factors for step in layer for tensor in step]
+        return [*self.weights_OI, *self.biases_O, *factors]
+
+
+class _Plan(NamedTuple):
+    """What is what in the flat list of tensors that an autograd Function takes."""
+
+    steps: tuple[int, ...]  # of each layer
+    rows: Rectangles
+    support: Rectangles
+
+    def unpacked(
+        self, tensors: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], list[list[Factors]]]:
+        """Weights, biases and factors by layer."""
+        layers = len(self.steps)
+        rest = iter(tensors[2 * layers :])
+        factors = [[Factors(next(rest), next(rest)) for _ in range(k)] for k in self.steps]
+        return tensors[:layers], tensors[layers : 2 * layers], factors
+
+
+class _Outputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, inputs_NI: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        weights, biases, factors = plan.unpacked(tensors)
+        seen: list[Tensor] = [inputs_NI]
+        spreads: list[list[list[Tensor]]] = []
+        for weight_OI, bias_O, layer in zip(weights, biases, factors, strict=True):
+            if spreads:
+                seen[-1].relu_()
+            out_NO = torch.addmm(bias_O, seen[-1], weight_OI.mT)
+            spreads.append([_subtract(out_NO, seen[-1], step, plan, 1.0) for step in layer])
+            seen.append(out_NO)
+        ctx.plan, ctx.spreads = plan, spreads
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*seen[:-1], *tensors)
+        return tuple(seen[1:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
+        layers = len(ctx.plan.steps)
+        seen, tensors = ctx.saved_tensors[:layers], ctx.saved_tensors[layers:]
+        weights, _, factors = ctx.plan.unpacked(tensors)
+        of_weights: list[Tensor | None] = [None] * layers
+        of_biases: list[Tensor | None] = [None] * layers
+        of_factors: list[list[Tensor | None]] = [[None, None] * k for k in ctx.plan.steps]
+        wants_factors = any(ctx.needs_input_grad[2 + 2 * layers :])
+        above = _contiguous(above)
+        grad = above[-1]
+        for at in reversed(range(layers)):
+            before = None
+            if grad is not None:
+                of_weights[at] = grad.mT @ seen[at]
+                of_biases[at] = grad.sum(dim=0)
+                before = grad @ weights[at] if at or ctx.needs_input_grad[1] else None
+                changed = zip(factors[at], ctx.spreads[at], strict=True)
+                found = [
+                    _subtract_backward(grad, seen[at], before, *pair, ctx.plan, wants_factors)
+                    for pair in changed
+                ]
+                of_factors[at] = [tensor for step in found for tensor in step]
+            if at:
+                before = _sum(before, above[at - 1])
+                grad = None if before is None else _where_active(before, seen[at])
+        flat = [tensor for layer in of_factors for tensor in layer]
+        return (None, before, *of_weights, *of_biases, *flat)
+
+
+class _Grads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, plan: _Plan, lowest: int, last: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        hidden = len(plan.steps) - 1
+        weights, _, factors = plan.unpacked(tensors[hidden:])
+        grads: list[Tensor] = [last]
+        spreads: list[list[list[Tensor]]] = []
+        for at in reversed(range(lowest, len(weights))):
+            below_NI = grads[0] @ weights[at]
+            # The roles of the factors are exchanged, and there is no bias.
+            turned = [Factors(*reversed(step)) for step in factors[at]]
+            spreads.insert(0, [_subtract(below_NI, grads[0], step, plan, 0.0) for step in turned])
+            grads.insert(0, _where_active(below_NI, tensors[at - 1]) if at else below_NI)
+        ctx.plan, ctx.lowest, ctx.spreads = plan, lowest, spreads
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *grads)
+        return tuple(grads[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
+        layers, lowest = len(ctx.plan.steps), ctx.lowest
+        saved = ctx.saved_tensors
+        tensors, grads = saved[: lowest - layers - 1], saved[lowest - layers - 1 :]
+        weights, _, factors = ctx.plan.unpacked(tensors[layers - 1 :])
+        of_weights: list[Tensor | None] = [None] * layers
+        of_factors: list[list[Tensor | None]] = [[None, None] * k for k in ctx.plan.steps]
+        above = _contiguous(above)
+        carried: Tensor | None = None
+        for at in range(lowest, layers):
+            below_NI = _sum(carried, above[at - lowest])
+            if below_NI is None:
+                continue
+            if at:
+                below_NI = _where_active(below_NI, tensors[at - 1])
+            grad = grads[at - lowest + 1]
+            of_weights[at] = grad.mT @ below_NI
+            carried = below_NI @ weights[at].mT
+            turned = [Factors(*reversed(step)) for step in factors[at]]
+            found = [
+                _subtract_backward(below_NI, grad, carried, step, spreads, ctx.plan, True)
+                for step, spreads in zip(turned, ctx.spreads[at - lowest], strict=True)
+            ]
+            of_factors[at] = [tensor for step in found for tensor in reversed(step)]
+        flat = [tensor for layer in of_factors for tensor in layer]
+        nothing = [None] * (layers - 1)
+        return (None, None, carried, *nothing, *of_weights, *[None] * layers, *flat)
+
+
+def _subtract(
+    out_NO: Tensor, rows_NI: Tensor, factors: Factors, plan: _Plan, shift: float
+) -> list[Tensor]:
+    """out -= (x A^T + shift) G inside each task, in place; x A^T + shift, for the derivative."""
+    spreads = []
+    for mine, support in zip(plan.rows, plan.support, strict=True):
+        spread = mine.of(rows_NI) @ support.of(factors.activations_SI).mT
+        if shift:
+            spread += shift
+        mine.of(out_NO).baddbmm_(spread, support.of(factors.scaled_grads_SO), alpha=-1)
+        spreads.append(spread)
+    return spreads
+
+
+def _subtract_backward(
+    grad_NO: Tensor,
+    rows_NI: Tensor,
+    rows_grad_NI: Tensor | None,
+    factors: Factors,
+    spreads: list[Tensor],
+    plan: _Plan,
+    wants_factors: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the factors; those of the rows are added to what is there, in place."""
+    of_activations = torch.empty_like(factors.activations_SI) if wants_factors else None
+    of_grads = torch.empty_like(factors.scaled_grads_SO) if wants_factors else None
+    for mine, support, spread in zip(plan.rows, plan.support, spreads, strict=True):
+        grad = mine.of(grad_NO)
+        of_spread = grad @ support.of(factors.scaled_grads_SO).mT
+        if rows_grad_NI is not None:
+            activations = support.of(factors.activations_SI)
+            mine.of(rows_grad_NI).baddbmm_(of_spread, activations, alpha=-1)
+        if of_activations is not None and of_grads is not None:
+            rows = mine.of(rows_NI)
+            support.of(of_activations).baddbmm_(of_spread.mT, rows, beta=0, alpha=-1)
+            support.of(of_grads).baddbmm_(spread.mT, grad, beta=0, alpha=-1)
+    return of_activations, of_grads
+
+
+def _contiguous(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """As rectangles are cut from them."""
+    return tuple(grad if grad is None else grad.contiguous() for grad in grads)
+
+
+def _where_active(grad: Tensor, hidden: Tensor) -> Tensor:
+    """The gradient before a ReLU from that after it."""
+    before: Tensor = torch.ops.aten.threshold_backward(grad, hidden, 0)
+    return before
+
+
+def _sum(own: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The sum of what there is, in place of the first."""
+    if own is None or other is None:
+        return other if own is None else own
+    return own.add_(other)

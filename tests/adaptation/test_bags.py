@@ -1,0 +1,49 @@
+"""Weighted sums of rows against a loop, and their derivatives against autograd's own."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from gmeta.adaptation.bags import Bags
+
+
+def some_bags(lengths: list[int], num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Indices with repeats, lengths and weights."""
+    rng = random.Random(0)
+    index_V = torch.tensor([rng.randrange(num_rows) for _ in range(sum(lengths))])
+    generator = torch.Generator().manual_seed(0)
+    weight_V = torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
+    return index_V.long(), torch.tensor(lengths, dtype=torch.int64), weight_V
+
+
+def slow_sums(rows_PD: Tensor, index_V: Tensor, lengths_C: Tensor, weight_V: Tensor) -> Tensor:
+    weighted = (rows_PD[index_V] * weight_V[:, None]).split(lengths_C.tolist())
+    return torch.stack([bag.sum(dim=0) for bag in weighted])
+
+
+@pytest.mark.parametrize("lengths", [[2, 0, 3, 1], [0, 0], [4]])
+def test_sums_and_first_and_second_derivatives_equal_a_loop(lengths: list[int]) -> None:
+    index_V, lengths_C, weight_V = some_bags(lengths, 5)
+    rows_PD = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    bags = Bags.of(index_V, lengths_C, weight_V, 5)
+    torch.testing.assert_close(bags.pool(rows_PD), slow_sums(rows_PD, index_V, lengths_C, weight_V))
+    assert torch.autograd.gradcheck(bags.pool, rows_PD)
+    assert torch.autograd.gradgradcheck(lambda rows: bags.pool(rows).square(), rows_PD)
+
+
+def test_bags_over_moved_rows_give_the_same_sums_and_gradients() -> None:
+    index_V, lengths_C, weight_V = some_bags([2, 0, 3, 1], 5)
+    bags = Bags.of(index_V, lengths_C, weight_V, 5)
+    place_P = torch.tensor([3, 0, 4, 1, 2])
+    rows_PD = torch.randn(5, 3, dtype=torch.float64)
+    moved_PD = torch.empty_like(rows_PD)
+    moved_PD[place_P] = rows_PD
+    here, there = rows_PD.requires_grad_(), moved_PD.requires_grad_()
+    pooled = bags.moved(place_P).pool(there)
+    torch.testing.assert_close(pooled, bags.pool(here))
+    upstream = torch.randn_like(pooled)
+    (grad_here,) = torch.autograd.grad(bags.pool(here), here, upstream)
+    (grad_there,) = torch.autograd.grad(pooled, there, upstream)
+    torch.testing.assert_close(grad_there[place_P], grad_here)

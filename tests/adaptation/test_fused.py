@@ -1,0 +1,136 @@
+"""The fused loop against the general one: where it serves, and that both give the same step."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gmeta.adaptation.blocks import MOST_RECTANGLES, PADDING_SHARE, TaskBlocks, group_tasks
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.side import Sides
+from gmeta.build import build_learner
+from gmeta.learner import MetaLearner
+from models import ModelConfig
+from tests import reference
+
+MELU = ModelConfig(name="melu", embedding_dim=4, hidden=(6, 5))
+FEATURES = reference.some_features(2, 1, 0)
+
+
+def learner_of(algorithm: AlgorithmConfig, model: ModelConfig = MELU) -> MetaLearner:
+    torch.manual_seed(0)
+    return build_learner(FEATURES, model, algorithm, "bce").double()
+
+
+def batch_of(sizes: list[tuple[int, int]]) -> reference.TaskBatch:
+    rng = random.Random(0)
+    return reference.batch_of(
+        [reference.random_task(FEATURES, *size, rng) for size in sizes], FEATURES
+    )
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(["maml", "fomaml", "anil", "metasgd"]),
+    model=st.sampled_from(["melu", "dlrm"]),
+    steps=st.integers(1, 3),
+    embeddings=st.booleans(),
+    layers=st.sampled_from([("*",), ("*.0",), ("*.2", "*.4"), ("*.4",)]),
+    rates=st.sampled_from(["layer", "output"]),
+    sizes=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=9).filter(
+        lambda sizes: any(support and query for support, query in sizes)
+    ),
+)
+def test_the_fused_step_equals_the_general_one(
+    name: str,
+    model: str,
+    steps: int,
+    embeddings: bool,
+    layers: tuple[str, ...],
+    rates: str,
+    sizes: list[tuple[int, int]],
+) -> None:
+    algorithm = AlgorithmConfig(
+        name=name,
+        inner_steps=steps,
+        adapt_embeddings=embeddings and name != "anil",
+        adapt_layers=("*",) if name == "anil" else layers,
+        learned_rates=rates,
+        inner_path="low_rank",
+        support_prior=0.5,
+    )
+    learner = learner_of(algorithm, replace(MELU, name=model))
+    batch = batch_of(sizes)
+    fused, general = learner.arrange(batch), learner.arrange_to_predict(batch)
+    assert isinstance(fused.rows, TaskBlocks)
+    assert isinstance(general.rows, Sides)
+    assert fused.num_terms == general.num_terms
+    rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
+    wanted = [rows_UD, *learner.parameters()]
+    losses = [learner(rows_UD, episodes, 1.0) for episodes in (fused, general)]
+    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-10)
+    for ours, theirs in zip(
+        *(torch.autograd.grad(loss, wanted, allow_unused=True) for loss in losses), strict=True
+    ):
+        # A rate that no support row reaches: unused in the one, zero in the other.
+        zero = torch.zeros(()).double()
+        torch.testing.assert_close(
+            zero if ours is None else ours,
+            zero.expand_as(ours) if theirs is None and ours is not None else theirs,
+            rtol=0,
+            atol=1e-10,
+        )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "model"),
+    [
+        (AlgorithmConfig(name="reptile"), MELU),
+        (AlgorithmConfig(name="maml", inner_path="materialised"), MELU),
+        (AlgorithmConfig(name="metasgd", learned_rates="weight"), MELU),
+        (AlgorithmConfig(name="maml"), replace(MELU, name="cbml")),
+        (AlgorithmConfig(name="maml"), replace(MELU, name="din", history="m0")),
+    ],
+)
+def test_what_the_fused_loop_cannot_do_goes_to_the_general_one(
+    algorithm: AlgorithmConfig, model: ModelConfig
+) -> None:
+    features = reference.some_features(2, 1, 0, history=True)
+    learner = build_learner(features, model, algorithm, "bce")
+    tasks = [reference.random_task(features, 3, 2, random.Random(0))]
+    assert isinstance(learner.arrange(reference.batch_of(tasks, features)).rows, Sides)
+
+
+def test_many_support_rows_go_to_the_general_loop_where_its_materialised_path_is_cheaper() -> None:
+    learner = learner_of(AlgorithmConfig(name="maml"))
+    assert isinstance(learner.arrange(batch_of([(1, 1)])).rows, TaskBlocks)
+    assert isinstance(learner.arrange(batch_of([(30, 30)])).rows, Sides)
+
+
+def test_autocast_computes_the_fused_step_in_bfloat16() -> None:
+    learner = learner_of(AlgorithmConfig(name="maml", inner_path="low_rank")).float()
+    batch = batch_of([(3, 2), (2, 4)])
+    rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, requires_grad=True)
+    exact = learner(rows_UD, learner.arrange(batch), 1.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rough = learner(rows_UD, learner.arrange(batch), 1.0)
+    rough.backward()
+    assert 0 < abs(rough.item() - exact.item()) < 0.02 * abs(exact.item())
+    assert all(parameter.grad is not None for parameter in learner.parameters())
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(sizes=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 20)), min_size=1, max_size=60))
+def test_groups_hold_every_task_once_and_pad_little_unless_they_are_many(
+    sizes: list[tuple[int, int]],
+) -> None:
+    support_T, query_T = np.array(sizes).T
+    groups = group_tasks(support_T, query_T)
+    assert sorted(task for group in groups for task in group) == list(range(len(sizes)))
+    padded = sum(len(g) * (support_T[g].max() + query_T[g].max()) for g in groups)
+    allowed = (1 + PADDING_SHARE) * (support_T.sum() + query_T.sum())
+    assert len(groups) == MOST_RECTANGLES or padded <= allowed
