@@ -1,0 +1,143 @@
+"""The container entry points as processes on several hosts: a service with TLS, tokens and client
+certificates, two training nodes, and a cable that is pulled.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from gmeta.antdt.audit import audit_manifest
+from gmeta.antdt.manifest import load_manifest
+from gmeta.checkpoint import list_checkpoints
+from tests.antdt.pki import Authority
+from tests.commands import SMALL_MODEL, environment, metrics, write_config
+from tests.deploy.network import INTERFACE, Host, NoNamespacesError, hosts
+from tests.deploy.rendering import ROOT
+
+TOKEN = "worker-0123456789abcdef"
+Process = subprocess.Popen[str]
+
+
+@pytest.fixture
+def network() -> Iterator[list[Host]]:
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(hosts(3))
+        except NoNamespacesError as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        yield made
+
+
+def wait_until(reached: Callable[[], bool], what: str, timeout_s: float = 90.0) -> None:
+    until_s = time.monotonic() + timeout_s
+    while not reached():
+        assert time.monotonic() < until_s, f"{what}: not within {timeout_s:.0f} s"
+        time.sleep(0.05)
+
+
+class Cluster:
+    """A hub with the service, and nodes that can be started again, as a Job would."""
+
+    def __init__(self, network: list[Host], folder: Path, config: Path) -> None:
+        self.hub, *self.nodes = network
+        self.config = config
+        pki = Authority(folder / "pki")
+        self.service_pair = pki.issue("service", address=self.hub.address)
+        self.worker_pair = pki.issue("worker", "worker")
+        self.ca, self.folder = pki.ca, folder
+        (folder / "tokens").mkdir()
+        (folder / "tokens" / "worker").write_text(TOKEN)
+
+    def start_service(self) -> Process:
+        cert, key = self.service_pair
+        arguments = ["-m", "gmeta", "shard-service", "--listen", f"{self.hub.address}:7070"]
+        arguments += ["--metrics-listen", f"{self.hub.address}:9100", "--lease-ttl", "5"]
+        arguments += ["--store", f"sqlite:///{self.folder}/shards.db", "--tls-cert", str(cert)]
+        arguments += ["--tls-key", str(key), "--tls-client-ca", str(self.ca)]
+        arguments += ["--tokens", str(self.folder / "tokens")]
+        return self._start(self.hub, "service", sys.executable, *arguments)
+
+    def start_node(self, rank: int, *arguments: str) -> Process:
+        host = self.nodes[rank]
+        cert, key = self.worker_pair
+        variables = {
+            "PYTHON": sys.executable,
+            "NNODES": "2",
+            "NODE_RANK": str(rank),
+            "RDZV_ENDPOINT": f"{self.nodes[0].address}:29400",
+            "LOCAL_ADDR": host.address,
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "GMETA_SHARD_SERVICE": f"{self.hub.address}:7070",
+            "GMETA_SHARD_TLS_CA": str(self.ca),
+            "GMETA_SHARD_TLS_CERT": str(cert),
+            "GMETA_SHARD_TLS_KEY": str(key),
+            "GMETA_SHARD_TOKEN_FILE": str(self.folder / "tokens" / "worker"),
+        }
+        script = str(ROOT / "deploy/docker/train-node")
+        command = [script, "train", str(self.config), *SMALL_MODEL, *arguments, "--resume"]
+        return self._start(host, f"node{rank}", *command, **variables)
+
+    def _start(self, host: Host, name: str, *command: str, **variables: str) -> Process:
+        with (self.folder / f"{name}.log").open("a") as log:
+            return subprocess.Popen(
+                host.command(*command),
+                env={**environment(), "PYTHONPATH": str(ROOT), **variables},
+                stdout=log,
+                stderr=log,
+                text=True,
+            )
+
+    def said(self) -> str:
+        return "\n".join(
+            f"--- {log.name}\n{log.read_text()[-3000:]}" for log in self.folder.glob("*.log")
+        )
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(280)
+def test_a_node_that_is_cut_off_and_comes_back_costs_no_episode(
+    network: list[Host], tmp_path: Path, click_logs: Path
+) -> None:
+    run = tmp_path / "run"
+    cluster = Cluster(network, tmp_path, write_config(tmp_path / "t.toml", click_logs, run))
+    arguments = ["data.source=service", "data.tasks_per_step=2", "run.max_steps=0"]
+    arguments += ["run.epochs=2", "run.checkpoint_every_steps=10", "run.collective_timeout_s=5"]
+    with ExitStack() as stack:
+        service = stack.enter_context(cluster.start_service())
+        stack.callback(service.terminate)
+        nodes = [stack.enter_context(cluster.start_node(rank, *arguments)) for rank in (0, 1)]
+        for node in nodes:
+            stack.callback(node.kill)
+        try:
+            wait_until(lambda: bool(list_checkpoints(run / "checkpoints")), "a checkpoint")
+            cluster.nodes[1].pull_cable()
+            time.sleep(1.0)  # what was on its way is in the files
+            cut_at = len(metrics(run))
+            assert all(node.poll() is None for node in nodes)
+            # The rank that lost its peer ends, and its node waits for the other one.
+            wait_until(lambda: "lost contact" in cluster.said(), "the timeout of a collective")
+            assert len(metrics(run)) <= cut_at + 1
+            cluster.nodes[1].plug_cable()
+            while any(node.poll() is None for node in nodes):
+                for rank in (0, 1):
+                    if nodes[rank].poll() not in (None, 0):  # as a Job replaces a failed pod
+                        nodes[rank] = stack.enter_context(cluster.start_node(rank, *arguments))
+                        stack.callback(nodes[rank].kill)
+                time.sleep(0.2)
+            assert [node.returncode for node in nodes] == [0, 0]
+        except BaseException:
+            print(cluster.said())
+            raise
+        service.terminate()
+        assert service.wait(20) == 0
+    steps = [line["step"] for line in metrics(run) if "loss" in line]
+    assert steps == list(range(1, len(steps) + 1))
+    report = audit_manifest(load_manifest(list_checkpoints(run / "checkpoints")[-1]))
+    assert report.ok
+    assert "  epoch finished" in report.lines
+    assert TOKEN not in cluster.said()
