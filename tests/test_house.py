@@ -55,11 +55,25 @@ def test_the_readme_lists_every_config_key_with_its_default() -> None:
     assert missing == [], "run: python -m tests.test_house"
 
 
+def anchors(page: Path) -> set[str]:
+    """The names that a page's headings can be linked by."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    kept = [re.sub(r"[^\w\- ]", "", heading.lower()).strip() for heading in headings]
+    return {heading.replace(" ", "-") for heading in kept}
+
+
 @pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_in_the_docs_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
-    local = [link for link in links if not link.startswith(("http:", "https:", "mailto:"))]
-    assert [link for link in local if not (page.parent / link).exists()] == []
+    text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
+    broken = []
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", text):
+        if link.startswith(("http:", "https:", "mailto:")):
+            continue
+        target = page.parent / link if link else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(f"{link}#{anchor}")
+    assert broken == []
 
 
 def test_the_schema_in_the_readme_is_one_that_prepare_takes() -> None:
