@@ -16,6 +16,8 @@ from gmeta.antdt.http_edge import HttpRequest
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _SHARD_STATES = ("todo", "doing", "done_open", "done_committed", "skipped", "quarantined")
 
+_SPENT = ("compute", "data_wait", "communication", "peer_wait")
+
 
 @final
 class ServiceMetrics:
@@ -96,8 +98,18 @@ class _StateCollector(Collector):
             epoch.add_metric([dataset.spec.name], dataset.epoch)
             for state in _SHARD_STATES:
                 shards.add_metric([dataset.spec.name, state], getattr(dataset, state))
-        yield shards
-        yield epoch
+        seconds = CounterMetricFamily(
+            "antdt_worker_seconds",
+            "Where a worker's time went since its process began.",
+            labels=["worker", "spent"],
+        )
+        for worker in status.workers:
+            if worker.HasField("report"):
+                for spent in _SPENT:
+                    seconds.add_metric(
+                        [worker.worker_id, spent], getattr(worker.report, f"{spent}_ms") / 1000
+                    )
+        yield from (shards, epoch, seconds)
         leases = sum(worker.num_leases for worker in status.workers)
         for name, help_text, value in (
             ("antdt_leases", "Live leases.", leases),

@@ -1,0 +1,38 @@
+"""Alerts and dashboard ask for metrics that the service has."""
+
+import re
+
+import grpc
+
+from gmeta.antdt.server import ServiceConfig, ShardServer
+from protos.antdt.v1 import shard_service_pb2 as pb
+from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
+from tests.deploy.check import ALERTS
+from tests.deploy.rendering import ROOT
+
+DASHBOARD = ROOT / "deploy/grafana/gmeta.json"
+
+
+def test_alerts_and_dashboard_ask_for_metrics_that_the_service_has() -> None:
+    server = ShardServer(ServiceConfig("127.0.0.1:0"))
+    with grpc.insecure_channel(server.address) as channel:
+        stub = pb_grpc.ShardServiceStub(channel)
+        spec = pb.DatasetSpec(name="d", num_units=8, units_per_shard=4, num_epochs=1)
+        stub.RegisterDataset(pb.RegisterDatasetRequest(spec=spec))
+        reply = stub.Register(pb.RegisterRequest(worker_id="a", incarnation="p"))
+        caller = pb.Caller(
+            worker_id="a",
+            incarnation="p",
+            service_epoch=reply.service_epoch,
+            run_generation=reply.run_generation,
+        )
+        report = pb.WorkerReport(step=1, tasks_done=4, compute_ms=1500, data_wait_ms=500)
+        stub.Heartbeat(pb.HeartbeatRequest(caller=caller, report=report))
+    registry = server.edge.metrics.registry
+    labels = {"worker": "a", "spent": "data_wait"}
+    assert registry.get_sample_value("antdt_worker_seconds_total", labels) == 0.5
+    had = {sample.name for family in registry.collect() for sample in family.samples}
+    server.stop(0.0)
+    asked = set(re.findall(r"antdt_\w+", ALERTS.read_text() + DASHBOARD.read_text()))
+    assert len(asked) > 8
+    assert asked - had == set()
