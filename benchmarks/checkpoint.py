@@ -26,11 +26,11 @@ from _synthetic import even_sizes, random_batch, single_id_features
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
-from gmeta.checkpoint import Progress
 from gmeta.checkpoint_writer import CheckpointWriter
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.optimizers import build_optimizer
 from gmeta.parallel import shard_learner, start_ranks, table_shards
+from gmeta.progress import Progress
 from models import ModelConfig
 
 NUM_FEATURES, WIDTH, TASKS, ROWS = 10, 32, 64, 10

@@ -9,6 +9,7 @@ from gmeta.adaptation.algorithm import TableSizes
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.augment import check_augment
 from gmeta.config import DataConfig, TrainConfig
+from gmeta.early_stop import early_stop_of
 from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner
 from gmeta.table_sharding import check_sharding
@@ -34,6 +35,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
                 f"it has {', '.join(dataset.splits)}. Name one of them"
             )
     check_source(config.data)
+    early_stop_of(config)
     tables = [table.name for table in dataset.features.tables]
     check_sharding(config.sharding, tables, config.outer.sparse_optimizer)
     torch.manual_seed(config.run.seed)

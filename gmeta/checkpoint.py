@@ -6,7 +6,7 @@ other wrote.
 
 import json
 import re
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +15,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
+from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
 from gmeta.optimizers import create_state
 from gmeta.parallel import Ranks
+from gmeta.progress import Progress
 
 PROGRESS_FILE = "progress.json"
 TEMPORARY_PREFIX = "tmp-"  # of a folder that is being written
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where in the data a checkpoint stands: `step` outer steps done, `epoch_step` of them in
-    `epoch`.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    epoch_step: int = 0
 
 
 def load_checkpoint(
@@ -66,6 +57,20 @@ def read_progress(path: Path) -> Progress:
     """Where a checkpoint stands; its file also says who wrote it."""
     about = json.loads((path / PROGRESS_FILE).read_text())
     return Progress(**{item.name: about[item.name] for item in fields(Progress)})
+
+
+def checkpoint_to_use(folder: Path, config: TrainConfig) -> Path | None:
+    """The checkpoint that stands for a run: of its best validation if it stops early, else the
+    newest.
+    """
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        return None
+    if config.run.early_stop_patience:
+        best = folder / checkpoint_name(read_progress(checkpoints[-1]).best_step)
+        if best in checkpoints:
+            return best
+    return checkpoints[-1]
 
 
 def checkpoint_name(step: int) -> str:

@@ -27,7 +27,6 @@ from torchrec.optim.keyed import CombinedOptimizer
 from gmeta.checkpoint import (
     PROGRESS_FILE,
     TEMPORARY_PREFIX,
-    Progress,
     checkpoint_name,
     list_checkpoints,
     reason_of,
@@ -36,6 +35,7 @@ from gmeta.checkpoint import (
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
 from gmeta.parallel import Ranks, new_control_group, value_of_first
+from gmeta.progress import Progress
 
 
 def _nothing() -> None:
@@ -43,8 +43,8 @@ def _nothing() -> None:
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints to `folder`/step-N and keeps the `run.keep_last` newest. All ranks
-    make one, and call it in the same places.
+    """Writes a run's checkpoints to `folder`/step-N and keeps the `run.keep_last` newest and the
+    best. All ranks make one, and call it in the same places.
 
     `committed` is called on every rank, by the training thread, once a checkpoint has its name.
     Without `run.checkpoint_in_background` a step waits until its checkpoint is written, and no copy
@@ -67,6 +67,7 @@ class CheckpointWriter:
         self._ranks = replace(ranks, control=new_control_group())
         self._about = {"world_size": ranks.world_size, "config_digest": config.digest}
         self._keep_last = config.run.keep_last
+        self._keep_best = config.run.keep_best
         self._committed = committed
         self._in_background = config.run.checkpoint_in_background
         self._stager = BlockingAsyncStager(cache_staged_state_dict=True)
@@ -186,8 +187,10 @@ class CheckpointWriter:
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         _fsync(self._folder)
+        best = checkpoint_name(progress.best_step) if self._keep_best else ""
         for old in list_checkpoints(self._folder)[: -self._keep_last]:
-            shutil.rmtree(old)
+            if old.name != best:
+                shutil.rmtree(old)
 
 
 def _buffers_for(value: Any) -> Any:

@@ -31,7 +31,7 @@ class DataConfig:
     train_split: str = field(default="train", metadata={"help": "split to train on"})
     valid_split: str = field(
         default="",
-        metadata={"help": "split to score after every epoch; empty: none. Never one you report on"},
+        metadata={"help": "split to score while training; empty: none. Never one you report on"},
     )
     eval_splits: tuple[str, ...] = field(
         default=(),
@@ -188,6 +188,28 @@ class RunConfig:
         },
     )
     keep_last: int = field(default=2, metadata={"help": "checkpoints kept", "min": 1})
+    keep_best: bool = field(
+        default=True,
+        metadata={"help": "take and keep a checkpoint of the best validation as well"},
+    )
+    valid_every_steps: int = field(
+        default=0,
+        metadata={"help": "score data.valid_split after so many steps; 0: every epoch", "min": 0},
+    )
+    early_stop_patience: int = field(
+        default=0,
+        metadata={
+            "help": "end after so many validations in a row without a better score; 0: never",
+            "min": 0,
+        },
+    )
+    early_stop_metric: str = field(
+        default="",
+        metadata={"help": "what makes a score better; empty: auc of clicks, mae of ratings"},
+    )
+    early_stop_min_delta: float = field(
+        default=0.0, metadata={"help": "by how much it must be better", "min": 0.0}
+    )
     collective_timeout_s: int = field(
         default=300,
         metadata={"help": "a collective that waits longer ends the run with an error", "min": 1},

@@ -15,7 +15,7 @@ import torch
 from torchrec.distributed import DistributedModelParallel
 
 from gmeta.build import build, open_reader
-from gmeta.checkpoint import list_checkpoints, load_checkpoint
+from gmeta.checkpoint import checkpoint_to_use, load_checkpoint
 from gmeta.config import TrainConfig
 from gmeta.episodes import Episodes
 from gmeta.errors import UserError
@@ -34,16 +34,16 @@ from metaio import Dataset
 
 
 def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> EvaluatedRun | None:
-    """Predictions of a run's newest checkpoint on `splits` (none named: as its config says), on
-    rank 0.
+    """Predictions of a run's checkpoint (see checkpoint_to_use) on `splits` (none named: as its
+    config says), on rank 0.
 
     Raises:
         UserError: no run folder, no checkpoint yet, an unknown split.
     """
     folder = RunFolder(root)
     config = folder.read_config()
-    checkpoints = list_checkpoints(folder.checkpoints)
-    if not checkpoints:
+    checkpoint = checkpoint_to_use(folder.checkpoints, config)
+    if checkpoint is None:
         raise UserError(
             f"run {root} has 0 checkpoints: there is nothing to evaluate yet. "
             "Let it reach its first one"
@@ -51,7 +51,7 @@ def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> 
     dataset, learner = build(config)
     chosen = splits_to_score(config, dataset, splits)
     sharded = shard_learner(learner, dataset.features, config, ranks)
-    progress = load_checkpoint(checkpoints[-1], sharded, None, ranks)
+    progress = load_checkpoint(checkpoint, sharded, None, ranks)
     tables = [predict_split(config, dataset, split, sharded, ranks) for split in chosen]
     if ranks.rank != 0:
         return None

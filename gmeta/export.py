@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from gmeta.build import build
-from gmeta.checkpoint import list_checkpoints
+from gmeta.checkpoint import checkpoint_to_use, list_checkpoints
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError, UserError
 from gmeta.run_folder import ENVIRONMENT_FILE, RunFolder
@@ -192,7 +192,7 @@ def _choose(run: RunFolder, step: int | None) -> Path:
             "Let it reach its first one"
         )
     if step is None:
-        return checkpoints[-1]
+        return checkpoint_to_use(run.checkpoints, run.read_config()) or checkpoints[-1]
     steps = {int(path.name.removeprefix("step-")): path for path in checkpoints}
     if step not in steps:
         raise UserError(

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from gmeta.accumulate import MicroBatches
 from gmeta.adaptation.layout import RowLayout
 from gmeta.adaptation.side import Side
-from gmeta.checkpoint import Progress
 from gmeta.episodes import Episodes
 from gmeta.errors import GMetaError
 from gmeta.parallel import Ranks, any_rank_later, gather_to_first, value_of_first
+from gmeta.progress import Progress
 
 NAMED_TASKS = 5  # in a message; the saved batch has all of them
 

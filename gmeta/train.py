@@ -10,9 +10,10 @@ from pathlib import Path
 from gmeta.agent import open_agent
 from gmeta.augment import augmented
 from gmeta.build import build
-from gmeta.checkpoint import Progress, list_checkpoints, load_checkpoint
+from gmeta.checkpoint import list_checkpoints, load_checkpoint
 from gmeta.checkpoint_writer import CheckpointWriter
 from gmeta.config import TrainConfig
+from gmeta.early_stop import early_stop_of
 from gmeta.evaluate import score_split
 from gmeta.feed import open_feed
 from gmeta.guards import StepGuard
@@ -25,10 +26,17 @@ from gmeta.parallel import (
     local_learner,
     plan_lines,
     shard_learner,
+    value_of_first,
 )
+from gmeta.progress import Progress
 from gmeta.run_folder import RunFolder, create_run_folder, keep_metrics_up_to, write_json
 from gmeta.run_log import RunLog, StepMeter
 from gmeta.stopping import StoppedError, stop_on_sigterm
+
+
+def is_due(every_steps: int, step: int) -> bool:
+    """Whether something that happens after so many steps (0: never) happens now."""
+    return every_steps > 0 and step % every_steps == 0
 
 
 def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
@@ -60,6 +68,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     writer = CheckpointWriter(
         folder.checkpoints, sharded, optimizer, config, ranks, committed=feed.committed
     )
+    early_stop = early_stop_of(config)
     guard = StepGuard(folder.bad_batches, learner.parameters(), ranks, ending=writer.finish)
     saved_step = progress.step
 
@@ -70,6 +79,16 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
         writer.save(progress, feed.checkpoint_files(progress.step))
         saved_step = progress.step
 
+    def validate(epoch: int) -> None:
+        nonlocal progress
+        scores = score_split(config, dataset, config.data.valid_split, sharded, ranks)
+        log.write(progress.step, epoch, {"valid": scores})
+        score = value_of_first(scores.get(early_stop.metric), ranks)
+        progress = early_stop.judged(progress, score)
+
+    def is_best() -> bool:
+        return config.run.keep_best and progress.step == progress.scored_step == progress.best_step
+
     meter = StepMeter(ranks)
     with (
         RunLog(folder, ranks, total_steps, progress.step) as log,
@@ -79,7 +98,11 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     ):
         log.tell(plan_lines(plan))
         agent = open_agent(config, feed, sharded, learner.arrange, ranks, stop)
-        while progress.epoch < config.run.epochs and progress.step < step_limit:
+        while (
+            progress.epoch < config.run.epochs
+            and progress.step < step_limit
+            and not early_stop.is_over(progress)
+        ):
             batches = augmented(
                 feed.batches(progress.epoch, progress.epoch_step),
                 config.augment,
@@ -108,12 +131,11 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
                 meter.add(loss, totals)
                 if meter.steps == config.run.log_every_steps:
                     log.write(progress.step, progress.epoch, meter.read(feed.wait_s))
-                if (
-                    config.run.checkpoint_every_steps
-                    and progress.step % config.run.checkpoint_every_steps == 0
-                ):
+                if is_due(config.run.valid_every_steps, progress.step):
+                    validate(progress.epoch)
+                if is_due(config.run.checkpoint_every_steps, progress.step) or is_best():
                     save()
-                if progress.step == step_limit:
+                if progress.step == step_limit or early_stop.is_over(progress):
                     break
             if stop.agreed:
                 if meter.steps:
@@ -125,17 +147,29 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
                     f"stopped by SIGTERM behind step {progress.step}, and nothing of it is lost. "
                     "Run the same command with --resume to go on"
                 )
-            epoch_over = feed.epoch_over(progress.epoch_step)
-            last = progress.step == step_limit or (
-                epoch_over and progress.epoch + 1 == config.run.epochs
+            epoch, epoch_over = progress.epoch, feed.epoch_over(progress.epoch_step)
+            last = (
+                progress.step == step_limit
+                or (epoch_over and epoch + 1 == config.run.epochs)
+                or early_stop.is_over(progress)
             )
             if last and meter.steps:
-                log.write(progress.step, progress.epoch, meter.read(feed.wait_s))
-            if config.data.valid_split:
-                scores = score_split(config, dataset, config.data.valid_split, sharded, ranks)
-                log.write(progress.step, progress.epoch, {"valid": scores})
+                log.write(progress.step, epoch, meter.read(feed.wait_s))
             if epoch_over:
-                progress = Progress(step=progress.step, epoch=progress.epoch + 1)
-            if last or not config.run.checkpoint_every_steps:
+                progress = replace(progress, epoch=epoch + 1, epoch_step=0)
+            if (
+                config.data.valid_split
+                and progress.scored_step != progress.step
+                and (last or not config.run.valid_every_steps)
+            ):
+                validate(epoch)
+            if (
+                last
+                or early_stop.is_over(progress)
+                or is_best()
+                or not config.run.checkpoint_every_steps
+            ):
                 save()
+        if early_stop.is_over(progress):
+            log.tell([early_stop.told(progress)])
     return folder

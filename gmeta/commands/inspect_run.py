@@ -39,7 +39,7 @@ def inspect_run(root: Path) -> None:
     if not summaries:
         console.print("no checkpoint yet")
         return
-    table = _table("Checkpoints", "step", "epoch", "ranks", "config", "size", "")
+    table = _table("Checkpoints", "step", "epoch", "ranks", "config", "size", "", "")
     for summary in summaries:
         about = summary.about
         written_with = about.get("config_digest", "?")
@@ -50,6 +50,7 @@ def inspect_run(root: Path) -> None:
             "same" if written_with == config.digest else written_with,
             _size(summary.disk_bytes),
             "incomplete" if summary.problems else "complete",
+            "best" if about.get("best_step") == about["step"] > 0 else "",
         )
     console.print(table)
     _show(console, summaries[-1])

@@ -16,13 +16,14 @@ from torchrec.distributed import DistributedModelParallel
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
-from gmeta.checkpoint import Progress, list_checkpoints, load_checkpoint
+from gmeta.checkpoint import list_checkpoints, load_checkpoint
 from gmeta.checkpoint_writer import CheckpointWriter
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.errors import GMetaError
 from gmeta.learner import MetaLearner
 from gmeta.optimizers import OuterOptimizer, build_optimizer
 from gmeta.parallel import Ranks, in_step, shard_learner, table_shards
+from gmeta.progress import Progress
 from models import ModelConfig
 from tests import reference
 from tests.distributed.harness import on_ranks

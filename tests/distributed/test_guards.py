@@ -11,12 +11,12 @@ import torch
 from gmeta.accumulate import in_parts
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
-from gmeta.checkpoint import Progress
 from gmeta.config import RunConfig, TrainConfig
 from gmeta.errors import GMetaError
 from gmeta.guards import StepGuard, load_batch
 from gmeta.optimizers import build_optimizer
 from gmeta.parallel import Ranks, in_step, local_learner, shard_learner
+from gmeta.progress import Progress
 from metaio.batch import TaskBatch
 from models import ModelConfig
 from tests import reference

@@ -1,0 +1,19 @@
+"""How far a run has come: what a checkpoint says beside the model."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where in the data a checkpoint stands: `step` outer steps done, `epoch_step` of them in
+    `epoch`; and what validation said: the best score, of which step, and how many validations since
+    were none better.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    epoch_step: int = 0
+    scored_step: int = 0
+    best_score: float | None = None
+    best_step: int = 0
+    stale: int = 0
