@@ -72,7 +72,7 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends what runs in the background."""
+        """Ends what runs in the background. Every rank calls it."""
 
     def __enter__(self) -> "Feed":
         return self
@@ -166,7 +166,7 @@ class ServiceFeed(Feed):
 
     `quota` says how many tasks this rank takes in each round. A round is one batch of every rank;
     the ranks count rounds alike, so a change that all ranks make for the same future round (at
-    least `PREFETCH_BATCHES` + 2 ahead) takes effect in one step.
+    least `PREFETCH_BATCHES` + 3 ahead) takes effect in one step.
     """
 
     def __init__(
@@ -295,8 +295,11 @@ class ServiceFeed(Feed):
         return self._reader.wait_s + self._lease_wait_s
 
     def close(self) -> None:
-        """Gives back what was not trained, and ends the service if it is this job's own."""
+        """Gives back what was not trained, and ends the service if it is this job's own.
+        Collective."""
         self._close_stream()
+        self.client.close()
+        barrier(self._ranks)  # rank 0 may own the service, and the others still say good-bye to it
         self._closing.close()
 
     def _close_stream(self) -> None:

@@ -23,6 +23,10 @@ from tests.antdt.faults.service_process import ServiceProcess, free_port, runnin
 from tests.antdt.faults.toy_job import __file__ as TOY_JOB
 
 torch = pytest.importorskip("torch", reason="the toy job needs torch")
+pytestmark = pytest.mark.skipif(
+    "ANTDT_JOB_KILLS" not in os.environ,
+    reason="test_training_job.py does the same to the trainer; make antdt-faults runs both",
+)
 
 NUM_UNITS = 900
 ROOT = Path(__file__).parents[3]
