@@ -177,6 +177,13 @@ class RunConfig:
     log_every_steps: int = field(
         default=10, metadata={"help": "one metrics line per so many steps", "min": 1}
     )
+    profile_steps: int = field(
+        default=0,
+        metadata={
+            "help": "write a trace and a summary of so many steps of rank 0 to profile/; 0: none",
+            "min": 0,
+        },
+    )
     checkpoint_every_steps: int = field(
         default=0,
         metadata={"help": "checkpoint after so many steps; 0: after every epoch", "min": 0},

@@ -40,6 +40,11 @@ class RunFolder:
         return self.root / "bad-batches"
 
     @property
+    def profile(self) -> Path:
+        """Folder of the profile of some steps."""
+        return self.root / "profile"
+
+    @property
     def metrics(self) -> Path:
         """One JSON object a logged step."""
         return self.root / METRICS_FILE

@@ -104,7 +104,7 @@ class RunLog:
 
     def tell(self, lines: Sequence[str]) -> None:
         """Show lines that belong to the run, not to a step."""
-        if self._active:
+        if self._active and lines:
             self._console.print(*lines, sep="\n", highlight=False)
 
     def write(self, step: int, epoch: int, values: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from gmeta.parallel import (
     shard_learner,
     value_of_first,
 )
+from gmeta.profiler import StepProfiler
 from gmeta.progress import Progress
 from gmeta.run_folder import RunFolder, create_run_folder, keep_metrics_up_to, write_json
 from gmeta.run_log import RunLog, StepMeter
@@ -94,6 +95,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
         RunLog(folder, ranks, total_steps, progress.step) as log,
         feed,
         writer,
+        StepProfiler(folder.profile, config.run.profile_steps, ranks) as profiler,
         stop_on_sigterm() as stop,
     ):
         log.tell(plan_lines(plan))
@@ -121,6 +123,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
                 guard.watch(progress, episodes, loss, local_learner(sharded).rows_finite)
                 optimizer.step()
                 writer.poll()
+                profiler.step()
 
                 num_tasks = episodes.task_T.numel()
                 feed.trained(num_tasks)
@@ -172,4 +175,6 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
                 save()
         if early_stop.is_over(progress):
             log.tell([early_stop.told(progress)])
+        profiler.end()
+        log.tell(profiler.told())
     return folder

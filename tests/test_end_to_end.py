@@ -184,3 +184,14 @@ def test_sigterm_to_one_rank_of_a_leased_epoch_loses_no_episode(config: Path) ->
     report = audit_manifest(load_manifest(newest))
     assert report.ok
     assert "  epoch finished" in report.lines
+
+
+def test_a_profile_of_some_steps_is_a_trace_and_a_table(config: Path) -> None:
+    run = train(config, "run.profile_steps=2")
+    trace = json.loads((run / "profile" / "trace.json").read_text())
+    steps = {e["name"] for e in trace["traceEvents"] if e["name"].startswith("ProfilerStep")}
+    assert steps == {"ProfilerStep#3", "ProfilerStep#4"}
+    summary = (run / "profile" / "summary.txt").read_text()
+    assert "Self CPU time total" in summary
+    assert "aten::addmm" in summary or "aten::linear" in summary
+    assert {path.name for path in (run / "profile").iterdir()} == {"trace.json", "summary.txt"}
