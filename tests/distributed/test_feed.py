@@ -178,6 +178,11 @@ def test_a_rank_says_why_it_cannot_go_on_from_a_checkpoint_or_has_no_shard(
             "episode once. Remove the key",
         ),
         (
+            DataConfig(source="service", service="here"),
+            "data.service = 'here' is no address: HOST:PORT of a running `gmeta shard-service` is "
+            "allowed. Correct it, or remove the key: the job starts its own",
+        ),
+        (
             DataConfig(source="service", lanes=2),
             'data.lanes = 2, but data.source = "service" hands out whole shards, every episode '
             "once. Remove the key",
