@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from gmeta.antdt.auth import Guard, RateLimit, Tokens
 from gmeta.antdt.committer import Committer
 from gmeta.antdt.credentials import ServerTls, server_credentials
+from gmeta.antdt.dashboard import Dashboard
 from gmeta.antdt.edge import Edge, deliver
 from gmeta.antdt.errors import AntdtError
 from gmeta.antdt.governor import Governor
@@ -102,6 +103,7 @@ class ShardServer:
             config.stragglers, self.edge.ask, self._decisions and self._decisions.write
         )
         self.edge.metrics.add_governor(self.governor)
+        self._dashboard = Dashboard(self.edge.ask, self.governor)
         self._tls = ServerTls.of(config.tls_cert, config.tls_key, config.tls_client_ca)
         self._tokens = Tokens(config.tokens) if config.tokens else None
         self._serving = False
@@ -176,7 +178,11 @@ class ShardServer:
         if not self.config.metrics_listen:
             return 0
         host, port = _split_address("metrics-listen", self.config.metrics_listen)
-        routes: dict[str, Route] = {"/metrics": self.edge.metrics.answer}
+        routes: dict[str, Route] = {
+            "/": self._dashboard.page,
+            "/events": self._dashboard.events,
+            "/metrics": self.edge.metrics.answer,
+        }
         try:
             server = HttpServer(host, port, routes, self._is_serving, self._tls, self._tokens)
         except OSError as error:
@@ -195,6 +201,7 @@ class ShardServer:
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self.edge.close()
         self.governor.stop()
+        self._dashboard.close()
         self._server.stop(drain_s).wait()
         self._writer.stop()
         self._stop_http()

@@ -1,0 +1,280 @@
+"""Four ranks, one of them slow: a static split against AntDT-ND, with real processes.
+
+python benchmarks/straggler.py [--quick]
+
+Service, leases, agents, gloo and the meta-learner are the trainer's own. Four ranks do not fit on
+the two cores of a small machine, so the work of a task is stood in for by 10 ms of short sleeps
+between forward and backward: a rank's speed is then its own, whatever the others do. Rank 3 is made
+four times slower, once by SIGSTOP for 30 of every 40 ms, once by a reader that takes 30 ms a task.
+
+The last line is JSON, for each cause: speedup_vs_static (tasks/s once the new shares are in force),
+speedup_with_detection (over the whole run), verdict, final losses, audit, and what the simulator
+predicts. ideal is s (N - 1 + 1/s) / N = 3.25.
+"""
+
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from _common import environment, finish, make_parser
+
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.agent import ServiceAgent
+from gmeta.antdt.audit import audit_manifest
+from gmeta.antdt.manifest import parse_manifest
+from gmeta.antdt.monitor import STRAGGLERS, MonitorConfig
+from gmeta.antdt.policies.interface import ControllerConfig
+from gmeta.antdt.server import ServiceConfig, ShardServer
+from gmeta.antdt.settings import StragglerConfig
+from gmeta.antdt.simulation.job import JobConfig, Outcome, run_antdt, run_static
+from gmeta.antdt.simulation.traces import Change, Trace
+from gmeta.build import build_learner
+from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
+from gmeta.feed import ServiceFeed
+from gmeta.optimizers import build_optimizer
+from gmeta.parallel import in_step, shard_learner, start_ranks, stop_ranks
+from gmeta.stopping import Stop
+from metaio import open_dataset
+from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
+from models import ModelConfig
+
+RANKS, SLOW_RANK, SLOWDOWN = 4, 3, 4.0
+TASKS_PER_RANK = 16
+TASK_S = 0.010
+NAP_S = 0.001  # short, so that a stopped process loses no more than one
+STOP_S, RUN_S = 0.030, 0.010
+MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(8,), bottom=(8,))
+
+
+def work(num_tasks: int) -> None:
+    """Stands in for so many tasks' computation, at a rate that no other rank can change."""
+    for _ in range(round(num_tasks * TASK_S / NAP_S)):
+        time.sleep(NAP_S)
+
+
+class SlowReader:
+    """A reader whose storage takes its time over every task."""
+
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+        self._slept_s = 0.0
+
+    @property
+    def wait_s(self) -> float:
+        return float(self._reader.wait_s + self._slept_s)
+
+    def batches(self, groups: Any) -> Iterator[Any]:
+        for batch in self._reader.batches(groups):
+            began_s = time.perf_counter()
+            time.sleep((SLOWDOWN - 1) * TASK_S * batch.num_tasks)
+            self._slept_s += time.perf_counter() - began_s
+            yield batch
+
+
+def train_on_rank(
+    rank: int, folder: str, config: TrainConfig, slow_reader: bool, max_steps: int
+) -> None:
+    torch.set_num_threads(1)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    os.environ.update(zip(names, map(str, (rank, rank, RANKS, RANKS)), strict=True))
+    ranks = start_ranks("cpu", 120, dist.FileStore(f"{folder}/store", RANKS))
+    dataset = open_dataset(config.data.path)
+    torch.manual_seed(0)
+    learner = build_learner(dataset.features, MODEL, AlgorithmConfig(name="maml"), "bce")
+    sharded = shard_learner(learner, dataset.features, config, ranks)
+    optimizer = build_optimizer(sharded, config.outer)
+    steps: list[tuple[float, int, float]] = []  # (time, tasks of the rank, loss of all)
+    agent_s = 0.0
+    with ServiceFeed(config, dataset, ranks, None) as feed:
+        if slow_reader and rank == SLOW_RANK:
+            feed._reader = SlowReader(feed._reader)  # type: ignore[assignment]
+        agent = ServiceAgent(config, feed, sharded, learner.arrange, ranks, Stop())
+        for episodes, totals in in_step(
+            feed.batches(0, 0), agent.arrange, dataset.features, ranks, None, sharded
+        ):
+            optimizer.begin_step(len(steps), 10**9)
+            loss = sharded(episodes, weight=RANKS / max(totals.num_terms, 1))
+            num_tasks = episodes.task_T.numel()
+            work(num_tasks)
+            loss.backward()
+            optimizer.step()
+            feed.trained(num_tasks)
+            began_s = time.thread_time()
+            agent.stepped(num_tasks)
+            agent_s += time.thread_time() - began_s
+            seen = torch.tensor([loss.item()], dtype=torch.float64)
+            dist.all_reduce(seen, group=ranks.control)
+            steps.append((time.monotonic(), num_tasks, float(seen) / RANKS))
+            if len(steps) == max_steps:
+                break
+        manifest = feed.checkpoint_files(len(steps)).get("shards.json", "")
+    torch.save(
+        {"steps": steps, "agent_ms": 1000 * agent_s / len(steps), "manifest": manifest},
+        f"{folder}/{rank}.pt",
+    )
+    stop_ranks()
+    os._exit(0)
+
+
+def duty_cycle(pid: int, ended: threading.Event) -> None:
+    """The process runs for a quarter of the time."""
+    try:
+        while not ended.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(STOP_S)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(RUN_S)
+    except ProcessLookupError:
+        pass
+
+
+def run(data: Path, policy: str, cause: str, max_steps: int = 10**9) -> dict[str, Any]:
+    """One job; `cause` is compute, reader or none."""
+    watched = StragglerConfig(
+        MonitorConfig(window_s=1.0), ControllerConfig(policy=policy, cooldown_s=2.0)
+    )
+    server = ShardServer(ServiceConfig("127.0.0.1:0", stragglers=watched))
+    config = TrainConfig(
+        model=MODEL,
+        data=DataConfig(
+            path=str(data),
+            source="service",
+            service=server.address,
+            tasks_per_step=RANKS * TASKS_PER_RANK,
+        ),
+        outer=OuterConfig(dense_lr=0.003),
+        run=RunConfig(seed=1),
+    )
+    verdicts: dict[str, tuple[str, str]] = {}
+    ended = threading.Event()
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.start_processes(
+            train_on_rank,
+            (folder, config, cause == "reader", max_steps),
+            RANKS,
+            join=False,
+            start_method="spawn",
+        )
+        stopper = threading.Thread(target=duty_cycle, args=(context.pids()[SLOW_RANK], ended))
+        while not context.join(timeout=0.2):
+            step = max((w.report.step for w in server.edge.read_status().workers), default=0)
+            if cause == "compute" and step >= 2 and stopper.ident is None:
+                stopper.start()
+            for name, health in server.governor.health.items():
+                if health.verdict in STRAGGLERS:
+                    verdicts[name] = (health.verdict, health.cause)
+        ended.set()
+        found = [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    server.stop(0.0)
+    times_s = [time_s for time_s, _, _ in found[0]["steps"]]
+    tasks = np.array([[n for _, n, _ in one["steps"]] for one in found])
+    audit = audit_manifest(parse_manifest(found[0]["manifest"]))
+    trained = f"{tasks.sum()} units in the model exactly once"
+    return {
+        "times_s": np.array(times_s),
+        "tasks_RS": tasks,
+        "loss": np.array([loss for _, _, loss in found[0]["steps"]]),
+        "agent_ms": max(one["agent_ms"] for one in found),
+        "verdicts": verdicts,
+        "audit_ok": audit.ok and any(trained in line for line in audit.lines),
+    }
+
+
+def rate(job: dict[str, Any], first: int = 5) -> float:
+    """Tasks per second between the step `first` and the last full one."""
+    per_step = job["tasks_RS"].sum(axis=0)
+    full = np.flatnonzero(per_step == per_step.max())
+    full = full[full >= first]
+    seconds = job["times_s"][full[-1]] - job["times_s"][full[0]]
+    return float(per_step[full[0] + 1 : full[-1] + 1].sum() / seconds)
+
+
+def balanced_from(job: dict[str, Any]) -> int:
+    """The first step at which the slow rank's share is what it is at the end."""
+    shares = job["tasks_RS"][SLOW_RANK]
+    per_step = job["tasks_RS"].sum(axis=0)
+    full = np.flatnonzero(per_step == per_step.max())
+    last = shares[full[-1]]
+    return int(next(step for step in full if abs(int(shares[step]) - int(last)) <= 1))
+
+
+def predicted(step_ms: float, slow_factor: float, num_steps: int) -> float:
+    """What the simulator says of the same job: speed-up once the shares are in force."""
+    job = JobConfig(
+        num_workers=RANKS,
+        tasks_per_worker=TASKS_PER_RANK,
+        num_steps=10 * num_steps,
+        task_ms=1000 * TASK_S,
+        overhead_ms=max(0.0, step_ms - 1000 * TASK_S * TASKS_PER_RANK),
+        jitter=0.02,
+        steps_per_shard=1,
+        heartbeat_s=1.0,
+        restart_stops_job=True,
+        monitor=MonitorConfig(window_s=1.0),
+    )
+
+    def slow() -> Trace:
+        return Trace(np.ones(RANKS), [Change(0.0, SLOW_RANK, slow_factor, False)], 0.0, 0)
+
+    static: Outcome = run_static(job, slow())
+    return static.completion_s / run_antdt("nd", job, slow()).completion_s
+
+
+def compare(data: Path, cause: str, healthy_step_ms: float) -> dict[str, Any]:
+    static, antdt = run(data, "none", cause), run(data, "nd", cause)
+    steady, whole = rate(antdt, balanced_from(antdt)), rate(antdt)
+    static_step_ms = 1000 * RANKS * TASKS_PER_RANK / rate(static)
+    simulated = predicted(healthy_step_ms, static_step_ms / healthy_step_ms, len(static["times_s"]))
+    tail = slice(len(static["loss"]) // 2, None)
+    noise = float(static["loss"][tail].std() / np.sqrt(len(static["loss"][tail])))
+    return {
+        "speedup_vs_static": round(steady / rate(static), 2),
+        "speedup_with_detection": round(whole / rate(static), 2),
+        "simulator_predicts": round(simulated, 2),
+        "slow_factor_measured": round(static_step_ms / healthy_step_ms, 2),
+        "verdicts": {name: " ".join(said) for name, said in antdt["verdicts"].items()},
+        "final_share_of_slow_rank": int(antdt["tasks_RS"][SLOW_RANK][balanced_from(antdt)]),
+        "loss_static": round(float(static["loss"][tail].mean()), 4),
+        "loss_antdt": round(float(antdt["loss"][len(antdt["loss"]) // 2 :].mean()), 4),
+        "loss_noise": round(noise, 4),
+        "audit_ok": static["audit_ok"] and antdt["audit_ok"],
+        "agent_ms_per_step": round(antdt["agent_ms"], 3),
+    }
+
+
+def main() -> None:
+    arguments = make_parser(__doc__ or "").parse_args()
+    num_tasks = 1280 if arguments.quick else 3840
+    causes = ["compute"] if arguments.quick else ["compute", "reader"]
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "clicks"
+        made = SyntheticConfig(num_tasks=num_tasks, num_items=200, min_rows=12, max_rows=16)
+        prepare_synthetic(str(data), made)
+        healthy = run(data, "none", "none", max_steps=15)
+        healthy_step_ms = 1000 * RANKS * TASKS_PER_RANK / rate(healthy)
+        figures = {cause: compare(data, cause, healthy_step_ms) for cause in causes}
+    agent_ms = max(one["agent_ms_per_step"] for one in figures.values())
+    finish(
+        "straggler",
+        {
+            "speedup_vs_static": figures["compute"]["speedup_vs_static"],
+            "ideal": round(SLOWDOWN * (RANKS - 1 + 1 / SLOWDOWN) / RANKS, 2),
+            "healthy_step_ms": round(healthy_step_ms, 1),
+            "agent_share_of_a_50_ms_step": round(agent_ms / 50, 4),
+            **figures,
+            **environment(("torch", "torchrec")),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""The live page of the service: one file without outside requests, fed by server-sent events."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from importlib import resources
+from typing import Any, final
+
+from gmeta.antdt import views
+from gmeta.antdt.audit import audit_manifest
+from gmeta.antdt.committer import Read, Request
+from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.governor import Governor
+from gmeta.antdt.http_edge import HttpRequest
+from gmeta.antdt.ledger import Ledger
+from gmeta.antdt.manifest import parse_manifest
+from gmeta.antdt.model import Checkpoint
+from gmeta.antdt.monitor import STRAGGLERS, WorkerHealth
+
+EVERY_S = 1.0
+MAX_WATCHERS = 16  # each holds a thread
+MAX_WORKERS = 60  # the slowest first; a page of a thousand rows helps nobody
+MAX_DECISIONS = 40
+SPARK_POINTS = 60
+# The page is one file of ours: nothing else may run in it or be fetched by it.
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+@final
+class Dashboard:
+    """`page` and `events` are routes of the service's HTTP address."""
+
+    def __init__(self, ask: Callable[[Request], Any], governor: Governor) -> None:
+        self._ask = ask
+        self._governor = governor
+        self._page = resources.files(__package__).joinpath("page.html").read_bytes()
+        self._places = threading.Semaphore(MAX_WATCHERS)
+        self._closing = threading.Event()
+        self._audited: tuple[str, dict[str, Any] | None] = ("", None)  # by digest
+
+    def close(self) -> None:
+        """Ends the streams."""
+        self._closing.set()
+
+    def page(self, request: HttpRequest) -> None:
+        """GET /: with the state now, so that it can be read before the first event."""
+        now = json.dumps(self.document()).replace("<", "\\u003c")  # it stands inside <script>
+        request.send(
+            200,
+            self._page.replace(b"NOW", now.encode(), 1),
+            {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"},
+            "text/html; charset=utf-8",
+        )
+
+    def events(self, request: HttpRequest) -> None:
+        """GET /events: the state now, and then once a second."""
+        if not self._places.acquire(blocking=False):
+            return request.send(503, f"{MAX_WATCHERS} pages are open; close one\n")
+        try:
+            request.send_response(200)
+            request.send_header("Content-Type", "text/event-stream")
+            request.send_header("Cache-Control", "no-store")
+            request.end_headers()
+            while not self._closing.is_set():
+                request.wfile.write(f"data: {json.dumps(self.document())}\n\n".encode())
+                self._closing.wait(EVERY_S)
+        except OSError:
+            pass  # the page was closed
+        finally:
+            self._places.release()
+        return None
+
+    def document(self) -> dict[str, Any]:
+        """All that the page shows. Raises nothing: a service that cannot answer says so."""
+        try:
+            status, newest = self._ask(Read(_read))
+        except RefusedError as error:
+            return {"trouble": str(error)}
+        governor = self._governor
+        health = governor.health
+        left = sum(d.spec.units_per_shard * (d.todo + d.doing) for d in status.datasets)
+        return {
+            "time_s": time.time(),
+            "job": status.job,
+            "generation": status.run_generation,
+            "service_epoch": status.service_epoch,
+            "draining": status.draining,
+            "policy": governor.config.controller.policy,
+            "dry_run": governor.config.controller.dry_run,
+            "step": governor.step,
+            "tasks_per_s": governor.tasks_per_s,
+            "left_s": left / governor.tasks_per_s if governor.tasks_per_s else None,
+            "num_workers": len(status.workers),
+            "num_stragglers": sum(h.verdict in STRAGGLERS for h in health.values()),
+            "datasets": [_dataset(dataset) for dataset in status.datasets],
+            "workers": self._workers(status, health),
+            "decisions": [said._asdict() for said in reversed(governor.spoken)][:MAX_DECISIONS],
+            "checkpoints": [
+                {"id": c.checkpoint_id, "step": c.step, "committed": c.committed}
+                for c in reversed(status.checkpoints)
+            ],
+            "audit": self._audit(newest),
+        }
+
+    def _audit(self, newest: Checkpoint | None) -> dict[str, Any] | None:
+        """Of the newest checkpoint; worked out once for each, and not in the writer's thread."""
+        if newest is None:
+            return None
+        if self._audited[0] != newest.digest:
+            report = audit_manifest(parse_manifest(newest.manifest_json))
+            found = {"id": newest.checkpoint_id, "ok": report.ok, "lines": report.lines}
+            self._audited = (newest.digest, found)
+        return self._audited[1]
+
+    def _workers(self, status: Any, health: dict[str, WorkerHealth]) -> list[dict[str, Any]]:
+        shares = self._governor.controller.shares
+        rows = []
+        for worker in status.workers:
+            name = worker.worker_id
+            found = health.get(name, WorkerHealth(name, "unknown"))
+            report = worker.report
+            rows.append(
+                {
+                    "name": name,
+                    "verdict": found.verdict,
+                    "cause": found.cause,
+                    "ratio": found.ratio,
+                    "tasks_per_s": found.tasks_per_s,
+                    "evidence": found.evidence,
+                    "slow_for_s": found.slow_for_s,
+                    "share": report.share or shares.get(name, 0),
+                    "step": report.step,
+                    "leases": worker.num_leases,
+                    "silent_s": worker.silent_ms / 1000 if worker.HasField("silent_ms") else None,
+                    "draining": worker.draining,
+                    "split_ms": [
+                        report.compute_ms,
+                        report.data_wait_ms,
+                        report.communication_ms,
+                        report.peer_wait_ms,
+                    ],
+                    "speeds": [
+                        round(speed, 1)
+                        for speed in list(self._governor.speeds.get(name, ()))[-SPARK_POINTS:]
+                    ],
+                }
+            )
+        rows.sort(key=lambda row: (row["verdict"] not in STRAGGLERS, -row["ratio"], row["name"]))
+        return rows[:MAX_WORKERS]
+
+
+def _read(ledger: Ledger, now_s: float) -> tuple[Any, Checkpoint | None]:
+    newest = next(reversed(ledger.state.checkpoints.values()), None)
+    return views.status(ledger, now_s), newest
+
+
+def _dataset(dataset: Any) -> dict[str, Any]:
+    states = ("todo", "doing", "done_open", "done_committed", "skipped", "quarantined")
+    return {
+        "name": dataset.spec.name,
+        "epoch": dataset.epoch,
+        "num_shards": dataset.num_shards,
+        "finished": dataset.finished,
+        **{state: getattr(dataset, state) for state in states},
+    }
