@@ -1,0 +1,45 @@
+"""The trainer image's entry point as a process: SIGTERM, as Kubernetes sends it, costs no step."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gmeta.checkpoint import list_checkpoints
+from tests.antdt.faults.service_process import free_port
+from tests.commands import SMALL_MODEL, environment, metrics, write_config
+from tests.deploy.rendering import ROOT
+
+
+@pytest.mark.distributed
+def test_a_node_that_gets_sigterm_leaves_a_checkpoint_of_its_last_step(
+    tmp_path: Path, click_logs: Path
+) -> None:
+    run = tmp_path / "run"
+    config = write_config(tmp_path / "train.toml", click_logs, run)
+    endless = ["run.epochs=1000", "run.max_steps=0", "run.checkpoint_every_steps=1000000"]
+    node = subprocess.Popen(
+        [ROOT / "deploy/docker/train-node", "train", config, *SMALL_MODEL, *endless, "--resume"],
+        env={
+            **environment(),
+            "PYTHON": sys.executable,
+            "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}",
+        },
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until_s = time.monotonic() + 90
+    while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 3:
+        assert time.monotonic() < until_s, "no step within 90 s"
+        assert node.poll() is None, node.communicate()[1]
+        time.sleep(0.1)
+    node.send_signal(signal.SIGTERM)
+    _, said = node.communicate(timeout=60)
+    # Not 0: the Job must start it again. torchrun says 1 whatever its ranks said.
+    assert node.returncode == 1, said
+    last = metrics(run)[-1]["step"]
+    assert f"stopped by SIGTERM behind step {last}, and nothing of it is lost" in said
+    assert [c.name for c in list_checkpoints(run / "checkpoints")] == [f"step-{last:08d}"]
