@@ -382,7 +382,8 @@ def test_the_pages_open_to_operators_and_viewers_and_the_probe_to_all(
     server = serve(tokens=tokens, tls_client_ca=pki.ca, metrics_listen="127.0.0.1:0")
     base = f"https://127.0.0.1:{server.metrics_port}"
     assert get(f"{base}/healthz", pki) == (200, "serving\n")
-    assert get(f"{base}/metrics", pki) == (401, 'Basic realm="gmeta", charset="UTF-8"')
+    for page in ("/", "/events", "/metrics", "/nothing"):
+        assert get(f"{base}{page}", pki) == (401, 'Basic realm="gmeta", charset="UTF-8"')
     assert get(f"{base}/metrics", pki, "Bearer nobody-0123456789")[0] == 401
     assert get(f"{base}/metrics", pki, "Basic ???")[0] == 401
     assert get(f"{base}/metrics", pki, f"Bearer {TOKENS['worker']}")[0] == 403

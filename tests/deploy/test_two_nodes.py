@@ -99,7 +99,7 @@ class Cluster:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(600)
 def test_a_node_that_is_cut_off_and_comes_back_costs_no_episode(
     network: list[Host], tmp_path: Path, click_logs: Path
 ) -> None:

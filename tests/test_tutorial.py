@@ -1,0 +1,49 @@
+"""docs/tutorial.md, run from top to bottom as a reader would."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands import environment
+
+TUTORIAL = Path(__file__).parents[1] / "docs" / "tutorial.md"
+STEP = re.compile(r"(?:<!-- file: (\S+) -->\n)?```(\w+)\n(.*?)```", flags=re.DOTALL)
+
+
+def run(line: str, folder: Path) -> str:
+    """A line of a bash block; what it printed."""
+    program, *arguments = line.split()
+    command = [sys.executable, *(["-m", "gmeta"] if program == "gmeta" else []), *arguments]
+    assert program in ("gmeta", "python")
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**environment(), "PYTHONPATH": str(TUTORIAL.parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{line}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_the_tutorial_runs_and_shows_what_it_says(tmp_path: Path) -> None:
+    printed = {}
+    for name, language, text in STEP.findall(TUTORIAL.read_text()):
+        if name:
+            (tmp_path / name).write_text(text)
+        elif language == "bash":
+            printed.update({line: run(line, tmp_path) for line in text.splitlines()})
+    assert "user-cold" in printed["gmeta inspect data/clicks"]
+    table = printed["gmeta evaluate runs/maml --against runs/plain"]
+    (auc,) = re.findall(r"^AUC.*$", table, flags=re.MULTILINE)
+    before, after = map(float, re.findall(r"0\.\d{4}", auc)[:2])
+    assert abs(before - 0.5) < 0.03
+    assert after > 0.57
+    assert auc.count("better") == 2
+    even, odd = re.findall(r"even (\S+), odd (\S+)", printed["python newcomer.py"])[0]
+    assert float(even) - float(odd) > 0.15
