@@ -11,6 +11,8 @@ Shape suffixes: V chosen rows of all bags, C bags, P rows chosen from, D row wid
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -39,13 +41,13 @@ class SparseRows(NamedTuple):
         return sums_CD
 
     def transposed(self, num_columns: int) -> "SparseRows":
-        """The [P, C] matrix."""
-        lengths_C = self.offsets_C1.diff()
-        bag_V = torch.repeat_interleave(lengths_C).to(torch.int32)
-        order_V = torch.argsort(self.index_V, stable=True)
+        """The [P, C] matrix; on the host."""
+        lengths_C = self.offsets_C1.diff().numpy()
+        bag_V = np.repeat(np.arange(lengths_C.size, dtype=np.int32), lengths_C)
+        order_V = _stable_order(self.index_V.numpy(), num_columns)
         lengths_P = torch.bincount(self.index_V, minlength=num_columns)
-        weight_V = None if self.weight_V is None else self.weight_V[order_V]
-        return SparseRows(bag_V[order_V], _offsets(lengths_P), weight_V)
+        weight_V = None if self.weight_V is None else self.weight_V[torch.from_numpy(order_V)]
+        return SparseRows(torch.from_numpy(bag_V[order_V]), _offsets(lengths_P), weight_V)
 
     def reordered(self, place_C: Tensor) -> "SparseRows":
         """The matrix whose row place_C[c] is row c of this one."""
@@ -114,6 +116,17 @@ class _Pool(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         # Linear: its derivative is the transpose, whose derivative is this again.
         return _Pool.apply(grads[0], *ctx.matrices), None, None
+
+
+def _stable_order(values: npt.NDArray[np.int32], below: int) -> npt.NDArray[np.int64]:
+    """np.argsort of values in [0, below), 16 bits at a time: numpy sorts those by radix, in a tenth
+    of the time of a comparing sort.
+    """
+    order: npt.NDArray[np.int64] = np.argsort(values.astype(np.uint16), kind="stable")
+    if below > 1 << 16:
+        high = (values >> 16).astype(np.uint16)
+        order = order[np.argsort(high[order], kind="stable")]
+    return order
 
 
 def _offsets(lengths: Tensor) -> Tensor:

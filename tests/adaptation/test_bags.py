@@ -33,6 +33,17 @@ def test_sums_and_first_and_second_derivatives_equal_a_loop(lengths: list[int]) 
     assert torch.autograd.gradgradcheck(lambda rows: bags.pool(rows).square(), rows_PD)
 
 
+@pytest.mark.parametrize("num_rows", [40, 200_000])
+def test_the_transpose_sums_what_a_scatter_does(num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    index_V = torch.randint(0, num_rows, (500,), generator=generator)
+    rows_PD = torch.zeros(num_rows, 2, dtype=torch.float64, requires_grad=True)
+    gathered = Bags.single(index_V, num_rows).pool(rows_PD)
+    upstream = torch.randn(500, 2, generator=generator, dtype=torch.float64)
+    (grad_PD,) = torch.autograd.grad(gathered, rows_PD, upstream)
+    torch.testing.assert_close(grad_PD, torch.zeros_like(rows_PD).index_add(0, index_V, upstream))
+
+
 def test_bags_over_moved_rows_give_the_same_sums_and_gradients() -> None:
     index_V, lengths_C, weight_V = some_bags([2, 0, 3, 1], 5)
     bags = Bags.of(index_V, lengths_C, weight_V, 5)
