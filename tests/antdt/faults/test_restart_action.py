@@ -1,0 +1,57 @@
+"""KILL_RESTART in a real job: all ranks keep their steps, end, and torchrun starts them again."""
+
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gmeta.antdt import commands as cmd
+from gmeta.antdt.monitor import MonitorConfig
+from gmeta.antdt.server import ServiceConfig, ShardServer
+from gmeta.antdt.settings import StragglerConfig
+from tests.antdt.faults.test_training_job import job
+from tests.commands import SMALL_MODEL, metrics, write_config
+
+KILL_RESTART = 5
+
+
+@pytest.mark.distributed
+def test_a_restart_that_the_controller_asks_for_loses_no_step(
+    tmp_path: Path, click_logs: Path
+) -> None:
+    watched = StragglerConfig(MonitorConfig(window_s=0.2))
+    server = ShardServer(ServiceConfig("127.0.0.1:0", stragglers=watched))
+    run = tmp_path / "run"
+    config = str(write_config(tmp_path / "train.toml", click_logs, run))
+    endless = ["run.max_steps=0", "run.epochs=1000", "run.checkpoint_every_steps=100000"]
+    leased = ["data.source=service", f"data.service={server.address}"]
+    train = ["gmeta", "train", config, *SMALL_MODEL, *leased, *endless]
+    with job(run, *train, "--nproc-per-node=2", "--max-restarts=1") as running:
+
+        def until(holds: Callable[[Any], bool]) -> Any:
+            give_up_s = time.monotonic() + 120
+            while not holds(status := server.edge.read_status()):
+                said = (tmp_path / "job.log").read_text()[-2000:]
+                assert running.poll() is None, said
+                assert time.monotonic() < give_up_s, said
+                time.sleep(0.05)
+            return status
+
+        def all_past(step: int) -> Callable[[Any], bool]:
+            return lambda status: (
+                len(status.workers) == 2 and all(w.report.step > step for w in status.workers)
+            )
+
+        before = until(all_past(5)).run_generation
+        server.edge.ask(cmd.PostAction("rank1", f"1.{before}.1", KILL_RESTART, 0, {}))
+        until(lambda status: status.run_generation == before + 1)
+        # Reports begin anew with the process.
+        until(lambda status: all(w.report.step > 0 for w in status.workers))
+        assert until(all_past(2)).run_generation == before + 1
+    server.stop(0.0)
+    steps = [line["step"] for line in metrics(run)]
+    assert all(later == earlier + 1 for earlier, later in itertools.pairwise(steps))
+    assert "Traceback" not in (tmp_path / "job.log").read_text()
