@@ -1,18 +1,26 @@
 """Episodes of any shape in memory, for benchmarks of the training step: no files, no reader."""
 
+from collections.abc import Sequence
+
 import torch
 
 from metaio.batch import TaskBatch
 from metaio.features import Features, FeatureSpec, TableSpec
 
+# A prime: it spreads the frequent ids over the whole table.
+SPREAD = 1_000_003
+
 # F single-id features, T tasks, R rows of a task (support and query), U unique ids
 
 
-def single_id_features(num_features: int, rows_per_table: int, num_dense: int = 0) -> Features:
-    """One table a feature."""
+def single_id_features(
+    num_features: int, rows_per_table: int | Sequence[int], num_dense: int = 0
+) -> Features:
+    """One table a feature, all of one size or each of its own."""
     names = [f"f{index}" for index in range(num_features)]
+    rows = [rows_per_table] * num_features if isinstance(rows_per_table, int) else rows_per_table
     return Features(
-        tables=tuple(TableSpec(name, rows_per_table) for name in names),
+        tables=tuple(TableSpec(name, size) for name, size in zip(names, rows, strict=True)),
         single=tuple(FeatureSpec(name, name) for name in names),
         multi=(),
         dense=tuple(f"d{index}" for index in range(num_dense)),
@@ -20,15 +28,27 @@ def single_id_features(num_features: int, rows_per_table: int, num_dense: int = 
 
 
 def random_batch(
-    features: Features, support_lengths_T: torch.Tensor, query_lengths_T: torch.Tensor, seed: int
+    features: Features,
+    support_lengths_T: torch.Tensor,
+    query_lengths_T: torch.Tensor,
+    seed: int,
+    skew: float = 1.0,
 ) -> TaskBatch:
-    """Uniform ids, as after hashing; each table's ids are unique and sorted."""
+    """Ids spread over a table as after hashing; each table's ids are unique and sorted.
+
+    With skew 1 every id is as frequent; above it the share s of the ids that are most frequent has
+    the share s ** (1 / skew) of the rows.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows_T = support_lengths_T + query_lengths_T
     num_rows = int(rows_T.sum())
     unique_ids, lengths, positions, first = [], [], [], 0
     for table in features.tables:
-        ids_N = torch.randint(0, table.num_rows, (num_rows,), generator=generator)
+        if skew == 1.0:
+            ids_N = torch.randint(0, table.num_rows, (num_rows,), generator=generator)
+        else:
+            rank_N = (torch.rand(num_rows, generator=generator) ** skew * table.num_rows).long()
+            ids_N = rank_N * SPREAD % table.num_rows
         unique, inverse = torch.unique(ids_N, return_inverse=True)
         unique_ids.append(unique)
         lengths.append(unique.numel())
