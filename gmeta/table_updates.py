@@ -11,6 +11,7 @@ width.
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -19,6 +20,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+
+# Above so many places where row numbers do not rise, sorting costs more than merging saves.
+MAX_FALLS = 64
 
 Update = Callable[[SplitTableBatchedEmbeddingBagsCodegen, Tensor, Tensor], None]
 
@@ -124,15 +128,32 @@ class _FastGroup:
 
 def summed_by_row(row_N: Tensor, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
     """The distinct rows [U], and the sum of the gradients of each [U, D]."""
-    if bool((row_N.diff() > 0).all()):
+    falls = int((row_N.diff() <= 0).sum())
+    if not falls:
         # Ascending, as one rank gets the ids of a batch of one block: every row once, in order.
         return row_N, grad_ND
+    if falls < MAX_FALLS and not row_N.is_cuda:
+        return _merged(row_N, grad_ND)
     row_U, inverse_N = torch.unique(row_N, return_inverse=True)
     if row_U.numel() == row_N.numel():
         # Every row once, as after deduplication on one rank: there is nothing to sum.
         return row_U, torch.empty_like(grad_ND).index_copy_(0, inverse_N, grad_ND)
     grad_UD = grad_ND.new_zeros(row_U.numel(), grad_ND.shape[1])
     return row_U, grad_UD.index_add_(0, inverse_N, grad_ND)
+
+
+def _merged(row_N: Tensor, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """`summed_by_row` of a few ascending runs, as several ranks ask for rows: most stand once."""
+    # numpy's stable sort finds the runs and merges them.
+    order_N = torch.from_numpy(np.argsort(row_N.numpy(), kind="stable"))
+    sorted_N = row_N.index_select(0, order_N)
+    first_N = torch.ones(row_N.numel(), dtype=torch.bool)
+    torch.ne(sorted_N[1:], sorted_N[:-1], out=first_N[1:])
+    grad_UD = grad_ND.index_select(0, order_N[first_N])
+    again_N = ~first_N
+    place = (first_N.cumsum(0) - 1)[again_N]
+    grad_UD.index_add_(0, place, grad_ND.index_select(0, order_N[again_N]))
+    return sorted_N[first_N], grad_UD
 
 
 def row_numbers_N(first_row_F: Tensor, indices: Tensor, offsets: Tensor | None) -> Tensor:
