@@ -114,7 +114,7 @@ def open_reader(
     try:
         return _reader(config, dataset, split, training, rank, world_size)
     except ValueError as error:
-        raise ConfigError(str(error).rstrip(".")) from error
+        raise ConfigError(str(error)) from error
 
 
 def _reader(

@@ -60,7 +60,7 @@ def read_block_table(
     if (len(unique_lengths), len(xxh3)) != (num_blocks * num_tables, num_blocks * num_columns):
         raise FormatError(
             f"{storage.name(path)} must list {num_tables} unique lengths and {num_columns} "
-            "checksums for each block. The program that wrote it is at fault; see docs/format.md."
+            "checksums for each block. The program that wrote it is at fault; see docs/format.md"
         )
     return BlockTable(
         shard_X=flat("shard"),

@@ -100,7 +100,7 @@ class Dataset:
         if name not in self.splits:
             raise FormatError(
                 f"{self.url} has no split {name}; it has {', '.join(self.splits)}. "
-                "Choose one of them, or prepare it."
+                "Choose one of them, or prepare it"
             )
         return self.splits[name]
 
@@ -222,7 +222,7 @@ def open_dataset(url: str) -> Dataset:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise NoDatasetError(
                 f"{url} holds no dataset: {MANIFEST_NAME} is missing. "
-                "Give a folder that gmeta prepare made."
+                "Give a folder that gmeta prepare made"
             ) from error
         raise
     manifest = decode_manifest(raw, storage.name(MANIFEST_NAME))

@@ -19,7 +19,7 @@ from metaio.features import Features
 from metaio.storage import Window
 
 REMEDY = (
-    "Copy the dataset again or prepare it again; gmeta inspect --verify lists every damaged file."
+    "Copy the dataset again or prepare it again; gmeta inspect --verify lists every damaged file"
 )
 
 
@@ -89,7 +89,7 @@ def check_counts(
             raise FormatError(
                 f"{place}: column {column} contradicts the block table. The program that wrote it "
                 "is at fault; docs/format.md says what "
-                "belongs there."
+                "belongs there"
             )
 
 

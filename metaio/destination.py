@@ -31,7 +31,7 @@ def destination(out: str, overwrite: bool) -> Iterator[tuple[Path, bool]]:
     if exists and not overwrite:
         raise DataError(
             f"{out} holds a dataset already. Choose another place, or pass --overwrite to replace "
-            "it."
+            "it"
         )
     is_local = _is_local(fs)
     if is_local:
@@ -76,7 +76,7 @@ def _lock_file(partial: Path) -> Path:
 def _check_target(target: Path, exists: bool) -> None:
     if target.exists() and not exists and (not target.is_dir() or any(target.iterdir())):
         raise DataError(
-            f"{target} exists and is not a dataset. Choose a place that is empty or does not exist."
+            f"{target} exists and is not a dataset. Choose a place that is empty or does not exist"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
 
@@ -92,7 +92,7 @@ def _folder_of_one_writer(partial: Path, name: str) -> Iterator[Path]:
             yield partial
         except OSError as error:
             raise DataError(
-                f"{name} could not be written: {error}. Free space or choose another place."
+                f"{name} could not be written: {error}. Free space or choose another place"
             ) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -120,7 +120,7 @@ def _lock(lock: IO[str], name: str) -> None:
             raise BlockingIOError
     except (BlockingIOError, FileNotFoundError) as error:
         raise DataError(
-            f"another process is writing {name}. Wait for it, or choose another place."
+            f"another process is writing {name}. Wait for it, or choose another place"
         ) from error
 
 

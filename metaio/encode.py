@@ -96,7 +96,7 @@ def split_names(schema: Schema, found: list[str] | None = None) -> tuple[str, ..
     if schema.splits.train not in (found or []):
         raise DataError(
             f"the train split {schema.splits.train} has no rows; the splits found are "
-            f"{', '.join(sorted(found or []))}. Set splits.train to one of them."
+            f"{', '.join(sorted(found or []))}. Set splits.train to one of them"
         )
     return tuple(sorted(found or [], key=lambda name: (name != schema.splits.train, name)))
 
@@ -139,13 +139,13 @@ def refuse_nulls(schema: Schema, nulls: dict[str, int]) -> None:
         count = nulls.get(name, 0)
         if count and (name in required or name not in allowed):
             remedy = (
-                "Remove those rows."
+                "Remove those rows"
                 if name in required
                 else "Remove those rows, or allow it in the schema: "
             )
             if name not in required:
                 is_dense = any(column.column == name for column in schema.dense)
-                remedy += "fill = VALUE." if is_dense else 'null = "unknown".'
+                remedy += "fill = VALUE" if is_dense else 'null = "unknown"'
             raise DataError(f"column {name} has {count:,} nulls; none are allowed. {remedy}")
 
 
@@ -234,7 +234,7 @@ class Encoder:
         if kind != expected and column.null_count < len(column):
             raise DataError(
                 f"sparse column {name} holds {kind} values; they were {expected} when the data was "
-                f"prepared, and would get other ids. Cast the column to {expected}."
+                f"prepared, and would get other ids. Cast the column to {expected}"
             )
 
     def _look_up(self, table: str, column: pa.Array, kind: Kind) -> Int64:
@@ -316,14 +316,14 @@ def dense_input(rule: DenseColumn, column: pa.Array) -> npt.NDArray[np.float64]:
         if (numbers <= -1).any():
             raise DataError(
                 f"dense column {rule.column} holds {numbers.min():g}; log1p needs values above -1. "
-                "Clip the column, or leave out log1p."
+                "Clip the column, or leave out log1p"
             )
         numbers = np.log1p(numbers)
     if not np.isfinite(numbers).all():
         raise DataError(
             f"dense column {rule.column} holds {numbers[~np.isfinite(numbers)][0]}; finite "
             "numbers are needed. "
-            "Replace those values, or make them null and give fill."
+            "Replace those values, or make them null and give fill"
         )
     return numbers
 
@@ -341,7 +341,7 @@ def as_lists(rule: SparseColumn, column: pa.Array) -> pa.Array:
         raise DataError(
             f"multi column {rule.column} has type {column.type}; a list is needed, or text with a "
             "separator. "
-            "Give separator in the schema."
+            "Give separator in the schema"
         )
     text = pc.fill_null(column.cast(pa.string()), "")
     # Splitting "" gives [""], a list of one empty id, where none is meant.

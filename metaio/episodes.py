@@ -125,7 +125,7 @@ def _cut(
         worst = int(np.argmax(lengths_T))
         raise DataError(
             f"task {task_N[starts_T[worst]]} has {lengths_T[worst]:,} rows, episodes.max_rows is "
-            f"{rule.max_rows:,}. Raise it, or set episodes.longer to 'episodes' or 'truncate'."
+            f"{rule.max_rows:,}. Raise it, or set episodes.longer to 'episodes' or 'truncate'"
         )
     if rule.longer == "truncate":
         kept_T = np.minimum(lengths_T, rule.max_rows)

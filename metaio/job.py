@@ -97,7 +97,7 @@ class Job:
             if kind != before:
                 raise DataError(
                     f"column {name} holds {kind} values, in the dataset at {out} it held {before}: "
-                    f"its ids would change. Cast the column to {before}, or remove that dataset."
+                    f"its ids would change. Cast the column to {before}, or remove that dataset"
                 )
 
     def blocks(self, rows: EncodedRows) -> tuple[list[Block], Dropped]:

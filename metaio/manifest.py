@@ -100,7 +100,7 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
         raise FormatError(
             f"{name} has format version {body.get('version')}, this release reads version "
             f"{FORMAT_VERSION}. "
-            "Prepare the dataset again, or read it with the release that wrote it."
+            "Prepare the dataset again, or read it with the release that wrote it"
         )
     # Over the canonical form: reformatting the file does no harm, changing a value does.
     checksum = body.pop("checksum", None)
@@ -112,7 +112,7 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
 def _altered(name: str, what: str) -> FormatError:
     return FormatError(
         f"{name} {what}: it was cut short or edited. {MANIFEST_NAME} is written by prepare alone; "
-        "copy the dataset again or prepare it again."
+        "copy the dataset again or prepare it again"
     )
 
 

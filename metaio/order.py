@@ -54,17 +54,17 @@ class OrderConfig:
         for name in ("tasks_per_step", "lanes", "window_blocks"):
             if getattr(self, name) < 1:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)}; it must be at least 1. Raise it."
+                    f"{name} is {getattr(self, name)}; it must be at least 1. Raise it"
                 )
         if self.blocks_per_step < 0:
             raise ValueError(
-                f"blocks_per_step is {self.blocks_per_step}; it must be at least 0. Raise it."
+                f"blocks_per_step is {self.blocks_per_step}; it must be at least 0. Raise it"
             )
         if self.tasks_per_step < self.lanes:
             raise ValueError(
                 f"tasks_per_step is {self.tasks_per_step} and lanes is {self.lanes}: every lane "
                 "gives "
-                "at least one episode to a step. Lower lanes or raise tasks_per_step."
+                "at least one episode to a step. Lower lanes or raise tasks_per_step"
             )
 
 
@@ -245,7 +245,7 @@ def order_of(
 def _check_step(step: int, num_steps: int) -> None:
     if not 0 <= step < num_steps:
         raise IndexError(
-            f"step {step} is outside this epoch's 0 to {num_steps - 1}. Begin the next epoch."
+            f"step {step} is outside this epoch's 0 to {num_steps - 1}. Begin the next epoch"
         )
 
 

@@ -125,7 +125,7 @@ class BatchPipeline:
         if threads < 1 or prefetch_batches < 1:
             raise ValueError(
                 f"threads is {threads} and prefetch_batches is {prefetch_batches}; both must be at "
-                "least 1. Raise them."
+                "least 1. Raise them"
             )
         self._dataset = dataset
         self._prefetch_batches = max(prefetch_batches, threads)

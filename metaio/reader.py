@@ -61,12 +61,12 @@ class BatchReader:
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(
-                f"rank is {rank}; with world_size {world_size} it must be 0 to {world_size - 1}."
+                f"rank is {rank}; with world_size {world_size} it must be 0 to {world_size - 1}"
             )
         if 0 < blocks_per_step < world_size:
             raise ValueError(
                 f"blocks_per_step is {blocks_per_step} with {world_size} ranks: each needs a block "
-                f"of its own. Set it to {world_size} or more."
+                f"of its own. Set it to {world_size} or more"
             )
         self._split = dataset.split(split)
         self._dataset = dataset
@@ -148,7 +148,7 @@ class BatchReader:
                 raise FormatError(
                     f"the reader's state has {name} {state.get(name)}, this reader has {value}: "
                     "the order of episodes would differ. Resume with the data and the settings of "
-                    "the run that was saved."
+                    "the run that was saved"
                 )
         self._epoch, self._step = int(state["epoch"]), int(state["step"])
 
@@ -266,7 +266,7 @@ def _check_range(dataset: Dataset, part: EpisodeRange) -> None:
     if part.first_episode < 0 or part.num_episodes < 0 or end > split.num_episodes:
         raise FormatError(
             f"episodes {part.first_episode} to {end} are outside split {part.split}, which has "
-            f"{split.num_episodes}. The list of ranges belongs to another dataset."
+            f"{split.num_episodes}. The list of ranges belongs to another dataset"
         )
 
 

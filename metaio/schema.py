@@ -155,10 +155,10 @@ def load_schema(path: str | Path) -> Schema:
         body = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise SchemaError(
-            f"schema {path} cannot be read: {error.strerror}. Check the path."
+            f"schema {path} cannot be read: {error.strerror}. Check the path"
         ) from error
     except ValueError as error:
-        raise SchemaError(f"schema {path} is not TOML: {error}. Correct that line.") from error
+        raise SchemaError(f"schema {path} is not TOML: {error}. Correct that line") from error
     return parse_schema(body)
 
 
@@ -204,13 +204,13 @@ def _parse(kind: type[Part], body: dict[str, Any], where: str) -> Part:
     for key in body:
         if key not in hints:
             near = difflib.get_close_matches(key, hints, n=1)
-            hint = f"did you mean {where}{near[0]}?" if near else f"allowed are {', '.join(hints)}."
+            hint = f"did you mean {where}{near[0]}?" if near else f"allowed are {', '.join(hints)}"
             raise SchemaError(f"schema key {where}{key} is unknown; {hint}")
     values = {key: _convert(hints[key], value, f"{where}{key}") for key, value in body.items()}
     for field in fields(kind):  # type: ignore[arg-type]
         if field.name not in values and field.default is MISSING:
             raise SchemaError(
-                f"schema key {where}{field.name} is missing; it has no default. Add it."
+                f"schema key {where}{field.name} is missing; it has no default. Add it"
             )
     return kind(**values)
 
@@ -223,7 +223,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         if converted is not None:
             return converted
     names = " or ".join(_kind_name(option) for option in options if option is not type(None))
-    raise SchemaError(f"schema key {where} is {value!r}; it must be {names}. Correct it.")
+    raise SchemaError(f"schema key {where} is {value!r}; it must be {names}. Correct it")
 
 
 def _convert_one(option: Any, value: Any, where: str) -> Any:
@@ -264,7 +264,7 @@ def _check(schema: Schema) -> None:
     """What types alone cannot say."""
     if not schema.sparse and not schema.dense:
         raise SchemaError(
-            "the schema has no [[single]], [[multi]] or [[dense]] column. Add at least one."
+            "the schema has no [[single]], [[multi]] or [[dense]] column. Add at least one"
         )
     by_table: dict[str, tuple[int | None, int | None]] = {}
     for column in schema.sparse:
@@ -273,19 +273,19 @@ def _check(schema: Schema) -> None:
             raise SchemaError(
                 f"column {column.column} needs either hash (rows of its table) or vocabulary "
                 "(least count). "
-                "Give exactly one."
+                "Give exactly one"
             )
         if column.hash is not None and not 2 <= column.hash <= 1 << 40:
             raise SchemaError(
                 f"column {column.column} has hash {column.hash}; 2 to 2^40 rows are allowed. "
-                "Change it."
+                "Change it"
             )
         # One table has one way from values to rows, or equal values would meet in different rows.
         if by_table.setdefault(column.table_name, how) != how:
             raise SchemaError(
                 f"column {column.column} and another column of table {column.table_name} differ "
                 "in hash or "
-                "vocabulary. Columns that share a table must agree."
+                "vocabulary. Columns that share a table must agree"
             )
     kinds: list[list[str]] = [
         [column.column for column in schema.single],
@@ -295,7 +295,7 @@ def _check(schema: Schema) -> None:
     for names in kinds:
         for name in names:
             if names.count(name) > 1:
-                raise SchemaError(f"column {name} is listed twice in one kind. Remove one of them.")
+                raise SchemaError(f"column {name} is listed twice in one kind. Remove one of them")
     _check_episodes(schema)
     _check_splits(schema.splits)
 
@@ -305,51 +305,51 @@ def _check_episodes(schema: Schema) -> None:
     if rule.by == "time":
         if rule.at is None or schema.time is None:
             raise SchemaError(
-                "episodes.by is time, which needs episodes.at and a [time] column. Add both."
+                "episodes.by is time, which needs episodes.at and a [time] column. Add both"
             )
     elif (rule.query_rows is None) == (rule.query_share is None):
         raise SchemaError(
             f"episodes.by is {rule.by}, which needs query_rows or query_share. Give exactly one "
-            "of them."
+            "of them"
         )
     if rule.by == "last" and rule.query_rows is None:
         raise SchemaError(
-            "episodes.by is last, which needs query_rows. Add it, or use by = 'ratio'."
+            "episodes.by is last, which needs query_rows. Add it, or use by = 'ratio'"
         )
     if rule.by == "ratio" and rule.query_share is None:
         raise SchemaError(
-            "episodes.by is ratio, which needs query_share. Add it, or use by = 'last'."
+            "episodes.by is ratio, which needs query_share. Add it, or use by = 'last'"
         )
     # Beside the query rows at least one support row must be left.
     least = 1 + (rule.query_rows or 1)
     if rule.query_rows is not None and rule.query_rows < 1:
         raise SchemaError(
-            f"episodes.query_rows is {rule.query_rows}; at least 1 is needed. Raise it."
+            f"episodes.query_rows is {rule.query_rows}; at least 1 is needed. Raise it"
         )
     if not least <= rule.min_rows <= rule.max_rows:
         raise SchemaError(
             f"episodes.min_rows is {rule.min_rows} and max_rows is {rule.max_rows}; {least} <= "
             "min_rows <= "
-            "max_rows is needed, so that each episode has support and query rows. Change them."
+            "max_rows is needed, so that each episode has support and query rows. Change them"
         )
     if rule.query_share is not None and not 0 < rule.query_share < 1:
         raise SchemaError(
-            f"episodes.query_share is {rule.query_share}; it must lie between 0 and 1. Change it."
+            f"episodes.query_share is {rule.query_share}; it must lie between 0 and 1. Change it"
         )
 
 
 def _check_splits(rule: SplitRule) -> None:
     if rule.column is not None and rule.shares is not None:
-        raise SchemaError("splits has both column and shares. Give one of them.")
+        raise SchemaError("splits has both column and shares. Give one of them")
     if rule.shares is not None:
         total = sum(rule.shares.values())
         if abs(total - 1) > 1e-9 or min(rule.shares.values()) <= 0:
             raise SchemaError(
                 f"splits.shares add up to {total:g}; positive shares with sum 1 are needed. "
-                "Change them."
+                "Change them"
             )
         if rule.train not in rule.shares:
             raise SchemaError(
                 f"splits.train is {rule.train}, which is not among the shares "
-                f"{', '.join(rule.shares)}. Add it."
+                f"{', '.join(rule.shares)}. Add it"
             )

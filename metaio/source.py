@@ -42,7 +42,7 @@ def _expand(url: str) -> tuple[Any, list[str]]:
     fs, path = fsspec.core.url_to_fs(url)
     found = sorted(fs.glob(path)) if any(mark in path for mark in "*?[") else [path]
     if not found or not fs.exists(found[0]):
-        raise DataError(f"input {url} does not exist. Check the path.")
+        raise DataError(f"input {url} does not exist. Check the path")
     if fs.isdir(found[0]):
         # Engines leave markers such as _SUCCESS beside their files.
         found = sorted(
@@ -50,7 +50,7 @@ def _expand(url: str) -> tuple[Any, list[str]]:
         )
     for name in found:
         if fs.size(name) == 0:
-            raise DataError(f"input {name} is empty. Remove it, or write its rows.")
+            raise DataError(f"input {name} is empty. Remove it, or write its rows")
     protocols = fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)
     return fs, found if "file" in protocols else [f"{protocols[0]}://{name}" for name in found]
 
@@ -88,7 +88,7 @@ class DuckSource:
         kinds = {name.endswith((".parquet", ".pq")) for name in names}
         if len(kinds) != 1:
             raise DataError(
-                "the inputs mix Parquet and text files. Prepare from one format at a time."
+                "the inputs mix Parquet and text files. Prepare from one format at a time"
             )
         return _Files(names, kinds.pop())
 
@@ -116,7 +116,7 @@ class DuckSource:
             if column not in self._types:
                 near = difflib.get_close_matches(column, self._types, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(self._types)}."
-                raise DataError(f"input {name} has no column {column}; {hint} Correct the schema.")
+                raise DataError(f"input {name} has no column {column}; {hint} Correct the schema")
 
     def _check_drift(self, name: str) -> None:
         first = self._files.names[0]
@@ -125,14 +125,14 @@ class DuckSource:
         for column, kind in wanted.items():
             if column not in types:
                 raise DataError(
-                    f"input {name} has no column {column}, but {first} has. Make the files agree."
+                    f"input {name} has no column {column}, but {first} has. Make the files agree"
                 )
             # Types of text files are guessed from the first rows; rows that do not fit are refused
             # later.
             if self._files.parquet and types[column] != kind:
                 raise DataError(
                     f"column {column} is {types[column]} in {name} and {kind} in {first}. "
-                    "Cast one of them, so that all files agree."
+                    "Cast one of them, so that all files agree"
                 )
 
     def survey(self) -> int:
@@ -146,7 +146,7 @@ class DuckSource:
         total, *present = self._fetch(f"SELECT count(*), {counts} FROM {self._table}")[0]
         if total == 0:
             raise DataError(
-                f"the inputs hold no rows: {', '.join(self._files.names)}. Check the path."
+                f"the inputs hold no rows: {', '.join(self._files.names)}. Check the path"
             )
         refuse_nulls(self._schema, {c: total - n for c, n in zip(columns, present, strict=True)})
         return int(total)
@@ -203,5 +203,5 @@ def _unreadable(error: Exception, name: str) -> DataError:
     where = f"input {name}" if name else "an input"
     return DataError(
         f"{where} cannot be read: {what}. Correct that row, or declare the column's type in the "
-        "schema."
+        "schema"
     )

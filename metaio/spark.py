@@ -65,13 +65,13 @@ def _check_frame(frame: "DataFrame", schema: Schema) -> None:
         if column not in frame.columns:
             raise DataError(
                 f"the DataFrame has no column {column}; it has {', '.join(frame.columns)}. "
-                "Correct the schema."
+                "Correct the schema"
             )
     # One pass over all columns; count() of a column leaves out its nulls.
     counts = [functions.count(functions.col(f"`{column}`")) for column in schema.columns]
     row = frame.agg(functions.count(functions.lit(1)), *counts).collect()[0]
     if row[0] == 0:
-        raise DataError("the DataFrame holds no rows. Check its source.")
+        raise DataError("the DataFrame holds no rows. Check its source")
     refuse_nulls(schema, {c: row[0] - n for c, n in zip(schema.columns, row[1:], strict=True)})
 
 

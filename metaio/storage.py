@@ -145,10 +145,10 @@ class Storage:
             data: bytes = self._fs.cat_file(f"{self._root}/{path}")
         except FileNotFoundError as error:
             raise FormatError(
-                f"{self.name(path)} does not exist. Prepare the dataset again."
+                f"{self.name(path)} does not exist. Prepare the dataset again"
             ) from error
         except OSError as error:
-            raise FormatError(f"{self.name(path)} cannot be read: {error}.") from error
+            raise FormatError(f"{self.name(path)} cannot be read: {error}") from error
         return data
 
     def windows(self, ranges: list[ByteRange]) -> list[Window]:
@@ -169,9 +169,9 @@ class Storage:
     def _window(self, own: ByteRange, data: bytes | Exception) -> Window:
         name = self.name(own.path)
         if isinstance(data, FileNotFoundError):
-            raise FormatError(f"{name} does not exist. Prepare the dataset again.") from data
+            raise FormatError(f"{name} does not exist. Prepare the dataset again") from data
         if isinstance(data, Exception):
-            raise FormatError(f"{name} cannot be read: {data}. Try again later.") from data
+            raise FormatError(f"{name} cannot be read: {data}. Try again later") from data
         if len(data) != own.end - own.begin:
             raise _wrong_size(name, own.begin + len(data), own.num_bytes)
         return Window(own.begin, memoryview(data))
@@ -196,7 +196,7 @@ class Storage:
             return mapped
         except FileNotFoundError as error:
             raise FormatError(
-                f"{self.name(path)} does not exist. Prepare the dataset again."
+                f"{self.name(path)} does not exist. Prepare the dataset again"
             ) from error
 
 
@@ -204,5 +204,5 @@ def _wrong_size(name: str, found_bytes: int, num_bytes: int) -> FormatError:
     return FormatError(
         f"{name} has {found_bytes} bytes, the manifest says {num_bytes}: it was cut short or "
         "rewritten. "
-        "Copy the dataset again or prepare it again."
+        "Copy the dataset again or prepare it again"
     )

@@ -98,7 +98,7 @@ def fit(schema: Schema, survey: Survey, names: tuple[str, ...]) -> Fitted:
     if not survey.rows_of_split.get(schema.splits.train):
         raise DataError(
             f"the train split {schema.splits.train} has no rows; the splits found are "
-            f"{', '.join(names)}. Set splits.train to one of them."
+            f"{', '.join(names)}. Set splits.train to one of them"
         )
     least = {c.table_name: c.vocabulary for c in schema.sparse if c.vocabulary is not None}
     vocabularies = {}

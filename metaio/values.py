@@ -29,7 +29,7 @@ def kind_of(name: str, kind: pa.DataType, role: str) -> Kind:
         return "text"
     raise DataError(
         f"{role} column {name} has type {kind}; integer or text is needed. Cast it, or choose "
-        "another column."
+        "another column"
     )
 
 
@@ -45,7 +45,7 @@ def as_numbers(name: str, column: pa.Array, role: str) -> npt.NDArray[np.float64
     elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
         raise DataError(
             f"{role} column {name} has type {kind}; a number is needed. Cast it, or choose "
-            "another column."
+            "another column"
         )
     numbers: npt.NDArray[np.float64] = column.cast(pa.float64(), safe=False).to_numpy(
         zero_copy_only=False
@@ -104,7 +104,7 @@ def time_values(name: str, column: pa.Array) -> Int64:
         return _ordered_bits(column.cast(pa.float64()).to_numpy(zero_copy_only=False))
     raise DataError(
         f"time column {name} has type {kind}; integer, float, date or timestamp is needed. Cast "
-        "it, or leave out [time]."
+        "it, or leave out [time]"
     )
 
 
@@ -132,7 +132,7 @@ def time_of(value: float | str, kind: pa.DataType) -> int:
         return int(time_values("at", pa.array([value]).cast(kind))[0])
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise DataError(
-            f"episodes.at is {value!r}, which is no value of type {kind} ({error}). Correct it."
+            f"episodes.at is {value!r}, which is no value of type {kind} ({error}). Correct it"
         ) from error
 
 

@@ -206,9 +206,7 @@ class SplitWriter:
 def _check_rows(features: Features, rows: Rows) -> None:
     """Refuse what no reader could use: ids outside their table, support longer than its episode."""
     if (rows.support_lengths_T > rows.row_lengths_T).any() or (rows.support_lengths_T < 0).any():
-        raise DataError(
-            "an episode has more support rows than rows. This is a fault of the recipe."
-        )
+        raise DataError("an episode has more support rows than rows. This is a fault of the recipe")
     limits = {table.name: table.num_rows for table in features.tables}
     for index, feature in enumerate(features.single):
         _check_ids(feature.name, rows.ids_NF[:, index], limits[feature.table])
@@ -224,7 +222,7 @@ def _check_ids(name: str, ids: Ids, num_rows: int) -> None:
     if len(wrong):
         raise DataError(
             f"feature {name} holds id {wrong[0]}, its table has ids 0 to {num_rows - 1}. "
-            "Raise the table's rows, or let prepare hash the column into them."
+            "Raise the table's rows, or let prepare hash the column into them"
         )
 
 
@@ -260,7 +258,7 @@ class DatasetWriter:
         if not _SPLIT_NAME.fullmatch(name):
             raise SchemaError(
                 f"split name {name!r} is not allowed: lower-case letters, digits and dashes only. "
-                "Rename the split."
+                "Rename the split"
             )
         if name not in self._splits:
             self._splits[name] = SplitWriter(
@@ -343,7 +341,7 @@ def write_dataset(
     if block_rows < 1 or shard_blocks < 1:
         raise SchemaError(
             f"block_rows {block_rows} and shard_blocks {shard_blocks} must be at least 1. Raise "
-            "them."
+            "them"
         )
     with (
         destination(out, overwrite) as (folder, is_local),

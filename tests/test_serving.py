@@ -245,42 +245,41 @@ WRONG_ROWS: dict[str, tuple[Callable[[pa.Table], object], type[Exception], str]]
         lambda rows: rows.set_column(1, "item", pa.array(["a", "b", "c"])),
         DataError,
         "sparse column item has type string; ids of table item are needed, since the model's "
-        "dataset was prepared without a schema. Encode the column as prepare did.",
+        "dataset was prepared without a schema. Encode the column as prepare did",
     ),
     "fractions for ids": (
         lambda rows: rows.set_column(1, "item", pa.array([1.0, 2.0, 3.5])),
         DataError,
         "sparse column item has type double; integer or text is needed. Cast it, or choose "
-        "another column.",
+        "another column",
     ),
     "an id outside its table": (
         lambda rows: rows.set_column(1, "item", pa.array([1, 50, 2])),
         DataError,
         "column item holds id 50; table item has ids 0 to 49. "
-        "Use 0 for values that the table does not know.",
+        "Use 0 for values that the table does not know",
     ),
     "one id for a list": (
         lambda rows: rows.set_column(3, "tags", pa.array([1, 2, 3])),
         DataError,
         "multi column tags has type int64; a list of ids is needed. "
-        "Make each value a list, such as [3, 17].",
+        "Make each value a list, such as [3, 17]",
     ),
     "a null": (
         lambda rows: rows.set_column(2, "city", pa.array([1, None, 2])),
         DataError,
         "column city has 1 nulls; none are allowed. "
-        "Remove those rows, or use id 0, which stands for unknown values.",
+        "Remove those rows, or use id 0, which stands for unknown values",
     ),
     "text for a number": (
         lambda rows: rows.set_column(5, "price", pa.array(["1", "2", "3"])),
         DataError,
-        "dense column price has type string; a number is needed. Cast it, or choose "
-        "another column.",
+        "dense column price has type string; a number is needed. Cast it, or choose another column",
     ),
     "no number": (
         lambda rows: rows.set_column(5, "price", pa.array([1.0, float("nan"), 2.0])),
         DataError,
-        "dense column price holds nan; finite numbers are needed. Replace those values.",
+        "dense column price holds nan; finite numbers are needed. Replace those values",
     ),
     "a label that is no click": (
         lambda rows: rows.set_column(6, "click", pa.array([0, 5, 1])),

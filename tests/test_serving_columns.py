@@ -62,7 +62,7 @@ def test_text_where_the_training_data_had_integers_is_refused(tmp_path: Path) ->
             encoder.encode(changed_batch, True)
         assert str(caught.value) == (
             f"sparse column {name} holds {held} values; they were {wanted} when the data was "
-            f"prepared, and would get other ids. Cast the column to {wanted}."
+            f"prepared, and would get other ids. Cast the column to {wanted}"
         )
 
 

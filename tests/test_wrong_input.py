@@ -78,7 +78,7 @@ def test_a_dataset_that_is_not_there_is_named(config: Path) -> None:
     message = refused(2, "train", config, "data.path=/nowhere")
     assert message == (
         "error: /nowhere holds no dataset: manifest.json is missing. "
-        "Give a folder that gmeta prepare made."
+        "Give a folder that gmeta prepare made"
     )
 
 

@@ -126,7 +126,7 @@ def prepare(
         with _phases() as tell:
             prepare_tables(inputs, out, load_schema(schema), options, tell)
     else:
-        raise UserError("neither --schema nor --recipe is given. Pass one of them.")
+        raise UserError("neither --schema nor --recipe is given. Pass one of them")
     _report(out)
 
 
@@ -145,7 +145,7 @@ def _tell_of_leftovers(out: str) -> None:
 def _bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
     if found is None or float(found.group(1)) <= 0:
-        raise UserError(f"--memory is {text!r}; a size such as 512MB or 2GB is needed. Correct it.")
+        raise UserError(f"--memory is {text!r}; a size such as 512MB or 2GB is needed. Correct it")
     return int(float(found.group(1)) * 1024 ** " KMGT".index(found.group(2).upper() or " "))
 
 

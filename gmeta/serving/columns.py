@@ -125,7 +125,7 @@ class IdColumns:
             if batch[name].null_count:
                 raise DataError(
                     f"column {name} has {batch[name].null_count:,} nulls; none are allowed. "
-                    "Remove those rows, or use id 0, which stands for unknown values."
+                    "Remove those rows, or use id 0, which stands for unknown values"
                 )
         task_N, label_N = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.float32)
         if self._columns.task in batch.schema.names:
@@ -149,14 +149,14 @@ class IdColumns:
             raise DataError(
                 f"sparse column {feature.name} has type {column.type}; ids of table "
                 f"{feature.table} are needed, since the model's dataset was prepared without a "
-                "schema. Encode the column as prepare did."
+                "schema. Encode the column as prepare did"
             )
         ids, limit = integer_values(column), self._num_rows[feature.table]
         wrong = ids[(ids < 0) | (ids >= limit)]
         if len(wrong):
             raise DataError(
                 f"column {feature.name} holds id {wrong[0]}; table {feature.table} has ids 0 to "
-                f"{limit - 1}. Use 0 for values that the table does not know."
+                f"{limit - 1}. Use 0 for values that the table does not know"
             )
         return ids
 
@@ -169,7 +169,7 @@ class IdColumns:
             if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
                 raise DataError(
                     f"multi column {feature.name} has type {column.type}; a list of ids is "
-                    "needed. Make each value a list, such as [3, 17]."
+                    "needed. Make each value a list, such as [3, 17]"
                 )
             lengths_NM[:, index] = np.diff(column.offsets.to_numpy())
             parts.append(self._ids(feature, column.flatten()))
@@ -192,7 +192,7 @@ def _finite(name: str, batch: pa.RecordBatch, role: str) -> Float32:
     if not np.isfinite(numbers).all():
         raise DataError(
             f"{role} column {name} holds {numbers[~np.isfinite(numbers)][0]}; finite numbers are "
-            "needed. Replace those values."
+            "needed. Replace those values"
         )
     return numbers
 

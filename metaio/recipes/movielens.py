@@ -60,12 +60,12 @@ class MovieLensConfig:
     def __post_init__(self) -> None:
         if self.order not in ("shuffle", "time"):
             raise SchemaError(
-                f"order is {self.order!r}; it must be shuffle or time. Choose one of them."
+                f"order is {self.order!r}; it must be shuffle or time. Choose one of them"
             )
         if not 1 <= self.query_rows < self.min_ratings <= self.max_ratings:
             raise SchemaError(
                 f"min_ratings {self.min_ratings}, max_ratings {self.max_ratings}, query_rows "
-                f"{self.query_rows}: 1 <= query < min <= max is needed. Change them."
+                f"{self.query_rows}: 1 <= query < min <= max is needed. Change them"
             )
 
 
@@ -151,7 +151,7 @@ def _timestamps(ratings: Ratings) -> dict[tuple[int, int], int]:
         raise DataError(
             "order is time, but there is no ratings.dat with timestamps. Put it into PATH, or use "
             "order "
-            "shuffle."
+            "shuffle"
         )
     keys = zip(ratings.user_N.tolist(), ratings.movie_N.tolist(), strict=True)
     return dict(zip(keys, ratings.time_N.tolist(), strict=True))
@@ -233,7 +233,7 @@ class _Encoder:
     def _user_ids(self, user: int) -> list[int]:
         if user not in self._users:
             raise DataError(
-                f"user {user} has ratings but is not in users.dat. Download both files again."
+                f"user {user} has ratings but is not in users.dat. Download both files again"
             )
         pairs = zip(_USER_COLUMNS, self._users[user], strict=True)
         return [self.vocabulary[name].get(value, 0) for name, value in pairs]

@@ -58,7 +58,7 @@ def _lines(path: Path, num_fields: int) -> list[list[str]]:
         DataError: the file is missing or empty, or a line has another number of fields.
     """
     if not path.is_file():
-        raise DataError(f"{path} does not exist. Point PATH at the unpacked ml-1m folder.")
+        raise DataError(f"{path} does not exist. Point PATH at the unpacked ml-1m folder")
     # Copies of the files differ: GroupLens' are Latin-1, re-saved ones UTF-8.
     data = path.read_bytes()
     try:
@@ -67,13 +67,13 @@ def _lines(path: Path, num_fields: int) -> list[list[str]]:
         text = data.decode("latin-1")
     found = [line.split("::") for line in text.replace("\r\n", "\n").split("\n") if line]
     if not found:
-        raise DataError(f"{path} is empty. Download ml-1m again.")
+        raise DataError(f"{path} is empty. Download ml-1m again")
     for number, fields in enumerate(found, start=1):
         if len(fields) != num_fields:
             raise DataError(
                 f"{path}, line {number}: {len(fields)} fields, {num_fields} separated by '::' are "
                 "expected. "
-                "Download the file again."
+                "Download the file again"
             )
     return found
 
@@ -90,7 +90,7 @@ def read_ratings(folder: Path) -> Ratings:
     if not path.is_file():
         raise DataError(
             f"{folder} holds neither ratings.dat nor ratings_notime.dat. Point PATH at the ml-1m "
-            "folder."
+            "folder"
         )
     names = ["user", "movie", "rating", "time"][: 4 if with_time else 3]
     try:
@@ -101,13 +101,13 @@ def read_ratings(folder: Path) -> Ratings:
             pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.int64()), null_values=[]),
         )
     except pa.ArrowInvalid as error:
-        raise DataError(f"{path} cannot be read: {error}. Download the file again.") from error
+        raise DataError(f"{path} cannot be read: {error}. Download the file again") from error
     columns = {name: table[name].to_numpy() for name in names}
     ratings = columns["rating"]
     if ((ratings < 1) | (ratings > 5)).any():
         raise DataError(
             f"{path} holds rating {ratings[(ratings < 1) | (ratings > 5)][0]}; 1 to 5 are allowed. "
-            "Download the file again."
+            "Download the file again"
         )
     return Ratings(
         columns["user"], columns["movie"], ratings.astype(np.float32), columns.get("time")
@@ -151,7 +151,7 @@ def _plain_movies(folder: Path) -> Movies:
         if year is None:
             raise DataError(
                 f"{path}, line {number}: title {title!r} does not end in '(year)'. Download it "
-                "again."
+                "again"
             )
         movies.year[int(movie)] = int(year.group(1))
         movies.genre[int(movie)] = genres.split("|")
@@ -186,7 +186,7 @@ def read_melu_split(folder: Path) -> list[dict[int, tuple[Int64, Int64]]] | None
             raise DataError(
                 f"{folder / 'melu_split'}: {name}.json and {name}_y.json hold different users or "
                 "counts. "
-                "Copy both from the same place."
+                "Copy both from the same place"
             )
         states.append(
             {
@@ -202,6 +202,6 @@ def _load_json(path: Path) -> dict[str, list[int]]:
         loaded: dict[str, list[int]] = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{path} cannot be read: {error}. Copy MeLU's split again, or remove the folder."
+            f"{path} cannot be read: {error}. Copy MeLU's split again, or remove the folder"
         ) from error
     return loaded

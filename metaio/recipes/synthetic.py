@@ -62,12 +62,12 @@ class SyntheticConfig:
             raise SchemaError(
                 f"{self.num_tasks} tasks and {self.num_items} items: at least 1 task and 10 items "
                 "are "
-                "needed. Raise --tasks or --items."
+                "needed. Raise --tasks or --items"
             )
         if not 1 <= self.query_rows < self.min_rows <= self.max_rows:
             raise SchemaError(
                 f"rows {self.min_rows} to {self.max_rows} with {self.query_rows} query rows: "
-                "1 <= query < min <= max is needed. Change --min-rows, --max-rows or --query-rows."
+                "1 <= query < min <= max is needed. Change --min-rows, --max-rows or --query-rows"
             )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from gmeta.antdt import ShardClient
 from gmeta.antdt.server import ServiceConfig, ShardServer
-from gmeta.build import check_source
+from gmeta.build import check_source, open_reader
 from gmeta.config import DataConfig, RunConfig, TrainConfig
 from gmeta.episodes import support_and_query
 from gmeta.errors import ConfigError, UserError
@@ -187,12 +187,27 @@ def test_a_rank_says_why_it_cannot_go_on_from_a_checkpoint_or_has_no_shard(
             'data.lanes = 2, but data.source = "service" hands out whole shards, every episode '
             "once. Remove the key",
         ),
+        (
+            DataConfig(source="service", blocks_per_step=2),
+            'data.blocks_per_step = 2, but data.source = "service" hands out whole shards, every '
+            "episode once. Remove the key",
+        ),
     ],
 )
 def test_keys_of_the_other_source_are_refused(data: DataConfig, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         check_source(data)
     assert str(refused.value) == message
+
+
+def test_an_order_that_does_not_suit_the_ranks_is_refused(click_logs: Path) -> None:
+    dataset = open_dataset(str(click_logs))
+    data = DataConfig(path=str(click_logs), blocks_per_step=3)
+    with pytest.raises(ConfigError) as refused:
+        open_reader(TrainConfig(data=data), dataset, "train", rank=0, world_size=4)
+    assert str(refused.value) == (
+        "blocks_per_step is 3 with 4 ranks: each needs a block of its own. Set it to 4 or more"
+    )
 
 
 def test_shards_are_small_where_the_split_fits_in_memory_else_a_block(

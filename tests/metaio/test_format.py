@@ -16,7 +16,7 @@ from tests.metaio.conftest import FEATURES, WriteFn, make_rows
 from tests.metaio.damage import damage_and_read, whole_content
 
 REMEDY = (
-    "Copy the dataset again or prepare it again; gmeta inspect --verify lists every damaged file."
+    "Copy the dataset again or prepare it again; gmeta inspect --verify lists every damaged file"
 )
 
 
@@ -57,7 +57,7 @@ def test_the_fingerprint_follows_the_content(write: WriteFn) -> None:
 def test_a_folder_without_manifest_is_no_dataset(tmp_path: Path) -> None:
     assert message_of(f"{tmp_path}/no") == (
         f"{tmp_path}/no holds no dataset: manifest.json is missing. Give a folder that gmeta "
-        "prepare made."
+        "prepare made"
     )
 
 
@@ -75,7 +75,7 @@ def test_another_version_is_refused_with_what_to_do(write: WriteFn) -> None:
     rewrite_manifest(path, version=2)
     assert message_of(path) == (
         f"{path}/manifest.json has format version 2, this release reads version 1. Prepare the "
-        "dataset again, or read it with the release that wrote it."
+        "dataset again, or read it with the release that wrote it"
     )
 
 
@@ -85,7 +85,7 @@ def test_an_edited_manifest_is_refused(write: WriteFn) -> None:
     manifest.write_text(manifest.read_text().replace('"click"', '"clack"'))
     assert message_of(path) == (
         f"{path}/manifest.json does not match its own checksum: it was cut short or edited. "
-        "manifest.json is written by prepare alone; copy the dataset again or prepare it again."
+        "manifest.json is written by prepare alone; copy the dataset again or prepare it again"
     )
 
 
@@ -99,7 +99,7 @@ def test_a_missing_shard_file_is_named(write: WriteFn) -> None:
     path = write({"train": make_rows(3)})
     os.remove(f"{path}/train/00000.dense.parquet")
     assert message_of(path) == (
-        f"{path}/train/00000.dense.parquet does not exist. Prepare the dataset again."
+        f"{path}/train/00000.dense.parquet does not exist. Prepare the dataset again"
     )
 
 
@@ -110,7 +110,7 @@ def test_a_truncated_shard_file_is_named_with_both_sizes(write: WriteFn) -> None
     file.write_bytes(file.read_bytes()[:100])
     assert message_of(path) == (
         f"{file} has 100 bytes, the manifest says {size}: it was cut short or rewritten. "
-        "Copy the dataset again or prepare it again."
+        "Copy the dataset again or prepare it again"
     )
 
 
@@ -164,7 +164,7 @@ def test_positions_that_no_id_answers_are_refused(write: WriteFn) -> None:
         )
     assert str(caught.value) == (
         "data, block 0: column position contradicts the block table. The program that wrote it is "
-        "at fault; docs/format.md says what belongs there."
+        "at fault; docs/format.md says what belongs there"
     )
 
 

@@ -87,7 +87,7 @@ def test_prepare_by_schema_from_the_command_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["out"], "neither --schema nor --recipe is given. Pass one of them."),
+        (["out"], "neither --schema nor --recipe is given. Pass one of them"),
         (
             ["a", "b", "--recipe", "synthetic"],
             "--recipe synthetic was given 2 paths, it takes 1. Run: gmeta prepare --recipe "
@@ -104,7 +104,7 @@ def test_prepare_by_schema_from_the_command_line(tmp_path: Path) -> None:
         ),
         (
             ["in", "out", "--schema", "s.toml", "--memory", "lots"],
-            "--memory is 'lots'; a size such as 512MB or 2GB is needed. Correct it.",
+            "--memory is 'lots'; a size such as 512MB or 2GB is needed. Correct it",
         ),
     ],
 )

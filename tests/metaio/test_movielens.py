@@ -164,21 +164,21 @@ def test_a_history_holds_the_liked_support_rows_and_never_the_row_itself(tmp_pat
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("users.dat", "", "{path} is empty. Download ml-1m again."),
+        ("users.dat", "", "{path} is empty. Download ml-1m again"),
         (
             "users.dat",
             "1::F::25\n",
-            "{path}, line 1: 3 fields, 5 separated by '::' are expected. Download the file again.",
+            "{path}, line 1: 3 fields, 5 separated by '::' are expected. Download the file again",
         ),
         (
             "movies.dat",
             "1::Film::Drama\n",
-            "{path}, line 1: title 'Film' does not end in '(year)'. Download it again.",
+            "{path}, line 1: title 'Film' does not end in '(year)'. Download it again",
         ),
         (
             "ratings.dat",
             "1::1::9::5\n",
-            "{path} holds rating 9; 1 to 5 are allowed. Download the file again.",
+            "{path} holds rating 9; 1 to 5 are allowed. Download the file again",
         ),
     ],
 )
@@ -199,7 +199,7 @@ def test_time_order_without_timestamps_is_refused(tmp_path: Path) -> None:
         prepare_movielens(str(folder), str(tmp_path / "out"), MovieLensConfig(order="time"))
     assert str(caught.value) == (
         "order is time, but there is no ratings.dat with timestamps. Put it into PATH, or use "
-        "order shuffle."
+        "order shuffle"
     )
 
 
@@ -207,7 +207,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         prepare_movielens(str(tmp_path / "no"), str(tmp_path / "out"), MovieLensConfig())
     assert str(caught.value) == (
-        f"{tmp_path}/no/movies.dat does not exist. Point PATH at the unpacked ml-1m folder."
+        f"{tmp_path}/no/movies.dat does not exist. Point PATH at the unpacked ml-1m folder"
     )
 
 
@@ -216,5 +216,5 @@ def test_impossible_numbers_are_refused() -> None:
         MovieLensConfig(query_rows=20)
     assert str(caught.value) == (
         "min_ratings 13, max_ratings 100, query_rows 20: 1 <= query < min <= max is needed. "
-        "Change them."
+        "Change them"
     )

@@ -249,7 +249,7 @@ def test_refuse_names_the_longest_task(tmp_path: Path) -> None:
         prepared(tmp_path, table, changed(episodes=rule))
     assert str(caught.value) == (
         "task 7 has 600 rows, episodes.max_rows is 50. Raise it, or set episodes.longer to "
-        "'episodes' or 'truncate'."
+        "'episodes' or 'truncate'"
     )
 
 
@@ -339,17 +339,17 @@ def with_column(name: str, values: Any) -> pa.Table:
 def test_nulls_are_refused_with_column_and_count(tmp_path: Path) -> None:
     table = with_column("clicked", [None, None, *[1] * 38])
     assert refused(tmp_path, table, changed()) == (
-        "column clicked has 2 nulls; none are allowed. Remove those rows."
+        "column clicked has 2 nulls; none are allowed. Remove those rows"
     )
     table = with_column("shop", [None, *[1] * 39])
     assert refused(tmp_path, table, changed()) == (
         "column shop has 1 nulls; none are allowed. Remove those rows, or allow it in the schema: "
-        'null = "unknown".'
+        'null = "unknown"'
     )
     table = with_column("price", [None, *[1.0] * 39])
     assert refused(tmp_path, table, changed()) == (
         "column price has 1 nulls; none are allowed. Remove those rows, or allow it in the schema: "
-        "fill = VALUE."
+        "fill = VALUE"
     )
 
 
@@ -357,30 +357,30 @@ def test_a_missing_column_names_the_nearest(tmp_path: Path) -> None:
     message = refused(tmp_path, raw_table(40), changed(label={"column": "click"}))
     assert message == (
         f"input {tmp_path}/raw.parquet has no column click; did you mean clicked? Correct the "
-        "schema."
+        "schema"
     )
 
 
 def test_a_task_column_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
     assert refused(tmp_path, raw_table(40), changed(task={"column": "price"})) == (
         "task column price has type double; integer or text is needed. Cast it, or choose another "
-        "column."
+        "column"
     )
 
 
 def test_labels_and_dense_values_must_be_numbers(tmp_path: Path) -> None:
     assert refused(tmp_path, raw_table(40), changed(label={"column": "city"})) == (
-        "label column city has type string; a number is needed. Cast it, or choose another column."
+        "label column city has type string; a number is needed. Cast it, or choose another column"
     )
     table = with_column("price", [math.inf, *[1.0] * 39])
     assert refused(tmp_path, table, changed()) == (
         "dense column price holds inf; finite numbers are needed. Replace those values, or make "
-        "them null and give fill."
+        "them null and give fill"
     )
     table = with_column("price", [-2.0, *[1.0] * 39])
     assert refused(tmp_path, table, changed()) == (
         "dense column price holds -2; log1p needs values above -1. Clip the column, or leave out "
-        "log1p."
+        "log1p"
     )
 
 
@@ -388,26 +388,26 @@ def test_a_list_column_needs_lists_or_a_separator(tmp_path: Path) -> None:
     multi = [{"column": "tags", "hash": 9, "null": "unknown"}]
     assert refused(tmp_path, raw_table(40), changed(multi=multi)) == (
         "multi column tags has type string; a list is needed, or text with a separator. "
-        "Give separator in the schema."
+        "Give separator in the schema"
     )
 
 
 def test_no_rows_and_no_train_rows_are_refused(tmp_path: Path) -> None:
     assert refused(tmp_path, raw_table(40).slice(0, 0), changed()) == (
-        f"the inputs hold no rows: {tmp_path}/raw.parquet. Check the path."
+        f"the inputs hold no rows: {tmp_path}/raw.parquet. Check the path"
     )
     splits = {"column": "part", "train": "all"}
     assert refused(tmp_path, raw_table(40), changed(splits=splits)) == (
         "the train split all has no rows; the splits found are later, train. Set splits.train to "
-        "one of them."
+        "one of them"
     )
 
 
 def test_an_empty_or_missing_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "raw.csv").touch()
     for name, message in (
-        ("raw.csv", f"input {tmp_path}/raw.csv is empty. Remove it, or write its rows."),
-        ("no.csv", f"input {tmp_path}/no.csv does not exist. Check the path."),
+        ("raw.csv", f"input {tmp_path}/raw.csv is empty. Remove it, or write its rows"),
+        ("no.csv", f"input {tmp_path}/no.csv does not exist. Check the path"),
     ):
         with pytest.raises(DataError) as caught:
             prepare([str(tmp_path / name)], str(tmp_path / "out"), changed())
@@ -422,11 +422,11 @@ def test_schema_drift_between_files_names_file_and_column(tmp_path: Path) -> Non
         (
             cast,
             "column item is INTEGER in {0}/b.parquet and BIGINT in {0}/a.parquet. Cast one of "
-            "them, so that all files agree.",
+            "them, so that all files agree",
         ),
         (
             table.drop_columns("item"),
-            "input {0}/b.parquet has no column item, but {0}/a.parquet has. Make the files agree.",
+            "input {0}/b.parquet has no column item, but {0}/a.parquet has. Make the files agree",
         ),
     ):
         pq.write_table(other, tmp_path / "b.parquet")
@@ -502,7 +502,7 @@ def test_replacing_a_dataset_whose_column_changed_its_kind_is_refused(tmp_path: 
         prepare([str(tmp_path / "raw.parquet")], out, changed(), overwrite)
     assert str(caught.value) == (
         f"column shop holds text values, in the dataset at {out} it held integer: its ids would "
-        "change. Cast the column to integer, or remove that dataset."
+        "change. Cast the column to integer, or remove that dataset"
     )
     assert open_dataset(out).fingerprint == before
 

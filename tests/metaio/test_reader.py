@@ -144,7 +144,7 @@ def test_state_of_another_order_is_refused(write: WriteFn) -> None:
     assert str(caught.value) == (
         "the reader's state has tasks_per_step 2, this reader has 3: the order of episodes would "
         "differ. "
-        "Resume with the data and the settings of the run that was saved."
+        "Resume with the data and the settings of the run that was saved"
     )
 
 
@@ -209,7 +209,7 @@ def test_fewer_blocks_a_step_than_ranks_are_refused(write: WriteFn) -> None:
     with pytest.raises(ValueError) as caught:
         BatchReader(dataset, "train", tasks_per_step=1, blocks_per_step=1, rank=0, world_size=2)
     assert str(caught.value) == (
-        "blocks_per_step is 1 with 2 ranks: each needs a block of its own. Set it to 2 or more."
+        "blocks_per_step is 1 with 2 ranks: each needs a block of its own. Set it to 2 or more"
     )
 
 
@@ -272,7 +272,7 @@ def test_a_range_outside_its_split_is_refused(write: WriteFn) -> None:
         list(read_ranges(dataset, [EpisodeRange("train", 3, 3)], tasks_per_batch=4))
     assert str(caught.value) == (
         "episodes 3 to 6 are outside split train, which has 5. The list of ranges belongs to "
-        "another dataset."
+        "another dataset"
     )
 
 
@@ -281,5 +281,5 @@ def test_an_unknown_split_names_the_known_ones(write: WriteFn) -> None:
     with pytest.raises(FormatError) as caught:
         BatchReader(open_dataset(path), "test", tasks_per_step=1)
     assert str(caught.value) == (
-        f"{path} has no split test; it has train, valid. Choose one of them, or prepare it."
+        f"{path} has no split test; it has train, valid. Choose one of them, or prepare it"
     )

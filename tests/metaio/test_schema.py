@@ -46,96 +46,96 @@ def test_columns_are_listed_once() -> None:
         (
             {"single": [{"column": "a", "zzz": 1}]},
             "schema key single.zzz is unknown; allowed are column, table, hash, vocabulary, null, "
-            "separator, type.",
+            "separator, type",
         ),
         (
             {"label": {}},
-            "schema key label.column is missing; it has no default. Add it.",
+            "schema key label.column is missing; it has no default. Add it",
         ),
         (
             {"label": {"column": 3}},
-            "schema key label.column is 3; it must be text. Correct it.",
+            "schema key label.column is 3; it must be text. Correct it",
         ),
         (
             {"seed": True},
-            "schema key seed is True; it must be a whole number. Correct it.",
+            "schema key seed is True; it must be a whole number. Correct it",
         ),
         (
             {"episodes": {"by": "luck"}},
             "schema key episodes.by is 'luck'; it must be 'last' or 'ratio' or 'random' or 'time'. "
-            "Correct it.",
+            "Correct it",
         ),
         (
             {"single": {"column": "x"}},
-            "schema key single is {'column': 'x'}; it must be a list of tables. Correct it.",
+            "schema key single is {'column': 'x'}; it must be a list of tables. Correct it",
         ),
         (
             {"splits": {"shares": {"train": "half"}}},
             "schema key splits.shares is {'train': 'half'}; it must be a table of numbers. "
-            "Correct it.",
+            "Correct it",
         ),
         (
             {"single": []},
-            "the schema has no [[single]], [[multi]] or [[dense]] column. Add at least one.",
+            "the schema has no [[single]], [[multi]] or [[dense]] column. Add at least one",
         ),
         (
             {"single": [{"column": "a", "hash": 9, "vocabulary": 1}]},
             "column a needs either hash (rows of its table) or vocabulary (least count). "
-            "Give exactly one.",
+            "Give exactly one",
         ),
         (
             {"single": [{"column": "a", "hash": 1}]},
-            "column a has hash 1; 2 to 2^40 rows are allowed. Change it.",
+            "column a has hash 1; 2 to 2^40 rows are allowed. Change it",
         ),
         (
             {"single": [{"column": "a", "hash": 9}, {"column": "b", "table": "a", "hash": 8}]},
             "column b and another column of table a differ in hash or vocabulary. Columns that "
-            "share a table must agree.",
+            "share a table must agree",
         ),
         (
             {"dense": [{"column": "a"}, {"column": "a"}]},
-            "column a is listed twice in one kind. Remove one of them.",
+            "column a is listed twice in one kind. Remove one of them",
         ),
         (
             {"episodes": {}},
-            "episodes.by is last, which needs query_rows or query_share. Give exactly one of them.",
+            "episodes.by is last, which needs query_rows or query_share. Give exactly one of them",
         ),
         (
             {"episodes": {"query_share": 0.5}},
-            "episodes.by is last, which needs query_rows. Add it, or use by = 'ratio'.",
+            "episodes.by is last, which needs query_rows. Add it, or use by = 'ratio'",
         ),
         (
             {"episodes": {"by": "ratio", "query_rows": 1}},
-            "episodes.by is ratio, which needs query_share. Add it, or use by = 'last'.",
+            "episodes.by is ratio, which needs query_share. Add it, or use by = 'last'",
         ),
         (
             {"episodes": {"by": "ratio", "query_share": 1.0}},
-            "episodes.query_share is 1.0; it must lie between 0 and 1. Change it.",
+            "episodes.query_share is 1.0; it must lie between 0 and 1. Change it",
         ),
         (
             {"episodes": {"by": "time", "at": 3}},
-            "episodes.by is time, which needs episodes.at and a [time] column. Add both.",
+            "episodes.by is time, which needs episodes.at and a [time] column. Add both",
         ),
         (
             {"episodes": {"query_rows": 0}},
-            "episodes.query_rows is 0; at least 1 is needed. Raise it.",
+            "episodes.query_rows is 0; at least 1 is needed. Raise it",
         ),
         (
             {"episodes": {"query_rows": 5, "min_rows": 5}},
             "episodes.min_rows is 5 and max_rows is 4096; 6 <= min_rows <= max_rows is needed, so "
-            "that each episode has support and query rows. Change them.",
+            "that each episode has support and query rows. Change them",
         ),
         (
             {"splits": {"column": "x", "shares": {"train": 1.0}}},
-            "splits has both column and shares. Give one of them.",
+            "splits has both column and shares. Give one of them",
         ),
         (
             {"splits": {"shares": {"train": 0.5, "valid": 0.6}}},
-            "splits.shares add up to 1.1; positive shares with sum 1 are needed. Change them.",
+            "splits.shares add up to 1.1; positive shares with sum 1 are needed. Change them",
         ),
         (
             {"splits": {"shares": {"fit": 1.0}}},
-            "splits.train is train, which is not among the shares fit. Add it.",
+            "splits.train is train, which is not among the shares fit. Add it",
         ),
     ],
 )
@@ -147,7 +147,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SchemaError) as caught:
         load_schema(tmp_path / "no.toml")
     assert str(caught.value) == (
-        f"schema {tmp_path}/no.toml cannot be read: No such file or directory. Check the path."
+        f"schema {tmp_path}/no.toml cannot be read: No such file or directory. Check the path"
     )
     (tmp_path / "bad.toml").write_text("task = [")
     with pytest.raises(SchemaError) as caught:

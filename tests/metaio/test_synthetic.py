@@ -59,11 +59,11 @@ def test_impossible_sizes_are_refused() -> None:
     with pytest.raises(SchemaError) as caught:
         SyntheticConfig(num_tasks=0)
     assert str(caught.value) == (
-        "0 tasks and 3000 items: at least 1 task and 10 items are needed. Raise --tasks or --items."
+        "0 tasks and 3000 items: at least 1 task and 10 items are needed. Raise --tasks or --items"
     )
     with pytest.raises(SchemaError) as caught:
         SyntheticConfig(min_rows=5)
     assert str(caught.value) == (
         "rows 5 to 40 with 10 query rows: 1 <= query < min <= max is needed. Change --min-rows, "
-        "--max-rows or --query-rows."
+        "--max-rows or --query-rows"
     )

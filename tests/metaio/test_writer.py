@@ -78,7 +78,7 @@ def test_two_writers_of_one_dataset_do_not_mix(tmp_path: Path) -> None:
         with pytest.raises(DataError) as caught, write_dataset(str(out), FEATURES, PROVENANCE):
             pass
         assert str(caught.value) == (
-            f"another process is writing {out}. Wait for it, or choose another place."
+            f"another process is writing {out}. Wait for it, or choose another place"
         )
     finally:
         process.kill()
@@ -111,7 +111,7 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(
         writer.split("train").write(make_rows(20))
     assert str(caught.value) == (
         f"{tmp_path}/data could not be written: [Errno 28] No space left on device. "
-        "Free space or choose another place."
+        "Free space or choose another place"
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -121,7 +121,7 @@ def test_an_existing_dataset_is_kept_unless_overwritten(write: WriteFn) -> None:
     with pytest.raises(DataError) as caught:
         write({"train": make_rows(4)})
     assert str(caught.value) == (
-        f"{path} holds a dataset already. Choose another place, or pass --overwrite to replace it."
+        f"{path} holds a dataset already. Choose another place, or pass --overwrite to replace it"
     )
     assert open_dataset(path).splits["train"].num_episodes == 3
     write({"train": make_rows(4)}, overwrite=True)
@@ -133,7 +133,7 @@ def test_a_folder_of_other_things_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught, write_dataset(str(tmp_path), FEATURES, PROVENANCE):
         pass
     assert str(caught.value) == (
-        f"{tmp_path} exists and is not a dataset. Choose a place that is empty or does not exist."
+        f"{tmp_path} exists and is not a dataset. Choose a place that is empty or does not exist"
     )
 
 
@@ -160,7 +160,7 @@ def test_ids_outside_their_table_are_refused(write: WriteFn) -> None:
         write({"train": rows})
     assert str(caught.value) == (
         "feature age holds id 8, its table has ids 0 to 7. Raise the table's rows, or let prepare "
-        "hash the column into them."
+        "hash the column into them"
     )
 
 
@@ -169,11 +169,11 @@ def test_bad_names_and_sizes_are_refused(write: WriteFn) -> None:
         write({"User Cold": make_rows(1)})
     assert str(caught.value) == (
         "split name 'User Cold' is not allowed: lower-case letters, digits and dashes only. "
-        "Rename the split."
+        "Rename the split"
     )
     with pytest.raises(SchemaError) as caught:
         write({"train": make_rows(1)}, block_rows=0)
-    assert str(caught.value) == ("block_rows 0 and shard_blocks 16 must be at least 1. Raise them.")
+    assert str(caught.value) == ("block_rows 0 and shard_blocks 16 must be at least 1. Raise them")
 
 
 def test_a_dataset_travels_through_a_remote_file_system(write: WriteFn) -> None:
