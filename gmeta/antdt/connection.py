@@ -15,7 +15,13 @@ from typing import Any, final
 
 import grpc
 
-from gmeta.antdt.credentials import Bearer, CredentialError, WatchedFiles, client_credentials
+from gmeta.antdt.credentials import (
+    Bearer,
+    CredentialError,
+    WatchedFiles,
+    client_credentials,
+    is_loopback,
+)
 from gmeta.antdt.errors import FencedError, RefusedError, ServiceUnavailableError
 from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
@@ -68,6 +74,12 @@ class Connection:
     def __init__(self, config: ConnectionConfig) -> None:
         """Connects lazily. Raises CredentialError for unreadable credentials."""
         self._config = config
+        host = config.address.rpartition(":")[0]
+        if config.token_file is not None and config.tls_ca is None and not is_loopback(host):
+            raise CredentialError(
+                f"the token would travel to {config.address} in clear text: tls_ca is not set. "
+                "Name the file with the service's certificate authority."
+            )
         self._files = WatchedFiles([config.tls_ca, config.tls_cert, config.tls_key])
         self._bearer = Bearer(config.token_file) if config.token_file else None
         self._channels = [self._open()]

@@ -3,6 +3,7 @@
 No secret is ever part of a message, a log line or a config: only the paths of their files are.
 """
 
+import ipaddress
 import logging
 import ssl
 import threading
@@ -55,6 +56,14 @@ def read_tokens(path: Path) -> list[str]:
             "it."
         )
     return tokens
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the host."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 @final

@@ -1,7 +1,6 @@
 """The service process: listens, recovers, serves, drains. Start to SERVING is well under a
 second."""
 
-import ipaddress
 import logging
 import os
 import signal
@@ -21,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 
 from gmeta.antdt.auth import Guard, RateLimit, Tokens
 from gmeta.antdt.committer import Committer
-from gmeta.antdt.credentials import ServerTls, server_credentials
+from gmeta.antdt.credentials import ServerTls, is_loopback, server_credentials
 from gmeta.antdt.dashboard import Dashboard
 from gmeta.antdt.edge import Edge, deliver
 from gmeta.antdt.errors import AntdtError
@@ -247,7 +246,7 @@ def _check_exposure(config: ServiceConfig) -> None:
     if config.secured:
         return
     for option, address in (("listen", config.listen), ("metrics-listen", config.metrics_listen)):
-        if address and not _is_loopback(_split_address(option, address)[0]):
+        if address and not is_loopback(_split_address(option, address)[0]):
             raise ServiceStartError(
                 f"--{option} {address} can be reached from other machines, and the service has "
                 f"tls_cert={config.tls_cert}, tls_client_ca={config.tls_client_ca} and "
@@ -255,13 +254,6 @@ def _check_exposure(config: ServiceConfig) -> None:
                 "Pass --tls-cert, --tls-key and --tls-client-ca or --tokens, or listen on "
                 "127.0.0.1."
             )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _wait_for_end_of_stdin(stop: threading.Event) -> None:

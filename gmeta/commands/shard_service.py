@@ -74,7 +74,6 @@ def shard_service(
 
     Runs until SIGTERM, then answers the calls under way and exits 0. Logs JSON lines to stderr.
     """
-    configure_logging(log_level)
     config = ServiceConfig(
         listen,
         store,
@@ -96,4 +95,5 @@ def shard_service(
             "Pass --tls-cert, --tls-key and --tls-client-ca or --tokens; or --insecure alone, on a "
             "loopback address."
         )
+    configure_logging(log_level)
     raise typer.Exit(serve_until_signal(config))

@@ -344,6 +344,16 @@ def test_tokens_without_tls_do_not_leave_this_machine(tokens: Path) -> None:
     )
 
 
+def test_a_client_sends_its_token_over_tls_or_to_its_own_machine(tokens: Path) -> None:
+    with pytest.raises(CredentialError) as bare:
+        Connection(ConnectionConfig("shards.example:7070", token_file=tokens / "worker"))
+    assert str(bare.value) == (
+        "the token would travel to shards.example:7070 in clear text: tls_ca is not set. Name the "
+        "file with the service's certificate authority."
+    )
+    Connection(ConnectionConfig("localhost:7070", token_file=tokens / "worker")).close()
+
+
 @pytest.mark.parametrize(
     "arguments", [[], ["--insecure", "--tls-cert", "c", "--tls-key", "k", "--tokens", "t"]]
 )
