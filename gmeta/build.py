@@ -12,6 +12,7 @@ from gmeta.config import DataConfig, TrainConfig
 from gmeta.early_stop import early_stop_of
 from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner
+from gmeta.numerics import BF16
 from gmeta.table_sharding import check_sharding
 from metaio import BatchReader, Dataset, open_dataset
 from metaio.features import Features
@@ -44,6 +45,8 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
         learner = build_learner(dataset.features, config.model, config.algorithm, config.outer.loss)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if config.run.precision == BF16:
+        learner.use_general_loop()
     return dataset, learner
 
 

@@ -174,6 +174,14 @@ class RunConfig:
         default="auto",
         metadata={"help": "auto: cuda with NCCL where a GPU is visible, else cpu with gloo"},
     )
+    precision: Literal["float32", "bf16"] = field(
+        default="float32",
+        metadata={"help": "bf16: training's products of matrices in bfloat16, the rest in float32"},
+    )
+    deterministic: bool = field(
+        default=False,
+        metadata={"help": "let torch take only ways that give the same bits again, or refuse"},
+    )
     log_every_steps: int = field(
         default=10, metadata={"help": "one metrics line per so many steps", "min": 1}
     )

@@ -66,6 +66,10 @@ class MetaLearner(nn.Module):
         if isinstance(model, DecisionModel) and FusedLoop.suits(model, self._config, self.rates):
             self._fused = FusedLoop(model, self._config, loss, self.rates)
 
+    def use_general_loop(self) -> None:
+        """Never take the fused inner loop: its written-out derivatives know one type of number."""
+        self._fused = None
+
     def arrange(self, batch: TaskBatch) -> Episodes:
         """What `forward` takes, from a batch on the host."""
         if self._config.name == PLAIN:

@@ -17,6 +17,7 @@ from gmeta.early_stop import early_stop_of
 from gmeta.evaluate import score_split
 from gmeta.feed import open_feed
 from gmeta.guards import StepGuard
+from gmeta.numerics import make_deterministic
 from gmeta.optimizers import build_optimizer
 from gmeta.parallel import (
     Ranks,
@@ -46,6 +47,8 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     Raises:
         StoppedError: SIGTERM asked a rank to stop; a checkpoint holds every step that was done.
     """
+    if config.run.deterministic:
+        make_deterministic()
     dataset, learner = build(config)
     sharded = shard_learner(learner, dataset.features, config, ranks)
     plan = described_plan(sharded, ranks)

@@ -61,7 +61,8 @@ def test_two_ranks_train_and_evaluate_to_a_report(config: Path) -> None:
 
 @pytest.mark.distributed
 def test_the_same_seed_gives_the_same_losses_however_the_ranks_are_started(config: Path) -> None:
-    ours = losses(train(config, "--nproc-per-node=2", f"run.dir={config.parent / 'ours'}"))
+    checked = ["run.deterministic=true", f"run.dir={config.parent / 'ours'}"]
+    ours = losses(train(config, "--nproc-per-node=2", *checked))
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "gmeta", "train"]
     result = subprocess.run(
         [sys.executable, *command, str(config), *SMALL_MODEL],
@@ -186,8 +187,8 @@ def test_sigterm_to_one_rank_of_a_leased_epoch_loses_no_episode(config: Path) ->
     assert "  epoch finished" in report.lines
 
 
-def test_a_profile_of_some_steps_is_a_trace_and_a_table(config: Path) -> None:
-    run = train(config, "run.profile_steps=2")
+def test_a_profile_of_some_steps_in_bf16_is_a_trace_and_a_table(config: Path) -> None:
+    run = train(config, "run.profile_steps=2", "run.precision=bf16", "outer.accumulate_steps=2")
     trace = json.loads((run / "profile" / "trace.json").read_text())
     steps = {e["name"] for e in trace["traceEvents"] if e["name"].startswith("ProfilerStep")}
     assert steps == {"ProfilerStep#3", "ProfilerStep#4"}

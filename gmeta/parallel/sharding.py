@@ -32,6 +32,7 @@ from gmeta.config import TrainConfig
 from gmeta.episodes import Episodes
 from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner, QueryPrediction
+from gmeta.numerics import autocast
 from gmeta.parallel.exchange import Exchange, TorchRecExchange, WireExchange
 from gmeta.parallel.plan import describe_plan, make_plan
 from gmeta.parallel.ranks import Ranks
@@ -75,10 +76,13 @@ class ShardedLearner(nn.Module):
     replicates.
     """
 
-    def __init__(self, tables: EmbeddingCollection, learner: MetaLearner) -> None:
+    def __init__(
+        self, tables: EmbeddingCollection, learner: MetaLearner, precision: str = "float32"
+    ) -> None:
         super().__init__()
         self.tables = tables
         self.learner = learner
+        self._precision = precision
         # Tells all ranks which rows these episodes need; set once the tables are sharded.
         self.announce: Exchange
         # Whether the gradient of the rows of the last backward was finite, on the device.
@@ -92,10 +96,11 @@ class ShardedLearner(nn.Module):
             rows_UD.register_hook(self._look_at_gradient)
         if self.clock is not None:
             self.clock.start(rows_UD)
-        if isinstance(episodes, MicroBatches):
-            return accumulated_loss(self.learner, rows_UD, episodes, weight)
-        loss: Tensor = self.learner(rows_UD, episodes, weight)
-        return loss
+        with autocast(self._precision, rows_UD.device):
+            if isinstance(episodes, MicroBatches):
+                return accumulated_loss(self.learner, rows_UD, episodes, weight)
+            loss: Tensor = self.learner(rows_UD, episodes, weight)
+            return loss
 
     def _look_at_gradient(self, grad_UD: Tensor) -> None:
         # One pass without a mask; a sum that overflows is as far off as one that is infinite.
@@ -157,7 +162,7 @@ def shard_learner(
     )
     plan = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks)
     sharded = DistributedModelParallel(
-        ShardedLearner(tables, learner.to(ranks.device)),
+        ShardedLearner(tables, learner.to(ranks.device), config.run.precision),
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=ranks.device,
         plan=ShardingPlan({"tables": plan}),
