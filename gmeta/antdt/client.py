@@ -82,6 +82,7 @@ class ShardClient:
         self._lost: list[Lease] = []  # since the last flush: what they trained may be unreported
         self._caller = pb.Caller()
         self._seq = 0
+        self._seq_lock = threading.Lock()
         self._ttl_s = 30.0
         self._report_every_s = 0.0
         self._report: Any = None
@@ -354,7 +355,8 @@ class ShardClient:
     def _call_numbered(self, rpc: str, build: Callable[[], Any]) -> Any:
         with self._numbered:
             response = self._call(rpc, build)
-            self._seq = response.last_seq
+            with self._seq_lock:
+                self._seq = response.last_seq
             return response
 
     def _check_fence(self) -> None:
@@ -365,7 +367,7 @@ class ShardClient:
         """Also after a restart of the service, which answers with the leases that this process
         still holds."""
         with self._registering:
-            sent_s = time.monotonic()
+            sent_s, seq_before = time.monotonic(), self._seq
             response = self._connection.call(
                 "Register",
                 lambda: pb.RegisterRequest(
@@ -382,7 +384,10 @@ class ShardClient:
             )
             # Lower only when a power cut took calls that needed no fsync; a call under way is one
             # ahead.
-            self._seq = min(self._seq, response.last_seq)
+            # A call that was answered since this one was sent knows better.
+            with self._seq_lock:
+                if self._seq == seq_before:
+                    self._seq = min(self._seq, response.last_seq)
             self._ttl_s = response.lease_ttl_ms / 1000
             self._report_every_s = response.report_every_ms / 1000
             live = {grant.token for grant in response.leases}

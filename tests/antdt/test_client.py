@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,21 @@ def test_units_of_all_shards_are_those_of_the_dataset(client: ShardClient) -> No
     units = [unit for lease in client.shards("d") for unit in lease.units()]
     assert sorted(units) == list(range(10))
     assert client.held == []
+
+
+def test_a_late_answer_to_register_does_not_take_a_call_number_back(client: ShardClient) -> None:
+    connection = client._connection
+    call = connection.call
+
+    def overtaken(rpc: str, *arguments: Any) -> Any:
+        response = call(rpc, *arguments)
+        connection.call = call  # type: ignore[method-assign]
+        client.lease("d", 0, 1)  # another thread's, sent and answered meanwhile
+        return response
+
+    connection.call = overtaken  # type: ignore[method-assign]
+    client._register()
+    assert isinstance(client.lease("d", 0, 2), list)
 
 
 def test_flushed_progress_survives_a_release(client: ShardClient) -> None:

@@ -54,10 +54,11 @@ def job(run: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def descendants(pid: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
+    """Also those that another thread than the first started."""
+    children: list[str] = []
+    for thread in Path(f"/proc/{pid}/task").glob("*"):
+        with suppress(OSError):
+            children += (thread / "children").read_text().split()
     return [found for child in map(int, children) for found in (child, *descendants(child))]
 
 
