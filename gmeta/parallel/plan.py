@@ -194,5 +194,6 @@ def _run_planner(
         debug=False,
     )
     sharders = [EmbeddingCollectionSharder()]
-    plan: EmbeddingModuleShardingPlan = planner.plan(tables, sharders).plan[""]
-    return plan
+    plan = planner.plan(tables, sharders).plan[""]
+    # In the order of the tables, which the planner need not keep.
+    return EmbeddingModuleShardingPlan({name: plan[name] for name in kinds})

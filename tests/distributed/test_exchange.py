@@ -128,7 +128,7 @@ def test_a_step_takes_one_alltoall_for_ids_one_for_rows_and_one_for_gradients(
 def layers_on_rank(ranks: Ranks) -> list[dict[str, torch.Tensor]]:
     """How one SGD step moves the layers, exactly and with their gradients in bfloat16."""
     moved = []
-    for run in (Run(ranks, "row_wise"), Run(ranks, "row_wise", dense_wire_dtype="bfloat16")):
+    for run in (Run(ranks, "row_wise", "sgd"), Run(ranks, "row_wise", "sgd", "bfloat16")):
         before = {name: value.detach().clone() for name, value in run.learner.named_parameters()}
         run.train(0, 1)
         moved.append({n: v.detach() - before[n] for n, v in run.learner.named_parameters()})

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
-from gmeta.checkpoint import Progress, load_checkpoint, save_checkpoint
+from gmeta.checkpoint import load_checkpoint
+from gmeta.checkpoint_writer import CheckpointWriter
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.errors import ConfigError
 from gmeta.optimizers import build_optimizer
 from gmeta.parallel import Ranks, in_step, shard_learner, table_shards
+from gmeta.progress import Progress
 from gmeta.table_sharding import ShardingConfig, check_sharding
 from metaio.batch import TaskBatch
 from models import ModelConfig
@@ -50,15 +52,22 @@ class Run:
     """A learner under a plan, and what its training gave so far."""
 
     def __init__(
-        self, ranks: Ranks, plan: str, dense_wire_dtype: Literal["float32", "bfloat16"] = "float32"
+        self,
+        ranks: Ranks,
+        plan: str,
+        dense_optimizer: Literal["adam", "sgd"] = "adam",
+        dense_wire_dtype: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
         outer = OuterConfig(
-            dense_optimizer="sgd", dense_lr=0.1, sparse_optimizer="adagrad", sparse_lr=0.1
+            dense_optimizer=dense_optimizer,
+            dense_lr=0.01,
+            sparse_optimizer="adagrad",
+            sparse_lr=0.1,
         )
         sharding = replace(PLANS[plan], dense_wire_dtype=dense_wire_dtype)
         config = TrainConfig(model=MODEL, outer=outer, sharding=sharding, run=RunConfig(seed=11))
         torch.manual_seed(3)
-        self.ranks = ranks
+        self.ranks, self.config = ranks, config
         self.learner = build_learner(FEATURES, MODEL, ALGORITHM, "bce")
         self.sharded = shard_learner(self.learner, FEATURES, config, ranks)
         self.optimizer = build_optimizer(self.sharded, outer)
@@ -94,7 +103,9 @@ def work_on_rank(ranks: Ranks, folder: Path) -> dict[str, dict[str, Any]]:
         start = run.result()["tables"]
         run.train(0, CHECKPOINT_STEP)
         checkpoint = folder / f"{ranks.world_size}-{name}"
-        save_checkpoint(checkpoint, Progress(step=2), run.sharded, run.optimizer, ranks, 1)
+        writer = CheckpointWriter(checkpoint, run.sharded, run.optimizer, run.config, ranks)
+        writer.save(Progress(step=CHECKPOINT_STEP))
+        writer.finish()
         run.train(CHECKPOINT_STEP, STEPS)
         results[name] = {"start": start, **run.result()}
     if ranks.world_size == 4:
