@@ -31,8 +31,8 @@ from gmeta.table_sharding import Kind, ShardingConfig, kinds_of_tables
 # What the planner may choose from: by columns only where the config says so.
 PLANNED = ("row_wise", "table_wise")
 PLANNED_ON_CUDA = (*PLANNED, "data_parallel")
-# fbgemm's CUDA kernels read a row in vectors of four values.
-CUDA_WIDTH_MULTIPLE = 4
+# fbgemm's kernels read a row in vectors of four values, and TorchRec cuts no thinner columns.
+WIDTH_MULTIPLE = 4
 # Names of a kind, and ranks, that the short form of a plan spells out.
 MAX_SHOWN = 8
 
@@ -118,7 +118,7 @@ def _check_kind(name: str, kind: Kind | None, width: int, ranks: Ranks) -> None:
             f"table {name!r} is to be data_parallel on the CPU: TorchRec's kernel for it corrupts "
             "memory there. Choose row_wise, table_wise or column_wise, or run on CUDA"
         )
-    multiple = ranks.world_size * (CUDA_WIDTH_MULTIPLE if on_cuda else 1)
+    multiple = ranks.world_size * WIDTH_MULTIPLE
     if kind == "column_wise" and ranks.world_size > 1 and width % multiple:
         raise ConfigError(
             f"table {name!r} is to be column_wise over {ranks.world_size} ranks, but "

@@ -24,7 +24,7 @@ from models import ModelConfig
 from tests import reference
 from tests.distributed.harness import on_ranks
 
-MODEL = ModelConfig(name="melu", embedding_dim=4, hidden=(5,))
+MODEL = ModelConfig(name="melu", embedding_dim=16, hidden=(5,))
 FEATURES = reference.some_features(2, 2, 1)
 ALGORITHM = AlgorithmConfig(name="maml", inner_lr=0.1)
 PLANS = {
