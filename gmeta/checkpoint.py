@@ -48,7 +48,7 @@ def load_checkpoint(
             "remove it to fall back to the one before"
         ) from error
     sharded.load_state_dict(state["model"])
-    if optimizer is not None:
+    if optimizer is not None and "optimizer" in state:
         optimizer.load_state_dict(state["optimizer"])
     return progress
 
@@ -97,6 +97,9 @@ def state_of(
 ) -> dict[str, Any]:
     """What a checkpoint holds: the live tensors, not copies."""
     state: dict[str, Any] = {"model": sharded.state_dict()}
-    if optimizer is not None:
-        state["optimizer"] = optimizer.state_dict()
+    kept = optimizer.state_dict() if optimizer is not None else {"state": {}}
+    if kept["state"]:
+        # A rank without tables under an optimizer without state: an empty entry would be one more
+        # key, which the other ranks did not write.
+        state["optimizer"] = kept
     return state

@@ -24,6 +24,7 @@ from gmeta.learner import MetaLearner
 from gmeta.optimizers import OuterOptimizer, build_optimizer
 from gmeta.parallel import Ranks, in_step, shard_learner, table_shards
 from gmeta.progress import Progress
+from gmeta.table_sharding import ShardingConfig
 from models import ModelConfig
 from tests import reference
 from tests.distributed.harness import on_ranks
@@ -207,3 +208,26 @@ def test_four_ranks_go_on_from_what_two_saved_as_if_never_stopped(tmp_path: Path
     whole = mean(on_ranks(2, train_and_save, tmp_path))
     resumed = mean(on_ranks(4, load_and_train, tmp_path))
     torch.testing.assert_close(resumed, whole, rtol=0, atol=1e-6)
+
+
+def save_and_load_without_tables_on_one_rank(ranks: Ranks, folder: Path) -> list[int]:
+    """Rank 1 holds no table, and SGD keeps no state for its layers."""
+    features = reference.some_features(1, 0, 0)
+    outer = OuterConfig(dense_optimizer="sgd")
+    config = TrainConfig(
+        model=MODEL, outer=outer, run=CONFIG.run, sharding=ShardingConfig(default="table_wise")
+    )
+    learner = build_learner(features, MODEL, AlgorithmConfig(), "bce")
+    sharded = shard_learner(learner, features, config, ranks)
+    optimizer = build_optimizer(sharded, outer)
+    with CheckpointWriter(folder, sharded, optimizer, config, ranks) as writer:
+        writer.save(Progress(step=7))
+    (path,) = list_checkpoints(folder)
+    loaded = load_checkpoint(path, sharded, optimizer, ranks)
+    held = sum(len(table.local_shards()) for table in table_shards(sharded).values())
+    return [loaded.step, held]
+
+
+@pytest.mark.distributed
+def test_a_rank_that_keeps_no_optimizer_state_saves_and_loads(tmp_path: Path) -> None:
+    assert on_ranks(2, save_and_load_without_tables_on_one_rank, tmp_path) == [[7, 1], [7, 0]]
