@@ -24,7 +24,7 @@ check: setup
 	$(BIN)/lint-imports
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --durations 20
 
 bench: setup
 	@for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script --quick || exit 1; done
