@@ -98,7 +98,7 @@ def main() -> int:
     text = "\n".join(tables(scores, models, algorithms, groups))
     print(text)
     if options.write:
-        write_page(options.write, text, options.seeds, options.epochs)
+        write_page(options.write, text, options.seeds, options.epochs, models)
     finish("movielens_quality", {**environment(), "cells": figures(scores, groups)})
     return 0
 
@@ -231,7 +231,7 @@ def figures(scores: Mapping[Cell, Scores], groups: Sequence[str]) -> dict[str, A
 
 PAGE = """# Results on MovieLens-1M
 
-Every algorithm with every model, after adaptation on the support rows of users and items that
+Every algorithm with {models}, after adaptation on the support rows of users and items that
 training never saw (MeLU's split and protocol; the README's walk-through explains the groups). Mean
 ± standard deviation over {seeds} seeds, {epochs} epochs each. `none` is plain training, fine-tuned
 on the support rows.
@@ -252,15 +252,25 @@ Made by `{command}`.
 {tables}"""
 
 
-def write_page(page: Path, text: str, seeds: int, epochs: int) -> None:
+def write_page(page: Path, text: str, seeds: int, epochs: int, models: Sequence[str]) -> None:
     """Replace the page, whole or not at all."""
+    all_of_them = tuple(models) == MODELS
+    chosen = "" if all_of_them else f"--models {' '.join(models)} "
+    named = "every model" if all_of_them else " and ".join(f"`{model}`" for model in models)
     command = (
-        f"python benchmarks/movielens_quality.py path/to/ml-1m "
-        f"--seeds {seeds} --epochs {epochs} --write {page}"
+        "python benchmarks/movielens_quality.py path/to/ml-1m "
+        f"--seeds {seeds} --epochs {epochs} {chosen}--write {page}"
     )
     temporary = page.with_suffix(".tmp")
     temporary.write_text(
-        PAGE.format(seeds=seeds, epochs=epochs, history=HISTORY, command=command, tables=text)
+        PAGE.format(
+            models=named,
+            seeds=seeds,
+            epochs=epochs,
+            history=HISTORY,
+            command=command,
+            tables=text,
+        )
     )
     temporary.replace(page)
 
