@@ -9,6 +9,7 @@ that was stopped goes on.
     python benchmarks/movielens_quality.py path/to/ml-1m --write docs/results.md
 """
 
+import functools
 import json
 import os
 import shutil
@@ -145,7 +146,12 @@ def scores_of(cell: Cell, work: Path, extra: Sequence[str], groups: Sequence[str
     return scores
 
 
-_ranks: "list[Ranks]" = []
+@functools.cache
+def the_rank() -> "Ranks":
+    """This process, as the only rank of every run."""
+    from gmeta.parallel import start_ranks
+
+    return start_ranks("cpu", timeout_s=300)
 
 
 def train_and_score(settings: Sequence[str], run: Path, groups: Sequence[str]) -> Scores:
@@ -153,27 +159,22 @@ def train_and_score(settings: Sequence[str], run: Path, groups: Sequence[str]) -
     from gmeta.config import load_config
     from gmeta.evaluate import evaluate_run
     from gmeta.metrics import evaluate_split
-    from gmeta.parallel import start_ranks
     from gmeta.train import train
 
     shutil.rmtree(run, ignore_errors=True)
     config = load_config(CONFIG, [*settings, f"run.dir={run}", "run.keep_last=1"])
-    if not _ranks:
-        _ranks.append(start_ranks("cpu", config.run.collective_timeout_s))
-    train(config, _ranks[0])
-    evaluated = evaluate_run(run, run.name, groups, _ranks[0])
+    train(config, the_rank())
+    evaluated = evaluate_run(run, run.name, groups, the_rank())
     assert evaluated is not None
     table = evaluated.predictions.to_pydict()
+    columns = ("label", "after", "task")
     scores: Scores = {}
     for group in groups:
         rows = [index for index, split in enumerate(table["split"]) if split == group]
-        label, after, task = ([table[name][row] for row in rows] for name in _COLUMNS)
+        label, after, task = ([table[name][row] for row in rows] for name in columns)
         values = evaluate_split(label, after, task, config.outer.loss)
         scores[group] = {metric: values[metric].value for metric in METRICS}
     return scores
-
-
-_COLUMNS = ("label", "after", "task")
 
 
 def tables(

@@ -22,13 +22,6 @@ from tests.antdt.faults.service_process import free_port
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
-    server = ShardServer(ServiceConfig("127.0.0.1:0"))
-    yield server.address
-    server.stop(0.0)
-
-
-@pytest.fixture
 def client(address: str) -> Iterator[ShardClient]:
     with ShardClient(address, "a") as made:
         made.register_dataset(DatasetSpec("d", 10, 4, seed=2))

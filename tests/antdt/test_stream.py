@@ -6,15 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gmeta.antdt import DatasetSpec, LeaseLostError, ShardClient
-from gmeta.antdt.server import ServiceConfig, ShardServer
 from gmeta.antdt.stream import UnitStream
-
-
-@pytest.fixture
-def address() -> Iterator[str]:
-    server = ShardServer(ServiceConfig("127.0.0.1:0"))
-    yield server.address
-    server.stop(0.0)
 
 
 @pytest.fixture
