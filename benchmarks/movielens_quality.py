@@ -32,12 +32,19 @@ METRICS = {"mae": "MAE (lower is better)", "auc": "AUC of rating >= 4 (higher is
 ALGORITHMS = ("none", "maml", "fomaml", "anil", "metasgd", "reptile")
 MODELS = ("dlrm", "melu", "cbml", "din")
 HISTORY = 30
+# Dot products, and sums over a history, square the scale of the tables: SGD at the shipped rate
+# diverges.
+ADAGRAD = ["outer.sparse_optimizer=rowwise_adagrad", "outer.sparse_lr=0.05"]
 # What a model or an algorithm needs other than the shipped config; the rest is equal for all.
 DEPARTURES = {
     # The stored history tells what the stored support rows were: a new split would leak labels.
-    "din": ["model.history=history", "augment.resplit_support=false"],
-    # Dot products square the scale of the tables: SGD at the shipped rate diverges.
-    "dlrm": ["outer.sparse_optimizer=rowwise_adagrad", "outer.sparse_lr=0.05"],
+    "din": [
+        "model.history=history",
+        "augment.resplit_support=false",
+        'algorithm.adapt_layers=["decision.*"]',
+        *ADAGRAD,
+    ],
+    "dlrm": ADAGRAD,
     # It learns only what adapts, and moves by the length of the inner steps.
     "reptile": [
         "algorithm.adapt_embeddings=true",

@@ -19,10 +19,12 @@ from gmeta.accumulate import MicroBatches, in_parts
 from gmeta.antdt.agent import WorkerAgent
 from gmeta.config import TrainConfig
 from gmeta.episodes import Episodes
-from gmeta.feed import PREFETCH_BATCHES, Feed, ServiceFeed
+from gmeta.feed import Feed, ServiceFeed
 from gmeta.parallel import Ranks, local_learner
 from gmeta.stopping import Stop
 from metaio.batch import TaskBatch
+
+AGREE_EVERY_STEPS = 4  # one small all-reduce: 0.1 ms a step at most
 
 
 class Agent(abc.ABC):
@@ -83,44 +85,47 @@ class ServiceAgent(Agent):
         self._ranks = ranks
         self._arrange = arrange
         self._stop = stop
+        share = feed.quota(0)
         self._worker = WorkerAgent(
-            feed.client, feed.share, self._end_for_restart, config.outer.accumulate_steps
+            feed.client, share, self._end_for_restart, config.outer.accumulate_steps
         )
+        self._shares = [(0, share)]  # (first round, tasks), in order
+        feed.quota = self._share_in
         self._clock = LocalClock()
         local_learner(sharded).clock = self._clock
-        self._arranged_s = 0.0  # since the last step
-        self._hiding = Hiding(PREFETCH_BATCHES)
-        self._wait_s, self._read_s = feed.wait_s, feed.read_s
+        self._steps = 0
+        self._wait_s = feed.wait_s
         self._ended_s = time.perf_counter()
 
     def arrange(self, batch: TaskBatch) -> Episodes | MicroBatches:
         """See Agent.arrange."""
-        began_s = time.perf_counter()
-        arranged = in_parts(self._arrange, self._worker.plan.micro_batches)(batch)
-        self._arranged_s += time.perf_counter() - began_s
-        return arranged
+        return in_parts(self._arrange, self._worker.plan.micro_batches)(batch)
 
     def stepped(self, num_tasks: int) -> None:
         """See Agent.stepped."""
-        now_s, wait_s, read_s = time.perf_counter(), self._feed.wait_s, self._feed.read_s
-        compute_s = self._clock.take_s() + self._arranged_s
-        shown_s = self._hiding.shown_s(read_s - self._read_s, compute_s)
-        data_s = max(wait_s - self._wait_s, shown_s)
+        now_s, wait_s = time.perf_counter(), self._feed.wait_s
+        compute_s, data_s = self._clock.take_s(), wait_s - self._wait_s
         peers_s = max(0.0, now_s - self._ended_s - compute_s - data_s)
         self._worker.stepped(num_tasks, 1000 * compute_s, 1000 * data_s, 1000 * peers_s)
-        self._wait_s, self._read_s, self._ended_s, self._arranged_s = wait_s, read_s, now_s, 0.0
-        self._worker.take_actions()
-        self._agree()
+        self._wait_s, self._ended_s = wait_s, now_s
+        self._steps += 1
+        if self._steps % AGREE_EVERY_STEPS == 0:
+            self._worker.take_actions()
+            self._agree()
 
     def _agree(self) -> None:
-        """Adopts the newest plan if it is the same on all ranks: they ask for their next batches
-        behind this, so it is in force in the same step on all of them."""
+        """Adopts the newest plan if it is the same on all ranks, from the first round that no rank
+        has planned yet."""
         newest = self._worker.newest.version
-        seen = torch.tensor([newest, -newest])
+        seen = torch.tensor([newest, -newest, self._feed.round])
         dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._ranks.control)
-        highest, lowest = int(seen[0]), -int(seen[1])
+        highest, lowest, first_round = int(seen[0]), -int(seen[1]), int(seen[2])
         if highest == lowest and newest != self._worker.plan.version:
-            self._feed.share = self._worker.adopt_newest().tasks
+            plan = self._worker.adopt_newest()
+            self._shares.append((first_round, plan.tasks))
+
+    def _share_in(self, feed_round: int) -> int:
+        return next(tasks for first, tasks in reversed(self._shares) if first <= feed_round)
 
     def _end_for_restart(self) -> str:
         """All ranks keep the steps so far and end; torchrun starts them again."""
@@ -130,27 +135,6 @@ class ServiceAgent(Agent):
             return f"torchrun restarted {used} times and may no more; raise --max-restarts"
         self._stop.asked = True
         return ""
-
-
-@final
-class Hiding:
-    """How much of the reading the rank's own computation does not hide.
-
-    Batches are read behind the computation's back, also while it waits for its peers. A slow reader
-    whose share has become small is waited for no more, because its peers' computation hides it; it
-    is as slow as before, and with its old share all would wait for it again. So a rank's own time
-    is max(reading, computing), whatever the others do.
-    """
-
-    def __init__(self, batches_ahead: int) -> None:
-        self._batches_ahead = batches_ahead
-        self._credit_s = 0.0  # computed while nothing was read: a later batch may take as long
-
-    def shown_s(self, read_s: float, compute_s: float) -> float:
-        """Of a step that read and computed for so long."""
-        shown_s = read_s - compute_s - self._credit_s
-        self._credit_s = min(max(0.0, -shown_s), self._batches_ahead * compute_s)
-        return max(0.0, shown_s)
 
 
 @final

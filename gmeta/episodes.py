@@ -8,6 +8,7 @@ of one side with its padding, F single-id features, M multi-id features, V ids o
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,9 +17,18 @@ import torch
 from torch import Tensor
 
 from gmeta.adaptation.bags import Bags
-from gmeta.adaptation.blocks import BlockSide, Rectangle, TaskBlocks, group_tasks
+from gmeta.adaptation.blocks import (
+    MOST_GROUPS,
+    MOST_RECTANGLES,
+    BlockGroup,
+    BlockHistory,
+    BlockSide,
+    Rectangle,
+    TaskBlocks,
+    group_tasks,
+)
 from gmeta.adaptation.layout import RowLayout
-from gmeta.adaptation.side import Side, Sides
+from gmeta.adaptation.side import Side, Sides, TaskGroups
 from metaio.batch import TaskBatch
 from metaio.task_rows import task_rows
 from models.inputs import Pooling
@@ -46,8 +56,8 @@ class RowFetch(ABC):
 class Episodes:
     """A rank's share of a step.
 
-    Its rows are one side for plain training, where every row is a query row; for the general inner
-    loop both sides; for the fused one both as blocks.
+    Its rows are one side for plain training, where every row is a query row; both sides to predict;
+    for the general inner loop both sides of groups of tasks; for the fused one both as blocks.
     """
 
     task_T: Tensor  # which task each episode is of; stays on the host
@@ -57,7 +67,7 @@ class Episodes:
     # index the fetched rows themselves.
     fetched_row_P: Tensor | None
     copies: Bags | None
-    rows: Side | Sides | TaskBlocks
+    rows: Side | Sides | TaskGroups | TaskBlocks
     num_terms: int  # of the outer loss: tasks with query rows; rows if plain
     num_rows: int
     fetch: RowFetch | None = None  # None: no rank was told yet which rows are needed
@@ -106,35 +116,58 @@ def support_and_query(batch: TaskBatch, rows_per_task: bool) -> Episodes:
     uses.
     """
     batch, fetched_row_P, num_rows = _reading_copies(batch, rows_per_task)
-    rows_T = batch.row_offsets_T1.diff()
-    task_N = torch.repeat_interleave(torch.arange(batch.num_tasks), rows_T)
-    within_N = torch.arange(batch.num_rows) - batch.row_offsets_T1[task_N]
-    is_support_N = within_N < batch.support_lengths_T[task_N]
-    query_T = rows_T - batch.support_lengths_T
-    support = _side(batch, is_support_N, batch.support_lengths_T, num_rows)
-    query = _side(batch, ~is_support_N, query_T, num_rows)
-    return _episodes(batch, fetched_row_P, Sides(support, query), int((query_T > 0).sum()))
+    every_task_T = torch.ones(batch.num_tasks, dtype=torch.bool)
+    sides = _sides(batch, every_task_T, num_rows)
+    return _episodes(batch, fetched_row_P, sides, _num_with_query(batch))
 
 
-def task_blocks(batch: TaskBatch, rows_per_task: bool, pooling: Pooling) -> Episodes:
-    """Both sides as blocks, for a model that sees pooled features; without the tasks that lack
-    query rows, whose adaptation changes no loss.
+def task_groups(batch: TaskBatch, rows_per_task: bool) -> Episodes:
+    """The same in groups of tasks of similar size, so that little is padded."""
+    batch, fetched_row_P, num_rows = _reading_copies(batch, rows_per_task)
+    groups = []
+    for tasks in group_tasks(*_side_lengths(batch), MOST_GROUPS):
+        chosen_T = torch.zeros(batch.num_tasks, dtype=torch.bool)
+        chosen_T[tasks] = True
+        groups.append(_sides(batch, chosen_T, num_rows))
+    return _episodes(batch, fetched_row_P, TaskGroups(tuple(groups)), _num_with_query(batch))
+
+
+def block_groups(batch: TaskBatch) -> list[BlockGroup]:
+    """Groups of the tasks with query rows; no loss depends on how the others adapt."""
+    support_T, query_T = _side_lengths(batch)
+    with_query = np.flatnonzero(query_T)
+    found = group_tasks(support_T[with_query], query_T[with_query], MOST_RECTANGLES)
+    groups = [with_query[group] for group in found]
+    return [
+        BlockGroup(tasks, int(support_T[tasks].max()), int(query_T[tasks].max()))
+        for tasks in groups
+    ]
+
+
+def task_blocks(
+    batch: TaskBatch,
+    groups: Sequence[BlockGroup],
+    rows_per_task: bool,
+    pooling: Pooling,
+    history: int | None,
+) -> Episodes:
+    """Both sides of these groups as blocks, for a model that sees pooled features, and the multi-id
+    feature `history` unpooled.
     """
     batch, fetched_row_P, num_rows = _reading_copies(batch, rows_per_task)
     starts_T, ends_T = batch.row_offsets_T1[:-1].numpy(), batch.row_offsets_T1[1:].numpy()
     middles_T = starts_T + batch.support_lengths_T.numpy()
-    with_query = np.flatnonzero(ends_T > middles_T)
-    bounds = [(starts_T[with_query], middles_T[with_query])]
-    bounds.append((middles_T[with_query], ends_T[with_query]))
-    groups = group_tasks(*(end_T - start_T for start_T, end_T in bounds))
-    sides = [_block_side(batch, *bound, groups, pooling, num_rows) for bound in bounds]
-    return _episodes(batch, fetched_row_P, TaskBlocks(*sides), len(with_query))
+    tasks = [group.tasks for group in groups]
+    support = _block_side(batch, starts_T, middles_T, tasks, pooling, history, num_rows)
+    query = _block_side(batch, middles_T, ends_T, tasks, pooling, history, num_rows)
+    num_terms = sum(len(group.tasks) for group in groups)
+    return _episodes(batch, fetched_row_P, TaskBlocks(support, query), num_terms)
 
 
 def _episodes(
     batch: TaskBatch,
     fetched_row_P: Tensor | None,
-    rows: Side | Sides | TaskBlocks,
+    rows: Side | Sides | TaskGroups | TaskBlocks,
     num_terms: int,
 ) -> Episodes:
     num_fetched = batch.unique_ids_U.numel()
@@ -161,6 +194,31 @@ def _reading_copies(batch: TaskBatch, rows_per_task: bool) -> tuple[TaskBatch, T
     return batch, rows.level1_position_P, rows.level1_position_P.numel()
 
 
+def _side_lengths(batch: TaskBatch) -> tuple[Ints, Ints]:
+    """Support and query rows of each task."""
+    support_T = batch.support_lengths_T.numpy().astype(np.int64)
+    return support_T, batch.row_offsets_T1.diff().numpy() - support_T
+
+
+def _num_with_query(batch: TaskBatch) -> int:
+    """Tasks with query rows."""
+    return int((batch.row_offsets_T1.diff() > batch.support_lengths_T).sum())
+
+
+def _sides(batch: TaskBatch, chosen_T: Tensor, num_rows: int) -> Sides:
+    """Both sides of the chosen tasks, in the order of the batch."""
+    rows_T = batch.row_offsets_T1.diff()
+    task_N = torch.repeat_interleave(torch.arange(batch.num_tasks), rows_T)
+    within_N = torch.arange(batch.num_rows) - batch.row_offsets_T1[task_N]
+    is_support_N = within_N < batch.support_lengths_T[task_N]
+    chosen_N = chosen_T[task_N]
+    support_T = batch.support_lengths_T[chosen_T]
+    return Sides(
+        _side(batch, chosen_N & is_support_N, support_T, num_rows),
+        _side(batch, chosen_N & ~is_support_N, rows_T[chosen_T] - support_T, num_rows),
+    )
+
+
 def _side(batch: TaskBatch, mask_N: Tensor, lengths_T: Tensor, num_rows: int) -> Side:
     index = mask_N.nonzero().squeeze(1)
     bag_sizes = batch.multi_lengths_NM.index_select(0, index).reshape(-1).to(torch.int64)
@@ -184,6 +242,7 @@ def _block_side(
     end_T: Ints,
     groups: list[Ints],
     pooling: Pooling,
+    history: int | None,
     num_rows: int,
 ) -> BlockSide:
     """Rows start to end of each task, group by group; row -1 stands for one that pads."""
@@ -202,41 +261,67 @@ def _block_side(
     there_R1 = torch.from_numpy(rows_R >= 0).unsqueeze(1)
     return BlockSide(
         rectangles=tuple(rectangles),
-        bags=_pooled(batch, rows_R, pooling, num_rows),
+        bags=_pooled(batch, rows_R, pooling, history, num_rows),
         num_features=batch.positions_NF.shape[1] + batch.multi_lengths_NM.shape[1],
+        history=None if history is None else _history(batch, rows_R, history, num_rows),
         label_N=batch.label_N.index_select(0, index_R),
         dense_NK=batch.dense_NK.index_select(0, index_R) * there_R1,
         count_N=torch.from_numpy(np.concatenate(count_R)),
     )
 
 
-def _pooled(batch: TaskBatch, rows_R: Ints, pooling: Pooling, num_rows: int) -> Bags:
-    """Bags of each row's features, single then multi-id; empty ones for a row of -1."""
-    positions_NF, multi_NM = batch.positions_NF.numpy(), batch.multi_lengths_NM.numpy()
-    num_single = positions_NF.shape[1]
-    lengths_RC = np.zeros((len(rows_R), num_single + multi_NM.shape[1]), np.int64)
+def _pooled(
+    batch: TaskBatch, rows_R: Ints, pooling: Pooling, history: int | None, num_rows: int
+) -> Bags:
+    """Bags of each row's features, single then multi-id; empty ones for a row of -1 and for the
+    history.
+    """
+    num_single, num_multi = batch.positions_NF.shape[1], batch.multi_lengths_NM.shape[1]
     there_R = rows_R >= 0
     rows_N = rows_R[there_R]
+    pooled_M = np.flatnonzero(np.arange(num_multi) != (-1 if history is None else history))
+    values_V, lengths_NM = _values(batch, rows_N, pooled_M)
+    lengths_RC = np.zeros((len(rows_R), num_single + num_multi), np.int64)
     lengths_RC[there_R, :num_single] = 1
-    lengths_RC[there_R, num_single:] = multi_NM[rows_N]
+    lengths_RC[np.ix_(there_R, num_single + pooled_M)] = lengths_NM
     lengths = torch.from_numpy(lengths_RC.ravel())
-    single = positions_NF[rows_N].ravel()
-    if not multi_NM.shape[1]:
+    single = batch.positions_NF.numpy()[rows_N].ravel()
+    if not num_multi:
         return Bags.of(torch.from_numpy(single), lengths, None, num_rows)
-    values_N = multi_NM.sum(axis=1, dtype=np.int64)
-    first_N = np.cumsum(values_N) - values_N
-    taken_N = values_N[rows_N]
     # Entries in the order of rows: each row's single ids, then its multi-id values.
     entries = np.empty(int(lengths_RC.sum()), single.dtype)
     is_single = np.repeat(
         np.tile([True, False], len(rows_N)),
-        np.stack([np.full(len(rows_N), num_single), taken_N], axis=1).ravel(),
+        np.stack([np.full(len(rows_N), num_single), lengths_NM.sum(axis=1)], axis=1).ravel(),
     )
-    starts = np.cumsum(taken_N) - taken_N
-    multi = np.arange(taken_N.sum()) + np.repeat(first_N[rows_N] - starts, taken_N)
     entries[is_single] = single
-    entries[~is_single] = batch.multi_positions_V.numpy()[multi]
+    entries[~is_single] = values_V
     weight_V = None
     if pooling == "mean":
         weight_V = torch.repeat_interleave(lengths.to(torch.float64).reciprocal(), lengths)
     return Bags.of(torch.from_numpy(entries), lengths, weight_V, num_rows)
+
+
+def _history(batch: TaskBatch, rows_R: Ints, feature: int, num_rows: int) -> BlockHistory:
+    """The values of one multi-id feature, one by one; none for a row of -1."""
+    there_R = rows_R >= 0
+    values_V, lengths_N1 = _values(batch, rows_R[there_R], np.array([feature]))
+    lengths_R = np.zeros(len(rows_R), np.int64)
+    lengths_R[there_R] = lengths_N1[:, 0]
+    there_RH = torch.from_numpy(np.arange(lengths_R.max(initial=0)) < lengths_R[:, None])
+    lengths = there_RH.flatten().to(torch.int64)
+    return BlockHistory(Bags.of(torch.from_numpy(values_V), lengths, None, num_rows), there_RH)
+
+
+def _values(batch: TaskBatch, rows_N: Ints, features_M: Ints) -> tuple[Ints, Ints]:
+    """The positions that these multi-id features of these rows hold, row by row, feature by feature
+    in a row, and how many each has: [V], [N, M].
+    """
+    lengths_NM = batch.multi_lengths_NM.numpy().astype(np.int64)
+    starts_NM = np.cumsum(lengths_NM).reshape(lengths_NM.shape) - lengths_NM
+    chosen = np.ix_(rows_N, features_M)
+    taken_NM = lengths_NM[chosen]
+    taken = taken_NM.ravel()
+    shift = starts_NM[chosen].ravel() - (np.cumsum(taken) - taken)
+    index_V = np.repeat(shift, taken) + np.arange(taken.sum())
+    return batch.multi_positions_V.numpy()[index_V], taken_NM

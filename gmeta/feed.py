@@ -9,9 +9,8 @@ import abc
 import logging
 import os
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import final
 
@@ -165,9 +164,9 @@ class StaticFeed(Feed):
 class ServiceFeed(Feed):
     """Shards leased from the data-shard service: each rank takes the next ones when it needs them.
 
-    `share` is how many tasks this rank takes for each batch. A change is in force with the next
-    batch that is asked for, whatever was read ahead: ranks that change theirs between the same two
-    batches change it in the same step.
+    `quota` says how many tasks this rank takes in each round. A round is one batch of every rank;
+    the ranks count rounds alike, so a change that all ranks make for the same future round (at
+    least `PREFETCH_BATCHES` + 3 ahead) takes effect in one step.
     """
 
     def __init__(
@@ -183,10 +182,12 @@ class ServiceFeed(Feed):
                 f"data.tasks_per_step = {data.tasks_per_step} is less than the {ranks.world_size} "
                 "ranks: each needs a task a step to lease shards. Raise it, or start fewer ranks"
             )
-        self.share = _share_of(data.tasks_per_step, ranks.rank, ranks.world_size)
-        self._share_planned = self.share
+        share = _share_of(data.tasks_per_step, ranks.rank, ranks.world_size)
+        self.quota: Callable[[int], int] = lambda _: share
+        self.round = 0  # of the next batch to be planned
         units_per_shard = tasks_per_shard(config, dataset)
-        self._units_per_shard = units_per_shard
+        # A batch's worth is leased while another one is used up.
+        self._prefetch_shards = min(2 * -(-share // units_per_shard), MAX_SHARDS_PER_LEASE_CALL)
         spec = DatasetSpec(
             split.name,
             split.num_episodes,
@@ -240,35 +241,15 @@ class ServiceFeed(Feed):
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
         """See Feed.batches. The service knows where in the epoch the model stands."""
         self._close_stream()
-        self._share_planned = self.share
-        self._stream = UnitStream(self.client, self._split, epoch, self._shards_ahead())
-        return self._batches_of(self._stream)
+        self._stream = UnitStream(self.client, self._split, epoch, self._prefetch_shards)
+        return self._reader.batches(self._groups(self._stream))
 
-    def _shards_ahead(self) -> int:
-        """A batch's worth is leased while another one is used up."""
-        return min(2 * -(-max(self.share, 1) // self._units_per_shard), MAX_SHARDS_PER_LEASE_CALL)
-
-    def _batches_of(self, stream: UnitStream) -> Iterator[TaskBatch]:
-        """What was planned with an old share is dropped and planned anew: its blocks are decoded
-        already."""
-        while not stream.ended:
-            planned: deque[int] = deque()  # tasks of each batch that is read ahead
-            with closing(self._reader.batches(self._groups(stream, planned))) as batches:
-                for batch in batches:
-                    planned.popleft()
-                    yield batch
-                    if self._share_planned != self.share:
-                        break
-            stream.put_back(sum(planned))
-            self._share_planned = self.share
-            stream.lease_ahead(self._shards_ahead())
-
-    def _groups(self, stream: UnitStream, planned: deque[int]) -> Iterator[list[EpisodeRange]]:
-        """The episodes of this rank's next batches, until the epoch has ended."""
+    def _groups(self, stream: UnitStream) -> Iterator[list[EpisodeRange]]:
+        """The episodes of this rank's batch of each round, until the epoch has ended."""
         warn_at_s = time.perf_counter() + WARN_AFTER_S
         while not stream.ended:
             began_s = time.perf_counter()
-            taken = stream.take(self._share_planned)
+            taken = stream.take(self.quota(self.round))
             if taken:
                 warn_at_s = began_s + WARN_AFTER_S
             else:
@@ -278,7 +259,7 @@ class ServiceFeed(Feed):
                 warn_at_s = began_s + WARN_AFTER_S
                 _log.warning("rank %d has no shard: %s", self._ranks.rank, stream.waiting_for)
             self._lease_wait_s += time.perf_counter() - began_s
-            planned.append(sum(part.number for part in taken))
+            self.round += 1
             yield [EpisodeRange(self._split, part.first, part.number) for part in taken]
 
     def trained(self, num_tasks: int) -> None:
@@ -312,11 +293,6 @@ class ServiceFeed(Feed):
     def wait_s(self) -> float:
         """See Feed.wait_s."""
         return self._reader.wait_s + self._lease_wait_s
-
-    @property
-    def read_s(self) -> float:
-        """Seconds that reading has taken, also where nobody had to wait for it."""
-        return self._reader.busy_s + self._lease_wait_s
 
     def close(self) -> None:
         """Gives back what was not trained, and ends the service if it is this job's own.

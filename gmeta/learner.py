@@ -7,6 +7,7 @@ support -> adapt -> query loss, for all tasks of a rank's batch at once (meta-gr
 Shape suffixes: N rows, U fetched rows, P distinct (task, row) pairs, D embedding width.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,8 +21,15 @@ from gmeta.adaptation.fused import FusedLoop
 from gmeta.adaptation.inner_loop import InnerLoop, WorkingRows
 from gmeta.adaptation.layout import RowLayout
 from gmeta.adaptation.linear import adaptable_layers
-from gmeta.adaptation.side import Side, Sides
-from gmeta.episodes import Episodes, plain_rows, support_and_query, task_blocks
+from gmeta.adaptation.side import Side, Sides, TaskGroups
+from gmeta.episodes import (
+    Episodes,
+    block_groups,
+    plain_rows,
+    support_and_query,
+    task_blocks,
+    task_groups,
+)
 from metaio.batch import TaskBatch
 from models.decision import DecisionModel
 
@@ -74,9 +82,13 @@ class MetaLearner(nn.Module):
         """What `forward` takes, from a batch on the host."""
         if self._config.name == PLAIN:
             return plain_rows(batch)
-        if self._fused is not None and self._takes_blocks(batch, self._fused):
-            return task_blocks(batch, self._config.adapt_embeddings, self._fused.pooling)
-        episodes = self.arrange_to_predict(batch)
+        rows_per_task = self._config.adapt_embeddings
+        if self._fused is not None and self._fits_blocks(batch):
+            groups = block_groups(batch)
+            if self._fused.pays(groups):
+                pooling, history = self._fused.pooling, self._fused.history
+                return task_blocks(batch, groups, rows_per_task, pooling, history)
+        episodes = task_groups(batch, rows_per_task)
         if self._algorithm.learns_from == "support":
             num_terms = int((batch.support_lengths_T > 0).sum())
             episodes = replace(episodes, num_terms=num_terms)
@@ -86,12 +98,11 @@ class MetaLearner(nn.Module):
         """What `predict` takes, from a batch on the host."""
         return support_and_query(batch, rows_per_task=self._config.adapt_embeddings)
 
-    def _takes_blocks(self, batch: TaskBatch, fused: FusedLoop) -> bool:
-        """Whether the fused loop computes this algorithm's loss of these tasks, and pays."""
+    def _fits_blocks(self, batch: TaskBatch) -> bool:
+        """Whether the fused loop computes this algorithm's loss of these tasks."""
         support_T = batch.support_lengths_T
         query_T = batch.row_offsets_T1.diff() - support_T
-        usable = self._algorithm.query_loss_of is not None and bool(support_T[query_T > 0].any())
-        return usable and fused.pays(int(support_T.max()), int(query_T.max()))
+        return self._algorithm.query_loss_of is not None and bool(support_T[query_T > 0].any())
 
     def forward(self, rows_UD: Tensor, episodes: Episodes, weight: float) -> Tensor:
         """`weight` times the sum of the loss terms, a scalar: backward gives the meta-gradient.
@@ -106,11 +117,10 @@ class MetaLearner(nn.Module):
         match episodes.rows:
             case Side() as query:
                 loss_sum = inner.losses_N(inner.unadapted(rows, query), query).sum()
-            case Sides(support, query):
-                loss_sum = self._algorithm.loss_sum(inner, rows, support, query)
-                if support.layout.num_rows == 0:
-                    # No inner step: what only those use must still join every collective.
-                    loss_sum = loss_sum + self._zero(rows_UD)
+            case Sides() as sides:
+                loss_sum = self._general_loss_sum(rows, [sides])
+            case TaskGroups(groups):
+                loss_sum = self._general_loss_sum(rows, groups)
             case TaskBlocks() as blocks:
                 if self._fused is None:
                     raise ValueError(
@@ -120,13 +130,22 @@ class MetaLearner(nn.Module):
                 loss_sum = self._fused.loss_sum(rows, blocks, second_order)
         return loss_sum * weight
 
+    def _general_loss_sum(self, rows: WorkingRows, groups: Sequence[Sides]) -> Tensor:
+        """The algorithm's loss terms of all groups, added up: a scalar."""
+        terms = [self._algorithm.loss_sum(self._inner_loop, rows, *sides) for sides in groups]
+        loss_sum = torch.stack(terms).sum()
+        if all(sides.support.layout.num_rows == 0 for sides in groups):
+            # No inner step: what only those use must still join every collective.
+            loss_sum = loss_sum + self._zero(rows.values_PD)
+        return loss_sum
+
     def predict(self, rows_UD: Tensor, episodes: Episodes) -> QueryPrediction:
         """Outputs on the query rows with the meta-parameters, and after adapting on the support
         rows.
         """
         if not isinstance(episodes.rows, Sides):
             raise ValueError(
-                "episodes arranged for plain training have no support side: use arrange_to_predict"
+                "episodes arranged for training have no sides of all tasks: use arrange_to_predict"
             )
         inner, (support, query) = self._inner_loop, episodes.rows
         rows = self._working_rows(rows_UD.detach(), episodes)

@@ -7,15 +7,18 @@ Shape suffixes: N rows, H longest history, D embedding width, F single-id featur
 features, X inputs of the decision layers.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from models.config import InputSizes, ModelConfig
-from models.inputs import RowInputs
+from models.decision import DecisionModel
+from models.inputs import History, RowFeatures
 from models.mlp import mlp
 
 
-class DIN(nn.Module):
+class DIN(DecisionModel):
     """Logit of a click, or a rating, for every row.
 
     interest = sum_h a(h, e) h over the history's entries h, with the target's embedding e and the
@@ -31,29 +34,36 @@ class DIN(nn.Module):
     def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
         super().__init__()
         self.pooling = config.pooling
+        self.history: int
         self.history, self.target = history_and_target(config.history, sizes)
+        self.num_single = sizes.num_single
         width = config.embedding_dim
         self.attention = mlp([4 * width, *config.attention, 1], activate_last=False)
         inputs = (sizes.num_single + sizes.num_multi) * width + sizes.num_dense
         self.decision = mlp([inputs, *config.hidden, 1], activate_last=False)
 
-    def forward(self, inputs: RowInputs) -> Tensor:
-        """One output a row: [N]."""
-        pooled_NMD = inputs.pooled_NMD(self.pooling)
+    @property
+    def decision_layers(self) -> nn.Sequential:
+        """See DecisionModel."""
+        return self.decision
+
+    def decision_inputs_NX(self, rows: RowFeatures) -> Tensor:
+        """See DecisionModel."""
+        single_NFD, pooled_NMD = rows.features_NFD.tensor_split([self.num_single], dim=1)
         parts = [
-            inputs.single_NFD.flatten(1),
-            self.interest_ND(inputs),
+            single_NFD.flatten(1),
+            # `history` above asks for it.
+            self.interest_ND(cast(History, rows.history), single_NFD[:, self.target]),
             pooled_NMD[:, : self.history].flatten(1),
             pooled_NMD[:, self.history + 1 :].flatten(1),
-            inputs.dense_NK,
+            rows.dense_NK,
         ]
-        logit_N: Tensor = self.decision(torch.cat(parts, dim=1)).squeeze(1)
-        return logit_N
+        return torch.cat(parts, dim=1)
 
-    def interest_ND(self, inputs: RowInputs) -> Tensor:
+    def interest_ND(self, history: History, target_ND: Tensor) -> Tensor:
         """The history of each row, pooled by its attention to the row's target; 0 without one."""
-        history_NHD, there_NH = inputs.bags_NHD(self.history)
-        target_NHD = inputs.single_NFD[:, self.target].unsqueeze(1).expand_as(history_NHD)
+        history_NHD, there_NH = history
+        target_NHD = target_ND.unsqueeze(1).expand_as(history_NHD)
         pairs = [history_NHD, target_NHD, history_NHD - target_NHD, history_NHD * target_NHD]
         weight_NH: Tensor = self.attention(torch.cat(pairs, dim=2)).squeeze(2)
         return (weight_NH * there_NH).unsqueeze(1).bmm(history_NHD).squeeze(1)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from models.config import InputSizes, ModelConfig
 from models.decision import DecisionModel
+from models.inputs import RowFeatures
 from models.mlp import mlp
 
 
@@ -47,12 +48,12 @@ class DLRM(DecisionModel):
         """See DecisionModel."""
         return self.top
 
-    def decision_inputs_NX(self, features_NFD: Tensor, dense_NK: Tensor) -> Tensor:
+    def decision_inputs_NX(self, rows: RowFeatures) -> Tensor:
         """See DecisionModel."""
-        vectors_NFD, dense_ND = features_NFD, None
+        vectors_NFD, dense_ND = rows.features_NFD, None
         if self.bottom is not None:
-            dense_ND = self.bottom(dense_NK)
-            vectors_NFD = torch.cat([dense_ND.unsqueeze(1), features_NFD], dim=1)
+            dense_ND = self.bottom(rows.dense_NK)
+            vectors_NFD = torch.cat([dense_ND.unsqueeze(1), vectors_NFD], dim=1)
         if self.interaction == "cat":
             return vectors_NFD.flatten(1)
         row, column = self.pairs

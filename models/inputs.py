@@ -6,12 +6,31 @@ D embedding width, K dense columns.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 Pooling = Literal["mean", "sum"]
+
+
+class History(NamedTuple):
+    """The values of one multi-id feature in their order, padded with zeros to the longest bag, and
+    which of them are there (bool).
+    """
+
+    values_NHD: Tensor
+    there_NH: Tensor
+
+
+class RowFeatures(NamedTuple):
+    """What is left of the rows for a model that sees the ids of a multi-id feature only pooled, but
+    for those of one, its history.
+    """
+
+    features_NFD: Tensor  # single, then pooled
+    dense_NK: Tensor
+    history: History | None
 
 
 @dataclass(frozen=True)
@@ -43,10 +62,8 @@ class RowInputs:
             dense_NK=self.dense_NK[:0],
         )
 
-    def bags_NHD(self, feature: int) -> tuple[Tensor, Tensor]:
-        """The values of one multi-id feature in their order, padded with zeros to the longest bag,
-        and which of them are there (bool): [N, H, D], [N, H].
-        """
+    def bags_NHD(self, feature: int) -> History:
+        """One multi-id feature, unpooled."""
         mine_V = self.bag_index_V % self.num_multi == feature
         row_V = self.bag_index_V[mine_V] // self.num_multi
         lengths_N = torch.bincount(row_V, minlength=self.num_rows)
@@ -57,7 +74,7 @@ class RowInputs:
         width = self.bag_values_VD.shape[1]
         padded = self.bag_values_VD.new_zeros(self.num_rows * longest, width)
         padded = padded.index_copy(0, places_V, self.bag_values_VD[mine_V])
-        return padded.view(self.num_rows, longest, width), there_NH
+        return History(padded.view(self.num_rows, longest, width), there_NH)
 
     def pooled_NMD(self, mode: Pooling) -> Tensor:
         """One vector a bag; repeated ids count as often as they stand, an empty bag is zero."""

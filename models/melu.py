@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from models.config import InputSizes, ModelConfig
 from models.decision import DecisionModel
+from models.inputs import RowFeatures
 from models.mlp import mlp
 
 
@@ -30,7 +31,7 @@ class MeLU(DecisionModel):
         """See DecisionModel."""
         return self.decision
 
-    def decision_inputs_NX(self, features_NFD: Tensor, dense_NK: Tensor) -> Tensor:
+    def decision_inputs_NX(self, rows: RowFeatures) -> Tensor:
         """See DecisionModel."""
-        flat = features_NFD.flatten(1)
-        return torch.cat([flat, dense_NK], dim=1) if dense_NK.shape[1] else flat
+        flat = rows.features_NFD.flatten(1)
+        return torch.cat([flat, rows.dense_NK], dim=1) if rows.dense_NK.shape[1] else flat

@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from gmeta.adaptation.bags import Bags
+from models.inputs import History, RowFeatures
 
 Ints = npt.NDArray[np.int64]
 
 # A rectangle more costs about 0.1 ms a step in calls on a CPU (18 of them at one inner step and
 # three layers), padding as many rows more of every product.
 MOST_RECTANGLES = 8
+# A group more of the general loop costs the calls of all its passes.
+MOST_GROUPS = 2
 PADDING_SHARE = 0.1
 
 
@@ -39,19 +42,42 @@ class Rectangle(NamedTuple):
 
 
 @dataclass(frozen=True)
+class BlockHistory:
+    """A multi-id feature that the model sees unpooled."""
+
+    bags: Bags  # of one value or none: entry h of row n is bag n * H + h
+    there_NH: Tensor  # bool
+
+    def values(self, rows_PD: Tensor) -> History:
+        """When the embedding rows have these values."""
+        return History(self.bags.pool(rows_PD).view(*self.there_NH.shape, -1), self.there_NH)
+
+    def moved(self, place_P: Tensor) -> "BlockHistory":
+        """See BlockSide."""
+        return replace(self, bags=self.bags.moved(place_P))
+
+    def to(self, device: torch.device) -> "BlockHistory":
+        """Copy to a device."""
+        return BlockHistory(self.bags.to(device), self.there_NH.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
 class BlockSide:
     """One side of all tasks. A row that pads has no features, and infinitely many beside it."""
 
     rectangles: tuple[Rectangle, ...]
     bags: Bags  # the pooled features of row n are bags n * F to (n + 1) * F
     num_features: int
+    history: BlockHistory | None  # its pooled feature is then zero
     label_N: Tensor
     dense_NK: Tensor
     count_N: Tensor  # float64: rows of the row's task
 
-    def features_NFD(self, rows_PD: Tensor) -> Tensor:
-        """Pooled features when the embedding rows have these values."""
-        return self.bags.pool(rows_PD).view(-1, self.num_features, rows_PD.shape[1])
+    def features(self, rows_PD: Tensor) -> RowFeatures:
+        """What the model sees when the embedding rows have these values."""
+        features_NFD = self.bags.pool(rows_PD).view(-1, self.num_features, rows_PD.shape[1])
+        history = None if self.history is None else self.history.values(rows_PD)
+        return RowFeatures(features_NFD, self.dense_NK.to(rows_PD.dtype), history)
 
     def mean_weights_N(self, dtype: torch.dtype, prior: float = 0.0) -> Tensor:
         """See RowLayout.mean_weights_N; 0 for a row that pads."""
@@ -59,13 +85,15 @@ class BlockSide:
 
     def moved(self, place_P: Tensor) -> "BlockSide":
         """The same rows of a block whose row p now stands at place_P[p]."""
-        return replace(self, bags=self.bags.moved(place_P))
+        history = None if self.history is None else self.history.moved(place_P)
+        return replace(self, bags=self.bags.moved(place_P), history=history)
 
     def to(self, device: torch.device) -> "BlockSide":
         """Copy to a device."""
         return replace(
             self,
             bags=self.bags.to(device),
+            history=None if self.history is None else self.history.to(device),
             label_N=self.label_N.to(device, non_blocking=True),
             dense_NK=self.dense_NK.to(device, non_blocking=True),
             count_N=self.count_N.to(device, non_blocking=True),
@@ -88,18 +116,29 @@ class TaskBlocks:
         return TaskBlocks(self.support.to(device), self.query.to(device))
 
 
-def group_tasks(support_T: Ints, query_T: Ints) -> list[Ints]:
+class BlockGroup(NamedTuple):
+    """Tasks of similar size, and the rows of the longest."""
+
+    tasks: Ints
+    support_rows: int
+    query_rows: int
+
+
+def group_tasks(support_T: Ints, query_T: Ints, most: int) -> list[Ints]:
     """Groups of tasks of similar sizes, by their indices.
 
     The group that gains most is cut in two, by support or by query rows, until rows that pad are at
-    most PADDING_SHARE of the true ones or there are MOST_RECTANGLES groups.
+    most PADDING_SHARE of the true ones or there are `most` groups.
 
-    >>> [group.tolist() for group in group_tasks(np.array([9, 2, 9, 2]), np.array([5, 5, 5, 5]))]
+    >>> groups = group_tasks(np.array([9, 2, 9, 2]), np.array([5, 5, 5, 5]), most=8)
+    >>> [group.tolist() for group in groups]
     [[1, 3], [0, 2]]
     """
+    if not len(support_T):
+        return []
     groups = [_Group.of(np.arange(len(support_T)), support_T, query_T)]
     allowed = (1 + PADDING_SHARE) * (support_T.sum() + query_T.sum())
-    while len(groups) < MOST_RECTANGLES and sum(group.cost for group in groups) > allowed:
+    while len(groups) < most and sum(group.cost for group in groups) > allowed:
         best = max(groups, key=lambda group: group.gain)
         if best.gain <= 0:
             break

@@ -7,13 +7,13 @@ loop runs. Both are tested against the same loop over tasks, and against each ot
 Shape suffixes: N rows of one side, P distinct (task, row) pairs, D embedding width, O output width.
 """
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from gmeta.adaptation.blocks import BlockSide, TaskBlocks
+from gmeta.adaptation.blocks import BlockGroup, BlockSide, TaskBlocks
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.adaptation.fused_mlp import AdaptedMlp, Factors
 from gmeta.adaptation.inner_loop import WorkingRows, row_losses_N
@@ -21,6 +21,13 @@ from gmeta.adaptation.linear import PathCosts, adaptable_layers
 from gmeta.adaptation.rates import InnerRates, WeightRates
 from models.decision import DecisionModel
 from models.inputs import Pooling
+
+
+class _Fixed(NamedTuple):
+    """What no inner step changes on the support rows where embeddings do not adapt."""
+
+    inputs_NX: Tensor
+    first_NO: Tensor  # what the first decision layer gives before it adapts
 
 
 class FusedLoop:
@@ -47,6 +54,11 @@ class FusedLoop:
         """How the model pools."""
         return self._model.pooling
 
+    @property
+    def history(self) -> int | None:
+        """The multi-id feature that the model sees unpooled."""
+        return self._model.history
+
     @staticmethod
     def suits(model: nn.Module, config: AlgorithmConfig, rates: InnerRates) -> bool:
         """Whether what adapts is decision layers, with changes of low rank, and embedding rows."""
@@ -59,16 +71,19 @@ class FusedLoop:
             for name, layer in adapts.items()
         )
 
-    def pays(self, support_rows: int, query_rows: int) -> bool:
-        """Whether low rank is the cheaper path, all layers together, at these longest tasks."""
-        costs = PathCosts(support_rows, query_rows, self._config.inner_steps)
-        widths = [
-            (layer.in_features, layer.out_features)
-            for layer, name in zip(self._layers, self._names, strict=True)
-            if name is not None
-        ]
-        low_rank = sum(costs.low_rank(*width, uses=1) for width in widths)
-        materialised = sum(costs.materialised(*width, uses=1) for width in widths)
+    def pays(self, groups: Iterable[BlockGroup]) -> bool:
+        """Whether low rank is the cheaper path for these tasks, all layers together."""
+        low_rank = materialised = 0
+        for tasks, support_rows, query_rows in groups:
+            costs = PathCosts(support_rows, query_rows, self._config.inner_steps)
+            for at, (layer, name) in enumerate(zip(self._layers, self._names, strict=True)):
+                if name is None:
+                    continue
+                width = layer.in_features, layer.out_features
+                fixed = at == 0 and not self._config.adapt_embeddings
+                low = costs.low_rank_of_fixed(*width) if fixed else costs.low_rank(*width, uses=1)
+                low_rank += len(tasks) * low
+                materialised += len(tasks) * costs.materialised(*width, uses=1)
         return self._config.inner_path == "low_rank" or low_rank <= materialised
 
     def loss_sum(self, rows: WorkingRows, blocks: TaskBlocks, second_order: bool) -> Tensor:
@@ -78,8 +93,13 @@ class FusedLoop:
         """
         rows_PD, query = rows.values_PD, blocks.query
         factors: list[tuple[Factors, ...]] = [()] * len(self._layers)
+        fixed = None
+        if not self._config.adapt_embeddings:
+            fixed = self._fixed(rows_PD, blocks.support, second_order)
         for _ in range(self._config.inner_steps):
-            factors, row_grads_PD = self._step(rows_PD, factors, blocks.support, second_order)
+            factors, row_grads_PD = self._step(
+                rows_PD, fixed, factors, blocks.support, second_order
+            )
             if row_grads_PD is not None:
                 rows_PD = rows_PD - rows.rate * row_grads_PD
         inputs_NX = self._inputs_NX(rows_PD, query)
@@ -87,23 +107,32 @@ class FusedLoop:
         output_NO = mlp.outputs(inputs_NX, query.rectangles)[-1]
         return self._weighted_loss(output_NO, query, 0.0)
 
+    def _fixed(self, rows_PD: Tensor, support: BlockSide, second_order: bool) -> _Fixed:
+        with torch.set_grad_enabled(second_order):
+            inputs_NX = self._inputs_NX(rows_PD, support)
+            first = self._layers[0]
+            weight_OX, bias_O = (value.to(inputs_NX.dtype) for value in (first.weight, first.bias))
+            return _Fixed(inputs_NX, torch.addmm(bias_O, inputs_NX, weight_OX.mT))
+
     def _step(
         self,
         rows_PD: Tensor,
+        fixed: _Fixed | None,
         factors: Sequence[tuple[Factors, ...]],
         support: BlockSide,
         second_order: bool,
     ) -> tuple[list[tuple[Factors, ...]], Tensor | None]:
         """The factors with one inner step more, and the gradient of the rows where these adapt."""
-        adapts_rows = self._config.adapt_embeddings
-        if not second_order or (adapts_rows and not rows_PD.requires_grad):
-            rows_PD = rows_PD.detach().requires_grad_(adapts_rows)
-        with torch.set_grad_enabled(second_order or adapts_rows):
-            inputs_NX = self._inputs_NX(rows_PD, support)
+        if fixed is None:
+            if not second_order or not rows_PD.requires_grad:
+                rows_PD = rows_PD.detach().requires_grad_()
+            inputs_NX, first_NO = self._inputs_NX(rows_PD, support), None
+        else:
+            inputs_NX, first_NO = fixed
         with torch.set_grad_enabled(second_order):
             seen_NX = inputs_NX if second_order else inputs_NX.detach()
             mlp = self._mlp(factors, support, seen_NX.dtype)
-            *hidden, output_NO = mlp.outputs(seen_NX, support.rectangles)
+            *hidden, output_NO = mlp.outputs(seen_NX, support.rectangles, first_NO)
         with torch.enable_grad():
             if not output_NO.requires_grad:
                 output_NO = output_NO.detach().requires_grad_()
@@ -118,9 +147,14 @@ class FusedLoop:
                     # `suits` refused rates of single weights.
                     rate = cast(float | Tensor, self._rates.of_layer(name))
                     scaled = grads[at + 1 - self._lowest] * rate
-                    moved[at] = (*factors[at], Factors(activations, scaled))
+                    if at == 0 and fixed is not None and factors[at]:
+                        # Equal activations in every step: (x A^T + 1) (G_1 + G_2 + ...).
+                        (before,) = factors[at]
+                        moved[at] = (Factors(activations, before.scaled_grads_SO + scaled),)
+                    else:
+                        moved[at] = (*factors[at], Factors(activations, scaled))
         row_grads_PD = None
-        if adapts_rows:
+        if fixed is None:
             (row_grads_PD,) = torch.autograd.grad(
                 inputs_NX, rows_PD, grads[0], create_graph=second_order
             )
@@ -140,8 +174,7 @@ class FusedLoop:
         """What the decision layers see, in autocast's precision where that is on: the operations
         with written-out derivatives are closed to autocast.
         """
-        features_NFD = side.features_NFD(rows_PD)
-        inputs_NX = self._model.decision_inputs_NX(features_NFD, side.dense_NK.to(rows_PD.dtype))
+        inputs_NX = self._model.decision_inputs_NX(side.features(rows_PD))
         device = inputs_NX.device.type
         if torch.is_autocast_enabled(device):
             inputs_NX = inputs_NX.to(torch.get_autocast_dtype(device))

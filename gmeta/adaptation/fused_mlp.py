@@ -50,10 +50,16 @@ class AdaptedMlp:
     factors: Sequence[Sequence[Factors]]
     support: Rectangles
 
-    def outputs(self, inputs_NI: Tensor, rows: Rectangles) -> tuple[Tensor, ...]:
-        """h_1, ..., h_{L-1} and z_L of rows in these rectangles."""
+    def outputs(
+        self, inputs_NI: Tensor, rows: Rectangles, first_NO: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """h_1, ..., h_{L-1} and z_L of rows in these rectangles; `first_NO` is h_0 W_1 + b_1 where
+        that is known.
+        """
         plan = _Plan(tuple(map(len, self.factors)), rows, self.support)
-        outputs: tuple[Tensor, ...] = _Outputs.apply(plan, inputs_NI.contiguous(), *self._tensors())
+        outputs: tuple[Tensor, ...] = _Outputs.apply(
+            plan, inputs_NI.contiguous(), first_NO, *self._tensors()
+        )
         return outputs
 
     def grads(self, last: Tensor, hidden: Sequence[Tensor], lowest: int) -> tuple[Tensor, ...]:
@@ -90,14 +96,19 @@ class _Plan(NamedTuple):
 
 class _Outputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, inputs_NI: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, plan: _Plan, inputs_NI: Tensor, first_NO: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         weights, biases, factors = plan.unpacked(tensors)
         seen: list[Tensor] = [inputs_NI]
         spreads: list[list[list[Tensor]]] = []
         for weight_OI, bias_O, layer in zip(weights, biases, factors, strict=True):
             if spreads:
                 seen[-1].relu_()
-            out_NO = torch.addmm(bias_O, seen[-1], weight_OI.mT)
+            if spreads or first_NO is None:
+                out_NO = torch.addmm(bias_O, seen[-1], weight_OI.mT)
+            else:
+                out_NO = first_NO.clone()
             spreads.append([_subtract(out_NO, seen[-1], step, plan, 1.0) for step in layer])
             seen.append(out_NO)
         ctx.plan, ctx.spreads = plan, spreads
@@ -114,15 +125,20 @@ class _Outputs(torch.autograd.Function):
         of_weights: list[Tensor | None] = [None] * layers
         of_biases: list[Tensor | None] = [None] * layers
         of_factors: list[list[Tensor | None]] = [[None, None] * k for k in ctx.plan.steps]
-        wants_factors = any(ctx.needs_input_grad[2 + 2 * layers :])
+        wants_inputs, wants_first = ctx.needs_input_grad[1:3]
+        wants_factors = any(ctx.needs_input_grad[3 + 2 * layers :])
         above = _contiguous(above)
         grad = above[-1]
         for at in reversed(range(layers)):
             before = None
             if grad is not None:
-                of_weights[at] = grad.mT @ seen[at]
-                of_biases[at] = grad.sum(dim=0)
-                before = grad @ weights[at] if at or ctx.needs_input_grad[1] else None
+                if at == 0 and wants_first:
+                    if wants_inputs and factors[0]:
+                        before = torch.zeros_like(seen[0])
+                else:
+                    of_weights[at] = grad.mT @ seen[at]
+                    of_biases[at] = grad.sum(dim=0)
+                    before = grad @ weights[at] if at or wants_inputs else None
                 changed = zip(factors[at], ctx.spreads[at], strict=True)
                 found = [
                     _subtract_backward(grad, seen[at], before, *pair, ctx.plan, wants_factors)
@@ -133,7 +149,8 @@ class _Outputs(torch.autograd.Function):
                 before = _sum(before, above[at - 1])
                 grad = None if before is None else _where_active(before, seen[at])
         flat = [tensor for layer in of_factors for tensor in layer]
-        return (None, before, *of_weights, *of_biases, *flat)
+        of_first = grad if wants_first else None
+        return (None, before, of_first, *of_weights, *of_biases, *flat)
 
 
 class _Grads(torch.autograd.Function):

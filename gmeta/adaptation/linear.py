@@ -139,6 +139,13 @@ class PathCosts(NamedTuple):
         support_passes = support * self.steps * (self.steps - 1) // 2
         return (width_in + width_out) * support * (support_passes + query * self.steps)
 
+    def low_rank_of_fixed(self, width_in: int, width_out: int) -> int:
+        """The same for a layer that works once on each row and sees the same inputs in every step:
+        its steps' factors are one pair.
+        """
+        support = self.support_rows
+        return (width_in + width_out) * support * (support * (self.steps - 1) + self.query_rows)
+
     def materialised(self, width_in: int, width_out: int, uses: int) -> int:
         """The same where every step forms a weight change, and every pass but the first applies
         it.

@@ -77,3 +77,20 @@ class Sides(NamedTuple):
     def to(self, device: torch.device) -> "Sides":
         """Copy to a device."""
         return Sides(self.support.to(device), self.query.to(device))
+
+
+@dataclass(frozen=True)
+class TaskGroups:
+    """The tasks of a batch in groups of similar size, as products inside each task pad to the
+    group's longest.
+    """
+
+    groups: tuple[Sides, ...]
+
+    def moved(self, place_P: Tensor) -> "TaskGroups":
+        """See Side."""
+        return TaskGroups(tuple(sides.moved(place_P) for sides in self.groups))
+
+    def to(self, device: torch.device) -> "TaskGroups":
+        """Copy to a device."""
+        return TaskGroups(tuple(sides.to(device) for sides in self.groups))

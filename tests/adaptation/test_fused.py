@@ -8,17 +8,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from gmeta.adaptation.blocks import MOST_RECTANGLES, PADDING_SHARE, TaskBlocks, group_tasks
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.side import Sides
+from gmeta.adaptation.side import Sides, TaskGroups
 from gmeta.build import build_learner
+from gmeta.episodes import Episodes
 from gmeta.learner import MetaLearner
 from models import ModelConfig
 from tests import reference
 
 MELU = ModelConfig(name="melu", embedding_dim=4, hidden=(6, 5))
-FEATURES = reference.some_features(2, 1, 0)
+FEATURES = reference.some_features(2, 2, 0, history=True)
+DECISION = {"melu": "decision", "dlrm": "top", "din": "decision"}
 
 
 def learner_of(algorithm: AlgorithmConfig, model: ModelConfig = MELU) -> MetaLearner:
@@ -33,13 +36,28 @@ def batch_of(sizes: list[tuple[int, int]]) -> reference.TaskBatch:
     )
 
 
+def assert_same_step(
+    learner: MetaLearner, rows_UD: Tensor, mine: Episodes, other: Episodes
+) -> None:
+    """Equal losses and gradients of the rows and all parameters."""
+    wanted = [rows_UD, *learner.parameters()]
+    losses = [learner(rows_UD, episodes, 1.0) for episodes in (mine, other)]
+    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-10)
+    grads = [
+        torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
+        for loss in losses
+    ]
+    # A rate that no support row reaches: unused in the one, zero in the other.
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(["maml", "fomaml", "anil", "metasgd"]),
-    model=st.sampled_from(["melu", "dlrm"]),
+    model=st.sampled_from(["melu", "dlrm", "din"]),
     steps=st.integers(1, 3),
     embeddings=st.booleans(),
-    layers=st.sampled_from([("*",), ("*.0",), ("*.2", "*.4"), ("*.4",)]),
+    layers=st.sampled_from([("*",), ("0",), ("2", "4"), ("4",)]),
     rates=st.sampled_from(["layer", "output"]),
     sizes=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=9).filter(
         lambda sizes: any(support and query for support, query in sizes)
@@ -58,32 +76,21 @@ def test_the_fused_step_equals_the_general_one(
         name=name,
         inner_steps=steps,
         adapt_embeddings=embeddings and name != "anil",
-        adapt_layers=("*",) if name == "anil" else layers,
+        adapt_layers=("*",)
+        if name == "anil"
+        else tuple(f"{DECISION[model]}.{layer}" for layer in layers),
         learned_rates=rates,
         inner_path="low_rank",
         support_prior=0.5,
     )
-    learner = learner_of(algorithm, replace(MELU, name=model))
+    learner = learner_of(algorithm, replace(MELU, name=model, history="m0"))
     batch = batch_of(sizes)
     fused, general = learner.arrange(batch), learner.arrange_to_predict(batch)
     assert isinstance(fused.rows, TaskBlocks)
     assert isinstance(general.rows, Sides)
     assert fused.num_terms == general.num_terms
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
-    wanted = [rows_UD, *learner.parameters()]
-    losses = [learner(rows_UD, episodes, 1.0) for episodes in (fused, general)]
-    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-10)
-    for ours, theirs in zip(
-        *(torch.autograd.grad(loss, wanted, allow_unused=True) for loss in losses), strict=True
-    ):
-        # A rate that no support row reaches: unused in the one, zero in the other.
-        zero = torch.zeros(()).double()
-        torch.testing.assert_close(
-            zero if ours is None else ours,
-            zero.expand_as(ours) if theirs is None and ours is not None else theirs,
-            rtol=0,
-            atol=1e-10,
-        )
+    assert_same_step(learner, rows_UD, fused, general)
 
 
 @pytest.mark.parametrize(
@@ -99,16 +106,39 @@ def test_the_fused_step_equals_the_general_one(
 def test_what_the_fused_loop_cannot_do_goes_to_the_general_one(
     algorithm: AlgorithmConfig, model: ModelConfig
 ) -> None:
-    features = reference.some_features(2, 1, 0, history=True)
-    learner = build_learner(features, model, algorithm, "bce")
-    tasks = [reference.random_task(features, 3, 2, random.Random(0))]
-    assert isinstance(learner.arrange(reference.batch_of(tasks, features)).rows, Sides)
+    assert isinstance(learner_of(algorithm, model).arrange(batch_of([(3, 2)])).rows, TaskGroups)
 
 
 def test_many_support_rows_go_to_the_general_loop_where_its_materialised_path_is_cheaper() -> None:
     learner = learner_of(AlgorithmConfig(name="maml"))
     assert isinstance(learner.arrange(batch_of([(1, 1)])).rows, TaskBlocks)
-    assert isinstance(learner.arrange(batch_of([(30, 30)])).rows, Sides)
+    assert isinstance(learner.arrange(batch_of([(30, 30)])).rows, TaskGroups)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    algorithm=st.sampled_from(
+        [
+            AlgorithmConfig(name="reptile"),
+            AlgorithmConfig(name="maml", inner_path="materialised", inner_steps=2),
+            AlgorithmConfig(name="metasgd", learned_rates="weight"),
+            AlgorithmConfig(name="fomaml", inner_path="materialised", adapt_embeddings=False),
+        ]
+    ),
+    model=st.sampled_from(["melu", "cbml", "din"]),
+    sizes=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=9),
+)
+def test_groups_of_similar_tasks_give_the_step_of_all_tasks_together(
+    algorithm: AlgorithmConfig, model: str, sizes: list[tuple[int, int]]
+) -> None:
+    learner = learner_of(algorithm, replace(MELU, name=model, history="m0"))
+    batch = batch_of(sizes)
+    grouped, together = learner.arrange(batch), learner.arrange_to_predict(batch)
+    assert isinstance(grouped.rows, TaskGroups)
+    assert isinstance(together.rows, Sides)
+    together = replace(together, num_terms=grouped.num_terms)
+    rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
+    assert_same_step(learner, rows_UD, grouped, together)
 
 
 def test_autocast_computes_the_fused_step_in_bfloat16() -> None:
@@ -129,7 +159,7 @@ def test_groups_hold_every_task_once_and_pad_little_unless_they_are_many(
     sizes: list[tuple[int, int]],
 ) -> None:
     support_T, query_T = np.array(sizes).T
-    groups = group_tasks(support_T, query_T)
+    groups = group_tasks(support_T, query_T, MOST_RECTANGLES)
     assert sorted(task for group in groups for task in group) == list(range(len(sizes)))
     padded = sum(len(g) * (support_T[g].max() + query_T[g].max()) for g in groups)
     allowed = (1 + PADDING_SHARE) * (support_T.sum() + query_T.sum())

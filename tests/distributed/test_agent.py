@@ -47,7 +47,7 @@ def train_on_rank(ranks: Ranks, config: TrainConfig) -> tuple[list[list[int]], l
                 agent.stepped(num_tasks)
                 steps.append(num_tasks)
             epochs.append(steps)
-            if feed.share != 8 and epoch > 0 and 8 not in epochs[-2][:STEPS_AFTER]:
+            if feed.quota(feed.round) != 8 and epoch > 0 and 8 not in epochs[-2][:STEPS_AFTER]:
                 break
         totals_of_rank = agent._worker.totals
     return epochs, [totals_of_rank.compute_ms, totals_of_rank.data_wait_ms]
