@@ -10,9 +10,7 @@ import binascii
 import enum
 import hashlib
 import logging
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
@@ -21,11 +19,10 @@ import grpc
 
 from gmeta.antdt.credentials import CredentialError, WatchedFiles, read_tokens
 from gmeta.antdt.log import event
+from gmeta.antdt.rate import CallLimits
 from protos.antdt.v1 import shard_service_pb2 as pb
 
 MIN_TOKEN_LENGTH = 16
-MAX_CALLS_PER_S = 1000.0  # of one connection; a worker that batches makes a few
-BURST_CALLS = 2000.0
 _REASON_KEY = "gmeta-reason"
 _OPEN_PREFIX = "/grpc.health."  # probes show no proof
 _RELOAD_EVERY_S = 1.0
@@ -156,45 +153,14 @@ def _token_in(authorization: str) -> str:
 
 
 @final
-class RateLimit:
-    """A token bucket for each connection, so that one runaway client does not starve the rest."""
-
-    def __init__(
-        self,
-        calls_per_s: float = MAX_CALLS_PER_S,
-        burst: float = BURST_CALLS,
-        clock: Callable[[], float] = time.monotonic,
-        max_peers: int = 65_536,
-    ) -> None:
-        self._rate = calls_per_s
-        self._burst = burst
-        self._clock = clock
-        self._max_peers = max_peers
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # left, at
-        self._lock = threading.Lock()
-
-    def admit(self, peer: str) -> bool:
-        """Whether the peer may make one more call now."""
-        now_s = self._clock()
-        with self._lock:
-            left, at_s = self._buckets.pop(peer, (self._burst, now_s))
-            left = min(self._burst, left + (now_s - at_s) * self._rate)
-            admitted = left >= 1
-            self._buckets[peer] = (left - admitted, now_s)
-            if len(self._buckets) > self._max_peers:
-                self._buckets.popitem(last=False)  # the one silent for longest
-            return admitted
-
-
-@final
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
     """Stands before every RPC, health probes apart: proof, role, rate."""
 
-    def __init__(self, tokens: Tokens | None, certificates: bool, limit: RateLimit) -> None:
+    def __init__(self, tokens: Tokens | None, certificates: bool, limits: CallLimits) -> None:
         """`certificates`: the handshake has demanded and verified a client certificate."""
         self._tokens = tokens
         self._certificates = certificates
-        self._limit = limit
+        self._limits = limits
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         """See grpc.ServerInterceptor. Wraps the handler: the peer is known only inside the call."""
@@ -224,14 +190,9 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
                         f"may call {', '.join(sorted(ALLOWED[role]))}. Use the credentials of the "
                         "role that may.",
                     )
-            if not self._limit.admit(context.peer()):
-                _abort(
-                    context,
-                    grpc.StatusCode.RESOURCE_EXHAUSTED,
-                    "BUSY",
-                    f"this connection makes more than {MAX_CALLS_PER_S:.0f} calls a second. Retry "
-                    "after a pause, and ask for more shards a call.",
-                )
+            refused = self._limits.refusal(context.peer(), _identity(context, shown))
+            if refused is not None:
+                _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "BUSY", refused)
 
         return _wrap(handler, check)
 
@@ -260,6 +221,16 @@ def _wrap(handler: Any, check: Callable[[Any], None]) -> Any:
 def _role_of_peer(context: Any) -> Role:
     uris = context.auth_context().get("peer_uri", ())
     return role_of_certificate(uri.decode(errors="replace") for uri in uris)
+
+
+def _identity(context: Any, roles: list[Role]) -> str:
+    """Whose calls count together. All workers of a job show the same credentials, so for them the
+    address tells apart; a person or a dashboard is one caller from wherever."""
+    names = context.auth_context().get("x509_common_name", ())
+    shown = [role.value for role in roles] + [name.decode(errors="replace") for name in names]
+    if Role.WORKER in roles:
+        shown.append(context.peer().rpartition(":")[0])
+    return " ".join(shown)
 
 
 def _refuse_stranger(request: Any, context: Any) -> None:

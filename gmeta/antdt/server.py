@@ -18,7 +18,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from gmeta.antdt.auth import Guard, RateLimit, Tokens
+from gmeta.antdt.auth import Guard, Tokens
 from gmeta.antdt.committer import Committer
 from gmeta.antdt.credentials import ServerTls, is_loopback, server_credentials
 from gmeta.antdt.dashboard import Dashboard
@@ -28,6 +28,7 @@ from gmeta.antdt.governor import Governor
 from gmeta.antdt.http_edge import HttpServer, Route
 from gmeta.antdt.ledger import DEFAULT_LEASE_TTL_S
 from gmeta.antdt.log import DecisionLog, event
+from gmeta.antdt.rate import CallLimits
 from gmeta.antdt.settings import StragglerConfig
 from gmeta.antdt.store import open_store
 from gmeta.antdt.writer import GroupStats, Writer
@@ -126,7 +127,7 @@ class ShardServer:
     def _listen(self) -> tuple[Any, int]:
         certificates = self._tls is not None and self._tls.client_ca is not None
         guards = (
-            [Guard(self._tokens, certificates, RateLimit())] if self._tls or self._tokens else []
+            [Guard(self._tokens, certificates, CallLimits())] if self._tls or self._tokens else []
         )
         server = grpc.server(
             futures.ThreadPoolExecutor(NUM_THREADS, "antdt-call"),

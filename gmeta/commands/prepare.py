@@ -22,6 +22,7 @@ from rich.progress import (
 from rich.table import Table
 
 from gmeta.commands.inspect_run import inspect_checkpoint, inspect_run, is_checkpoint, is_run
+from gmeta.commands.spark import prepare_on_spark
 from gmeta.errors import UserError
 
 if TYPE_CHECKING:
@@ -84,6 +85,9 @@ def prepare(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace the dataset at OUT")
     ] = False,
+    spark: Annotated[
+        bool, typer.Option("--spark", help="schema: let Spark read and deal the rows")
+    ] = False,
 ) -> None:
     """Turn raw tables into a dataset of tasks, each with a support and a query set.
 
@@ -94,6 +98,10 @@ def prepare(
     gmeta prepare --recipe movielens-1m ml-1m data/ml --validation
     """
     *inputs, out = paths
+    if spark and schema is None:
+        raise UserError(
+            "--spark is given without --schema: recipes run on one machine. Leave it out"
+        )
     _tell_of_leftovers(out)
     if recipe is Recipe.SYNTHETIC:
         from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
@@ -123,8 +131,11 @@ def prepare(
             compact=compact,
             overwrite=overwrite,
         )
-        with _phases() as tell:
-            prepare_tables(inputs, out, load_schema(schema), options, tell)
+        if spark:
+            prepare_on_spark(inputs, out, load_schema(schema), options)
+        else:
+            with _phases() as tell:
+                prepare_tables(inputs, out, load_schema(schema), options, tell)
     else:
         raise UserError("neither --schema nor --recipe is given. Pass one of them")
     _report(out)

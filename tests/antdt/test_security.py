@@ -16,12 +16,13 @@ import grpc
 import pytest
 from typer.testing import CliRunner
 
-from gmeta.antdt.auth import ALLOWED, RateLimit, Role, Tokens, may_call, role_of_certificate
+from gmeta.antdt.auth import ALLOWED, Role, Tokens, may_call, role_of_certificate
 from gmeta.antdt.client import ShardClient
 from gmeta.antdt.connection import Connection, ConnectionConfig
 from gmeta.antdt.credentials import CredentialError
 from gmeta.antdt.errors import RefusedError, ServiceUnavailableError
 from gmeta.antdt.log import LOGGER_NAME
+from gmeta.antdt.rate import CallLimits, RateLimit
 from gmeta.antdt.server import SERVICE_NAME, ServiceConfig, ServiceStartError, ShardServer
 from gmeta.cli import app
 from gmeta.commands.shards import shards
@@ -411,17 +412,51 @@ def test_the_pages_open_to_operators_and_viewers_and_the_probe_to_all(
 
 def test_one_connection_cannot_take_more_than_its_rate() -> None:
     clock = FakeClock()
-    limit = RateLimit(calls_per_s=10, burst=5, clock=clock, max_peers=2)
+    limit = RateLimit(calls_per_s=10, burst=5, clock=clock, max_callers=2)
     assert [limit.admit("a") for _ in range(6)] == [True] * 5 + [False]
     assert limit.admit("b")
     clock.advance(0.2)
     assert [limit.admit("a") for _ in range(3)] == [True, True, False]
 
 
+def test_a_caller_with_many_connections_has_one_rate_for_all_of_them() -> None:
+    clock = FakeClock()
+    limits = CallLimits(connection_calls_per_s=5, identity_calls_per_s=10, clock=clock)
+    told = [limits.refusal(f"connection {i}", "worker 10.0.0.1") for i in range(30)]
+    assert told[:20] == [None] * 20
+    assert set(told[20:]) == {
+        "this caller, over all its connections, makes more than 10 calls a second. Retry after a "
+        "pause, and ask for more shards a call."
+    }
+    assert limits.refusal("connection 0", "worker 10.0.0.2") is None
+    clock.advance(0.5)
+    assert [limits.refusal("new", "worker 10.0.0.1") is None for _ in range(6)] == [True] * 5 + [
+        False
+    ]
+
+
+def test_workers_count_by_address_and_everybody_else_by_credential(
+    serve: Serve, pki: Authority, tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[str] = []
+
+    def refusal(_: CallLimits, connection: str, identity: str) -> None:
+        counted.append(identity)
+
+    monkeypatch.setattr(CallLimits, "refusal", refusal)
+    server = serve(tokens=tokens, tls_client_ca=pki.ca)
+    for role in ("worker", "operator"):
+        for _ in range(2):  # a connection each
+            status(server, pki.ca, pki.issue(f"{role}0", role), tokens / role)
+    worker, operator = "worker worker worker0 ipv4:127.0.0.1", "operator operator operator0"
+    assert counted == [worker, worker, operator, operator]
+
+
 def test_a_runaway_connection_is_told_to_pause_and_its_calls_succeed_later(
     serve: Serve, pki: Authority, tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gmeta.antdt.server.RateLimit", lambda: RateLimit(50, burst=5))
+    monkeypatch.setattr("gmeta.antdt.server.CallLimits", lambda: CallLimits(50))
+    monkeypatch.setattr("gmeta.antdt.rate.BURST_S", 0.1)
     server = serve(tokens=tokens)
     assert [call_as(server, pki, tokens / "worker", "Status") for _ in range(3)] == ["OK"] * 3
     config = ConnectionConfig(server.address, 5.0, 5.0, pki.ca, token_file=tokens / "worker")

@@ -1,0 +1,73 @@
+"""`gmeta prepare --spark`: the tables are read and dealt by Spark, on whatever cluster its own
+configuration names (`SPARK_CONF_DIR`, `PYSPARK_SUBMIT_ARGS` or spark-submit).
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from gmeta.errors import UserError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from metaio.job import PrepareOptions
+    from metaio.schema import Schema
+
+
+def prepare_on_spark(
+    inputs: list[str], out: str, schema: "Schema", options: "PrepareOptions"
+) -> None:
+    """Write a dataset at `out` from the Parquet tables at `inputs`.
+
+    Raises:
+        UserError: there is no Spark, or an input is none that it reads as one machine would.
+    """
+    for path in inputs:
+        # Spark guesses the types of text columns by other rules than one machine does.
+        if path.lower().endswith((".csv", ".tsv", ".csv.gz", ".tsv.gz")):
+            raise UserError(
+                f"--spark was given {path}; it reads Parquet tables. Convert it, or leave out "
+                "--spark"
+            )
+    if importlib.util.find_spec("pyspark") is None:
+        raise UserError("--spark needs pyspark. Run: pip install 'gmeta[spark]'")
+    from metaio.spark import prepare_with_spark
+
+    with _session(out) as session:
+        prepare_with_spark(_read(session, inputs), out, schema, options)
+
+
+@contextmanager
+def _session(out: str) -> Iterator["SparkSession"]:
+    from pyspark.errors import PySparkRuntimeError
+    from pyspark.sql import SparkSession
+
+    try:
+        session = SparkSession.builder.appName(f"gmeta prepare {out}").getOrCreate()
+    except PySparkRuntimeError as error:
+        if error.getErrorClass() != "JAVA_GATEWAY_EXITED":
+            raise
+        raise UserError(
+            "Spark's Java process did not start; what it said stands above. Install Java 17 or "
+            "21, or correct JAVA_HOME"
+        ) from error
+    try:
+        yield session
+    finally:
+        session.stop()
+
+
+def _read(session: "SparkSession", inputs: list[str]) -> Any:
+    from pyspark.errors import AnalysisException
+
+    # Hadoop knows S3 by this name only; the dataset is written by fsspec, which knows both.
+    paths = [f"s3a{path[2:]}" if path.startswith("s3://") else path for path in inputs]
+    try:
+        return session.read.parquet(*paths)
+    except AnalysisException as error:
+        raise UserError(
+            f"Spark cannot read {', '.join(paths)}: {str(error).splitlines()[0]} Correct the path; "
+            "all executors must reach it"
+        ) from error
