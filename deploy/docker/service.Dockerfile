@@ -1,7 +1,6 @@
 # The data-shard service: no torch, no data layer.
 #   docker build -f deploy/docker/service.Dockerfile -t gmeta-service:0.1.0 .
-# A digest makes the base exact: --build-arg BASE_IMAGE=python:3.11.13-slim-bookworm@sha256:...
-ARG BASE_IMAGE=python:3.11.13-slim-bookworm
+ARG BASE_IMAGE=python:3.11.13-slim-bookworm@sha256:86adf8dbadc3d6e82ee5dd2c74bec2e1c2467cdad47886280501df722372d2e1
 
 FROM ${BASE_IMAGE} AS build
 # The same sources give the same bytecode: pyc files that are checked by content, not by time.

@@ -5,10 +5,13 @@ from typing import Any
 
 from tests.deploy.rendering import ROOT, Manifest, name_of, pod_specs
 
-# The one pod that talks to the API server: it makes the Secrets.
-MAY_HAVE_A_TOKEN = {"gmeta-credentials"}
+# The pods that talk to the API server: one makes the Secrets, Spark's driver makes its executors.
+MAY_HAVE_A_TOKEN = {"gmeta-credentials", "gmeta-prepare"}
 # Made by deploy/credentials.py, so no manifest has them.
-SECRETS = {f"gmeta-{name}" for name in ("service", "tokens", "worker", "operator", "viewer")}
+SECRETS = {
+    f"gmeta-{name}" for name in ("service", "tokens", "worker", "operator", "viewer", "spark")
+}
+_VOLUMES = {"name", "configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
 _UNITS = {"m": 1e-3, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "": 1}
 _SECRET_NAME = re.compile(r"TOKEN|PASSWORD|SECRET|CREDENTIAL|_KEY$")
 
@@ -21,13 +24,18 @@ def amount(quantity: str | int) -> float:
 
 
 def image_problem(image: str) -> str | None:
-    """An image needs a tag that is not `latest`, or a digest."""
-    if "@sha256:" in image:
+    """Images of others need a digest, ours a tag that is not `latest`: they are built where they
+    are used, and get their digest when they are pushed."""
+    if re.search("@sha256:[0-9a-f]{64}$", image):
         return None
-    _, colon, tag = image.rpartition(":")
+    name, colon, tag = image.rpartition(":")
     if not colon or "/" in tag:
         return f"image {image!r} has no tag"
-    return f"image {image!r} is a moving target" if tag == "latest" else None
+    if tag == "latest":
+        return f"image {image!r} is a moving target"
+    if not name.rpartition("/")[2].startswith("gmeta-"):
+        return f"image {image!r} has no digest: a tag can be moved. Run: make deploy-pin"
+    return None
 
 
 def pod_problems(manifest: Manifest) -> list[str]:
@@ -44,7 +52,9 @@ def pod_problems(manifest: Manifest) -> list[str]:
             "it shares a namespace of its host": not any(
                 spec.get(key) for key in ("hostNetwork", "hostPID", "hostIPC")
             ),
-            "it mounts a path of its host": not any("hostPath" in v for v in spec["volumes"]),
+            "it mounts what Pod Security `restricted` refuses": all(
+                volume.keys() <= _VOLUMES for volume in spec.get("volumes", [])
+            ),
             "it has no priority": "priorityClassName" in spec,
             f"account {account} gets a token": not automount or account in MAY_HAVE_A_TOKEN,
         }
@@ -69,6 +79,9 @@ def _container_problems(container: dict[str, Any], volumes: set[str]) -> list[st
             "its root file system can be written": context.get("readOnlyRootFilesystem") is True,
             "keeps capabilities": context.get("capabilities", {}).get("drop") == ["ALL"],
             "is privileged": not context.get("privileged"),
+            "takes a port of its host": not any(
+                "hostPort" in p for p in container.get("ports", [])
+            ),
         }.items()
         if not kept
     ]

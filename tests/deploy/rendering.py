@@ -41,6 +41,18 @@ def name_of(manifest: Manifest) -> str:
     return f"{manifest.get('kind')}/{manifest.get('metadata', {}).get('name')}"
 
 
+def embedded_pods(manifests: list[Manifest]) -> list[Manifest]:
+    """Pods that a ConfigMap holds as a template: somebody in the cluster makes pods of them."""
+    texts = [
+        text
+        for manifest in manifests
+        if manifest.get("kind") == "ConfigMap"
+        for name, text in manifest.get("data", {}).items()
+        if name.endswith(".yaml")
+    ]
+    return [pod for pod in map(yaml.safe_load, texts) if pod.get("kind") == "Pod"]
+
+
 def pod_specs(manifest: Manifest) -> list[tuple[dict[str, str], dict[str, Any]]]:
     """(labels, spec) of every pod template in an object, however deep."""
     found: list[tuple[dict[str, str], dict[str, Any]]] = []
@@ -57,5 +69,6 @@ def pod_specs(manifest: Manifest) -> list[tuple[dict[str, str], dict[str, Any]]]
             for each in value:
                 walk(each)
 
-    walk(manifest)
+    # A pod is its own template.
+    walk({"template": manifest} if manifest.get("kind") == "Pod" else manifest)
     return found

@@ -147,6 +147,7 @@ def test_the_cluster_gets_the_secrets_that_the_manifests_mount_once(
     assert keys["gmeta-service"] == {"ca.crt", "tls.crt", "tls.key"}
     assert keys["gmeta-tokens"] == {"worker", "operator", "viewer"}
     assert keys["gmeta-worker"] == {"ca.crt", "tls.crt", "tls.key", "token"}
+    assert keys["gmeta-spark"] == {"token"}
     worker = api.secrets["gmeta-worker"]["data"]["token"]
     assert worker == api.secrets["gmeta-tokens"]["data"]["worker"]
     assert base64.b64decode(worker).decode() not in done.stdout + done.stderr

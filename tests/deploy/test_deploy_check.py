@@ -13,9 +13,24 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from tests.deploy.check import manifest_problems, monitoring_problems, overlay_problems
+from tests.deploy.check import manifest_problems, overlay_problems
 from tests.deploy.images import COMPOSE_FILE, DOCKERFILES, compose_problems, dockerfile_problems
-from tests.deploy.rendering import OVERLAYS, ROOT, Manifest, find_kubectl, pod_specs, render
+from tests.deploy.monitoring import (
+    ALERTS,
+    DASHBOARDS,
+    OPERATOR_ALERTS,
+    dashboard_problems,
+    monitoring_problems,
+)
+from tests.deploy.rendering import (
+    OVERLAYS,
+    ROOT,
+    Manifest,
+    embedded_pods,
+    find_kubectl,
+    pod_specs,
+    render,
+)
 
 needs_kubectl = pytest.mark.skipif(find_kubectl() is None, reason="no kubectl: make deploy-tools")
 
@@ -37,6 +52,40 @@ def test_the_compose_file_keeps_the_rules() -> None:
 
 def test_alerts_are_explained_and_the_same_in_both_forms() -> None:
     assert monitoring_problems() == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        (("[10m]))", "[10m])"), "GmetaNoProgress: (sum by (instance)"),
+        (("#gmetajobrestarts", "#gmetarestarts"), "GmetaJobRestarts: its runbook docs/"),
+        (("GmetaLeasesExpire\n", "GmetaLeasesGo\n"), "GmetaLeasesGo has no section in docs/"),
+    ],
+)
+def test_a_mistake_in_an_alert_is_noticed(
+    tmp_path: Path, wrong: tuple[str, str], expected: str
+) -> None:
+    # In both forms, as a person would make it.
+    shutil.copy(ALERTS.with_name("alerts_test.yml"), tmp_path)
+    alerts, operator = tmp_path / ALERTS.name, tmp_path / OPERATOR_ALERTS.name
+    alerts.write_text(ALERTS.read_text().replace(*wrong, 1))
+    operator.write_text(OPERATOR_ALERTS.read_text().replace(*wrong, 1))
+    assert monitoring_problems(alerts, operator)[0].startswith(expected)
+    alerts.write_text(ALERTS.read_text())
+    assert any("differ" in problem for problem in monitoring_problems(alerts, operator))
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.name)
+def test_every_expression_of_a_dashboard_is_promql(path: Path, tmp_path: Path) -> None:
+    assert dashboard_problems(path) == []
+    broken = tmp_path / path.name
+    broken.write_text(path.read_text().replace("sum by (", "sum by ((", 1))
+    assert dashboard_problems(broken)
+
+
+def test_the_dashboards_in_the_cluster_are_the_files(rendered: list[Manifest]) -> None:
+    held = one(rendered, "ConfigMap", "gmeta-dashboard")["data"]
+    assert held == {path.name: path.read_text() for path in DASHBOARDS}
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +182,30 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
         lambda m: train(m)["containers"][0]["ports"].append({"containerPort": 6006}),
         "port 6006 is not in docs/deploy.md",
     ),
+    "the image of somebody else without a digest": (
+        lambda m: train(m)["initContainers"][0].update(image="busybox:1.37"),
+        "image 'busybox:1.37' has no digest",
+    ),
+    "a path of the host": (
+        lambda m: train(m)["volumes"].append({"name": "h", "hostPath": {"path": "/"}}),
+        "it mounts what Pod Security `restricted` refuses",
+    ),
+    "a port of the host": (
+        lambda m: train(m)["containers"][0]["ports"][0].update(hostPort=29400),
+        "takes a port of its host",
+    ),
+    "a right to everything": (
+        lambda m: one(m, "Role", "gmeta-credentials")["rules"][0].update(resources=["*"]),
+        "a wildcard grants what a later version adds",
+    ),
+    "a right to every Secret": (
+        lambda m: one(m, "Role", "gmeta-credentials")["rules"][0].pop("resourceNames"),
+        "reads every Secret of the namespace",
+    ),
+    "a right beyond the namespace": (
+        lambda m: one(m, "Role", "gmeta-credentials").update(kind="ClusterRole"),
+        "rights beyond the namespace",
+    ),
     "pods that no policy closes": (
         lambda m: one(m, "NetworkPolicy", "gmeta-default-deny")["spec"].update(
             policyTypes=["Ingress"]
@@ -182,7 +255,7 @@ def test_a_trainjob_with_an_unknown_field_is_refused() -> None:
     ("wrong", "expected"),
     [
         (("USER 10001:10001", "USER root"), "the image runs as root"),
-        (("3.11.13-slim-bookworm\n", "latest\n"), "is a moving target"),
+        (("@sha256:", "@sha512:"), "has no digest"),
         (("HEALTHCHECK", "# HEALTHCHECK"), "there is no HEALTHCHECK"),
         (("RUN groupadd", "RUN cd /tmp && groupadd"), "DL3003"),
     ],
@@ -191,7 +264,8 @@ def test_a_mistake_in_a_dockerfile_is_noticed(
     tmp_path: Path, wrong: tuple[str, str], expected: str
 ) -> None:
     file = tmp_path / "broken.Dockerfile"
-    file.write_text(DOCKERFILES[0].read_text().replace(*wrong))
+    (service,) = [path for path in DOCKERFILES if path.name == "service.Dockerfile"]
+    file.write_text(service.read_text().replace(*wrong))
     assert any(expected in problem for problem in dockerfile_problems(file))
 
 
@@ -202,7 +276,7 @@ def test_a_mistake_in_a_dockerfile_is_noticed(
         (("service_healthy", "service_heathy"), "service_heathy"),
         (("  read_only: true\n", ""), "its root file system can be written"),
         (("127.0.0.1:9090", "9090"), "prometheus: opens a port to other machines"),
-        (("grafana:12.1.0", "grafana:latest"), "is a moving target"),
+        (("grafana:12.1.0@sha256:", "grafana:12.1.0-"), "has no digest"),
         (('["credentials:/run/gmeta"]', '["credential:/run/gmeta"]'), "which is no volume"),
     ],
 )

@@ -7,10 +7,7 @@ import grpc
 from gmeta.antdt.server import ServiceConfig, ShardServer
 from protos.antdt.v1 import shard_service_pb2 as pb
 from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
-from tests.deploy.check import ALERTS
-from tests.deploy.rendering import ROOT
-
-DASHBOARDS = sorted((ROOT / "deploy/grafana").glob("*.json"))
+from tests.deploy.monitoring import ALERTS, DASHBOARDS
 
 
 def test_alerts_and_dashboard_ask_for_metrics_that_the_service_has() -> None:
