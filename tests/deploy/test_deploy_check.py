@@ -26,7 +26,6 @@ from tests.deploy.rendering import (
     OVERLAYS,
     ROOT,
     Manifest,
-    embedded_pods,
     find_kubectl,
     pod_specs,
     render,
