@@ -24,6 +24,8 @@ Ids = npt.NDArray[np.integer[Any]]
 _MARK_RATIO = 4
 # Longer arrays to rank ids by would not stay: beyond it np.unique numbers them.
 _MAX_RANKED_IDS = 1 << 28
+# Of the sizes from 256 to 16,384 all are as fast.
+_ROWS_AT_ONCE = 1_024
 _OWN = threading.local()
 
 
@@ -97,6 +99,15 @@ def ragged_indices(starts_E: Int64, lengths_E: Int64) -> Int64:
     return np.arange(total, dtype=np.int64) + shifts
 
 
+def row_sums(lengths_NM: Int32) -> Int64:
+    """Sum of each row [N]: how many ids a row has in all its lists."""
+    # Column by column: numpy takes ten times as long to sum along an axis of two or three.
+    total_N = np.zeros(len(lengths_NM), dtype=np.int64)
+    for index in range(lengths_NM.shape[1]):
+        total_N += lengths_NM[:, index]
+    return total_N
+
+
 def multi_feature_of_values(multi_lengths_NM: Int32) -> Int64:
     """Feature index [V] of each id of a row-by-row, feature-by-feature list."""
     num_rows, num_multi = multi_lengths_NM.shape
@@ -108,7 +119,7 @@ def build_block(features: Features, rows: Rows) -> Block:
     """Replace ids by positions into the sorted unique ids of their table, tables concatenated."""
     multi_of_V = multi_feature_of_values(rows.multi_lengths_NM)
     # Feature by feature side by side in memory: numpy is several times slower on every 26th number.
-    ids_FN = np.ascontiguousarray(rows.ids_NF.T)
+    ids_FN = _columns(rows.ids_NF)
     positions_FN = np.empty(ids_FN.shape, dtype=np.int32)
     multi_positions_V = np.empty(rows.multi_ids_V.shape, dtype=np.int32)
     uniques: list[Int64] = [np.zeros(0, dtype=np.int64)]
@@ -130,13 +141,12 @@ def build_block(features: Features, rows: Rows) -> Block:
             multi_positions_V[own] = rank
         uniques.append(unique)
         base += len(unique)
-    values_N = rows.multi_lengths_NM.sum(axis=1, dtype=np.int64)
     row_offsets_T1 = offsets(rows.row_lengths_T)
     return Block(
         task_T=rows.task_T,
         row_offsets_T1=row_offsets_T1,
         support_lengths_T=rows.support_lengths_T,
-        value_offsets_T1=offsets(values_N)[row_offsets_T1],
+        value_offsets_T1=offsets(row_sums(rows.multi_lengths_NM))[row_offsets_T1],
         label_N=rows.label_N,
         dense_NK=rows.dense_NK,
         positions_NF=np.ascontiguousarray(positions_FN.T),
@@ -145,6 +155,16 @@ def build_block(features: Features, rows: Rows) -> Block:
         unique_ids_U=np.concatenate(uniques),
         unique_offsets_B1=offsets([len(unique) for unique in uniques[1:]]),
     )
+
+
+def _columns(ids_NF: Ids) -> Ids:
+    """The same ids feature by feature [F, N], each feature's side by side in memory."""
+    ids_FN = np.empty(ids_NF.shape[::-1], dtype=ids_NF.dtype)
+    # A few rows at a time stay in the cache while each of their features is picked out: 2.5 times
+    # as fast as one copy of the whole.
+    for first in range(0, len(ids_NF), _ROWS_AT_ONCE):
+        ids_FN[:, first : first + _ROWS_AT_ONCE] = ids_NF[first : first + _ROWS_AT_ONCE].T
+    return ids_FN
 
 
 def _rank(
@@ -198,5 +218,5 @@ def content_digest(block: Block) -> int:
     # Decoded arrays rather than files: another writer or codec may store the same content.
     digest = xxhash.xxh3_64()
     for field in fields(block):
-        digest.update(np.ascontiguousarray(getattr(block, field.name)).tobytes())
+        digest.update(np.ascontiguousarray(getattr(block, field.name)).data)
     return digest.intdigest()

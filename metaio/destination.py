@@ -4,7 +4,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -42,6 +42,16 @@ def destination(out: str, overwrite: bool) -> Iterator[tuple[Path, bool]]:
             _replace(folder, Path(root))
         else:
             _upload(fs, root, folder, exists)
+
+
+def flush_to_disk(paths: Iterable[Path]) -> None:
+    """Wait until these files and folders are on the disk; at once for those that are already."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def unfinished(out: str) -> Path | None:
@@ -132,7 +142,5 @@ def _replace(partial: Path, target: Path) -> None:
     # Rename is the commit. A crash before it leaves the old dataset, or for a moment none.
     partial.rename(target)
     # The rename itself must reach the disk, not only the files.
-    descriptor = os.open(target.parent, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    flush_to_disk([target.parent])
     shutil.rmtree(old, ignore_errors=True)

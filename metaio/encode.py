@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from metaio.block import offsets, ragged_indices
+from metaio.block import offsets, ragged_indices, row_sums
 from metaio.errors import DataError
 from metaio.hashing import splitmix64
 from metaio.schema import DenseColumn, Schema, SparseColumn
@@ -83,6 +83,15 @@ def array_types(schema: Schema) -> dict[str, tuple[np.dtype[Any], int | None]]:
         "lengths_NM": (np.dtype("<i4"), len(schema.multi)),
         "values_V": (ids, None),
     }
+
+
+def allocate(schema: Schema, num_rows: int, num_values: int) -> EncodedRows:
+    """Rows to be filled in: arrays of the right types and sizes, with any content."""
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for name, (dtype, width) in array_types(schema).items():
+        length = num_values if name == "values_V" else num_rows
+        arrays[name] = np.empty(length if width is None else (length, width), dtype)
+    return EncodedRows(**arrays)
 
 
 def split_names(schema: Schema, found: list[str] | None = None) -> tuple[str, ...]:
@@ -279,7 +288,7 @@ class Encoder:
             values[ragged_indices(starts_NM[:, index], lengths_NM[:, index].astype(np.int64))] = (
                 part
             )
-        row_offsets = offsets(lengths_NM.sum(axis=1, dtype=np.int64))
+        row_offsets = offsets(row_sums(lengths_NM))
         # The rank in the row makes the hash depend on the order of ids.
         rank = np.arange(len(values)) - np.repeat(row_offsets[:-1], np.diff(row_offsets))
         mixed = splitmix64(values.astype(np.uint64) ^ splitmix64(rank.astype(np.uint64)))

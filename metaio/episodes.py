@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from metaio.block import Rows, offsets, ragged_indices
+from metaio.block import Rows, offsets, ragged_indices, row_sums
 from metaio.encode import EncodedRows
 from metaio.errors import DataError
 from metaio.schema import EpisodeRule, Schema
@@ -35,7 +35,48 @@ class Dropped:
         )
 
 
-def make_episodes(schema: Schema, rows: EncodedRows, cut_time: int | None) -> tuple[Rows, Dropped]:
+class Episodes:
+    """Episodes of a bucket's rows: which rows, in which order. `part` gathers some of them."""
+
+    def __init__(
+        self,
+        rows: EncodedRows,
+        order_N: Int64,
+        row_lengths_T: Int64,
+        support_lengths_T: Int64,
+    ) -> None:
+        self.row_lengths_T = row_lengths_T
+        self._rows = rows
+        self._order_N = order_N
+        self._row_offsets_T1 = offsets(row_lengths_T)
+        self._support_lengths_T = support_lengths_T
+        self._value_lengths_N = row_sums(rows.lengths_NM)
+        self._value_starts_N = np.cumsum(self._value_lengths_N) - self._value_lengths_N
+
+    def part(self, first: int, stop: int) -> Rows:
+        """Episodes [first, stop), every array gathered once, straight from its place in the bucket.
+
+        A part at a time, because a bucket in order would be a second copy of it in memory.
+        """
+        begin, end = self._row_offsets_T1[[first, stop]].tolist()
+        chosen_N = self._order_N[begin:end]
+        values = ragged_indices(self._value_starts_N[chosen_N], self._value_lengths_N[chosen_N])
+        rows = self._rows
+        return Rows(
+            task_T=rows.task_N[self._order_N[self._row_offsets_T1[first:stop]]],
+            row_lengths_T=self.row_lengths_T[first:stop],
+            support_lengths_T=self._support_lengths_T[first:stop],
+            label_N=rows.label_N[chosen_N],
+            dense_NK=np.take(rows.dense_NK, chosen_N, axis=0),
+            ids_NF=np.take(rows.ids_NF, chosen_N, axis=0),
+            multi_ids_V=rows.values_V[values],
+            multi_lengths_NM=np.take(rows.lengths_NM, chosen_N, axis=0),
+        )
+
+
+def make_episodes(
+    schema: Schema, rows: EncodedRows, cut_time: int | None
+) -> tuple[Episodes, Dropped]:
     """Episodes of all rows, which hold whole tasks in any order, and what was dropped.
 
     Tasks stand in the order of their hash; rows of a task by (time, row hash), or by row hash alone
@@ -45,7 +86,6 @@ def make_episodes(schema: Schema, rows: EncodedRows, cut_time: int | None) -> tu
         DataError: a task is longer than max_rows and the rule refuses that.
     """
     rule = schema.episodes
-    value_offsets = offsets(rows.lengths_NM.sum(axis=1, dtype=np.int64))
     # One sort brings tasks together and their rows into order; the rest is offsets into it.
     order_N = _total_order(rows, rule)
     task_N = rows.task_N[order_N]
@@ -61,20 +101,8 @@ def make_episodes(schema: Schema, rows: EncodedRows, cut_time: int | None) -> tu
         one_sided_rows=int(length_T[~both].sum(dtype=np.int64)),
     )
     first_T, length_T, support_T = first_T[both], length_T[both], support_T[both]
-    # Every array is gathered once, straight from its place in the bucket.
     chosen_N = order_N[ragged_indices(first_T, length_T)]
-    values = ragged_indices(value_offsets[chosen_N], np.diff(value_offsets)[chosen_N])
-    episodes = Rows(
-        task_T=task_N[first_T],
-        row_lengths_T=length_T,
-        support_lengths_T=support_T,
-        label_N=rows.label_N[chosen_N],
-        dense_NK=np.take(rows.dense_NK, chosen_N, axis=0),
-        ids_NF=np.take(rows.ids_NF, chosen_N, axis=0),
-        multi_ids_V=rows.values_V[values],
-        multi_lengths_NM=np.take(rows.lengths_NM, chosen_N, axis=0),
-    )
-    return episodes, dropped
+    return Episodes(rows, chosen_N, length_T, support_T), dropped
 
 
 def _total_order(rows: EncodedRows, rule: EpisodeRule) -> Int64:

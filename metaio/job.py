@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,13 @@ from metaio.episodes import Dropped, make_episodes
 from metaio.errors import DataError, MetaIOError
 from metaio.features import Features
 from metaio.layout import DEFAULT_BLOCK_ROWS, VOCABULARY_FOLDER
+from metaio.manifest import ShardEntry
 from metaio.schema import Schema, SparseColumn, features_of
+from metaio.shard_writer import ShardWriter
 from metaio.spool import BucketPlan, plan_buckets
 from metaio.survey import Survey
 from metaio.values import Kind, kind_of, time_of
-from metaio.writer import DatasetWriter, Provenance, block_cuts, slice_rows, write_dataset
+from metaio.writer import DatasetWriter, Provenance, block_cuts, write_dataset
 
 DEFAULT_MEMORY_BYTES = 2 << 30
 # Half a million rows of 300 bytes sort in memory several times over within 1 GB.
@@ -41,6 +43,16 @@ class PrepareOptions:
     block_rows: int = DEFAULT_BLOCK_ROWS
     compact: bool = False
     overwrite: bool = False
+
+
+class WrittenShard(NamedTuple):
+    """A bucket's shard: its manifest entry and block table, and what its tasks lost."""
+
+    bucket: int
+    entry: ShardEntry
+    block_table: pa.Table
+    dropped: Dropped
+    num_rows: int  # of the bucket, dropped ones included
 
 
 @dataclass(frozen=True)
@@ -100,16 +112,25 @@ class Job:
                     f"its ids would change. Cast the column to {before}, or remove that dataset"
                 )
 
-    def blocks(self, rows: EncodedRows) -> tuple[list[Block], Dropped]:
-        """The blocks of a bucket, and what its tasks lost."""
+    def write_shard(
+        self, folder: Path, bucket: int, rows: EncodedRows, use: "TableUse"
+    ) -> WrittenShard:
+        """Write all rows of a bucket as a shard below `folder`, and count the ids in `use`.
+
+        Safe to call from several threads, for different buckets.
+        """
         # Cut within the bucket, so that workers need not know each other's episodes.
         episodes, dropped = make_episodes(self.schema, rows, self.cut_time)
-        cuts = block_cuts(episodes.row_lengths_T, self.options.block_rows)
-        blocks = [
-            build_block(self.features, slice_rows(episodes, first, stop))
-            for first, stop in pairwise(cuts)
-        ]
-        return blocks, dropped
+        split = self.plan.split_of(bucket)
+        name, index = self.fitted.split_names[split], bucket - self.plan.of_split(split).start
+        with ShardWriter(folder, name, index, self.features, self.options.compact) as shard:
+            for first, stop in pairwise(
+                block_cuts(episodes.row_lengths_T, self.options.block_rows)
+            ):
+                block = build_block(self.features, episodes.part(first, stop))
+                shard.write(block)
+                use.add(block)
+            return WrittenShard(bucket, *shard.close(), dropped, rows.num_rows)
 
     def write_vocabularies(self, folder: Path) -> None:
         """Keep the values behind the ids: encoding new rows needs them."""

@@ -11,13 +11,12 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from metaio.block import Block
-from metaio.encode import Encoder, split_names
+from metaio.encode import EncodedRows, Encoder, split_names
 from metaio.episodes import Dropped
-from metaio.job import Job, PrepareOptions, TableUse, make_job
+from metaio.job import Job, PrepareOptions, TableUse, WrittenShard, make_job
 from metaio.schema import Schema
 from metaio.source import DuckSource
-from metaio.spool import Spool
+from metaio.spool import Spool, split_by_bucket
 from metaio.survey import Survey, fit, survey_batch, survey_columns
 from metaio.writer import DatasetWriter
 
@@ -55,16 +54,20 @@ def prepare(
         survey = _survey(
             source, schema, names, options.threads, lambda done: tell("looking", done, total)
         )
-        types = {column: source.arrow_type(column) for column in schema.columns}
-        job = make_job(schema, options, fit(schema, survey, names), survey, types)
+        fitted = fit(schema, survey, names)
+        job = make_job(schema, options, fitted, survey, source.arrow_types(schema.columns))
         with job.open(out) as writer:
             # Inside the unfinished dataset: on its disk, and gone with it.
-            spool = Spool(writer.folder / ".spool", schema, job.plan)
+            spool = Spool(writer.folder / ".spool", schema)
             encoder = Encoder(schema, job.fitted)
             done = 0
-            for rows in _map(options.threads, encoder.encode, source.batches(schema.columns)):
-                spool.append(rows)
-                done += rows.num_rows
+
+            def encode(batch: pa.RecordBatch) -> tuple[int, list[tuple[int, EncodedRows]]]:
+                return batch.num_rows, split_by_bucket(job.plan, encoder.encode(batch))
+
+            for num_rows, parts in _map(options.threads, encode, source.batches(schema.columns)):
+                spool.append(parts)
+                done += num_rows
                 tell("encoding", done, total)
             spool.flush()
             _write_shards(job, writer, spool, lambda done: tell("writing", done, total))
@@ -93,39 +96,36 @@ def _write_shards(
     job: Job, writer: DatasetWriter, spool: Spool, tell: Callable[[int], None]
 ) -> None:
     """Turn every bucket into a shard of its split, then write vocabularies and the report."""
-
-    def build(bucket: int) -> tuple[list[Block], Dropped, int]:
-        rows = spool.take(bucket)
-        return *job.blocks(rows), rows.num_rows
-
     dropped, use, done = Dropped(), TableUse(job), 0
+
+    def write(bucket: int) -> WrittenShard:
+        return job.write_shard(writer.folder, bucket, spool.take(bucket), use)
+
     for index, name in enumerate(job.fitted.split_names):
         buckets = job.plan.of_split(index)
         largest_bytes = max(max(spool.num_bytes(bucket) for bucket in buckets), 1)
         # A task of two million rows makes a bucket of its own size: then fewer are built at once.
         at_once = job.options.memory_bytes // (_COPIES_OF_A_BUCKET * largest_bytes)
         threads = max(1, min(job.options.threads, at_once))
-        for blocks, lost, num_rows in _map(threads, build, buckets, ahead=0):
-            writer.split(name).write_shard(blocks)
-            for block in blocks:
-                use.add(block)
-            dropped += lost
-            done += num_rows
+        for shard in _map(threads, write, buckets):
+            writer.adopt_shard(name, shard.entry, shard.block_table)
+            dropped += shard.dropped
+            done += shard.num_rows
             tell(done)
     job.write_vocabularies(writer.folder)
     writer.report = {"dropped": vars(dropped), "hashed_tables": use.report()}
 
 
 def _map(
-    threads: int, function: Callable[[Item], Result], items: Iterable[Item], ahead: int = 2
+    threads: int, function: Callable[[Item], Result], items: Iterable[Item]
 ) -> Iterator[Result]:
-    """`function` of each item in order, with at most `threads` + `ahead` items in memory."""
+    """`function` of each item in order; `threads` of them at work, two results or items wait."""
     # In order, whatever thread is first: the order of shards is part of the result.
     with ThreadPoolExecutor(threads, thread_name_prefix="metaio-prepare") as pool:
         queue: deque[Future[Result]] = deque()
         for item in items:
             queue.append(pool.submit(function, item))
-            if len(queue) >= threads + ahead:
+            if len(queue) >= threads + 2:
                 yield queue.popleft().result()
         while queue:
             yield queue.popleft().result()

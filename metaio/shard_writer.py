@@ -1,8 +1,8 @@
 """Writes the Parquet files of one shard, block by block, and takes their checksums."""
 
-import os
+import mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -66,23 +66,17 @@ def chunk_ranges(metadata: pq.FileMetaData, row_group: int) -> list[tuple[int, i
     return ranges
 
 
-def file_entry(path: Path) -> FileEntry:
-    """Size and checksums of a finished Parquet file, flushed to the disk."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-        # The footer's own checksum lets a reader trust it without reading the rest of the file.
-        file.seek(-_FOOTER_TAIL_BYTES, os.SEEK_END)
-        tail = file.read()
-        footer_bytes = int.from_bytes(tail[:4], "little") + _FOOTER_TAIL_BYTES
-        file.seek(-footer_bytes, os.SEEK_END)
-        footer = file.read()
-        file.seek(0)
-        digest = xxhash.xxh3_64()
-        while part := file.read(1 << 22):
-            digest.update(part)
-    return FileEntry(
-        path.stat().st_size, f"{digest.intdigest():016x}", footer_bytes, xxh3_hex(footer)
-    )
+def file_entry(data: memoryview) -> FileEntry:
+    """Size and checksums of a finished Parquet file, given its bytes."""
+    # The footer's own checksum lets a reader trust it without reading the rest of the file.
+    footer_bytes = int.from_bytes(data[-_FOOTER_TAIL_BYTES:][:4], "little") + _FOOTER_TAIL_BYTES
+    return FileEntry(len(data), xxh3_hex(data), footer_bytes, xxh3_hex(data[-footer_bytes:]))
+
+
+def mapped(path: Path) -> memoryview:
+    """The bytes of a finished file, not copied; it is never empty."""
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 class ShardWriter:
@@ -142,12 +136,12 @@ class ShardWriter:
         checksums: list[list[int]] = [[] for _ in self._blocks]
         for writer, stream, path in zip(self._writers, self._streams, self._paths, strict=True):
             writer.close()
-            files[stream.name] = file_entry(path)
+            data = mapped(path)
+            files[stream.name] = file_entry(data)
             metadata = pq.read_metadata(path)
-            data = np.memmap(path, mode="r")
             for row_group, row in enumerate(checksums):
                 for begin, end in chunk_ranges(metadata, row_group):
-                    row.append(_signed(xxhash.xxh3_64_intdigest(data[begin:end].data)))
+                    row.append(_signed(xxhash.xxh3_64_intdigest(data[begin:end])))
         for block, row in zip(self._blocks, checksums, strict=True):
             block["xxh3"] = row
         table = pa.Table.from_pylist(self._blocks, schema=block_table_schema())
@@ -159,6 +153,12 @@ class ShardWriter:
         ), table
 
     def abort(self) -> None:
-        """Close the files without finishing the shard."""
+        """Close the files without finishing the shard; nothing once it is finished."""
         for writer in self._writers:
             writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()

@@ -156,10 +156,11 @@ class DuckSource:
         query = f"SELECT DISTINCT CAST({_name(column)} AS VARCHAR) FROM {self._table} ORDER BY 1"
         return [row[0] for row in self._fetch(query)]
 
-    def arrow_type(self, column: str) -> pa.DataType:
-        """Type of a column as Arrow sees it."""
-        query = f"SELECT {_name(column)} FROM {self._table} LIMIT 0"
-        return self._query(query).to_arrow_table().schema.field(0).type
+    def arrow_types(self, columns: list[str]) -> dict[str, pa.DataType]:
+        """Types of the columns as Arrow sees them."""
+        listed = ", ".join(_name(column) for column in columns)
+        empty = self._query(f"SELECT {listed} FROM {self._table} LIMIT 0").to_arrow_table()
+        return dict(zip(columns, empty.schema.types, strict=True))
 
     def batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
         """All rows, in no particular order, in batches that share nothing."""

@@ -6,7 +6,6 @@ engine calls, so the two cannot drift apart. Needs the extra `spark`.
 
 import pickle
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from itertools import groupby
@@ -19,10 +18,9 @@ import pyarrow as pa
 from metaio.encode import EncodedRows, Encoder, refuse_nulls, split_names
 from metaio.episodes import Dropped
 from metaio.errors import DataError
-from metaio.job import Job, PrepareOptions, TableUse, make_job
+from metaio.job import Job, PrepareOptions, TableUse, WrittenShard, make_job
 from metaio.schema import Schema
-from metaio.shard_writer import ShardWriter
-from metaio.spool import concat, split_by_bucket
+from metaio.spool import joined, split_by_bucket
 from metaio.survey import Survey, fit, survey_batch, survey_columns
 from metaio.writer import DatasetWriter
 
@@ -133,15 +131,16 @@ def _write_shards(frame: "DataFrame", job: Job, writer: DatasetWriter, out: str)
     # Workers write beside the manifest that does not exist yet, so nothing can be read too early.
     target = str(writer.folder) if writer.is_local else out
     written = _collect(dealt.mapInArrow(_shard_writer(job, target), "payload binary"))
-    found = {shard["bucket"]: shard for shard in written}
+    found = {shard.bucket: (shard, use) for shard, use in written}
     dropped, use = Dropped(), TableUse(job, _MAX_COUNTED_ROWS)
     for index, name in enumerate(job.fitted.split_names):
         for bucket in job.plan.of_split(index):
             # Spark starts no task for a bucket without rows; its shard is empty but exists.
-            shard = found.get(bucket) or _write_shard(job, target, bucket, None)
-            writer.split(name).adopt_shard(shard["entry"], shard["table"])
-            dropped += shard["dropped"]
-            use.merge(shard["use"])
+            none = joined(job.schema, [])
+            shard, own_use = found.get(bucket) or _write_shard(job, target, bucket, none)
+            writer.adopt_shard(name, shard.entry, shard.block_table)
+            dropped += shard.dropped
+            use.merge(own_use)
     job.write_vocabularies(writer.folder)
     writer.report = {"dropped": vars(dropped), "hashed_tables": use.report()}
 
@@ -164,7 +163,7 @@ def _shard_writer(
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for bucket, parts in groupby(_keyed_rows(batches), key=lambda pair: pair[0]):
-            rows = concat([pickle.loads(payload) for _, payload in parts])
+            rows = joined(job.schema, [pickle.loads(payload) for _, payload in parts])
             yield _payload([pickle.dumps(_write_shard(job, target, bucket, rows))])
 
     return write
@@ -175,24 +174,15 @@ def _keyed_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, bytes]
         yield from zip(batch["bucket"].to_pylist(), batch["payload"].to_pylist(), strict=True)
 
 
-def _write_shard(job: Job, target: str, bucket: int, rows: EncodedRows | None) -> dict[str, Any]:
+def _write_shard(
+    job: Job, target: str, bucket: int, rows: EncodedRows
+) -> tuple[WrittenShard, TableUse]:
     """Write a bucket's shard below `target`; what the manifest must say of it."""
-    split = next(i for i in range(len(job.fitted.split_names)) if bucket in job.plan.of_split(i))
-    blocks, dropped = job.blocks(rows) if rows is not None else ([], Dropped())
     use = TableUse(job, _MAX_COUNTED_ROWS)
-    folder = Path(tempfile.mkdtemp(prefix="metaio-shard-"))
-    try:
-        index = bucket - job.plan.of_split(split).start
-        name = job.fitted.split_names[split]
-        shard = ShardWriter(folder, name, index, job.features, job.options.compact)
-        for block in blocks:
-            shard.write(block)
-            use.add(block)
-        entry, table = shard.close()
-        _deliver(folder, target)
-    finally:
-        shutil.rmtree(folder)
-    return {"bucket": bucket, "entry": entry, "table": table, "dropped": dropped, "use": use}
+    with tempfile.TemporaryDirectory(prefix="metaio-shard-") as folder:
+        shard = job.write_shard(Path(folder), bucket, rows, use)
+        _deliver(Path(folder), target)
+    return shard, use
 
 
 def _deliver(folder: Path, target: str) -> None:

@@ -3,20 +3,20 @@
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from metaio.block import offsets, ragged_indices
-from metaio.encode import EncodedRows, array_types
+from metaio.block import offsets, ragged_indices, row_sums
+from metaio.encode import EncodedRows, allocate
 from metaio.episodes import bucket_of
 from metaio.schema import Schema
 
 Int64 = npt.NDArray[np.int64]
 
-# Rows gathered before they are dealt to the buckets: fewer, longer writes.
+# Rows gathered before they go to the files of their buckets: fewer, longer writes.
 _FLUSH_ROWS = 131_072
+_Part = tuple[int, EncodedRows]  # a bucket and some of its rows
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,10 @@ class BucketPlan:
         bounds = offsets(self.buckets_of_split)
         return range(int(bounds[split]), int(bounds[split + 1]))
 
+    def split_of(self, bucket: int) -> int:
+        """The split that a bucket belongs to."""
+        return int(np.searchsorted(offsets(self.buckets_of_split), bucket, side="right")) - 1
+
 
 def plan_buckets(rows_of_split: list[int], rows_per_bucket: int) -> BucketPlan:
     """One bucket for about `rows_per_bucket` rows of a split, at least one."""
@@ -45,7 +49,7 @@ def plan_buckets(rows_of_split: list[int], rows_per_bucket: int) -> BucketPlan:
 
 def take_rows(rows: EncodedRows, chosen: Int64) -> EncodedRows:
     """The chosen rows, in the order chosen."""
-    value_offsets = offsets(rows.lengths_NM.sum(axis=1, dtype=np.int64))
+    value_offsets = offsets(row_sums(rows.lengths_NM))
     values = ragged_indices(value_offsets[chosen], np.diff(value_offsets)[chosen])
     arrays = {
         name: np.take(array, values if name == "values_V" else chosen, axis=0)
@@ -54,20 +58,12 @@ def take_rows(rows: EncodedRows, chosen: Int64) -> EncodedRows:
     return EncodedRows(**arrays)
 
 
-def concat(parts: list[EncodedRows]) -> EncodedRows:
-    """All rows of at least one part, in order."""
-    names = vars(parts[0])
-    return EncodedRows(
-        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    )
-
-
-def split_by_bucket(plan: BucketPlan, rows: EncodedRows) -> list[tuple[int, EncodedRows]]:
+def split_by_bucket(plan: BucketPlan, rows: EncodedRows) -> list[_Part]:
     """The rows of each bucket that has any, ascending; rows keep their order."""
     buckets = plan.bucket(rows.split_N, rows.task_hash_N)
     narrow = buckets.astype(np.uint16) if buckets.max(initial=0) < 1 << 16 else buckets
     ordered = take_rows(rows, np.argsort(narrow, kind="stable"))  # a radix sort for 16 bits
-    value_offsets = offsets(ordered.lengths_NM.sum(axis=1, dtype=np.int64))
+    value_offsets = offsets(row_sums(ordered.lengths_NM))
     bounds = offsets(np.bincount(buckets))
     found = []
     for bucket in np.flatnonzero(np.diff(bounds)).tolist():
@@ -79,48 +75,66 @@ def split_by_bucket(plan: BucketPlan, rows: EncodedRows) -> list[tuple[int, Enco
     return found
 
 
+def joined(schema: Schema, parts: list[EncodedRows]) -> EncodedRows:
+    """All rows of any number of parts, in order."""
+    found = allocate(
+        schema, sum(part.num_rows for part in parts), sum(len(part.values_V) for part in parts)
+    )
+    for name, array in vars(found).items():
+        np.concatenate([array[:0], *(getattr(part, name) for part in parts)], out=array)
+    return found
+
+
 class Spool:
     """Bucket files below a folder of its own; the caller deletes the folder."""
 
-    def __init__(self, folder: Path, schema: Schema, plan: BucketPlan) -> None:
+    def __init__(self, folder: Path, schema: Schema) -> None:
         self._folder = folder
-        self._types = array_types(schema)
-        self._plan = plan
-        self._pending: list[EncodedRows] = []
+        self._schema = schema
+        self._pending: defaultdict[int, list[EncodedRows]] = defaultdict(list)
+        self._pending_rows = 0
         # Rows and values of each part that was appended to a bucket's file.
         self._parts: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         folder.mkdir()
 
-    def append(self, rows: EncodedRows) -> None:
+    def append(self, parts: list[_Part]) -> None:
         """Add rows to their buckets."""
-        self._pending.append(rows)
-        if sum(part.num_rows for part in self._pending) >= _FLUSH_ROWS:
+        for bucket, rows in parts:
+            self._pending[bucket].append(rows)
+            self._pending_rows += rows.num_rows
+        if self._pending_rows >= _FLUSH_ROWS:
             self.flush()
 
     def flush(self) -> None:
         """Write what is pending; needed before `take`."""
-        if not self._pending:
-            return
-        rows = concat(self._pending)
-        self._pending = []
-        for bucket, part in split_by_bucket(self._plan, rows):
+        for bucket, parts in self._pending.items():
             # Opened anew each time: a log of a billion rows has more buckets than open files.
             with self._path(bucket).open("ab") as file:
-                for array in vars(part).values():
-                    array.tofile(file)
-            self._parts[bucket].append((part.num_rows, len(part.values_V)))
+                file.writelines(array.data for part in parts for array in vars(part).values())
+            self._parts[bucket] += [(part.num_rows, len(part.values_V)) for part in parts]
+        self._pending.clear()
+        self._pending_rows = 0
 
     def take(self, bucket: int) -> EncodedRows:
         """All rows of a bucket; its file is removed to free the space."""
         # A part is its arrays one after another; their lengths are in memory, not in the file.
-        path = self._path(bucket)
         parts = self._parts.pop(bucket, [])
+        found = allocate(self._schema, sum(n for n, _ in parts), sum(v for _, v in parts))
         if not parts:
-            path.touch()
+            return found
+        path = self._path(bucket)
         with path.open("rb") as file:
-            found = [self._read(file, *part) for part in parts or [(0, 0)]]
+            row, value = 0, 0
+            for num_rows, num_values in parts:
+                for name, array in vars(found).items():
+                    is_value = name == "values_V"
+                    first, count = (value, num_values) if is_value else (row, num_rows)
+                    into = array[first : first + count]
+                    if file.readinto(into.data) != into.nbytes:
+                        raise OSError(f"{path} was cut short while it was in use")
+                row, value = row + num_rows, value + num_values
         path.unlink()
-        return concat(found)
+        return found
 
     def close(self) -> None:
         """Remove the folder, which must be empty by now."""
@@ -130,14 +144,6 @@ class Spool:
         """Size of a bucket in memory once taken."""
         path = self._path(bucket)
         return path.stat().st_size if path.exists() else 0
-
-    def _read(self, file: IO[bytes], num_rows: int, num_values: int) -> EncodedRows:
-        arrays: dict[str, npt.NDArray[Any]] = {}
-        for name, (dtype, width) in self._types.items():
-            rows = num_values if name == "values_V" else num_rows
-            flat = np.fromfile(file, dtype, rows * (1 if width is None else width))
-            arrays[name] = flat if width is None else flat.reshape(rows, width)
-        return EncodedRows(**arrays)
 
     def _path(self, bucket: int) -> Path:
         return self._folder / f"{bucket:06d}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from metaio.batch import TaskBatch
+from metaio.block import row_sums
 
 # A mark per (episode, id) costs a byte to clear and to scan, a sort about 60 ns a position.
 _MARK_RATIO = 32
@@ -43,7 +44,7 @@ def task_rows(batch: TaskBatch) -> TaskRows:
     num_unique = max(batch.unique_ids_U.numel(), 1)
     row_lengths_T = np.diff(batch.row_offsets_T1.numpy())
     episode_N = np.repeat(np.arange(batch.num_tasks), row_lengths_T)
-    values_N = batch.multi_lengths_NM.numpy().sum(axis=1, dtype=np.int64)
+    values_N = row_sums(batch.multi_lengths_NM.numpy())
     single_NF = batch.positions_NF.numpy() + (episode_N * num_unique)[:, None]
     multi_V = batch.multi_positions_V.numpy() + np.repeat(episode_N * num_unique, values_N)
     pairs_P, single, multi = _number(single_NF.ravel(), multi_V, batch.num_tasks * num_unique)

@@ -8,14 +8,13 @@ manifest.
 
 import itertools
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from metaio.block import Block, Ids, Rows, build_block, offsets
-from metaio.destination import destination
+from metaio.block import Ids, Rows, build_block, offsets, row_sums
+from metaio.destination import destination, flush_to_disk
 from metaio.errors import DataError, SchemaError
 from metaio.features import Features
 from metaio.layout import (
@@ -33,6 +32,7 @@ from metaio.layout import (
     DEFAULT_SHARD_BLOCKS,
     MANIFEST_NAME,
     block_table_schema,
+    streams,
 )
 from metaio.manifest import (
     Manifest,
@@ -42,7 +42,7 @@ from metaio.manifest import (
     encode_manifest,
     xxh3_hex,
 )
-from metaio.shard_writer import ShardWriter, file_entry
+from metaio.shard_writer import ShardWriter, file_entry, mapped
 
 _SPLIT_NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 
@@ -63,7 +63,7 @@ def slice_rows(rows: Rows, first: int, stop: int) -> Rows:
     """Episodes [first, stop), without copying."""
     # Slices of arrays are views, so cutting a large portion into blocks copies nothing.
     row_offsets = offsets(rows.row_lengths_T)
-    value_offsets = offsets(rows.multi_lengths_NM.sum(axis=1, dtype=np.int64))
+    value_offsets = offsets(row_sums(rows.multi_lengths_NM))
     row = slice(int(row_offsets[first]), int(row_offsets[stop]))
     value = slice(int(value_offsets[row.start]), int(value_offsets[row.stop]))
     episode = slice(first, stop)
@@ -128,18 +128,11 @@ class SplitWriter:
         if self._pending_rows >= 2 * self._block_rows:
             self._write_pending(keep_last=True)
 
-    def write_shard(self, blocks: list[Block]) -> None:
-        """Write blocks that are ready as a shard of their own, also if there are none."""
-        self.end_shard()
-        self._open_shard()
-        for block in blocks:
-            self._write_block(block)
-        self._close_shard()
-
-    def adopt_shard(self, entry: ShardEntry, block_table: pa.Table) -> None:
-        """Add a shard whose files another process has written: the next in stored order."""
+    def adopt_shard(self, entry: ShardEntry, block_table: pa.Table) -> int:
+        """Add a shard whose files are written; its place in stored order."""
         self._shards.append(entry)
         self._tables.append(block_table)
+        return len(self._shards) - 1
 
     def end_shard(self) -> None:
         """Write what is pending and begin a new shard with the next episode."""
@@ -158,7 +151,7 @@ class SplitWriter:
             for name in ("num_episodes", "num_rows", "num_values")
         )
         entry = SplitEntry(
-            num_episodes, num_rows, num_values, file_entry(path), tuple(self._shards)
+            num_episodes, num_rows, num_values, file_entry(mapped(path)), tuple(self._shards)
         )
         return entry, table
 
@@ -177,7 +170,10 @@ class SplitWriter:
         for first, stop in itertools.pairwise(whole):
             part = slice_rows(rows, first, stop)
             _check_rows(self._features, part)
-            self._write_block(build_block(self._features, part))
+            shard = self._open_shard()
+            shard.write(build_block(self._features, part))
+            if shard.num_blocks >= self._shard_blocks:
+                self._close_shard()
         rest = slice_rows(rows, whole[-1], cuts[-1])
         self._pending = [rest] if len(rest.task_T) else []
         self._pending_rows = len(rest.label_N)
@@ -189,17 +185,9 @@ class SplitWriter:
             )
         return self._shard
 
-    def _write_block(self, block: Block) -> None:
-        shard = self._open_shard()
-        shard.write(block)
-        if shard.num_blocks >= self._shard_blocks:
-            self._close_shard()
-
     def _close_shard(self) -> None:
         if self._shard is not None:
-            entry, table = self._shard.close()
-            self._shards.append(entry)
-            self._tables.append(table)
+            self.adopt_shard(*self._shard.close())
             self._shard = None
 
 
@@ -271,6 +259,15 @@ class DatasetWriter:
             )
         return self._splits[name]
 
+    def adopt_shard(self, split: str, entry: ShardEntry, block_table: pa.Table) -> None:
+        """Add a shard that a thread or a process has written: the next of its split.
+
+        It goes to the disk now, while others are being built, instead of all of them at the end.
+        """
+        index = self.split(split).adopt_shard(entry, block_table)
+        if self.is_local:
+            flush_to_disk(self.folder / s.path(split, index) for s in streams(self._features))
+
     def finish(self) -> None:
         """Write the manifest into the temporary folder."""
         entries, digest = {}, xxhash.xxh3_128()
@@ -296,7 +293,8 @@ class DatasetWriter:
             recipe_xxh3=xxh3_hex(canonical_json(recipe)),
             protocol=self._provenance.protocol,
             vocabularies={
-                path.stem: file_entry(path) for path in sorted(self.folder.glob("vocabulary/*"))
+                path.stem: file_entry(mapped(path))
+                for path in sorted(self.folder.glob("vocabulary/*"))
             },
             report=json.loads(json.dumps(self.report)),
             created_by={
@@ -305,9 +303,11 @@ class DatasetWriter:
                 "numpy": np.__version__,
             },
         )
-        with (self.folder / MANIFEST_NAME).open("wb") as file:
-            file.write(encode_manifest(manifest))
-            _fsync(file)
+        (self.folder / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
+        if self.is_local:
+            # The rename that follows must not reach the disk before what it names.
+            folders = [self.folder, *(path for path in self.folder.iterdir() if path.is_dir())]
+            flush_to_disk([*(f for own in folders for f in own.iterdir() if f.is_file()), *folders])
 
     def abort(self) -> None:
         """Let go of open files."""
@@ -351,8 +351,3 @@ def write_dataset(
     ):
         yield writer
         writer.finish()
-
-
-def _fsync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -17,7 +17,7 @@ import torch
 from gmeta.errors import UserError
 from gmeta.serving.folder import Columns
 from metaio.batch import TaskBatch
-from metaio.block import Rows, build_block, offsets, ragged_indices
+from metaio.block import Rows, build_block, offsets, ragged_indices, row_sums
 from metaio.compose import compose
 from metaio.encode import Encoder, Fitted
 from metaio.errors import DataError
@@ -289,7 +289,7 @@ def task_batch(
     starts = np.stack([offsets(support_T)[:-1], len(support_E) + offsets(query_T)[:-1]], axis=1)
     lengths = np.stack([support_T, query_T], axis=1)
     order_N = index[ragged_indices(starts.ravel(), lengths.ravel())]
-    value_offsets = offsets(both.lengths_NM.sum(axis=1, dtype=np.int64))
+    value_offsets = offsets(row_sums(both.lengths_NM))
     values = ragged_indices(value_offsets[order_N], np.diff(value_offsets)[order_N])
     rows = Rows(
         task_T=np.arange(len(support_T)),

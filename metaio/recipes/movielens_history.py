@@ -7,7 +7,7 @@ features, M multi-hot features.
 import numpy as np
 import numpy.typing as npt
 
-from metaio.block import ragged_indices
+from metaio.block import ragged_indices, row_sums
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -39,7 +39,7 @@ def with_history(
 ) -> tuple[Int64, Int32]:
     """Row-by-row multi-hot lists with each row's history as its last feature."""
     joined = np.concatenate([ids_V, history_H])
-    first = lengths_NM.sum(axis=1, dtype=np.int64)
+    first = row_sums(lengths_NM)
     second = history_lengths_N.astype(np.int64)
     starts = np.stack(
         [np.cumsum(first) - first, len(ids_V) + np.cumsum(second) - second], axis=1
