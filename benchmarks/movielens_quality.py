@@ -45,6 +45,8 @@ DEPARTURES = {
         *ADAGRAD,
     ],
     "dlrm": ADAGRAD,
+    # It chooses its layer itself.
+    "anil": ['algorithm.adapt_layers=["*"]'],
     # It learns only what adapts, and moves by the length of the inner steps.
     "reptile": [
         "algorithm.adapt_embeddings=true",

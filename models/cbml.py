@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from models.config import InputSizes, ModelConfig
 from models.gated import GatedModel
-from models.inputs import RowInputs
+from models.inputs import RowFeatures
 from models.mlp import mlp
 
 
@@ -71,15 +71,16 @@ class CBML(GatedModel):
         self.gate = ClusterGate(width, config.embedding_dim, config.clusters, outputs)
         self.decision = mlp([width, *config.hidden, 1], activate_last=False)
 
-    def forward(self, inputs: RowInputs) -> Tensor:
-        """One output a row: [N]."""
-        rating_N: Tensor = self.decision(inputs.side_by_side_NX(self.pooling)).squeeze(1)
-        return rating_N
+    @property
+    def decision_layers(self) -> nn.Sequential:
+        """See DecisionModel."""
+        return self.decision
 
-    def gates_TO(self, support: RowInputs, task_N: Tensor, num_tasks: int) -> dict[str, Tensor]:
+    def decision_inputs_NX(self, rows: RowFeatures) -> Tensor:
+        """See DecisionModel."""
+        return rows.side_by_side_NX()
+
+    def gates_TO(self, mean_TX: Tensor) -> dict[str, Tensor]:
         """See GatedModel."""
-        inputs_NX = support.side_by_side_NX(self.pooling)
-        sum_TX = inputs_NX.new_zeros(num_tasks, inputs_NX.shape[1]).index_add(0, task_N, inputs_NX)
-        rows_T = torch.bincount(task_N, minlength=num_tasks).clamp(min=1)
-        gates: dict[str, Tensor] = self.gate(sum_TX / rows_T.to(sum_TX.dtype).unsqueeze(1))
+        gates: dict[str, Tensor] = self.gate(mean_TX)
         return gates

@@ -32,9 +32,11 @@ class DecisionModel(nn.Module, ABC):
         The pooled vector of the history is not to be read: it may be anything.
         """
 
+    def seen_NX(self, inputs: RowInputs) -> Tensor:
+        """What the decision layers see of rows that are not pooled yet."""
+        return self.decision_inputs_NX(inputs.pooled(self.pooling, self.history))
+
     def forward(self, inputs: RowInputs) -> Tensor:
         """One output a row: [N]."""
-        history = None if self.history is None else inputs.bags_NHD(self.history)
-        rows = RowFeatures(inputs.features_NFD(self.pooling), inputs.dense_NK, history)
-        output_N: Tensor = self.decision_layers(self.decision_inputs_NX(rows)).squeeze(1)
+        output_N: Tensor = self.decision_layers(self.seen_NX(inputs)).squeeze(1)
         return output_N

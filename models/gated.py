@@ -1,16 +1,16 @@
-"""The contract of models whose initial parameters depend on the task: a gate on each layer.
+"""The contract of models whose initial parameters depend on the task: gates on decision layers.
 
-Shape suffixes: N rows, T tasks, O a layer's output width.
+Shape suffixes: T tasks, X inputs of the decision layers, O a layer's output width.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
 from torch import Tensor, nn
 
-from models.inputs import RowInputs
+from models.decision import DecisionModel
 
 
-class GatedModel(nn.Module, ABC):
+class GatedModel(DecisionModel):
     """A model that starts each task from gated parameters: W_t = diag(g_t) W and b_t = g_t b.
 
     The inner loop asks for the gates once a task, applies them, and adapts from there. `forward`
@@ -20,8 +20,8 @@ class GatedModel(nn.Module, ABC):
     gate: nn.Module  # what makes the gates: its layers work on tasks, not rows, and never adapt
 
     @abstractmethod
-    def gates_TO(self, support: RowInputs, task_N: Tensor, num_tasks: int) -> dict[str, Tensor]:
-        """The gates of each gated linear layer, by its name in this module: [T, O].
+    def gates_TO(self, mean_TX: Tensor) -> dict[str, Tensor]:
+        """The gates of each gated decision layer, by its name in this module: [T, O].
 
-        `task_N` (int64) tells the task of each support row; a task may have none.
+        A task is known by the mean of its support rows' decision inputs; 0 if it has none.
         """

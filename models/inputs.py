@@ -32,6 +32,11 @@ class RowFeatures(NamedTuple):
     dense_NK: Tensor
     history: History | None
 
+    def side_by_side_NX(self) -> Tensor:
+        """All features and the dense columns in one row: [N, (F + M) D + K]."""
+        flat = self.features_NFD.flatten(1)
+        return torch.cat([flat, self.dense_NK], dim=1) if self.dense_NK.shape[1] else flat
+
 
 @dataclass(frozen=True)
 class RowInputs:
@@ -94,7 +99,9 @@ class RowInputs:
             return self.single_NFD
         return torch.cat([self.single_NFD, self.pooled_NMD(mode)], dim=1)
 
-    def side_by_side_NX(self, mode: Pooling) -> Tensor:
-        """All features and the dense columns in one row: [N, (F + M) D + K]."""
-        flat = self.features_NFD(mode).flatten(1)
-        return torch.cat([flat, self.dense_NK], dim=1) if self.dense_NK.shape[1] else flat
+    def pooled(self, mode: Pooling, history: int | None = None) -> RowFeatures:
+        """The rows with their bags pooled, those of the multi-id feature `history` as they are
+        beside.
+        """
+        unpooled = None if history is None else self.bags_NHD(history)
+        return RowFeatures(self.features_NFD(mode), self.dense_NK, unpooled)

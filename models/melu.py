@@ -4,7 +4,6 @@ Lee et al., "MeLU: Meta-Learned User Preference Estimator for Cold-Start Recomme
 (arXiv 1908.00413), section 3: the embeddings are meta-parameters only, the decision layers adapt.
 """
 
-import torch
 from torch import Tensor, nn
 
 from models.config import InputSizes, ModelConfig
@@ -33,5 +32,4 @@ class MeLU(DecisionModel):
 
     def decision_inputs_NX(self, rows: RowFeatures) -> Tensor:
         """See DecisionModel."""
-        flat = rows.features_NFD.flatten(1)
-        return torch.cat([flat, rows.dense_NK], dim=1) if rows.dense_NK.shape[1] else flat
+        return rows.side_by_side_NX()

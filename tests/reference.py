@@ -194,8 +194,8 @@ def start_of(
     if isinstance(model, GatedModel):
         weights = {name: value for name, value in weights.items() if name[:5] != "gate."}
         support = rows_inputs(task, features, tables, range(task.num_support))
-        of_this_task = torch.zeros(task.num_support, dtype=torch.int64)
-        for name, gate_TO in model.gates_TO(support, of_this_task, 1).items():
+        sum_1X = model.seen_NX(support).sum(dim=0, keepdim=True)
+        for name, gate_TO in model.gates_TO(sum_1X / max(task.num_support, 1)).items():
             weights[f"{name}.weight"] = weights[f"{name}.weight"] * gate_TO[0, :, None]
             weights[f"{name}.bias"] = weights[f"{name}.bias"] * gate_TO[0]
     # Clones: what the rows did for the gates is no part of the inner gradient.

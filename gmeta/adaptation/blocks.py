@@ -79,6 +79,11 @@ class BlockSide:
         history = None if self.history is None else self.history.values(rows_PD)
         return RowFeatures(features_NFD, self.dense_NK.to(rows_PD.dtype), history)
 
+    def mean_TX(self, rows_NX: Tensor) -> Tensor:
+        """The mean of each task's rows, group by group; 0 of none."""
+        weighted_NX = rows_NX * self.mean_weights_N(rows_NX.dtype).unsqueeze(1)
+        return torch.cat([rectangle.of(weighted_NX).sum(dim=1) for rectangle in self.rectangles])
+
     def mean_weights_N(self, dtype: torch.dtype, prior: float = 0.0) -> Tensor:
         """See RowLayout.mean_weights_N; 0 for a row that pads."""
         return (self.count_N + prior).reciprocal().to(dtype)

@@ -20,6 +20,7 @@ from gmeta.adaptation.inner_loop import WorkingRows, row_losses_N
 from gmeta.adaptation.linear import PathCosts, adaptable_layers
 from gmeta.adaptation.rates import InnerRates, WeightRates
 from models.decision import DecisionModel
+from models.gated import GatedModel
 from models.inputs import Pooling
 
 
@@ -27,7 +28,7 @@ class _Fixed(NamedTuple):
     """What no inner step changes on the support rows where embeddings do not adapt."""
 
     inputs_NX: Tensor
-    first_NO: Tensor  # what the first decision layer gives before it adapts
+    first_NO: Tensor  # what the first decision layer gives before it is gated and adapts
 
 
 class FusedLoop:
@@ -92,18 +93,19 @@ class FusedLoop:
         Differentiable through the inner gradients with `second_order`, else they are constants.
         """
         rows_PD, query = rows.values_PD, blocks.query
+        gates = self._gates_TO(rows_PD, blocks.support)
         factors: list[tuple[Factors, ...]] = [()] * len(self._layers)
         fixed = None
         if not self._config.adapt_embeddings:
             fixed = self._fixed(rows_PD, blocks.support, second_order)
         for _ in range(self._config.inner_steps):
             factors, row_grads_PD = self._step(
-                rows_PD, fixed, factors, blocks.support, second_order
+                rows_PD, fixed, gates, factors, blocks.support, second_order
             )
             if row_grads_PD is not None:
                 rows_PD = rows_PD - rows.rate * row_grads_PD
         inputs_NX = self._inputs_NX(rows_PD, query)
-        mlp = self._mlp(factors, blocks.support, inputs_NX.dtype)
+        mlp = self._mlp(gates, factors, blocks.support, inputs_NX.dtype)
         output_NO = mlp.outputs(inputs_NX, query.rectangles)[-1]
         return self._weighted_loss(output_NO, query, 0.0)
 
@@ -118,6 +120,7 @@ class FusedLoop:
         self,
         rows_PD: Tensor,
         fixed: _Fixed | None,
+        gates: Sequence[Tensor | None],
         factors: Sequence[tuple[Factors, ...]],
         support: BlockSide,
         second_order: bool,
@@ -131,7 +134,7 @@ class FusedLoop:
             inputs_NX, first_NO = fixed
         with torch.set_grad_enabled(second_order):
             seen_NX = inputs_NX if second_order else inputs_NX.detach()
-            mlp = self._mlp(factors, support, seen_NX.dtype)
+            mlp = self._mlp(gates, factors, support, seen_NX.dtype)
             *hidden, output_NO = mlp.outputs(seen_NX, support.rectangles, first_NO)
         with torch.enable_grad():
             if not output_NO.requires_grad:
@@ -160,12 +163,25 @@ class FusedLoop:
             )
         return moved, row_grads_PD
 
+    def _gates_TO(self, rows_PD: Tensor, support: BlockSide) -> list[Tensor | None]:
+        """The gate of each decision layer, for every task; None where it has none."""
+        if not isinstance(self._model, GatedModel):
+            return [None] * len(self._layers)
+        gates = self._model.gates_TO(support.mean_TX(self._inputs_NX(rows_PD, support)))
+        by_layer = {self._model.get_submodule(name): gate for name, gate in gates.items()}
+        return [by_layer.get(layer) for layer in self._layers]
+
     def _mlp(
-        self, factors: Sequence[tuple[Factors, ...]], support: BlockSide, dtype: torch.dtype
+        self,
+        gates: Sequence[Tensor | None],
+        factors: Sequence[tuple[Factors, ...]],
+        support: BlockSide,
+        dtype: torch.dtype,
     ) -> AdaptedMlp:
         return AdaptedMlp(
             [layer.weight.to(dtype) for layer in self._layers],
             [layer.bias.to(dtype) for layer in self._layers],
+            [None if gate is None else gate.to(dtype) for gate in gates],
             factors,
             support.rectangles,
         )

@@ -10,10 +10,12 @@ The gradients g_l of a loss at the outputs z_l follow from that at the last one,
 
     g_{l-1} = m_{l-1} * (g_l W_l^T - sum_j (g_l G_jl^T) A_jl),   m_l = [h_l > 0], m_0 = 1    (grads)
 
-and an inner step is one more pair of factors, (h_{l-1}, rate * g_l). Both are a product with a
-shared matrix less thin products inside each task, so both share the code of that and of its
-derivative. autograd would find the same derivatives in five times as many operations, most of which
-allocate. ReLU has no second derivative: `grads` passes none on to h.
+where a gated layer (models/gated.py) has diag(g_t) h W + g_t b in place of h W + b, and a gradient
+times g_t in the product with W_l^T. An inner step is one more pair of factors, (h_{l-1}, rate *
+g_l). Both operations are a product with a shared matrix less thin products inside each task, so
+both share the code of that and of its derivative. autograd would find the same derivatives in five
+times as many operations, most of which allocate. ReLU has no second derivative: `grads` passes none
+on to h.
 
 Shape suffixes: N rows of one side, I input width, O output width, S support rows.
 """
@@ -42,11 +44,13 @@ class Factors(NamedTuple):
 class AdaptedMlp:
     """Layers, and for each the factors of the inner steps so far: none where it does not adapt.
 
-    `support` are the rectangles that the factors' rows stand in.
+    A layer without a gate has None for it; `support` are the rectangles that the factors' rows
+    stand in.
     """
 
     weights_OI: Sequence[Tensor]
     biases_O: Sequence[Tensor]
+    gates_TO: Sequence[Tensor | None]
     factors: Sequence[Sequence[Factors]]
     support: Rectangles
 
@@ -56,9 +60,9 @@ class AdaptedMlp:
         """h_1, ..., h_{L-1} and z_L of rows in these rectangles; `first_NO` is h_0 W_1 + b_1 where
         that is known.
         """
-        plan = _Plan(tuple(map(len, self.factors)), rows, self.support)
+        plan, tensors = self._flat(rows)
         outputs: tuple[Tensor, ...] = _Outputs.apply(
-            plan, inputs_NI.contiguous(), first_NO, *self._tensors()
+            plan, inputs_NI.contiguous(), first_NO, *tensors
         )
         return outputs
 
@@ -66,32 +70,54 @@ class AdaptedMlp:
         """g_lowest, ..., g_L of the support rows, from g_L and h_1, ..., h_{L-1}."""
         if lowest == len(self.factors):
             return (last,)
-        plan = _Plan(tuple(map(len, self.factors)), self.support, self.support)
-        below: tuple[Tensor, ...] = _Grads.apply(
-            plan, lowest, last.contiguous(), *hidden, *self._tensors()
-        )
+        plan, tensors = self._flat(self.support)
+        below: tuple[Tensor, ...] = _Grads.apply(plan, lowest, last.contiguous(), *hidden, *tensors)
         return (*below, last)
 
-    def _tensors(self) -> list[Tensor]:
-        factors = [tensor for layer in self.factors for step in layer for tensor in step]
-        return [*self.weights_OI, *self.biases_O, *factors]
+    def _flat(self, rows: Rectangles) -> "tuple[_Plan, list[Tensor | None]]":
+        gated = tuple(at for at, gate in enumerate(self.gates_TO) if gate is not None)
+        plan = _Plan(tuple(map(len, self.factors)), gated, rows, self.support)
+        factors = [list(layer) for layer in self.factors]
+        parts = list(self.weights_OI), list(self.biases_O), list(self.gates_TO), factors
+        return plan, plan.packed(_Unpacked(*parts))
+
+
+class _Unpacked(NamedTuple):
+    """Tensors, or what is known of their gradients, by layer."""
+
+    weights: list[Any]
+    biases: list[Any]
+    gates: list[Any]  # None: the layer has none
+    factors: list[list[Any]]  # pairs by inner step
 
 
 class _Plan(NamedTuple):
     """What is what in the flat list of tensors that an autograd Function takes."""
 
     steps: tuple[int, ...]  # of each layer
+    gated: tuple[int, ...]  # layers with a gate
     rows: Rectangles
     support: Rectangles
 
-    def unpacked(
-        self, tensors: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor], list[list[Factors]]]:
-        """Weights, biases and factors by layer."""
-        layers = len(self.steps)
-        rest = iter(tensors[2 * layers :])
+    def unpacked(self, tensors: Sequence[Tensor]) -> _Unpacked:
+        """The tensors by layer."""
+        layers, rest = len(self.steps), iter(tensors)
+        weights, biases = ([next(rest) for _ in range(layers)] for _ in range(2))
+        gates = [next(rest) if at in self.gated else None for at in range(layers)]
         factors = [[Factors(next(rest), next(rest)) for _ in range(k)] for k in self.steps]
-        return tensors[:layers], tensors[layers : 2 * layers], factors
+        return _Unpacked(weights, biases, gates, factors)
+
+    def packed(self, found: _Unpacked) -> list[Tensor | None]:
+        """Inverse of `unpacked`."""
+        gates = [found.gates[at] for at in self.gated]
+        factors = [tensor for layer in found.factors for step in layer for tensor in step]
+        return [*found.weights, *found.biases, *gates, *factors]
+
+    def nothing(self) -> _Unpacked:
+        """No gradient known yet."""
+        layers = len(self.steps)
+        factors = [[(None, None)] * k for k in self.steps]
+        return _Unpacked([None] * layers, [None] * layers, [None] * layers, factors)
 
 
 class _Outputs(torch.autograd.Function):
@@ -99,58 +125,62 @@ class _Outputs(torch.autograd.Function):
     def forward(
         ctx: Any, plan: _Plan, inputs_NI: Tensor, first_NO: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        weights, biases, factors = plan.unpacked(tensors)
+        weights, biases, gates, factors = plan.unpacked(tensors)
         seen: list[Tensor] = [inputs_NI]
+        ungated: list[Tensor] = []
         spreads: list[list[list[Tensor]]] = []
-        for weight_OI, bias_O, layer in zip(weights, biases, factors, strict=True):
-            if spreads:
+        for at, (weight_OI, bias_O, gate_TO) in enumerate(zip(weights, biases, gates, strict=True)):
+            if at:
                 seen[-1].relu_()
-            if spreads or first_NO is None:
-                out_NO = torch.addmm(bias_O, seen[-1], weight_OI.mT)
-            else:
-                out_NO = first_NO.clone()
-            spreads.append([_subtract(out_NO, seen[-1], step, plan, 1.0) for step in layer])
+            known_NO = None if at else first_NO
+            out_NO = torch.addmm(bias_O, seen[-1], weight_OI.mT) if known_NO is None else known_NO
+            if gate_TO is not None:
+                ungated.append(out_NO)
+                out_NO = _gated(out_NO, gate_TO, plan.rows)
+            elif known_NO is not None:
+                out_NO = known_NO.clone()
+            spreads.append([_subtract(out_NO, seen[-1], step, plan, 1.0) for step in factors[at]])
             seen.append(out_NO)
         ctx.plan, ctx.spreads = plan, spreads
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*seen[:-1], *tensors)
+        ctx.save_for_backward(*seen[:-1], *ungated, *tensors)
         return tuple(seen[1:])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
-        layers = len(ctx.plan.steps)
-        seen, tensors = ctx.saved_tensors[:layers], ctx.saved_tensors[layers:]
-        weights, _, factors = ctx.plan.unpacked(tensors)
-        of_weights: list[Tensor | None] = [None] * layers
-        of_biases: list[Tensor | None] = [None] * layers
-        of_factors: list[list[Tensor | None]] = [[None, None] * k for k in ctx.plan.steps]
+        plan, layers = ctx.plan, len(ctx.plan.steps)
+        seen, rest = ctx.saved_tensors[:layers], ctx.saved_tensors[layers:]
+        ungated, tensors = rest[: len(plan.gated)], rest[len(plan.gated) :]
+        weights, _, gates, factors = plan.unpacked(tensors)
+        found = plan.nothing()
         wants_inputs, wants_first = ctx.needs_input_grad[1:3]
-        wants_factors = any(ctx.needs_input_grad[3 + 2 * layers :])
+        wants_factors = any(ctx.needs_input_grad[3 + 2 * layers + len(plan.gated) :])
         above = _contiguous(above)
-        grad = above[-1]
+        grad, of_first = above[-1], None
         for at in reversed(range(layers)):
             before = None
             if grad is not None:
+                shared, gate_TO = grad, gates[at]
+                if gate_TO is not None:
+                    base_NO = ungated[plan.gated.index(at)]
+                    found.gates[at] = _of_gate(grad, base_NO, plan.rows)
+                    shared = _gated(grad, gate_TO, plan.rows)
                 if at == 0 and wants_first:
-                    if wants_inputs and factors[0]:
-                        before = torch.zeros_like(seen[0])
+                    of_first = shared
+                    before = torch.zeros_like(seen[0]) if wants_inputs and factors[0] else None
                 else:
-                    of_weights[at] = grad.mT @ seen[at]
-                    of_biases[at] = grad.sum(dim=0)
-                    before = grad @ weights[at] if at or wants_inputs else None
-                changed = zip(factors[at], ctx.spreads[at], strict=True)
-                found = [
-                    _subtract_backward(grad, seen[at], before, *pair, ctx.plan, wants_factors)
-                    for pair in changed
+                    found.weights[at] = shared.mT @ seen[at]
+                    found.biases[at] = shared.sum(dim=0)
+                    before = shared @ weights[at] if at or wants_inputs else None
+                found.factors[at] = [
+                    _subtract_backward(grad, seen[at], before, *pair, plan, wants_factors)
+                    for pair in zip(factors[at], ctx.spreads[at], strict=True)
                 ]
-                of_factors[at] = [tensor for step in found for tensor in step]
             if at:
                 before = _sum(before, above[at - 1])
                 grad = None if before is None else _where_active(before, seen[at])
-        flat = [tensor for layer in of_factors for tensor in layer]
-        of_first = grad if wants_first else None
-        return (None, before, of_first, *of_weights, *of_biases, *flat)
+        return (None, before, of_first, *plan.packed(found))
 
 
 class _Grads(torch.autograd.Function):
@@ -159,11 +189,13 @@ class _Grads(torch.autograd.Function):
         ctx: Any, plan: _Plan, lowest: int, last: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         hidden = len(plan.steps) - 1
-        weights, _, factors = plan.unpacked(tensors[hidden:])
+        weights, _, gates, factors = plan.unpacked(tensors[hidden:])
         grads: list[Tensor] = [last]
         spreads: list[list[list[Tensor]]] = []
         for at in reversed(range(lowest, len(weights))):
-            below_NI = grads[0] @ weights[at]
+            gate_TO = gates[at]
+            shared = grads[0] if gate_TO is None else _gated(grads[0], gate_TO, plan.rows)
+            below_NI = shared @ weights[at]
             # The roles of the factors are exchanged, and there is no bias.
             turned = [Factors(*reversed(step)) for step in factors[at]]
             spreads.insert(0, [_subtract(below_NI, grads[0], step, plan, 0.0) for step in turned])
@@ -176,12 +208,11 @@ class _Grads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
-        layers, lowest = len(ctx.plan.steps), ctx.lowest
+        plan, layers, lowest = ctx.plan, len(ctx.plan.steps), ctx.lowest
         saved = ctx.saved_tensors
         tensors, grads = saved[: lowest - layers - 1], saved[lowest - layers - 1 :]
-        weights, _, factors = ctx.plan.unpacked(tensors[layers - 1 :])
-        of_weights: list[Tensor | None] = [None] * layers
-        of_factors: list[list[Tensor | None]] = [[None, None] * k for k in ctx.plan.steps]
+        weights, _, gates, factors = plan.unpacked(tensors[layers - 1 :])
+        found = plan.nothing()
         above = _contiguous(above)
         carried: Tensor | None = None
         for at in range(lowest, layers):
@@ -190,18 +221,40 @@ class _Grads(torch.autograd.Function):
                 continue
             if at:
                 below_NI = _where_active(below_NI, tensors[at - 1])
-            grad = grads[at - lowest + 1]
-            of_weights[at] = grad.mT @ below_NI
-            carried = below_NI @ weights[at].mT
-            turned = [Factors(*reversed(step)) for step in factors[at]]
-            found = [
-                _subtract_backward(below_NI, grad, carried, step, spreads, ctx.plan, True)
-                for step, spreads in zip(turned, ctx.spreads[at - lowest], strict=True)
-            ]
-            of_factors[at] = [tensor for step in found for tensor in reversed(step)]
-        flat = [tensor for layer in of_factors for tensor in layer]
-        nothing = [None] * (layers - 1)
-        return (None, None, carried, *nothing, *of_weights, *[None] * layers, *flat)
+            grad, gate_TO = grads[at - lowest + 1], gates[at]
+            carried, shared = below_NI @ weights[at].mT, grad
+            if gate_TO is not None:
+                found.gates[at] = _of_gate(grad, carried, plan.rows)
+                carried = _gated(carried, gate_TO, plan.rows)
+                shared = _gated(grad, gate_TO, plan.rows)
+            found.weights[at] = shared.mT @ below_NI
+            for number, step in enumerate(factors[at]):
+                of_grads, of_activations = _subtract_backward(
+                    below_NI,
+                    grad,
+                    carried,
+                    Factors(*reversed(step)),
+                    ctx.spreads[at - lowest][number],
+                    plan,
+                    True,
+                )
+                found.factors[at][number] = (of_activations, of_grads)
+        return (None, None, carried, *[None] * (layers - 1), *plan.packed(found))
+
+
+def _gated(rows_NO: Tensor, gate_TO: Tensor, rectangles: Rectangles) -> Tensor:
+    """Each row times its task's gate."""
+    gated_NO, task = torch.empty_like(rows_NO), 0
+    for mine in rectangles:
+        gates = gate_TO[task : task + mine.tasks].unsqueeze(1)
+        torch.mul(mine.of(rows_NO), gates, out=mine.of(gated_NO))
+        task += mine.tasks
+    return gated_NO
+
+
+def _of_gate(grad_NO: Tensor, rows_NO: Tensor, rectangles: Rectangles) -> Tensor:
+    """The gate's gradient, from that of the gated rows: [T, O]."""
+    return torch.cat([(mine.of(grad_NO) * mine.of(rows_NO)).sum(dim=1) for mine in rectangles])
 
 
 def _subtract(

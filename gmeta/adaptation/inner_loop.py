@@ -129,8 +129,8 @@ class InnerLoop:
         """Every gated layer with the gates that the seen rows ask for, by name."""
         if not isinstance(self._model, GatedModel):
             return {}
-        task_N = layout.spread(torch.arange(layout.num_tasks, device=layout.lengths_T.device))
-        gates = self._model.gates_TO(seen, task_N, layout.num_tasks)
+        inputs_NX = self._model.seen_NX(seen)
+        gates = self._model.gates_TO(layout.mean_TX(inputs_NX))
         return {name: (self._row_layers[name], gate_TO) for name, gate_TO in gates.items()}
 
     def _step(

@@ -67,6 +67,12 @@ class RowLayout:
         """[T, ...] -> [N, ...]: the value of each row's task."""
         return values.repeat_interleave(self.lengths_T, dim=0, output_size=self.num_rows)
 
+    def mean_TX(self, rows_NX: Tensor) -> Tensor:
+        """The mean of each task's rows; 0 of none."""
+        task_N = self.spread(torch.arange(self.num_tasks, device=self.lengths_T.device))
+        sums_TX = rows_NX.new_zeros(self.num_tasks, rows_NX.shape[1]).index_add(0, task_N, rows_NX)
+        return sums_TX / self.lengths_T.clamp(min=1).to(rows_NX.dtype).unsqueeze(1)
+
     def mean_weights_N(self, dtype: torch.dtype, prior: float = 0.0) -> Tensor:
         """Weight of each row such that a weighted sum is the sum over tasks of the task's mean: 1 /
         rows. With a `prior` the mean is shrunken, as if so many more rows had the value 0.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.layout import RowLayout
 from gmeta.adaptation.linear import adaptable_layers
 from gmeta.build import input_sizes
 from gmeta.learner import MetaLearner
@@ -37,15 +38,14 @@ def gates_of_mean(model: CBML, mean_X: Tensor) -> Tensor:
 def test_gates_follow_from_the_mean_of_a_tasks_support_rows() -> None:
     sizes = InputSizes(2, 1, 1)
     model = cbml(sizes)
-    inputs = some_inputs(5, sizes, 4)
-    gates = model.gates_TO(inputs, torch.tensor([0, 0, 2, 2, 2]), 3)
+    rows_NX = model.seen_NX(some_inputs(5, sizes, 4))
+    gates = model.gates_TO(RowLayout.of(torch.tensor([2, 0, 3])).mean_TX(rows_NX))
     assert {name: tuple(gate.shape) for name, gate in gates.items()} == {
         "decision.0": (3, 6),
         "decision.2": (3, 5),
         "decision.4": (3, 1),
     }
     together = torch.cat(list(gates.values()), dim=1)
-    rows_NX = inputs.side_by_side_NX("mean")
     means = [rows_NX[:2].mean(0), torch.zeros_like(rows_NX[0]), rows_NX[2:].mean(0)]
     for task, mean_X in enumerate(means):
         torch.testing.assert_close(together[task], gates_of_mean(model, mean_X))
