@@ -1,0 +1,127 @@
+"""Starts a command as a container runtime would: in a root file system of its own, volumes where
+the pod has them, with the pod's name and user and no privileges. Run as a script it does so.
+"""
+
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+_PR_SET_NO_NEW_PRIVS = 38
+# What the images hold of this repository.
+_CODE = ("gmeta", "metaio", "models", "protos", "deploy", "examples")
+# /bin of the images: name, and what stands for it.
+_PROGRAMS = {
+    "python": f'exec {sys.executable} "$@"',
+    "gmeta": f'exec {sys.executable} -m gmeta "$@"',
+    "gmeta-credentials": f'exec {sys.executable} {ROOT}/deploy/credentials.py "$@"',
+    "train-node": f'exec {ROOT}/deploy/docker/train-node "$@"',
+    "dumb-init": f'exec {Path(sys.executable).with_name("dumb-init")} "$@"',
+}
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A volume of the pod, in a container."""
+
+    source: str
+    target: str
+    read_only: bool
+
+
+@dataclass(frozen=True)
+class Container:
+    """One container of a pod, ready to start."""
+
+    argv: list[str]
+    env: dict[str, str]
+    mounts: list[Mount]
+    hostname: str
+    hosts: str  # the text of /etc/hosts: there is no DNS
+    user: int
+    group: int
+    volume_group: int
+    folder: str  # WORKDIR of the image
+    read_only_root: bool
+
+    def command(self) -> list[str]:
+        """The command line that becomes the container, in the same process."""
+        return [
+            "unshare", "--mount", "--uts", sys.executable, __file__, json.dumps(asdict(self))
+        ]  # fmt: skip
+
+
+def _mount(*arguments: str | Path) -> None:
+    subprocess.run(["mount", *map(str, arguments)], check=True)
+
+
+def _bind(source: Path, target: Path, read_only: bool = True) -> None:
+    if source.is_dir():
+        target.mkdir(parents=True, exist_ok=True)
+    else:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.touch()
+    _mount("--rbind", source, target)
+    if read_only:
+        _mount("-o", "remount,ro,bind", target)
+
+
+def _lay(root: Path, hosts: str, user: int, group: int) -> None:
+    """What stands for the image: this machine's system, this Python, this repository."""
+    for name in ("usr", "bin", "sbin", "lib", "lib64"):
+        source = Path("/", name)
+        if source.is_symlink():
+            (root / name).symlink_to(os.readlink(source))
+        elif source.exists():
+            _bind(source, root / name)
+    for name in ("dev", "proc", "sys"):
+        _bind(Path("/", name), root / name, read_only=False)
+    for path in dict.fromkeys([*(str(ROOT / name) for name in _CODE), sys.base_prefix, sys.prefix]):
+        _bind(Path(path), root / path[1:])
+    etc = root / "etc"
+    etc.mkdir()
+    (etc / "passwd").write_text(f"root:x:0:0::/:/bin/sh\ngmeta:x:{user}:{group}::/tmp:/bin/sh\n")
+    (etc / "group").write_text(f"root:x:0:\ngmeta:x:{group}:\n")
+    (etc / "nsswitch.conf").write_text("hosts: files\n")
+    (etc / "hosts").write_text(hosts)
+    for name in ("ld.so.cache", "ssl", "alternatives", "java-17-openjdk"):
+        if Path("/etc", name).exists():
+            _bind(Path("/etc", name), etc / name)
+    programs = root / "opt/gmeta/bin"
+    programs.mkdir(parents=True)
+    for name, line in _PROGRAMS.items():
+        (programs / name).write_text(f"#!/bin/sh\n{line}\n")
+        (programs / name).chmod(0o755)
+
+
+def _become(container: Container) -> None:
+    """In a new mount namespace, as root: set everything up, then be the command."""
+    root = Path("/mnt")
+    _mount("-t", "tmpfs", "-o", "mode=755,size=1m", "root", root)
+    _lay(root, container.hosts, container.user, container.group)
+    for name in ("data", "runs", container.folder):
+        (root / name.strip("/")).mkdir(parents=True, exist_ok=True)
+    # Outer mount points first, so that /dev/shm lies on /dev and not under it.
+    for mount in sorted(container.mounts, key=lambda each: each.target):
+        _bind(Path(mount.source), root / mount.target[1:], mount.read_only)
+    if container.read_only_root:
+        _mount("-o", "remount,ro", root)
+    socket.sethostname(container.hostname)
+    os.chroot(root)
+    os.chdir(container.folder)
+    os.setgroups([container.volume_group])
+    os.setgid(container.group)
+    os.setuid(container.user)  # and all capabilities are gone
+    ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    os.execvpe(container.argv[0], container.argv, container.env)
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    given["mounts"] = [Mount(**mount) for mount in given["mounts"]]
+    _become(Container(**given))
