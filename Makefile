@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 # The CUDA build of fbgemm-gpu does not even import without the NVIDIA driver: choose by its presence.
 VARIANT ?= $(shell $(PYTHON) -c 'import ctypes; ctypes.CDLL("libnvidia-ml.so.1")' 2>/dev/null && echo cuda || echo cpu)
 
-.PHONY: setup format check test bench demo clean protos protos-lint mutants antdt-faults deploy-check deploy-tools deploy-pin
+.PHONY: setup format check test bench demo clean protos protos-lint mutants antdt-faults deploy-check deploy-tools deploy-pin \
+	deploy-cluster
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml deploy/requirements/$(VARIANT).txt
@@ -55,6 +56,10 @@ antdt-faults: setup
 
 deploy-check: setup
 	$(BIN)/python -m tests.deploy.check
+
+# Runs the pods of the overlay local-cpu as processes, to the end of training; needs root and iproute2.
+deploy-cluster: setup
+	$(BIN)/python -m tests.deploy.cluster.cluster
 
 # The digests of the base images, as their registries have them now.
 deploy-pin:

@@ -79,6 +79,9 @@ def _container_problems(container: dict[str, Any], volumes: set[str]) -> list[st
             "its root file system can be written": context.get("readOnlyRootFilesystem") is True,
             "keeps capabilities": context.get("capabilities", {}).get("drop") == ["ALL"],
             "is privileged": not context.get("privileged"),
+            "its process 1 ignores SIGTERM: begin the command with dumb-init": not (
+                {*container.get("command", ["-"])[:1]} & {"sh", "bash", "gmeta", "python"}
+            ),
             "takes a port of its host": not any(
                 "hostPort" in p for p in container.get("ports", [])
             ),

@@ -185,6 +185,10 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
         lambda m: train(m)["initContainers"][0].update(image="busybox:1.37"),
         "image 'busybox:1.37' has no digest",
     ),
+    "a shell as process 1": (
+        lambda m: train(m)["containers"][0].update(command=["sh", "-c", "train-node"]),
+        "its process 1 ignores SIGTERM: begin the command with dumb-init",
+    ),
     "a path of the host": (
         lambda m: train(m)["volumes"].append({"name": "h", "hostPath": {"path": "/"}}),
         "it mounts what Pod Security `restricted` refuses",

@@ -50,9 +50,10 @@ class Container:
     read_only_root: bool
 
     def command(self) -> list[str]:
-        """The command line that becomes the container, in the same process."""
+        """The command line whose only child becomes the container: process 1 of its own."""
         return [
-            "unshare", "--mount", "--uts", sys.executable, __file__, json.dumps(asdict(self))
+            "unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child",
+            sys.executable, __file__, json.dumps(asdict(self)),
         ]  # fmt: skip
 
 
@@ -79,8 +80,10 @@ def _lay(root: Path, hosts: str, user: int, group: int) -> None:
             (root / name).symlink_to(os.readlink(source))
         elif source.exists():
             _bind(source, root / name)
-    for name in ("dev", "proc", "sys"):
+    for name in ("dev", "sys"):
         _bind(Path("/", name), root / name, read_only=False)
+    (root / "proc").mkdir()
+    _mount("-t", "proc", "proc", root / "proc")
     for path in dict.fromkeys([*(str(ROOT / name) for name in _CODE), sys.base_prefix, sys.prefix]):
         _bind(Path(path), root / path[1:])
     etc = root / "etc"

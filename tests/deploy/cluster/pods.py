@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import re
 import shlex
 import signal
@@ -81,7 +82,9 @@ class Pod:
             return
         code = self._process.poll()
         if code is None:
-            if time.monotonic() > self._kill_at_s:
+            if self.disrupted and self._kill_at_s == float("inf"):
+                self._terminate()
+            elif time.monotonic() > self._kill_at_s:
                 self.kill()
             return
         self._process = None
@@ -98,9 +101,16 @@ class Pod:
         self.disrupted = True
         if self._process is None:
             self.returncode = -signal.SIGTERM
-            return
-        self._process.send_signal(signal.SIGTERM)
-        self._kill_at_s = time.monotonic() + self.spec.get("terminationGracePeriodSeconds", 30)
+
+    def _terminate(self) -> None:
+        """SIGTERM to process 1, once the container's command is that."""
+        assert self._process is not None
+        pid = self._process.pid
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            if b"container.py" not in Path(f"/proc/{child}/cmdline").read_bytes():
+                os.kill(int(child), signal.SIGTERM)
+                grace_s = self.spec.get("terminationGracePeriodSeconds", 30)
+                self._kill_at_s = time.monotonic() + grace_s
 
     def kill(self) -> None:
         """SIGKILL to everything in it."""

@@ -1,0 +1,133 @@
+"""One overlay gives a finished training run, whatever is drained on the way."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from gmeta.antdt.audit import audit_manifest
+from gmeta.antdt.manifest import load_manifest
+from gmeta.checkpoint import list_checkpoints
+from tests.commands import metrics
+from tests.deploy.cluster.cluster import Cluster, running
+from tests.deploy.cluster.pods import Pod
+from tests.deploy.network import NoNamespacesError
+from tests.deploy.rendering import ROOT, render
+from tests.deploy.test_deploy_check import needs_kubectl
+
+# The overlay with less data, as a user would change it: by a kustomization of their own.
+SMALLER = """
+apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+namespace: gmeta
+resources: [{overlay}]
+configMapGenerator:
+  - {{name: gmeta-train, behavior: merge, files: [train.toml]}}
+generatorOptions: {{disableNameSuffixHash: true}}
+patches:
+  - target: {{kind: Job, name: gmeta-prepare}}
+    patch: |-
+      - op: replace
+        path: /spec/template/spec/containers/0/command
+        value: [dumb-init, --, gmeta, prepare, --recipe, synthetic, --tasks, "1500", /data/demo]
+"""
+LESS = {
+    "tasks_per_step = 128": "tasks_per_step = 16",
+    "hidden = [128, 64]": "hidden = [16]",
+    "epochs = 2": "epochs = 3",
+    "checkpoint_every_steps = 50": "checkpoint_every_steps = 20",
+}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    folder = tmp_path / "overlay"
+    folder.mkdir()
+    config = (ROOT / "deploy/k8s/base/train.toml").read_text()
+    for before, after in LESS.items():
+        assert before in config
+        config = config.replace(before, after)
+    (folder / "train.toml").write_text(config)
+    overlay = os.path.relpath(ROOT / "deploy/k8s/overlays/local-cpu", folder.resolve())
+    (folder / "kustomization.yaml").write_text(SMALLER.format(overlay=overlay))
+    with ExitStack() as stack:
+        try:
+            yield stack.enter_context(running(render(folder), tmp_path))
+        except NoNamespacesError as error:
+            pytest.skip(f"no network namespaces here: {error}")
+
+
+def in_network(pod: Pod, *command: str) -> str:
+    done = subprocess.run(pod.host.command(*command), capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def open_ports(pod: Pod) -> set[int]:
+    """Ports that a pod listens on, its own loopback apart."""
+    tables = in_network(pod, "cat", "/proc/net/tcp", "/proc/net/tcp6")
+    lines = [line.split() for line in tables.splitlines() if "local_address" not in line]
+    addresses = [line[1].split(":") for line in lines if line[3] == "0A"]
+    return {int(port, 16) for address, port in addresses if not address.endswith("7F")}
+
+
+def users(pod: Pod) -> set[tuple[str, ...]]:
+    """(users, effective capabilities, no new privileges) of a pod's processes."""
+    runtime = pod.host.command("unshare")[-1].encode()
+    found = set()
+    for pid in subprocess.run(
+        ["ip", "netns", "pids", pod.host.namespace], capture_output=True, text=True, check=True
+    ).stdout.split():
+        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(runtime):
+            continue
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        found.add((status["Uid"], status["CapEff"], status["NoNewPrivs"]))
+    return found
+
+
+@needs_kubectl
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_an_overlay_becomes_a_finished_run_though_its_pods_are_drained(
+    cluster: Cluster,
+) -> None:
+    run = cluster.volume("gmeta-runs") / "demo"
+    train = cluster.workloads["gmeta-train"]
+    checkpoints = run / "checkpoints"
+
+    def steps() -> int:
+        return len(metrics(run)) if (run / "metrics.jsonl").exists() else 0
+
+    prepare = cluster.pod("gmeta-prepare-0")
+    cluster.run_until(lambda: prepare.runs, "prepare", 60)
+    prepare.delete()
+    cluster.run_until(lambda: bool(list_checkpoints(checkpoints)), "a checkpoint", 150)
+    assert prepare.returncode == 128 + signal.SIGTERM  # of dumb-init
+    # Nobody but the one that made the Secrets has asked the API server for anything.
+    assert cluster.api.refused == []
+    assert set(cluster.api.accounts.values()) == {"gmeta-credentials"}
+    service = cluster.pod("gmeta-shard-service-0")
+    assert open_ports(service) == {7070, 9100}
+    assert 29400 in open_ports(cluster.pod("gmeta-train-0"))
+    for name in ("gmeta-shard-service-0", "gmeta-train-0", "gmeta-train-1"):
+        ids = "\t".join(["10001"] * 4)
+        assert users(cluster.pod(name)) == {(ids, "0" * 16, "1")}
+    for name in ("gmeta-shard-service-0", "gmeta-train-0"):
+        reached = steps()
+        drained = cluster.pod(name)
+        drained.delete()
+        cluster.run_until(lambda pod=drained: pod.returncode is not None, f"{name}'s end", 60)
+        # torchrun says 1 whatever its ranks said; -9 would be the end of the grace period.
+        assert drained.returncode == (0 if "service" in name else 1), drained.log()[-2000:]
+        cluster.run_until(lambda at=reached: steps() > at or train.complete, "progress", 120)
+    cluster.run_until(lambda: train.complete, "the end of training", 150)
+    assert "nothing of it is lost" in cluster.pod("gmeta-train-0").log()
+    assert json.loads((cluster.volume("gmeta-data") / "demo/manifest.json").read_text())["splits"]
+    report = audit_manifest(load_manifest(list_checkpoints(checkpoints)[-1]))
+    assert report.ok
+    assert "  epoch finished" in report.lines
