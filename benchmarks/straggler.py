@@ -5,7 +5,8 @@ python benchmarks/straggler.py [--quick]
 Service, leases, agents, gloo and the meta-learner are the trainer's own. Four ranks do not fit on
 the two cores of a small machine, so the work of a task is stood in for by 20 ms of short sleeps
 between forward and backward: a rank's speed is then its own, whatever the others do. Rank 3 is made
-four times slower, once by SIGSTOP for 30 of every 40 ms, once by a reader that takes 60 ms a task.
+four times slower, once by SIGSTOP for 30 of every 40 ms, once by storage that takes, behind the
+computation's back, four times as long over a task as a healthy rank.
 
 The last line is JSON, for each cause: speedup_vs_static (tasks/s once the new shares are in force),
 speedup_with_detection (over the whole run), verdict, final losses, audit, and what the simulator
@@ -18,7 +19,6 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,27 +62,22 @@ def work(num_tasks: int) -> None:
         time.sleep(NAP_S)
 
 
-class SlowReader:
-    """A reader whose storage takes its time over every task."""
+def slow_down_reading(feed: ServiceFeed, read_task_s: float) -> None:
+    """Storage that takes its time over every task, in the thread that reads ahead."""
+    pipeline = feed._reader._pipeline
+    compose = pipeline._compose
 
-    def __init__(self, reader: Any) -> None:
-        self._reader = reader
-        self._slept_s = 0.0
+    def slowly(loading: Any) -> Any:
+        batch = compose(loading)
+        with pipeline._clock:
+            time.sleep(read_task_s * batch.num_tasks)
+        return batch
 
-    @property
-    def wait_s(self) -> float:
-        return float(self._reader.wait_s + self._slept_s)
-
-    def batches(self, groups: Any) -> Iterator[Any]:
-        for batch in self._reader.batches(groups):
-            began_s = time.perf_counter()
-            time.sleep((SLOWDOWN - 1) * TASK_S * batch.num_tasks)
-            self._slept_s += time.perf_counter() - began_s
-            yield batch
+    pipeline._compose = slowly  # type: ignore[method-assign]
 
 
 def train_on_rank(
-    rank: int, folder: str, config: TrainConfig, slow_reader: bool, max_steps: int
+    rank: int, folder: str, config: TrainConfig, read_task_s: float, max_steps: int
 ) -> None:
     torch.set_num_threads(1)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -96,11 +91,17 @@ def train_on_rank(
     steps: list[tuple[float, int, float]] = []  # (time, tasks of the rank, loss of all)
     agent_s = 0.0
     with ServiceFeed(config, dataset, ranks, None) as feed:
-        if slow_reader and rank == SLOW_RANK:
-            feed._reader = SlowReader(feed._reader)  # type: ignore[assignment]
+        if read_task_s and rank == SLOW_RANK:
+            slow_down_reading(feed, read_task_s)
         agent = ServiceAgent(config, feed, sharded, learner.arrange, ranks, Stop())
         for episodes, totals in in_step(
-            feed.batches(0, 0), agent.arrange, dataset.features, ranks, None, sharded
+            feed.batches(0, 0),
+            agent.arrange,
+            dataset.features,
+            ranks,
+            None,
+            sharded,
+            agent.take_replanned,
         ):
             optimizer.begin_step(len(steps), 10**9)
             loss = sharded(episodes, weight=RANKS / max(totals.num_terms, 1))
@@ -138,8 +139,10 @@ def duty_cycle(pid: int, ended: threading.Event) -> None:
         pass
 
 
-def run(data: Path, policy: str, cause: str, max_steps: int = 10**9) -> dict[str, Any]:
-    """One job; `cause` is compute, reader or none."""
+def run(
+    data: Path, policy: str, cause: str, max_steps: int = 10**9, read_task_s: float = 0.0
+) -> dict[str, Any]:
+    """One job; `cause` is compute, reader (with seconds a task) or none."""
     watched = StragglerConfig(
         MonitorConfig(window_s=1.0), ControllerConfig(policy=policy, cooldown_s=2.0)
     )
@@ -160,7 +163,7 @@ def run(data: Path, policy: str, cause: str, max_steps: int = 10**9) -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
             train_on_rank,
-            (folder, config, cause == "reader", max_steps),
+            (folder, config, read_task_s, max_steps),
             RANKS,
             join=False,
             start_method="forkserver",
@@ -231,7 +234,10 @@ def predicted(step_ms: float, slow_factor: float, num_steps: int) -> float:
 
 
 def compare(data: Path, cause: str, healthy_step_ms: float) -> dict[str, Any]:
-    static, antdt = run(data, "none", cause), run(data, "nd", cause)
+    healthy_task_s = healthy_step_ms / TASKS_PER_RANK / 1000
+    read_task_s = SLOWDOWN * healthy_task_s if cause == "reader" else 0.0
+    static = run(data, "none", cause, read_task_s=read_task_s)
+    antdt = run(data, "nd", cause, read_task_s=read_task_s)
     steady, whole = rate(antdt, balanced_from(antdt)), rate(antdt)
     static_step_ms = 1000 * RANKS * TASKS_PER_RANK / rate(static)
     simulated = predicted(healthy_step_ms, static_step_ms / healthy_step_ms, len(static["times_s"]))

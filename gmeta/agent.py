@@ -19,12 +19,10 @@ from gmeta.accumulate import MicroBatches, in_parts
 from gmeta.antdt.agent import WorkerAgent
 from gmeta.config import TrainConfig
 from gmeta.episodes import Episodes
-from gmeta.feed import Feed, ServiceFeed
+from gmeta.feed import PREFETCH_BATCHES, Feed, ServiceFeed
 from gmeta.parallel import Ranks, local_learner
 from gmeta.stopping import Stop
 from metaio.batch import TaskBatch
-
-AGREE_EVERY_STEPS = 4  # one small all-reduce: 0.1 ms a step at most
 
 
 class Agent(abc.ABC):
@@ -37,6 +35,11 @@ class Agent(abc.ABC):
     @abc.abstractmethod
     def stepped(self, num_tasks: int) -> None:
         """The optimizer's step is done. Collective: every rank calls it for every step."""
+
+    def take_replanned(self) -> bool:
+        """Whether the last step changed the shares, so that the batch that was asked for last is
+        planned anew. The same on all ranks."""
+        return False
 
 
 @final
@@ -85,47 +88,54 @@ class ServiceAgent(Agent):
         self._ranks = ranks
         self._arrange = arrange
         self._stop = stop
-        share = feed.quota(0)
         self._worker = WorkerAgent(
-            feed.client, share, self._end_for_restart, config.outer.accumulate_steps
+            feed.client, feed.share, self._end_for_restart, config.outer.accumulate_steps
         )
-        self._shares = [(0, share)]  # (first round, tasks), in order
-        feed.quota = self._share_in
         self._clock = LocalClock()
         local_learner(sharded).clock = self._clock
-        self._steps = 0
-        self._wait_s = feed.wait_s
+        self._replanned = False
+        self._arranged_s = 0.0  # since the last step
+        self._hiding = Hiding(PREFETCH_BATCHES)
+        self._wait_s, self._read_s = feed.wait_s, feed.read_s
         self._ended_s = time.perf_counter()
 
     def arrange(self, batch: TaskBatch) -> Episodes | MicroBatches:
         """See Agent.arrange."""
-        return in_parts(self._arrange, self._worker.plan.micro_batches)(batch)
+        began_s = time.perf_counter()
+        arranged = in_parts(self._arrange, self._worker.plan.micro_batches)(batch)
+        self._arranged_s += time.perf_counter() - began_s
+        return arranged
 
     def stepped(self, num_tasks: int) -> None:
         """See Agent.stepped."""
-        now_s, wait_s = time.perf_counter(), self._feed.wait_s
-        compute_s, data_s = self._clock.take_s(), wait_s - self._wait_s
+        now_s, wait_s, read_s = time.perf_counter(), self._feed.wait_s, self._feed.read_s
+        compute_s = self._clock.take_s() + self._arranged_s
+        shown_s = self._hiding.shown_s(read_s - self._read_s, compute_s)
+        data_s = max(wait_s - self._wait_s, shown_s)
         peers_s = max(0.0, now_s - self._ended_s - compute_s - data_s)
-        self._worker.stepped(num_tasks, 1000 * compute_s, 1000 * data_s, 1000 * peers_s)
-        self._wait_s, self._ended_s = wait_s, now_s
-        self._steps += 1
-        if self._steps % AGREE_EVERY_STEPS == 0:
-            self._worker.take_actions()
-            self._agree()
+        changed = self._worker.stepped(num_tasks, 1000 * compute_s, 1000 * data_s, 1000 * peers_s)
+        self._wait_s, self._read_s, self._ended_s, self._arranged_s = wait_s, read_s, now_s, 0.0
+        self._worker.take_actions()
+        self._agree(changed)
 
-    def _agree(self) -> None:
-        """Adopts the newest plan if it is the same on all ranks, from the first round that no rank
-        has planned yet."""
+    def take_replanned(self) -> bool:
+        """See Agent.take_replanned."""
+        replanned, self._replanned = self._replanned, False
+        return replanned
+
+    def _agree(self, changed: bool) -> None:
+        """Adopts the newest plan if it is the same on all ranks: behind the same step, so it is in
+        force for the same batch on all of them. If the speed of any changed, all report at once:
+        the controller then sees the same step of everybody."""
         newest = self._worker.newest.version
-        seen = torch.tensor([newest, -newest, self._feed.round])
+        seen = torch.tensor([newest, -newest, int(changed)])
         dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._ranks.control)
-        highest, lowest, first_round = int(seen[0]), -int(seen[1]), int(seen[2])
+        highest, lowest, any_changed = int(seen[0]), -int(seen[1]), bool(seen[2])
+        if any_changed:
+            self._feed.client.hurry()
         if highest == lowest and newest != self._worker.plan.version:
-            plan = self._worker.adopt_newest()
-            self._shares.append((first_round, plan.tasks))
-
-    def _share_in(self, feed_round: int) -> int:
-        return next(tasks for first, tasks in reversed(self._shares) if first <= feed_round)
+            self._feed.change_share(self._worker.adopt_newest().tasks)
+            self._replanned = True
 
     def _end_for_restart(self) -> str:
         """All ranks keep the steps so far and end; torchrun starts them again."""
@@ -135,6 +145,27 @@ class ServiceAgent(Agent):
             return f"torchrun restarted {used} times and may no more; raise --max-restarts"
         self._stop.asked = True
         return ""
+
+
+@final
+class Hiding:
+    """How much of the reading the rank's own computation does not hide.
+
+    Batches are read behind the computation's back, also while it waits for its peers. A slow reader
+    whose share has become small is waited for no more, because its peers' computation hides it; it
+    is as slow as before, and with its old share all would wait for it again. So a rank's own time
+    is max(reading, computing), whatever the others do.
+    """
+
+    def __init__(self, batches_ahead: int) -> None:
+        self._batches_ahead = batches_ahead
+        self._credit_s = 0.0  # computed while nothing was read: a later batch may take as long
+
+    def shown_s(self, read_s: float, compute_s: float) -> float:
+        """Of a step that read and computed for so long."""
+        shown_s = read_s - compute_s - self._credit_s
+        self._credit_s = min(max(0.0, -shown_s), self._batches_ahead * compute_s)
+        return max(0.0, shown_s)
 
 
 @final

@@ -9,8 +9,9 @@ import abc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import final
 
@@ -164,9 +165,7 @@ class StaticFeed(Feed):
 class ServiceFeed(Feed):
     """Shards leased from the data-shard service: each rank takes the next ones when it needs them.
 
-    `quota` says how many tasks this rank takes in each round. A round is one batch of every rank;
-    the ranks count rounds alike, so a change that all ranks make for the same future round (at
-    least `PREFETCH_BATCHES` + 3 ahead) takes effect in one step.
+    `share` is how many tasks this rank takes for each batch.
     """
 
     def __init__(
@@ -182,12 +181,10 @@ class ServiceFeed(Feed):
                 f"data.tasks_per_step = {data.tasks_per_step} is less than the {ranks.world_size} "
                 "ranks: each needs a task a step to lease shards. Raise it, or start fewer ranks"
             )
-        share = _share_of(data.tasks_per_step, ranks.rank, ranks.world_size)
-        self.quota: Callable[[int], int] = lambda _: share
-        self.round = 0  # of the next batch to be planned
+        self.share = _share_of(data.tasks_per_step, ranks.rank, ranks.world_size)
+        self._replan = False
         units_per_shard = tasks_per_shard(config, dataset)
-        # A batch's worth is leased while another one is used up.
-        self._prefetch_shards = min(2 * -(-share // units_per_shard), MAX_SHARDS_PER_LEASE_CALL)
+        self._units_per_shard = units_per_shard
         spec = DatasetSpec(
             split.name,
             split.num_episodes,
@@ -241,15 +238,41 @@ class ServiceFeed(Feed):
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
         """See Feed.batches. The service knows where in the epoch the model stands."""
         self._close_stream()
-        self._stream = UnitStream(self.client, self._split, epoch, self._prefetch_shards)
-        return self._reader.batches(self._groups(self._stream))
+        self._replan = False
+        self._stream = UnitStream(self.client, self._split, epoch, self._shards_ahead())
+        return self._batches_of(self._stream)
 
-    def _groups(self, stream: UnitStream) -> Iterator[list[EpisodeRange]]:
-        """The episodes of this rank's batch of each round, until the epoch has ended."""
+    def change_share(self, num_tasks: int) -> None:
+        """In force at once, whatever was read ahead: the batch that was asked for last is to be
+        dropped and asked for again, on every rank, so that their steps stay whole."""
+        self.share = num_tasks
+        self._replan = True
+
+    def _shards_ahead(self) -> int:
+        """A batch's worth is leased while another one is used up."""
+        return min(2 * -(-max(self.share, 1) // self._units_per_shard), MAX_SHARDS_PER_LEASE_CALL)
+
+    def _batches_of(self, stream: UnitStream) -> Iterator[TaskBatch]:
+        """What was planned with an old share is dropped and planned anew: its blocks are decoded
+        already."""
+        while not stream.ended:
+            planned: deque[int] = deque()  # tasks of each batch that is read ahead
+            with closing(self._reader.batches(self._groups(stream, planned))) as batches:
+                for batch in batches:
+                    yield batch
+                    if self._replan:
+                        break  # this batch is among those that were planned
+                    planned.popleft()
+            stream.put_back(sum(planned))
+            self._replan = False
+            stream.lease_ahead(self._shards_ahead())
+
+    def _groups(self, stream: UnitStream, planned: deque[int]) -> Iterator[list[EpisodeRange]]:
+        """The episodes of this rank's next batches, until the epoch has ended."""
         warn_at_s = time.perf_counter() + WARN_AFTER_S
         while not stream.ended:
             began_s = time.perf_counter()
-            taken = stream.take(self.quota(self.round))
+            taken = stream.take(self.share)
             if taken:
                 warn_at_s = began_s + WARN_AFTER_S
             else:
@@ -259,7 +282,7 @@ class ServiceFeed(Feed):
                 warn_at_s = began_s + WARN_AFTER_S
                 _log.warning("rank %d has no shard: %s", self._ranks.rank, stream.waiting_for)
             self._lease_wait_s += time.perf_counter() - began_s
-            self.round += 1
+            planned.append(sum(part.number for part in taken))
             yield [EpisodeRange(self._split, part.first, part.number) for part in taken]
 
     def trained(self, num_tasks: int) -> None:
@@ -293,6 +316,11 @@ class ServiceFeed(Feed):
     def wait_s(self) -> float:
         """See Feed.wait_s."""
         return self._reader.wait_s + self._lease_wait_s
+
+    @property
+    def read_s(self) -> float:
+        """Seconds that reading has taken, also where nobody had to wait for it."""
+        return self._reader.busy_s + self._lease_wait_s
 
     def close(self) -> None:
         """Gives back what was not trained, and ends the service if it is this job's own.

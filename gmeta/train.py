@@ -117,7 +117,13 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
                 progress.epoch_step,
             )
             for episodes, totals in in_step(
-                batches, agent.arrange, dataset.features, ranks, stop, sharded
+                batches,
+                agent.arrange,
+                dataset.features,
+                ranks,
+                stop,
+                sharded,
+                agent.take_replanned,
             ):
                 optimizer.begin_step(progress.step, total_steps)
                 # The mean over all ranks' terms: data-parallel averaging divides by the world size.

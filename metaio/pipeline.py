@@ -5,7 +5,7 @@ in order.
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from metaio.batch import TaskBatch
@@ -23,13 +23,44 @@ _REMOTE_FETCHES = 8
 _MAX_PLANS_AHEAD = 4_096
 
 
+class _BusyClock:
+    """How long at least one thread of several has been at work."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_at_work = 0
+        self._since_s = 0.0
+        self._busy_s = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._num_at_work:
+                self._since_s = time.perf_counter()
+            self._num_at_work += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_at_work -= 1
+            if not self._num_at_work:
+                self._busy_s += time.perf_counter() - self._since_s
+
+    def read_s(self) -> float:
+        """Seconds until now."""
+        with self._lock:
+            under_way_s = time.perf_counter() - self._since_s if self._num_at_work else 0.0
+            return self._busy_s + under_way_s
+
+
 class BlockCache:
     """Decoded blocks, loaded by background threads, kept within a budget; least recently used go
     first.
     """
 
-    def __init__(self, dataset: Dataset, budget_bytes: int, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, dataset: Dataset, budget_bytes: int, pool: ThreadPoolExecutor, clock: _BusyClock
+    ) -> None:
         self._dataset = dataset
+        self._clock = clock
         self._budget_bytes = budget_bytes
         self._pool = pool
         self._lock = threading.Lock()
@@ -43,7 +74,7 @@ class BlockCache:
             if key in self._blocks:
                 self._blocks.move_to_end(key)
                 return self._blocks[key][0]
-            future = self._pool.submit(self._dataset.read_block, *key)
+            future = self._pool.submit(self._read, *key)
             self._num_loading += 1
             self._blocks[key] = (future, num_bytes)
             self._held_bytes += num_bytes
@@ -53,6 +84,10 @@ class BlockCache:
                 self._held_bytes -= freed_bytes
         future.add_done_callback(self._loaded)
         return future
+
+    def _read(self, split: str, block: int) -> Block:
+        with self._clock:
+            return self._dataset.read_block(split, block)
 
     def num_loading(self) -> int:
         """Blocks that are being read."""
@@ -141,10 +176,16 @@ class BatchPipeline:
         if not dataset.is_local:
             self._fetches = max(threads, _REMOTE_FETCHES)
             self._fetch_pool = ThreadPoolExecutor(self._fetches, thread_name_prefix="metaio-fetch")
-        self._cache = BlockCache(dataset, cache_bytes, self._fetch_pool)
+        self._clock = _BusyClock()
+        self._cache = BlockCache(dataset, cache_bytes, self._fetch_pool, self._clock)
         self.wait_s = 0.0
 
-    def run(self, plans: Iterable[Plan], look_ahead: bool = False) -> Iterator[TaskBatch]:
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which a batch was being read or made, waited for or not."""
+        return self._clock.read_s()
+
+    def run(self, plans: Iterable[Plan], look_ahead: bool = False) -> Generator[TaskBatch]:
         """The batch of each plan. Plans are drawn as batches are needed.
 
         With `look_ahead` they are drawn further, as far as blocks can be read meanwhile.
@@ -166,7 +207,7 @@ class BatchPipeline:
 
     def _drain(
         self, ahead: _Ahead, queue: deque[Future[TaskBatch]], look_ahead: bool
-    ) -> Iterator[TaskBatch]:
+    ) -> Generator[TaskBatch]:
         try:
             while True:
                 self._fill(ahead, queue, look_ahead)
@@ -190,10 +231,11 @@ class BatchPipeline:
         )
 
     def _compose(self, loading: list[tuple[Future[Block], BlockEpisodes]]) -> TaskBatch:
-        parts = [(future.result(), part.episodes) for future, part in loading]
-        batch = compose(self._dataset.features, parts)
-        # Page-locking takes as long as copying, so it is done here, behind the consumer's back.
-        return batch.pin_memory() if self._pin_memory else batch
+        with self._clock:
+            parts = [(future.result(), part.episodes) for future, part in loading]
+            batch = compose(self._dataset.features, parts)
+            # Page-locking takes as long as copying: done here, behind the consumer's back.
+            return batch.pin_memory() if self._pin_memory else batch
 
     def close(self) -> None:
         """Stop all threads; a batch that is being made is finished first."""

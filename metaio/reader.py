@@ -1,6 +1,6 @@
 """Streams TaskBatches: background threads decode and compose, a bounded queue keeps the order."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -206,7 +206,12 @@ class RangeReader:
         """Seconds that consumers have waited for a batch since the reader was made."""
         return self._pipeline.wait_s
 
-    def batches(self, groups: Iterable[Sequence[EpisodeRange]]) -> Iterator[TaskBatch]:
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which a batch was being read or made, whether a consumer waited or not."""
+        return self._pipeline.busy_s
+
+    def batches(self, groups: Iterable[Sequence[EpisodeRange]]) -> Generator[TaskBatch]:
         """One batch a group of disjoint ranges, its episodes in stored order; empty for no range.
 
         `groups` may be a generator that asks a service for leases: it is drawn from as needed, in

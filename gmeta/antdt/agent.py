@@ -14,6 +14,10 @@ from protos.antdt.v1 import shard_service_pb2 as pb
 _log = logging.getLogger("gmeta.antdt.agent")
 
 
+CHANGE_RATIO = 1.5  # of own time per task, up or down: worth a report at once
+CHANGE_AFTER_S = 0.5  # so much time is looked at together: a step alone may be a hiccup
+
+
 class Plan(NamedTuple):
     """Tasks of this worker in each step, in so many micro-batches; later versions are newer."""
 
@@ -38,12 +42,15 @@ class WorkerAgent:
         self.totals = Report()
         self.plan = Plan(0, share, micro_batches)  # in force
         self.newest = self.plan
+        self._looked_at = Report()  # the totals when the speed was last looked at
+        self._usual_ms = 0.0  # own time per task
         client.report(self.totals, share)
 
     def stepped(
         self, num_tasks: int, compute_ms: float, data_wait_ms: float, peer_wait_ms: float
-    ) -> None:
-        """One more step was taken, with so many of this worker's tasks."""
+    ) -> bool:
+        """One more step was taken, with so many of this worker's tasks. Returns whether this worker
+        became much slower or faster: then nobody should wait for the next heartbeat."""
         old = self.totals
         self.totals = Report(
             old.step + 1,
@@ -54,6 +61,16 @@ class WorkerAgent:
             old.peer_wait_ms + peer_wait_ms,
         )
         self._client.report(self.totals, self.plan.tasks)
+        return self._changed()
+
+    def _changed(self) -> bool:
+        news = self.totals.since(self._looked_at)
+        own_ms = sum(news.own_ms)
+        if not news.tasks_done or own_ms + news.peer_wait_ms < 1000 * CHANGE_AFTER_S:
+            return False
+        now_ms, usual_ms = own_ms / news.tasks_done, self._usual_ms
+        self._looked_at, self._usual_ms = self.totals, now_ms
+        return usual_ms > 0 and not usual_ms / CHANGE_RATIO < now_ms < usual_ms * CHANGE_RATIO
 
     def take_actions(self) -> None:
         """Takes in what came since the last call; a plan waits in `newest` for all ranks."""

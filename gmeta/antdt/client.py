@@ -38,6 +38,7 @@ class EndOfEpoch(NamedTuple):
 
 
 END = EndOfEpoch()
+DECIDED_AFTER_S = 0.5  # the controller's answer to reports that all workers hurried
 
 
 @final
@@ -86,6 +87,7 @@ class ShardClient:
         self._ttl_s = 30.0
         self._report_every_s = 0.0
         self._report: Any = None
+        self._beat_again_s = 0.0  # the pause behind a hurried heartbeat
         self._actions: list[Any] = []
         self._fenced: FencedError | None = None
         self._closed = threading.Event()
@@ -280,6 +282,11 @@ class ShardClient:
         if is_first:
             self._hurry.set()
 
+    def hurry(self) -> None:
+        """Reports at once, and looks soon after what the controller decided."""
+        self._beat_again_s = DECIDED_AFTER_S
+        self._hurry.set()
+
     def take_actions(self) -> list[Any]:
         """Actions that heartbeats brought since the last call; acknowledge each with
         `ack_action`."""
@@ -419,6 +426,9 @@ class ShardClient:
                 _log.warning("heartbeat: %s", error)
 
     def _pause_s(self) -> float:
+        if self._beat_again_s:
+            pause_s, self._beat_again_s = self._beat_again_s, 0.0
+            return pause_s
         if self._report is None or not self._report_every_s:
             return self._ttl_s / 3
         return min(self._ttl_s / 3, self._report_every_s)

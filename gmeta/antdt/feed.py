@@ -30,7 +30,7 @@ class ShardFeed:
         self._client = client
         self._dataset = dataset
         self._epoch = epoch
-        self._prefetch = prefetch_shards
+        self.prefetch_shards = prefetch_shards  # may be changed at any time
         self._ready: deque[Lease] = deque()
         self._error: AntdtError | None = None
         self._end_seen = False
@@ -91,8 +91,9 @@ class ShardFeed:
 
     def _fill(self) -> float | None:
         """Leases what is missing; returns how long to pause, None until the loop takes a shard."""
-        missing = self._prefetch - len(self._ready)
-        if missing < max(1, self._prefetch // 2):
+        wanted = self.prefetch_shards
+        missing = wanted - len(self._ready)
+        if missing < max(1, wanted // 2):
             return None  # half of them at once: a call costs the same for one as for many
         answer = self._client.lease(self._dataset, self._epoch, missing)
         with self._changed:

@@ -16,13 +16,13 @@ from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.ledger import Ledger
 from gmeta.antdt.log import event
 from gmeta.antdt.model import ShardState
-from gmeta.antdt.monitor import Monitor, Report, WorkerHealth
+from gmeta.antdt.monitor import CUT_AFTER, Monitor, Report, WorkerHealth
 from gmeta.antdt.policies import find_policy
 from gmeta.antdt.policies.interface import Decision
 from gmeta.antdt.settings import StragglerConfig
 from protos.antdt.v1 import shard_service_pb2 as pb
 
-MAX_TICK_S = 1.0
+MAX_TICK_S = 0.2  # within DECIDED_AFTER_S of the client
 STEPS_AHEAD = 1  # a global action takes effect after the newest step that anybody reported
 HISTORY_WINDOWS = 120  # of speeds, for the dashboard
 HISTORY_DECISIONS = 200
@@ -126,7 +126,7 @@ class Governor:
         return dict(self.monitor.health)
 
     def _run(self) -> None:
-        tick_s = min(MAX_TICK_S, self.config.monitor.window_s / 4)
+        tick_s = min(MAX_TICK_S, CUT_AFTER * self.config.monitor.window_s / 2)
         while not self._stopping.wait(tick_s):
             try:
                 self.tick()

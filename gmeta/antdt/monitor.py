@@ -6,7 +6,7 @@ transfers; the time that a rank waits for its peers says nothing about the rank 
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, quantiles
 from typing import Literal, NamedTuple, final
@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, final
 Verdict = Literal["unknown", "healthy", "transient", "persistent", "deterministic"]
 Cause = Literal["", "compute", "reader", "network"]
 CAUSES: tuple[Cause, ...] = ("compute", "reader", "network")
+CUT_AFTER = 0.2  # of a window: no window is cut shorter
 STRAGGLERS = ("transient", "persistent", "deterministic")
 
 
@@ -118,25 +119,25 @@ class _Long:
         self.num_slow = 0  # above the ratio of recovery: a straggler stays one down to it
         self.tasks = 0
         self.own_ms = 0.0
-        self._config = config
+        self.config = config
         # Of tasks per step (x) and own time per step (y), forgotten at the rate of the windows.
         self._count = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, window: Window) -> None:
         """Takes in the newest, drops the oldest."""
-        if len(self.windows) == self._config.long_windows:
+        if len(self.windows) == self.config.long_windows:
             self._count_in(self.windows.popleft(), -1)
         self.windows.append(window)
         self._count_in(window, 1)
         if window.steps > 0:
-            keep = 1 - 1 / self._config.long_windows
+            keep = 1 - 1 / self.config.long_windows
             x, y = window.tasks / window.steps, window.tasks * window.own_ms / window.steps
             self._count = keep * self._count + 1
             self._x, self._y = keep * self._x + x, keep * self._y + y
             self._xx, self._xy = keep * self._xx + x * x, keep * self._xy + x * y
 
     def _count_in(self, window: Window, sign: int) -> None:
-        self.num_slow += sign * (window.ratio >= self._config.recovered_ratio)
+        self.num_slow += sign * (window.ratio >= self.config.recovered_ratio)
         self.tasks += sign * window.tasks
         self.own_ms += sign * window.tasks * window.own_ms
 
@@ -166,6 +167,7 @@ class _Worker:
         self.incarnation = incarnation
         self.newest: Report | None = None
         self.at_window_start: Report | None = None
+        self.at_long_start: Report | None = None  # of the window that is not cut short
         self.long = _Long(config)
         self.short: deque[Window] = deque(maxlen=config.short_windows)
         self.num_windows = 0
@@ -174,13 +176,47 @@ class _Worker:
         self.num_slow = 0
         self.slow_from_the_start = False
 
+    def add_long(self, window: Window) -> None:
+        """Takes in a window that was not cut short."""
+        self.long.add(window)
+        config = self.long.config
+        self.num_windows += 1
+        self.num_slow += window.ratio >= config.recovered_ratio
+        if self.num_windows == config.short_windows:
+            self.slow_from_the_start = self.num_slow >= config.short_slow
+
+    def news(self) -> Report | None:
+        """Totals since the window began; None when no task was finished in it."""
+        return _between(self.at_window_start, self.newest)
+
     def take_delta(self) -> Report | None:
-        """Totals since the last window; None when no task was finished in it."""
-        before, newest = self.at_window_start, self.newest
-        if before is None or newest is None or newest.tasks_done <= before.tasks_done:
-            return None
-        self.at_window_start = newest
-        return newest.since(before)
+        """`news`; the next window begins."""
+        delta = self.news()
+        if delta is not None:
+            self.at_window_start = self.newest
+        return delta
+
+    def take_long_delta(self) -> Report | None:
+        """As `take_delta`, since the last window that was not cut short."""
+        delta = _between(self.at_long_start, self.newest)
+        if delta is not None:
+            self.at_long_start = self.newest
+        return delta
+
+    def changed(self, ratio: float) -> bool:
+        """Whether own time per task is so many times what it was in the last window, or less by as
+        much."""
+        news = self.news()
+        if news is None or not self.short:
+            return False
+        now_ms, then_ms = sum(news.own_ms) / news.tasks_done, self.short[-1].own_ms
+        return not then_ms / ratio < now_ms < then_ms * ratio
+
+
+def _between(before: Report | None, newest: Report | None) -> Report | None:
+    if before is None or newest is None or newest.tasks_done <= before.tasks_done:
+        return None
+    return newest.since(before)
 
 
 @final
@@ -191,6 +227,7 @@ class Monitor:
         self.config = config
         self._workers: dict[str, _Worker] = {}
         self._window_end_s = now_s + config.window_s
+        self._may_cut_s = now_s + CUT_AFTER * config.window_s
         self.health: dict[str, WorkerHealth] = {}
 
     def observe(self, worker_id: str, incarnation: str, report: Report) -> None:
@@ -199,7 +236,8 @@ class Monitor:
         if worker is None or worker.incarnation != incarnation:
             worker = self._workers[worker_id] = _Worker(incarnation, self.config)
         if worker.at_window_start is None:
-            worker.at_window_start = report  # totals until now say nothing about a window
+            # Totals until now say nothing about a window.
+            worker.at_window_start = worker.at_long_start = report
         if worker.newest is None or report.tasks_done >= worker.newest.tasks_done:
             worker.newest = report
 
@@ -209,26 +247,40 @@ class Monitor:
         self.health.pop(worker_id, None)
 
     def close_window(self, now_s: float) -> bool:
-        """Judges every worker if the window is over; False while it is not."""
-        if now_s < self._window_end_s:
+        """Judges every worker if the window is over, or cut short; False while it is neither."""
+        is_over = now_s >= self._window_end_s
+        if not is_over and not self._cut_short(now_s):
             return False
-        self._window_end_s = now_s + self.config.window_s
-        deltas = {
-            name: delta
-            for name, worker in self._workers.items()
-            if (delta := worker.take_delta()) is not None
-        }
-        for name, window in _windows_of(deltas, self.config).items():
+        self._may_cut_s = now_s + CUT_AFTER * self.config.window_s
+        judged = self._windows(_Worker.take_delta)
+        for name, window in judged.items():
+            self._workers[name].short.append(window)
+        if is_over:
+            self._window_end_s = now_s + self.config.window_s
+            for name, window in self._windows(_Worker.take_long_delta).items():
+                self._workers[name].add_long(window)
+        for name in judged:
             worker = self._workers[name]
-            worker.short.append(window)
-            worker.long.add(window)
-            worker.num_windows += 1
-            worker.num_slow += window.ratio >= self.config.recovered_ratio
-            if worker.num_windows == self.config.short_windows:
-                worker.slow_from_the_start = worker.num_slow >= self.config.short_slow
             worker.verdict = self._judge(worker, now_s)
             self.health[name] = self._describe(name, worker, now_s)
         return True
+
+    def _cut_short(self, now_s: float) -> bool:
+        """Whether all workers have news and some became much slower or faster: they hurried their
+        reports, so that what is done about it need not wait for the end of the window."""
+        return (
+            now_s >= self._may_cut_s
+            and all(worker.news() is not None for worker in self._workers.values())
+            and any(worker.changed(self.config.slow_ratio) for worker in self._workers.values())
+        )
+
+    def _windows(self, take: Callable[[_Worker], Report | None]) -> dict[str, Window]:
+        deltas = {
+            name: delta
+            for name, worker in self._workers.items()
+            if (delta := take(worker)) is not None
+        }
+        return _windows_of(deltas, self.config)
 
     def _judge(self, worker: _Worker, now_s: float) -> Verdict:
         config, short = self.config, worker.short

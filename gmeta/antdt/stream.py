@@ -35,6 +35,7 @@ class UnitStream:
         self._feed = ShardFeed(client, dataset, epoch, prefetch_shards)
         self._held: deque[Lease] = deque()  # in the order of taking, trained in part or not yet
         self._next_unit = 0  # of the last lease in `_held`: the first one not taken
+        self._put_back: deque[Lease] = deque()  # to be taken again, before any new one
         self._error: AntdtError | None = None
         self._wake = threading.Event()
         self._closed = threading.Event()
@@ -64,7 +65,7 @@ class UnitStream:
         ranges: list[UnitRange] = []
         while num_units:
             if not self._held or self._next_unit == self._held[-1].end_unit:
-                lease = self._feed.take()
+                lease = self._put_back.popleft() if self._put_back else self._feed.take()
                 if lease is None:
                     self._wake.set()  # the end may wait for what this rank has not reported yet
                     break
@@ -76,6 +77,23 @@ class UnitStream:
             self._next_unit += number
             num_units -= number
         return ranges
+
+    def put_back(self, num_units: int) -> None:
+        """The last so many units taken will be taken again: a plan for them was dropped."""
+        while num_units:
+            lease = self._held[-1]
+            number = min(num_units, self._next_unit - lease.start_unit - lease.units_done)
+            self._next_unit -= number
+            num_units -= number
+            if num_units:
+                if len(self._held) == 1:
+                    raise ValueError(f"{num_units} more units were put back than were taken")
+                self._put_back.appendleft(self._held.pop())
+                self._next_unit = self._held[-1].end_unit
+
+    def lease_ahead(self, num_shards: int) -> None:
+        """So many leases are kept ready from now on."""
+        self._feed.prefetch_shards = num_shards
 
     def trained(self, num_units: int) -> None:
         """So many more of the units taken are in the model. Raises what the reporter met, and

@@ -48,6 +48,7 @@ def in_step(
     ranks: Ranks,
     stop: Stop | None = None,
     sharded: DistributedModelParallel | None = None,
+    take_replanned: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[Arranged, StepTotals]]:
     """This rank's episodes, on its device, and the totals of each step, until no rank has data
     left.
@@ -57,7 +58,9 @@ def in_step(
     without, every step sends its own), and the totals and the numbers of ids of the one after it.
     Rows are only looked up when their step begins, after the updates of the step before: the losses
     are those of one step after the other. With the totals every rank learns that one was asked to
-    stop, and `stop.agreed` ends the steps on all of them.
+    stop, and `stop.agreed` ends the steps on all of them. Where `take_replanned` says behind a step
+    (on all ranks alike) that the last batch asked for was planned anew, it is announced again: its
+    ids have not travelled yet.
     """
     empty = empty_batch(
         len(features.tables), len(features.single), len(features.multi), len(features.dense)
@@ -87,4 +90,7 @@ def in_step(
         upcoming, after = send(after), announce()
         if totals.num_rows:
             yield now.episodes, totals
+            if take_replanned():
+                after.work.wait()
+                after = announce()
         now = upcoming

@@ -60,6 +60,25 @@ def test_totals_reach_the_monitor(server: ShardServer, client: ShardClient) -> N
     assert agent.totals == Report(3, 24, 120.0, 6.0, 0.0, 15.0)
 
 
+def test_a_worker_that_became_slow_or_fast_says_so_once(client: ShardClient) -> None:
+    agent = WorkerAgent(client, 8, lambda: "")
+    steps_ms = [300.0] * 4 + [900.0] * 2 + [400.0] * 2 + [10.0] * 60
+    said = [agent.stepped(8, ms, 0.0, 0.0) for ms in steps_ms]
+    assert [step for step, changed in enumerate(said) if changed] == [4, 7, 57]
+
+
+def test_a_hurried_report_is_there_at_once_and_the_answer_soon_after(
+    server: ShardServer, client: ShardClient
+) -> None:
+    client._report_every_s = 60.0
+    agent = WorkerAgent(client, 8, lambda: "")
+    agent.stepped(8, 1.0, 0.0, 0.0)
+    client.hurry()
+    until(lambda: server.edge.read_status().workers[0].report.step == 1)
+    post(server, 1, 2, rank0=5.0)
+    until(lambda: taken(agent).newest.tasks == 5)
+
+
 def test_a_plan_waits_until_it_is_adopted(server: ShardServer, client: ShardClient) -> None:
     agent = WorkerAgent(client, 8, lambda: "")
     post(server, 1, 2, rank0=5.0, rank1=11.0, **{"micro:rank0": 2.0})

@@ -170,6 +170,40 @@ def test_a_window_without_reports_says_nothing_new() -> None:
     assert cluster.monitor.health == before
 
 
+def test_a_window_is_cut_short_once_everybody_reports_that_somebody_became_slow() -> None:
+    cluster = Cluster({**healthy(), "slow": slow_between(5, 10_000)})
+    cluster.run(5)
+    began_s = cluster.window * CONFIG.window_s
+    for name, times_ms in cluster.times_ms.items():
+        assert not cluster.monitor.close_window(began_s + 0.5 * CONFIG.window_s)
+        old, parts = cluster.reports[name], [ms * TASKS for ms in times_ms(5)]
+        cluster.reports[name] = Report(
+            old.step + 1,
+            old.tasks_done + TASKS,
+            old.compute_ms + parts[0],
+            old.data_wait_ms + parts[1],
+            old.communication_ms + parts[2],
+        )
+        cluster.monitor.observe(name, "p0", cluster.reports[name])
+    assert not cluster.monitor.close_window(began_s + 0.1 * CONFIG.window_s)
+    assert cluster.monitor.close_window(began_s + 0.5 * CONFIG.window_s)
+    slow = cluster.monitor.health["slow"]
+    assert (slow.verdict, slow.tasks_per_s_newest) == ("healthy", pytest.approx(1000 / 4.2))
+    # What a window tells of hardware and of ten minutes, only whole windows do.
+    assert "slow in 1 of 6" in cluster.run(1)["slow"].evidence
+
+
+def test_a_healthy_cluster_cuts_no_window_short() -> None:
+    cluster = Cluster(healthy(4))
+    cluster.run(5)
+    for name, old in cluster.reports.items():
+        report = old._replace(
+            tasks_done=old.tasks_done + TASKS, compute_ms=old.compute_ms + 1.4 * TASKS
+        )
+        cluster.monitor.observe(name, "p0", report)
+    assert not cluster.monitor.close_window(cluster.window * CONFIG.window_s + 2.0)
+
+
 def test_a_window_is_closed_once_its_time_is_over() -> None:
     monitor = Monitor(CONFIG, 100.0)
     assert not monitor.close_window(100.0 + 0.9 * CONFIG.window_s)

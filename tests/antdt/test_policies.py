@@ -107,11 +107,11 @@ def test_the_hourly_budget_holds_back_the_restarts_beyond_it() -> None:
 
 
 def test_the_cooldown_holds_a_second_change_of_batches_back() -> None:
-    snap = snapshot(*healthy(3), worker("w3", "transient", 25.0), last_adjust_s=997.0)
+    snap = snapshot(*healthy(3), worker("w3", "transient", 25.0), last_adjust_s=999.5)
     (ruling,) = rule(snap, ND, find_policy("nd"))
     assert (ruling.allowed, ruling.note) == (
         False,
-        "the shares were changed 3.0 s ago; cooldown_s is 5",
+        "the shares were changed 0.5 s ago; cooldown_s is 1",
     )
 
 

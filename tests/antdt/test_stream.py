@@ -66,6 +66,27 @@ def test_only_what_was_trained_is_reported_however_much_was_taken(
     assert in_model(client) == 5
 
 
+def test_what_was_put_back_is_taken_again_in_the_same_order(
+    client: ShardClient, stream: UnitStream
+) -> None:
+    first = units(stream.take(2))
+    dropped = units(stream.take(6))  # over the ends of two shards
+    stream.put_back(6)
+    again = [units(stream.take(n)) for n in (1, 5, 2)]
+    assert [unit for part in again[:2] for unit in part] == dropped
+    assert sorted(first + [unit for part in again for unit in part]) == list(range(10))
+    stream.trained(10)
+    wait_until(lambda: stream.ended)
+
+
+def test_what_is_in_the_model_cannot_be_put_back(client: ShardClient, stream: UnitStream) -> None:
+    stream.take(5)
+    stream.trained(2)
+    with pytest.raises(ValueError, match=r"^2 more units were put back than were taken$"):
+        stream.put_back(5)
+    stream.trained(0)
+
+
 def test_progress_is_reported_without_being_asked(client: ShardClient, stream: UnitStream) -> None:
     stream.take(2)
     stream.trained(2)

@@ -39,7 +39,14 @@ def train_on_rank(ranks: Ranks, config: TrainConfig) -> tuple[list[list[int]], l
         for epoch in range(MAX_EPOCHS):
             steps: list[int] = []
             batches = feed.batches(epoch, 0)
-            for episodes, totals in in_step(batches, agent.arrange, dataset.features, ranks):
+            for episodes, totals in in_step(
+                batches,
+                agent.arrange,
+                dataset.features,
+                ranks,
+                sharded=sharded,
+                take_replanned=agent.take_replanned,
+            ):
                 loss = sharded(episodes, weight=ranks.world_size / max(totals.num_terms, 1))
                 loss.backward()
                 num_tasks = episodes.task_T.numel()
@@ -47,7 +54,7 @@ def train_on_rank(ranks: Ranks, config: TrainConfig) -> tuple[list[list[int]], l
                 agent.stepped(num_tasks)
                 steps.append(num_tasks)
             epochs.append(steps)
-            if feed.quota(feed.round) != 8 and epoch > 0 and 8 not in epochs[-2][:STEPS_AFTER]:
+            if feed.share != 8 and epoch > 0 and 8 not in epochs[-2][:STEPS_AFTER]:
                 break
         totals_of_rank = agent._worker.totals
     return epochs, [totals_of_rank.compute_ms, totals_of_rank.data_wait_ms]

@@ -2,7 +2,6 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,9 +29,9 @@ def leased(path: Path, service: str, tasks_per_step: int = 16) -> TrainConfig:
     return TrainConfig(data=data, run=RunConfig(seed=3))
 
 
-def uneven(rank: int) -> Callable[[int], int]:
-    """Rank 1 takes five times as much as the others, from the third round on nothing like it."""
-    return lambda number: (5 if rank == 1 else 1) if number < 3 else 4 - rank
+def uneven(rank: int, step: int) -> int:
+    """Rank 1 takes five times as much as the others, from the third step on nothing like it."""
+    return (5 if rank == 1 else 1) if step < 3 else 4 - rank
 
 
 def work_on_rank(ranks: Ranks, config: TrainConfig, even: bool) -> list[list[list[int]]]:
@@ -41,16 +40,22 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, even: bool) -> list[list[lis
     epochs = []
     with ServiceFeed(config, dataset, ranks, None) as feed:
         if not even:
-            feed.quota = uneven(ranks.rank)
+            feed.change_share(uneven(ranks.rank, 0))
         for epoch in range(2):
             steps = []
             batches = feed.batches(epoch, 0)
             for episodes, totals in in_step(
-                batches, lambda batch: support_and_query(batch, False), dataset.features, ranks
+                batches,
+                lambda batch: support_and_query(batch, False),
+                dataset.features,
+                ranks,
+                take_replanned=lambda: not even,
             ):
                 assert totals.num_rows > 0
                 steps.append(episodes.task_T.tolist())
                 feed.trained(len(steps[-1]))
+                if not even:
+                    feed.change_share(uneven(ranks.rank, len(steps)))
             assert feed.epoch_over(len(steps))
             epochs.append(steps)
     return epochs

@@ -33,11 +33,11 @@ class ControllerConfig:
         default=0, metadata={"help": "dd: tasks that fit a worker's memory; 0: any", "min": 0}
     )
     min_gain: float = field(
-        default=0.1,
+        default=0.05,
         metadata={"help": "change batches only for a step shorter by this part", "min": 0.0},
     )
     cooldown_s: float = field(
-        default=5.0, metadata={"help": "time between two changes of the batches", "min": 0.0}
+        default=1.0, metadata={"help": "time between two changes of the batches", "min": 0.0}
     )
     scale_lr: bool = field(
         default=False, metadata={"help": "scale the learning rate with the tasks per step"}

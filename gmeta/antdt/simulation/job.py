@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
+from gmeta.antdt.agent import CHANGE_AFTER_S, CHANGE_RATIO
 from gmeta.antdt.controller import Controller, equal_shares
 from gmeta.antdt.monitor import Monitor, MonitorConfig, Report
 from gmeta.antdt.policies import find_policy
@@ -34,7 +35,7 @@ class JobConfig:
     jitter: float = 0.05  # standard deviation of the logarithm of each step's time
     steps_per_shard: int = 4  # tasks of a shard = so many steps of an equal share
     heartbeat_s: float = 2.5
-    actions_take_steps: int = 4  # from a decision to the step at which all ranks apply it
+    actions_take_steps: int = 2  # under the old shares, from a decision on: as in the trainer
     restart_cost_s: float = 90.0
     restart_stops_job: bool = False
     backup_share: float = 0.05  # of the workers: so many of the last ones are not waited for
@@ -212,6 +213,8 @@ class _Governed:
             "tasks": np.zeros(config.num_workers, dtype=np.int64),
             "own_ms": np.zeros(config.num_workers),
         }
+        self.news_s = np.zeros((3, config.num_workers))  # tasks, own time, wall time
+        self.usual_s = np.zeros(config.num_workers)  # own time per task
         self.num_steps = self.num_adjustments = self.num_restarts = 0
         for name in self.names:
             self.monitor.observe(name, "p0", Report())
@@ -238,12 +241,25 @@ class _Governed:
             self.totals["steps"] += here_W
             self.totals["tasks"] += tasks_W
             self.totals["own_ms"] += 1000 * step_s
-            if cluster.now_s >= next_heartbeat_s:
+            if cluster.now_s >= next_heartbeat_s or self._changed(tasks_W, step_s):
                 next_heartbeat_s = cluster.now_s + config.heartbeat_s
                 self._report(here_W)
                 if self.monitor.close_window(cluster.now_s):
                     self._control()
         return Outcome(cluster.now_s, self.num_steps, self.num_adjustments, self.num_restarts)
+
+    def _changed(self, tasks_W: Ints, step_s: Floats) -> bool:
+        """Whether any worker's agent finds it much slower or faster than when it last looked (see
+        WorkerAgent): then all report behind this step."""
+        self.news_s += np.stack([tasks_W, step_s, np.full(len(step_s), step_s.max())])
+        done_W, own_s, wall_s = self.news_s
+        if wall_s.max() < CHANGE_AFTER_S:
+            return False
+        now_W = np.divide(own_s, done_W, out=self.usual_s.copy(), where=done_W > 0)
+        ratio_W = np.divide(now_W, self.usual_s, out=np.ones_like(now_W), where=self.usual_s > 0)
+        self.usual_s = now_W
+        self.news_s[:] = 0.0
+        return bool((np.maximum(ratio_W, 1 / ratio_W) >= CHANGE_RATIO).any())
 
     def _report(self, here_W: NDArray[np.bool_]) -> None:
         columns = (self.totals[name].tolist() for name in ("steps", "tasks", "own_ms"))
