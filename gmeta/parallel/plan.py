@@ -34,7 +34,7 @@ PLANNED_ON_CUDA = (*PLANNED, "data_parallel")
 # fbgemm's kernels read a row in vectors of four values, and TorchRec cuts no thinner columns.
 WIDTH_MULTIPLE = 4
 # Names of a kind, and ranks, that the short form of a plan spells out.
-MAX_SHOWN = 8
+MAX_SHOWN = 6
 
 
 def make_plan(
