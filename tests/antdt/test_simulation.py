@@ -26,7 +26,7 @@ EXACT = JobConfig(num_workers=4, num_steps=200, jitter=0.0, overhead_ms=0.0, ste
 
 
 def slow_from(start_s: float, factor: float = 4.0, num_workers: int = 4) -> Trace:
-    changes = [Change(start_s, num_workers - 1, factor, True)]
+    changes = [Change(start_s, num_workers - 1, factor, "node")]
     return Trace(np.ones(num_workers), changes, 0.0, seed=0)
 
 
@@ -47,7 +47,10 @@ def test_pulling_uses_the_speed_of_all() -> None:
     assert outcome.completion_s == pytest.approx(EXACT.healthy_s * 4 / 3.25, rel=0.02)
 
 
-@pytest.mark.parametrize(("method", "ideal"), [("LB-BSP", 4 / 3.25), ("AntDT-ND", 4 / 3.25)])
+@pytest.mark.parametrize(
+    ("method", "ideal"),
+    [("LB-BSP", 4 / 3.25), ("LB-BSP at once", 4 / 3.25), ("AntDT-ND", 4 / 3.25)],
+)
 def test_balancing_comes_close_to_the_ideal(method: str, ideal: float) -> None:
     """3.25 workers' worth of speed is left: 3 healthy ones and a quarter."""
     outcome = METHODS[method](replace(EXACT, num_steps=800), slow_from(0.0))
@@ -94,6 +97,48 @@ def test_a_recording_says_who_is_slow_and_when(tmp_path: Path) -> None:
     assert trace.factors.tolist() == [1.0, 2.5]
     trace.advance(10.0)
     assert trace.factors.tolist() == [1.0, 1.0]
+
+
+def test_the_decision_log_of_a_job_is_a_recording_of_it(tmp_path: Path) -> None:
+    log = tmp_path / "decisions.jsonl"
+    config = replace(EXACT, num_steps=300)
+    with log.open("w") as file:
+        ran = run_antdt("nd", config, slow_from(60.0), lambda line: file.write(line + "\n"))
+    trace, num_workers = recorded_trace(log, seed=0)
+    assert num_workers == 4
+    trace.advance(50.0)
+    assert trace.factors.tolist() == [1.0] * 4
+    trace.advance(70.0)
+    assert trace.factors == pytest.approx([1.0, 1.0, 1.0, 4.0], rel=0.1)
+    again = run_antdt("nd", config, recorded_trace(log, seed=0)[0])
+    assert again.completion_s == pytest.approx(ran.completion_s, rel=0.05)
+
+
+def test_a_log_that_is_none_is_refused(tmp_path: Path) -> None:
+    log = tmp_path / "decisions.jsonl"
+    log.write_text('{"x": 1}\n')
+    with pytest.raises(TraceError) as caught:
+        recorded_trace(log, seed=0)
+    assert str(caught.value) == (
+        f"line 1 of {log} is none of a decision log (KeyError('snapshot')). Name the file that "
+        "gmeta shard-service wrote with --decisions"
+    )
+
+
+def test_a_slow_reader_costs_what_the_computation_does_not_hide() -> None:
+    def slow_reader() -> Trace:
+        return Trace(np.ones(4), [Change(0.0, 3, 4.0, "reader")], 0.0, 0)
+
+    config = replace(EXACT, read_ms=EXACT.task_ms, num_steps=800)
+    bsp = METHODS["BSP"](config, slow_reader())
+    assert bsp.completion_s == pytest.approx(4 * config.healthy_s)
+    lines: list[str] = []
+    nd = run_antdt("nd", config, slow_reader(), lines.append)
+    assert nd.completion_s == pytest.approx(4 / 3.25 * config.healthy_s, rel=0.08)
+    causes = {
+        w["health"]["cause"] for line in lines for w in json.loads(line)["snapshot"]["workers"]
+    }
+    assert causes == {"", "reader"}
 
 
 def test_a_recording_that_makes_no_sense_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Shape suffix: W workers.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
@@ -31,6 +32,7 @@ class JobConfig:
     tasks_per_worker: int = 32  # of a step with equal shares
     num_steps: int = 3600  # with equal shares
     task_ms: float = 30.0
+    read_ms: float = 0.0  # of a task, behind the computation's back
     overhead_ms: float = 40.0  # of a step, whatever its tasks
     jitter: float = 0.05  # standard deviation of the logarithm of each step's time
     steps_per_shard: int = 4  # tasks of a shard = so many steps of an equal share
@@ -77,12 +79,16 @@ class _Cluster:
         self.tasks_left = num_tasks
         self._random = np.random.default_rng((config.seed, 3))
 
-    def step_s(self, tasks_W: Ints) -> Floats:
-        """Own time of each worker for so many tasks, as slow as it is now; 0 for none."""
+    def compute_s(self, tasks_W: Ints) -> Floats:
+        """How long each worker computes for so many tasks, as slow as it is now; 0 for none."""
         self.trace.advance(self.now_s)
         noise_W = self._random.lognormal(0.0, self.config.jitter, len(tasks_W))
         healthy_W = self.config.overhead_ms + tasks_W * self.config.task_ms
         return np.where(tasks_W > 0, healthy_W * self.trace.factors * noise_W / 1000, 0.0)
+
+    def step_s(self, tasks_W: Ints, compute_W: Floats) -> Floats:
+        """Own time of each worker: what reading takes longer than computing is waited for."""
+        return np.maximum(compute_W, tasks_W * self.config.read_ms * self.trace.reading / 1000)
 
     def take(self, shares_W: Ints) -> Ints:
         """Tasks for the next step, as many as each gets of its share."""
@@ -106,17 +112,32 @@ def run_backup_workers(config: JobConfig, trace: Trace) -> Outcome:
 
 
 def run_lb_bsp(config: JobConfig, trace: Trace) -> Outcome:
-    """LB-BSP (Chen et al., 2020): shares in proportion to the speed of the last steps, at no cost.
+    """LB-BSP (Chen et al., 2020): shares in proportion to the speed of the last steps, which all
+    workers know at once and at no cost; they wait as long as others' until they are in force.
 
     Speeds are an exponential mean with weight 1/2 on the newest step; no worker is ever restarted.
     """
+    return _run_lb_bsp(config.actions_take_steps, config, trace)
+
+
+def run_lb_bsp_at_once(config: JobConfig, trace: Trace) -> Outcome:
+    """As `run_lb_bsp`, in force in the very next step: no trainer that sends ids ahead can."""
+    return _run_lb_bsp(0, config, trace)
+
+
+def _run_lb_bsp(take_steps: int, config: JobConfig, trace: Trace) -> Outcome:
     speeds_W = np.zeros(config.num_workers)
+    equal_W = np.full(config.num_workers, config.tasks_per_worker)
+    pending = deque([equal_W] * take_steps)
 
     def balance(step_s: Floats, tasks_W: Ints) -> Ints:
         seen_W = np.divide(tasks_W, step_s, out=speeds_W.copy(), where=step_s > 0)
         speeds_W[:] = np.where(speeds_W > 0, (speeds_W + seen_W) / 2, seen_W)
         known_W = np.maximum(speeds_W, 1e-9).tolist()
-        return np.array(proportional_split(config.tasks_per_step, known_W, config.min_tasks))
+        pending.append(
+            np.array(proportional_split(config.tasks_per_step, known_W, config.min_tasks))
+        )
+        return pending.popleft()
 
     return _run_steps(_Cluster(config, trace), balance, 0)
 
@@ -130,7 +151,7 @@ def _run_steps(
     num_steps = 0
     while not cluster.data.finished:
         tasks_W = cluster.take(shares_W)
-        step_s = cluster.step_s(tasks_W)
+        step_s = cluster.step_s(tasks_W, cluster.compute_s(tasks_W))
         ends_s = _end_of_step(step_s, dropped)
         cluster.now_s += ends_s
         cluster.finish(np.where(step_s <= ends_s, tasks_W, 0))
@@ -211,7 +232,8 @@ class _Governed:
         self.totals: dict[str, Any] = {
             "steps": np.zeros(config.num_workers, dtype=np.int64),
             "tasks": np.zeros(config.num_workers, dtype=np.int64),
-            "own_ms": np.zeros(config.num_workers),
+            "compute_ms": np.zeros(config.num_workers),
+            "data_wait_ms": np.zeros(config.num_workers),
         }
         self.news_s = np.zeros((3, config.num_workers))  # tasks, own time, wall time
         self.usual_s = np.zeros(config.num_workers)  # own time per task
@@ -231,7 +253,8 @@ class _Governed:
                 cluster.now_s = float(self.back_s.min())
                 continue
             tasks_W = cluster.take(np.where(here_W, self.shares_W, 0))
-            step_s = cluster.step_s(tasks_W)
+            compute_s = cluster.compute_s(tasks_W)
+            step_s = cluster.step_s(tasks_W, compute_s)
             if not tasks_W.any():  # what is left is on its way back from a restart
                 cluster.now_s = float(self.back_s[self.back_s > cluster.now_s].min())
                 continue
@@ -240,7 +263,8 @@ class _Governed:
             self.num_steps += 1
             self.totals["steps"] += here_W
             self.totals["tasks"] += tasks_W
-            self.totals["own_ms"] += 1000 * step_s
+            self.totals["compute_ms"] += 1000 * compute_s
+            self.totals["data_wait_ms"] += 1000 * (step_s - compute_s)
             if cluster.now_s >= next_heartbeat_s or self._changed(tasks_W, step_s):
                 next_heartbeat_s = cluster.now_s + config.heartbeat_s
                 self._report(here_W)
@@ -262,11 +286,11 @@ class _Governed:
         return bool((np.maximum(ratio_W, 1 / ratio_W) >= CHANGE_RATIO).any())
 
     def _report(self, here_W: NDArray[np.bool_]) -> None:
-        columns = (self.totals[name].tolist() for name in ("steps", "tasks", "own_ms"))
-        for worker, (steps, tasks, own_ms) in enumerate(zip(*columns, strict=True)):
+        columns = [total.tolist() for total in self.totals.values()]  # in the order of Report
+        for worker, report in enumerate(zip(*columns, strict=True)):
             if here_W[worker]:
                 process = f"p{self.processes[worker]}"
-                self.monitor.observe(self.names[worker], process, Report(steps, tasks, own_ms))
+                self.monitor.observe(self.names[worker], process, Report(*report))
 
     def _control(self) -> None:
         cluster = self.cluster
@@ -315,6 +339,7 @@ METHODS: dict[str, Callable[[JobConfig, Trace], Outcome]] = {
     "ASP-like pulling": run_pulling,
     "backup workers": run_backup_workers,
     "LB-BSP": run_lb_bsp,
+    "LB-BSP at once": run_lb_bsp_at_once,
     "AntDT-ND": lambda config, trace: run_antdt("nd", config, trace),
     "AntDT-DD": lambda config, trace: run_antdt("dd", config, trace),
 }

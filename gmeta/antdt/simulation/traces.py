@@ -5,15 +5,19 @@ node (until it is restarted elsewhere) and of the moment.
 """
 
 import csv
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, final
+from statistics import median
+from typing import Literal, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gmeta.antdt.errors import AntdtError
+from gmeta.antdt.monitor import STRAGGLERS
+from gmeta.antdt.policies.interface import Snapshot
 from gmeta.errors import UserError
 
 Floats = NDArray[np.float64]
@@ -29,7 +33,7 @@ class Change(NamedTuple):
     time_s: float
     worker: int
     factor: float
-    is_of_node: bool  # True: a restart elsewhere ends it
+    of: Literal["moment", "node", "reader"]  # a restart elsewhere ends what is of the node
 
 
 @dataclass(frozen=True)
@@ -63,37 +67,40 @@ class Trace:
         self, hardware: Floats, changes: Sequence[Change], node_share: float, seed: int
     ) -> None:
         self._hardware = hardware
-        self._node = np.ones(len(hardware))
-        self._moment = np.ones(len(hardware))
+        self._factors = {of: np.ones(len(hardware)) for of in ("moment", "node", "reader")}
         self._changes = sorted(changes)
         self._next = 0
         self._node_share = node_share
         self._random = np.random.default_rng((seed, 2))
-        self._node_factor = max((c.factor for c in changes if c.is_of_node), default=1.0)
-        self.factors = hardware.copy()
+        self._node_factor = max((c.factor for c in changes if c.of == "node"), default=1.0)
+        self.factors = hardware.copy()  # of the computation
+        self.reading = self._factors["reader"]
 
     def advance(self, now_s: float) -> None:
         """Takes in what changed up to now."""
         moved = False
         while self._next < len(self._changes) and self._changes[self._next].time_s <= now_s:
             change = self._changes[self._next]
-            (self._node if change.is_of_node else self._moment)[change.worker] = change.factor
+            self._factors[change.of][change.worker] = change.factor
             self._next += 1
             moved = True
         if moved:
-            self.factors = self._hardware * self._node * self._moment
+            self._multiply()
 
     def restart(self, worker: int) -> None:
         """The worker moves to another node, which is as likely as any to have a noisy neighbour."""
         is_slow = self._random.random() < self._node_share
-        self._node[worker] = self._node_factor if is_slow else 1.0
-        self._moment[worker] = 1.0
+        self._factors["node"][worker] = self._node_factor if is_slow else 1.0
+        self._factors["moment"][worker] = 1.0
         self._changes[self._next :] = [
             change
             for change in self._changes[self._next :]
-            if not (change.is_of_node and change.worker == worker)
+            if not (change.of == "node" and change.worker == worker)
         ]
-        self.factors = self._hardware * self._node * self._moment
+        self._multiply()
+
+    def _multiply(self) -> None:
+        self.factors = self._hardware * self._factors["node"] * self._factors["moment"]
 
 
 def synthetic_trace(stragglers: Stragglers, num_workers: int, until_s: float, seed: int) -> Trace:
@@ -109,7 +116,7 @@ def synthetic_trace(stragglers: Stragglers, num_workers: int, until_s: float, se
         count = max(1, round(stragglers.node_share * num_workers))
         for worker in random.permutation(num_workers)[:count]:
             start_s = float(random.uniform(0.0, stragglers.node_start_s))
-            changes.append(Change(start_s, int(worker), stragglers.node_factor, True))
+            changes.append(Change(start_s, int(worker), stragglers.node_factor, "node"))
     if stragglers.moment_every_s:
         for worker in range(num_workers):
             changes.extend(_moments(stragglers, worker, until_s, random))
@@ -123,19 +130,31 @@ def _moments(
     while now_s < until_s:
         for_s = float(random.exponential(stragglers.moment_for_s))
         factor = float(random.uniform(*stragglers.moment_factors))
-        yield Change(now_s, worker, factor, False)
-        yield Change(now_s + for_s, worker, 1.0, False)
+        yield Change(now_s, worker, factor, "moment")
+        yield Change(now_s + for_s, worker, 1.0, "moment")
         now_s += for_s + float(random.exponential(stragglers.moment_every_s))
 
 
 def recorded_trace(path: Path, seed: int) -> tuple[Trace, int]:
-    """(trace, number of workers) of a CSV file with the columns time_s, worker and slowdown.
+    """(trace, number of workers) of a recording: a CSV file with the columns time_s, worker and
+    slowdown, or the decision log (.jsonl) of a real job.
 
     Raises:
-        TraceError: no such columns, or a value that is no number above 0.
+        TraceError: the file is neither, or a value is no number above 0.
     """
-    changes: list[Change] = []
     names: dict[str, int] = {}
+    rows = _rows_of_log(path) if path.suffix == ".jsonl" else _rows_of_table(path)
+    changes = [
+        Change(time_s, names.setdefault(worker, len(names)), factor, "moment")
+        for time_s, worker, factor in rows
+    ]
+    if not names:
+        raise TraceError(f"{path} holds no line after its header: nothing to simulate")
+    return Trace(np.ones(len(names)), changes, 0.0, seed), len(names)
+
+
+def _rows_of_table(path: Path) -> Iterator[tuple[float, str, float]]:
+    """(time_s, worker, slowdown) of each line."""
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
         missing = {"time_s", "worker", "slowdown"} - set(reader.fieldnames or ())
@@ -154,8 +173,34 @@ def recorded_trace(path: Path, seed: int) -> tuple[Trace, int]:
                     f"line {number} of {path} says time_s = {row['time_s']} and slowdown = "
                     f"{row['slowdown']}; both are numbers, slowdown above 0. Correct the line"
                 ) from None
-            worker = names.setdefault(row["worker"], len(names))
-            changes.append(Change(time_s, worker, factor, False))
-    if not names:
-        raise TraceError(f"{path} holds no line after its header: nothing to simulate")
-    return Trace(np.ones(len(names)), changes, 0.0, seed), len(names)
+            yield time_s, row["worker"], factor
+
+
+def _rows_of_log(path: Path) -> Iterator[tuple[float, str, float]]:
+    """(time_s, worker, slowdown) of each worker at each evaluation that the log holds.
+
+    The log has a line whenever a verdict changed, so nothing that got a verdict is missed. A
+    straggler was slow before it was found: its first slowdown is set to when it began.
+    """
+    began_s: float | None = None
+    slow: set[str] = set()
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            snapshot = Snapshot.from_json(json.loads(line)["snapshot"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise TraceError(
+                f"line {number} of {path} is none of a decision log ({error!r}). Name the file "
+                "that gmeta shard-service wrote with --decisions"
+            ) from error
+        began_s = snapshot.now_s if began_s is None else began_s
+        usual = median(worker.health.tasks_per_s_newest for worker in snapshot.workers)
+        for health in (worker.health for worker in snapshot.workers):
+            name, time_s = health.worker_id, snapshot.now_s - began_s
+            if health.verdict not in STRAGGLERS:
+                slow.discard(name)
+                yield time_s, name, 1.0
+                continue
+            if name not in slow:
+                slow.add(name)
+                time_s = max(0.0, time_s - health.slow_for_s)
+            yield time_s, name, max(usual / max(health.tasks_per_s_newest, 1e-9), 1.0)
