@@ -49,9 +49,10 @@ def start_service(store: Path, port: int) -> subprocess.Popen[bytes]:
 
 
 def one_client(
-    port: int, name: str, max_shards: int, seconds: float, latencies_s: list[float]
+    port: int, name: str, max_shards: int, seconds: float, start: Any, latencies_s: list[float]
 ) -> None:
     with ShardClient(f"127.0.0.1:{port}", name) as client:
+        start.wait()  # all together: nobody is measured beside processes that still import
         until_s = time.monotonic() + seconds
         while time.monotonic() < until_s:
             began_s = time.perf_counter()
@@ -64,11 +65,14 @@ def one_client(
             latencies_s += [leased_s - began_s, time.perf_counter() - flushed_s]
 
 
-def client_process(port: int, number: int, max_shards: int, seconds: float, out: Any) -> None:
+def client_process(
+    port: int, number: int, max_shards: int, seconds: float, start: Any, out: Any
+) -> None:
     latencies: list[list[float]] = [[] for _ in range(NUM_CLIENTS // NUM_CLIENT_PROCESSES)]
     threads = [
         threading.Thread(
-            target=one_client, args=(port, f"w{number}-{i}-{max_shards}", max_shards, seconds, mine)
+            target=one_client,
+            args=(port, f"w{number}-{i}-{max_shards}", max_shards, seconds, start, mine),
         )
         for i, mine in enumerate(latencies)
     ]
@@ -83,8 +87,9 @@ def load(port: int, max_shards: int, seconds: float) -> tuple[float, float]:
     """(RPC/s, p99 latency in ms) of 16 clients that lease and complete in a closed loop."""
     spawn = mp.get_context("spawn")  # forking after a gRPC call breaks the children
     out: Any = spawn.Queue()
+    start = spawn.Barrier(NUM_CLIENTS)
     processes = [
-        spawn.Process(target=client_process, args=(port, number, max_shards, seconds, out))
+        spawn.Process(target=client_process, args=(port, number, max_shards, seconds, start, out))
         for number in range(NUM_CLIENT_PROCESSES)
     ]
     for process in processes:

@@ -121,7 +121,7 @@ class Committer:
         for request in requests:
             try:
                 if isinstance(request, Read):
-                    answers.append(request.view(self.ledger, now_s))
+                    answers.append(self._look(request, now_s))
                     continue
                 reply, new, needs_sync = self.ledger.apply(request, now_s)
                 answers.append(reply)
@@ -131,6 +131,22 @@ class Committer:
             records += new
             any_sync = any_sync or needs_sync
         return answers, records, any_sync
+
+    def _look(self, question: Read, now_s: float) -> Answer:
+        """What the view shows. A defect in one is its caller's alone: it has changed nothing, so
+        the other calls of the group go on."""
+        try:
+            return question.view(self.ledger, now_s)
+        except RefusedError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - a defect can raise anything
+            _log.exception("view_failed", extra={"fields": {"error": repr(error)}})
+            return RefusedError(
+                "INTERNAL",
+                "INTERNAL",
+                f"the service could not answer: {type(error).__name__}: {error}. That is a defect "
+                "of the service, which goes on; report it with the traceback from its log.",
+            )
 
     def _append(self, records: Sequence[bytes]) -> None:
         first_event = self.ledger.num_events - len(records)

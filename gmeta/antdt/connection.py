@@ -42,6 +42,10 @@ _OPTIONS = (
     # Reconnect quickly after a restart of the service; the default grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # `call` retries, and knows what may be sent again; gRPC's own buffer for it costs a tenth.
+    ("grpc.enable_retries", 0),
+    # Messages are small: no pings to measure the link's bandwidth.
+    ("grpc.http2.bdp_probe", 0),
     # A channel of its own: clients of one process must not share a connection's fate.
     ("grpc.use_local_subchannel_pool", 1),
 )
@@ -77,8 +81,9 @@ class Connection:
         host = config.address.rpartition(":")[0]
         if config.token_file is not None and config.tls_ca is None and not is_loopback(host):
             raise CredentialError(
-                f"the token would travel to {config.address} in clear text: tls_ca is not set. "
-                "Name the file with the service's certificate authority."
+                f"the token would travel to {config.address} in clear text: no certificate "
+                "authority is given. Name the file with the service's: --tls-ca (in Python, "
+                "tls_ca)."
             )
         self._files = WatchedFiles([config.tls_ca, config.tls_cert, config.tls_key])
         self._bearer = Bearer(config.token_file) if config.token_file else None

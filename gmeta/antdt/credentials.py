@@ -110,9 +110,10 @@ class ServerTls:
         if cert is None and key is None and client_ca is None:
             return None
         if cert is None or key is None:
+            options = {"--tls-cert": cert, "--tls-key": key}
+            missing = " and ".join(name for name, path in options.items() if path is None)
             raise CredentialError(
-                f"TLS needs a certificate and its key; given are cert={cert} and key={key}. Pass "
-                "--tls-cert and --tls-key."
+                f"TLS needs a certificate and its key; not given: {missing}. Pass both."
             )
         return ServerTls(cert, key, client_ca)
 
@@ -166,14 +167,14 @@ def client_credentials(ca: Path | None, cert: Path | None, key: Path | None) -> 
     if ca is None:
         if cert is not None or key is not None:
             raise CredentialError(
-                f"a client certificate (cert={cert}, key={key}) needs TLS, and tls_ca is not set. "
-                "Name the file with the service's certificate authority."
+                f"a client certificate ({cert or key}) needs TLS, and no certificate authority is "
+                "given. Name the file with the service's: --tls-ca (in Python, tls_ca)."
             )
         return None
     if (cert is None) != (key is None):
         raise CredentialError(
-            f"a client certificate needs its key; given are cert={cert} and key={key}. Pass both "
-            "or neither."
+            f"a client certificate needs its key; only {cert or key} is given. Pass both, "
+            "--tls-cert and --tls-key (in Python, tls_cert and tls_key), or neither."
         )
     return grpc.ssl_channel_credentials(
         read_file(ca), read_file(key) if key else None, read_file(cert) if cert else None

@@ -49,6 +49,7 @@ _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.max_concurrent_streams", 256),  # calls at once on one connection
+    ("grpc.http2.bdp_probe", 0),  # messages are small: no pings to measure the bandwidth
     # Clients ping every few seconds to notice a cut link (install.md section 3): permit it.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
@@ -81,6 +82,17 @@ class ServiceConfig:
     def secured(self) -> bool:
         """Whether the wire is encrypted and every caller must prove who they are."""
         return self.tls_cert is not None and bool(self.tls_client_ca or self.tokens)
+
+    @property
+    def protection(self) -> str:
+        """The options given that protect the service, as on the command line, for messages."""
+        given = {
+            "--tls-cert": self.tls_cert,
+            "--tls-key": self.tls_key,
+            "--tls-client-ca": self.tls_client_ca,
+            "--tokens": self.tokens,
+        }
+        return " ".join(f"{name} {path}" for name, path in given.items() if path) or "nothing"
 
 
 class ServiceStartError(AntdtError, UserError):
@@ -249,11 +261,9 @@ def _check_exposure(config: ServiceConfig) -> None:
     for option, address in (("listen", config.listen), ("metrics-listen", config.metrics_listen)):
         if address and not is_loopback(_split_address(option, address)[0]):
             raise ServiceStartError(
-                f"--{option} {address} can be reached from other machines, and the service has "
-                f"tls_cert={config.tls_cert}, tls_client_ca={config.tls_client_ca} and "
-                f"tokens={config.tokens}; a certificate and one of the other two are needed. "
-                "Pass --tls-cert, --tls-key and --tls-client-ca or --tokens, or listen on "
-                "127.0.0.1."
+                f"--{option} {address} can be reached from other machines, and of what protects a "
+                f"service there is {config.protection}; --tls-cert, --tls-key and one of "
+                "--tls-client-ca and --tokens are needed. Pass them, or listen on 127.0.0.1."
             )
 
 

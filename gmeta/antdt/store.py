@@ -40,6 +40,10 @@ CREATE TABLE snapshot (
 );
 INSERT INTO meta VALUES ('service_epoch', 0);
 """
+# Nothing is inserted when another service has counted the epoch up.
+_APPEND = """
+INSERT INTO log SELECT ?, ?, ? FROM meta WHERE key = 'service_epoch' AND value = ?
+"""
 
 
 class Batch(NamedTuple):
@@ -234,10 +238,13 @@ class SqliteStore(Store):
 
     def append(self, batch: Batch) -> None:
         """See Store.append."""
-        with self._transaction():
-            self._check_epoch()
-            row = (batch.first_event, b"\n".join(batch.records), batch.head)
-            self._db.execute("INSERT INTO log VALUES (?, ?, ?)", row)
+        row = (batch.first_event, b"\n".join(batch.records), batch.head, self._epoch)
+        # One statement is a transaction by itself: BEGIN, a look at the epoch and COMMIT would
+        # each give the interpreter to another thread and wait for it to come back.
+        with _translated(self.path):
+            inserted = self._db.execute(_APPEND, row).rowcount
+            if inserted != 1:
+                self._check_epoch()
 
     def sync(self) -> None:
         """See Store.sync."""

@@ -88,12 +88,16 @@ def shard_service(
         load_straggler_config(antdt_config),
         decisions,
     )
-    if config.secured == insecure:
+    if config.secured and insecure:
         raise ServiceStartError(
-            f"tls_cert={tls_cert}, tls_client_ca={tls_client_ca}, tokens={tokens} and "
-            f"insecure={insecure}: a service has TLS and proof of its callers, or says --insecure. "
-            "Pass --tls-cert, --tls-key and --tls-client-ca or --tokens; or --insecure alone, on a "
-            "loopback address."
+            f"--insecure was given beside {config.protection}; a service is the one or the other. "
+            "Leave out --insecure, or the rest."
+        )
+    if not config.secured and not insecure:
+        raise ServiceStartError(
+            f"of what protects a service there is {config.protection}; --tls-cert, --tls-key and "
+            "one of --tls-client-ca and --tokens are needed. Pass them; or --insecure on a "
+            "loopback address, where only this machine can call."
         )
     configure_logging(log_level)
     raise typer.Exit(serve_until_signal(config))

@@ -4,6 +4,7 @@ import base64
 import json
 import logging
 import os
+import re
 import shutil
 import ssl
 import urllib.error
@@ -337,11 +338,9 @@ def test_tokens_without_tls_do_not_leave_this_machine(tokens: Path) -> None:
     with pytest.raises(ServiceStartError) as bare:
         ShardServer(ServiceConfig("0.0.0.0:0", tokens=tokens))
     assert str(bare.value) == (
-        "--listen 0.0.0.0:0 can be reached from other machines, and the service has "
-        "tls_cert=None, "
-        f"tls_client_ca=None and tokens={tokens}; a certificate and one of the other two are "
-        "needed. Pass --tls-cert, --tls-key and --tls-client-ca or --tokens, or listen on "
-        "127.0.0.1."
+        "--listen 0.0.0.0:0 can be reached from other machines, and of what protects a service "
+        f"there is --tokens {tokens}; --tls-cert, --tls-key and one of --tls-client-ca and "
+        "--tokens are needed. Pass them, or listen on 127.0.0.1."
     )
 
 
@@ -349,17 +348,32 @@ def test_a_client_sends_its_token_over_tls_or_to_its_own_machine(tokens: Path) -
     with pytest.raises(CredentialError) as bare:
         Connection(ConnectionConfig("shards.example:7070", token_file=tokens / "worker"))
     assert str(bare.value) == (
-        "the token would travel to shards.example:7070 in clear text: tls_ca is not set. Name the "
-        "file with the service's certificate authority."
+        "the token would travel to shards.example:7070 in clear text: no certificate "
+        "authority is given. Name the file with the service's: --tls-ca (in Python, tls_ca)."
     )
     Connection(ConnectionConfig("localhost:7070", token_file=tokens / "worker")).close()
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--insecure", "--tls-cert", "c", "--tls-key", "k", "--tokens", "t"]]
+    ("arguments", "message"),
+    [
+        (
+            [],
+            "of what protects a service there is nothing; --tls-cert, --tls-key and one of "
+            "--tls-client-ca and --tokens are needed. Pass them; or --insecure on a loopback "
+            "address, where only this machine can call.",
+        ),
+        (
+            ["--insecure", "--tls-cert", "c", "--tls-key", "k", "--tokens", "t"],
+            "--insecure was given beside --tls-cert c --tls-key k --tokens t; a service is the "
+            "one or the other. Leave out --insecure, or the rest.",
+        ),
+    ],
 )
-def test_the_command_wants_either_security_or_the_word_insecure(arguments: list[str]) -> None:
-    with pytest.raises(ServiceStartError, match="or says --insecure"):
+def test_the_command_wants_either_security_or_the_word_insecure(
+    arguments: list[str], message: str
+) -> None:
+    with pytest.raises(ServiceStartError, match=f"^{re.escape(message)}$"):
         CliRunner().invoke(app, ["shard-service", *arguments], catch_exceptions=False)
 
 

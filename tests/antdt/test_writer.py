@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from gmeta.antdt import commands as cmd
-from gmeta.antdt.committer import Committer
+from gmeta.antdt.committer import Committer, Read
 from gmeta.antdt.edge import Ticket, deliver
 from gmeta.antdt.errors import RefusedError, StoreFailedError
+from gmeta.antdt.ledger import Ledger
+from gmeta.antdt.log import JsonFormatter
 from gmeta.antdt.model import Caller, DatasetSpec
 from gmeta.antdt.store import MemoryStore
 from gmeta.antdt.writer import Writer
@@ -98,3 +100,29 @@ def test_stop_answers_what_is_queued(harness: Harness) -> None:
     tickets = [harness.send(cmd.LeaseShards(caller("a"), 1, "d", 0, 1)) for _ in range(20)]
     harness.writer.stop()
     assert all(ticket.lock.acquire(timeout=0) for ticket in tickets)
+
+
+def test_a_view_that_raises_fails_its_own_call_and_nothing_else(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(ledger: Ledger, now_s: float) -> None:
+        raise ZeroDivisionError("a defect")
+
+    harness.disk_free.clear()
+    first = harness.send(cmd.LeaseShards(caller("a"), 1, "d", 0, 1))
+    asking = harness.send(Read(broken))
+    last = harness.send(cmd.LeaseShards(caller("b"), 1, "d", 0, 1))
+    harness.disk_free.set()
+    for ticket in (first, asking, last):
+        assert ticket.lock.acquire(timeout=5)
+    assert (asking.answer.code, asking.answer.reason) == ("INTERNAL", "INTERNAL")
+    assert str(asking.answer) == (
+        "the service could not answer: ZeroDivisionError: a defect. That is a defect of the "
+        "service, which goes on; report it with the traceback from its log."
+    )
+    assert all(isinstance(each.answer, cmd.Granted) for each in (first, last))
+    (logged,) = [record for record in caplog.records if record.message == "view_failed"]
+    assert "test_writer.py" in JsonFormatter().format(logged)
+    assert harness.ask(Read(lambda ledger, now_s: len(ledger.state.leases))) == 2
+    assert not harness.ended.is_set()
+    harness.writer.stop()
