@@ -251,9 +251,11 @@ All pairs share the settings of `examples/movielens-1m.toml`, which were chosen 
 tuning, not how good an algorithm can be. Departures, because they need them:
 
 - `din` keeps the stored support rows (its history would leak labels otherwise) and sees the last
-  {history} movies that the support rows rated at least 4.
-- `dlrm` trains its tables with row-wise Adagrad at 0.05: SGD at the shipped rate diverges on dot
-  products (the best of four settings on held-back warm users).
+  {history} movies that the support rows rated at least 4. Its decision layers adapt, its
+  attention does not.
+- `dlrm` and `din` train their tables with row-wise Adagrad at 0.05: SGD at the shipped rate
+  diverges on dot products and on sums over a history (the best of four settings for `dlrm` on
+  held-back warm users).
 - `reptile` also adapts embeddings, as it learns only what adapts, with an inner rate of 0.1 and SGD
   at outer rates near 1 (the best of four on held-back warm users).
 
