@@ -6,14 +6,19 @@ Every rank runs this; what differs between them is inside `parallel` and the fee
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import final
 
-from gmeta.agent import open_agent
+from torch import Tensor
+
+from gmeta.accumulate import MicroBatches
+from gmeta.agent import Agent, open_agent
 from gmeta.augment import augmented
 from gmeta.build import build
 from gmeta.checkpoint import list_checkpoints, load_checkpoint
 from gmeta.checkpoint_writer import CheckpointWriter
 from gmeta.config import TrainConfig
 from gmeta.early_stop import early_stop_of
+from gmeta.episodes import Episodes
 from gmeta.evaluate import score_split
 from gmeta.feed import open_feed
 from gmeta.guards import StepGuard
@@ -21,6 +26,7 @@ from gmeta.numerics import make_deterministic
 from gmeta.optimizers import build_optimizer
 from gmeta.parallel import (
     Ranks,
+    StepTotals,
     barrier,
     described_plan,
     in_step,
@@ -33,7 +39,7 @@ from gmeta.profiler import StepProfiler
 from gmeta.progress import Progress
 from gmeta.run_folder import RunFolder, create_run_folder, keep_metrics_up_to, write_json
 from gmeta.run_log import RunLog, StepMeter
-from gmeta.stopping import StoppedError, stop_on_sigterm
+from gmeta.stopping import Stop, StoppedError, stop_on_sigterm
 
 
 def is_due(every_steps: int, step: int) -> bool:
@@ -49,141 +55,188 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     """
     if config.run.deterministic:
         make_deterministic()
-    dataset, learner = build(config)
-    sharded = shard_learner(learner, dataset.features, config, ranks)
-    plan = described_plan(sharded, ranks)
-    optimizer = build_optimizer(sharded, config.outer)
-    folder = RunFolder(Path(config.run.dir))
-    progress = Progress()
-    checkpoints = list_checkpoints(folder.checkpoints)
-    newest = checkpoints[-1] if checkpoints else None
-    feed = open_feed(config, dataset, ranks, newest)
-    if newest is not None:
-        progress = load_checkpoint(newest, sharded, optimizer, ranks)
-    if ranks.rank == 0:
-        create_run_folder(config, ranks.world_size, dataset.fingerprint)
-        write_json(folder.plan, plan)
-        keep_metrics_up_to(folder, progress.step)
-    barrier(ranks)
+    run = TrainingRun(config, ranks)
+    with run.log, run.feed, run.writer, run.profiler, stop_on_sigterm() as stop:
+        run.work(stop)
+    return run.folder
 
-    step_limit = config.run.max_steps or sys.maxsize
-    total_steps = min(feed.num_steps * config.run.epochs, step_limit)
 
-    writer = CheckpointWriter(
-        folder.checkpoints, sharded, optimizer, config, ranks, committed=feed.committed
-    )
-    early_stop = early_stop_of(config)
-    guard = StepGuard(folder.bad_batches, learner.parameters(), ranks, ending=writer.finish)
-    saved_step = progress.step
+@final
+class TrainingRun:
+    """One rank's part of a run; all ranks make one and call it in the same places."""
 
-    def save() -> None:
-        nonlocal saved_step
-        guard.check()
-        writer.finish()
-        writer.save(progress, feed.checkpoint_files(progress.step))
-        saved_step = progress.step
+    def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
+        """Build the learner, or take it from the newest checkpoint, and make the run folder."""
+        self._config = config
+        self._ranks = ranks
+        self._dataset, self._learner = build(config)
+        self._sharded = shard_learner(self._learner, self._dataset.features, config, ranks)
+        plan = described_plan(self._sharded, ranks)
+        self._told_plan = plan_lines(plan)
+        self._optimizer = build_optimizer(self._sharded, config.outer)
+        self.folder = RunFolder(Path(config.run.dir))
+        self._progress = Progress()
+        checkpoints = list_checkpoints(self.folder.checkpoints)
+        newest = checkpoints[-1] if checkpoints else None
+        self.feed = open_feed(config, self._dataset, ranks, newest)
+        if newest is not None:
+            self._progress = load_checkpoint(newest, self._sharded, self._optimizer, ranks)
+        if ranks.rank == 0:
+            create_run_folder(config, ranks.world_size, self._dataset.fingerprint)
+            write_json(self.folder.plan, plan)
+            keep_metrics_up_to(self.folder, self._progress.step)
+        barrier(ranks)
 
-    def validate(epoch: int) -> None:
-        nonlocal progress
-        scores = score_split(config, dataset, config.data.valid_split, sharded, ranks)
-        log.write(progress.step, epoch, {"valid": scores})
-        score = value_of_first(scores.get(early_stop.metric), ranks)
-        progress = early_stop.judged(progress, score)
+        self._step_limit = config.run.max_steps or sys.maxsize
+        self._total_steps = min(self.feed.num_steps * config.run.epochs, self._step_limit)
+        self.writer = CheckpointWriter(
+            self.folder.checkpoints,
+            self._sharded,
+            self._optimizer,
+            config,
+            ranks,
+            committed=self.feed.committed,
+        )
+        self._saved_step = self._progress.step
+        self._early_stop = early_stop_of(config)
+        self._guard = StepGuard(
+            self.folder.bad_batches, self._learner.parameters(), ranks, ending=self.writer.finish
+        )
+        self._meter = StepMeter(ranks)
+        self.log = RunLog(self.folder, ranks, self._total_steps, self._progress.step)
+        self.profiler = StepProfiler(self.folder.profile, config.run.profile_steps, ranks)
 
-    def is_best() -> bool:
-        return config.run.keep_best and progress.step == progress.scored_step == progress.best_step
+    def work(self, stop: Stop) -> None:
+        """Epoch after epoch, to the end of the run.
 
-    meter = StepMeter(ranks)
-    with (
-        RunLog(folder, ranks, total_steps, progress.step) as log,
-        feed,
-        writer,
-        StepProfiler(folder.profile, config.run.profile_steps, ranks) as profiler,
-        stop_on_sigterm() as stop,
-    ):
-        log.tell(plan_lines(plan))
-        agent = open_agent(config, feed, sharded, learner.arrange, ranks, stop)
-        while (
-            progress.epoch < config.run.epochs
-            and progress.step < step_limit
-            and not early_stop.is_over(progress)
-        ):
-            batches = augmented(
-                feed.batches(progress.epoch, progress.epoch_step),
-                config.augment,
-                dataset.features,
-                config.run.seed,
-                progress.epoch,
-                progress.epoch_step,
-            )
-            for episodes, totals in in_step(
-                batches,
-                agent.arrange,
-                dataset.features,
-                ranks,
-                stop,
-                sharded,
-                agent.take_replanned,
-            ):
-                optimizer.begin_step(progress.step, total_steps)
-                # The mean over all ranks' terms: data-parallel averaging divides by the world size.
-                loss = sharded(episodes, weight=ranks.world_size / max(totals.num_terms, 1))
-                loss.backward()
-                guard.watch(progress, episodes, loss, local_learner(sharded).rows_finite)
-                optimizer.step()
-                writer.poll()
-                profiler.step()
-
-                num_tasks = episodes.task_T.numel()
-                feed.trained(num_tasks)
-                agent.stepped(num_tasks)
-                progress = replace(
-                    progress, step=progress.step + 1, epoch_step=progress.epoch_step + 1
-                )
-                meter.add(loss, totals)
-                if meter.steps == config.run.log_every_steps:
-                    log.write(progress.step, progress.epoch, meter.read(feed.wait_s))
-                if is_due(config.run.valid_every_steps, progress.step):
-                    validate(progress.epoch)
-                if is_due(config.run.checkpoint_every_steps, progress.step) or is_best():
-                    save()
-                if progress.step == step_limit or early_stop.is_over(progress):
-                    break
+        Raises:
+            StoppedError: see train.
+        """
+        self.log.tell(self._told_plan)
+        agent = open_agent(
+            self._config, self.feed, self._sharded, self._learner.arrange, self._ranks, stop
+        )
+        while self._progress.epoch < self._config.run.epochs and not self._steps_are_over():
+            self._take_steps(agent, stop)
             if stop.agreed:
-                if meter.steps:
-                    log.write(progress.step, progress.epoch, meter.read(feed.wait_s))
-                if progress.step != saved_step:
-                    save()
-                writer.finish()
-                raise StoppedError(
-                    f"stopped by SIGTERM behind step {progress.step}, and nothing of it is lost. "
-                    "Run the same command with --resume to go on"
-                )
-            epoch, epoch_over = progress.epoch, feed.epoch_over(progress.epoch_step)
-            last = (
-                progress.step == step_limit
-                or (epoch_over and epoch + 1 == config.run.epochs)
-                or early_stop.is_over(progress)
-            )
-            if last and meter.steps:
-                log.write(progress.step, epoch, meter.read(feed.wait_s))
-            if epoch_over:
-                progress = replace(progress, epoch=epoch + 1, epoch_step=0)
-            if (
-                config.data.valid_split
-                and progress.scored_step != progress.step
-                and (last or not config.run.valid_every_steps)
-            ):
-                validate(epoch)
-            if (
-                last
-                or early_stop.is_over(progress)
-                or is_best()
-                or not config.run.checkpoint_every_steps
-            ):
-                save()
-        if early_stop.is_over(progress):
-            log.tell([early_stop.told(progress)])
-        profiler.end()
-        log.tell(profiler.told())
-    return folder
+                self._leave()
+            self._end_epoch()
+        if self._early_stop.is_over(self._progress):
+            self.log.tell([self._early_stop.told(self._progress)])
+        self.profiler.end()
+        self.log.tell(self.profiler.told())
+
+    def _steps_are_over(self) -> bool:
+        """Whether the run ends here, wherever in its epoch it is."""
+        return self._progress.step >= self._step_limit or self._early_stop.is_over(self._progress)
+
+    def _take_steps(self, agent: Agent, stop: Stop) -> None:
+        """The steps of an epoch, until it ends, or the run does."""
+        config, features, progress = self._config, self._dataset.features, self._progress
+        batches = augmented(
+            self.feed.batches(progress.epoch, progress.epoch_step),
+            config.augment,
+            features,
+            config.run.seed,
+            progress.epoch,
+            progress.epoch_step,
+        )
+        for episodes, totals in in_step(
+            batches,
+            agent.arrange,
+            features,
+            self._ranks,
+            stop,
+            self._sharded,
+            agent.take_replanned,
+        ):
+            loss = self._step(episodes, totals)
+            num_tasks = episodes.task_T.numel()
+            self.feed.trained(num_tasks)
+            agent.stepped(num_tasks)
+            self._meter.add(loss, totals)
+            self._after_step()
+            if self._steps_are_over():
+                return
+
+    def _step(self, episodes: Episodes | MicroBatches, totals: StepTotals) -> Tensor:
+        """Forward, backward, update; the rank's weighted loss."""
+        self._optimizer.begin_step(self._progress.step, self._total_steps)
+        # The mean over all ranks' terms: data-parallel averaging divides by the world size.
+        weight = self._ranks.world_size / max(totals.num_terms, 1)
+        loss: Tensor = self._sharded(episodes, weight=weight)
+        loss.backward()
+        rows_finite = local_learner(self._sharded).rows_finite
+        self._guard.watch(self._progress, episodes, loss, rows_finite)
+        self._optimizer.step()
+        self.writer.poll()
+        self.profiler.step()
+        step, epoch_step = self._progress.step + 1, self._progress.epoch_step + 1
+        self._progress = replace(self._progress, step=step, epoch_step=epoch_step)
+        return loss
+
+    def _after_step(self) -> None:
+        """What is due after so many steps."""
+        run, step = self._config.run, self._progress.step
+        if self._meter.steps == run.log_every_steps:
+            self._write_reading(self._progress.epoch)
+        if is_due(run.valid_every_steps, step):
+            self._validate(self._progress.epoch)
+        if is_due(run.checkpoint_every_steps, step) or self._is_best():
+            self._save()
+
+    def _end_epoch(self) -> None:
+        """Behind the last step of an epoch, or of the run within one."""
+        config, epoch = self._config, self._progress.epoch
+        epoch_over = self.feed.epoch_over(self._progress.epoch_step)
+        last = self._steps_are_over() or (epoch_over and epoch + 1 == config.run.epochs)
+        if last and self._meter.steps:
+            self._write_reading(epoch)
+        if epoch_over:
+            self._progress = replace(self._progress, epoch=epoch + 1, epoch_step=0)
+        if (
+            config.data.valid_split
+            and self._progress.scored_step != self._progress.step
+            and (last or not config.run.valid_every_steps)
+        ):
+            self._validate(epoch)
+        if (
+            last
+            or self._early_stop.is_over(self._progress)
+            or self._is_best()
+            or not config.run.checkpoint_every_steps
+        ):
+            self._save()
+
+    def _leave(self) -> None:
+        """Save every step that was done, and end the run."""
+        if self._meter.steps:
+            self._write_reading(self._progress.epoch)
+        if self._progress.step != self._saved_step:
+            self._save()
+        self.writer.finish()
+        raise StoppedError(
+            f"stopped by SIGTERM behind step {self._progress.step}, and nothing of it is lost. "
+            "Run the same command with --resume to go on"
+        )
+
+    def _write_reading(self, epoch: int) -> None:
+        self.log.write(self._progress.step, epoch, self._meter.read(self.feed.wait_s))
+
+    def _save(self) -> None:
+        self._guard.check()
+        self.writer.finish()
+        self.writer.save(self._progress, self.feed.checkpoint_files(self._progress.step))
+        self._saved_step = self._progress.step
+
+    def _validate(self, epoch: int) -> None:
+        split = self._config.data.valid_split
+        scores = score_split(self._config, self._dataset, split, self._sharded, self._ranks)
+        self.log.write(self._progress.step, epoch, {"valid": scores})
+        score = value_of_first(scores.get(self._early_stop.metric), self._ranks)
+        self._progress = self._early_stop.judged(self._progress, score)
+
+    def _is_best(self) -> bool:
+        step = self._progress.step
+        best = self._progress.scored_step == step == self._progress.best_step
+        return self._config.run.keep_best and best
