@@ -140,7 +140,8 @@ def count_on_rank(rank: int, world_size: int, folder: str, wire_dtype: str) -> N
     from gmeta.table_sharding import ShardingConfig
     from models import InputSizes, ModelConfig, build_model
 
-    ranks = start_ranks("cpu", 300, store=dist.FileStore(os.path.join(folder, "store"), world_size))
+    store = dist.FileStore(os.path.join(folder, "store"), world_size)
+    ranks = start_ranks("cpu", 300, store, shared_memory=False)  # as between hosts
     features = single_id_features(len(ROWS_OF_TABLES), ROWS_OF_TABLES)
     model = ModelConfig(name="dlrm", embedding_dim=WIDTH, hidden=(256, 128), interaction="cat")
     config = TrainConfig(

@@ -59,9 +59,9 @@ class MicroBatches:
         """The rows of all parts on their way, see Episodes."""
         return self.parts[0].fetch
 
-    def fetched_by(self, fetch: RowFetch, place_U: Tensor | None = None) -> "MicroBatches":
+    def fetched_by(self, fetch: RowFetch) -> "MicroBatches":
         """See Episodes.fetched_by."""
-        return MicroBatches(tuple(part.fetched_by(fetch, place_U) for part in self.parts))
+        return MicroBatches(tuple(part.fetched_by(fetch) for part in self.parts))
 
     def to(self, device: torch.device) -> "MicroBatches":
         """Copy to a device."""

@@ -72,15 +72,9 @@ class Episodes:
     num_rows: int
     fetch: RowFetch | None = None  # None: no rank was told yet which rows are needed
 
-    def fetched_by(self, fetch: RowFetch, place_U: Tensor | None = None) -> "Episodes":
-        """These episodes with their rows on the way; `place_U` is where the row of each id will
-        stand among the fetched rows (None: in the order of ids).
-        """
-        if place_U is None:
-            return replace(self, fetch=fetch)
-        if self.copies is not None:
-            return replace(self, fetch=fetch, copies=self.copies.moved(place_U))
-        return replace(self, fetch=fetch, rows=self.rows.moved(place_U))
+    def fetched_by(self, fetch: RowFetch) -> "Episodes":
+        """These episodes with their rows on the way."""
+        return replace(self, fetch=fetch)
 
     def to(self, device: torch.device) -> "Episodes":
         """Copy to a device."""

@@ -1,11 +1,27 @@
-"""How a run computes: in which precision, and whether only in ways that give the same bits."""
+"""How a run computes: in which precision, on how many threads, in which memory, and whether only in
+ways that give the same bits.
+"""
 
+import ctypes
 import os
 from contextlib import AbstractContextManager
 
 import torch
 
 BF16 = "bf16"
+# glibc's malloc.h, and the largest threshold that it takes.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+MOST_THRESHOLD_BYTES = 32 << 20
+
+# Rows x weights of a step below which one thread is as fast as two that must wake each other for
+# every product (benchmarks/peers_movielens.py: 16 and 36 million); with other work on the cores
+# two threads, which wait for each other spinning, took up to fourteen times as long.
+THREADED_WORK = 100_000_000
+
+
+def threads_for(work: int, most: int) -> int:
+    """How many of `most` threads should share a step of so many rows x weights."""
+    return most if work >= THREADED_WORK else 1
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
@@ -26,3 +42,17 @@ def make_deterministic() -> None:
     # Filling what is not yet written helps to find reads of it, and costs a pass.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
+
+
+def keep_freed_memory() -> bool:
+    """From now on malloc keeps what is freed for the next step; returns whether it can be told so.
+
+    glibc gives large blocks back to the system, which then zeroes every page again when it is first
+    touched: a step allocates tens of megabytes, and this took a tenth of its time.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        return False  # another C library
+    kept = mallopt(M_MMAP_THRESHOLD, MOST_THRESHOLD_BYTES)
+    return bool(kept and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))

@@ -1,6 +1,11 @@
-"""bfloat16 products: close to float32 in loss and gradient, for every algorithm and model."""
+"""bfloat16 products: close to float32 in loss and gradient, for every algorithm and model; threads
+for large steps only; memory that is kept.
+"""
 
 import random
+import resource
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,7 +13,7 @@ import torch
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.learner import MetaLearner
-from gmeta.numerics import autocast
+from gmeta.numerics import THREADED_WORK, autocast, keep_freed_memory, threads_for
 from models import ModelConfig
 from tests import reference
 
@@ -50,3 +55,30 @@ def test_bf16_is_close_to_float32(algorithm: str, model: str) -> None:
     # bfloat16 keeps 8 bits: 0.4 % a product.
     assert loss_16 == pytest.approx(loss, rel=0.01)
     assert torch.cosine_similarity(gradient, gradient_16, dim=0) > 0.995
+
+
+def test_small_steps_stay_on_one_thread() -> None:
+    assert [threads_for(work, 4) for work in (0, THREADED_WORK - 1, THREADED_WORK)] == [1, 1, 4]
+
+
+def faults_a_round(kept: str) -> float:
+    """Page faults of a round of blocks that are allocated, written and freed, in a new process."""
+    code = f"import tests.test_numerics as it; print(it.faults_here({kept}))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(run.stdout)
+
+
+def faults_here(keep: bool) -> float:
+    if keep and not keep_freed_memory():
+        pytest.skip("this C library takes no such advice")
+    for round_number in range(12):
+        if round_number == 2:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        blocks = [torch.ones(500_000 + 100_000 * i) for i in range(4)]
+        del blocks
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's advice")
+def test_freed_memory_is_used_again_without_page_faults() -> None:
+    assert faults_a_round("True") < 20 < faults_a_round("False")

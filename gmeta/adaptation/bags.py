@@ -49,18 +49,6 @@ class SparseRows(NamedTuple):
         weight_V = None if self.weight_V is None else self.weight_V[torch.from_numpy(order_V)]
         return SparseRows(torch.from_numpy(bag_V[order_V]), _offsets(lengths_P), weight_V)
 
-    def reordered(self, place_C: Tensor) -> "SparseRows":
-        """The matrix whose row place_C[c] is row c of this one."""
-        row_at_C = torch.empty_like(place_C)
-        row_at_C[place_C] = torch.arange(place_C.numel(), device=place_C.device)
-        lengths_C = self.offsets_C1.diff()[row_at_C]
-        offsets_C1 = _offsets(lengths_C)
-        shift_C = self.offsets_C1[:-1][row_at_C] - offsets_C1[:-1]
-        source_V = torch.repeat_interleave(shift_C, lengths_C)
-        source_V += torch.arange(source_V.numel(), device=place_C.device, dtype=torch.int32)
-        weight_V = None if self.weight_V is None else self.weight_V[source_V]
-        return SparseRows(self.index_V[source_V], offsets_C1, weight_V)
-
     def to(self, device: torch.device) -> "SparseRows":
         """Copy to a device."""
         weight_V = self.weight_V
@@ -90,11 +78,6 @@ class Bags:
     def single(cls, index_V: Tensor, num_rows: int) -> "Bags":
         """A plain gather of rows."""
         return cls.of(index_V, torch.ones_like(index_V), None, num_rows)
-
-    def moved(self, place_P: Tensor) -> "Bags":
-        """The same bags over a block whose row p now stands at place_P[p]."""
-        index_V = place_P[self.forward.index_V].to(torch.int32)
-        return Bags(self.forward._replace(index_V=index_V), self.backward.reordered(place_P))
 
     def pool(self, rows_PD: Tensor) -> Tensor:
         """The bags' sums: [C, D]."""

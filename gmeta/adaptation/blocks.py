@@ -52,10 +52,6 @@ class BlockHistory:
         """When the embedding rows have these values."""
         return History(self.bags.pool(rows_PD).view(*self.there_NH.shape, -1), self.there_NH)
 
-    def moved(self, place_P: Tensor) -> "BlockHistory":
-        """See BlockSide."""
-        return replace(self, bags=self.bags.moved(place_P))
-
     def to(self, device: torch.device) -> "BlockHistory":
         """Copy to a device."""
         return BlockHistory(self.bags.to(device), self.there_NH.to(device, non_blocking=True))
@@ -88,11 +84,6 @@ class BlockSide:
         """See RowLayout.mean_weights_N; 0 for a row that pads."""
         return (self.count_N + prior).reciprocal().to(dtype)
 
-    def moved(self, place_P: Tensor) -> "BlockSide":
-        """The same rows of a block whose row p now stands at place_P[p]."""
-        history = None if self.history is None else self.history.moved(place_P)
-        return replace(self, bags=self.bags.moved(place_P), history=history)
-
     def to(self, device: torch.device) -> "BlockSide":
         """Copy to a device."""
         return replace(
@@ -111,10 +102,6 @@ class TaskBlocks:
 
     support: BlockSide
     query: BlockSide
-
-    def moved(self, place_P: Tensor) -> "TaskBlocks":
-        """See BlockSide."""
-        return TaskBlocks(self.support.moved(place_P), self.query.moved(place_P))
 
     def to(self, device: torch.device) -> "TaskBlocks":
         """Copy to a device."""

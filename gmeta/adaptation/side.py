@@ -39,14 +39,6 @@ class Side:
             dense_NK=self.dense_NK.to(rows_PD.dtype),
         )
 
-    def moved(self, place_P: Tensor) -> "Side":
-        """The same rows of a block whose row p now stands at place_P[p]."""
-        return replace(
-            self,
-            single_rows=self.single_rows.moved(place_P),
-            bag_rows=self.bag_rows.moved(place_P),
-        )
-
     def to(self, device: torch.device) -> "Side":
         """Copy to a device."""
 
@@ -70,10 +62,6 @@ class Sides(NamedTuple):
     support: Side
     query: Side
 
-    def moved(self, place_P: Tensor) -> "Sides":
-        """See Side."""
-        return Sides(self.support.moved(place_P), self.query.moved(place_P))
-
     def to(self, device: torch.device) -> "Sides":
         """Copy to a device."""
         return Sides(self.support.to(device), self.query.to(device))
@@ -86,10 +74,6 @@ class TaskGroups:
     """
 
     groups: tuple[Sides, ...]
-
-    def moved(self, place_P: Tensor) -> "TaskGroups":
-        """See Side."""
-        return TaskGroups(tuple(sides.moved(place_P) for sides in self.groups))
 
     def to(self, device: torch.device) -> "TaskGroups":
         """Copy to a device."""

@@ -12,12 +12,11 @@ holds, D embedding width.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torchrec import KeyedJaggedTensor
@@ -28,6 +27,7 @@ from gmeta.accumulate import Arranged
 from gmeta.episodes import RowFetch
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.routes import Asked, Ints, Routes, Shard
+from gmeta.parallel.transport import Pending
 from gmeta.table_sharding import WireDtype
 
 KINDS = ("row_wise", "table_wise", "column_wise")
@@ -126,22 +126,7 @@ class WireExchange(Exchange):
     def __call__(self, episodes: Arranged) -> Arranged:
         """See Exchange."""
         asked = self.routes.ask(episodes.unique_ids_U, episodes.unique_lengths_B)
-        return episodes.fetched_by(_WireFetch(self, asked), asked.place_U)
-
-    def swap(
-        self, given: Tensor, counts_given: Sequence[int], taken: Tensor, counts_taken: Sequence[int]
-    ) -> dist.Work:
-        """Start to swap values with the other ranks; the counts are in their order."""
-        own = self.ranks.rank
-        work: dist.Work = dist.all_to_all_single(
-            taken,
-            given,
-            [*counts_taken[:own], 0, *counts_taken[own:]],
-            [*counts_given[:own], 0, *counts_given[own:]],
-            group=self.ranks.rows,
-            async_op=True,
-        )
-        return work
+        return episodes.fetched_by(_WireFetch(self, asked))
 
 
 class _WireFetch(RowFetch):
@@ -151,7 +136,7 @@ class _WireFetch(RowFetch):
         routes = exchange.routes
         self._exchange = exchange
         self._asked = asked
-        self._work: dist.Work | None = None  # what is under way: the counts, then the ids
+        self._work: Pending | None = None  # what is under way: the counts, then the ids
         self._sent = False
         others = len(routes.of_peer) - 1
         remote_counts_S, own_counts_S = np.split(
@@ -166,7 +151,9 @@ class _WireFetch(RowFetch):
             counts = torch.from_numpy(remote_counts_S).int()
             self._counts = torch.empty(others * routes.num_local, dtype=torch.int32)
             of_peer = [len(shards) for shards in routes.of_peer[:-1]]
-            self._work = exchange.swap(counts, of_peer, self._counts, [routes.num_local] * others)
+            self._work = exchange.ranks.transport.swap(
+                counts, of_peer, self._counts, [routes.num_local] * others
+            )
 
     def send(self) -> None:
         """See RowFetch."""
@@ -177,7 +164,7 @@ class _WireFetch(RowFetch):
         self._counts_WS[:-1] = self._counts.view(len(self._counts_WS) - 1, -1).numpy()
         counts_taken = self._counts_WS[:-1].sum(axis=1).tolist()
         self._taken_ids = self._remote_ids.new_empty(sum(counts_taken))
-        self._work = self._exchange.swap(
+        self._work = self._exchange.ranks.transport.swap(
             self._remote_ids, self._asked_of_peer(1)[:-1], self._taken_ids, counts_taken
         )
 
@@ -191,7 +178,11 @@ class _WireFetch(RowFetch):
             asked = self._asked_of_peer(self._exchange.routes.columns_S)
             swapped: Tensor = _Swap.apply(flat, self._exchange, given, asked, gradient_unit)
             flat = swapped
-        return self._put_together(flat)
+        rows_UD = self._put_together(flat)
+        if self._asked.place_U is None:
+            return rows_UD
+        in_order_UD: Tensor = _Permuted.apply(rows_UD, self._asked.place_U, self._asked.id_U)
+        return in_order_UD
 
     def _asked_of_peer(self, values_of_id_S: int | Ints) -> list[int]:
         """Values that each peer is asked for."""
@@ -279,6 +270,20 @@ class _Swap(torch.autograd.Function):
         return grad.div_(ctx.exchange.ranks.world_size), None, None, None, None
 
 
+class _Permuted(torch.autograd.Function):
+    """Rows gathered from `place`; `inverse` tells where each went, so backward is a gather too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_UD: Tensor, place_U: Tensor, inverse_U: Tensor) -> Tensor:
+        ctx.inverse_U = inverse_U
+        return rows_UD.index_select(0, place_U)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.inverse_U), None, None
+
+
 def _swapped(
     exchange: WireExchange, values: Tensor, given: list[int], taken: list[int], scale: float
 ) -> Tensor:
@@ -295,7 +300,7 @@ def _swapped(
     # gloo does not know bfloat16: its bits travel as float16.
     sent = remote if dtype is None else remote.to(dtype).view(torch.float16)
     received = taken_remote if dtype is None else sent.new_empty(taken_remote.numel())
-    work = exchange.swap(sent, given[:-1], received, taken[:-1])
+    work = exchange.ranks.transport.swap(sent, given[:-1], received, taken[:-1])
     result[taken_remote.numel() :] = own
     work.wait()
     if dtype is not None:

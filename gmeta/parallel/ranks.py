@@ -15,6 +15,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store
 
 from gmeta.errors import GMetaError, UserError
+from gmeta.numerics import keep_freed_memory
+from gmeta.parallel.shared_memory import open_shared_memory
+from gmeta.parallel.transport import Alone, Gloo, Transport
 
 T = TypeVar("T")
 
@@ -26,7 +29,7 @@ MATMUL_RELATIVE_ERROR = 5e-6
 class Ranks:
     """This process among all; `control` is a gloo group for small messages between hosts, `rows`
     carries ids, rows and their gradients on the CPU: beside the AllReduce of the layers, which
-    several ranks may start at different points of backward.
+    several ranks may start at different points of backward. `transport` is what carries them.
     """
 
     rank: int
@@ -34,14 +37,18 @@ class Ranks:
     device: torch.device
     control: dist.ProcessGroup
     rows: dist.ProcessGroup
+    transport: Transport
 
 
-def start_ranks(device: str, timeout_s: int, store: Store | None = None) -> Ranks:
+def start_ranks(
+    device: str, timeout_s: int, store: Store | None = None, *, shared_memory: bool = True
+) -> Ranks:
     """Join the process group that torchrun describes in the environment (one rank without
     torchrun).
 
     A `store` replaces the rendezvous that the environment names; rank and world size still come
-    from there.
+    from there. On a CPU a step's messages go through shared memory where all ranks are on one host
+    (without `shared_memory` as between hosts).
 
     Raises:
         UserError: cuda is asked for where no GPU is visible.
@@ -59,6 +66,7 @@ def start_ranks(device: str, timeout_s: int, store: Store | None = None) -> Rank
         torch.cuda.set_device(where)
     else:
         choose_cpu_matmul()
+        keep_freed_memory()
     timeout = timedelta(seconds=timeout_s)
     backend = "nccl" if use_cuda else "gloo"
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -70,7 +78,12 @@ def start_ranks(device: str, timeout_s: int, store: Store | None = None) -> Rank
         )
     control = dist.new_group(backend="gloo", timeout=timeout)
     rows = control if use_cuda else dist.new_group(backend="gloo", timeout=timeout)
-    return Ranks(dist.get_rank(), dist.get_world_size(), where, control, rows)
+    transport: Transport = Gloo(rows, control)
+    if world_size == 1:
+        transport = Alone()
+    elif shared_memory and not use_cuda:
+        transport = open_shared_memory(control, timeout_s) or transport
+    return Ranks(dist.get_rank(), dist.get_world_size(), where, control, rows, transport)
 
 
 def choose_cpu_matmul() -> str:
@@ -139,10 +152,10 @@ def add_over_ranks(value: Tensor) -> None:
 
 def any_rank_later(flag: Tensor, ranks: Ranks) -> Callable[[], bool]:
     """Ask whether any rank's flag is set, without waiting; what is returned waits and tells."""
-    number = flag.to(torch.int32)
+    number = flag.to(torch.int32).view(1)
     # On CUDA among the devices: the host needs not wait for this step's kernels.
-    group = ranks.control if ranks.device.type == "cpu" else None
-    work = dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    on_cpu = ranks.device.type == "cpu"
+    work = ranks.transport.add(number) if on_cpu else dist.all_reduce(number, async_op=True)
 
     def answer() -> bool:
         work.wait()

@@ -33,7 +33,9 @@ class Asked:
 
     counts_S: Ints
     row_of_shard: Tensor  # of every id, its row within the shard; int32 where that is enough
-    place_U: Tensor | None  # where the row of each id comes to stand; None: in the order of ids
+    # Where the row of each id comes to stand, and the id of each row; None: in the order of ids.
+    place_U: Tensor | None = None
+    id_U: Tensor | None = None
 
 
 class Routes:
@@ -61,11 +63,8 @@ class Routes:
         self.cut_tables = sorted({s.table for s in shards if s.num_columns < width})
         # Rows of all tables numbered in one go; whole shards are ranges of them.
         self._first_B = np.cumsum([0] + [num_rows_B[table] for table in sorted(num_rows_B)])[:-1]
-        start_S = np.array([self._first_B[s.table] + s.first_row for s in self.shards])
-        self._start_S = start_S
-        whole = np.flatnonzero(~self.is_cut_S)
-        self._slot_by_start = whole[np.argsort(start_S[whole])].astype(np.uint16)
-        self._starts = start_S[self._slot_by_start]
+        self._start_S = np.array([self._first_B[s.table] + s.first_row for s in self.shards])
+        self._rows_S = np.array([s.num_rows for s in self.shards])
         # One rank and one kind: ids arrive in the order of the wire.
         self._in_order = world_size == 1 and [s.table for s in self.shards] == sorted(num_rows_B)
 
@@ -73,29 +72,34 @@ class Routes:
         """Sort the ids of a step, table by table as a batch holds them, by the shard to ask."""
         lengths_B = unique_lengths_B.numpy()
         if self._in_order:
-            return Asked(lengths_B, unique_ids_U.to(self.id_dtype), None)
+            return Asked(lengths_B, unique_ids_U.to(self.id_dtype))
         row_U = unique_ids_U.numpy() + np.repeat(self._first_B, lengths_B)
-        place_U = np.empty(row_U.size, np.int64)
-        counts_S = np.zeros(len(self.shards), np.int64)
         whole_U = np.ones(row_U.size, bool)
         ends_B = np.cumsum(lengths_B)
         for table in self.cut_tables:
             whole_U[ends_B[table] - lengths_B[table] : ends_B[table]] = False
         index_U = np.flatnonzero(whole_U) if self.cut_tables else np.arange(row_U.size)
         whole_rows = row_U[index_U]
-        slot = self._slot_by_start[np.searchsorted(self._starts, whole_rows, side="right") - 1]
-        # uint16 sorts by radix.
-        order = np.argsort(slot, kind="stable")
-        counts_S += np.bincount(slot, minlength=counts_S.size)
-        place_U[index_U[order]] = np.arange(index_U.size)
+        if (whole_rows[1:] < whole_rows[:-1]).any():
+            order = np.argsort(whole_rows)
+            index_U, whole_rows = index_U[order], whole_rows[order]
+        # Ascending: what a shard is asked for is one range.
+        begin_S = np.searchsorted(whole_rows, self._start_S)
+        end_S = np.searchsorted(whole_rows, self._start_S + self._rows_S)
+        counts_S = np.where(self.is_cut_S, 0, end_S - begin_S)
+        shift_S = begin_S - (np.cumsum(counts_S) - counts_S)
+        order = np.arange(index_U.size) + np.repeat(shift_S, counts_S)
+        id_U = index_U[order]
         row_of_shard = whole_rows[order] - np.repeat(self._start_S, counts_S)
         if self.cut_tables:
-            place_U[~whole_U] = np.arange(index_U.size, row_U.size)
+            id_U = np.concatenate([id_U, np.flatnonzero(~whole_U)])
             by_slot = np.split(row_of_shard, np.cumsum(counts_S)[:-1])
             for slot_of_part in np.flatnonzero(self.is_cut_S):
                 table = self.shards[slot_of_part].table
                 first, counts_S[slot_of_part] = ends_B[table] - lengths_B[table], lengths_B[table]
                 by_slot[slot_of_part] = unique_ids_U.numpy()[first : ends_B[table]]
             row_of_shard = np.concatenate(by_slot)
+        place_U = np.empty_like(id_U)
+        place_U[id_U] = np.arange(id_U.size)
         rows = torch.from_numpy(row_of_shard).to(self.id_dtype)
-        return Asked(counts_S, rows, torch.from_numpy(place_U))
+        return Asked(counts_S, rows, torch.from_numpy(place_U), torch.from_numpy(id_U))

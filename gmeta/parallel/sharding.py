@@ -32,10 +32,12 @@ from gmeta.config import TrainConfig
 from gmeta.episodes import Episodes
 from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner, QueryPrediction
-from gmeta.numerics import autocast
+from gmeta.numerics import autocast, threads_for
+from gmeta.parallel.averaging import LayerAverage
 from gmeta.parallel.exchange import Exchange, TorchRecExchange, WireExchange
 from gmeta.parallel.plan import describe_plan, make_plan
 from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.shared_memory import SharedMemory
 from gmeta.table_sharding import WireDtype
 from gmeta.table_updates import use_fast_cpu_updates
 from metaio.features import Features
@@ -65,7 +67,9 @@ class Clock(Protocol):
 
 
 class _Alone(DataParallelWrapper):  # type: ignore[misc]
-    """In place of DistributedDataParallel where there is no other rank to average with."""
+    """In place of DistributedDataParallel where there is no other rank to average with, or
+    LayerAverage does it.
+    """
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Leave the layers as they are."""
@@ -83,6 +87,8 @@ class ShardedLearner(nn.Module):
         self.tables = tables
         self.learner = learner
         self._precision = precision
+        self._most_threads = torch.get_num_threads()
+        self._num_weights = sum(parameter.numel() for parameter in learner.parameters())
         # Tells all ranks which rows these episodes need; set once the tables are sharded.
         self.announce: Exchange
         # Whether the gradient of the rows of the last backward was finite, on the device.
@@ -91,6 +97,10 @@ class ShardedLearner(nn.Module):
 
     def forward(self, episodes: Episodes | MicroBatches, weight: float) -> Tensor:
         """The rank's weighted loss, see MetaLearner.forward; `weight` is the same on all ranks."""
+        # Backward computes on the threads of this one.
+        torch.set_num_threads(
+            threads_for(episodes.num_rows * self._num_weights, self._most_threads)
+        )
         episodes, rows_UD = self.fetch(episodes, weight)
         if rows_UD.requires_grad:
             rows_UD.register_hook(self._look_at_gradient)
@@ -161,15 +171,22 @@ def shard_learner(
         {"lr": outer.sparse_lr, **epsilon},
     )
     plan = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks)
+    through_memory = (
+        isinstance(ranks.transport, SharedMemory)
+        and config.sharding.dense_wire_dtype == "float32"
+        and not stock_kernels
+    )
     sharded = DistributedModelParallel(
         ShardedLearner(tables, learner.to(ranks.device), config.run.precision),
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=ranks.device,
         plan=ShardingPlan({"tables": plan}),
         sharders=[_sharder(config.sharding.wire_dtype, ranks.device)],
-        data_parallel_wrapper=_Alone() if ranks.world_size == 1 else None,
+        data_parallel_wrapper=_Alone() if ranks.world_size == 1 or through_memory else None,
     )
-    if config.sharding.dense_wire_dtype == "bfloat16" and ranks.world_size > 1:
+    if through_memory:
+        LayerAverage(learner.parameters(), ranks)
+    elif config.sharding.dense_wire_dtype == "bfloat16" and ranks.world_size > 1:
         _data_parallel(sharded).register_comm_hook(None, _bfloat16_allreduce)
     inner = local_learner(sharded)
     if ranks.device.type == "cpu" and not stock_kernels:

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Generic
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
 
 from gmeta.accumulate import Arranged
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import local_learner
+from gmeta.parallel.transport import Pending
 from gmeta.stopping import Stop
 from metaio.batch import TaskBatch, empty_batch
 from metaio.features import Features
@@ -33,7 +33,7 @@ class _Upcoming(Generic[Arranged]):
 
     episodes: Arranged
     counts: Tensor
-    work: dist.Work
+    work: Pending
 
     def totals(self) -> StepTotals:
         """Waits for all ranks' counts."""
@@ -71,7 +71,7 @@ def in_step(
         mine = arrange(empty if batch is None else batch)
         asked = stop is not None and stop.asked
         counts = torch.tensor([mine.num_terms, mine.num_rows, int(batch is not None), int(asked)])
-        work = dist.all_reduce(counts, group=ranks.control, async_op=True)
+        work = ranks.transport.add(counts)
         mine = mine.to(ranks.device)
         return _Upcoming(
             mine if sharded is None else local_learner(sharded).announce(mine), counts, work

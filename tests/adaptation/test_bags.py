@@ -42,19 +42,3 @@ def test_the_transpose_sums_what_a_scatter_does(num_rows: int) -> None:
     upstream = torch.randn(500, 2, generator=generator, dtype=torch.float64)
     (grad_PD,) = torch.autograd.grad(gathered, rows_PD, upstream)
     torch.testing.assert_close(grad_PD, torch.zeros_like(rows_PD).index_add(0, index_V, upstream))
-
-
-def test_bags_over_moved_rows_give_the_same_sums_and_gradients() -> None:
-    index_V, lengths_C, weight_V = some_bags([2, 0, 3, 1], 5)
-    bags = Bags.of(index_V, lengths_C, weight_V, 5)
-    place_P = torch.tensor([3, 0, 4, 1, 2])
-    rows_PD = torch.randn(5, 3, dtype=torch.float64)
-    moved_PD = torch.empty_like(rows_PD)
-    moved_PD[place_P] = rows_PD
-    here, there = rows_PD.requires_grad_(), moved_PD.requires_grad_()
-    pooled = bags.moved(place_P).pool(there)
-    torch.testing.assert_close(pooled, bags.pool(here))
-    upstream = torch.randn_like(pooled)
-    (grad_here,) = torch.autograd.grad(bags.pool(here), here, upstream)
-    (grad_there,) = torch.autograd.grad(pooled, there, upstream)
-    torch.testing.assert_close(grad_there[place_P], grad_here)

@@ -1,0 +1,52 @@
+"""The layers' gradients averaged over ranks that share memory, in place of
+DistributedDataParallel."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.transport import Pending
+
+
+class LayerAverage:
+    """Every backward leaves the mean over the ranks in the layers' gradients.
+
+    All gradients travel as one message as soon as the last is there, while the rest of backward
+    takes those of the rows to their owners. The layers start as those of rank 0.
+    """
+
+    def __init__(self, layers: Iterable[nn.Parameter], ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._layers = [layer for layer in layers if layer.requires_grad]
+        self._missing = len(self._layers)
+        self._sum: tuple[Tensor, Pending] | None = None
+        for layer in self._layers:
+            dist.broadcast(layer.detach(), src=0, group=ranks.control)
+            layer.register_post_accumulate_grad_hook(self._ready)
+
+    def _ready(self, _: Tensor) -> None:
+        if self._missing == len(self._layers):
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._missing -= 1
+        if not self._missing:
+            flat = torch.cat([grad.flatten() for grad in self._grads()])
+            self._sum = flat, self._ranks.transport.add(flat)
+
+    def _finish(self) -> None:
+        """After the last operation of backward."""
+        missing, self._missing = self._missing, len(self._layers)
+        if self._sum is None:
+            raise RuntimeError(f"backward gave {missing} of the layers no gradient to average")
+        (flat, pending), self._sum = self._sum, None
+        pending.wait()
+        flat.div_(self._ranks.world_size)
+        grads = self._grads()
+        parts = flat.split([grad.numel() for grad in grads])
+        means = [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)]
+        torch._foreach_copy_(grads, means)
+
+    def _grads(self) -> list[Tensor]:
+        return [layer.grad for layer in self._layers if layer.grad is not None]

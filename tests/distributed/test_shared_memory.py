@@ -1,0 +1,151 @@
+"""Messages through shared memory: what gloo brings, to the bit, in any order, until a rank dies."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gmeta.parallel import Ranks
+from gmeta.parallel.averaging import LayerAverage
+from gmeta.parallel.shared_memory import FIRST_BYTES, SharedMemory
+from gmeta.parallel.transport import Gloo, Transport
+from tests.distributed.harness import on_ranks
+from tests.distributed.test_sharding_plans import Run
+
+DTYPES = (torch.float32, torch.int32, torch.int64, torch.float16)
+ROUNDS = 12
+
+
+def swapped(transport: Transport, ranks: Ranks, seed: int) -> tuple[torch.Tensor, Any]:
+    """Start to swap values of every rank's own; all ranks draw the same sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    world = ranks.world_size
+    counts_WW = torch.randint(0, 50, (world, world), generator=generator).tolist()
+    counts_WW[seed % world] = [0] * world  # somebody gives nothing
+    dtype = DTYPES[seed % len(DTYPES)]
+    others = [peer for peer in range(world) if peer != ranks.rank]
+    given = [counts_WW[ranks.rank][peer] for peer in others]
+    taken = [counts_WW[peer][ranks.rank] for peer in others]
+    values = (torch.arange(sum(given)) + 1_000 * ranks.rank).to(dtype)
+    result = torch.full((sum(taken),), -1, dtype=dtype)
+    return result, transport.swap(values, given, result, taken)
+
+
+def exchange_on_rank(ranks: Ranks) -> dict[str, Any]:
+    """Swaps and sums by both transports, waited for backwards; every third is never read."""
+    assert isinstance(ranks.transport, SharedMemory)
+    found: dict[str, Any] = {}
+    for name, transport in (("shared", ranks.transport), ("gloo", Gloo(ranks.rows, ranks.control))):
+        results = []
+        for round_number in range(ROUNDS):
+            swaps = [swapped(transport, ranks, 7 * round_number + i) for i in range(3)]
+            values = torch.arange(5.0, dtype=torch.float64) * (ranks.rank + 1)
+            summing = transport.add(values)
+            summing.wait()
+            swaps = swaps[:2] if name == "shared" else swaps
+            for _, pending in reversed(swaps):
+                pending.wait()
+            results += [result for result, _ in swaps[:2]] + [values]
+        found[name] = results
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_swaps_and_sums_are_those_of_gloo_in_whatever_order_they_are_read(world_size: int) -> None:
+    for found in on_ranks(world_size, exchange_on_rank):
+        assert len(found["shared"]) == 3 * ROUNDS
+        for mine, expected in zip(found["shared"], found["gloo"], strict=True):
+            assert torch.equal(mine, expected)
+
+
+def large_on_rank(ranks: Ranks) -> tuple[list[bool], list[float]]:
+    """Sums that outgrow the memory while earlier ones are unread; then many that fit."""
+    sizes = [FIRST_BYTES // 16, FIRST_BYTES // 8, FIRST_BYTES]
+    values = [torch.full((size,), float(ranks.rank + index)) for index, size in enumerate(sizes)]
+    pending = [ranks.transport.add(one) for one in values]
+    for one in pending:
+        one.wait()
+    exact = [bool((one == 2 * index + 1).all()) for index, one in enumerate(values)]
+    small = []
+    for number in range(200):
+        numbers = torch.full((FIRST_BYTES // 16,), float(number))
+        ranks.transport.add(numbers).wait()
+        small.append(numbers.mean().item())
+    return exact, small
+
+
+@pytest.mark.distributed
+def test_memory_grows_with_the_messages_and_is_used_again() -> None:
+    for exact, small in on_ranks(2, large_on_rank):
+        assert exact == [True, True, True]
+        assert small == [2.0 * number for number in range(200)]
+
+
+def lose_peer_on_rank(ranks: Ranks) -> tuple[float, str, str]:
+    """Rank 1's sockets close, as the kernel does when a process is killed, while rank 0 waits."""
+    assert isinstance(ranks.transport, SharedMemory)
+    if ranks.rank == 1:
+        time.sleep(0.5)
+        for peer in ranks.transport._peers:
+            peer.socket.close()
+        return 0.0, "", ""
+    start, messages = time.monotonic(), []
+    for _ in range(2):  # while it waits, and when it sends
+        with pytest.raises(dist.DistError) as error:
+            ranks.transport.add(torch.zeros(3)).wait()
+        messages.append(str(error.value))
+    return time.monotonic() - start, messages[0], messages[1]
+
+
+@pytest.mark.distributed
+def test_a_peer_that_is_gone_is_told_at_once_and_by_its_number() -> None:
+    (seconds, waiting, sending), _ = on_ranks(2, lose_peer_on_rank)
+    assert seconds < 5
+    assert waiting == "rank 1 closed its connection"
+    assert sending == waiting
+
+
+def train_both_ways(ranks: Ranks) -> list[dict[str, Any]]:
+    results = []
+    over_tcp = replace(ranks, transport=Gloo(ranks.rows, ranks.control))
+    for how in (ranks, over_tcp):
+        run = Run(how, "mixed")
+        run.train(0, 3)
+        results.append(run.result())
+    return results
+
+
+@pytest.mark.distributed
+def test_training_through_shared_memory_is_training_over_tcp() -> None:
+    for shared, over_tcp in on_ranks(2, train_both_ways):
+        assert shared["losses"] == over_tcp["losses"]
+        for name, value in over_tcp["layers"].items():
+            assert torch.equal(shared["layers"][name], value)
+        for name, parts in over_tcp["tables"].items():
+            for (_, expected), (_, values) in zip(parts, shared["tables"][name], strict=True):
+                assert torch.equal(values, expected)
+
+
+def average_on_rank(ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor, str]:
+    torch.manual_seed(ranks.rank)
+    used, unused = nn.Linear(3, 2), nn.Linear(2, 2)
+    LayerAverage(used.parameters(), ranks)
+    (used(torch.ones(1, 3)).sum() * (ranks.rank + 1)).backward()
+    assert used.weight.grad is not None
+    LayerAverage([*unused.parameters()], ranks)
+    with pytest.raises(RuntimeError) as error:
+        unused.weight.sum().backward()
+    return used.weight.detach(), used.weight.grad, str(error.value)
+
+
+@pytest.mark.distributed
+def test_layers_start_equal_average_their_gradients_and_must_all_have_one() -> None:
+    (weight, grad, message), (other, _, _) = on_ranks(2, average_on_rank)
+    assert torch.equal(weight, other)
+    assert torch.equal(grad, torch.full((2, 3), 1.5))
+    assert message == "backward gave 1 of the layers no gradient to average"
