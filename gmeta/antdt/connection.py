@@ -15,6 +15,7 @@ from typing import Any, final
 
 import grpc
 
+from gmeta.antdt.address import check_target
 from gmeta.antdt.credentials import (
     Bearer,
     CredentialError,
@@ -76,8 +77,9 @@ class Connection:
     """A channel and its stub; `call` is safe from several threads."""
 
     def __init__(self, config: ConnectionConfig) -> None:
-        """Connects lazily. Raises CredentialError for unreadable credentials."""
+        """Connects lazily. Raises AddressError, and CredentialError for unreadable credentials."""
         self._config = config
+        check_target(config.address)
         host = config.address.rpartition(":")[0]
         if config.token_file is not None and config.tls_ca is None and not is_loopback(host):
             raise CredentialError(

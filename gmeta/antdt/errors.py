@@ -10,6 +10,16 @@ class AntdtError(GMetaError):
     """Base of every error that this package raises on purpose."""
 
 
+# Status codes by which the service says that the call was wrong, not that it failed.
+_USERS_TO_MEND = (
+    "INVALID_ARGUMENT",
+    "NOT_FOUND",
+    "ALREADY_EXISTS",
+    "UNAUTHENTICATED",
+    "PERMISSION_DENIED",
+)
+
+
 class RefusedError(AntdtError):
     """The ledger (or the server's edge) refuses a call; nothing of it was applied.
 
@@ -21,6 +31,8 @@ class RefusedError(AntdtError):
         super().__init__(message)
         self.code = code
         self.reason = reason
+        if code in _USERS_TO_MEND:
+            self.exit_code = UserError.exit_code
 
 
 class FencedError(AntdtError):
@@ -47,6 +59,10 @@ class ManifestError(AntdtError, UserError):
 
 class StoreError(AntdtError):
     """Base of what can go wrong with the durable store."""
+
+
+class StoreNameError(StoreError, UserError):
+    """No store can be where --store says."""
 
 
 class StoreFullError(StoreError):

@@ -28,8 +28,8 @@ def find_table(state: LedgerState, dataset: str) -> ShardTable:
         raise RefusedError(
             "NOT_FOUND",
             "UNKNOWN_DATASET",
-            f"dataset {dataset!r} is unknown; registered are {sorted(state.tables)}. Call "
-            "RegisterDataset first.",
+            f"dataset {dataset!r} is unknown; registered: "
+            f"{', '.join(sorted(state.tables)) or 'none'}. Name one of these, or register it.",
         )
     return table
 

@@ -60,9 +60,9 @@ def _drain(state: LedgerState, command: cmd.Drain) -> ev.DrainSet:
         raise RefusedError(
             "NOT_FOUND",
             "NOT_REGISTERED",
-            f"worker {command.worker_id!r} is unknown; registered are "
-            f"{sorted(state.workers)[:20]}. "
-            "See 'gmeta shards status'.",
+            f"worker {command.worker_id!r} is unknown; registered: "
+            f"{', '.join(sorted(state.workers)[:20]) or 'none'}. See them all with: gmeta shards "
+            "status",
         )
     return ev.DrainSet(command.request_id, command.worker_id, not command.undo)
 

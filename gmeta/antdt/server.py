@@ -18,6 +18,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from gmeta.antdt.address import check_free, split_address
 from gmeta.antdt.auth import Guard, Tokens
 from gmeta.antdt.committer import Committer
 from gmeta.antdt.credentials import ServerTls, is_loopback, server_credentials
@@ -96,7 +97,7 @@ class ServiceConfig:
 
 
 class ServiceStartError(AntdtError, UserError):
-    """The service cannot start: an address in use or not understood, a missing certificate."""
+    """The service cannot start: a port in use, no protection, a file that cannot be written."""
 
 
 @final
@@ -104,13 +105,13 @@ class ShardServer:
     """A running service. Also usable inside another process (tests, one-machine jobs)."""
 
     def __init__(self, config: ServiceConfig) -> None:
-        """Binds the address, recovers the store and serves. Raises ServiceStartError or
-        StoreError."""
+        """Binds the address, recovers the store and serves. Raises ServiceStartError,
+        AddressError, CredentialError or StoreError."""
         self.config = config
         self.ended = threading.Event()  # nothing can be served any more
         self.edge = Edge(config.lease_ttl_s, config.stragglers.monitor.window_s)
         _check_exposure(config)
-        self._decisions = DecisionLog(config.decisions) if config.decisions else None
+        self._decisions = _decision_log(config.decisions)
         self.governor = Governor(
             config.stragglers, self.edge.ask, self._decisions and self._decisions.write
         )
@@ -134,7 +135,7 @@ class ShardServer:
     @property
     def address(self) -> str:
         """HOST:PORT for clients, with the port that was bound."""
-        return f"{_split_address('listen', self.config.listen)[0]}:{self.port}"
+        return f"{split_address('--listen', self.config.listen)[0]}:{self.port}"
 
     def _listen(self) -> tuple[Any, int]:
         certificates = self._tls is not None and self._tls.client_ca is not None
@@ -151,7 +152,9 @@ class ShardServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-        _split_address("listen", self.config.listen)
+        host, port = split_address("--listen", self.config.listen)
+        if port:
+            check_free("--listen", host, port)
         credentials = server_credentials(self._tls)
         try:
             if credentials is None:
@@ -159,9 +162,8 @@ class ShardServer:
             return server, server.add_secure_port(self.config.listen, credentials)
         except RuntimeError as error:
             raise ServiceStartError(
-                f"cannot listen on {self.config.listen}: the port is in use or the host is not of "
-                "this machine. "
-                "Stop the other service, or choose another --listen."
+                f"cannot listen on {self.config.listen}: the port was taken just now. Start the "
+                "service again, or choose another --listen."
             ) from error
 
     def _begin(self) -> None:
@@ -189,7 +191,7 @@ class ShardServer:
     def _start_http(self) -> int:
         if not self.config.metrics_listen:
             return 0
-        host, port = _split_address("metrics-listen", self.config.metrics_listen)
+        host, port = split_address("--metrics-listen", self.config.metrics_listen)
         routes: dict[str, Route] = {
             "/": self._dashboard.page,
             "/events": self._dashboard.events,
@@ -258,13 +260,24 @@ def _check_exposure(config: ServiceConfig) -> None:
     """Beyond this machine only with TLS, and only to callers who prove who they are."""
     if config.secured:
         return
-    for option, address in (("listen", config.listen), ("metrics-listen", config.metrics_listen)):
-        if address and not is_loopback(_split_address(option, address)[0]):
+    addresses = (("--listen", config.listen), ("--metrics-listen", config.metrics_listen))
+    for option, address in addresses:
+        if address and not is_loopback(split_address(option, address)[0]):
             raise ServiceStartError(
-                f"--{option} {address} can be reached from other machines, and of what protects a "
+                f"{option} {address} can be reached from other machines, and of what protects a "
                 f"service there is {config.protection}; --tls-cert, --tls-key and one of "
                 "--tls-client-ca and --tokens are needed. Pass them, or listen on 127.0.0.1."
             )
+
+
+def _decision_log(path: Path | None) -> DecisionLog | None:
+    try:
+        return None if path is None else DecisionLog(path)
+    except OSError as error:
+        raise ServiceStartError(
+            f"--decisions {path} cannot be written: {error.strerror}. Name a file in a writable "
+            "folder."
+        ) from error
 
 
 def _wait_for_end_of_stdin(stop: threading.Event) -> None:
@@ -272,14 +285,3 @@ def _wait_for_end_of_stdin(stop: threading.Event) -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     stop.set()
-
-
-def _split_address(option: str, address: str) -> tuple[str, int]:
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ServiceStartError(
-            f"--{option} is {address!r}; allowed is HOST:PORT with a port from 0 (any free one) "
-            "to 65535, "
-            "such as 0.0.0.0:7070. Correct it."
-        )
-    return host, int(port)

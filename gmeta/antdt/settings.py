@@ -28,6 +28,8 @@ def load_straggler_config(path: Path | None) -> StragglerConfig:
         return StragglerConfig()
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}. Name a readable file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no TOML: {error}. Correct it") from error
     config: StragglerConfig = settings_from_dict(StragglerConfig, raw)

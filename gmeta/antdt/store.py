@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from gmeta.antdt.errors import (
-    StoreError,
     StoreFailedError,
     StoreFullError,
+    StoreNameError,
     StoreTakenError,
     StoreVersionError,
 )
@@ -100,7 +100,7 @@ def open_store(url: str) -> Store:
         return MemoryStore()
     prefix = "sqlite:///"
     if not url.startswith(prefix) or len(url) == len(prefix):
-        raise StoreError(
+        raise StoreNameError(
             f"the store {url!r} is of no known kind; allowed are {URL_FORMS}. Correct --store."
         )
     return SqliteStore(Path(url[len(prefix) :]))
@@ -304,13 +304,17 @@ def _lock(path: Path) -> int:
     systems).
     """
     lock = path.with_name(path.name + ".lock")
+    if path.is_dir():
+        raise StoreNameError(
+            f"the store {path} is a folder; it must be a file. Add a file's name to --store."
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise StoreFailedError(
-            f"the store {path} cannot be created: {error.strerror}. Name a writable folder with "
-            "--store."
+        raise StoreNameError(
+            f"the store {path} cannot be created: {error.strerror}. Name a file in a writable "
+            "folder with --store."
         ) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

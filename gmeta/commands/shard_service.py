@@ -13,6 +13,7 @@ from gmeta.antdt.server import ServiceConfig, ServiceStartError, serve_until_sig
 from gmeta.antdt.settings import load_straggler_config
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def shard_service(
@@ -98,6 +99,10 @@ def shard_service(
             f"of what protects a service there is {config.protection}; --tls-cert, --tls-key and "
             "one of --tls-client-ca and --tokens are needed. Pass them; or --insecure on a "
             "loopback address, where only this machine can call."
+        )
+    if log_level.upper() not in LOG_LEVELS:
+        raise ServiceStartError(
+            f"--log-level is {log_level!r}; allowed are {', '.join(LOG_LEVELS)}. Correct it."
         )
     configure_logging(log_level)
     raise typer.Exit(serve_until_signal(config))

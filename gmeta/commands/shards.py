@@ -13,9 +13,10 @@ from rich.table import Table
 
 from gmeta.antdt.audit import audit_manifest, check_descends
 from gmeta.antdt.connection import Connection, ConnectionConfig
-from gmeta.antdt.errors import ManifestError
+from gmeta.antdt.errors import AntdtError
 from gmeta.antdt.manifest import load_manifest
 from gmeta.commands.shard_service import DEFAULT_ADDRESS
+from gmeta.errors import UserError
 from protos.antdt.v1 import shard_service_pb2 as pb
 
 OPERATOR_BUDGET_S = 5.0  # a person waits: say quickly that the service is away
@@ -279,13 +280,22 @@ def _caller(
     return call
 
 
+class DatasetChoiceError(AntdtError, UserError):
+    """The command line does not say which dataset is meant."""
+
+
 def _only_dataset(call: Call, dataset: str) -> str:
     if dataset:
         return dataset
     names = [d.spec.name for d in call("Status", pb.StatusRequest()).datasets]
-    if len(names) != 1:
-        raise ManifestError(
-            f"the service has {len(names)} datasets ({', '.join(names) or 'none'}); name one. "
+    if not names:
+        raise DatasetChoiceError(
+            "the service has no dataset yet: a job registers its own when it starts. Start the "
+            "job, or look at another --service."
+        )
+    if len(names) > 1:
+        raise DatasetChoiceError(
+            f"the service has {len(names)} datasets, {', '.join(names)}; a command is about one. "
             "Pass --dataset NAME."
         )
     return str(names[0])

@@ -88,7 +88,10 @@ def test_drain_and_undo(server: ShardServer, client: ShardClient) -> None:
 def test_an_operator_command_without_a_dataset_name_asks_for_one(server: ShardServer) -> None:
     with pytest.raises(AntdtError) as unnamed:
         run(server, "requeue", "1")
-    assert str(unnamed.value) == "the service has 0 datasets (none); name one. Pass --dataset NAME."
+    assert str(unnamed.value) == (
+        "the service has no dataset yet: a job registers its own when it starts. Start the job, "
+        "or look at another --service."
+    )
 
 
 def checkpoint(client: ShardClient, folder: Path, name: str) -> Path:

@@ -66,8 +66,8 @@ def test_a_service_that_cannot_start_is_told_with_its_own_words(tmp_path: Path) 
         EmbeddedService(tmp_path)
     message = str(refused.value)
     assert message.startswith(
-        "the shard service of this job ended with exit code 1 before it served: error: the store "
-        f"{tmp_path}/shards.db failed with SQLITE_CANTOPEN: unable to open database file. "
+        "the shard service of this job ended with exit code 2 before it served: error: the store "
+        f"{tmp_path}/shards.db is a folder; it must be a file. "
     )
     assert message.endswith(
         f" Its log is {tmp_path}/service.log; mend that, or set data.service to one that runs"

@@ -14,11 +14,15 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from typer.testing import CliRunner
 
+from gmeta.antdt.address import AddressError, check_free
 from gmeta.antdt.client import ShardClient
 from gmeta.antdt.errors import FencedError, StoreTakenError
 from gmeta.antdt.model import DatasetSpec
-from gmeta.antdt.server import SERVICE_NAME, ServiceConfig, ServiceStartError, ShardServer
+from gmeta.antdt.server import SERVICE_NAME, ServiceConfig, ShardServer
+from gmeta.cli import app
+from gmeta.errors import UserError
 from protos.antdt.v1 import shard_service_pb2 as pb
 from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 from tests.antdt.faults.service_process import free_port, running
@@ -99,7 +103,7 @@ def test_an_unknown_dataset_is_named_with_the_known_ones(stub: Any) -> None:
     assert refused(lambda: stub.Lease(request)) == (
         "NOT_FOUND",
         "UNKNOWN_DATASET",
-        "dataset 'x' is unknown; registered are ['d']. Call RegisterDataset first.",
+        "dataset 'x' is unknown; registered: d. Name one of these, or register it.",
     )
 
 
@@ -233,12 +237,11 @@ def test_a_second_service_on_the_store_or_the_port_fails_at_once(tmp_path: Path)
     first = ShardServer(ServiceConfig("127.0.0.1:0", store))
     with pytest.raises(StoreTakenError):
         ShardServer(ServiceConfig("127.0.0.1:0", store))
-    with pytest.raises(ServiceStartError) as busy:
+    with pytest.raises(AddressError) as busy:
         ShardServer(ServiceConfig(first.address))
     assert str(busy.value) == (
-        f"cannot listen on {first.address}: the port is in use or the host is not of this "
-        "machine. Stop the "
-        "other service, or choose another --listen."
+        f"cannot serve at --listen {first.address}: address already in use. Stop the service "
+        "that has it, or choose another port."
     )
     with ShardClient(first.address, "a") as client:
         assert client.register_dataset(DatasetSpec("d", 8, 4)) == 2
@@ -261,13 +264,64 @@ def test_an_old_service_whose_store_was_taken_answers_nothing_more(tmp_path: Pat
 
 @pytest.mark.parametrize("address", ["7070", ":7070", "host:", "host:99999", "host:x"])
 def test_an_address_that_is_none_is_explained(address: str) -> None:
-    with pytest.raises(ServiceStartError) as bad:
+    with pytest.raises(AddressError) as bad:
         ShardServer(ServiceConfig(address))
     assert str(bad.value) == (
         f"--listen is {address!r}; allowed is HOST:PORT with a port from 0 (any free one) to "
-        "65535, such as "
-        "0.0.0.0:7070. Correct it."
+        "65535, such as 0.0.0.0:7070. Correct it."
     )
+    with pytest.raises(AddressError) as bad:
+        ShardClient(address, "a")
+    assert str(bad.value) == (
+        f"the service's address is {address!r}; allowed is HOST:PORT with a port from 1 to 65535, "
+        "such as 127.0.0.1:7070. Correct it."
+    )
+
+
+def test_an_address_of_another_machine_is_named() -> None:
+    with pytest.raises(AddressError) as foreign:
+        check_free("--listen", "192.0.2.1", 7070)
+    assert str(foreign.value) == (
+        "cannot serve at --listen 192.0.2.1:7070: cannot assign requested address. Name an "
+        "address of this machine."
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--log-level", "LOUD"],
+            "--log-level is 'LOUD'; allowed are DEBUG, INFO, WARNING, ERROR. Correct it.",
+        ),
+        (
+            ["--store", "sqlite:///{folder}"],
+            "the store {folder} is a folder; it must be a file. Add a file's name to --store.",
+        ),
+        (
+            ["--store", "sqlite:////proc/x/s.db"],
+            "the store /proc/x/s.db cannot be created: No such file or directory. Name a file in a "
+            "writable folder with --store.",
+        ),
+        (
+            ["--decisions", "{folder}"],
+            "--decisions {folder} cannot be written: Is a directory. Name a file in a writable "
+            "folder.",
+        ),
+        (
+            ["--antdt-config", "{folder}/none.toml"],
+            "cannot read {folder}/none.toml: No such file or directory. Name a readable file",
+        ),
+    ],
+)
+def test_a_wrong_option_is_named_before_anything_starts(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    given = [each.format(folder=tmp_path) for each in arguments]
+    command = ["shard-service", "--insecure", "--listen", "127.0.0.1:0", "--store", "memory:"]
+    with pytest.raises(UserError) as wrong:
+        CliRunner().invoke(app, [*command, *given], catch_exceptions=False)
+    assert str(wrong.value) == message.format(folder=tmp_path)
 
 
 def test_a_newer_process_of_the_worker_fences_the_old_one_at_once(server: ShardServer) -> None:
