@@ -9,7 +9,8 @@ the same files with pyarrow, in a loop, to Arrow arrays and nothing more; the fa
 mmap counts. Peers read the same rows from a row table in the encodings that suit pyarrow best
 (DELTA ids, PLAIN floats, no compression), to one tensor a feature group; they compute no unique ids
 unless their name says so. Files are in the page cache; the first epoch, in which gmeta also
-verifies every checksum, is reported by itself.
+verifies every checksum, is reported by itself. Polars and Mosaic streaming take part once --setup
+has installed them into .venv-peers-data.
 """
 
 import functools
@@ -25,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from _common import (
+    REPOSITORY,
     Spread,
     environment,
     finish,
@@ -36,6 +38,7 @@ from _common import (
 )
 from metaio_logs import logs_schema, write_logs
 from metaio_peers import PEERS, Batch, available_peers, has_mosaic, mosaic, row_table, write_mosaic
+from peers.setup import set_up_data
 
 import metaio
 import metaio.layout
@@ -196,7 +199,22 @@ def main() -> int:
         action="store_true",
         help="count CPU seconds, for a machine that others use too",
     )
+    parser.add_argument(
+        "--setup", action="store_true", help="install the peers into --peers-env, then stop"
+    )
+    parser.add_argument(
+        "--peers-env",
+        type=Path,
+        default=REPOSITORY / ".venv-peers-data",
+        help="folder of the peers' packages; default: .venv-peers-data",
+    )
     options = parser.parse_args()
+    if options.setup:
+        set_up_data(options.peers_env)
+        print(f"The peers are installed in {options.peers_env}.")
+        return 0
+    # At the end: what the project has itself is the project's own.
+    sys.path.append(str(options.peers_env.absolute()))
     if options.cpu_time:
         CLOCK[0] = time.process_time
     rows = options.rows or (400_000 if options.quick else 2_000_000)

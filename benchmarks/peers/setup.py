@@ -8,6 +8,9 @@ import venv
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements-peers.txt"
+DATA_REQUIREMENTS = REQUIREMENTS.with_name("requirements-peers-data.txt")
+# Mosaic's own __init__ imports its image and text datasets, hence torchvision.
+STREAMING_INIT = "from streaming.base import MDSWriter, StreamingDataset\n"
 LEARN2LEARN = "0.2.0"
 # learn2learn's own __init__ files import compiled loaders, gym and torchvision: empty ones do not.
 LEARN2LEARN_FILES = (
@@ -43,6 +46,21 @@ def set_up(folder: Path) -> None:
         unpack_learn2learn(
             Path(downloads) / f"learn2learn-{LEARN2LEARN}.tar.gz", _site_packages(folder)
         )
+
+
+def set_up_data(folder: Path) -> None:
+    """Install the readers that metaio_reader.py compares with into `folder`, which goes on its path.
+
+    Raises:
+        subprocess.CalledProcessError: pip failed; its own output says why.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".gitignore").write_text("*\n")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
+    # No dependencies: torch, numpy and pyarrow are the project's own, so that only readers differ.
+    options = ["--no-deps", "--upgrade", "--target", str(folder), "-r", str(DATA_REQUIREMENTS)]
+    subprocess.run([*pip, *options], check=True)
+    (folder / "streaming" / "__init__.py").write_text(STREAMING_INIT)
 
 
 def python_of(folder: Path) -> Path:
