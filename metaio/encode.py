@@ -291,7 +291,9 @@ class Encoder:
         row_offsets = offsets(row_sums(lengths_NM))
         # The rank in the row makes the hash depend on the order of ids.
         rank = np.arange(len(values)) - np.repeat(row_offsets[:-1], np.diff(row_offsets))
-        mixed = splitmix64(values.astype(np.uint64) ^ splitmix64(rank.astype(np.uint64)))
+        # Ranks are few, so each is hashed once.
+        hash_of_rank = splitmix64(np.arange(rank.max(initial=0) + 1, dtype=np.uint64))
+        mixed = splitmix64(values.view(np.uint64) ^ hash_of_rank[rank])
         # Sums of a row's part as differences of running sums: both wrap around at 2^64, so they
         # agree.
         sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(mixed, dtype=np.uint64)])

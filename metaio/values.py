@@ -80,7 +80,10 @@ def integer_values(column: pa.Array) -> Int64:
     if pa.types.is_uint64(column.type):
         unsigned: UInt64 = column.to_numpy(zero_copy_only=False)
         return unsigned.view(np.int64)
-    integers: Int64 = column.cast(pa.int64()).to_numpy(zero_copy_only=False)
+    # A cast that changes nothing takes 30 microseconds, as long as hashing 10,000 integers.
+    if not pa.types.is_int64(column.type):
+        column = column.cast(pa.int64())
+    integers: Int64 = column.to_numpy(zero_copy_only=False)
     return integers
 
 
