@@ -49,7 +49,7 @@ def set_up(folder: Path) -> None:
 
 
 def set_up_data(folder: Path) -> None:
-    """Install the readers that metaio_reader.py compares with into `folder`, which goes on its path.
+    """Install what metaio_reader.py compares with into `folder`, which goes on its path.
 
     Raises:
         subprocess.CalledProcessError: pip failed; its own output says why.
