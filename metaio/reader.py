@@ -3,7 +3,7 @@
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,49 @@ class EpisodeRange:
     num_episodes: int
 
 
-class BatchReader:
+class _PipelineReader:
+    """What both readers share: background threads that live until `close`, as a context manager."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        threads: int = 1,
+        prefetch_batches: int = 4,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        pin_memory: bool = False,
+    ) -> None:
+        self._dataset = dataset
+        self._pipeline = BatchPipeline(
+            dataset,
+            threads=threads,
+            prefetch_batches=prefetch_batches,
+            cache_bytes=cache_bytes,
+            pin_memory=pin_memory,
+        )
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that consumers have waited for a batch since the reader was made."""
+        return self._pipeline.wait_s
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which a batch was being read or made, whether a consumer waited or not."""
+        return self._pipeline.busy_s
+
+    def close(self) -> None:
+        """Stop the background threads."""
+        self._pipeline.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class BatchReader(_PipelineReader):
     """Batches of one rank, epoch by epoch; a step takes the same episodes at any world size.
 
     With `blocks_per_step` a step is so many stored blocks, whole, whatever `tasks_per_step` says:
@@ -69,14 +111,13 @@ class BatchReader:
                 f"of its own. Set it to {world_size} or more"
             )
         self._split = dataset.split(split)
-        self._dataset = dataset
         self._rank, self._world_size = rank, world_size
         if window_blocks is None:
             window_blocks = default_window_blocks(dataset, split)
         self._config = OrderConfig(
             tasks_per_step, seed, shuffle, lanes, window_blocks, drop_last, blocks_per_step
         )
-        self._pipeline = BatchPipeline(
+        super().__init__(
             dataset,
             threads=threads,
             prefetch_batches=prefetch_batches,
@@ -85,11 +126,6 @@ class BatchReader:
         )
         self._epoch, self._step = 0, 0
         self._started: tuple[int, int, Iterator[TaskBatch]] | None = None
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds that consumers have waited for a batch since the reader was made."""
-        return self._pipeline.wait_s
 
     def num_steps(self, epoch: int = 0) -> int:
         """Batches of an epoch, the same on every rank."""
@@ -152,16 +188,6 @@ class BatchReader:
                 )
         self._epoch, self._step = int(state["epoch"]), int(state["step"])
 
-    def close(self) -> None:
-        """Stop the background threads."""
-        self._pipeline.close()
-
-    def __enter__(self) -> "BatchReader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _order(self, epoch: int) -> EpisodeOrder | BlockOrder:
         return order_of(self._split.blocks.num_episodes_X, self._config, epoch)
 
@@ -180,36 +206,8 @@ def default_window_blocks(dataset: Dataset, split: str) -> int:
     return DEFAULT_WINDOW_BLOCKS
 
 
-class RangeReader:
+class RangeReader(_PipelineReader):
     """Batches of given episodes: the reader of whoever is told by a service what to read next."""
-
-    def __init__(
-        self,
-        dataset: Dataset,
-        *,
-        threads: int = 1,
-        prefetch_batches: int = 4,
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
-        pin_memory: bool = False,
-    ) -> None:
-        self._dataset = dataset
-        self._pipeline = BatchPipeline(
-            dataset,
-            threads=threads,
-            prefetch_batches=prefetch_batches,
-            cache_bytes=cache_bytes,
-            pin_memory=pin_memory,
-        )
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds that consumers have waited for a batch since the reader was made."""
-        return self._pipeline.wait_s
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which a batch was being read or made, whether a consumer waited or not."""
-        return self._pipeline.busy_s
 
     def batches(self, groups: Iterable[Sequence[EpisodeRange]]) -> Generator[TaskBatch]:
         """One batch a group of disjoint ranges, its episodes in stored order; empty for no range.
@@ -221,16 +219,6 @@ class RangeReader:
             FormatError: a range lies outside its split.
         """
         return self._pipeline.run(_group_plan(self._dataset, group) for group in groups)
-
-    def close(self) -> None:
-        """Stop the background threads."""
-        self._pipeline.close()
-
-    def __enter__(self) -> "RangeReader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def read_ranges(
