@@ -82,8 +82,10 @@ class ShardClient:
         self._held: dict[int, Lease] = {}
         self._lost: list[Lease] = []  # since the last flush: what they trained may be unreported
         self._caller = pb.Caller()
-        self._seq = 0
-        self._seq_lock = threading.Lock()
+        self._seq = 0  # of the last call that was answered
+        self._seq_at = (0, 0)  # service epoch and generation in which it counts
+        self._registered_seq = 0  # what the last Register called the last one
+        self._seq_lock = threading.Lock()  # for the three and the caller
         self._ttl_s = 30.0
         self._report_every_s = 0.0
         self._report: Any = None
@@ -360,10 +362,23 @@ class ShardClient:
             raise
 
     def _call_numbered(self, rpc: str, build: Callable[[], Any]) -> Any:
+        sent_to = 0  # the epoch of the service that the last attempt was meant for
+
+        def build_whole() -> Any:
+            nonlocal sent_to
+            with self._seq_lock:
+                request = build()
+            sent_to = request.caller.service_epoch
+            return request
+
         with self._numbered:
-            response = self._call(rpc, build)
+            response = self._call(rpc, build_whole)
             with self._seq_lock:
                 self._seq = response.last_seq
+                if sent_to != self._caller.service_epoch:
+                    # Another thread has registered with a successor of the service that answered,
+                    # and a WAIT of the old one is no number there.
+                    self._seq = min(self._seq, self._registered_seq)
             return response
 
     def _check_fence(self) -> None:
@@ -374,7 +389,7 @@ class ShardClient:
         """Also after a restart of the service, which answers with the leases that this process
         still holds."""
         with self._registering:
-            sent_s, seq_before = time.monotonic(), self._seq
+            sent_s = time.monotonic()
             response = self._connection.call(
                 "Register",
                 lambda: pb.RegisterRequest(
@@ -383,17 +398,20 @@ class ShardClient:
                     rdzv_round=self._rdzv_round,
                 ),
             )
-            self._caller = pb.Caller(
-                worker_id=self.worker_id,
-                incarnation=self.incarnation,
-                service_epoch=response.service_epoch,
-                run_generation=response.run_generation,
-            )
-            # Lower only when a power cut took calls that needed no fsync; a call under way is one
-            # ahead.
-            # A call that was answered since this one was sent knows better.
             with self._seq_lock:
-                if self._seq == seq_before:
+                self._caller = pb.Caller(
+                    worker_id=self.worker_id,
+                    incarnation=self.incarnation,
+                    service_epoch=response.service_epoch,
+                    run_generation=response.run_generation,
+                )
+                self._registered_seq = response.last_seq
+                # Lower when the restart took calls that are not on the disk: a WAIT, or in a
+                # power cut a grant. A call under way is one ahead. From one service to itself
+                # nothing is lost, and calls answered since Register was sent know better.
+                joined = (response.service_epoch, response.run_generation)
+                if self._seq_at != joined:
+                    self._seq_at = joined
                     self._seq = min(self._seq, response.last_seq)
             self._ttl_s = response.lease_ttl_ms / 1000
             self._report_every_s = response.report_every_ms / 1000

@@ -15,6 +15,7 @@ from gmeta.antdt import (
     ShardFeed,
     load_manifest,
 )
+from gmeta.antdt.client import WaitFor
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.monitor import Report
 from gmeta.antdt.server import ServiceConfig, ShardServer
@@ -47,6 +48,51 @@ def test_a_late_answer_to_register_does_not_take_a_call_number_back(client: Shar
     connection.call = overtaken  # type: ignore[method-assign]
     client._register()
     assert isinstance(client.lease("d", 0, 2), list)
+
+
+@pytest.mark.parametrize("answered", ["before Register is sent", "while Register is under way"])
+def test_an_answer_of_the_service_before_a_restart_does_not_set_the_next_number(
+    tmp_path: Path, answered: str
+) -> None:
+    """A WAIT leaves no trace on the disk, so its number counts for nothing in the next service;
+    the thread that got it may go on only after the heartbeat's has registered there."""
+    config = ServiceConfig(f"127.0.0.1:{free_port()}", f"sqlite:///{tmp_path}/s.db")
+    services = [ShardServer(config)]
+
+    def restart() -> None:
+        services.pop().stop(0.0)
+        services.append(ShardServer(config))
+
+    with ShardClient(services[0].address, "holder") as holder:
+        holder.register_dataset(DatasetSpec("d", 1, 1))
+        with ShardClient(services[0].address, "a") as client:
+            holder.lease("d", 0)
+            connection = client._connection
+            call = connection.call
+
+            def register_first(rpc: str, *arguments: Any) -> Any:
+                response = call(rpc, *arguments)
+                connection.call = call  # type: ignore[method-assign]
+                restart()
+                client._register()
+                return response
+
+            def register_late(rpc: str, *arguments: Any) -> Any:
+                connection.call = call  # type: ignore[method-assign]
+                client.lease("d", 0)
+                restart()
+                return call(rpc, *arguments)
+
+            if answered == "before Register is sent":
+                connection.call = register_first  # type: ignore[method-assign]
+                client.lease("d", 0)
+            else:
+                connection.call = register_late  # type: ignore[method-assign]
+                client._register()
+            assert isinstance(client.lease("d", 0), WaitFor)
+            holder.release(holder.held)
+            assert isinstance(client.lease("d", 0), list)
+    services.pop().stop(0.0)
 
 
 def test_flushed_progress_survives_a_release(client: ShardClient) -> None:
