@@ -7,6 +7,7 @@ A change of batches is no change of the gradient: terms are weighted by their gl
 import abc
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import final
 
@@ -20,9 +21,16 @@ from gmeta.antdt.agent import WorkerAgent
 from gmeta.config import TrainConfig
 from gmeta.episodes import Episodes
 from gmeta.feed import PREFETCH_BATCHES, Feed, ServiceFeed
-from gmeta.parallel import Ranks, local_learner
+from gmeta.parallel import LinkProbe, Ranks, local_learner
 from gmeta.stopping import Stop
 from metaio.batch import TaskBatch
+
+PROBE_EVERY_STEPS = 16  # 1 ms each on one machine: 0.1 ms a step
+# The fastest of so many probes counts: a rank that was not scheduled once has no slow link.
+PROBES_KEPT = 4
+# A step's collectives one after the other: totals, numbers of ids, ids, rows, gradients of rows and
+# of layers. Each takes a slow link at least as long as a swap.
+MEETINGS_PER_STEP = 6
 
 
 class Agent(abc.ABC):
@@ -93,6 +101,8 @@ class ServiceAgent(Agent):
         )
         self._clock = LocalClock()
         local_learner(sharded).clock = self._clock
+        self._probe = LinkProbe(ranks)
+        self._swaps_s: deque[float] = deque(maxlen=PROBES_KEPT)
         self._replanned = False
         self._arranged_s = 0.0  # since the last step
         self._hiding = Hiding(PREFETCH_BATCHES)
@@ -112,11 +122,15 @@ class ServiceAgent(Agent):
         compute_s = self._clock.take_s() + self._arranged_s
         shown_s = self._hiding.shown_s(read_s - self._read_s, compute_s)
         data_s = max(wait_s - self._wait_s, shown_s)
-        peers_s = max(0.0, now_s - self._ended_s - compute_s - data_s)
-        changed = self._worker.stepped(num_tasks, 1000 * compute_s, 1000 * data_s, 1000 * peers_s)
+        own_transfers_s = MEETINGS_PER_STEP * min(self._swaps_s, default=0.0)
+        peers_s = max(0.0, now_s - self._ended_s - compute_s - data_s - own_transfers_s)
+        times_s = (compute_s, data_s, own_transfers_s, peers_s)
+        changed = self._worker.stepped(num_tasks, *(1000 * seconds for seconds in times_s))
         self._wait_s, self._read_s, self._ended_s, self._arranged_s = wait_s, read_s, now_s, 0.0
         self._worker.take_actions()
         self._agree(changed)
+        if self._worker.totals.step % PROBE_EVERY_STEPS == 0:
+            self._swaps_s.append(self._probe.swap_s())
 
     def take_replanned(self) -> bool:
         """See Agent.take_replanned."""

@@ -47,7 +47,12 @@ class WorkerAgent:
         client.report(self.totals, share)
 
     def stepped(
-        self, num_tasks: int, compute_ms: float, data_wait_ms: float, peer_wait_ms: float
+        self,
+        num_tasks: int,
+        compute_ms: float,
+        data_wait_ms: float,
+        communication_ms: float,
+        peer_wait_ms: float,
     ) -> bool:
         """One more step was taken, with so many of this worker's tasks. Returns whether this worker
         became much slower or faster: then nobody should wait for the next heartbeat."""
@@ -57,7 +62,7 @@ class WorkerAgent:
             old.tasks_done + num_tasks,
             old.compute_ms + compute_ms,
             old.data_wait_ms + data_wait_ms,
-            old.communication_ms,
+            old.communication_ms + communication_ms,
             old.peer_wait_ms + peer_wait_ms,
         )
         self._client.report(self.totals, self.plan.tasks)

@@ -88,6 +88,7 @@ class Window(NamedTuple):
     tasks: int
     steps: int
     own_ms: float
+    work_ms: float  # compute and data wait: what fewer tasks make shorter
     ratio: float
     is_slow: bool
     excess_ms: tuple[float, float, float]  # above the median of the others
@@ -101,7 +102,7 @@ class WorkerHealth:
     verdict: Verdict
     cause: Cause = ""
     ratio: float = 1.0  # own time per task over the others' median, in the short windows
-    tasks_per_s: float = 0.0  # by its own time alone, in the short windows
+    tasks_per_s: float = 0.0  # by compute and data wait alone, in the short windows
     tasks_per_s_long: float = 0.0
     tasks_per_s_newest: float = 0.0  # in the newest window alone
     overhead_ms: float = 0.0  # of a step whatever its tasks, where batches of two sizes were seen
@@ -118,9 +119,9 @@ class _Long:
         self.windows: deque[Window] = deque()
         self.num_slow = 0  # above the ratio of recovery: a straggler stays one down to it
         self.tasks = 0
-        self.own_ms = 0.0
+        self.work_ms = 0.0
         self.config = config
-        # Of tasks per step (x) and own time per step (y), forgotten at the rate of the windows.
+        # Of tasks per step (x) and working time per step (y), forgotten at the rate of the windows.
         self._count = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, window: Window) -> None:
@@ -131,7 +132,7 @@ class _Long:
         self._count_in(window, 1)
         if window.steps > 0:
             keep = 1 - 1 / self.config.long_windows
-            x, y = window.tasks / window.steps, window.tasks * window.own_ms / window.steps
+            x, y = window.tasks / window.steps, window.tasks * window.work_ms / window.steps
             self._count = keep * self._count + 1
             self._x, self._y = keep * self._x + x, keep * self._y + y
             self._xx, self._xy = keep * self._xx + x * x, keep * self._xy + x * y
@@ -139,7 +140,7 @@ class _Long:
     def _count_in(self, window: Window, sign: int) -> None:
         self.num_slow += sign * (window.ratio >= self.config.recovered_ratio)
         self.tasks += sign * window.tasks
-        self.own_ms += sign * window.tasks * window.own_ms
+        self.work_ms += sign * window.tasks * window.work_ms
 
     def overhead_ms(self) -> float:
         """Intercept of own time per step against tasks per step, by least squares; 0 while the
@@ -312,8 +313,8 @@ class Monitor:
             _cause(short) if is_straggler else "",
             ratio,
             _tasks_per_s(short),
-            1000 * long.tasks / long.own_ms if long.own_ms > 0 else 0.0,
-            1000 / short[-1].own_ms if short[-1].own_ms > 0 else 0.0,
+            1000 * long.tasks / long.work_ms if long.work_ms > 0 else 0.0,
+            1000 / short[-1].work_ms if short[-1].work_ms > 0 else 0.0,
             long.overhead_ms(),
             now_s - worker.slow_since_s if is_straggler else 0.0,
             _evidence(short, long, ratio) if is_straggler else "",
@@ -336,7 +337,13 @@ def _windows_of(deltas: Mapping[str, Report], config: MonitorConfig) -> dict[str
         ratio = own[index] / typical_own[index] if typical_own[index] > 0 else 1.0
         is_slow = ratio > config.slow_ratio and own[index] - typical_own[index] > config.floor_ms
         windows[name] = Window(
-            delta.tasks_done, delta.step, own[index], ratio, is_slow, (compute, reader, network)
+            delta.tasks_done,
+            delta.step,
+            own[index],
+            parts[index][0] + parts[index][1],
+            ratio,
+            is_slow,
+            (compute, reader, network),
         )
     return windows
 
@@ -363,8 +370,8 @@ def _cause(windows: Sequence[Window]) -> Cause:
 
 
 def _tasks_per_s(windows: Sequence[Window]) -> float:
-    own_s = sum(window.tasks * window.own_ms for window in windows) / 1000
-    return sum(window.tasks for window in windows) / own_s if own_s > 0 else 0.0
+    work_s = sum(window.tasks * window.work_ms for window in windows) / 1000
+    return sum(window.tasks for window in windows) / work_s if work_s > 0 else 0.0
 
 
 def _evidence(short: Sequence[Window], long: _Long, ratio: float) -> str:

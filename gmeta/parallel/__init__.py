@@ -3,6 +3,7 @@
 The only package that touches torch.distributed and TorchRec's sharding.
 """
 
+from gmeta.parallel.links import LinkProbe
 from gmeta.parallel.plan import plan_lines
 from gmeta.parallel.ranks import (
     Ranks,
@@ -29,6 +30,7 @@ from gmeta.parallel.sharding import (
 from gmeta.parallel.steps import StepTotals, in_step
 
 __all__ = [
+    "LinkProbe",
     "Ranks",
     "ShardedLearner",
     "StepTotals",

@@ -53,17 +53,17 @@ def taken(agent: WorkerAgent) -> WorkerAgent:
 def test_totals_reach_the_monitor(server: ShardServer, client: ShardClient) -> None:
     agent = WorkerAgent(client, 8, lambda: "")
     for _ in range(3):
-        agent.stepped(8, 40.0, 2.0, 5.0)
+        agent.stepped(8, 40.0, 2.0, 1.0, 5.0)
     until(lambda: server.edge.read_status().workers[0].report.step == 3)
     report = server.edge.read_status().workers[0].report
     assert (report.tasks_done, report.share, report.compute_ms) == (24, 8, 120.0)
-    assert agent.totals == Report(3, 24, 120.0, 6.0, 0.0, 15.0)
+    assert agent.totals == Report(3, 24, 120.0, 6.0, 3.0, 15.0)
 
 
 def test_a_worker_that_became_slow_or_fast_says_so_once(client: ShardClient) -> None:
     agent = WorkerAgent(client, 8, lambda: "")
     steps_ms = [300.0] * 4 + [900.0] * 2 + [400.0] * 2 + [10.0] * 60
-    said = [agent.stepped(8, ms, 0.0, 0.0) for ms in steps_ms]
+    said = [agent.stepped(8, ms, 0.0, 0.0, 0.0) for ms in steps_ms]
     assert [step for step, changed in enumerate(said) if changed] == [4, 7, 57]
 
 
@@ -72,7 +72,7 @@ def test_a_hurried_report_is_there_at_once_and_the_answer_soon_after(
 ) -> None:
     client._report_every_s = 60.0
     agent = WorkerAgent(client, 8, lambda: "")
-    agent.stepped(8, 1.0, 0.0, 0.0)
+    agent.stepped(8, 1.0, 0.0, 0.0, 0.0)
     client.hurry()
     until(lambda: server.edge.read_status().workers[0].report.step == 1)
     post(server, 1, 2, rank0=5.0)
@@ -85,7 +85,7 @@ def test_a_plan_waits_until_it_is_adopted(server: ShardServer, client: ShardClie
     until(lambda: taken(agent).newest.version > 0)
     assert (agent.plan.tasks, agent.newest.tasks, agent.newest.micro_batches) == (8, 5, 2)
     assert agent.adopt_newest().tasks == 5
-    agent.stepped(5, 1.0, 0.0, 0.0)
+    agent.stepped(5, 1.0, 0.0, 0.0, 0.0)
     until(lambda: server.edge.read_status().workers[0].report.share == 5)
 
 

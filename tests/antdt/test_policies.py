@@ -80,6 +80,14 @@ def test_nd_restarts_a_persistent_straggler_when_it_pays() -> None:
     assert kinds(snapshot(*stragglers, remaining_s=100.0), ND) == ["ADJUST_BS"]
 
 
+def test_tasks_are_not_moved_away_from_a_slow_link_but_it_is_left_behind() -> None:
+    """Its work is as fast as the others': fewer tasks would not make its transfers shorter."""
+    slow = worker("w3", "persistent")
+    view = replace(slow, health=replace(slow.health, cause="network", ratio=4.0))
+    assert kinds(snapshot(*healthy(3), view, remaining_s=100.0), ND) == []
+    assert kinds(snapshot(*healthy(3), view, remaining_s=10_000.0), ND) == ["KILL_RESTART"]
+
+
 def test_a_restart_of_one_worker_alone_pays_sooner_and_the_others_go_on() -> None:
     stragglers = [*healthy(3), worker("w3", "persistent", 25.0)]
     config = replace(ND, restart_stops_job=False)

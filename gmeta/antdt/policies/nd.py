@@ -32,7 +32,8 @@ def _restarts(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
     for worker in sorted(slow, key=lambda w: w.health.ratio, reverse=True):
         if worker.restarts >= config.restarts_per_worker:
             continue
-        won_tasks_per_s = typical - worker.health.tasks_per_s
+        # By ratio: it holds what a slow link costs, which the speed does not.
+        won_tasks_per_s = typical - typical / worker.health.ratio
         stopped = together if config.restart_stops_job else worker.health.tasks_per_s
         cost_tasks = config.restart_cost_s * stopped
         won_tasks = won_tasks_per_s * max(0.0, snapshot.remaining_s - config.restart_cost_s)
