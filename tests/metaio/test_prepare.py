@@ -522,3 +522,14 @@ def test_text_is_looked_up_as_by_a_dictionary(monkeypatch: pytest.MonkeyPatch) -
     )
     assert TextIndex(pa.array(words)).rows(pa.array(column)).tolist() == expected
     assert TextIndex(pa.array(["ab", "c"])).rows(pa.array(["xy", "c", "ab"])).tolist() == [0, 2, 1]
+
+
+def test_a_bucket_is_one_shard_however_many_blocks_its_tasks_need(tmp_path: Path) -> None:
+    # Five buckets are planned for 2,000 rows in blocks of 50; the larger task fills one of them.
+    users = pa.array(np.where(np.arange(2_000) % 9, 7, 8))
+    skewed = raw_table(2_000).set_column(0, "user", users)
+    dataset = prepared(tmp_path, skewed, changed(), block_rows=50)
+    shards = dataset.splits["train"].shards
+    assert len(shards) == 5
+    assert max(shard.num_blocks for shard in shards) > 16
+    assert len(whole_split(dataset, "train")) == dataset.splits["train"].num_episodes == 41
