@@ -51,8 +51,7 @@ def check_free(name: str, host: str, port: int) -> None:
         )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-            probe.listen()  # only this fails beside another listener that allows re-use
+            probe.bind(where)  # never listens: a client that tries again must not meet it
     except OSError as error:
         help_text = (
             "Stop the service that has it, or choose another port"
