@@ -38,10 +38,17 @@ class Authority:
         )
         self.ca.write_bytes(made.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str, role: str = "", days: float = 1.0, address: str = "") -> Pair:
-        """A certificate for localhost and `address` with the role's URI; expired if `days` < 0."""
+    def issue(
+        self,
+        name: str,
+        role: str = "",
+        days: float = 1.0,
+        address: str = "",
+        host: str = "localhost",
+    ) -> Pair:
+        """A certificate for `host` and `address` with the role's URI; expired if `days` < 0."""
         names: list[x509.GeneralName] = [
-            x509.DNSName("localhost"),
+            x509.DNSName(host),
             x509.IPAddress(ip_address("127.0.0.1")),
         ]
         if address:

@@ -24,6 +24,12 @@ class WorkloadFailedError(Exception):
     """A Job has used up its retries."""
 
 
+def status(phase: str, host: Host) -> dict[str, Any]:
+    """What a pod's object says of it."""
+    ready = {"type": "Ready", "status": str(phase == "Running")}
+    return {"phase": phase, "podIP": host.address, "conditions": [ready], "containerStatuses": []}
+
+
 class Workload:
     """A Job or StatefulSet: keeps its pods going."""
 
@@ -46,6 +52,14 @@ class Workload:
             *({"name": c, "persistentVolumeClaim": {"claimName": f"{c}-{name}"}} for c in claims),
         ]
         number = index if self._indexed else None
+        labels = self.spec["template"]["metadata"]["labels"]
+        body: dict[str, Any] = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "labels": labels},
+        }
+        body["status"] = status("Running", self._hosts[index])
+        self._place.api.create("pods", body)  # once: a pod that takes its place has its name
         return Pod(self._place, name, spec, self._hosts[index], number)
 
     @property
@@ -67,7 +81,9 @@ class Workload:
 
 
 class Cluster:
-    """The objects of one namespace, running."""
+    """The objects of one namespace, running; also the pods that they ask the API server for, a
+    host each of those that no workload has.
+    """
 
     def __init__(self, manifests: list[Manifest], network: list[Host], folder: Path) -> None:
         hub, *free = network
@@ -80,7 +96,10 @@ class Cluster:
             count = spec.get("parallelism", spec.get("replicas", 1))
             given[manifest["metadata"]["name"]], free = free[:count], free[count:]
         services = {m["metadata"]["name"] for m in manifests if m["kind"] == "Service"}
-        place = Place(folder, self.api, config_maps(manifests), _names(wanted, services, given))
+        names = f"{hub.address} kubernetes.default.svc\n{_names(wanted, services, given)}"
+        self._place = place = Place(folder, self.api, config_maps(manifests), names)
+        self._free = free
+        self.asked_for: dict[str, Pod] = {}  # by name
         self.workloads = {
             m["metadata"]["name"]: Workload(m, place, given[m["metadata"]["name"]]) for m in wanted
         }
@@ -101,7 +120,28 @@ class Cluster:
                 raise TimeoutError(f"{what}: not within {timeout_s:.0f} s\n{self.logs()}")
             for workload in self.workloads.values():
                 workload.poll()
+            self._poll_asked_for()
             time.sleep(_TICK_S)
+
+    def _poll_asked_for(self) -> None:
+        for body in self.api.select("pods", ""):
+            name = body["metadata"]["name"]
+            if "spec" not in body:
+                continue  # a workload's
+            if name not in self.asked_for:
+                host = self._free.pop()
+                self.asked_for[name] = Pod(self._place, name, body["spec"], host, None)
+            pod = self.asked_for[name]
+            pod.poll()
+            ended = "Failed" if pod.returncode else "Succeeded"
+            phase = ended if pod.returncode is not None else "Running" if pod.runs else "Pending"
+            if ("pods", name) in self.api.objects:  # it may be deleted meanwhile
+                self.api.set_status("pods", name, status(phase, pod.host))
+        for name, pod in self.asked_for.items():
+            if ("pods", name) not in self.api.objects:
+                if not pod.disrupted:
+                    pod.delete()
+                pod.poll()
 
     def logs(self) -> str:
         """The ends of all logs."""
@@ -111,6 +151,7 @@ class Cluster:
     def close(self) -> None:
         """SIGTERM to all pods, then the end of whatever is left."""
         pods = [pod for workload in self.workloads.values() for pod in workload.pods]
+        pods += self.asked_for.values()
         for pod in pods:
             if pod.returncode is None:
                 pod.delete()
@@ -141,12 +182,16 @@ def _names(workloads: list[Manifest], services: set[str], given: dict[str, list[
 
 
 @contextmanager
-def running(manifests: list[Manifest], folder: Path) -> Iterator[Cluster]:
-    """A cluster with these objects. Raises NoNamespacesError."""
-    count = 1 + sum(
-        m["spec"].get("parallelism", m["spec"].get("replicas", 1))
-        for m in manifests
-        if m["kind"] in ("Job", "StatefulSet")
+def running(manifests: list[Manifest], folder: Path, more: int = 0) -> Iterator[Cluster]:
+    """A cluster with these objects, and hosts for `more` pods. Raises NoNamespacesError."""
+    count = (
+        1
+        + more
+        + sum(
+            m["spec"].get("parallelism", m["spec"].get("replicas", 1))
+            for m in manifests
+            if m["kind"] in ("Job", "StatefulSet")
+        )
     )
     with contextlib.ExitStack() as stack:
         cluster = Cluster(manifests, stack.enter_context(hosts(count)), folder)

@@ -3,8 +3,10 @@ the pod has them, with the pod's name and user and no privileges. Run as a scrip
 """
 
 import ctypes
+import importlib.util
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,6 +23,7 @@ _PROGRAMS = {
     "gmeta": f'exec {sys.executable} -m gmeta "$@"',
     "gmeta-credentials": f'exec {sys.executable} {ROOT}/deploy/credentials.py "$@"',
     "train-node": f'exec {ROOT}/deploy/docker/train-node "$@"',
+    "spark-node": f'exec {ROOT}/deploy/docker/spark-node "$@"',
     "dumb-init": f'exec {Path(sys.executable).with_name("dumb-init")} "$@"',
 }
 
@@ -84,7 +87,9 @@ def _lay(root: Path, hosts: str, user: int, group: int) -> None:
         _bind(Path("/", name), root / name, read_only=False)
     (root / "proc").mkdir()
     _mount("-t", "proc", "proc", root / "proc")
-    for path in dict.fromkeys([*(str(ROOT / name) for name in _CODE), sys.base_prefix, sys.prefix]):
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    code = [str(ROOT / name) for name in _CODE]
+    for path in dict.fromkeys([*code, sys.base_prefix, sys.prefix, *packages]):
         _bind(Path(path), root / path[1:])
     etc = root / "etc"
     etc.mkdir()
@@ -95,6 +100,12 @@ def _lay(root: Path, hosts: str, user: int, group: int) -> None:
     for name in ("ld.so.cache", "ssl", "alternatives", "java-17-openjdk"):
         if Path("/etc", name).exists():
             _bind(Path("/etc", name), etc / name)
+    java, spark = shutil.which("java"), importlib.util.find_spec("pyspark")
+    if java and spark and spark.origin:
+        for name in ("java", "spark"):
+            (root / "opt" / name).mkdir(parents=True)
+        (root / "opt/java/openjdk").symlink_to(Path(java).resolve().parents[1])
+        (root / "opt/spark/pyspark").symlink_to(Path(spark.origin).parent)
     programs = root / "opt/gmeta/bin"
     programs.mkdir(parents=True)
     for name, line in _PROGRAMS.items():

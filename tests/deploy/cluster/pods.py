@@ -19,7 +19,11 @@ from tests.deploy.network import Host
 from tests.deploy.rendering import ROOT, Manifest
 
 _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
-_DOCKERFILES = {"gmeta-service": "service", "gmeta-trainer-cpu": "trainer-cpu"}
+_DOCKERFILES = {
+    "gmeta-service": "service",
+    "gmeta-trainer-cpu": "trainer-cpu",
+    "gmeta-prepare-spark": "prepare-spark",
+}
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ def image_of(name: str) -> Image:
         for word in ("ENTRYPOINT", "WORKDIR", "ENV")
     }
     env = dict(pair.split("=", 1) for line in said["ENV"] for pair in shlex.split(line))
-    env["PATH"] = env["PATH"].replace("$PATH", "/usr/local/bin:/usr/bin:/bin")
+    env["PATH"] = "/opt/gmeta/bin:/usr/local/bin:/usr/bin:/bin"
     # In the image the packages are installed; here they are beside each other.
     env["PYTHONPATH"] = str(ROOT)
     return Image(json.loads(said["ENTRYPOINT"][-1]), said["WORKDIR"][-1], env)
@@ -149,7 +153,7 @@ class Pod:
             env=env,
             mounts=self._mounts(given.get("volumeMounts", [])),
             hostname=self.name,
-            hosts=self._place.hosts,
+            hosts=f"{self._place.hosts}{self.host.address} {self.name}\n",
             user=context["runAsUser"],
             group=context["runAsGroup"],
             volume_group=context["fsGroup"],
@@ -166,7 +170,8 @@ class Pod:
             env["JOB_COMPLETION_INDEX"] = str(self.index)
         for variable in given:
             source = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-            env[variable["name"]] = fields[source] if source else _expand(variable["value"], env)
+            text = variable.get("value") or ""
+            env[variable["name"]] = fields[source] if source else _expand(text, env)
         return env
 
     def _mounts(self, given: list[dict[str, Any]]) -> list[Mount]:
