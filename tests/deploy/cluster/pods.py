@@ -19,6 +19,7 @@ from tests.deploy.network import Host
 from tests.deploy.rendering import ROOT, Manifest
 
 _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
+_PROGRAMS = b"/opt/gmeta/bin/"
 _DOCKERFILES = {
     "gmeta-service": "service",
     "gmeta-trainer-cpu": "trainer-cpu",
@@ -111,7 +112,9 @@ class Pod:
         assert self._process is not None
         pid = self._process.pid
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            if b"container.py" not in Path(f"/proc/{child}/cmdline").read_bytes():
+            words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+            # Not yet while it is the set-up or the script that stands for a program of the image.
+            if not any(b"container.py" in word or word.startswith(_PROGRAMS) for word in words):
                 os.kill(int(child), signal.SIGTERM)
                 grace_s = self.spec.get("terminationGracePeriodSeconds", 30)
                 self._kill_at_s = time.monotonic() + grace_s

@@ -92,7 +92,7 @@ def users(pod: Pod) -> set[tuple[str, ...]]:
 
 @needs_kubectl
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_an_overlay_becomes_a_finished_run_though_its_pods_are_drained(
     cluster: Cluster,
 ) -> None:
@@ -104,9 +104,9 @@ def test_an_overlay_becomes_a_finished_run_though_its_pods_are_drained(
         return len(metrics(run)) if (run / "metrics.jsonl").exists() else 0
 
     prepare = cluster.pod("gmeta-prepare-0")
-    cluster.run_until(lambda: prepare.runs, "prepare", 60)
+    cluster.run_until(lambda: prepare.runs, "prepare", 120)
     prepare.delete()
-    cluster.run_until(lambda: bool(list_checkpoints(checkpoints)), "a checkpoint", 150)
+    cluster.run_until(lambda: bool(list_checkpoints(checkpoints)), "a checkpoint", 200)
     assert prepare.returncode == 128 + signal.SIGTERM  # of dumb-init
     # Nobody but the one that made the Secrets has asked the API server for anything.
     assert cluster.api.refused == []
@@ -121,11 +121,11 @@ def test_an_overlay_becomes_a_finished_run_though_its_pods_are_drained(
         reached = steps()
         drained = cluster.pod(name)
         drained.delete()
-        cluster.run_until(lambda pod=drained: pod.returncode is not None, f"{name}'s end", 60)
+        cluster.run_until(lambda pod=drained: pod.returncode is not None, f"{name}'s end", 120)
         # torchrun says 1 whatever its ranks said; -9 would be the end of the grace period.
         assert drained.returncode == (0 if "service" in name else 1), drained.log()[-2000:]
         cluster.run_until(lambda at=reached: steps() > at or train.complete, "progress", 120)
-    cluster.run_until(lambda: train.complete, "the end of training", 150)
+    cluster.run_until(lambda: train.complete, "the end of training", 200)
     assert "nothing of it is lost" in cluster.pod("gmeta-train-0").log()
     assert json.loads((cluster.volume("gmeta-data") / "demo/manifest.json").read_text())["splits"]
     report = audit_manifest(load_manifest(list_checkpoints(checkpoints)[-1]))
