@@ -64,7 +64,8 @@ def test_nd_moves_tasks_away_from_a_transient_straggler() -> None:
     assert ruling.allowed
     assert ruling.decision.parameters == {"w0": 20.0, "w1": 20.0, "w2": 19.0, "w3": 5.0}
     assert ruling.decision.reason == (
-        "the slowest share takes 640 ms, balanced 200 ms; slow: w3 (transient, compute)"
+        "the slowest share takes 640 ms, balanced 200 ms; slow: w3 (transient, compute) 16 to 5 "
+        "tasks"
     )
 
 

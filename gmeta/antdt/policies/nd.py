@@ -62,18 +62,20 @@ def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
     then_s = max(n / v for n, v in zip(wanted, speeds, strict=True))
     if then_s > (1 - config.min_gain) * now_s:
         return []
+    parameters = {
+        worker.health.worker_id: float(share) for worker, share in zip(active, wanted, strict=True)
+    }
     slow = ", ".join(
-        f"{worker.health.worker_id} ({worker.health.verdict}, {worker.health.cause})"
+        f"{health.worker_id} ({health.verdict}, {health.cause}) {worker.tasks_per_step} to "
+        f"{parameters[health.worker_id]:.0f} tasks"
         for worker in snapshot.stragglers[:5]
+        for health in [worker.health]
     )
     more = len(snapshot.stragglers) - 5
     reason = (
         f"the slowest share takes {now_s * 1000:.0f} ms, balanced {then_s * 1000:.0f} ms; slow: "
         f"{slow or 'nobody any more'}{f' and {more} more' if more > 0 else ''}"
     )
-    parameters = {
-        worker.health.worker_id: float(share) for worker, share in zip(active, wanted, strict=True)
-    }
     return [Decision("ADJUST_BS", "", parameters, reason)]
 
 
