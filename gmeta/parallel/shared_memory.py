@@ -32,13 +32,14 @@ ALIGNMENT = 64  # bytes; a cache line
 # Number of the message, first byte and bytes of the values, last message that the sender has read.
 PACKET = struct.Struct("<qqqq")
 PEER = struct.Struct("3i")  # struct ucred: process, user, group
+HELLO = struct.Struct("<q")  # the caller's rank
 
 
 def open_shared_memory(control: dist.ProcessGroup, timeout_s: int) -> "SharedMemory | None":
     """Connect all ranks, if all are on one host that has what it takes; every rank calls it.
 
     Raises:
-        OSError: a rank did not connect within the timeout.
+        DistError: a rank did not connect within the timeout.
     """
     rank, world_size = control.rank(), control.size()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -46,23 +47,39 @@ def open_shared_memory(control: dist.ProcessGroup, timeout_s: int) -> "SharedMem
         dist.all_gather_object(hosts, _listen(listener, world_size), group=control)
         if None in hosts or len({host for host, _ in hosts}) > 1:
             return None
-        listener.settimeout(timeout_s)
-        sockets: dict[int, socket.socket] = {}
-        for peer in range(rank):
-            one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            one.settimeout(timeout_s)
-            one.connect(hosts[peer][1])
-            one.send(rank.to_bytes(4, "little"))
-            sockets[peer] = one
-        while len(sockets) < world_size - 1:
-            one, _ = listener.accept()
-            # Anybody on the host may connect to an abstract socket.
-            if _user_of(one) != os.geteuid():
-                one.close()
-                continue
-            one.settimeout(timeout_s)
-            sockets[int.from_bytes(one.recv(4), "little")] = one
+        try:
+            sockets = _connected(listener, rank, [address for _, address in hosts], timeout_s)
+        except OSError as error:
+            raise dist.DistNetworkError(
+                f"the ranks of this host cannot connect to each other: {error}"
+            ) from error
     return SharedMemory(rank, sockets)
+
+
+def _connected(
+    listener: socket.socket, rank: int, addresses: list[bytes], timeout_s: int
+) -> dict[int, socket.socket]:
+    """A socket to every other rank: this one calls those before it, and is called by the others."""
+    sockets: dict[int, socket.socket] = {}
+    for peer in range(rank):
+        one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        one.settimeout(timeout_s)
+        one.connect(addresses[peer])
+        one.send(HELLO.pack(rank))
+        sockets[peer] = one
+    listener.settimeout(timeout_s)
+    while len(sockets) < len(addresses) - 1:
+        one, _ = listener.accept()
+        # Anybody on the host may call an abstract socket.
+        if _user_of(one) != os.geteuid():
+            one.close()
+            continue
+        one.settimeout(timeout_s)
+        hello = one.recv(HELLO.size)
+        if not hello:
+            raise ConnectionResetError("one of them is gone")
+        sockets[HELLO.unpack(hello)[0]] = one
+    return sockets
 
 
 def _listen(listener: socket.socket, world_size: int) -> tuple[str, bytes] | None:
