@@ -76,7 +76,7 @@ def _bind(source: Path, target: Path, read_only: bool = True) -> None:
 
 
 def _lay(root: Path, hosts: str, user: int, group: int) -> None:
-    """What stands for the image: this machine's system, this Python, this repository."""
+    """What stands for the image's system: this machine's, and the programs of the image."""
     for name in ("usr", "bin", "sbin", "lib", "lib64"):
         source = Path("/", name)
         if source.is_symlink():
@@ -87,10 +87,6 @@ def _lay(root: Path, hosts: str, user: int, group: int) -> None:
         _bind(Path("/", name), root / name, read_only=False)
     (root / "proc").mkdir()
     _mount("-t", "proc", "proc", root / "proc")
-    packages = [path for path in sys.path if path.endswith("site-packages")]
-    code = [str(ROOT / name) for name in _CODE]
-    for path in dict.fromkeys([*code, sys.base_prefix, sys.prefix, *packages]):
-        _bind(Path(path), root / path[1:])
     etc = root / "etc"
     etc.mkdir()
     (etc / "passwd").write_text(f"root:x:0:0::/:/bin/sh\ngmeta:x:{user}:{group}::/tmp:/bin/sh\n")
@@ -113,6 +109,14 @@ def _lay(root: Path, hosts: str, user: int, group: int) -> None:
         (programs / name).chmod(0o755)
 
 
+def _lay_code(root: Path) -> None:
+    """This repository and this Python, where they are here: scripts name each other by path."""
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    code = [str(ROOT / name) for name in _CODE]
+    for path in dict.fromkeys([*code, sys.base_prefix, sys.prefix, *packages]):
+        _bind(Path(path), root / path[1:])
+
+
 def _become(container: Container) -> None:
     """In a new mount namespace, as root: set everything up, then be the command."""
     root = Path("/mnt")
@@ -123,6 +127,7 @@ def _become(container: Container) -> None:
     # Outer mount points first, so that /dev/shm lies on /dev and not under it.
     for mount in sorted(container.mounts, key=lambda each: each.target):
         _bind(Path(mount.source), root / mount.target[1:], mount.read_only)
+    _lay_code(root)  # on top: it may lie below /tmp
     if container.read_only_root:
         _mount("-o", "remount,ro", root)
     socket.sethostname(container.hostname)
