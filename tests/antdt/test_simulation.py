@@ -1,6 +1,7 @@
 """The simulated cluster against what can be worked out by hand."""
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +63,24 @@ def test_nd_restarts_what_stays_slow_and_is_then_as_fast_as_new() -> None:
     outcome = run_antdt("nd", config, slow_from(120.0))
     assert outcome.num_restarts == 1
     assert outcome.completion_s < 1.1 * config.healthy_s
+
+
+def test_noise_and_hiccups_of_a_healthy_cluster_move_hardly_a_batch() -> None:
+    """Steps vary by 10 %, and each of 20 workers is three times slower for a second every 200 s."""
+    noise = random.Random(1)
+    changes = []
+    for worker in range(20):
+        now_s = noise.expovariate(1 / 200)
+        while now_s < 1000.0:
+            changes += [
+                Change(now_s, worker, 3.0, "moment"),
+                Change(now_s + 1.0, worker, 1.0, "moment"),
+            ]
+            now_s += 1.0 + noise.expovariate(1 / 200)
+    config = replace(EXACT, num_workers=20, num_steps=600, jitter=0.1)
+    outcome = run_antdt("nd", config, Trace(np.ones(20), changes, 0.0, seed=0))
+    assert outcome.num_restarts == 0
+    assert outcome.num_adjustments <= 8  # in 800 windows: no oscillation
 
 
 def test_every_task_is_trained_once_also_over_a_restart() -> None:

@@ -4,6 +4,7 @@ stays slow elsewhere (arXiv 2404.09679, section on non-dedicated clusters)."""
 from collections.abc import Sequence
 from statistics import median
 
+from gmeta.antdt.monitor import STRAGGLERS
 from gmeta.antdt.policies.interface import ControllerConfig, Decision, Snapshot, WorkerView
 from gmeta.antdt.policies.split import proportional_split
 
@@ -56,7 +57,7 @@ def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
     shares = [worker.tasks_per_step for worker in active]
     if not snapshot.stragglers and max(shares) - min(shares) <= 1:
         return []
-    speeds = _speeds(active)
+    speeds = _speeds(active, bool(snapshot.stragglers))
     wanted = proportional_split(snapshot.tasks_per_step, speeds, config.min_tasks)
     now_s = max(n / v for n, v in zip(shares, speeds, strict=True))
     then_s = max(n / v for n, v in zip(wanted, speeds, strict=True))
@@ -79,14 +80,16 @@ def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
     return [Decision("ADJUST_BS", "", parameters, reason)]
 
 
-def _speeds(active: Sequence[WorkerView]) -> list[float]:
-    """The newest window of whoever is slow in it or has a verdict: averages would follow a
-    straggler only after some windows. Of the others the long mean, so that noise moves no batch."""
+def _speeds(active: Sequence[WorkerView], somebody_is_slow: bool) -> list[float]:
+    """The newest window of a straggler, and beside one of whoever became slow in it: averages would
+    follow only after some windows. Of all others the long mean, so that noise and a hiccup move no
+    batch, unless the newest window is much faster: who recovered gets its tasks back at once."""
     speeds = []
     for worker in active:
         health = worker.health
-        is_usual = health.verdict == "healthy" and (
-            health.tasks_per_s_long < USUAL_RATIO * health.tasks_per_s_newest
-        )
-        speeds.append(health.tasks_per_s_long if is_usual else health.tasks_per_s_newest)
+        usual, newest = health.tasks_per_s_long, health.tasks_per_s_newest
+        is_slow_now = somebody_is_slow and usual >= USUAL_RATIO * newest
+        is_slow = health.verdict in STRAGGLERS or is_slow_now
+        recovered = newest >= USUAL_RATIO * usual
+        speeds.append(newest if is_slow or recovered else usual)
     return speeds
