@@ -1,6 +1,7 @@
 """Pods as the kubelet makes them of a template: variables, volumes, one container after another."""
 
 import base64
+import contextlib
 import json
 import os
 import re
@@ -111,10 +112,12 @@ class Pod:
         """SIGTERM to process 1, once the container's command is that."""
         assert self._process is not None
         pid = self._process.pid
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-            # Not yet while it is the set-up or the script that stands for a program of the image.
-            if not any(b"container.py" in word or word.startswith(_PROGRAMS) for word in words):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+                # Not yet while it is the set-up or the script that stands for a program.
+                if any(b"container.py" in word or word.startswith(_PROGRAMS) for word in words):
+                    continue
                 os.kill(int(child), signal.SIGTERM)
                 grace_s = self.spec.get("terminationGracePeriodSeconds", 30)
                 self._kill_at_s = time.monotonic() + grace_s
