@@ -26,8 +26,9 @@ Progress = Callable[[str, int, int], None]  # phase, rows done, rows in all
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# A bucket is held about five times over: raw, sorted, as rows, as blocks, as Arrow arrays.
-_COPIES_OF_A_BUCKET = 5
+# A bucket is held about three times over: as read, the keys and ranks that sort it (which of narrow
+# rows are as large), and one block of it as rows, positions and Arrow arrays.
+_COPIES_OF_A_BUCKET = 3
 
 
 def prepare(
