@@ -313,7 +313,8 @@ class Monitor:
             _cause(short) if is_straggler else "",
             ratio,
             _tasks_per_s(short),
-            1000 * long.tasks / long.work_ms if long.work_ms > 0 else 0.0,
+            # Windows cut short may come before the first whole one.
+            1000 * long.tasks / long.work_ms if long.work_ms > 0 else _tasks_per_s(short),
             1000 / short[-1].work_ms if short[-1].work_ms > 0 else 0.0,
             long.overhead_ms(),
             now_s - worker.slow_since_s if is_straggler else 0.0,

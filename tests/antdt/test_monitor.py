@@ -188,9 +188,24 @@ def test_a_window_is_cut_short_once_everybody_reports_that_somebody_became_slow(
     assert not cluster.monitor.close_window(began_s + 0.1 * CONFIG.window_s)
     assert cluster.monitor.close_window(began_s + 0.5 * CONFIG.window_s)
     slow = cluster.monitor.health["slow"]
-    assert (slow.verdict, slow.tasks_per_s_newest) == ("healthy", pytest.approx(1000 / 4.1))
+    assert slow.verdict == "healthy"
+    assert slow.tasks_per_s_newest == pytest.approx(1000 / 4.1)
     # What a window tells of hardware and of ten minutes, only whole windows do.
     assert "slow in 1 of 6" in cluster.run(1)["slow"].evidence
+
+
+def test_a_new_process_has_a_speed_also_before_its_first_whole_window() -> None:
+    cluster = Cluster({**healthy(), "slow": slow_between(5, 10_000)})
+    cluster.run(5)
+    cluster.restart("w0")
+    now_s = cluster.window * CONFIG.window_s + 0.5 * CONFIG.window_s
+    for name, times_ms in cluster.times_ms.items():
+        old, parts = cluster.reports[name], [ms * TASKS for ms in times_ms(5)]
+        added = (1, TASKS, *parts, 0.0)
+        report = Report(*(a + b for a, b in zip(old, added, strict=True)))  # type: ignore[arg-type]
+        cluster.monitor.observe(name, cluster.incarnations[name], report)
+    assert cluster.monitor.close_window(now_s)
+    assert cluster.monitor.health["w0"].tasks_per_s_long == pytest.approx(1000 / 1.1)
 
 
 def test_a_healthy_cluster_cuts_no_window_short() -> None:
