@@ -193,10 +193,21 @@ def run(
     }
 
 
+def full_steps(job: dict[str, Any]) -> Any:
+    """All but the last ones, which have the tasks that were left."""
+    per_step = job["tasks_RS"].sum(axis=0)
+    return np.flatnonzero(per_step == per_step.max())
+
+
+def late_losses(job: dict[str, Any]) -> Any:
+    """Of the second half of the full steps."""
+    losses = job["loss"][full_steps(job)]
+    return losses[len(losses) // 2 :]
+
+
 def rate(job: dict[str, Any], first: int = 5) -> float:
     """Tasks per second between the step `first` and the last full one."""
-    per_step = job["tasks_RS"].sum(axis=0)
-    full = np.flatnonzero(per_step == per_step.max())
+    per_step, full = job["tasks_RS"].sum(axis=0), full_steps(job)
     full = full[full >= first]
     seconds = job["times_s"][full[-1]] - job["times_s"][full[0]]
     return float(per_step[full[0] + 1 : full[-1] + 1].sum() / seconds)
@@ -204,9 +215,7 @@ def rate(job: dict[str, Any], first: int = 5) -> float:
 
 def balanced_from(job: dict[str, Any]) -> int:
     """The first step at which the slow rank's share is what it is at the end."""
-    shares = job["tasks_RS"][SLOW_RANK]
-    per_step = job["tasks_RS"].sum(axis=0)
-    full = np.flatnonzero(per_step == per_step.max())
+    shares, full = job["tasks_RS"][SLOW_RANK], full_steps(job)
     last = shares[full[-1]]
     return int(next(step for step in full if abs(int(shares[step]) - int(last)) <= 1))
 
@@ -244,8 +253,8 @@ def compare(data: Path, cause: str, healthy_step_ms: float) -> dict[str, Any]:
     static_step_ms = 1000 * RANKS * TASKS_PER_RANK / rate(static)
     slow_factor = static_step_ms / healthy_step_ms
     simulated = predicted(cause, healthy_step_ms, slow_factor, len(static["times_s"]))
-    tail = slice(len(static["loss"]) // 2, None)
-    noise = float(static["loss"][tail].std() / np.sqrt(len(static["loss"][tail])))
+    static_losses = late_losses(static)
+    noise = float(static_losses.std() / np.sqrt(len(static_losses)))
     return {
         "speedup_vs_static": round(steady / rate(static), 2),
         "speedup_with_detection": round(whole / rate(static), 2),
@@ -253,8 +262,8 @@ def compare(data: Path, cause: str, healthy_step_ms: float) -> dict[str, Any]:
         "slow_factor_measured": round(slow_factor, 2),
         "verdicts": {name: " ".join(said) for name, said in antdt["verdicts"].items()},
         "final_share_of_slow_rank": int(antdt["tasks_RS"][SLOW_RANK][balanced_from(antdt)]),
-        "loss_static": round(float(static["loss"][tail].mean()), 4),
-        "loss_antdt": round(float(antdt["loss"][len(antdt["loss"]) // 2 :].mean()), 4),
+        "loss_static": round(float(static_losses.mean()), 4),
+        "loss_antdt": round(float(late_losses(antdt).mean()), 4),
         "loss_noise": round(noise, 4),
         "audit_ok": static["audit_ok"] and antdt["audit_ok"],
         "agent_ms_per_step": round(antdt["agent_ms"], 3),
