@@ -41,14 +41,14 @@ class Ranks:
 
 
 def start_ranks(
-    device: str, timeout_s: int, store: Store | None = None, *, shared_memory: bool = True
+    device: str, timeout_s: int, store: Store | None = None, *, shared_memory: bool = False
 ) -> Ranks:
     """Join the process group that torchrun describes in the environment (one rank without
     torchrun).
 
     A `store` replaces the rendezvous that the environment names; rank and world size still come
-    from there. On a CPU a step's messages go through shared memory where all ranks are on one host
-    (without `shared_memory` as between hosts).
+    from there. With `shared_memory` a step's messages go through memory on a CPU where all ranks
+    are on one host (docs/scaling.md says why not always).
 
     Raises:
         UserError: cuda is asked for where no GPU is visible.

@@ -11,13 +11,20 @@ from torch import nn
 
 from gmeta.parallel import Ranks
 from gmeta.parallel.averaging import LayerAverage
-from gmeta.parallel.shared_memory import FIRST_BYTES, SharedMemory
+from gmeta.parallel.shared_memory import FIRST_BYTES, SharedMemory, open_shared_memory
 from gmeta.parallel.transport import Gloo, Transport
 from tests.distributed.harness import on_ranks
 from tests.distributed.test_sharding_plans import Run
 
 DTYPES = (torch.float32, torch.int32, torch.int64, torch.float16)
 ROUNDS = 12
+
+
+def sharing(ranks: Ranks) -> Ranks:
+    """The same ranks, but through shared memory."""
+    transport = open_shared_memory(ranks.control, 60)
+    assert isinstance(transport, SharedMemory)
+    return replace(ranks, transport=transport)
 
 
 def swapped(transport: Transport, ranks: Ranks, seed: int) -> tuple[torch.Tensor, Any]:
@@ -37,7 +44,7 @@ def swapped(transport: Transport, ranks: Ranks, seed: int) -> tuple[torch.Tensor
 
 def exchange_on_rank(ranks: Ranks) -> dict[str, Any]:
     """Swaps and sums by both transports, waited for backwards; every third is never read."""
-    assert isinstance(ranks.transport, SharedMemory)
+    ranks = sharing(ranks)
     found: dict[str, Any] = {}
     for name, transport in (("shared", ranks.transport), ("gloo", Gloo(ranks.rows, ranks.control))):
         results = []
@@ -65,6 +72,7 @@ def test_swaps_and_sums_are_those_of_gloo_in_whatever_order_they_are_read(world_
 
 def large_on_rank(ranks: Ranks) -> tuple[list[bool], list[float]]:
     """Sums that outgrow the memory while earlier ones are unread; then many that fit."""
+    ranks = sharing(ranks)
     sizes = [FIRST_BYTES // 16, FIRST_BYTES // 8, FIRST_BYTES]
     values = [torch.full((size,), float(ranks.rank + index)) for index, size in enumerate(sizes)]
     pending = [ranks.transport.add(one) for one in values]
@@ -88,6 +96,7 @@ def test_memory_grows_with_the_messages_and_is_used_again() -> None:
 
 def lose_peer_on_rank(ranks: Ranks) -> tuple[float, str, str]:
     """Rank 1's sockets close, as the kernel does when a process is killed, while rank 0 waits."""
+    ranks = sharing(ranks)
     assert isinstance(ranks.transport, SharedMemory)
     if ranks.rank == 1:
         time.sleep(0.5)
@@ -113,7 +122,7 @@ def test_a_peer_that_is_gone_is_told_at_once_and_by_its_number() -> None:
 def train_both_ways(ranks: Ranks) -> list[dict[str, Any]]:
     results = []
     over_tcp = replace(ranks, transport=Gloo(ranks.rows, ranks.control))
-    for how in (ranks, over_tcp):
+    for how in (sharing(ranks), over_tcp):
         run = Run(how, "mixed")
         run.train(0, 3)
         results.append(run.result())
@@ -132,6 +141,7 @@ def test_training_through_shared_memory_is_training_over_tcp() -> None:
 
 
 def average_on_rank(ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor, str]:
+    ranks = sharing(ranks)
     torch.manual_seed(ranks.rank)
     used, unused = nn.Linear(3, 2), nn.Linear(2, 2)
     LayerAverage(used.parameters(), ranks)
