@@ -23,6 +23,7 @@ from _common import available_cores, environment, finish, make_parser, print_tab
 from _synthetic import even_sizes, random_batch, single_id_features
 
 TASKS, STEPS = 128, 6
+TRANSPORTS = ("tcp", "shared memory")  # sharding.shared_memory = false, true
 # Losses are means over 128 tasks in float32.
 LOSS_TOLERANCE = 1e-5
 
@@ -138,6 +139,7 @@ def work_in_turns(
     work: Workload,
     rounds: int,
     wire_dtype: str,
+    transport: str,
     turn: multiprocessing.synchronize.Barrier,
 ) -> None:
     """Process 0 is the only rank of a group, 1 and 2 are the two of another."""
@@ -152,7 +154,8 @@ def work_in_turns(
     from gmeta.parallel import start_ranks
 
     store = dist.FileStore(os.path.join(folder, f"store-of-{world_size}"), world_size)
-    one = Rank(work, start_ranks("cpu", 300, store=store), wire_dtype)
+    ranks = start_ranks("cpu", 300, store, shared_memory=transport == "shared memory")
+    one = Rank(work, ranks, wire_dtype)
     share = one.shares(rank, world_size)
     half = one.shares(0, 2)
     found: dict[str, list[float]] = {"alone": [], "pair": [], "half": []}
@@ -173,11 +176,11 @@ def work_in_turns(
     os._exit(0)
 
 
-def measure(work: Workload, rounds: int, wire_dtype: str) -> dict[str, Any]:
+def measure(work: Workload, rounds: int, wire_dtype: str, transport: str) -> dict[str, Any]:
     """Median milliseconds and ratios of a workload."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (folder, work, rounds, wire_dtype, context.Barrier(3))
+        arguments = (folder, work, rounds, wire_dtype, transport, context.Barrier(3))
         mp.spawn(work_in_turns, arguments, nprocs=3)
         alone, *pair = (torch.load(Path(folder) / f"{index}.pt") for index in range(3))
     losses = torch.tensor([one["losses"] for one in pair]).mean(dim=0)
@@ -200,16 +203,17 @@ def measure(work: Workload, rounds: int, wire_dtype: str) -> dict[str, Any]:
 
 def main() -> None:
     options = make_parser(__doc__).parse_args()
-    rounds = options.rounds or (5 if options.quick else 11)
+    rounds = options.rounds or (4 if options.quick else 11)
     if len(available_cores()) < 2:
         raise SystemExit("scaling needs 2 cores, this process has 1: nothing to compare")
     found = {
-        work.name: measure(work, rounds, "float32")
+        f"{work.name}, {transport}": measure(work, rounds, "float32", transport)
+        for transport in TRANSPORTS
         for work in WORKLOADS[: 2 if options.quick else 3]
     }
     if not options.quick:
         for work in WORKLOADS[:2]:
-            found[f"{work.name} bfloat16"] = measure(work, rounds, "bfloat16")
+            found[f"{work.name}, tcp, bfloat16"] = measure(work, rounds, "bfloat16", "tcp")
     print(f"{TASKS} tasks a step, one thread and one core a rank")
     lines = [
         [
@@ -226,12 +230,17 @@ def main() -> None:
     print_table(
         ["workload", "1 rank ms", "2 ranks ms", "speed-up", "CPU", "half", "loss diff."], lines
     )
-    exact = [of for name, of in found.items() if "bfloat16" not in name]
+    exact = {name: of for name, of in found.items() if "bfloat16" not in name}
+    slowest = {
+        transport: min(of["speedup"] for name, of in exact.items() if transport in name)
+        for transport in TRANSPORTS
+    }
     finish(
         "scaling",
         {
-            "speedup_2_ranks": min(of["speedup"] for of in exact),
-            "losses_equal": all(of["losses_equal"] for of in exact),
+            "speedup_2_ranks": slowest["shared memory"],
+            "speedup_2_ranks_tcp": slowest["tcp"],
+            "losses_equal": all(of["losses_equal"] for of in exact.values()),
             "by_workload": found,
             "environment": environment(("torch", "torchrec")),
         },

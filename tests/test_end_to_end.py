@@ -134,7 +134,9 @@ def test_a_killed_rank_ends_the_job_in_one_line_and_resume_finishes_it(config: P
 
 @pytest.mark.distributed
 def test_a_killed_rank_is_restarted_when_restarts_are_allowed(config: Path) -> None:
-    job = start_and_wait_for_checkpoint(config, *LONG, "--nproc-per-node=2", "--max-restarts=1")
+    job = start_and_wait_for_checkpoint(
+        config, *LONG, "sharding.shared_memory=true", "--nproc-per-node=2", "--max-restarts=1"
+    )
     os.kill(ranks_of(job)[0], signal.SIGKILL)
     _, stderr = job.communicate(timeout=90)
     assert job.returncode == 0, stderr

@@ -27,8 +27,14 @@ def start(
         sys.exit(code)
 
 
-def be_rank(device: str, timeout_s: int, work: "Callable[[Ranks], None]") -> None:
-    """Join the other ranks, do the work, leave."""
+def be_rank(
+    device: str,
+    timeout_s: int,
+    work: "Callable[[Ranks], None]",
+    *,
+    shared_memory: bool = False,
+) -> None:
+    """Join the other ranks, do the work, leave; see start_ranks."""
     try:
         from gmeta.parallel import lost_peers_explained, start_ranks, stop_ranks
     except OSError as error:
@@ -39,6 +45,6 @@ def be_rank(device: str, timeout_s: int, work: "Callable[[Ranks], None]") -> Non
         ) from error
 
     with lost_peers_explained():
-        ranks = start_ranks(device, timeout_s)
+        ranks = start_ranks(device, timeout_s, shared_memory=shared_memory)
         work(ranks)
         stop_ranks()

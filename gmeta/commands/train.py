@@ -67,7 +67,12 @@ def train(
         if ranks.rank == 0:
             _tell(folder)
 
-    on_ranks.be_rank(resolved.run.device, resolved.run.collective_timeout_s, work)
+    on_ranks.be_rank(
+        resolved.run.device,
+        resolved.run.collective_timeout_s,
+        work,
+        shared_memory=resolved.sharding.shared_memory,
+    )
 
 
 def _tell(folder: "RunFolder") -> None:
