@@ -1,7 +1,9 @@
 """A small prepared dataset that every end-to-end test shares, and how the suite leaves."""
 
+import logging
 import os
 import sys
+from collections.abc import Iterator
 
 # Before torch is loaded: the suite's tensors are small, and two threads that share two cores with
 # the ranks it starts wait for each other most of the time.
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from gmeta.antdt.log import LOGGER_NAME
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 
 EXIT_STATUS = pytest.StashKey[int]()
@@ -23,6 +26,17 @@ def click_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = SyntheticConfig(num_tasks=200, num_items=60, min_rows=12, max_rows=16, query_rows=5)
     prepare_synthetic(str(out), config)
     return out
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """`gmeta shard-service`, invoked in this process, logs to the stderr that it was given, which
+    is closed when a later test logs.
+    """
+    logger = logging.getLogger(LOGGER_NAME)
+    before = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.level, logger.propagate = before
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
