@@ -28,7 +28,9 @@ class _Fixed(NamedTuple):
     """What no inner step changes on the support rows where embeddings do not adapt."""
 
     inputs_NX: Tensor
-    first_NO: Tensor  # what the first decision layer gives before it is gated and adapts
+    # What the first decision layer gives before it is gated and adapts; None where one step alone
+    # would use it, and it would only take memory.
+    first_NO: Tensor | None
 
 
 class FusedLoop:
@@ -112,6 +114,8 @@ class FusedLoop:
     def _fixed(self, rows_PD: Tensor, support: BlockSide, second_order: bool) -> _Fixed:
         with torch.set_grad_enabled(second_order):
             inputs_NX = self._inputs_NX(rows_PD, support)
+            if self._config.inner_steps == 1:
+                return _Fixed(inputs_NX, None)
             first = self._layers[0]
             weight_OX, bias_O = (value.to(inputs_NX.dtype) for value in (first.weight, first.bias))
             return _Fixed(inputs_NX, torch.addmm(bias_O, inputs_NX, weight_OX.mT))
