@@ -122,12 +122,17 @@ def lost_peers_explained() -> Iterator[None]:
         yield
     except RuntimeError as error:
         # gloo raises plain RuntimeErrors, NCCL and the store raise subclasses of DistError.
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        if not isinstance(error, dist.DistError) and not _is_gloos(str(error)):
             raise
         raise GMetaError(
             f"lost contact with the other ranks: {str(error).splitlines()[0][:200]}. "
             "See what the first rank that failed said; --resume goes on from the newest checkpoint"
         ) from error
+
+
+def _is_gloos(message: str) -> bool:
+    """Whether it names a file of gloo, or is what a message says that comes after a late one."""
+    return "gloo" in message or "Application timeout caused pair closure" in message
 
 
 def stop_ranks() -> None:
