@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.antdt.client import EndOfEpoch, ShardClient, WaitFor
+from gmeta.antdt.client import ShardClient
+from gmeta.antdt.lease import EndOfEpoch, WaitFor
 from gmeta.antdt.manifest import parse_manifest
 from gmeta.antdt.model import DatasetSpec
 from gmeta.antdt.store import SqliteStore
@@ -61,6 +62,15 @@ class Client(threading.Thread):
             self.completed += [(lease.epoch, lease.shard_index) for lease in answer]
 
 
+def wait_for_progress(clients: list[Client], timeout_s: float = 60.0) -> None:
+    """Until a shard more is acknowledged: a slow machine then kills as much work as a fast one."""
+    num_before = sum(len(client.completed) for client in clients)
+    until_s = time.monotonic() + timeout_s
+    while sum(len(client.completed) for client in clients) == num_before:
+        assert time.monotonic() < until_s, "no shard was completed between two kills"
+        time.sleep(0.005)
+
+
 @pytest.mark.timeout(900)
 def test_no_kill_of_the_service_loses_or_doubles_a_shard(tmp_path: Path) -> None:
     rng = random.Random(1)
@@ -72,7 +82,9 @@ def test_no_kill_of_the_service_loses_or_doubles_a_shard(tmp_path: Path) -> None
     clients = [Client(service.address, number) for number in range(NUM_CLIENTS)]
     for client in clients:
         client.start()
-    for _ in range(NUM_KILLS):
+    for kill in range(NUM_KILLS):
+        if kill % 4 == 0:  # the others come whether or not the clients got anywhere
+            wait_for_progress(clients)
         time.sleep(rng.uniform(0.02, 0.15))
         service.kill()
         service.start()
@@ -92,7 +104,6 @@ def test_no_kill_of_the_service_loses_or_doubles_a_shard(tmp_path: Path) -> None
     finished_before = {item for item in acknowledged if item[0] < entry.epoch}
     assert finished_before == every, "an epoch ended with a shard that nobody completed"
     assert entry.num_done == len(acknowledged) - len(finished_before)
-    assert len(acknowledged) >= 2 * NUM_KILLS, "too little happened between the kills"
     check_log(tmp_path / "s.db", NUM_KILLS)
     assert parse_manifest(manifest.to_json()) == manifest
 
