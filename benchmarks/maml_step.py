@@ -15,7 +15,7 @@ Peak memory is the growth of the process's high-water mark during a step, in fre
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -28,19 +28,18 @@ from _common import (
     seconds_of,
     spread_of,
 )
+from _learner import Step, learner_step
 from _synthetic import even_sizes, ragged_sizes, random_batch, single_id_features
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.learner import MetaLearner
-from gmeta.parallel import choose_cpu_matmul
 from metaio.batch import TaskBatch
 from models import InputSizes, ModelConfig, build_model
 
 NUM_FEATURES, WIDTH, TASKS, INNER_LR = 26, 32, 128, 0.05
 MODELS = {"832-256-128-1": (256, 128), "832-512-256-1": (512, 256)}
-Step = Callable[[], Tensor]
 
 
 def model_of(hidden: tuple[int, ...]) -> nn.Module:
@@ -63,21 +62,7 @@ def ours(batch: TaskBatch, hidden: tuple[int, ...], name: str, steps: int) -> St
     algorithm = AlgorithmConfig(
         name=name, inner_steps=steps, inner_lr=INNER_LR, adapt_embeddings=False
     )
-    learner = MetaLearner(model_of(hidden), algorithm, "bce")
-    episodes = learner.arrange(batch)
-    rows_UD = torch.randn(batch.unique_ids_U.numel(), WIDTH).mul_(0.1).requires_grad_()
-
-    precision = choose_cpu_matmul()
-
-    def step() -> Tensor:
-        torch.set_float32_matmul_precision(precision)
-        rows_UD.grad = None
-        learner.zero_grad()
-        loss = learner(rows_UD, episodes, 1 / episodes.num_terms)
-        loss.backward()
-        return loss.detach()
-
-    return step
+    return learner_step(MetaLearner(model_of(hidden), algorithm, "bce"), batch, WIDTH)
 
 
 def by_hand(batch: TaskBatch, hidden: tuple[int, ...], kind: str, steps: int) -> Step:

@@ -7,7 +7,6 @@ training and of MAML and FOMAML where the decision layers adapt, on the same row
 turns in one process.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -20,12 +19,11 @@ from _common import (
     seconds_of,
     spread_of,
 )
+from _learner import Step, learner_step
 from _synthetic import random_batch
-from torch import Tensor
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
-from gmeta.parallel import choose_cpu_matmul
 from metaio.batch import TaskBatch
 from metaio.features import Features, FeatureSpec, TableSpec
 from models import ModelConfig
@@ -34,7 +32,6 @@ NUM_SINGLE, WIDTH, TABLE_ROWS, LONGEST_HISTORY = 8, 32, 4_000, 30
 MOST_SUPPORT, QUERY_ROWS = 90, 10
 MODELS = {"melu": "decision.*", "dlrm": "top.*", "cbml": "decision.*", "din": "decision.*"}
 VARIANTS = ("plain", "fomaml", "maml", "general")
-Step = Callable[[], Tensor]
 
 
 def features() -> Features:
@@ -76,19 +73,7 @@ def step_of(model: str, variant: str, batch: TaskBatch, inner_steps: int) -> Ste
     learner = build_learner(features(), config, algorithm, "bce")
     if variant == "general":
         learner.use_general_loop()
-    episodes = learner.arrange(batch)
-    rows_UD = torch.randn(batch.unique_ids_U.numel(), WIDTH).mul_(0.1).requires_grad_()
-    precision = choose_cpu_matmul()
-
-    def step() -> Tensor:
-        torch.set_float32_matmul_precision(precision)
-        rows_UD.grad = None
-        learner.zero_grad()
-        loss: Tensor = learner(rows_UD, episodes, 1 / episodes.num_terms)
-        loss.backward()
-        return loss.detach()
-
-    return step
+    return learner_step(learner, batch, WIDTH)
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ it is on disk, is the one commit point. At most one is being written; the next w
 """
 
 import json
-import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -36,6 +35,7 @@ from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
 from gmeta.parallel import Ranks, new_control_group, value_of_first
 from gmeta.progress import Progress
+from metaio.destination import flush_to_disk
 
 
 def _nothing() -> None:
@@ -182,11 +182,10 @@ class CheckpointWriter:
         (temporary / PROGRESS_FILE).write_text(json.dumps({**asdict(progress), **self._about}))
         for name, text in files.items():
             (temporary / name).write_text(text, encoding="utf-8")
-        for path in (*temporary.iterdir(), temporary):
-            _fsync(path)
+        flush_to_disk((*temporary.iterdir(), temporary))
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-        _fsync(self._folder)
+        flush_to_disk([self._folder])
         best = checkpoint_name(progress.best_step) if self._keep_best else ""
         for old in list_checkpoints(self._folder)[: -self._keep_last]:
             if old.name != best:
@@ -222,11 +221,3 @@ def _free(folder: Path) -> str:
         return f"{shutil.disk_usage(folder).free:,}"
     except OSError:
         return "an unknown number of"
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -110,20 +110,15 @@ def support_and_query(batch: TaskBatch, rows_per_task: bool) -> Episodes:
     uses.
     """
     batch, fetched_row_P, num_rows = _reading_copies(batch, rows_per_task)
-    every_task_T = torch.ones(batch.num_tasks, dtype=torch.bool)
-    sides = _sides(batch, every_task_T, num_rows)
+    (sides,) = _sides(batch, [np.arange(batch.num_tasks)], num_rows)
     return _episodes(batch, fetched_row_P, sides, _num_with_query(batch))
 
 
 def task_groups(batch: TaskBatch, rows_per_task: bool) -> Episodes:
     """The same in groups of tasks of similar size, so that little is padded."""
     batch, fetched_row_P, num_rows = _reading_copies(batch, rows_per_task)
-    groups = []
-    for tasks in group_tasks(*_side_lengths(batch), MOST_GROUPS):
-        chosen_T = torch.zeros(batch.num_tasks, dtype=torch.bool)
-        chosen_T[tasks] = True
-        groups.append(_sides(batch, chosen_T, num_rows))
-    return _episodes(batch, fetched_row_P, TaskGroups(tuple(groups)), _num_with_query(batch))
+    groups = _sides(batch, group_tasks(*_side_lengths(batch), MOST_GROUPS), num_rows)
+    return _episodes(batch, fetched_row_P, TaskGroups(groups), _num_with_query(batch))
 
 
 def block_groups(batch: TaskBatch) -> list[BlockGroup]:
@@ -196,21 +191,24 @@ def _side_lengths(batch: TaskBatch) -> tuple[Ints, Ints]:
 
 def _num_with_query(batch: TaskBatch) -> int:
     """Tasks with query rows."""
-    return int((batch.row_offsets_T1.diff() > batch.support_lengths_T).sum())
+    return int(np.count_nonzero(_side_lengths(batch)[1]))
 
 
-def _sides(batch: TaskBatch, chosen_T: Tensor, num_rows: int) -> Sides:
-    """Both sides of the chosen tasks, in the order of the batch."""
-    rows_T = batch.row_offsets_T1.diff()
+def _sides(batch: TaskBatch, groups: Sequence[Ints], num_rows: int) -> tuple[Sides, ...]:
+    """Both sides of each group's tasks, in the order of the batch."""
+    support_T, rows_T = batch.support_lengths_T, batch.row_offsets_T1.diff()
     task_N = torch.repeat_interleave(torch.arange(batch.num_tasks), rows_T)
     within_N = torch.arange(batch.num_rows) - batch.row_offsets_T1[task_N]
-    is_support_N = within_N < batch.support_lengths_T[task_N]
-    chosen_N = chosen_T[task_N]
-    support_T = batch.support_lengths_T[chosen_T]
-    return Sides(
-        _side(batch, chosen_N & is_support_N, support_T, num_rows),
-        _side(batch, chosen_N & ~is_support_N, rows_T[chosen_T] - support_T, num_rows),
-    )
+    is_support_N = within_N < support_T[task_N]
+    found = []
+    for tasks in groups:
+        chosen_T = torch.zeros(batch.num_tasks, dtype=torch.bool)
+        chosen_T[tasks] = True
+        chosen_N = chosen_T[task_N]
+        query_T = (rows_T - support_T)[chosen_T]
+        support = _side(batch, chosen_N & is_support_N, support_T[chosen_T], num_rows)
+        found.append(Sides(support, _side(batch, chosen_N & ~is_support_N, query_T, num_rows)))
+    return tuple(found)
 
 
 def _side(batch: TaskBatch, mask_N: Tensor, lengths_T: Tensor, num_rows: int) -> Side:

@@ -83,9 +83,9 @@ class MetaLearner(nn.Module):
         if self._config.name == PLAIN:
             return plain_rows(batch)
         rows_per_task = self._config.adapt_embeddings
-        if self._fused is not None and self._fits_blocks(batch):
+        if self._fused is not None and self._algorithm.query_loss_of is not None:
             groups = block_groups(batch)
-            if self._fused.pays(groups):
+            if any(group.support_rows for group in groups) and self._fused.pays(groups):
                 pooling, history = self._fused.pooling, self._fused.history
                 return task_blocks(batch, groups, rows_per_task, pooling, history)
         episodes = task_groups(batch, rows_per_task)
@@ -97,12 +97,6 @@ class MetaLearner(nn.Module):
     def arrange_to_predict(self, batch: TaskBatch) -> Episodes:
         """What `predict` takes, from a batch on the host."""
         return support_and_query(batch, rows_per_task=self._config.adapt_embeddings)
-
-    def _fits_blocks(self, batch: TaskBatch) -> bool:
-        """Whether the fused loop computes this algorithm's loss of these tasks."""
-        support_T = batch.support_lengths_T
-        query_T = batch.row_offsets_T1.diff() - support_T
-        return self._algorithm.query_loss_of is not None and bool(support_T[query_T > 0].any())
 
     def forward(self, rows_UD: Tensor, episodes: Episodes, weight: float) -> Tensor:
         """`weight` times the sum of the loss terms, a scalar: backward gives the meta-gradient.

@@ -6,10 +6,10 @@ from gmeta.antdt import DatasetSpec, ShardClient
 docs/antdt.md tells the whole story. Nothing here imports torch.
 """
 
-from gmeta.antdt.client import END, EndOfEpoch, ShardClient, WaitFor
+from gmeta.antdt.client import ShardClient
 from gmeta.antdt.errors import AntdtError, FencedError, LeaseLostError, ServiceUnavailableError
 from gmeta.antdt.feed import ShardFeed
-from gmeta.antdt.lease import Lease
+from gmeta.antdt.lease import END, EndOfEpoch, Lease, WaitFor
 from gmeta.antdt.manifest import ShardManifest, load_manifest
 from gmeta.antdt.model import DatasetSpec
 from gmeta.antdt.stream import UnitStream

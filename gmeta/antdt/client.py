@@ -12,11 +12,11 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from gmeta.antdt.connection import Connection, ConnectionConfig
 from gmeta.antdt.errors import AntdtError, FencedError
-from gmeta.antdt.lease import SAFE_FRACTION, Lease
+from gmeta.antdt.lease import END, SAFE_FRACTION, EndOfEpoch, Lease, WaitFor
 from gmeta.antdt.manifest import ShardManifest, parse_manifest
 from gmeta.antdt.model import DatasetSpec, Outcome
 from gmeta.antdt.monitor import Report
@@ -25,19 +25,6 @@ from protos.antdt.v1 import shard_service_pb2 as pb
 
 _log = logging.getLogger("gmeta.antdt.client")
 
-
-class WaitFor(NamedTuple):
-    """No shard now: ask again after `retry_after_s`."""
-
-    retry_after_s: float
-    reason: str
-
-
-class EndOfEpoch(NamedTuple):
-    """Every shard of the epoch is done (or was skipped by an operator)."""
-
-
-END = EndOfEpoch()
 DECIDED_AFTER_S = 0.5  # the controller's answer to reports that all workers hurried
 
 

@@ -9,9 +9,9 @@ import threading
 from collections import deque
 from typing import final
 
-from gmeta.antdt.client import EndOfEpoch, ShardClient, WaitFor
+from gmeta.antdt.client import ShardClient
 from gmeta.antdt.errors import AntdtError
-from gmeta.antdt.lease import Lease
+from gmeta.antdt.lease import EndOfEpoch, Lease, WaitFor
 
 
 @final

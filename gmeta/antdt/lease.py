@@ -1,14 +1,28 @@
 """A leased shard as the training loop holds it: which units are left, how far it got, and
-whether it may still be used."""
+whether it may still be used; and what a call for one may be answered with instead."""
 
 import time
 from collections.abc import Iterator
-from typing import final
+from typing import NamedTuple, final
 
 from gmeta.antdt.errors import LeaseLostError
 from gmeta.antdt.model import Grant
 
 SAFE_FRACTION = 0.8  # of the ttl; the rest is for a reply under way and for clocks that run apart
+
+
+class WaitFor(NamedTuple):
+    """No shard now: ask again after `retry_after_s`."""
+
+    retry_after_s: float
+    reason: str
+
+
+class EndOfEpoch(NamedTuple):
+    """Every shard of the epoch is done (or was skipped by an operator)."""
+
+
+END = EndOfEpoch()
 
 
 @final

@@ -28,6 +28,7 @@ from gmeta.errors import UserError
 if TYPE_CHECKING:
     from metaio import Dataset
     from metaio.inspection import SplitSummary
+    from metaio.prepare import PrepareOptions
 
 
 class Recipe(StrEnum):
@@ -119,8 +120,6 @@ def prepare(
         prepare_movielens(inputs[0], out, melu, overwrite)
     elif schema is not None:
         from metaio.prepare import PrepareOptions
-        from metaio.prepare import prepare as prepare_tables
-        from metaio.schema import load_schema
 
         if not inputs:
             raise UserError("only OUT is given. Run: gmeta prepare --schema FILE INPUT... OUT")
@@ -131,14 +130,24 @@ def prepare(
             compact=compact,
             overwrite=overwrite,
         )
-        if spark:
-            prepare_on_spark(inputs, out, load_schema(schema), options)
-        else:
-            with _phases() as tell:
-                prepare_tables(inputs, out, load_schema(schema), options, tell)
+        _prepare_tables(inputs, out, schema, options, spark)
     else:
         raise UserError("neither --schema nor --recipe is given. Pass one of them")
     _report(out)
+
+
+def _prepare_tables(
+    inputs: list[str], out: str, schema: Path, options: "PrepareOptions", spark: bool
+) -> None:
+    """By a schema, on this machine or on Spark."""
+    from metaio.prepare import prepare as prepare_on_one_machine
+    from metaio.schema import load_schema
+
+    if spark:
+        prepare_on_spark(inputs, out, load_schema(schema), options)
+    else:
+        with _phases() as tell:
+            prepare_on_one_machine(inputs, out, load_schema(schema), options, tell)
 
 
 def _tell_of_leftovers(out: str) -> None:

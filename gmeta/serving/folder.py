@@ -20,6 +20,7 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.config import config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.serving.tables import TABLE_FORMATS, TableFormat
+from metaio.destination import flush_to_disk
 from metaio.errors import MetaIOError
 from metaio.features import Features
 from metaio.manifest import canonical_json, xxh3_hex
@@ -203,16 +204,17 @@ def new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".tmp", dir=out.parent))
     try:
         yield partial
-        for path in (*partial.rglob("*"), partial):
+        paths = (*partial.rglob("*"), partial)
+        for path in paths:
             # mkdtemp and safetensors write for the owner alone; a model is passed around.
             path.chmod(0o755 if path.is_dir() else 0o644)
-            _fsync(path)
+        flush_to_disk(paths)
         # Processes that have mapped the old files keep them until they close them.
         old = partial.with_suffix(".old")
         if out.exists():
             out.rename(old)
         partial.rename(out)
-        _fsync(out.parent)
+        flush_to_disk([out.parent])
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -242,11 +244,3 @@ def _is_export(folder: Path) -> bool:
     except GMetaError:
         return True
     return True
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

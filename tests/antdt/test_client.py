@@ -15,8 +15,8 @@ from gmeta.antdt import (
     ShardFeed,
     load_manifest,
 )
-from gmeta.antdt.client import WaitFor
 from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.lease import WaitFor
 from gmeta.antdt.monitor import Report
 from gmeta.antdt.server import ServiceConfig, ShardServer
 from tests.antdt.faults.service_process import free_port

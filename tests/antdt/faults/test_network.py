@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.antdt.client import EndOfEpoch, ShardClient, WaitFor
+from gmeta.antdt.client import ShardClient
 from gmeta.antdt.errors import ServiceUnavailableError
+from gmeta.antdt.lease import EndOfEpoch, WaitFor
 from gmeta.antdt.model import DatasetSpec
 from tests.antdt.faults.service_process import running
 

@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gmeta.antdt.client import EndOfEpoch, ShardClient
+from gmeta.antdt.client import ShardClient
 from gmeta.antdt.errors import AntdtError
+from gmeta.antdt.lease import EndOfEpoch
 from gmeta.antdt.model import DatasetSpec
 from tests.antdt.faults.service_process import CONTEXT, running
 

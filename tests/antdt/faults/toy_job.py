@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gmeta.antdt.client import EndOfEpoch, ShardClient, WaitFor
-from gmeta.antdt.lease import Lease
+from gmeta.antdt.client import ShardClient
+from gmeta.antdt.lease import EndOfEpoch, Lease, WaitFor
 from gmeta.antdt.manifest import load_manifest
 from gmeta.antdt.model import DatasetSpec
 
