@@ -233,8 +233,11 @@ class Encoder:
         if rule.hash is not None:
             mixed = splitmix64(hash_values(column, kind))
             # numpy divides by a constant with multiplications, its remainder does not.
-            mixed -= mixed // np.uint64(rule.hash - 1) * np.uint64(rule.hash - 1)
-            return mixed.view(np.int64) + 1
+            whole = mixed // np.uint64(rule.hash - 1)
+            whole *= np.uint64(rule.hash - 1)
+            mixed -= whole
+            mixed += _ONE
+            return mixed.view(np.int64)
         return self._look_up(rule.table_name, column, kind)
 
     def _check_kind(self, name: str, column: pa.Array, kind: Kind) -> None:

@@ -17,9 +17,13 @@ def splitmix64(values: UInt64 | np.uint64) -> UInt64:
     """
     # Arrays wrap around silently, as is wanted here; numpy scalars would warn.
     mixed = np.atleast_1d(np.asarray(values, dtype=np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= mixed >> np.uint64(30)
+    # One array for what is shifted: fresh memory each time would cost as much as the arithmetic.
+    shifted = mixed >> np.uint64(30)
+    mixed ^= shifted
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
+    np.right_shift(mixed, np.uint64(27), out=shifted)
+    mixed ^= shifted
     mixed *= np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
+    np.right_shift(mixed, np.uint64(31), out=shifted)
+    mixed ^= shifted
     return mixed.reshape(np.shape(values))

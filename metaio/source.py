@@ -1,16 +1,19 @@
 """Reads raw tables through DuckDB: CSV, TSV and Parquet on any fsspec URL, streamed as record
-batches.
+batches. DuckDB decides what the columns are; local Parquet of the same types comes from pyarrow.
 """
 
 import difflib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import duckdb
 import fsspec
 import pyarrow as pa
 
+from metaio import parquet_files
 from metaio.encode import refuse_nulls
 from metaio.errors import DataError
 from metaio.schema import Schema, SparseColumn, TaskColumn
@@ -18,6 +21,7 @@ from metaio.schema import Schema, SparseColumn, TaskColumn
 # 16,384 rows of 41 encoded columns are 3 MB, which stay in the second-level cache while their
 # columns are filled in one by one: encoding takes 0.6 s a million rows, with 131,072 rows 1.5 s.
 _BATCH_ROWS = 16_384
+_CORRECT_THE_ROW = "Correct that row, or declare the column's type in the schema"
 _SQL_TYPES = {"integer": "BIGINT", "text": "VARCHAR"}
 
 
@@ -164,32 +168,34 @@ class DuckSource:
 
     def batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
         """All rows, in no particular order, in batches that share nothing."""
+        if self._arrow_gives_the_same:
+            for name in self._files.names:
+                with _refused(name, "Write that file again"):
+                    yield from parquet_files.batches(name, columns, _BATCH_ROWS)
+            return
         listed = ", ".join(_name(column) for column in columns)
         reader = self._query(f"SELECT {listed} FROM {self._table}").to_arrow_reader(_BATCH_ROWS)
-        while True:
-            try:
-                yield reader.read_next_batch()
-            except StopIteration:
-                return
-            except (pa.ArrowException, duckdb.Error, OSError) as error:
-                raise _unreadable(error, "") from error
+        with _refused(""):
+            yield from reader
+
+    @cached_property
+    def _arrow_gives_the_same(self) -> bool:
+        types = self.arrow_types(self._schema.columns)
+        names = self._files.names
+        return self._files.parquet and all(parquet_files.holds(name, types) for name in names)
 
     def _run(self, statement: str) -> None:
         self._connection.execute(statement)
 
     def _query(self, query: str, name: str = "") -> Any:
         """A relation: it keeps no result, so that fetching from it streams."""
-        try:
+        with _refused(name):
             return self._connection.sql(query)
-        except duckdb.Error as error:
-            raise _unreadable(error, name) from error
 
     def _fetch(self, query: str, name: str = "") -> list[tuple[Any, ...]]:
         relation = self._query(query, name)
-        try:
+        with _refused(name):
             rows: list[tuple[Any, ...]] = relation.fetchall()
-        except duckdb.Error as error:
-            raise _unreadable(error, name) from error
         return rows
 
     def __enter__(self) -> Self:
@@ -199,10 +205,11 @@ class DuckSource:
         self._connection.close()
 
 
-def _unreadable(error: Exception, name: str) -> DataError:
-    what = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
-    where = f"input {name}" if name else "an input"
-    return DataError(
-        f"{where} cannot be read: {what}. Correct that row, or declare the column's type in the "
-        "schema"
-    )
+@contextmanager
+def _refused(name: str, remedy: str = _CORRECT_THE_ROW) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, duckdb.Error, OSError) as error:
+        what = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
+        where = f"input {name}" if name else "an input"
+        raise DataError(f"{where} cannot be read: {what.rstrip('.')}. {remedy}") from error

@@ -1,0 +1,46 @@
+"""Streams local Parquet files with pyarrow, where it gives what DuckDB would: in half the time."""
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+# Column chunks come through buffers of this size, so that memory does not follow the size of row
+# groups; whole chunks at once take half as long again, for their pages are touched for the first
+# time.
+_BUFFER_BYTES = 1 << 20
+
+
+def holds(name: str, types: dict[str, pa.DataType]) -> bool:
+    """Whether a file is local and has these columns, of these types."""
+    # Elsewhere it would need a file system of its own; a folder like `day=1` is a column to DuckDB.
+    if "://" in name or any(f"/{column}=" in f"/{name}" for column in types):
+        return False
+    try:
+        schema = pq.read_schema(name)
+    except (pa.ArrowException, OSError):
+        return False  # DuckDB reads it, or says what is wrong with it
+    return all(
+        schema.names.count(column) == 1 and _same(schema.field(column).type, wanted)
+        for column, wanted in types.items()
+    )
+
+
+def _same(own: pa.DataType, wanted: pa.DataType) -> bool:
+    if pa.types.is_list(own) and pa.types.is_list(wanted):
+        # What the elements are called and whether they may be null is of no account.
+        return bool(own.value_type.equals(wanted.value_type))
+    return bool(own.equals(wanted))
+
+
+def batches(name: str, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
+    """The rows of a file in portions of at most `rows`.
+
+    Raises:
+        pa.ArrowException, OSError: it is damaged, or holds text that is not UTF-8.
+    """
+    with pq.ParquetFile(name, buffer_size=_BUFFER_BYTES) as file:
+        # One thread: a portion of a column is too little work to hand to another one.
+        for batch in file.iter_batches(rows, columns=columns, use_threads=False):
+            batch.validate(full=True)  # pyarrow takes text as it comes, DuckDB refuses what is none
+            yield batch.select(columns)
