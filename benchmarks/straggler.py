@@ -63,14 +63,18 @@ def work(num_tasks: int) -> None:
 
 
 def slow_down_reading(feed: ServiceFeed, read_task_s: float) -> None:
-    """Storage that takes its time over every task, in the thread that reads ahead."""
+    """Storage that takes its time over every task, in the thread that reads ahead. Once: what a
+    change of the shares puts back is in memory."""
     pipeline = feed._reader._pipeline
     compose = pipeline._compose
+    read: set[tuple[int, int]] = set()  # (block, episode)
 
     def slowly(loading: Any) -> Any:
         batch = compose(loading)
         with pipeline._clock:
-            time.sleep(read_task_s * batch.num_tasks)
+            tasks = {(part.block, int(episode)) for _, part in loading for episode in part.episodes}
+            time.sleep(read_task_s * len(tasks - read))
+            read.update(tasks)
         return batch
 
     pipeline._compose = slowly  # type: ignore[method-assign]

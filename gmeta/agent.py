@@ -28,6 +28,7 @@ from metaio.batch import TaskBatch
 PROBE_EVERY_STEPS = 16  # 1 ms each on one machine: 0.1 ms a step
 # The fastest of so many probes counts: a rank that was not scheduled once has no slow link.
 PROBES_KEPT = 4
+READING_KEPT = 0.75  # from step to step: a block is read in one and used in some
 # A step's collectives one after the other: totals, numbers of ids, ids, rows, gradients of rows and
 # of layers. Each takes a slow link at least as long as a swap.
 MEETINGS_PER_STEP = 6
@@ -106,7 +107,8 @@ class ServiceAgent(Agent):
         self._replanned = False
         self._arranged_s = 0.0  # since the last step
         self._hiding = Hiding(PREFETCH_BATCHES)
-        self._wait_s, self._read_s = feed.wait_s, feed.read_s
+        self._reading = Reading()
+        self._wait_s = feed.wait_s
         self._ended_s = time.perf_counter()
 
     def arrange(self, batch: TaskBatch) -> Episodes | MicroBatches:
@@ -118,15 +120,16 @@ class ServiceAgent(Agent):
 
     def stepped(self, num_tasks: int) -> None:
         """See Agent.stepped."""
-        now_s, wait_s, read_s = time.perf_counter(), self._feed.wait_s, self._feed.read_s
+        now_s, wait_s = time.perf_counter(), self._feed.wait_s
         compute_s = self._clock.take_s() + self._arranged_s
-        shown_s = self._hiding.shown_s(read_s - self._read_s, compute_s)
+        task_s = self._reading.task_s(self._feed.read_s, self._feed.tasks_read)
+        shown_s = self._hiding.shown_s(task_s * num_tasks, compute_s)
         data_s = max(wait_s - self._wait_s, shown_s)
         own_transfers_s = MEETINGS_PER_STEP * min(self._swaps_s, default=0.0)
         peers_s = max(0.0, now_s - self._ended_s - compute_s - data_s - own_transfers_s)
         times_s = (compute_s, data_s, own_transfers_s, peers_s)
         changed = self._worker.stepped(num_tasks, *(1000 * seconds for seconds in times_s))
-        self._wait_s, self._read_s, self._ended_s, self._arranged_s = wait_s, read_s, now_s, 0.0
+        self._wait_s, self._ended_s, self._arranged_s = wait_s, now_s, 0.0
         self._worker.take_actions()
         self._agree(changed)
         if self._worker.totals.step % PROBE_EVERY_STEPS == 0:
@@ -148,7 +151,9 @@ class ServiceAgent(Agent):
         if any_changed:
             self._feed.client.hurry()
         if highest == lowest and newest != self._worker.plan.version:
+            read_ahead = (PREFETCH_BATCHES + 1) * self._feed.share
             self._feed.change_share(self._worker.adopt_newest().tasks)
+            self._reading.skip(-(-read_ahead // max(1, self._feed.share)))
             self._replanned = True
 
     def _end_for_restart(self) -> str:
@@ -159,6 +164,35 @@ class ServiceAgent(Agent):
             return f"torchrun restarted {used} times and may no more; raise --max-restarts"
         self._stop.asked = True
         return ""
+
+
+@final
+class Reading:
+    """How long a rank reads a task, over the last steps.
+
+    By the tasks that were read, which are others than those of the step: batches are read ahead. A
+    change of the shares puts what was read ahead back, and it is read again out of memory; that
+    says nothing about the storage.
+    """
+
+    def __init__(self) -> None:
+        self._seen_s, self._seen = 0.0, 0  # totals
+        self._newest_s, self._newest = 0.0, 0.0  # the newest steps weigh most
+        self._steps_to_skip = 0
+
+    def skip(self, num_steps: int) -> None:
+        """The tasks of so many steps are in memory."""
+        self._steps_to_skip = max(self._steps_to_skip, num_steps)
+
+    def task_s(self, read_s: float, tasks_read: int) -> float:
+        """Seconds a task, once a step, from the totals of the rank's reader."""
+        if self._steps_to_skip:
+            self._steps_to_skip -= 1
+        else:
+            self._newest_s = READING_KEPT * self._newest_s + read_s - self._seen_s
+            self._newest = READING_KEPT * self._newest + tasks_read - self._seen
+        self._seen_s, self._seen = read_s, tasks_read
+        return self._newest_s / self._newest if self._newest else 0.0
 
 
 @final

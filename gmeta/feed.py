@@ -322,6 +322,11 @@ class ServiceFeed(Feed):
         """Seconds that reading has taken, also where nobody had to wait for it."""
         return self._reader.busy_s + self._lease_wait_s
 
+    @property
+    def tasks_read(self) -> int:
+        """Tasks read in that time, also those that were read ahead and put back."""
+        return self._reader.num_tasks_composed
+
     def close(self) -> None:
         """Gives back what was not trained, and ends the service if it is this job's own.
         Collective."""

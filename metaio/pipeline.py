@@ -24,13 +24,14 @@ _MAX_PLANS_AHEAD = 4_096
 
 
 class _BusyClock:
-    """How long at least one thread of several has been at work."""
+    """How long at least one thread of several has been at work, and what came of it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_at_work = 0
         self._since_s = 0.0
         self._busy_s = 0.0
+        self.num_tasks = 0  # composed
 
     def __enter__(self) -> None:
         with self._lock:
@@ -43,6 +44,11 @@ class _BusyClock:
             self._num_at_work -= 1
             if not self._num_at_work:
                 self._busy_s += time.perf_counter() - self._since_s
+
+    def composed(self, num_tasks: int) -> None:
+        """One more batch, of so many tasks."""
+        with self._lock:
+            self.num_tasks += num_tasks
 
     def read_s(self) -> float:
         """Seconds until now."""
@@ -185,6 +191,11 @@ class BatchPipeline:
         """Seconds in which a batch was being read or made, waited for or not."""
         return self._clock.read_s()
 
+    @property
+    def num_tasks_composed(self) -> int:
+        """Tasks of all batches made so far, also of those that nobody took."""
+        return self._clock.num_tasks
+
     def run(self, plans: Iterable[Plan], look_ahead: bool = False) -> Generator[TaskBatch]:
         """The batch of each plan. Plans are drawn as batches are needed.
 
@@ -234,6 +245,7 @@ class BatchPipeline:
         with self._clock:
             parts = [(future.result(), part.episodes) for future, part in loading]
             batch = compose(self._dataset.features, parts)
+            self._clock.composed(batch.num_tasks)
             # Page-locking takes as long as copying: done here, behind the consumer's back.
             return batch.pin_memory() if self._pin_memory else batch
 

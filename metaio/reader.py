@@ -61,6 +61,11 @@ class _PipelineReader:
         """Seconds in which a batch was being read or made, whether a consumer waited or not."""
         return self._pipeline.busy_s
 
+    @property
+    def num_tasks_composed(self) -> int:
+        """Tasks of all batches made so far, also of those that nobody took."""
+        return self._pipeline.num_tasks_composed
+
     def close(self) -> None:
         """Stop the background threads."""
         self._pipeline.close()

@@ -8,7 +8,7 @@ transfers; the time that a rank waits for its peers says nothing about the rank 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, quantiles
+from statistics import fmean, median_low, quantiles
 from typing import Literal, NamedTuple, final
 
 Verdict = Literal["unknown", "healthy", "transient", "persistent", "deterministic"]
@@ -92,6 +92,7 @@ class Window(NamedTuple):
     ratio: float
     is_slow: bool
     excess_ms: tuple[float, float, float]  # above the median of the others
+    peer_wait_ms: float  # of a step
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class WorkerHealth:
     overhead_ms: float = 0.0  # of a step whatever its tasks, where batches of two sizes were seen
     slow_for_s: float = 0.0
     evidence: str = ""
+    peer_wait_ms: float = 0.0  # of a step, the least of the short windows
 
 
 @final
@@ -319,6 +321,8 @@ class Monitor:
             long.overhead_ms(),
             now_s - worker.slow_since_s if is_straggler else 0.0,
             _evidence(short, long, ratio) if is_straggler else "",
+            # The least: a pause of the whole job is in one window, not in all of them.
+            min(window.peer_wait_ms for window in short),
         )
 
 
@@ -345,6 +349,7 @@ def _windows_of(deltas: Mapping[str, Report], config: MonitorConfig) -> dict[str
             ratio,
             is_slow,
             (compute, reader, network),
+            delta.peer_wait_ms / max(1, delta.step),
         )
     return windows
 
@@ -371,8 +376,10 @@ def _cause(windows: Sequence[Window]) -> Cause:
 
 
 def _tasks_per_s(windows: Sequence[Window]) -> float:
-    work_s = sum(window.tasks * window.work_ms for window in windows) / 1000
-    return sum(window.tasks for window in windows) / work_s if work_s > 0 else 0.0
+    """The median, since a window in which the shares change has some of both; of two windows the
+    faster, because the other may hold the start."""
+    task_ms = median_low([window.work_ms for window in windows])
+    return 1000 / task_ms if task_ms > 0 else 0.0
 
 
 def _evidence(short: Sequence[Window], long: _Long, ratio: float) -> str:

@@ -90,9 +90,9 @@ def test_every_rank_hears_its_own_part_of_one_plan() -> None:
     assert len(actions) == 1
     parts = {name: beat.actions[0] for name, beat in beats.items()}
     assert {name: part.parameters["tasks"] for name, part in parts.items()} == {
-        "rank0": 20.0,
+        "rank0": 19.0,
         "rank1": 20.0,
-        "rank2": 19.0,
+        "rank2": 20.0,
         "rank3": 5.0,
     }
     assert {(part.kind, part.apply_at_step) for part in parts.values()} == {(ADJUST_BS, 61)}

@@ -144,6 +144,27 @@ def test_speed_is_tasks_per_second_of_the_time_that_depends_on_tasks() -> None:
     assert found["slow"].tasks_per_s == pytest.approx(1000 / 4.9)
 
 
+def test_the_speed_of_the_short_windows_is_no_outliers() -> None:
+    cluster = Cluster({**healthy(), "once": slow_between(5, 6, 10.0)})
+    found = cluster.run(6)["once"]
+    assert found.tasks_per_s == pytest.approx(1000 / 1.1)
+    assert found.tasks_per_s_newest == pytest.approx(1000 / 10.1)
+
+
+def test_of_the_first_two_windows_the_faster_is_the_speed() -> None:
+    cluster = Cluster({**healthy(), "starting": slow_between(0, 1, 10.0)})
+    assert cluster.run(2)["starting"].tasks_per_s == pytest.approx(1000 / 1.1)
+
+
+def test_a_pause_of_the_whole_job_is_nobodys_wait_of_every_step() -> None:
+    cluster = Cluster(healthy())
+    cluster.run(3)
+    for name, report in cluster.reports.items():
+        cluster.reports[name] = report._replace(peer_wait_ms=report.peer_wait_ms + 60_000.0)
+    waits_ms = {health.peer_wait_ms for health in cluster.run(1).values()}
+    assert waits_ms == {1000.0 / STEPS_PER_WINDOW}
+
+
 def test_another_process_of_a_worker_begins_a_new_history() -> None:
     cluster = Cluster({**healthy(), "slow": slow_between(0, 30)})
     cluster.run(30)

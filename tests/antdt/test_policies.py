@@ -62,7 +62,7 @@ def test_nd_moves_tasks_away_from_a_transient_straggler() -> None:
     snap = snapshot(*healthy(3), worker("w3", "transient", 25.0))
     (ruling,) = rule(snap, ND, find_policy("nd"))
     assert ruling.allowed
-    assert ruling.decision.parameters == {"w0": 20.0, "w1": 20.0, "w2": 19.0, "w3": 5.0}
+    assert ruling.decision.parameters == {"w0": 19.0, "w1": 20.0, "w2": 20.0, "w3": 5.0}
     assert ruling.decision.reason == (
         "the slowest share takes 640 ms, balanced 200 ms; slow: w3 (transient, compute) 16 to 5 "
         "tasks"
@@ -73,6 +73,44 @@ def test_nd_gives_the_tasks_back_once_the_straggler_recovered() -> None:
     snap = snapshot(*(worker(f"w{i}", share=n) for i, n in enumerate((20, 20, 19, 5))))
     (ruling,) = rule(snap, ND, find_policy("nd"))
     assert set(ruling.decision.parameters.values()) == {16.0}
+
+
+def waiting(view: WorkerView, peer_wait_ms: float, **fields: float) -> WorkerView:
+    return replace(view, health=replace(view.health, peer_wait_ms=peer_wait_ms, **fields))
+
+
+def nd_shares(*workers: WorkerView) -> list[float]:
+    (ruling,) = rule(snapshot(*workers), ND, find_policy("nd"))
+    return list(ruling.decision.parameters.values())
+
+
+def test_nd_counts_what_a_step_takes_beyond_the_tasks_of_a_slow_worker() -> None:
+    """It waits 120 ms in which it waits for nobody, at a quarter of the others' speed: 3 tasks of
+    40 ms and 120 ms, 21 of 10 ms and 30 ms, end together."""
+    slow = waiting(worker("w3", "transient", 25.0), 120.0)
+    assert nd_shares(*(waiting(view, 590.0) for view in healthy(3)), slow) == [20, 20, 21, 3]
+
+
+def test_nd_takes_no_wait_of_a_worker_that_is_not_last_for_its_overhead() -> None:
+    """The others are waited for now: the straggler's wait is mostly for them."""
+    others = [waiting(worker(f"w{i}", share=n), 10.0) for i, n in enumerate((22, 21, 20))]
+    slow = waiting(worker("w3", "transient", 25.0, share=1), 180.0)
+    assert nd_shares(*others, slow) == [20, 20, 20, 4]
+
+
+def test_nd_takes_the_overhead_of_a_slow_reader_for_that_of_all_others() -> None:
+    """It computes as fast as they do."""
+    slow = worker("w3", "transient", 25.0)
+    slow = waiting(replace(slow, health=replace(slow.health, cause="reader")), 120.0)
+    assert nd_shares(*(waiting(view, 590.0) for view in healthy(3)), slow) == [19, 20, 20, 5]
+
+
+def test_one_window_of_a_known_straggler_moves_no_task() -> None:
+    """The windows in which the shares change hold some of both."""
+    others = [worker(f"w{i}", share=20) for i in range(3)]
+    slow = worker("w3", "transient", 25.0, share=4)
+    once = replace(slow, health=replace(slow.health, tasks_per_s_newest=10.0))
+    assert rule(snapshot(*others, once), ND, find_policy("nd")) == []
 
 
 def test_nd_restarts_a_persistent_straggler_when_it_pays() -> None:

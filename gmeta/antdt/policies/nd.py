@@ -6,7 +6,7 @@ from statistics import median
 
 from gmeta.antdt.monitor import STRAGGLERS
 from gmeta.antdt.policies.interface import ControllerConfig, Decision, Snapshot, WorkerView
-from gmeta.antdt.policies.split import proportional_split
+from gmeta.antdt.policies.split import Speed, fastest_split
 
 USUAL_RATIO = 1.25  # a window that is not slower than this is noise
 
@@ -58,10 +58,10 @@ def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
     if not snapshot.stragglers and max(shares) - min(shares) <= 1:
         return []
     speeds = _speeds(active, bool(snapshot.stragglers))
-    wanted = proportional_split(snapshot.tasks_per_step, speeds, config.min_tasks)
-    now_s = max(n / v for n, v in zip(shares, speeds, strict=True))
-    then_s = max(n / v for n, v in zip(wanted, speeds, strict=True))
-    if then_s > (1 - config.min_gain) * now_s:
+    wanted = fastest_split(snapshot.tasks_per_step, speeds, config.min_tasks)
+    now_ms = max(speed.step_ms(n) for speed, n in zip(speeds, shares, strict=True))
+    then_ms = max(speed.step_ms(n) for speed, n in zip(speeds, wanted, strict=True))
+    if then_ms > (1 - config.min_gain) * now_ms:
         return []
     parameters = {
         worker.health.worker_id: float(share) for worker, share in zip(active, wanted, strict=True)
@@ -74,22 +74,39 @@ def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
     )
     more = len(snapshot.stragglers) - 5
     reason = (
-        f"the slowest share takes {now_s * 1000:.0f} ms, balanced {then_s * 1000:.0f} ms; slow: "
+        f"the slowest share takes {now_ms:.0f} ms, balanced {then_ms:.0f} ms; slow: "
         f"{slow or 'nobody any more'}{f' and {more} more' if more > 0 else ''}"
     )
     return [Decision("ADJUST_BS", "", parameters, reason)]
 
 
-def _speeds(active: Sequence[WorkerView], somebody_is_slow: bool) -> list[float]:
-    """The newest window of a straggler, and beside one of whoever became slow in it: averages would
-    follow only after some windows. Of all others the long mean, so that noise and a hiccup move no
-    batch, unless the newest window is much faster: who recovered gets its tasks back at once."""
-    speeds = []
-    for worker in active:
-        health = worker.health
-        usual, newest = health.tasks_per_s_long, health.tasks_per_s_newest
-        is_slow_now = somebody_is_slow and usual >= USUAL_RATIO * newest
-        is_slow = health.verdict in STRAGGLERS or is_slow_now
-        recovered = newest >= USUAL_RATIO * usual
-        speeds.append(newest if is_slow or recovered else usual)
-    return speeds
+def _speeds(active: Sequence[WorkerView], somebody_is_slow: bool) -> list[Speed]:
+    """Time of a task and of a step's overhead, of every worker."""
+    overheads_ms = _overheads_ms(active)
+    tasks_per_s = [_tasks_per_s(worker, somebody_is_slow) for worker in active]
+    return [Speed(1000 / v, ms) for v, ms in zip(tasks_per_s, overheads_ms, strict=True)]
+
+
+def _tasks_per_s(worker: WorkerView, somebody_is_slow: bool) -> float:
+    """Of a straggler the short windows, of all others the long mean, so that noise and a hiccup
+    move no batch. But the newest window of who became slow in it beside a straggler, and of who
+    became fast: averages would follow only after some windows."""
+    health = worker.health
+    usual, newest = health.tasks_per_s_long, health.tasks_per_s_newest
+    if newest >= USUAL_RATIO * usual:
+        return newest
+    if health.verdict in STRAGGLERS:
+        return health.tasks_per_s
+    return newest if somebody_is_slow and usual >= USUAL_RATIO * newest else usual
+
+
+def _overheads_ms(active: Sequence[WorkerView]) -> list[float]:
+    """What a step takes beyond its tasks: collectives, and the host's work around them.
+
+    It hides in what a worker waits for its peers. But the worker that all wait for waits for
+    nobody: its wait is its overhead. Whoever computes slowly does this slowly too, so the others'
+    is as much shorter as they are faster, and nobody's is longer than its wait.
+    """
+    factors = [w.health.ratio if w.health.cause == "compute" else 1.0 for w in active]
+    usual_ms = min(w.health.peer_wait_ms / x for w, x in zip(active, factors, strict=True))
+    return [usual_ms * factor for factor in factors]
