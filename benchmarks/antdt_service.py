@@ -2,9 +2,12 @@
 
 python benchmarks/antdt_service.py [--quick] [--store-folder DIR]
 
-Real processes: one service (SQLite, fsync before each reply), 16 ShardClients. The last line is
-JSON: durable_rpc_per_s and p99_ms (Lease + Complete, one shard a call),
-durable_transitions_per_s (32 shards a call, each shard TODO -> DOING -> DONE counts two),
+Real processes: one service (SQLite, fsync before each reply), 16 ShardClients in 4 processes, each
+with a stream of its own, in a closed loop of lease, advance, flush. The last line is JSON:
+durable_rpc_per_s and p99_ms (Lease + Complete, one shard a call; an RPC counts when the client has
+the answer), unary_rpc_per_s and unary_p99_ms (the same, each RPC a gRPC call by itself, as other
+clients make them), durable_transitions_per_s (32 shards a call, each shard TODO -> DOING -> DONE
+counts two),
 recovery_s_at_1e6 (kill -9 to the first answered call, half of a million shards done),
 rss_mb_at_1e6. fsync_ms says what the disk under the store can do: no durable service is faster.
 """
@@ -22,7 +25,8 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from uuid import uuid4
 
 from gmeta.antdt import commands as cmd
 from gmeta.antdt.client import ShardClient
@@ -48,15 +52,23 @@ def start_service(store: Path, port: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command)
 
 
-def one_client(
-    port: int, name: str, max_shards: int, seconds: float, start: Any, latencies_s: list[float]
-) -> None:
-    with ShardClient(f"127.0.0.1:{port}", name) as client:
+class Load(NamedTuple):
+    """What each client does."""
+
+    port: int
+    max_shards: int
+    seconds: float
+    streams: bool = True
+
+
+def one_client(load: Load, name: str, start: Any, latencies_s: list[float]) -> None:
+    with ShardClient(f"127.0.0.1:{load.port}", name) as client:
+        client._connection._has_streams = load.streams
         start.wait()  # all together: nobody is measured beside processes that still import
-        until_s = time.monotonic() + seconds
+        until_s = time.monotonic() + load.seconds
         while time.monotonic() < until_s:
             began_s = time.perf_counter()
-            leases: Any = client.lease("bench", 0, max_shards)
+            leases: Any = client.lease("bench", 0, load.max_shards)
             leased_s = time.perf_counter()
             for lease in leases:
                 lease.advance(lease.num_units)
@@ -65,14 +77,11 @@ def one_client(
             latencies_s += [leased_s - began_s, time.perf_counter() - flushed_s]
 
 
-def client_process(
-    port: int, number: int, max_shards: int, seconds: float, start: Any, out: Any
-) -> None:
+def client_process(load: Load, number: int, start: Any, out: Any) -> None:
     latencies: list[list[float]] = [[] for _ in range(NUM_CLIENTS // NUM_CLIENT_PROCESSES)]
     threads = [
         threading.Thread(
-            target=one_client,
-            args=(port, f"w{number}-{i}-{max_shards}", max_shards, seconds, start, mine),
+            target=one_client, args=(load, f"w{number}-{i}-{uuid4().hex}", start, mine)
         )
         for i, mine in enumerate(latencies)
     ]
@@ -83,13 +92,13 @@ def client_process(
     out.put([value for mine in latencies for value in mine])
 
 
-def load(port: int, max_shards: int, seconds: float) -> tuple[float, float]:
+def run(load: Load) -> tuple[float, float]:
     """(RPC/s, p99 latency in ms) of 16 clients that lease and complete in a closed loop."""
     spawn = mp.get_context("spawn")  # forking after a gRPC call breaks the children
     out: Any = spawn.Queue()
     start = spawn.Barrier(NUM_CLIENTS)
     processes = [
-        spawn.Process(target=client_process, args=(port, number, max_shards, seconds, start, out))
+        spawn.Process(target=client_process, args=(load, number, start, out))
         for number in range(NUM_CLIENT_PROCESSES)
     ]
     for process in processes:
@@ -97,7 +106,7 @@ def load(port: int, max_shards: int, seconds: float) -> tuple[float, float]:
     latencies_s = sorted(value for _ in processes for value in out.get())
     for process in processes:
         process.join()
-    return len(latencies_s) / seconds, latencies_s[int(0.99 * len(latencies_s))] * 1000
+    return len(latencies_s) / load.seconds, latencies_s[int(0.99 * len(latencies_s))] * 1000
 
 
 def fsync_ms(folder: Path) -> float:
@@ -183,8 +192,11 @@ def main() -> None:
         wait_until_serving(port)
         with ShardClient(f"127.0.0.1:{port}", "setup") as client:
             client.register_dataset(DatasetSpec("bench", 80_000_000, 8))
-        figures["durable_rpc_per_s"], figures["p99_ms"] = load(port, 1, seconds)
-        batched_rpc_per_s, figures["batched_p99_ms"] = load(port, 32, seconds)
+        one = Load(port, 1, seconds)
+        figures["durable_rpc_per_s"], figures["p99_ms"] = run(one)
+        alone = run(one._replace(streams=False))
+        figures["unary_rpc_per_s"], figures["unary_p99_ms"] = alone
+        batched_rpc_per_s, figures["batched_p99_ms"] = run(one._replace(max_shards=32))
         figures["durable_transitions_per_s"] = batched_rpc_per_s * 32
         service.send_signal(signal.SIGTERM)
         service.wait()

@@ -11,19 +11,25 @@ import enum
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import grpc
 
-from gmeta.antdt.credentials import CredentialError, WatchedFiles, read_tokens
+from gmeta.antdt.credentials import (
+    CredentialError,
+    WatchedFiles,
+    end_of_certificate,
+    read_tokens,
+)
+from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.log import event
 from gmeta.antdt.rate import CallLimits
+from gmeta.antdt.wire import REASON_KEY
 from protos.antdt.v1 import shard_service_pb2 as pb
 
 MIN_TOKEN_LENGTH = 16
-_REASON_KEY = "gmeta-reason"
 _OPEN_PREFIX = "/grpc.health."  # probes show no proof
 _RELOAD_EVERY_S = 1.0
 
@@ -52,6 +58,7 @@ ALLOWED: Mapping[Role, frozenset[str]] = {
             "CommitCheckpoint",
             "Restore",
             "AckAction",
+            "Stream",
             "Status",
         }
     ),
@@ -152,9 +159,39 @@ def _token_in(authorization: str) -> str:
     return ""
 
 
+class Shown(NamedTuple):
+    """What a call, or the connection under it, shows of who makes it."""
+
+    authorization: str
+    common_names: tuple[str, ...]
+    uris: tuple[str, ...]
+    valid_until_s: float  # of the certificate, seconds since 1970
+    peer: str
+
+    @staticmethod
+    def by(context: Any) -> "Shown":
+        """Of a call's context."""
+        of_connection = context.auth_context()
+
+        def texts(key: str) -> tuple[str, ...]:
+            return tuple(value.decode(errors="replace") for value in of_connection.get(key, ()))
+
+        metadata = dict(context.invocation_metadata() or ())
+        (pem,) = tuple(of_connection.get("x509_pem_cert", ())) or (b"",)
+        valid_until_s = end_of_certificate(pem) if pem else float("inf")
+        return Shown(
+            str(metadata.get("authorization", "")),
+            texts("x509_common_name"),
+            texts("peer_uri"),
+            valid_until_s,
+            context.peer(),
+        )
+
+
 @final
-class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Stands before every RPC, health probes apart: proof, role, rate."""
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Stands before every RPC and every request of a stream, health probes apart: proof, role,
+    rate."""
 
     def __init__(self, tokens: Tokens | None, certificates: bool, limits: CallLimits) -> None:
         """`certificates`: the handshake has demanded and verified a client certificate."""
@@ -162,53 +199,81 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         self._certificates = certificates
         self._limits = limits
 
-    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-        """See grpc.ServerInterceptor. Wraps the handler: the peer is known only inside the call."""
-        handler = continuation(details)
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: Any
+    ) -> Any:
+        """See grpc.aio.ServerInterceptor. Wraps the handler: the peer is known only inside the
+        call."""
+        handler = await continuation(details)
         if handler is None or details.method.startswith(_OPEN_PREFIX):
             return handler
+        given = dict(details.invocation_metadata).get("authorization", "")
+        if self._tokens is not None and self._tokens.role_of(str(given)) is None:
+            # Before the message is even parsed.
+            return grpc.unary_unary_rpc_method_handler(_refuse_stranger)
+        return _wrap(handler, lambda context: self._check(details.method, Shown.by(context)))
+
+    def admission(self, context: Any) -> Callable[[str], None]:
+        """For the requests of one stream: judges one of the RPC as if it came now by itself, so
+        that a proof that has expired or was withdrawn ends with the next request. Raises
+        RefusedError."""
+        shown = Shown.by(context)
+        return lambda rpc: self._check(_SERVICE_PREFIX + rpc, shown)
+
+    def _check(self, method: str, shown: Shown) -> None:
+        roles = self._roles(shown)
+        for role in roles:
+            if not may_call(role, method):
+                raise RefusedError(
+                    "PERMISSION_DENIED",
+                    "PERMISSION_DENIED",
+                    f"{method.rpartition('/')[2]} is not a call of the role {role.value}; it "
+                    f"may call {', '.join(sorted(ALLOWED[role]))}. Use the credentials of the "
+                    "role that may.",
+                )
+        refused = self._limits.refusal(shown.peer, _identity(shown, roles))
+        if refused is not None:
+            raise RefusedError("RESOURCE_EXHAUSTED", "BUSY", refused)
+
+    def _roles(self, shown: Shown) -> list[Role]:
+        """One by each proof that is asked for."""
         roles = []
         if self._tokens is not None:
-            given = dict(details.invocation_metadata).get("authorization", "")
-            role = self._tokens.role_of(str(given))
+            role = self._tokens.role_of(shown.authorization)
             if role is None:
-                # Before the message is even parsed.
-                return grpc.unary_unary_rpc_method_handler(_refuse_stranger)
+                raise _stranger()
             roles.append(role)
-        return self._guarded(handler, details.method, roles)
-
-    def _guarded(self, handler: Any, method: str, roles: list[Role]) -> Any:
-        def check(context: Any) -> None:
-            shown = [*roles, *([_role_of_peer(context)] if self._certificates else [])]
-            for role in shown:
-                if not may_call(role, method):
-                    _abort(
-                        context,
-                        grpc.StatusCode.PERMISSION_DENIED,
-                        "PERMISSION_DENIED",
-                        f"{method.rpartition('/')[2]} is not a call of the role {role.value}; it "
-                        f"may call {', '.join(sorted(ALLOWED[role]))}. Use the credentials of the "
-                        "role that may.",
-                    )
-            refused = self._limits.refusal(context.peer(), _identity(context, shown))
-            if refused is not None:
-                _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "BUSY", refused)
-
-        return _wrap(handler, check)
+        if self._certificates:
+            late_s = time.time() - shown.valid_until_s
+            if late_s > 0:  # the handshake was before
+                raise RefusedError(
+                    "UNAUTHENTICATED",
+                    "UNAUTHENTICATED",
+                    f"the client certificate of this connection expired {late_s:.0f} s ago. "
+                    "Replace its file: the client connects again with the new one.",
+                )
+            roles.append(role_of_certificate(shown.uris))
+        return roles
 
 
 def _wrap(handler: Any, check: Callable[[Any], None]) -> Any:
-    """The handler with `check` before its first line. The service has calls with one request and,
-    but for reflection, no streams of requests."""
+    """The handler with `check` before its first line."""
     behaviour = handler.unary_unary or handler.unary_stream or handler.stream_stream
 
-    def answer(request: Any, context: Any) -> Any:
-        check(context)
-        return behaviour(request, context)
+    async def admitted(context: Any) -> None:
+        try:
+            check(context)
+        except RefusedError as error:
+            await abort(context, error)
 
-    def stream(request: Any, context: Any) -> Iterator[Any]:
-        check(context)
-        yield from behaviour(request, context)
+    async def answer(request: Any, context: Any) -> Any:
+        await admitted(context)
+        return await behaviour(request, context)
+
+    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        await admitted(context)
+        async for response in behaviour(request, context):
+            yield response
 
     codecs = handler.request_deserializer, handler.response_serializer
     if handler.unary_unary:
@@ -218,31 +283,29 @@ def _wrap(handler: Any, check: Callable[[Any], None]) -> Any:
     return grpc.stream_stream_rpc_method_handler(stream, *codecs)
 
 
-def _role_of_peer(context: Any) -> Role:
-    uris = context.auth_context().get("peer_uri", ())
-    return role_of_certificate(uri.decode(errors="replace") for uri in uris)
-
-
-def _identity(context: Any, roles: list[Role]) -> str:
+def _identity(shown: Shown, roles: list[Role]) -> str:
     """Whose calls count together. All workers of a job show the same credentials, so for them the
     address tells apart; a person or a dashboard is one caller from wherever."""
-    names = context.auth_context().get("x509_common_name", ())
-    shown = [role.value for role in roles] + [name.decode(errors="replace") for name in names]
+    names = [role.value for role in roles] + list(shown.common_names)
     if Role.WORKER in roles:
-        shown.append(context.peer().rpartition(":")[0])
-    return " ".join(shown)
+        names.append(shown.peer.rpartition(":")[0])
+    return " ".join(names)
 
 
-def _refuse_stranger(request: Any, context: Any) -> None:
-    _abort(
-        context,
-        grpc.StatusCode.UNAUTHENTICATED,
+def _stranger() -> RefusedError:
+    return RefusedError(
+        "UNAUTHENTICATED",
         "UNAUTHENTICATED",
         "the call carries no valid token; this service needs one. Pass the token file to the "
         "client.",
     )
 
 
-def _abort(context: Any, code: Any, reason: str, message: str) -> None:
-    context.set_trailing_metadata(((_REASON_KEY, reason),))
-    context.abort(code, message)
+async def _refuse_stranger(request: Any, context: Any) -> None:
+    await abort(context, _stranger())
+
+
+async def abort(context: Any, error: RefusedError) -> None:
+    """Ends a call with the refusal as its status. Raises what gRPC ends a handler with."""
+    context.set_trailing_metadata(((REASON_KEY, error.reason),))
+    await context.abort(getattr(grpc.StatusCode, error.code), str(error))

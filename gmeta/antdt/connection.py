@@ -7,6 +7,7 @@ end of data.
 
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, final
 import grpc
 
 from gmeta.antdt.address import check_target
+from gmeta.antdt.call_stream import CallError, CallStream
 from gmeta.antdt.credentials import (
     Bearer,
     CredentialError,
@@ -24,10 +26,12 @@ from gmeta.antdt.credentials import (
     is_loopback,
 )
 from gmeta.antdt.errors import FencedError, RefusedError, ServiceUnavailableError
+from gmeta.antdt.loop import wait_for
+from gmeta.antdt.wire import STREAMED
 from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
-REASON_KEY = "gmeta-reason"
 MAX_MESSAGE_BYTES = 16 << 20
+MAX_STREAMED_BYTES = 1 << 20
 
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 2.0
@@ -74,7 +78,8 @@ class ConnectionConfig:
 
 @final
 class Connection:
-    """A channel and its stub; `call` is safe from several threads."""
+    """A channel, and a stream on it for the calls of a training loop; `call` is safe from several
+    threads."""
 
     def __init__(self, config: ConnectionConfig) -> None:
         """Connects lazily. Raises AddressError, and CredentialError for unreadable credentials."""
@@ -89,32 +94,64 @@ class Connection:
             )
         self._files = WatchedFiles([config.tls_ca, config.tls_cert, config.tls_key])
         self._bearer = Bearer(config.token_file) if config.token_file else None
-        self._channels = [self._open()]
-        self.stub = pb_grpc.ShardServiceStub(self._channels[0])
+        self._channels = [wait_for(self._open())]
+        self._stub = pb_grpc.ShardServiceStub(self._channels[0])
+        self._opening = threading.Lock()  # one stream is opened at a time
+        self._stream: CallStream | None = None
+        self._has_streams = True  # until the service says otherwise
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What each call carries: the token, as its file has it now."""
         return self._bearer.metadata() if self._bearer else ()
 
-    def _open(self) -> Any:
+    async def _open(self) -> Any:
         config = self._config
         credentials = client_credentials(config.tls_ca, config.tls_cert, config.tls_key)
         if credentials is None:
-            return grpc.insecure_channel(config.address, _OPTIONS)
-        return grpc.secure_channel(config.address, credentials, _OPTIONS)
+            return grpc.aio.insecure_channel(config.address, _OPTIONS)
+        return grpc.aio.secure_channel(config.address, credentials, _OPTIONS)
 
-    def _take_new_certificates(self) -> None:
-        """After a failed call: a channel holds on to the certificates it was made with."""
-        if self._files.changed():
-            try:
-                channel = self._open()
-            except CredentialError as error:
-                _log.warning("the replaced certificates are not used yet: %s", error)
-                return
-            # The old channel stays until `close`: other threads' calls may be under way on it.
-            self._channels.append(channel)
-            self.stub = pb_grpc.ShardServiceStub(channel)
+    def _take_new_certificates(self) -> bool:
+        """After a failed call: a channel holds on to the certificates it was made with. Whether
+        there are new ones."""
+        if not self._files.changed():
+            return False
+        try:
+            channel = wait_for(self._open())
+        except CredentialError as error:
+            _log.warning("the replaced certificates are not used yet: %s", error)
+            return False
+        # The old channel stays until `close`: other threads' calls may be under way on it.
+        self._channels.append(channel)
+        with self._opening:
+            self._stub, self._stream = pb_grpc.ShardServiceStub(channel), None
+        return True
+
+    def _attempt(self, rpc: str, request: Any) -> Any:
+        """Raises CallError."""
+        timeout_s, metadata = self._config.call_timeout_s, self.metadata
+        # A message beyond the limit would take the whole stream down, and others' calls with it.
+        if rpc in STREAMED and self._has_streams and request.ByteSize() <= MAX_STREAMED_BYTES:
+            return self._stream_with(metadata).call(rpc, request, timeout_s)
+
+        async def one_call() -> Any:
+            return await getattr(self._stub, rpc)(request, timeout=timeout_s, metadata=metadata)
+
+        try:
+            return wait_for(one_call())
+        except grpc.RpcError as error:
+            raise CallError.of(error) from error
+
+    def _stream_with(self, metadata: tuple[tuple[str, str], ...]) -> CallStream:
+        stream = self._stream
+        if stream is not None and not stream.ended and stream.metadata == metadata:
+            return stream
+        with self._opening:
+            stream = self._stream
+            if stream is None or stream.ended or stream.metadata != metadata:
+                self._stream = stream = CallStream(self._stub, metadata)
+            return stream
 
     def call(
         self,
@@ -134,56 +171,72 @@ class Connection:
         pause_s, warn_after_s = _FIRST_PAUSE_S, _QUIET_S
         while True:
             try:
-                return getattr(self.stub, rpc)(
-                    build(), timeout=self._config.call_timeout_s, metadata=self.metadata
-                )
-            except grpc.RpcError as error:
-                reason = reason_of(error)
-                self._take_new_certificates()
-                if reason == "FENCED_SERVICE_EPOCH" and renew is not None:
+                return self._attempt(rpc, build())
+            except CallError as error:
+                renewed = self._take_new_certificates()
+                if self._gives_up_streams(error):
+                    continue
+                if error.reason == "FENCED_SERVICE_EPOCH" and renew is not None:
                     renew()
                     continue
-                if not is_transient(error, reason):
-                    raise _final_error(error, reason) from error
+                if error.code is grpc.StatusCode.UNAUTHENTICATED and renewed:
+                    continue  # the connection's certificate had expired
+                if not is_transient(error):
+                    raise _final_error(error) from error
                 waited_s = time.monotonic() - began_s
                 if waited_s + pause_s > budget_s:
                     raise self._outage(rpc, waited_s, error) from error
                 if waited_s >= warn_after_s:
                     warn_after_s = waited_s + _WARN_EVERY_S
                     left_s = budget_s - waited_s
-                    _log.warning("%s: %s; trying for %.0f s more", rpc, error.details(), left_s)
+                    _log.warning("%s: %s; trying for %.0f s more", rpc, error.details, left_s)
             # Jitter, so that a thousand workers do not come back in the same instant.
             time.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
+    def _gives_up_streams(self, error: CallError) -> bool:
+        """Whether the service has no stream for this client, now or at all; its calls do as well,
+        only slower."""
+        none_left = error.reason == "LIMIT"
+        if not error.of_stream or not (none_left or error.code is grpc.StatusCode.UNIMPLEMENTED):
+            return False
+        if self._has_streams:
+            self._has_streams = False
+            _log.warning(
+                "the shard service at %s takes no stream (%s): its calls are made one by one, for "
+                "twice the CPU",
+                self._config.address,
+                error.details,
+            )
+        return True
+
     def close(self) -> None:
         """Ends the channel."""
+        with self._opening:
+            if self._stream is not None:
+                self._stream.close()
         for channel in self._channels:
-            channel.close()
+            wait_for(channel.close())
 
-    def _outage(self, rpc: str, waited_s: float, error: Any) -> ServiceUnavailableError:
+    def _outage(self, rpc: str, waited_s: float, error: CallError) -> ServiceUnavailableError:
         return ServiceUnavailableError(
             f"the shard service at {self._config.address} did not answer {rpc} for {waited_s:.0f} "
             "s "
-            f"({error.code().name}: {error.details()}); allowed is "
+            f"({error.code.name}: {error.details}); allowed is "
             f"{self._config.outage_budget_s:.0f} s. "
             "Start it again on the same store, or look into its log; the data has NOT ended."
         )
 
 
-def reason_of(error: Any) -> str:
-    """The Reason in a status's trailing metadata, "" when there is none."""
-    return str(dict(error.trailing_metadata() or ()).get(REASON_KEY, ""))
-
-
-def is_transient(error: Any, reason: str) -> bool:
+def is_transient(error: CallError) -> bool:
     """Whether the same call may succeed later without anyone changing it."""
-    code = error.code()
-    exhausted = code == grpc.StatusCode.RESOURCE_EXHAUSTED and reason in _TRANSIENT_REASONS
-    return code in _TRANSIENT_CODES or (exhausted and "larger than max" not in error.details())
+    exhausted = (
+        error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.reason in _TRANSIENT_REASONS
+    )
+    return error.code in _TRANSIENT_CODES or (exhausted and "larger than max" not in error.details)
 
 
-def _final_error(error: Any, reason: str) -> Exception:
-    if reason in _FENCES:
-        return FencedError(reason, error.details())
-    return RefusedError(error.code().name, reason, error.details())
+def _final_error(error: CallError) -> Exception:
+    if error.reason in _FENCES:
+        return FencedError(error.reason, error.details)
+    return RefusedError(error.code.name, error.reason, error.details)

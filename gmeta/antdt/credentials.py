@@ -3,12 +3,14 @@
 No secret is ever part of a message, a log line or a config: only the paths of their files are.
 """
 
+import functools
 import ipaddress
 import logging
 import ssl
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, final
 
@@ -56,6 +58,33 @@ def read_tokens(path: Path) -> list[str]:
             "it."
         )
     return tokens
+
+
+@functools.lru_cache(maxsize=1024)
+def end_of_certificate(pem: bytes) -> float:
+    """Until when a verified certificate is valid, in seconds since 1970.
+
+    The standard library reads no certificate that it has not verified itself: RFC 5280, section
+    4.1, as far as `notAfter`.
+    """
+    ((_, certificate),) = _der_values(ssl.PEM_cert_to_DER_cert(pem.decode()))
+    fields = [value for tag, value in _der_values(_der_values(certificate)[0][1]) if tag != 0xA0]
+    _, (tag, text) = _der_values(fields[3])  # behind serial number, algorithm and issuer
+    form = "%y%m%d%H%M%SZ" if tag == 0x17 else "%Y%m%d%H%M%SZ"
+    return datetime.strptime(text.decode(), form).replace(tzinfo=UTC).timestamp()
+
+
+def _der_values(data: bytes) -> list[tuple[int, bytes]]:
+    """(tag, content) of consecutive DER values."""
+    found = []
+    while data:
+        length, begin = data[1], 2
+        if length & 0x80:  # the length of the length
+            begin = 2 + (length & 0x7F)
+            length = int.from_bytes(data[2:begin])
+        found.append((data[0], data[begin : begin + length]))
+        data = data[begin + length :]
+    return found
 
 
 def is_loopback(host: str) -> bool:

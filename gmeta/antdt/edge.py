@@ -1,32 +1,37 @@
-"""The gRPC edge: each RPC becomes a command for the writer thread and blocks until its group is
-committed.
+"""The gRPC edge: each RPC becomes a command for the writer thread and is answered when its group
+is committed.
 
-Refusals become a status whose trailing metadata names the reason. Nothing is decided here.
+Refusals become a status whose trailing metadata names the reason, or a Refusal on a stream.
+Nothing is decided here. The handlers run on the event loop.
 """
 
+import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, final
 
 import grpc
 
 from gmeta.antdt import views
+from gmeta.antdt.auth import Guard, abort
 from gmeta.antdt.committer import Answer, Read, Request
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.ledger import Ledger
 from gmeta.antdt.log import event
+from gmeta.antdt.loop import event_loop
 from gmeta.antdt.metrics import ServiceMetrics
-from gmeta.antdt.model import check_range
-from gmeta.antdt.wire import CODECS
+from gmeta.antdt.model import bad_argument, check_range
+from gmeta.antdt.wire import CODECS, STREAMED, refusal_to
 from gmeta.antdt.writer import Answered, Writer
 from protos.antdt.v1 import shard_service_pb2 as pb
 from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
-REASON_KEY = "gmeta-reason"
-MAX_WATCHERS = 8  # each holds a thread of the pool
+MAX_WATCHERS = 8  # each has the whole status built again and again
+MAX_STREAMS = 4096  # one a worker; the workers beyond make their calls one by one
 ANSWER_TIMEOUT_S = 60.0  # a commit that takes longer means a hung disk
+LOOK_EVERY_S = 1.0  # how late that may be noticed
 _LOGGED = {
     "Register",
     "RegisterDataset",
@@ -37,11 +42,12 @@ _LOGGED = {
     "Skip",
     "Drain",
 }
+_RPC_OF_FIELD = {field: rpc for rpc, field in STREAMED.items()}
 
 
 @final
 class Ticket:
-    """Where a handler thread waits for its answer: a bare lock, the cheapest hand-over between two
+    """Where a thread waits for its answer: a bare lock, the cheapest hand-over between two
     threads."""
 
     __slots__ = ("answer", "lock")
@@ -53,53 +59,91 @@ class Ticket:
 
 
 def deliver(answered: list[Answered]) -> None:
-    """Called by the writer thread after the commit."""
+    """Called by the writer's threads after the commit. A ticket is a Ticket, or a future of the
+    event loop, which is woken once for the whole group."""
+    awaited = []
     for ticket, answer in answered:
-        ticket.answer = answer
-        ticket.lock.release()
+        if isinstance(ticket, Ticket):
+            ticket.answer = answer
+            ticket.lock.release()
+        else:
+            awaited.append((ticket, answer))
+    if awaited:
+        event_loop().call_soon_threadsafe(_resolve, awaited)
+
+
+def _resolve(awaited: list[tuple[Any, Answer]]) -> None:
+    for future, answer in awaited:
+        if not future.done():  # else its caller has gone
+            future.set_result(answer)
 
 
 @final
 class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
     """All RPCs of the service."""
 
-    def __init__(self, lease_ttl_s: float, report_every_s: float = 0.0) -> None:
+    def __init__(
+        self, lease_ttl_s: float, report_every_s: float = 0.0, guard: Guard | None = None
+    ) -> None:
+        """`guard` judges each request of a stream; in front of the other calls it stands by
+        itself."""
         self._ttl_ms = int(lease_ttl_s * 1000)
         self._report_every_ms = int(report_every_s * 1000)
+        self._guard = guard
         self._writer: Writer | None = None
-        self._watchers = threading.Semaphore(MAX_WATCHERS)
-        self._closing = threading.Event()
-        self.metrics = ServiceMetrics(self.read_status)
+        self._num_watchers = 0
+        self._streams: dict[Any, bool] = {}  # the task of each, and whether it waits for a request
+        self._asked: dict[asyncio.Future[Answer], float] = {}  # and since when
+        self._closing = asyncio.Event()
+        self.metrics = ServiceMetrics(self.read_status, lambda: len(self._streams))
 
     def open(self, writer: Writer) -> None:
         """Recovery is done: calls are answered from now on."""
         self._writer = writer
+        event_loop().call_soon_threadsafe(self._look_for_hung_disk)
 
-    def close(self) -> None:
-        """Ends the streams, so that a drain need not wait for them."""
+    async def close(self) -> None:
+        """Ends the streams, so that a drain need not wait for them; what they have asked is
+        answered first."""
         self._closing.set()
+        for task, is_idle in self._streams.items():
+            if is_idle:
+                task.cancel()
 
     def ask(self, request: Request) -> Any:
-        """Waits for the request's answer. Raises RefusedError."""
+        """Waits for the request's answer, in a thread other than the event loop's. Raises
+        RefusedError."""
+        ticket = Ticket()
+        self._submit(request, ticket)
+        if not ticket.lock.acquire(timeout=ANSWER_TIMEOUT_S):
+            raise _hung_disk()
+        return _told(ticket.answer)
+
+    async def _ask(self, request: Request) -> Any:
+        """As `ask`, on the event loop."""
+        future = asyncio.get_running_loop().create_future()
+        self._submit(request, future)
+        self._asked[future] = time.monotonic()
+        try:
+            return _told(await future)
+        finally:
+            del self._asked[future]
+
+    def _look_for_hung_disk(self) -> None:
+        """One timer for all that is asked: one for each would be a tenth of a call's CPU."""
+        late_s = time.monotonic() - ANSWER_TIMEOUT_S
+        _resolve([(each, _hung_disk()) for each, at_s in self._asked.items() if at_s < late_s])
+        if not self._closing.is_set():
+            event_loop().call_later(LOOK_EVERY_S, self._look_for_hung_disk)
+
+    def _submit(self, request: Request, ticket: Any) -> None:
         if self._writer is None:
             raise RefusedError(
                 "UNAVAILABLE",
                 "SHUTTING_DOWN",
                 "the service is recovering its store; retry in a moment.",
             )
-        ticket = Ticket()
         self._writer.submit(request, ticket)
-        if not ticket.lock.acquire(timeout=ANSWER_TIMEOUT_S):
-            raise RefusedError(
-                "UNAVAILABLE",
-                "STORE_FAILED",
-                f"the store did not commit within {ANSWER_TIMEOUT_S:.0f} s: its disk hangs. Check "
-                "the disk; "
-                "the call may or may not have been applied: retry it unchanged.",
-            )
-        if isinstance(ticket.answer, RefusedError):
-            raise ticket.answer
-        return ticket.answer
 
     def read_status(self) -> Any:
         """StatusResponse, or None while the service cannot answer."""
@@ -108,12 +152,12 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         except RefusedError:
             return None
 
-    def _answer(self, rpc: str, context: Any, respond: Callable[[], Any]) -> Any:
-        """Runs one call with its metrics; a refusal becomes a status."""
+    async def _judged(self, rpc: str, peer: str, respond: Callable[[], Awaitable[Any]]) -> Any:
+        """Answers one call, with its metrics and its line in the log. Raises RefusedError."""
         began_s = time.perf_counter()
         code = "OK"
         try:
-            return respond()
+            return await respond()
         except RefusedError as error:
             code = error.code
             event(
@@ -122,73 +166,157 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
                 rpc=rpc,
                 reason=error.reason,
                 message=str(error),
-                peer=context.peer(),
+                peer=peer,
             )
-            context.set_trailing_metadata(((REASON_KEY, error.reason),))
-            context.abort(getattr(grpc.StatusCode, code), str(error))
+            raise
         finally:
             self.metrics.observe_call(rpc, code, time.perf_counter() - began_s)
 
-    def Status(self, request: Any, context: Any) -> Any:
-        """See the proto."""
-        return self._answer("Status", context, lambda: self.ask(Read(views.status)))
+    async def _answer(self, rpc: str, context: Any, respond: Callable[[], Awaitable[Any]]) -> Any:
+        """As `_judged`; a refusal becomes a status."""
+        try:
+            return await self._judged(rpc, context.peer(), respond)
+        except RefusedError as error:
+            await abort(context, error)
 
-    def ListShards(self, request: Any, context: Any) -> Any:
+    async def Status(self, request: Any, context: Any) -> Any:
+        """See the proto."""
+        return await self._answer("Status", context, lambda: self._ask(Read(views.status)))
+
+    async def ListShards(self, request: Any, context: Any) -> Any:
         """See the proto."""
 
         def view(ledger: Ledger, now_s: float) -> Any:
             r = request
             return views.list_shards(ledger, r.dataset, r.state, r.page_size, r.page_token)
 
-        return self._answer("ListShards", context, lambda: self.ask(Read(view)))
+        return await self._answer("ListShards", context, lambda: self._ask(Read(view)))
 
-    def Audit(self, request: Any, context: Any) -> Any:
+    async def Audit(self, request: Any, context: Any) -> Any:
         """See the proto."""
 
         def view(ledger: Ledger, now_s: float) -> Any:
             return views.audit(ledger, request.checkpoint_id)
 
-        return self._answer("Audit", context, lambda: self.ask(Read(view)))
+        return await self._answer("Audit", context, lambda: self._ask(Read(view)))
 
-    def Watch(self, request: Any, context: Any) -> Iterator[Any]:
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """See the proto."""
-        interval_s = self._answer("Watch", context, lambda: self._begin_watch(request))
+        interval_s = await self._answer("Watch", context, lambda: self._begin_watch(request))
         try:
-            while context.is_active() and not self._closing.is_set():
-                status = self._answer("Watch", context, lambda: self.ask(Read(views.status)))
+            while not self._closing.is_set():
+                status = await self._answer("Watch", context, lambda: self._ask(Read(views.status)))
                 yield pb.WatchResponse(status=status)
-                self._closing.wait(interval_s)
+                try:
+                    async with asyncio.timeout(interval_s):
+                        await self._closing.wait()
+                except TimeoutError:
+                    continue
         finally:
-            self._watchers.release()
+            self._num_watchers -= 1
 
-    def _begin_watch(self, request: Any) -> float:
+    async def _begin_watch(self, request: Any) -> float:
         interval_ms = request.interval_ms or 1000
         check_range("interval_ms", interval_ms, 200, 60_000)
-        if not self._watchers.acquire(blocking=False):
+        if self._num_watchers >= MAX_WATCHERS:
             raise RefusedError(
                 "RESOURCE_EXHAUSTED",
                 "BUSY",
                 f"{MAX_WATCHERS} callers are watching; no more are taken. Use Status, or scrape "
                 "/metrics.",
             )
-        return interval_ms / 1000
+        self._num_watchers += 1
+        return float(interval_ms / 1000)
+
+    async def Stream(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        """See the proto."""
+        if len(self._streams) >= MAX_STREAMS:
+            await abort(
+                context,
+                RefusedError(
+                    "RESOURCE_EXHAUSTED",
+                    "LIMIT",
+                    f"{MAX_STREAMS} streams are open; no more are taken. Make the calls one by "
+                    "one.",
+                ),
+            )
+        admit = None if self._guard is None else self._guard.admission(context)
+        peer, task = context.peer(), asyncio.current_task()
+        try:
+            while not self._closing.is_set():
+                self._streams[task] = True
+                request = await context.read()
+                self._streams[task] = False
+                if request is grpc.aio.EOF:
+                    return
+                yield await self._answer_streamed(request, peer, admit)
+        except asyncio.CancelledError:
+            if not self._closing.is_set():
+                raise
+        finally:
+            self._streams.pop(task, None)
+        await abort(context, _shutting_down())
+
+    async def _answer_streamed(
+        self, request: Any, peer: str, admit: Callable[[str], None] | None
+    ) -> Any:
+        field = request.WhichOneof("call")
+        rpc = _RPC_OF_FIELD.get(field, "Stream")
+
+        async def respond() -> Any:
+            if field is None:
+                raise bad_argument(
+                    "the request names no call that this service knows; allowed are "
+                    f"{', '.join(STREAMED)}. Make other calls one by one."
+                )
+            if admit is not None:
+                admit(rpc)
+            return await self._respond(rpc, getattr(request, field), peer)
+
+        try:
+            answer = {field: await self._judged(rpc, peer, respond)}
+        except RefusedError as error:
+            answer = {"refusal": refusal_to(error)}
+        return pb.StreamResponse(call_id=request.call_id, **answer)
+
+    async def _respond(self, rpc: str, request: Any, peer: str) -> Any:
+        to_command, to_response = CODECS[rpc]
+        command = to_command(request)
+        response = to_response(await self._ask(command), self._ttl_ms)
+        if rpc == "Register":
+            response.report_every_ms = self._report_every_ms
+        if rpc in _LOGGED:
+            event(logging.INFO, rpc, peer=peer, **_fields(command))
+        return response
 
 
-def _handler(rpc: str) -> Callable[[Edge, Any, Any], Any]:
-    to_command, to_response = CODECS[rpc]
-    logged = rpc in _LOGGED
+def _told(answer: Answer) -> Any:
+    if isinstance(answer, RefusedError):
+        raise answer
+    return answer
 
-    def handle(self: Edge, request: Any, context: Any) -> Any:
-        def respond() -> Any:
-            command = to_command(request)
-            response = to_response(self.ask(command), self._ttl_ms)
-            if rpc == "Register":
-                response.report_every_ms = self._report_every_ms
-            if logged:
-                event(logging.INFO, rpc, peer=context.peer(), **_fields(command))
-            return response
 
-        return self._answer(rpc, context, respond)
+def _hung_disk() -> RefusedError:
+    return RefusedError(
+        "UNAVAILABLE",
+        "STORE_FAILED",
+        f"the store did not commit within {ANSWER_TIMEOUT_S:.0f} s: its disk hangs. Check the "
+        "disk; the call may or may not have been applied: retry it unchanged.",
+    )
+
+
+def _shutting_down() -> RefusedError:
+    return RefusedError(
+        "UNAVAILABLE",
+        "SHUTTING_DOWN",
+        "the service is shutting down; retry: its successor answers.",
+    )
+
+
+def _handler(rpc: str) -> Callable[[Edge, Any, Any], Awaitable[Any]]:
+    async def handle(self: Edge, request: Any, context: Any) -> Any:
+        peer = context.peer()
+        return await self._answer(rpc, context, lambda: self._respond(rpc, request, peer))
 
     handle.__name__ = rpc
     handle.__doc__ = "See the proto."

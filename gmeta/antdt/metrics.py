@@ -5,7 +5,7 @@ from collections import Counter as Counter_
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
@@ -24,9 +24,11 @@ class ServiceMetrics:
     """One registry a service, so that several services can live in one process (tests,
     embedded)."""
 
-    def __init__(self, read_status: Callable[[], Any]) -> None:
+    def __init__(self, read_status: Callable[[], Any], num_streams: Callable[[], int]) -> None:
         """`read_status` returns a StatusResponse, or None while the service cannot answer."""
         self.registry = CollectorRegistry()
+        self.streams = Gauge("antdt_streams", "Open streams of calls.", registry=self.registry)
+        self.streams.set_function(num_streams)
         self.calls = Counter(
             "antdt_calls", "Calls by RPC and gRPC status.", ["rpc", "code"], registry=self.registry
         )

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent import futures
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,12 +22,13 @@ from gmeta.antdt.auth import Guard, Tokens
 from gmeta.antdt.committer import Committer
 from gmeta.antdt.credentials import ServerTls, is_loopback, server_credentials
 from gmeta.antdt.dashboard import Dashboard
-from gmeta.antdt.edge import Edge, deliver
+from gmeta.antdt.edge import MAX_STREAMS, Edge, deliver
 from gmeta.antdt.errors import AntdtError
 from gmeta.antdt.governor import Governor
 from gmeta.antdt.http_edge import HttpServer, Route
 from gmeta.antdt.ledger import DEFAULT_LEASE_TTL_S
 from gmeta.antdt.log import DecisionLog, event
+from gmeta.antdt.loop import wait_for
 from gmeta.antdt.rate import CallLimits
 from gmeta.antdt.settings import StragglerConfig
 from gmeta.antdt.store import open_store
@@ -39,8 +39,7 @@ from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ShardService"].full_name
 MAX_MESSAGE_BYTES = 16 << 20  # a manifest; every other message is far smaller
-NUM_THREADS = 64  # calls answered at once; more wait in line
-MAX_CONCURRENT_CALLS = 4096  # beyond it callers get RESOURCE_EXHAUSTED and retry
+MAX_CONCURRENT_CALLS = MAX_STREAMS + 4096  # beyond it callers get RESOURCE_EXHAUSTED and retry
 DRAIN_S = 10.0  # calls under way at SIGTERM may take so long
 MAX_CONNECTION_AGE_S = 3600  # then a client shakes hands anew: an expired certificate is found out
 
@@ -109,26 +108,29 @@ class ShardServer:
         AddressError, CredentialError or StoreError."""
         self.config = config
         self.ended = threading.Event()  # nothing can be served any more
-        self.edge = Edge(config.lease_ttl_s, config.stragglers.monitor.window_s)
         _check_exposure(config)
+        self._tls = ServerTls.of(config.tls_cert, config.tls_key, config.tls_client_ca)
+        self._tokens = Tokens(config.tokens) if config.tokens else None
+        certificates = self._tls is not None and self._tls.client_ca is not None
+        is_guarded = self._tls or self._tokens
+        self._guard = Guard(self._tokens, certificates, CallLimits()) if is_guarded else None
+        self.edge = Edge(config.lease_ttl_s, config.stragglers.monitor.window_s, self._guard)
         self._decisions = _decision_log(config.decisions)
         self.governor = Governor(
             config.stragglers, self.edge.ask, self._decisions and self._decisions.write
         )
         self.edge.metrics.add_governor(self.governor)
         self._dashboard = Dashboard(self.edge.ask, self.governor)
-        self._tls = ServerTls.of(config.tls_cert, config.tls_key, config.tls_client_ca)
-        self._tokens = Tokens(config.tokens) if config.tokens else None
         self._serving = False
         self._stop_http: Callable[[], None] = lambda: None
-        self._health = health.HealthServicer()
+        self._health = health.aio.HealthServicer()
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         # The store first: a second service on it must fail before it takes any port or call.
         with ExitStack() as undo:
             self._store = open_store(config.store_url)
             undo.callback(self._store.close)
-            self._server, self.port = self._listen()
-            undo.callback(self._server.stop, None)
+            self._server, self.port = wait_for(self._listen())
+            undo.callback(lambda: wait_for(self._server.stop(None)))
             self._begin()
             undo.pop_all()
 
@@ -137,14 +139,9 @@ class ShardServer:
         """HOST:PORT for clients, with the port that was bound."""
         return f"{split_address('--listen', self.config.listen)[0]}:{self.port}"
 
-    def _listen(self) -> tuple[Any, int]:
-        certificates = self._tls is not None and self._tls.client_ca is not None
-        guards = (
-            [Guard(self._tokens, certificates, CallLimits())] if self._tls or self._tokens else []
-        )
-        server = grpc.server(
-            futures.ThreadPoolExecutor(NUM_THREADS, "antdt-call"),
-            interceptors=guards,
+    async def _listen(self) -> tuple[Any, int]:
+        server = grpc.aio.server(
+            interceptors=[self._guard] if self._guard else [],
             options=_OPTIONS if self._tls is None else (*_OPTIONS, *_TLS_OPTIONS),
             maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
         )
@@ -168,7 +165,7 @@ class ShardServer:
 
     def _begin(self) -> None:
         began_s = time.perf_counter()
-        self._server.start()  # health answers NOT_SERVING while the store is read
+        wait_for(self._server.start())  # health answers NOT_SERVING while the store is read
         committer = Committer(self._store, time.monotonic, self.config.job, self.config.lease_ttl_s)
         self.metrics_port = self._start_http()
         self._writer = Writer(committer, deliver, self._observe, self._on_end)
@@ -213,10 +210,10 @@ class ShardServer:
     def stop(self, drain_s: float = DRAIN_S) -> None:
         """Refuses new calls, answers those under way, stores a snapshot, gives the store free."""
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        self.edge.close()
+        wait_for(self.edge.close())
         self.governor.stop()
         self._dashboard.close()
-        self._server.stop(drain_s).wait()
+        wait_for(self._server.stop(drain_s))
         self._writer.stop()
         self._stop_http()
         self._store.close()
@@ -225,7 +222,7 @@ class ShardServer:
     def _set_health(self, status: int) -> None:
         self._serving = status == health_pb2.HealthCheckResponse.SERVING
         for name in ("", SERVICE_NAME):
-            self._health.set(name, status)
+            wait_for(self._health.set(name, status))
 
     def _observe(self, stats: GroupStats) -> None:
         if stats.num_requests:

@@ -7,7 +7,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import grpc
+
 from gmeta.antdt import commands as cmd
+from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.model import (
     DEFAULT_MAX_ATTEMPTS,
     MAX_EPOCHS,
@@ -25,6 +28,13 @@ from gmeta.antdt.model import (
     check_text,
 )
 from protos.antdt.v1 import shard_service_pb2 as pb
+
+REASON_KEY = "gmeta-reason"  # of the trailing metadata that name a refusal's Reason
+# The calls that a stream carries, and their fields in its requests and responses.
+STREAMED = {
+    field.message_type.name.removesuffix("Request"): field.name
+    for field in pb.StreamRequest.DESCRIPTOR.oneofs_by_name["call"].fields
+}
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
 
@@ -56,6 +66,12 @@ def grant_to(grant: Grant) -> Any:
 def grant_from(message: Any) -> Grant:
     """The grant of a proto."""
     return Grant(*(getattr(message, name) for name in Grant._fields))
+
+
+def refusal_to(error: RefusedError) -> Any:
+    """The proto of a refusal on a stream."""
+    code, _ = getattr(grpc.StatusCode, error.code).value
+    return pb.Refusal(code=code, reason=f"REASON_{error.reason}", message=str(error))
 
 
 def caller_from(message: Any) -> Caller:

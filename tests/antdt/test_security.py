@@ -188,7 +188,8 @@ def test_a_workers_certificate_does_not_operate(serve: Serve, pki: Authority) ->
         assert str(refused.value) == (
             "Drain is not a call of the role worker; it may call AckAction, CommitCheckpoint, "
             "Complete, Fail, Heartbeat, Lease, PrepareCheckpoint, Progress, Register, "
-            "RegisterDataset, Release, Restore, Status. Use the credentials of the role that may."
+            "RegisterDataset, Release, Restore, Status, Stream. Use the credentials of the role "
+            "that may."
         )
     cert, key = pki.issue("me", "operator")
     done = CliRunner().invoke(

@@ -129,6 +129,11 @@ class ShardServiceStub(object):
                 request_serializer=protos_dot_antdt_dot_v1_dot_shard__service__pb2.DrainRequest.SerializeToString,
                 response_deserializer=protos_dot_antdt_dot_v1_dot_shard__service__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Stream = channel.stream_stream(
+                '/gmeta.antdt.v1.ShardService/Stream',
+                request_serializer=protos_dot_antdt_dot_v1_dot_shard__service__pb2.StreamRequest.SerializeToString,
+                response_deserializer=protos_dot_antdt_dot_v1_dot_shard__service__pb2.StreamResponse.FromString,
+                _registered_method=True)
 
 
 class ShardServiceServicer(object):
@@ -267,6 +272,16 @@ class ShardServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Stream(self, request_iterator, context):
+        """The calls of a training loop over one stream that stays open: the same calls, for less than half of the CPU. Each
+        request is judged as a call of its own (proof, role, rate, fences) when it arrives, and answered in order. What was not
+        answered when a stream ends may or may not have been applied: repeat it unchanged, over another stream or as a call.
+        Beyond the service's limit of streams one is refused with LIMIT: make the calls one by one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ShardServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -364,6 +379,11 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=protos_dot_antdt_dot_v1_dot_shard__service__pb2.DrainRequest.FromString,
                     response_serializer=protos_dot_antdt_dot_v1_dot_shard__service__pb2.DrainResponse.SerializeToString,
+            ),
+            'Stream': grpc.stream_stream_rpc_method_handler(
+                    servicer.Stream,
+                    request_deserializer=protos_dot_antdt_dot_v1_dot_shard__service__pb2.StreamRequest.FromString,
+                    response_serializer=protos_dot_antdt_dot_v1_dot_shard__service__pb2.StreamResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -879,6 +899,33 @@ class ShardService(object):
             '/gmeta.antdt.v1.ShardService/Drain',
             protos_dot_antdt_dot_v1_dot_shard__service__pb2.DrainRequest.SerializeToString,
             protos_dot_antdt_dot_v1_dot_shard__service__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/gmeta.antdt.v1.ShardService/Stream',
+            protos_dot_antdt_dot_v1_dot_shard__service__pb2.StreamRequest.SerializeToString,
+            protos_dot_antdt_dot_v1_dot_shard__service__pb2.StreamResponse.FromString,
             options,
             channel_credentials,
             insecure,
