@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -205,10 +206,10 @@ def test_a_client_beyond_the_limit_of_streams_makes_its_calls_one_by_one(
     with ShardClient(server.address, "first") as first:
         first.register_dataset(SPEC)
         first.lease("d", 0)
-        with caplog.at_level(logging.WARNING, "gmeta.antdt.client"):
-            with ShardClient(server.address, "second") as second:
-                assert isinstance(second.lease("d", 0), list)
-                assert num_streams(server) == 1
+        caplog.set_level(logging.WARNING, "gmeta.antdt.client")
+        with ShardClient(server.address, "second") as second:
+            assert isinstance(second.lease("d", 0), list)
+            assert num_streams(server) == 1
     assert caplog.messages == [
         f"the shard service at {server.address} takes no stream (1 streams are open; no more are "
         "taken. Make the calls one by one.): its calls are made one by one, for twice the CPU"
@@ -344,14 +345,15 @@ def test_a_certificate_that_expires_under_an_open_stream_is_refused_until_it_is_
     ) as client:
         client.register_dataset(SPEC)
         client.lease("d", 0)
-        day_s, now = 86_400, time.time
-        monkeypatch.setattr("gmeta.antdt.auth.time.time", lambda: now() + 2 * day_s)
+        late_s = end_of_certificate(live[0].read_bytes()) + 100
+        clock = SimpleNamespace(time=lambda: late_s, monotonic=time.monotonic)
+        monkeypatch.setattr("gmeta.antdt.auth.time", clock)
         with pytest.raises(RefusedError) as expired:
             client.lease("d", 0)
         assert expired.value.code == "UNAUTHENTICATED"
         assert str(expired.value) == (
-            f"the client certificate of this connection expired {day_s} s ago. Replace its file: "
-            "the client connects again with the new one."
+            "the client certificate of this connection expired 100 s ago. Replace its file: the "
+            "client connects again with the new one."
         )
         replace(5.0)
         assert isinstance(client.lease("d", 0), list)
