@@ -67,7 +67,7 @@ class CallStream:
         self._counting = threading.Lock()
         self._last_id = 0
         self._unanswered: dict[int, _Asked] = {}
-        self._unsent: asyncio.Queue[_Asked | None] = asyncio.Queue()
+        self._unsent: asyncio.Queue[_Asked] = asyncio.Queue()
         self._ended: CallError | None = None
         self._running = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
 
@@ -112,28 +112,34 @@ class CallStream:
         self._unsent.put_nowait(asked)
 
     async def _run(self) -> None:
-        call = self._stub.Stream(metadata=self.metadata)
-        sending = asyncio.create_task(self._send(call))
         ended = CallError(grpc.StatusCode.UNAVAILABLE, "", "the stream of calls broke", True)
         try:
-            while (answer := await call.read()) is not grpc.aio.EOF:
-                asked = self._unanswered.pop(answer.call_id)
-                asked.answer = answer
-                asked.lock.release()
-        except grpc.RpcError as error:
-            ended = CallError.of(error, of_stream=True)
-        finally:
+            call = self._stub.Stream(metadata=self.metadata)
+            sending = asyncio.create_task(self._send(call))
+            try:
+                await self._receive(call)
+            except grpc.RpcError as error:
+                ended = CallError.of(error, of_stream=True)
+            finally:
+                sending.cancel()
+                call.cancel()
+        finally:  # whatever it was: nobody may wait for an answer that cannot come
             self._ended = ended
-            sending.cancel()
-            call.cancel()
             for asked in self._unanswered.values():
                 asked.error = ended
                 asked.lock.release()
             self._unanswered.clear()
 
+    async def _receive(self, call: Any) -> None:
+        while (answer := await call.read()) is not grpc.aio.EOF:
+            asked = self._unanswered.pop(answer.call_id)
+            asked.answer = answer
+            asked.lock.release()
+
     async def _send(self, call: Any) -> None:
         try:
-            while (asked := await self._unsent.get()) is not None:
+            while True:
+                asked = await self._unsent.get()
                 await call.write(asked.message)
         except (grpc.RpcError, asyncio.InvalidStateError):
             return  # the reader is told the same, and why

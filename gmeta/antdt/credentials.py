@@ -6,6 +6,7 @@ No secret is ever part of a message, a log line or a config: only the paths of t
 import functools
 import ipaddress
 import logging
+import re
 import ssl
 import threading
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ import grpc
 from gmeta.antdt.errors import AntdtError
 from gmeta.antdt.log import event
 from gmeta.errors import UserError
+
+_TOKEN = re.compile(r"[!-~]+")  # what an HTTP header may hold
 
 
 class CredentialError(AntdtError, UserError):
@@ -56,6 +59,11 @@ def read_tokens(path: Path) -> list[str]:
         raise CredentialError(
             f"the token file {path} is empty; it must hold one line. Write a long random token to "
             "it."
+        )
+    if not all(_TOKEN.fullmatch(token) for token in tokens):
+        raise CredentialError(
+            f"a token in {path} has a character that no call can carry; allowed are visible ASCII "
+            "characters without spaces. Make one with: openssl rand -hex 32"
         )
     return tokens
 

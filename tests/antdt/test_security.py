@@ -309,6 +309,14 @@ def test_tokens_are_replaced_without_a_restart_on_both_sides(
             "the token file {folder}/viewer is empty; it must hold one line. Write a long random "
             "token to it.",
         ),
+        *(
+            (
+                {"worker": token},
+                "a token in {folder}/worker has a character that no call can carry; allowed are "
+                "visible ASCII characters without spaces. Make one with: openssl rand -hex 32",
+            )
+            for token in ("grün-0123456789abcdef", "two words-0123456789abcdef", "\x01" * 16)
+        ),
     ],
 )
 def test_token_files_that_cannot_be_meant_are_explained(
