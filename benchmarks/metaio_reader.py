@@ -72,7 +72,10 @@ class Readers:
     """Our readers, alive for all rounds as in training: their threads and memory are warm."""
 
     def __init__(self, dataset: metaio.Dataset, threads: int) -> None:
-        self._blocks = BatchPipeline(dataset, threads=threads, prefetch_batches=2, cache_bytes=1)
+        # Two batches ahead for each thread: one is made while the other waits to be taken.
+        self._blocks = BatchPipeline(
+            dataset, threads=threads, prefetch_batches=2 * threads, cache_bytes=1
+        )
         self._shuffled_blocks = metaio.BatchReader(
             dataset, "train", tasks_per_step=1, blocks_per_step=1, threads=threads, cache_bytes=1
         )

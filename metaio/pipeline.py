@@ -16,6 +16,9 @@ from metaio.order import BlockEpisodes
 
 Plan = list[tuple[str, BlockEpisodes]]
 _BlockKey = tuple[str, int]
+_Loading = list[tuple[Future[Block], BlockEpisodes]]
+# Done once the blocks of a batch are loaded: the inner future is the batch.
+_Begun = Future[Future[TaskBatch]]
 
 # Remote blocks wait for requests, not for the CPU: more of them are fetched at once than decoded.
 _REMOTE_FETCHES = 8
@@ -140,7 +143,7 @@ class _Ahead:
         self._waiting.append(loading)
         return True
 
-    def take(self) -> list[tuple[Future[Block], BlockEpisodes]]:
+    def take(self) -> _Loading:
         """The oldest plan."""
         loading = self._waiting.popleft()
         for key, _, _ in loading:
@@ -174,8 +177,7 @@ class BatchPipeline:
         self._pin_memory = pin_memory
         self._sizes = {name: dataset.block_bytes(name).tolist() for name in dataset.splits}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="metaio-batch")
-        # Decoding shares the threads of composing: its task is always queued first, so no thread
-        # waits for one that is queued behind it. Remote blocks wait for requests and have threads
+        # Decoding shares the threads of composing. Remote blocks wait for requests and have threads
         # of their own.
         self._fetch_pool = self._pool
         self._fetches = threads
@@ -205,33 +207,49 @@ class BatchPipeline:
 
     def start(self, plans: Iterable[Plan]) -> Iterator[TaskBatch]:
         """As `run` with `look_ahead`, but the first batches are begun before one is asked for."""
-        ahead, queue = _Ahead(plans, self._cache, self._sizes), deque[Future[TaskBatch]]()
+        ahead, queue = _Ahead(plans, self._cache, self._sizes), deque[_Begun]()
         self._fill(ahead, queue, look_ahead=True)
         return self._drain(ahead, queue, look_ahead=True)
 
-    def _fill(self, ahead: _Ahead, queue: deque[Future[TaskBatch]], look_ahead: bool) -> None:
+    def _fill(self, ahead: _Ahead, queue: deque[_Begun], look_ahead: bool) -> None:
         # Batches first, then blocks for later ones: what the consumer waits for goes ahead.
         while len(queue) < self._prefetch_batches and (len(ahead) or ahead.draw()):
-            queue.append(self._pool.submit(self._compose, ahead.take()))
+            queue.append(_Begun())
+            self._compose_once_loaded(ahead.take(), queue[-1])
         while look_ahead and self._has_room(ahead) and ahead.draw():
             pass
 
-    def _drain(
-        self, ahead: _Ahead, queue: deque[Future[TaskBatch]], look_ahead: bool
-    ) -> Generator[TaskBatch]:
+    def _drain(self, ahead: _Ahead, queue: deque[_Begun], look_ahead: bool) -> Generator[TaskBatch]:
         try:
             while True:
                 self._fill(ahead, queue, look_ahead)
                 if not queue:
                     return
                 begin_s = time.perf_counter()
-                batch = queue.popleft().result()
+                batch = queue.popleft().result().result()
                 self.wait_s += time.perf_counter() - begin_s
                 yield batch
         finally:
             # Also when the consumer stops early or fails: what has not begun is not begun.
-            for future in queue:
-                future.cancel()
+            for begun in queue:
+                if not begun.cancel() and begun.exception() is None:
+                    begun.result().cancel()
+
+    def _compose_once_loaded(self, loading: _Loading, begun: _Begun) -> None:
+        # Queued before its blocks are there, it would hold a thread that could read the next one:
+        # two threads would read whole blocks no faster than one.
+        missing = next((future for future, _ in loading if not future.done()), None)
+        if missing is not None:
+            # A future keeps its callbacks: emptied, this one does not keep other blocks alive.
+            waiting = [(loading, begun)]
+            missing.add_done_callback(lambda _: self._compose_once_loaded(*waiting.pop()))
+        elif any(future.cancelled() for future, _ in loading):
+            begun.cancel()  # the pool is closing, and holds the lock that submitting takes
+        elif begun.set_running_or_notify_cancel():
+            try:
+                begun.set_result(self._pool.submit(self._compose, loading))
+            except RuntimeError as error:  # closed meanwhile
+                begun.set_exception(error)
 
     def _has_room(self, ahead: _Ahead) -> bool:
         # Half of the budget is for what lies ahead, so that it cannot push out what is in use.
@@ -241,7 +259,7 @@ class BatchPipeline:
             and self._cache.num_loading() < self._fetches
         )
 
-    def _compose(self, loading: list[tuple[Future[Block], BlockEpisodes]]) -> TaskBatch:
+    def _compose(self, loading: _Loading) -> TaskBatch:
         with self._clock:
             parts = [(future.result(), part.episodes) for future, part in loading]
             batch = compose(self._dataset.features, parts)

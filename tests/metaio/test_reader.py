@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from metaio import (
     read_ranges,
 )
 from metaio.block import Block
-from metaio.pipeline import BatchPipeline
+from metaio.pipeline import BatchPipeline, Plan
 from tests.metaio.conftest import FEATURES, WriteFn, episodes_of_batch, episodes_of_rows, make_rows
 from tests.metaio.test_order import mix
 
@@ -239,20 +240,66 @@ def test_pinning_happens_in_the_background(write: WriteFn, monkeypatch: pytest.M
     assert threading.main_thread() not in threads
 
 
+def one_block_plans(num_blocks: int) -> list[Plan]:
+    return [[("train", BlockEpisodes(block, np.arange(1)))] for block in range(num_blocks)]
+
+
 @pytest.mark.parametrize("look_ahead", [True, False])
 def test_blocks_that_are_no_longer_needed_are_freed(write: WriteFn, look_ahead: bool) -> None:
     dataset = open_dataset(write({"train": make_rows(400)}, block_rows=20))
     num_blocks = dataset.splits["train"].num_blocks
     pipeline = BatchPipeline(dataset, threads=1, prefetch_batches=2, cache_bytes=1)
-    plans = [[("train", BlockEpisodes(block, np.arange(1)))] for block in range(num_blocks)]
     most = 0
-    for index, _ in enumerate(pipeline.run(plans, look_ahead)):
+    for index, _ in enumerate(pipeline.run(one_block_plans(num_blocks), look_ahead)):
         if index % 40:
             continue  # looking through all objects takes a while
         most = max(most, sum(type(found) is Block for found in gc.get_objects()))
     pipeline.close()
     assert num_blocks > 100
     assert most <= 8
+
+
+def test_two_threads_read_two_blocks_at_once(
+    write: WriteFn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = open_dataset(write({"train": make_rows(60)}, block_rows=20))
+    read, both = dataset.read_block, threading.Barrier(2, timeout=20)
+
+    def read_together(split: str, block: int) -> Block:
+        both.wait()
+        return read(split, block)
+
+    monkeypatch.setattr(dataset, "read_block", read_together)
+    pipeline = BatchPipeline(dataset, threads=2, prefetch_batches=2, cache_bytes=1)
+    assert len(list(pipeline.run(one_block_plans(6)))) == 6
+    pipeline.close()
+
+
+def test_closing_while_blocks_load_is_quiet(
+    write: WriteFn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = open_dataset(write({"train": make_rows(60)}, block_rows=20))
+    read, reading, go_on = dataset.read_block, threading.Event(), threading.Event()
+
+    def read_late(split: str, block: int) -> Block:
+        reading.set()
+        go_on.wait(20)
+        return read(split, block)
+
+    monkeypatch.setattr(dataset, "read_block", read_late)
+    pipeline = BatchPipeline(dataset, threads=1, prefetch_batches=4, cache_bytes=1 << 30)
+    stream = pipeline.start(one_block_plans(6))
+    reading.wait(20)
+    closing = threading.Thread(target=pipeline.close)
+    closing.start()
+    while not pipeline._pool._shutdown:
+        time.sleep(0.001)
+    go_on.set()
+    closing.join(20)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        next(stream)
+    assert not closing.is_alive()
+    assert caplog.records == []
 
 
 def test_abandoned_iterators_leave_no_threads(write: WriteFn) -> None:
