@@ -203,10 +203,10 @@ def full_steps(job: dict[str, Any]) -> Any:
     return np.flatnonzero(per_step == per_step.max())
 
 
-def late_losses(job: dict[str, Any]) -> Any:
-    """Of the second half of the full steps."""
-    losses = job["loss"][full_steps(job)]
-    return losses[len(losses) // 2 :]
+def late_losses(static: dict[str, Any], antdt: dict[str, Any]) -> tuple[Any, Any]:
+    """Of the second half of the full steps that both took."""
+    num_steps = min(len(full_steps(static)), len(full_steps(antdt)))
+    return static["loss"][num_steps // 2 : num_steps], antdt["loss"][num_steps // 2 : num_steps]
 
 
 def rate(job: dict[str, Any], first: int = 5) -> float:
@@ -248,16 +248,16 @@ def predicted(cause: str, step_ms: float, slow_factor: float, num_steps: int) ->
     return static.completion_s / run_antdt("nd", job, slow()).completion_s
 
 
-def compare(data: Path, cause: str, healthy_step_ms: float) -> dict[str, Any]:
+def compare(data: Path, cause: str, healthy_step_ms: float, static_steps: int) -> dict[str, Any]:
     healthy_task_s = healthy_step_ms / TASKS_PER_RANK / 1000
     read_task_s = SLOWDOWN * healthy_task_s if cause == "reader" else 0.0
-    static = run(data, "none", cause, read_task_s=read_task_s)
+    static = run(data, "none", cause, static_steps, read_task_s)
     antdt = run(data, "nd", cause, read_task_s=read_task_s)
     steady, whole = rate(antdt, balanced_from(antdt)), rate(antdt)
     static_step_ms = 1000 * RANKS * TASKS_PER_RANK / rate(static)
     slow_factor = static_step_ms / healthy_step_ms
-    simulated = predicted(cause, healthy_step_ms, slow_factor, len(static["times_s"]))
-    static_losses = late_losses(static)
+    simulated = predicted(cause, healthy_step_ms, slow_factor, len(antdt["times_s"]))
+    static_losses, antdt_losses = late_losses(static, antdt)
     noise = float(static_losses.std() / np.sqrt(len(static_losses)))
     return {
         "speedup_vs_static": round(steady / rate(static), 2),
@@ -267,7 +267,7 @@ def compare(data: Path, cause: str, healthy_step_ms: float) -> dict[str, Any]:
         "verdicts": {name: " ".join(said) for name, said in antdt["verdicts"].items()},
         "final_share_of_slow_rank": int(antdt["tasks_RS"][SLOW_RANK][balanced_from(antdt)]),
         "loss_static": round(float(static_losses.mean()), 4),
-        "loss_antdt": round(float(late_losses(antdt).mean()), 4),
+        "loss_antdt": round(float(antdt_losses.mean()), 4),
         "loss_noise": round(noise, 4),
         "audit_ok": static["audit_ok"] and antdt["audit_ok"],
         "agent_ms_per_step": round(antdt["agent_ms"], 3),
@@ -278,15 +278,16 @@ def main() -> None:
     # The imports cost seconds a rank: once is enough.
     multiprocessing.set_forkserver_preload(["gmeta.agent", "gmeta.build"])
     arguments = make_parser(__doc__ or "").parse_args()
-    num_tasks = 1280 if arguments.quick else 2560
+    num_tasks = 1088 if arguments.quick else 2560
+    static_steps = 10 if arguments.quick else 10**9
     causes = ["compute", "reader"]
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "clicks"
         made = SyntheticConfig(num_tasks=num_tasks, num_items=200, min_rows=12, max_rows=16)
         prepare_synthetic(str(data), made)
-        healthy = run(data, "none", "none", max_steps=15)
+        healthy = run(data, "none", "none", max_steps=10 if arguments.quick else 20)
         healthy_step_ms = 1000 * RANKS * TASKS_PER_RANK / rate(healthy)
-        figures = {cause: compare(data, cause, healthy_step_ms) for cause in causes}
+        figures = {cause: compare(data, cause, healthy_step_ms, static_steps) for cause in causes}
     agent_ms = max(one["agent_ms_per_step"] for one in figures.values())
     finish(
         "straggler",
