@@ -127,7 +127,8 @@ class Connection:
         # The old channel stays until `close`: other threads' calls may be under way on it.
         self._channels.append(channel)
         with self._opening:
-            self._stub, self._stream = pb_grpc.ShardServiceStub(channel), None
+            self._stub = pb_grpc.ShardServiceStub(channel)
+            self._end_stream()
         return True
 
     def _attempt(self, rpc: str, request: Any) -> Any:
@@ -152,8 +153,15 @@ class Connection:
         with self._opening:
             stream = self._stream
             if stream is None or stream.ended or stream.metadata != metadata:
+                self._end_stream()
                 self._stream = stream = CallStream(self._stub, metadata)
             return stream
+
+    def _end_stream(self) -> None:
+        """Other threads' calls on it fail as in an outage, and are made again over the next."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
     def call(
         self,
@@ -215,8 +223,7 @@ class Connection:
     def close(self) -> None:
         """Ends the channel."""
         with self._opening:
-            if self._stream is not None:
-                self._stream.close()
+            self._end_stream()
         for channel in self._channels:
             wait_for(channel.close())
 

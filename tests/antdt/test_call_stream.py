@@ -323,6 +323,10 @@ def test_a_withdrawn_token_is_refused_at_the_next_request_and_a_new_one_opens_a_
         assert calls(server, "Lease", "UNAUTHENTICATED") == 1
         mine.write_text(fresh)
         assert isinstance(client.lease("d", 0), list)
+        until_s = time.monotonic() + 30
+        while num_streams(server) != 1:  # the old one is not left open
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
     server.stop(0.0)
 
 
