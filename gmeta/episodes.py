@@ -10,6 +10,7 @@ of one side with its padding, F single-id features, M multi-id features, V ids o
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +23,10 @@ from gmeta.adaptation.blocks import (
     MOST_RECTANGLES,
     BlockGroup,
     BlockHistory,
+    BlockRows,
     BlockSide,
     Rectangle,
+    StackedBlocks,
     TaskBlocks,
     group_tasks,
 )
@@ -34,6 +37,7 @@ from metaio.task_rows import task_rows
 from models.inputs import Pooling
 
 Ints = npt.NDArray[np.int64]
+ArrangedRows = Side | Sides | TaskGroups | TaskBlocks | StackedBlocks
 
 
 class RowFetch(ABC):
@@ -67,7 +71,7 @@ class Episodes:
     # index the fetched rows themselves.
     fetched_row_P: Tensor | None
     copies: Bags | None
-    rows: Side | Sides | TaskGroups | TaskBlocks
+    rows: ArrangedRows
     num_terms: int  # of the outer loss: tasks with query rows; rows if plain
     num_rows: int
     fetch: RowFetch | None = None  # None: no rank was told yet which rows are needed
@@ -137,26 +141,35 @@ def task_blocks(
     batch: TaskBatch,
     groups: Sequence[BlockGroup],
     rows_per_task: bool,
+    stacked: bool,
     pooling: Pooling,
     history: int | None,
 ) -> Episodes:
     """Both sides of these groups as blocks, for a model that sees pooled features, and the multi-id
-    feature `history` unpooled.
+    feature `history` unpooled; `stacked` for one operation on both sides at a time.
     """
     batch, fetched_row_P, num_rows = _reading_copies(batch, rows_per_task)
     starts_T, ends_T = batch.row_offsets_T1[:-1].numpy(), batch.row_offsets_T1[1:].numpy()
     middles_T = starts_T + batch.support_lengths_T.numpy()
     tasks = [group.tasks for group in groups]
-    support = _block_side(batch, starts_T, middles_T, tasks, pooling, history, num_rows)
-    query = _block_side(batch, middles_T, ends_T, tasks, pooling, history, num_rows)
+
+    def block_of(*bounds: tuple[Ints, Ints]) -> BlockSide:
+        return _block_side(batch, bounds, tasks, pooling, history, num_rows)
+
+    support, query = (starts_T, middles_T), (middles_T, ends_T)
     num_terms = sum(len(group.tasks) for group in groups)
-    return _episodes(batch, fetched_row_P, TaskBlocks(support, query), num_terms)
+    rows = (
+        StackedBlocks.of(block_of(support, query))
+        if stacked
+        else TaskBlocks(block_of(support), block_of(query))
+    )
+    return _episodes(batch, fetched_row_P, rows, num_terms)
 
 
 def _episodes(
     batch: TaskBatch,
     fetched_row_P: Tensor | None,
-    rows: Side | Sides | TaskGroups | TaskBlocks,
+    rows: ArrangedRows,
     num_terms: int,
 ) -> Episodes:
     num_fetched = batch.unique_ids_U.numel()
@@ -230,35 +243,42 @@ def _side(batch: TaskBatch, mask_N: Tensor, lengths_T: Tensor, num_rows: int) ->
 
 def _block_side(
     batch: TaskBatch,
-    start_T: Ints,
-    end_T: Ints,
+    bounds: Sequence[tuple[Ints, Ints]],
     groups: list[Ints],
     pooling: Pooling,
     history: int | None,
     num_rows: int,
 ) -> BlockSide:
-    """Rows start to end of each task, group by group; row -1 stands for one that pads."""
-    rectangles, row_R, count_R, first = [], [], [], 0
-    for tasks in groups:
+    """Rows start to end of each task, for each of these bounds, group by group; row -1 stands for
+    one that pads.
+    """
+    rectangles, row_R, count_R, task_R, first = [], [], [], [], 0
+    place_T = np.empty(batch.num_tasks, np.int64)
+    place_T[np.concatenate(groups)] = np.arange(sum(map(len, groups)))
+    for (start_T, end_T), tasks in product(bounds, groups):
         lengths = (end_T - start_T)[tasks]
         longest = int(lengths.max())
         within = np.arange(longest)
         there = within < lengths[:, None]
         row_R.append(np.where(there, start_T[tasks, None] + within, -1).ravel())
         count_R.append(np.where(there, lengths[:, None], np.inf).ravel())
+        task_R.append(np.repeat(place_T[tasks], longest))
         rectangles.append(Rectangle(first, len(tasks), longest))
         first += len(tasks) * longest
     rows_R = np.concatenate(row_R)
     index_R = torch.from_numpy(np.maximum(rows_R, 0))
     there_R1 = torch.from_numpy(rows_R >= 0).unsqueeze(1)
     return BlockSide(
-        rectangles=tuple(rectangles),
+        rows=BlockRows(
+            rectangles=tuple(rectangles),
+            label_N=batch.label_N.index_select(0, index_R),
+            count_N=torch.from_numpy(np.concatenate(count_R)),
+            task_N=torch.from_numpy(np.concatenate(task_R)),
+        ),
         bags=_pooled(batch, rows_R, pooling, history, num_rows),
         num_features=batch.positions_NF.shape[1] + batch.multi_lengths_NM.shape[1],
         history=None if history is None else _history(batch, rows_R, history, num_rows),
-        label_N=batch.label_N.index_select(0, index_R),
         dense_NK=batch.dense_NK.index_select(0, index_R) * there_R1,
-        count_N=torch.from_numpy(np.concatenate(count_R)),
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gmeta.adaptation.algorithm import TableSizes
 from gmeta.adaptation.algorithms import find_algorithm
-from gmeta.adaptation.blocks import TaskBlocks
+from gmeta.adaptation.blocks import StackedBlocks, TaskBlocks
 from gmeta.adaptation.config import PLAIN, AlgorithmConfig
 from gmeta.adaptation.fused import FusedLoop
 from gmeta.adaptation.inner_loop import InnerLoop, WorkingRows
@@ -86,8 +86,9 @@ class MetaLearner(nn.Module):
         if self._fused is not None and self._algorithm.query_loss_of is not None:
             groups = block_groups(batch)
             if any(group.support_rows for group in groups) and self._fused.pays(groups):
+                stacked = not rows_per_task and self._algorithm.query_loss_of == "second order"
                 pooling, history = self._fused.pooling, self._fused.history
-                return task_blocks(batch, groups, rows_per_task, pooling, history)
+                return task_blocks(batch, groups, rows_per_task, stacked, pooling, history)
         episodes = task_groups(batch, rows_per_task)
         if self._algorithm.learns_from == "support":
             num_terms = int((batch.support_lengths_T > 0).sum())
@@ -115,7 +116,7 @@ class MetaLearner(nn.Module):
                 loss_sum = self._general_loss_sum(rows, [sides])
             case TaskGroups(groups):
                 loss_sum = self._general_loss_sum(rows, groups)
-            case TaskBlocks() as blocks:
+            case TaskBlocks() | StackedBlocks() as blocks:
                 if self._fused is None:
                     raise ValueError(
                         "blocks, but this learner has no fused loop: use its own arrange"

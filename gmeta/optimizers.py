@@ -36,7 +36,8 @@ class OuterOptimizer(CombinedOptimizer):
             kind = DENSE_OPTIMIZERS[outer.dense_optimizer](outer)
             return kind(parameters, lr=outer.dense_lr, weight_decay=outer.weight_decay)
 
-        super().__init__([sharded.fused_optimizer, KeyedOptimizerWrapper(layers, dense)])
+        self._dense = KeyedOptimizerWrapper(layers, dense)
+        super().__init__([sharded.fused_optimizer, self._dense])
         self._sharded = sharded
         self._outer = outer
         self._clipping = (
@@ -60,7 +61,8 @@ class OuterOptimizer(CombinedOptimizer):
         """Update the layers; backward updated the tables, unless clipping held it back till now."""
         if self._clipping is not None:
             self._clipping.apply()
-        super().step(closure)
+        # The tables' own part would only take its rate again, in a call for every table.
+        self._dense.step(closure)
 
 
 def build_optimizer(sharded: DistributedModelParallel, outer: OuterConfig) -> OuterOptimizer:

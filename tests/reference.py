@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.inner_loop import row_losses_N
 from gmeta.adaptation.linear import adaptable_layers
+from gmeta.adaptation.losses import row_losses_N
 from gmeta.learner import MetaLearner
 from metaio.batch import TaskBatch
 from metaio.features import Features, FeatureSpec, TableSpec

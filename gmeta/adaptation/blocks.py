@@ -36,9 +36,15 @@ class Rectangle(NamedTuple):
 
     def of(self, rows_NX: Tensor) -> Tensor:
         """A view of these rows of a contiguous tensor: [tasks, rows, X]."""
+        first, tasks, rows = self
         width = rows_NX.shape[1]
-        shape, strides = (self.tasks, self.rows, width), (self.rows * width, width, 1)
-        return rows_NX.as_strided(shape, strides, rows_NX.storage_offset() + self.first * width)
+        if first == 0 and tasks * rows == rows_NX.shape[0]:
+            return rows_NX.view(tasks, rows, width)
+        return rows_NX.as_strided(
+            (tasks, rows, width),
+            (rows * width, width, 1),
+            rows_NX.storage_offset() + first * width,
+        )
 
 
 @dataclass(frozen=True)
@@ -58,16 +64,62 @@ class BlockHistory:
 
 
 @dataclass(frozen=True)
-class BlockSide:
-    """One side of all tasks. A row that pads has no features, and infinitely many beside it."""
+class BlockRows:
+    """Where the rows of each task are, and what their loss needs; rows that pad have infinitely
+    many beside them.
+    """
 
     rectangles: tuple[Rectangle, ...]
+    label_N: Tensor
+    count_N: Tensor  # float64: rows of the row's task
+    task_N: Tensor  # int64: the row's task, counted rectangle by rectangle
+
+    def views(self, rows_NX: Tensor) -> list[Tensor]:
+        """The rectangles of a contiguous tensor."""
+        return [rectangle.of(rows_NX) for rectangle in self.rectangles]
+
+    def mean_TX(self, rows_NX: Tensor) -> Tensor:
+        """The mean of each task's rows, rectangle by rectangle; 0 of none."""
+        weighted_NX = rows_NX * self.mean_weights_N(rows_NX.dtype).unsqueeze(1)
+        return torch.cat([rectangle.of(weighted_NX).sum(dim=1) for rectangle in self.rectangles])
+
+    def mean_weights_N(self, dtype: torch.dtype, prior: float = 0.0) -> Tensor:
+        """See RowLayout.mean_weights_N; 0 for a row that pads."""
+        count_N = self.count_N + prior if prior else self.count_N
+        return count_N.reciprocal().to(dtype)
+
+    def cut(self, num_support: int) -> tuple["BlockRows", "BlockRows"]:
+        """Support and query rows, of the same tasks, that stand one after the other."""
+        half = len(self.rectangles) // 2
+        of_query = [
+            mine._replace(first=mine.first - num_support) for mine in self.rectangles[half:]
+        ]
+        parts = (self.rectangles[:half], slice(num_support)), (of_query, slice(num_support, None))
+        support, query = (
+            BlockRows(tuple(mine), self.label_N[rows], self.count_N[rows], self.task_N[rows])
+            for mine, rows in parts
+        )
+        return support, query
+
+    def to(self, device: torch.device) -> "BlockRows":
+        """Copy to a device."""
+        return replace(
+            self,
+            label_N=self.label_N.to(device, non_blocking=True),
+            count_N=self.count_N.to(device, non_blocking=True),
+            task_N=self.task_N.to(device, non_blocking=True),
+        )
+
+
+@dataclass(frozen=True)
+class BlockSide:
+    """One side of all tasks, or both. A row that pads has no features."""
+
+    rows: BlockRows
     bags: Bags  # the pooled features of row n are bags n * F to (n + 1) * F
     num_features: int
     history: BlockHistory | None  # its pooled feature is then zero
-    label_N: Tensor
     dense_NK: Tensor
-    count_N: Tensor  # float64: rows of the row's task
 
     def features(self, rows_PD: Tensor) -> RowFeatures:
         """What the model sees when the embedding rows have these values."""
@@ -75,24 +127,14 @@ class BlockSide:
         history = None if self.history is None else self.history.values(rows_PD)
         return RowFeatures(features_NFD, self.dense_NK.to(rows_PD.dtype), history)
 
-    def mean_TX(self, rows_NX: Tensor) -> Tensor:
-        """The mean of each task's rows, group by group; 0 of none."""
-        weighted_NX = rows_NX * self.mean_weights_N(rows_NX.dtype).unsqueeze(1)
-        return torch.cat([rectangle.of(weighted_NX).sum(dim=1) for rectangle in self.rectangles])
-
-    def mean_weights_N(self, dtype: torch.dtype, prior: float = 0.0) -> Tensor:
-        """See RowLayout.mean_weights_N; 0 for a row that pads."""
-        return (self.count_N + prior).reciprocal().to(dtype)
-
     def to(self, device: torch.device) -> "BlockSide":
         """Copy to a device."""
         return replace(
             self,
+            rows=self.rows.to(device),
             bags=self.bags.to(device),
             history=None if self.history is None else self.history.to(device),
-            label_N=self.label_N.to(device, non_blocking=True),
             dense_NK=self.dense_NK.to(device, non_blocking=True),
-            count_N=self.count_N.to(device, non_blocking=True),
         )
 
 
@@ -103,9 +145,36 @@ class TaskBlocks:
     support: BlockSide
     query: BlockSide
 
+    @property
+    def rows(self) -> tuple[BlockRows, BlockRows]:
+        """Of support and query."""
+        return self.support.rows, self.query.rows
+
     def to(self, device: torch.device) -> "TaskBlocks":
         """Copy to a device."""
         return TaskBlocks(self.support.to(device), self.query.to(device))
+
+
+@dataclass(frozen=True)
+class StackedBlocks:
+    """Both sides one after the other, the support first: where no inner step moves the embedding
+    rows, and both sides' are differentiated, half as many operations do.
+    """
+
+    both: BlockSide
+    support: BlockRows
+    query: BlockRows  # rectangles from its own first row
+
+    @classmethod
+    def of(cls, both: BlockSide) -> "StackedBlocks":
+        """From a side whose rectangles are the support's, then the query's."""
+        half = len(both.rows.rectangles) // 2
+        num_support = sum(mine.tasks * mine.rows for mine in both.rows.rectangles[:half])
+        return cls(both, *both.rows.cut(num_support))
+
+    def to(self, device: torch.device) -> "StackedBlocks":
+        """Copy to a device."""
+        return StackedBlocks.of(self.both.to(device))
 
 
 class BlockGroup(NamedTuple):

@@ -2,35 +2,32 @@
 operations of inner_loop.py, which does the same for any model.
 
 It serves training where it can (`suits`) and pays (`pays`); else, and for predictions, the general
-loop runs. Both are tested against the same loop over tasks, and against each other.
+loop runs. Both are tested against the same loop over tasks, and against each other. Where no step
+moves the embedding rows, fixed_inputs.py does all of it in one operation; where they adapt, the
+steps go through the model's features, and fused_mlp.py does the layers of each.
 
-Shape suffixes: N rows of one side, P distinct (task, row) pairs, D embedding width, O output width.
+Shape suffixes: N rows of one side, M query rows, R rows of both sides, P distinct (task, row)
+pairs, O output width.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from gmeta.adaptation.blocks import BlockGroup, BlockSide, TaskBlocks
+from gmeta.adaptation.blocks import BlockGroup, BlockRows, BlockSide, StackedBlocks, TaskBlocks
+from gmeta.adaptation.changes import Path, cheaper_path
 from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.fixed_inputs import FixedLoop
 from gmeta.adaptation.fused_mlp import AdaptedMlp, Factors
-from gmeta.adaptation.inner_loop import WorkingRows, row_losses_N
+from gmeta.adaptation.inner_loop import WorkingRows
 from gmeta.adaptation.linear import PathCosts, adaptable_layers
+from gmeta.adaptation.losses import row_losses_N
 from gmeta.adaptation.rates import InnerRates, WeightRates
 from models.decision import DecisionModel
 from models.gated import GatedModel
 from models.inputs import Pooling
-
-
-class _Fixed(NamedTuple):
-    """What no inner step changes on the support rows where embeddings do not adapt."""
-
-    inputs_NX: Tensor
-    # What the first decision layer gives before it is gated and adapts; None where one step alone
-    # would use it, and it would only take memory.
-    first_NO: Tensor | None
 
 
 class FusedLoop:
@@ -48,9 +45,6 @@ class FusedLoop:
         self._layers = _linear_layers(model)
         # None: the layer does not adapt.
         self._names = [names.get(layer) for layer in self._layers]
-        # The gradients below this layer's output are no factors, and so not needed.
-        lowest = [at for at, name in enumerate(self._names, 1) if name is not None]
-        self._lowest = 0 if config.adapt_embeddings else lowest[0]
 
     @property
     def pooling(self) -> Pooling:
@@ -64,8 +58,12 @@ class FusedLoop:
 
     @staticmethod
     def suits(model: nn.Module, config: AlgorithmConfig, rates: InnerRates) -> bool:
-        """Whether what adapts is decision layers, with changes of low rank, and embedding rows."""
-        if not isinstance(model, DecisionModel) or config.inner_path == "materialised":
+        """Whether what adapts is decision layers, at no rate of single weights, and embedding rows;
+        with these only in low rank.
+        """
+        if not isinstance(model, DecisionModel):
+            return False
+        if config.inner_path == "materialised" and config.adapt_embeddings:
             return False
         adapts = adaptable_layers(model, config.adapt_layers)
         inside = _linear_layers(model)
@@ -75,105 +73,168 @@ class FusedLoop:
         )
 
     def pays(self, groups: Iterable[BlockGroup]) -> bool:
-        """Whether low rank is the cheaper path for these tasks, all layers together."""
+        """Whether the general loop would need more operations for these tasks: it may hold the
+        changes as matrices, which this one cannot where embedding rows adapt.
+        """
+        if not self._config.adapt_embeddings or self._config.inner_path == "low_rank":
+            return True
         low_rank = materialised = 0
         for tasks, support_rows, query_rows in groups:
             costs = PathCosts(support_rows, query_rows, self._config.inner_steps)
-            for at, (layer, name) in enumerate(zip(self._layers, self._names, strict=True)):
-                if name is None:
-                    continue
-                width = layer.in_features, layer.out_features
-                fixed = at == 0 and not self._config.adapt_embeddings
-                low = costs.low_rank_of_fixed(*width) if fixed else costs.low_rank(*width, uses=1)
-                low_rank += len(tasks) * low
-                materialised += len(tasks) * costs.materialised(*width, uses=1)
-        return self._config.inner_path == "low_rank" or low_rank <= materialised
+            for layer, name in zip(self._layers, self._names, strict=True):
+                if name is not None:
+                    width = layer.in_features, layer.out_features
+                    low_rank += len(tasks) * costs.low_rank(*width, uses=1)
+                    materialised += len(tasks) * costs.materialised(*width, uses=1)
+        return low_rank <= materialised
 
-    def loss_sum(self, rows: WorkingRows, blocks: TaskBlocks, second_order: bool) -> Tensor:
+    def loss_sum(
+        self, rows: WorkingRows, blocks: TaskBlocks | StackedBlocks, second_order: bool
+    ) -> Tensor:
         """Sum over the tasks of the mean query loss at the parameters that k inner steps make.
 
         Differentiable through the inner gradients with `second_order`, else they are constants.
         """
-        rows_PD, query = rows.values_PD, blocks.query
-        gates = self._gates_TO(rows_PD, blocks.support)
-        factors: list[tuple[Factors, ...]] = [()] * len(self._layers)
-        fixed = None
+        if isinstance(blocks, StackedBlocks):
+            return self._stacked_loss_sum(rows.values_PD, blocks)
         if not self._config.adapt_embeddings:
-            fixed = self._fixed(rows_PD, blocks.support, second_order)
+            return self._first_order_loss_sum(rows.values_PD, blocks)
+        rows_PD, query = rows.values_PD, blocks.query
+        gates: list[Tensor | None] = [None] * len(self._layers)
+        if isinstance(self._model, GatedModel):
+            gates = self._gates_TO(self._inputs_NX(rows_PD, blocks.support), blocks.support.rows)
+        factors: list[tuple[Factors, ...]] = [()] * len(self._layers)
         for _ in range(self._config.inner_steps):
             factors, row_grads_PD = self._step(
-                rows_PD, fixed, gates, factors, blocks.support, second_order
+                rows_PD, gates, factors, blocks.support, second_order
             )
-            if row_grads_PD is not None:
-                rows_PD = rows_PD - rows.rate * row_grads_PD
+            rows_PD = rows_PD - rows.rate * row_grads_PD
         inputs_NX = self._inputs_NX(rows_PD, query)
         mlp = self._mlp(gates, factors, blocks.support, inputs_NX.dtype)
-        output_NO = mlp.outputs(inputs_NX, query.rectangles)[-1]
-        return self._weighted_loss(output_NO, query, 0.0)
+        output_NO = mlp.outputs(inputs_NX, query.rows.rectangles)[-1]
+        return self._weighted_loss(output_NO, query.rows, 0.0)
 
-    def _fixed(self, rows_PD: Tensor, support: BlockSide, second_order: bool) -> _Fixed:
-        with torch.set_grad_enabled(second_order):
-            inputs_NX = self._inputs_NX(rows_PD, support)
-            if self._config.inner_steps == 1:
-                return _Fixed(inputs_NX, None)
-            first = self._layers[0]
-            weight_OX, bias_O = (value.to(inputs_NX.dtype) for value in (first.weight, first.bias))
-            return _Fixed(inputs_NX, torch.addmm(bias_O, inputs_NX, weight_OX.mT))
+    def _stacked_loss_sum(self, rows_PD: Tensor, blocks: StackedBlocks) -> Tensor:
+        """Second order, embedding rows fixed."""
+        inputs_RX = self._inputs_NX(rows_PD, blocks.both)
+        support, query = blocks.support, blocks.query
+        gates_RO: list[Tensor | None] = [None] * len(self._layers)
+        if isinstance(self._model, GatedModel):
+            support_NX = inputs_RX[: support.label_N.numel()]
+            gates_RO = self._gates_RO(support_NX, support, blocks.both.rows.task_N)
+        return self._fixed_loss_sum(inputs_RX, None, support, query, gates_RO)
+
+    def _first_order_loss_sum(self, rows_PD: Tensor, blocks: TaskBlocks) -> Tensor:
+        """First order, embedding rows fixed: the support rows' inputs are constants, but for the
+        gates.
+        """
+        gated, (support, query) = isinstance(self._model, GatedModel), blocks.rows
+        with torch.set_grad_enabled(gated):
+            support_NX = self._inputs_NX(rows_PD, blocks.support)
+        inputs_MX = self._inputs_NX(rows_PD, blocks.query)
+        gates_RO: list[Tensor | None] = [None] * len(self._layers)
+        if gated:
+            task_R = torch.cat([support.task_N, query.task_N])
+            gates_RO = self._gates_RO(support_NX, support, task_R)
+        return self._fixed_loss_sum(inputs_MX, support_NX.detach(), support, query, gates_RO)
+
+    def _fixed_loss_sum(
+        self,
+        inputs: Tensor,
+        support_NX: Tensor | None,
+        support: BlockRows,
+        query: BlockRows,
+        gates_RO: Sequence[Tensor | None],
+    ) -> Tensor:
+        """See FixedLoop."""
+        dtype = inputs.dtype
+        # `suits` refused rates of single weights.
+        rates = [
+            cast(float | Tensor, 0.0 if name is None else self._rates.of_layer(name))
+            for name in self._names
+        ]
+        loop = FixedLoop(
+            steps=self._config.inner_steps,
+            loss=self._loss,
+            support_prior=self._config.support_prior,
+            support=support,
+            query=query,
+            paths=self._paths(support, query),
+            rates=tuple(rate.to(dtype) if isinstance(rate, Tensor) else rate for rate in rates),
+            gated=tuple(gate is not None for gate in gates_RO),
+            support_NX=support_NX,
+        )
+        return loop.query_loss_sum(
+            inputs,
+            [layer.weight.to(dtype) for layer in self._layers],
+            [layer.bias.to(dtype) for layer in self._layers],
+            [gate.to(dtype) for gate in gates_RO if gate is not None],
+        )
+
+    def _paths(self, support: BlockRows, query: BlockRows) -> tuple[tuple[Path, ...], ...]:
+        """How each layer's change is held in each rectangle; none where it does not adapt."""
+        steps, path = self._config.inner_steps, self._config.inner_path
+        costs = [
+            (mine.tasks, PathCosts(mine.rows, other.rows, steps))
+            for mine, other in zip(support.rectangles, query.rectangles, strict=True)
+        ]
+        widths = [(layer.in_features, layer.out_features) for layer in self._layers]
+        return tuple(
+            ()
+            if self._names[at] is None
+            else tuple(cheaper_path(tasks, cost, *width, at == 0, path) for tasks, cost in costs)
+            for at, width in enumerate(widths)
+        )
 
     def _step(
         self,
         rows_PD: Tensor,
-        fixed: _Fixed | None,
         gates: Sequence[Tensor | None],
         factors: Sequence[tuple[Factors, ...]],
         support: BlockSide,
         second_order: bool,
-    ) -> tuple[list[tuple[Factors, ...]], Tensor | None]:
-        """The factors with one inner step more, and the gradient of the rows where these adapt."""
-        if fixed is None:
-            if not second_order or not rows_PD.requires_grad:
-                rows_PD = rows_PD.detach().requires_grad_()
-            inputs_NX, first_NO = self._inputs_NX(rows_PD, support), None
-        else:
-            inputs_NX, first_NO = fixed
+    ) -> tuple[list[tuple[Factors, ...]], Tensor]:
+        """The factors with one inner step more, and the gradient of the rows."""
+        if not second_order or not rows_PD.requires_grad:
+            rows_PD = rows_PD.detach().requires_grad_()
+        inputs_NX = self._inputs_NX(rows_PD, support)
         with torch.set_grad_enabled(second_order):
             seen_NX = inputs_NX if second_order else inputs_NX.detach()
             mlp = self._mlp(gates, factors, support, seen_NX.dtype)
-            *hidden, output_NO = mlp.outputs(seen_NX, support.rectangles, first_NO)
+            *hidden, output_NO = mlp.outputs(seen_NX, support.rows.rectangles)
         with torch.enable_grad():
             if not output_NO.requires_grad:
                 output_NO = output_NO.detach().requires_grad_()
-            loss = self._weighted_loss(output_NO, support, self._config.support_prior)
+            loss = self._weighted_loss(output_NO, support.rows, self._config.support_prior)
             (last,) = torch.autograd.grad(loss, output_NO, create_graph=second_order)
         with torch.set_grad_enabled(second_order):
-            grads = mlp.grads(last, hidden, self._lowest)
+            grads = mlp.grads(last, hidden)
             moved = list(factors)
             for at, name in enumerate(self._names):
                 if name is not None:
                     activations = hidden[at - 1] if at else seen_NX
                     # `suits` refused rates of single weights.
                     rate = cast(float | Tensor, self._rates.of_layer(name))
-                    scaled = grads[at + 1 - self._lowest] * rate
-                    if at == 0 and fixed is not None and factors[at]:
-                        # Equal activations in every step: (x A^T + 1) (G_1 + G_2 + ...).
-                        (before,) = factors[at]
-                        moved[at] = (Factors(activations, before.scaled_grads_SO + scaled),)
-                    else:
-                        moved[at] = (*factors[at], Factors(activations, scaled))
-        row_grads_PD = None
-        if fixed is None:
-            (row_grads_PD,) = torch.autograd.grad(
-                inputs_NX, rows_PD, grads[0], create_graph=second_order
-            )
+                    moved[at] = (*factors[at], Factors(activations, grads[at + 1] * rate))
+        (row_grads_PD,) = torch.autograd.grad(
+            inputs_NX, rows_PD, grads[0], create_graph=second_order
+        )
         return moved, row_grads_PD
 
-    def _gates_TO(self, rows_PD: Tensor, support: BlockSide) -> list[Tensor | None]:
-        """The gate of each decision layer, for every task; None where it has none."""
-        if not isinstance(self._model, GatedModel):
-            return [None] * len(self._layers)
-        gates = self._model.gates_TO(support.mean_TX(self._inputs_NX(rows_PD, support)))
+    def _gates_TO(self, support_NX: Tensor, support: BlockRows) -> list[Tensor | None]:
+        """The gate of each decision layer of a gated model, for every task; None where it has
+        none.
+        """
+        gates = cast(GatedModel, self._model).gates_TO(support.mean_TX(support_NX))
         by_layer = {self._model.get_submodule(name): gate for name, gate in gates.items()}
         return [by_layer.get(layer) for layer in self._layers]
+
+    def _gates_RO(
+        self, support_NX: Tensor, support: BlockRows, task_R: Tensor
+    ) -> list[Tensor | None]:
+        """The same for rows of these tasks."""
+        gates_TO = self._gates_TO(support_NX, support)
+        return [gate if gate is None else gate.index_select(0, task_R) for gate in gates_TO]
 
     def _mlp(
         self,
@@ -187,7 +248,7 @@ class FusedLoop:
             [layer.bias.to(dtype) for layer in self._layers],
             [None if gate is None else gate.to(dtype) for gate in gates],
             factors,
-            support.rectangles,
+            support.rows.rectangles,
         )
 
     def _inputs_NX(self, rows_PD: Tensor, side: BlockSide) -> Tensor:
@@ -200,7 +261,7 @@ class FusedLoop:
             inputs_NX = inputs_NX.to(torch.get_autocast_dtype(device))
         return inputs_NX
 
-    def _weighted_loss(self, output_NO: Tensor, side: BlockSide, prior: float) -> Tensor:
+    def _weighted_loss(self, output_NO: Tensor, side: BlockRows, prior: float) -> Tensor:
         """Sum over the tasks of the (shrunken) mean loss of their rows: a scalar."""
         output_N = output_NO.squeeze(1)
         if output_N.dtype in (torch.bfloat16, torch.float16):

@@ -54,24 +54,16 @@ class AdaptedMlp:
     factors: Sequence[Sequence[Factors]]
     support: Rectangles
 
-    def outputs(
-        self, inputs_NI: Tensor, rows: Rectangles, first_NO: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        """h_1, ..., h_{L-1} and z_L of rows in these rectangles; `first_NO` is h_0 W_1 + b_1 where
-        that is known.
-        """
+    def outputs(self, inputs_NI: Tensor, rows: Rectangles) -> tuple[Tensor, ...]:
+        """h_1, ..., h_{L-1} and z_L of rows in these rectangles."""
         plan, tensors = self._flat(rows)
-        outputs: tuple[Tensor, ...] = _Outputs.apply(
-            plan, inputs_NI.contiguous(), first_NO, *tensors
-        )
+        outputs: tuple[Tensor, ...] = _Outputs.apply(plan, inputs_NI.contiguous(), *tensors)
         return outputs
 
-    def grads(self, last: Tensor, hidden: Sequence[Tensor], lowest: int) -> tuple[Tensor, ...]:
-        """g_lowest, ..., g_L of the support rows, from g_L and h_1, ..., h_{L-1}."""
-        if lowest == len(self.factors):
-            return (last,)
+    def grads(self, last: Tensor, hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """g_0, ..., g_L of the support rows, from g_L and h_1, ..., h_{L-1}."""
         plan, tensors = self._flat(self.support)
-        below: tuple[Tensor, ...] = _Grads.apply(plan, lowest, last.contiguous(), *hidden, *tensors)
+        below: tuple[Tensor, ...] = _Grads.apply(plan, last.contiguous(), *hidden, *tensors)
         return (*below, last)
 
     def _flat(self, rows: Rectangles) -> "tuple[_Plan, list[Tensor | None]]":
@@ -122,9 +114,7 @@ class _Plan(NamedTuple):
 
 class _Outputs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, plan: _Plan, inputs_NI: Tensor, first_NO: Tensor | None, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, plan: _Plan, inputs_NI: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         weights, biases, gates, factors = plan.unpacked(tensors)
         seen: list[Tensor] = [inputs_NI]
         ungated: list[Tensor] = []
@@ -132,13 +122,10 @@ class _Outputs(torch.autograd.Function):
         for at, (weight_OI, bias_O, gate_TO) in enumerate(zip(weights, biases, gates, strict=True)):
             if at:
                 seen[-1].relu_()
-            known_NO = None if at else first_NO
-            out_NO = torch.addmm(bias_O, seen[-1], weight_OI.mT) if known_NO is None else known_NO
+            out_NO = torch.addmm(bias_O, seen[-1], weight_OI.mT)
             if gate_TO is not None:
                 ungated.append(out_NO)
                 out_NO = _gated(out_NO, gate_TO, plan.rows)
-            elif known_NO is not None:
-                out_NO = known_NO.clone()
             spreads.append([_subtract(out_NO, seen[-1], step, plan, 1.0) for step in factors[at]])
             seen.append(out_NO)
         ctx.plan, ctx.spreads = plan, spreads
@@ -154,10 +141,10 @@ class _Outputs(torch.autograd.Function):
         ungated, tensors = rest[: len(plan.gated)], rest[len(plan.gated) :]
         weights, _, gates, factors = plan.unpacked(tensors)
         found = plan.nothing()
-        wants_inputs, wants_first = ctx.needs_input_grad[1:3]
-        wants_factors = any(ctx.needs_input_grad[3 + 2 * layers + len(plan.gated) :])
+        wants_inputs = ctx.needs_input_grad[1]
+        wants_factors = any(ctx.needs_input_grad[2 + 2 * layers + len(plan.gated) :])
         above = _contiguous(above)
-        grad, of_first = above[-1], None
+        grad = above[-1]
         for at in reversed(range(layers)):
             before = None
             if grad is not None:
@@ -166,13 +153,9 @@ class _Outputs(torch.autograd.Function):
                     base_NO = ungated[plan.gated.index(at)]
                     found.gates[at] = _of_gate(grad, base_NO, plan.rows)
                     shared = _gated(grad, gate_TO, plan.rows)
-                if at == 0 and wants_first:
-                    of_first = shared
-                    before = torch.zeros_like(seen[0]) if wants_inputs and factors[0] else None
-                else:
-                    found.weights[at] = shared.mT @ seen[at]
-                    found.biases[at] = shared.sum(dim=0)
-                    before = shared @ weights[at] if at or wants_inputs else None
+                found.weights[at] = shared.mT @ seen[at]
+                found.biases[at] = shared.sum(dim=0)
+                before = shared @ weights[at] if at or wants_inputs else None
                 found.factors[at] = [
                     _subtract_backward(grad, seen[at], before, *pair, plan, wants_factors)
                     for pair in zip(factors[at], ctx.spreads[at], strict=True)
@@ -180,19 +163,17 @@ class _Outputs(torch.autograd.Function):
             if at:
                 before = _sum(before, above[at - 1])
                 grad = None if before is None else _where_active(before, seen[at])
-        return (None, before, of_first, *plan.packed(found))
+        return (None, before, *plan.packed(found))
 
 
 class _Grads(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, plan: _Plan, lowest: int, last: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, plan: _Plan, last: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         hidden = len(plan.steps) - 1
         weights, _, gates, factors = plan.unpacked(tensors[hidden:])
         grads: list[Tensor] = [last]
         spreads: list[list[list[Tensor]]] = []
-        for at in reversed(range(lowest, len(weights))):
+        for at in reversed(range(len(weights))):
             gate_TO = gates[at]
             shared = grads[0] if gate_TO is None else _gated(grads[0], gate_TO, plan.rows)
             below_NI = shared @ weights[at]
@@ -200,7 +181,7 @@ class _Grads(torch.autograd.Function):
             turned = [Factors(*reversed(step)) for step in factors[at]]
             spreads.insert(0, [_subtract(below_NI, grads[0], step, plan, 0.0) for step in turned])
             grads.insert(0, _where_active(below_NI, tensors[at - 1]) if at else below_NI)
-        ctx.plan, ctx.lowest, ctx.spreads = plan, lowest, spreads
+        ctx.plan, ctx.spreads = plan, spreads
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *grads)
         return tuple(grads[:-1])
@@ -208,20 +189,20 @@ class _Grads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
-        plan, layers, lowest = ctx.plan, len(ctx.plan.steps), ctx.lowest
+        plan, layers = ctx.plan, len(ctx.plan.steps)
         saved = ctx.saved_tensors
-        tensors, grads = saved[: lowest - layers - 1], saved[lowest - layers - 1 :]
+        tensors, grads = saved[: -layers - 1], saved[-layers - 1 :]
         weights, _, gates, factors = plan.unpacked(tensors[layers - 1 :])
         found = plan.nothing()
         above = _contiguous(above)
         carried: Tensor | None = None
-        for at in range(lowest, layers):
-            below_NI = _sum(carried, above[at - lowest])
+        for at in range(layers):
+            below_NI = _sum(carried, above[at])
             if below_NI is None:
                 continue
             if at:
                 below_NI = _where_active(below_NI, tensors[at - 1])
-            grad, gate_TO = grads[at - lowest + 1], gates[at]
+            grad, gate_TO = grads[at + 1], gates[at]
             carried, shared = below_NI @ weights[at].mT, grad
             if gate_TO is not None:
                 found.gates[at] = _of_gate(grad, carried, plan.rows)
@@ -234,12 +215,12 @@ class _Grads(torch.autograd.Function):
                     grad,
                     carried,
                     Factors(*reversed(step)),
-                    ctx.spreads[at - lowest][number],
+                    ctx.spreads[at][number],
                     plan,
                     True,
                 )
                 found.factors[at][number] = (of_activations, of_grads)
-        return (None, None, carried, *[None] * (layers - 1), *plan.packed(found))
+        return (None, carried, *[None] * (layers - 1), *plan.packed(found))
 
 
 def _gated(rows_NO: Tensor, gate_TO: Tensor, rectangles: Rectangles) -> Tensor:

@@ -10,30 +10,16 @@ Shape suffixes: N rows, P distinct (task, row) pairs, D embedding width.
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.adaptation.layout import RowLayout
 from gmeta.adaptation.linear import AdaptedLayers, PathCosts, adaptable_layers, row_layers
+from gmeta.adaptation.losses import row_losses_N
 from gmeta.adaptation.rates import InnerRates
 from gmeta.adaptation.side import Side
 from models.gated import GatedModel
 from models.inputs import RowInputs
-
-
-def row_losses_N(kind: str, output_N: Tensor, label_N: Tensor) -> Tensor:
-    """Loss of each row: `bce` on logits, `mse` without a factor 1/2, or `huber`.
-
-    Huber's loss (1964) with its bend at an error of 1: e^2 / 2 up to there, then |e| - 1/2. Its
-    minimiser lies between the mean and the median, so it serves a mean absolute error better.
-    """
-    label_N = label_N.to(output_N.dtype)
-    if kind == "bce":
-        return F.binary_cross_entropy_with_logits(output_N, label_N, reduction="none")
-    if kind == "huber":
-        return F.huber_loss(output_N, label_N, reduction="none")
-    return (output_N - label_N).square()
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gmeta.adaptation.blocks import MOST_RECTANGLES, PADDING_SHARE, TaskBlocks, group_tasks
-from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.blocks import (
+    MOST_RECTANGLES,
+    PADDING_SHARE,
+    StackedBlocks,
+    TaskBlocks,
+    group_tasks,
+)
+from gmeta.adaptation.changes import cheaper_path
+from gmeta.adaptation.config import AlgorithmConfig, InnerPath
+from gmeta.adaptation.linear import PathCosts
 from gmeta.adaptation.side import Sides, TaskGroups
 from gmeta.build import build_learner
 from gmeta.episodes import Episodes
@@ -24,9 +32,11 @@ FEATURES = reference.some_features(2, 2, 0, history=True)
 DECISION = {"melu": "decision", "dlrm": "top", "din": "decision", "cbml": "decision"}
 
 
-def learner_of(algorithm: AlgorithmConfig, model: ModelConfig = MELU) -> MetaLearner:
+def learner_of(
+    algorithm: AlgorithmConfig, model: ModelConfig = MELU, loss: str = "bce"
+) -> MetaLearner:
     torch.manual_seed(0)
-    return build_learner(FEATURES, model, algorithm, "bce").double()
+    return build_learner(FEATURES, model, algorithm, loss).double()
 
 
 def batch_of(sizes: list[tuple[int, int]]) -> reference.TaskBatch:
@@ -51,7 +61,7 @@ def assert_same_step(
     torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(["maml", "fomaml", "anil", "metasgd"]),
     model=st.sampled_from(["melu", "dlrm", "din", "cbml"]),
@@ -59,6 +69,8 @@ def assert_same_step(
     embeddings=st.booleans(),
     layers=st.sampled_from([("*",), ("0",), ("2", "4"), ("4",)]),
     rates=st.sampled_from(["layer", "output"]),
+    path=st.sampled_from(["low_rank", "materialised", "auto"]),
+    loss=st.sampled_from(["bce", "mse", "huber"]),
     sizes=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=9).filter(
         lambda sizes: any(support and query for support, query in sizes)
     ),
@@ -70,23 +82,26 @@ def test_the_fused_step_equals_the_general_one(
     embeddings: bool,
     layers: tuple[str, ...],
     rates: str,
+    path: InnerPath,
+    loss: str,
     sizes: list[tuple[int, int]],
 ) -> None:
+    embeddings = embeddings and name != "anil"
     algorithm = AlgorithmConfig(
         name=name,
         inner_steps=steps,
-        adapt_embeddings=embeddings and name != "anil",
+        adapt_embeddings=embeddings,
         adapt_layers=("*",)
         if name == "anil"
         else tuple(f"{DECISION[model]}.{layer}" for layer in layers),
         learned_rates=rates,
-        inner_path="low_rank",
+        inner_path="low_rank" if embeddings else path,
         support_prior=0.5,
     )
-    learner = learner_of(algorithm, replace(MELU, name=model, history="m0"))
+    learner = learner_of(algorithm, replace(MELU, name=model, history="m0"), loss)
     batch = batch_of(sizes)
     fused, general = learner.arrange(batch), learner.arrange_to_predict(batch)
-    assert isinstance(fused.rows, TaskBlocks)
+    assert isinstance(fused.rows, TaskBlocks | StackedBlocks)
     assert isinstance(general.rows, Sides)
     assert fused.num_terms == general.num_terms
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
@@ -114,6 +129,29 @@ def test_many_support_rows_go_to_the_general_loop_where_its_materialised_path_is
     assert isinstance(learner.arrange(batch_of([(30, 30)])).rows, TaskGroups)
 
 
+@pytest.mark.parametrize(
+    ("tasks", "rows", "steps", "width", "fixed", "path", "held"),
+    [
+        (32, 10, 1, (256, 64), True, "auto", "fixed"),
+        (32, 400, 1, (256, 64), True, "auto", "materialised"),
+        (32, 10, 1, (64, 64), False, "auto", "low_rank"),
+        (32, 90, 3, (64, 1), False, "auto", "materialised"),
+        (32, 90, 3, (64, 1), False, "low_rank", "low_rank"),
+        (1, 1, 1, (256, 64), True, "materialised", "materialised"),
+    ],
+)
+def test_a_change_is_held_in_the_faster_way_unless_the_config_says_how(
+    tasks: int,
+    rows: int,
+    steps: int,
+    width: tuple[int, int],
+    fixed: bool,
+    path: InnerPath,
+    held: str,
+) -> None:
+    assert cheaper_path(tasks, PathCosts(rows, rows, steps), *width, fixed, path) == held
+
+
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     algorithm=st.sampled_from(
@@ -121,7 +159,7 @@ def test_many_support_rows_go_to_the_general_loop_where_its_materialised_path_is
             AlgorithmConfig(name="reptile"),
             AlgorithmConfig(name="maml", inner_path="materialised", inner_steps=2),
             AlgorithmConfig(name="metasgd", learned_rates="weight"),
-            AlgorithmConfig(name="fomaml", inner_path="materialised", adapt_embeddings=False),
+            AlgorithmConfig(name="fomaml", inner_path="materialised"),
         ]
     ),
     model=st.sampled_from(["melu", "cbml", "din"]),
@@ -140,8 +178,17 @@ def test_groups_of_similar_tasks_give_the_step_of_all_tasks_together(
     assert_same_step(learner, rows_UD, grouped, together)
 
 
-def test_autocast_computes_the_fused_step_in_bfloat16() -> None:
-    learner = learner_of(AlgorithmConfig(name="maml", inner_path="low_rank")).float()
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AlgorithmConfig(name="maml", inner_path="low_rank"),
+        AlgorithmConfig(name="maml", adapt_embeddings=False, inner_steps=2),
+        AlgorithmConfig(name="fomaml", adapt_embeddings=False),
+        AlgorithmConfig(name="metasgd", adapt_embeddings=False, inner_path="materialised"),
+    ],
+)
+def test_autocast_computes_the_fused_step_in_bfloat16(algorithm: AlgorithmConfig) -> None:
+    learner = learner_of(algorithm).float()
     batch = batch_of([(3, 2), (2, 4)])
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, requires_grad=True)
     exact = learner(rows_UD, learner.arrange(batch), 1.0)

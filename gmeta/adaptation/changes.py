@@ -1,0 +1,331 @@
+"""What inner steps take from a layer inside each task of a rectangle, and its derivative, written
+out.
+
+The change D_t of a task's layer is a sum over steps of A_j^T G_j (see linear.py), held as its
+factors or as the matrix. It is used in two ways: on rows x that pass the layer, out -= x D_t and
+its bias; and turned, on gradients g that come back through it, below -= g D_t^T. Derivatives are
+taken in reverse order: all uses after a step come before the step is undone.
+
+Shape suffixes: T tasks, L rows of a task, S its support rows, I input width, O output width.
+"""
+
+from abc import ABC, abstractmethod
+from functools import cache
+from typing import Any, Literal, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from gmeta.adaptation.config import InnerPath
+from gmeta.adaptation.linear import PathCosts
+
+Path = Literal["fixed", "low_rank", "materialised"]
+
+# Multiply-adds of small products that take as long as calling one more does: 6 us on one core.
+CALL = 75_000
+
+
+class StepGrads(NamedTuple):
+    """Where the gradients of what a step added are put; blocks, written before they are read."""
+
+    activations_TSI: Tensor
+    scaled_TSO: Tensor
+
+
+class Change(ABC):
+    """The change of one layer for the tasks of one rectangle; starts as none.
+
+    `fresh` tells that no use before wrote the gradients of the steps.
+    """
+
+    @abstractmethod
+    def add(self, activations_TSI: Tensor, scaled_TSO: Tensor) -> None:
+        """One step more."""
+
+    @abstractmethod
+    def subtract(self, out_TLO: Tensor, rows_TLI: Tensor) -> Any:
+        """The first use, in place; returns what its derivative needs."""
+
+    @abstractmethod
+    def subtract_backward(
+        self,
+        kept: Any,
+        grad_TLO: Tensor,
+        rows_TLI: Tensor,
+        rows_grad_TLI: Tensor | None,
+        steps: list[StepGrads],
+        fresh: bool,
+    ) -> None:
+        """Adds to the gradient of the rows and, of the `steps` that had been made (none: they are
+        constants), to those of the steps.
+        """
+
+    @abstractmethod
+    def turned(self, below_TSI: Tensor, grads_TSO: Tensor) -> Any:
+        """The second use, in place; returns what its derivative needs."""
+
+    @abstractmethod
+    def turned_backward(
+        self,
+        kept: Any,
+        below_grad_TSI: Tensor,
+        grads_TSO: Tensor,
+        grads_grad_TSO: Tensor,
+        steps: list[StepGrads],
+    ) -> None:
+        """Adds to the gradients of `grads` and of the steps; never the first to do so."""
+
+    def undo(self, grads: StepGrads, fresh: bool) -> None:  # noqa: B027 - most have nothing to do
+        """The last step is left: what all its uses asked of it now stands in `grads`."""
+
+
+@final
+class LowRank(Change):
+    """The factors of every step: S (I + O) numbers a task and step."""
+
+    def __init__(self, one: Tensor) -> None:
+        self._one = one
+        self._factors: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, activations_TSI: Tensor, scaled_TSO: Tensor) -> None:
+        """See Change."""
+        self._factors.append((activations_TSI, scaled_TSO))
+
+    def subtract(self, out_TLO: Tensor, rows_TLI: Tensor) -> list[Tensor]:
+        """out -= sum_j (x A_j^T + 1) G_j."""
+        spreads = []
+        for activations, scaled in self._factors:
+            spread = torch.baddbmm(self._one, rows_TLI, activations.mT)
+            out_TLO.baddbmm_(spread, scaled, alpha=-1)
+            spreads.append(spread)
+        return spreads
+
+    def subtract_backward(
+        self,
+        kept: list[Tensor],
+        grad_TLO: Tensor,
+        rows_TLI: Tensor,
+        rows_grad_TLI: Tensor | None,
+        steps: list[StepGrads],
+        fresh: bool,
+    ) -> None:
+        """See Change."""
+        for number, spread in enumerate(kept):
+            activations, scaled = self._factors[number]
+            of_spread = grad_TLO @ scaled.mT
+            if rows_grad_TLI is not None:
+                rows_grad_TLI.baddbmm_(of_spread, activations, alpha=-1)
+            if steps:
+                _less(steps[number].activations_TSI, of_spread.mT, rows_TLI, fresh)
+                _less(steps[number].scaled_TSO, spread.mT, grad_TLO, fresh)
+
+    def turned(self, below_TSI: Tensor, grads_TSO: Tensor) -> list[Tensor]:
+        """below -= sum_j (g G_j^T) A_j."""
+        spreads = []
+        for activations, scaled in self._factors:
+            spread = grads_TSO @ scaled.mT
+            below_TSI.baddbmm_(spread, activations, alpha=-1)
+            spreads.append(spread)
+        return spreads
+
+    def turned_backward(
+        self,
+        kept: list[Tensor],
+        below_grad_TSI: Tensor,
+        grads_TSO: Tensor,
+        grads_grad_TSO: Tensor,
+        steps: list[StepGrads],
+    ) -> None:
+        """See Change."""
+        for number, spread in enumerate(kept):
+            activations, scaled = self._factors[number]
+            of_spread = below_grad_TSI @ activations.mT
+            grads_grad_TSO.baddbmm_(of_spread, scaled, alpha=-1)
+            _less(steps[number].activations_TSI, spread.mT, below_grad_TSI, False)
+            _less(steps[number].scaled_TSO, of_spread.mT, grads_TSO, False)
+
+
+@final
+class FixedLowRank(Change):
+    """The factors where every step has the same activations: one pair, (A, G_1 + G_2 + ...), and
+    the product of the support rows with A once. The steps share one StepGrads.
+    """
+
+    def __init__(self, one: Tensor) -> None:
+        self._one = one
+        self._sums: list[Tensor] = []
+        self._activations: Tensor
+        self._own_spread: Tensor | None = None
+
+    def add(self, activations_TSI: Tensor, scaled_TSO: Tensor) -> None:
+        """See Change."""
+        self._activations = activations_TSI
+        self._sums.append(self._sums[-1] + scaled_TSO if self._sums else scaled_TSO)
+
+    def subtract(self, out_TLO: Tensor, rows_TLI: Tensor) -> tuple[Tensor, Tensor] | None:
+        """out -= (x A^T + 1) (G_1 + G_2 + ...)."""
+        if not self._sums:
+            return None
+        spread = self._own_spread if rows_TLI is self._activations else None
+        if spread is None:
+            spread = torch.baddbmm(self._one, rows_TLI, self._activations.mT)
+        if rows_TLI is self._activations:
+            self._own_spread = spread
+        out_TLO.baddbmm_(spread, self._sums[-1], alpha=-1)
+        return spread, self._sums[-1]
+
+    def subtract_backward(
+        self,
+        kept: tuple[Tensor, Tensor] | None,
+        grad_TLO: Tensor,
+        rows_TLI: Tensor,
+        rows_grad_TLI: Tensor | None,
+        steps: list[StepGrads],
+        fresh: bool,
+    ) -> None:
+        """See Change."""
+        if kept is None:
+            return
+        spread, total = kept
+        of_spread = grad_TLO @ total.mT
+        if rows_grad_TLI is not None:
+            rows_grad_TLI.baddbmm_(of_spread, self._activations, alpha=-1)
+        if steps:
+            _less(steps[0].activations_TSI, of_spread.mT, rows_TLI, fresh)
+            _less(steps[0].scaled_TSO, spread.mT, grad_TLO, fresh)
+
+    def turned(self, below_TSI: Tensor, grads_TSO: Tensor) -> None:
+        """Nothing is asked below the first layer."""
+        raise NotImplementedError
+
+    def turned_backward(
+        self,
+        kept: Any,
+        below_grad_TSI: Tensor,
+        grads_TSO: Tensor,
+        grads_grad_TSO: Tensor,
+        steps: list[StepGrads],
+    ) -> None:
+        """See turned."""
+        raise NotImplementedError
+
+
+class _Matrices(NamedTuple):
+    weight_TIO: Tensor
+    bias_T1O: Tensor
+
+
+@final
+class Materialised(Change):
+    """The change as a matrix: I O numbers a task, however many rows."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[Tensor, Tensor]] = []
+        self._totals: list[_Matrices] = []
+        self._grad: _Matrices | None = None
+
+    def add(self, activations_TSI: Tensor, scaled_TSO: Tensor) -> None:
+        """See Change."""
+        self._steps.append((activations_TSI, scaled_TSO))
+        bias_T1O = scaled_TSO.sum(dim=1, keepdim=True)
+        if self._totals:
+            before = self._totals[-1]
+            weight_TIO = torch.baddbmm(before.weight_TIO, activations_TSI.mT, scaled_TSO)
+            bias_T1O += before.bias_T1O
+        else:
+            weight_TIO = activations_TSI.mT @ scaled_TSO
+        self._totals.append(_Matrices(weight_TIO, bias_T1O))
+
+    def subtract(self, out_TLO: Tensor, rows_TLI: Tensor) -> _Matrices | None:
+        """out -= x D + sum_js G_js."""
+        if not self._totals:
+            return None
+        change = self._totals[-1]
+        out_TLO.baddbmm_(rows_TLI, change.weight_TIO, alpha=-1).sub_(change.bias_T1O)
+        return change
+
+    def subtract_backward(
+        self,
+        kept: _Matrices | None,
+        grad_TLO: Tensor,
+        rows_TLI: Tensor,
+        rows_grad_TLI: Tensor | None,
+        steps: list[StepGrads],
+        fresh: bool,
+    ) -> None:
+        """See Change."""
+        if kept is None:
+            return
+        if rows_grad_TLI is not None:
+            rows_grad_TLI.baddbmm_(grad_TLO, kept.weight_TIO.mT, alpha=-1)
+        if steps:
+            of_bias = grad_TLO.sum(dim=1, keepdim=True)
+            if self._grad is None:
+                self._grad = _Matrices((rows_TLI.mT @ grad_TLO).neg_(), of_bias.neg_())
+            else:
+                self._grad.weight_TIO.baddbmm_(rows_TLI.mT, grad_TLO, alpha=-1)
+                self._grad.bias_T1O.sub_(of_bias)
+
+    def turned(self, below_TSI: Tensor, grads_TSO: Tensor) -> _Matrices | None:
+        """below -= g D^T."""
+        if not self._totals:
+            return None
+        below_TSI.baddbmm_(grads_TSO, self._totals[-1].weight_TIO.mT, alpha=-1)
+        return self._totals[-1]
+
+    def turned_backward(
+        self,
+        kept: _Matrices | None,
+        below_grad_TSI: Tensor,
+        grads_TSO: Tensor,
+        grads_grad_TSO: Tensor,
+        steps: list[StepGrads],
+    ) -> None:
+        """See Change."""
+        if kept is None:
+            return
+        assert self._grad is not None  # the first use came before
+        grads_grad_TSO.baddbmm_(below_grad_TSI, kept.weight_TIO, alpha=-1)
+        self._grad.weight_TIO.baddbmm_(below_grad_TSI.mT, grads_TSO, alpha=-1)
+
+    def undo(self, grads: StepGrads, fresh: bool) -> None:
+        """See Change."""
+        assert self._grad is not None
+        activations, scaled = self._steps.pop()
+        of_weight_TIO, of_bias_T1O = self._grad
+        grads.activations_TSI.baddbmm_(scaled, of_weight_TIO.mT, beta=0 if fresh else 1)
+        torch.baddbmm(of_bias_T1O, activations, of_weight_TIO, out=grads.scaled_TSO)
+
+
+def new_change(path: Path, like: Tensor) -> Change:
+    """A change that is held this way, of layers in this precision and on this device."""
+    if path == "materialised":
+        return Materialised()
+    one = like.new_ones(1, 1, 1)
+    return FixedLowRank(one) if path == "fixed" else LowRank(one)
+
+
+def _less(block: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
+    """block -= left right, or the first of these products to be written there."""
+    block.baddbmm_(left, right, beta=0 if fresh else 1, alpha=-1)
+
+
+@cache
+def cheaper_path(
+    tasks: int, costs: PathCosts, width_in: int, width_out: int, fixed: bool, path: InnerPath
+) -> Path:
+    """The path that takes less time for so many tasks of one size, unless the config says which;
+    `fixed`: every step has the same activations.
+
+    Backward does twice the multiply-adds of forward. Of two thin products and their four
+    derivatives there are k^2 in low rank, with the passes that come back, or k if fixed.
+    """
+    low_rank: Path = "fixed" if fixed else "low_rank"
+    if path != "auto":
+        return low_rank if path == "low_rank" else "materialised"
+    width, steps = (width_in, width_out), costs.steps
+    low = costs.low_rank_of_fixed(*width) if fixed else costs.low_rank(*width, uses=1)
+    low_time = 3 * tasks * low + CALL * 6 * (steps if fixed else steps * steps)
+    matrix = costs.materialised(*width, uses=1)
+    matrix_time = 3 * tasks * matrix + CALL * (12 * steps - 3)
+    return low_rank if low_time <= matrix_time else "materialised"

@@ -1,0 +1,109 @@
+"""What fixed_inputs.py keeps: layers with their gradients, and what the passes over rows saw.
+
+Shape suffixes: N rows of one side, R of both, I and O widths of a layer.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gmeta.adaptation.blocks import BlockRows
+from gmeta.adaptation.changes import Change, StepGrads
+
+SUPPORT, QUERY = 0, 1  # the sides
+Views = list[Tensor]
+
+
+class Layer:
+    """A layer, its change, and what backward knows of their gradients."""
+
+    def __init__(
+        self, weight_OI: Tensor, bias_O: Tensor, gate_RO: Tensor | None, num_support: int
+    ) -> None:
+        self.weight_OI = weight_OI
+        self.bias_O = bias_O
+        self.gates: tuple[Tensor, ...] = ()
+        if gate_RO is not None:
+            self.gates = gate_RO[:num_support], gate_RO[num_support:]
+        self.rate: float | Tensor = 0.0
+        self.changes: list[Change] = []  # by rectangle; none: it does not adapt
+        self.weight_grad: Tensor | None = None
+        self.bias_grad: Tensor | None = None
+        self.gate_grads: list[Tensor | None] = [None, None]  # of support and query rows
+        self.rate_grad: Tensor | None = None
+
+    def linear(self, rows_NI: Tensor) -> Tensor:
+        """Before gates and changes."""
+        return torch.addmm(self.bias_O, rows_NI, self.weight_OI.mT)
+
+    def add_weight_grad(self, grad_NO: Tensor, rows_NI: Tensor) -> None:
+        """Of one product grad^T rows more."""
+        if self.weight_grad is None:
+            self.weight_grad = grad_NO.mT @ rows_NI
+        else:
+            self.weight_grad.addmm_(grad_NO.mT, rows_NI)
+
+    def add_bias_grad(self, grad_NO: Tensor) -> None:
+        """Of outputs with this gradient."""
+        self.bias_grad = plus(self.bias_grad, grad_NO.sum(dim=0))
+
+    def add_gate_grad(self, side: int, grad_NO: Tensor) -> None:
+        """Of the rows of one side."""
+        self.gate_grads[side] = plus(self.gate_grads[side], grad_NO)
+
+    def through_rate(self, scaled_grad_NO: Tensor, grad_NO: Tensor) -> Tensor:
+        """The gradient of g, from that of rate * g."""
+        if isinstance(self.rate, Tensor):
+            of_rate = scaled_grad_NO * grad_NO
+            summed = of_rate.sum(dim=0) if self.rate.dim() else of_rate.sum()
+            self.rate_grad = plus(self.rate_grad, summed)
+        return scaled_grad_NO * self.rate
+
+    def gate_grad(self) -> Tensor:
+        """Of the rows of both sides; of the support none in first order."""
+        support, query = self.gate_grads
+        assert query is not None
+        if support is None:
+            support = torch.zeros_like(self.gates[SUPPORT])
+        return torch.cat([support, query])
+
+
+@dataclass
+class Pass:
+    """What a pass over the rows of a side saw, by layer, and what its changes keep."""
+
+    side: int  # SUPPORT or QUERY
+    rows: BlockRows
+    seen: list[Tensor]  # h_0, ..., h_{L-1}, z_L
+    views: list[Views]  # of h_0, ..., h_{L-1}
+    bases: list[Tensor | None] = field(default_factory=list)  # what a gate multiplied
+    kept: list[list[Any]] = field(default_factory=list)
+
+
+@dataclass
+class Grads:
+    """The gradients g of one inner step's support loss, from the lowest layer that adapts."""
+
+    by_layer: dict[int, Tensor] = field(default_factory=dict)
+    shared: dict[int, Tensor] = field(default_factory=dict)  # gate * g
+    kept: dict[int, list[Any]] = field(default_factory=dict)
+
+
+@dataclass
+class LayerStep:
+    """Gradients of what a step added to a layer's change, whole and by rectangle."""
+
+    activations: Tensor
+    scaled: Tensor
+    views: list[StepGrads]
+
+    def of(self, rectangle: int) -> StepGrads:
+        """Of one rectangle."""
+        return self.views[rectangle]
+
+
+def plus(total: Tensor | None, more: Tensor) -> Tensor:
+    """The sum so far, in place."""
+    return more if total is None else total.add_(more)

@@ -1,0 +1,40 @@
+"""The losses of single rows, and their first two derivatives by the model's output.
+
+Shape suffixes: N rows.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def row_losses_N(kind: str, output_N: Tensor, label_N: Tensor) -> Tensor:
+    """Loss of each row: `bce` on logits, `mse` without a factor 1/2, or `huber`.
+
+    Huber's loss (1964) with its bend at an error of 1: e^2 / 2 up to there, then |e| - 1/2. Its
+    minimiser lies between the mean and the median, so it serves a mean absolute error better.
+    """
+    label_N = label_N.to(output_N.dtype)
+    if kind == "bce":
+        return F.binary_cross_entropy_with_logits(output_N, label_N, reduction="none")
+    if kind == "huber":
+        return F.huber_loss(output_N, label_N, reduction="none")
+    return (output_N - label_N).square()
+
+
+def row_slopes_N(kind: str, output_N: Tensor, label_N: Tensor) -> Tensor:
+    """First derivative of each row's loss."""
+    if kind == "bce":
+        return output_N.sigmoid().sub_(label_N)
+    error_N = output_N - label_N.to(output_N.dtype)
+    return error_N.clamp_(-1.0, 1.0) if kind == "huber" else error_N.mul_(2.0)
+
+
+def row_curvatures_N(kind: str, output_N: Tensor, label_N: Tensor) -> Tensor:
+    """Second derivative of each row's loss; at Huber's bends 0."""
+    if kind == "bce":
+        chance_N = output_N.sigmoid()
+        return chance_N.sub(chance_N.square())
+    if kind == "huber":
+        return ((output_N - label_N).abs() < 1.0).to(output_N.dtype)
+    return torch.full_like(output_N, 2.0)
