@@ -21,7 +21,8 @@ from metaio.schema import Schema, SparseColumn, TaskColumn
 # 16,384 rows of 41 encoded columns are 3 MB, which stay in the second-level cache while their
 # columns are filled in one by one: encoding takes 0.6 s a million rows, with 131,072 rows 1.5 s.
 _BATCH_ROWS = 16_384
-_CORRECT_THE_ROW = "Correct that row, or declare the column's type in the schema"
+_REMEDY_FOR_TEXT = "Correct that row, or declare the column's type in the schema"
+_REMEDY_FOR_PARQUET = "Write that file again"
 _SQL_TYPES = {"integer": "BIGINT", "text": "VARCHAR"}
 
 
@@ -170,12 +171,12 @@ class DuckSource:
         """All rows, in no particular order, in batches that share nothing."""
         if self._arrow_gives_the_same:
             for name in self._files.names:
-                with _refused(name, "Write that file again"):
+                with self._refused(name):
                     yield from parquet_files.batches(name, columns, _BATCH_ROWS)
             return
         listed = ", ".join(_name(column) for column in columns)
         reader = self._query(f"SELECT {listed} FROM {self._table}").to_arrow_reader(_BATCH_ROWS)
-        with _refused(""):
+        with self._refused(""):
             yield from reader
 
     @cached_property
@@ -189,27 +190,27 @@ class DuckSource:
 
     def _query(self, query: str, name: str = "") -> Any:
         """A relation: it keeps no result, so that fetching from it streams."""
-        with _refused(name):
+        with self._refused(name):
             return self._connection.sql(query)
 
     def _fetch(self, query: str, name: str = "") -> list[tuple[Any, ...]]:
         relation = self._query(query, name)
-        with _refused(name):
+        with self._refused(name):
             rows: list[tuple[Any, ...]] = relation.fetchall()
         return rows
+
+    @contextmanager
+    def _refused(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (pa.ArrowException, duckdb.Error, OSError) as error:
+            what = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
+            where = f"input {name}" if name else "an input"
+            remedy = _REMEDY_FOR_PARQUET if self._files.parquet else _REMEDY_FOR_TEXT
+            raise DataError(f"{where} cannot be read: {what.rstrip('.')}. {remedy}") from error
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._connection.close()
-
-
-@contextmanager
-def _refused(name: str, remedy: str = _CORRECT_THE_ROW) -> Iterator[None]:
-    try:
-        yield
-    except (pa.ArrowException, duckdb.Error, OSError) as error:
-        what = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
-        where = f"input {name}" if name else "an input"
-        raise DataError(f"{where} cannot be read: {what.rstrip('.')}. {remedy}") from error
