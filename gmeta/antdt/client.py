@@ -329,10 +329,12 @@ class ShardClient:
                 )
             else:
                 lease.units_reported = units_sent
-                # A service that restarted in between may have called the completed token unknown.
-                lease.lost = ""
-                with self._held_lock:
-                    self._lost = [other for other in self._lost if other is not lease]
+                if drop:
+                    # A restarted service may have called the completed token unknown in between.
+                    # A lease with units left stays lost: nobody would complete it.
+                    lease.lost = ""
+                    with self._held_lock:
+                        self._lost = [other for other in self._lost if other is not lease]
             if drop or lease.lost:
                 with self._held_lock:
                     self._held.pop(lease.token, None)
@@ -376,7 +378,7 @@ class ShardClient:
         """Also after a restart of the service, which answers with the leases that this process
         still holds."""
         with self._registering:
-            sent_s = time.monotonic()
+            sent_s, named = time.monotonic(), self._held_tokens()
             response = self._connection.call(
                 "Register",
                 lambda: pb.RegisterRequest(
@@ -403,12 +405,18 @@ class ShardClient:
             self._ttl_s = response.lease_ttl_ms / 1000
             self._report_every_s = response.report_every_ms / 1000
             live = {grant.token for grant in response.leases}
-            self._renewed(sent_s, lambda token: token in live)
+            self._renewed(sent_s, named - live)
 
-    def _renewed(self, sent_s: float, is_live: Callable[[int], bool]) -> None:
+    def _held_tokens(self) -> set[int]:
+        with self._held_lock:
+            return set(self._held)
+
+    def _renewed(self, sent_s: float, gone: set[int]) -> None:
+        """The service's answer: it renewed all leases that were held when it was asked, but those
+        that are gone. One granted while the call was under way is not this answer's business."""
         with self._held_lock:
             for token, lease in list(self._held.items()):
-                if is_live(token):
+                if token not in gone:
                     lease.usable_until_s = sent_s + SAFE_FRACTION * self._ttl_s
                 else:
                     lease.lost = (
@@ -439,19 +447,14 @@ class ShardClient:
         return min(self._ttl_s / 3, self._report_every_s)
 
     def _beat(self) -> None:
-        with self._held_lock:
-            tokens = list(self._held)
-        report, sent_s = self._report, time.monotonic()
+        report, sent_s, tokens = self._report, time.monotonic(), self._held_tokens()
         response = self._connection.call(
             "Heartbeat",
             lambda: pb.HeartbeatRequest(caller=self._caller, tokens=tokens, report=report),
             self._register,
             budget_s=self._ttl_s / 3,
         )
-        gone = set(response.revoked_tokens)
-        named = set(tokens)
-        # A lease granted or completed while the call was under way is not this answer's business.
-        self._renewed(sent_s, lambda token: token not in gone or token not in named)
+        self._renewed(sent_s, tokens & set(response.revoked_tokens))
         with self._held_lock:
             known = {action.action_id for action in self._actions}
             self._actions += [a for a in response.actions if a.action_id not in known]

@@ -50,6 +50,47 @@ def test_a_late_answer_to_register_does_not_take_a_call_number_back(client: Shar
     assert isinstance(client.lease("d", 0, 2), list)
 
 
+def test_a_late_answer_to_register_does_not_take_a_lease_away_that_was_granted_meanwhile(
+    client: ShardClient,
+) -> None:
+    """The service holds it for this worker: nobody else would get it before it expires."""
+    connection = client._connection
+    call = connection.call
+    taken: list[Any] = []
+
+    def overtaken(rpc: str, *arguments: Any) -> Any:
+        response = call(rpc, *arguments)
+        connection.call = call  # type: ignore[method-assign]
+        taken.extend(client.lease("d", 0, 1))  # type: ignore[arg-type]
+        return response
+
+    connection.call = overtaken  # type: ignore[method-assign]
+    client._register()
+    taken[0].advance(taken[0].num_units)
+    assert client.held == taken
+
+
+def test_a_lease_that_is_lost_while_its_progress_is_reported_stays_lost(
+    client: ShardClient,
+) -> None:
+    """Nobody would complete it otherwise, and the next one to get it would train it again."""
+    (lease,) = client.lease("d", 0)
+    lease.advance(1)
+    connection = client._connection
+    call = connection.call
+
+    def revoked(rpc: str, *arguments: Any) -> Any:
+        response = call(rpc, *arguments)
+        client._renewed(time.monotonic(), {lease.token})
+        return response
+
+    connection.call = revoked  # type: ignore[method-assign]
+    client.flush()
+    connection.call = call  # type: ignore[method-assign]
+    with pytest.raises(LeaseLostError):
+        lease.advance(1)
+
+
 @pytest.mark.parametrize("answered", ["before Register is sent", "while Register is under way"])
 def test_an_answer_of_the_service_before_a_restart_does_not_set_the_next_number(
     tmp_path: Path, answered: str
@@ -148,7 +189,7 @@ def test_a_flush_raises_when_trained_units_belong_to_a_lost_lease(
     """Without the error a checkpoint could hold units that the manifest does not know."""
     (lease,) = client.lease("d", 0)
     lease.advance(2)
-    client._renewed(time.monotonic(), lambda token: False)
+    client._renewed(time.monotonic(), {lease.token})
     with pytest.raises(LeaseLostError):
         client.flush()
 

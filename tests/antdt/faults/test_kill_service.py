@@ -62,8 +62,9 @@ class Client(threading.Thread):
             self.completed += [(lease.epoch, lease.shard_index) for lease in answer]
 
 
-def wait_for_progress(clients: list[Client], timeout_s: float = 60.0) -> None:
-    """Until a shard more is acknowledged: a slow machine then kills as much work as a fast one."""
+def wait_for_progress(clients: list[Client], timeout_s: float = 20.0) -> None:
+    """Until a shard more is acknowledged: a slow machine then kills as much work as a fast one.
+    Within less than a lease's life: one that its client forgot would hold the epoch up for it."""
     num_before = sum(len(client.completed) for client in clients)
     until_s = time.monotonic() + timeout_s
     while sum(len(client.completed) for client in clients) == num_before:
