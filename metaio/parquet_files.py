@@ -40,7 +40,11 @@ def batches(name: str, columns: list[str], rows: int) -> Iterator[pa.RecordBatch
         pa.ArrowException, OSError: it is damaged, or holds text that is not UTF-8.
     """
     with pq.ParquetFile(name, buffer_size=_BUFFER_BYTES) as file:
-        # One thread: a portion of a column is too little work to hand to another one.
-        for batch in file.iter_batches(rows, columns=columns, use_threads=False):
-            batch.validate(full=True)  # pyarrow takes text as it comes, DuckDB refuses what is none
-            yield batch.select(columns)
+        # One at a time: buffers of the row groups before are kept until the iterator ends.
+        for group in range(file.num_row_groups):
+            # One thread: a portion of a column is too little work to hand to another one.
+            portions = file.iter_batches(rows, [group], columns=columns, use_threads=False)
+            for batch in portions:
+                # pyarrow takes text as it comes, DuckDB refuses what is none.
+                batch.validate(full=True)
+                yield batch.select(columns)

@@ -4,6 +4,7 @@ import datetime
 import decimal
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -105,3 +106,19 @@ def test_text_that_is_not_utf8_is_refused_by_file(tmp_path: Path) -> None:
         f"input {path} cannot be read: In column 0: Invalid: Invalid UTF8 sequence at string index "
         "0. Write that file again"
     )
+
+
+def test_reading_holds_no_more_of_many_row_groups_than_of_one(tmp_path: Path) -> None:
+    """Buffers of a row group are given back with its last row."""
+    table = pa.table({f"c{i}": np.arange(40_000, dtype=np.int64) for i in range(8)})
+    held = {}
+    for num_groups in (1, 40):
+        path = str(tmp_path / f"{num_groups}.parquet")
+        pq.write_table(table[: 1_000 * num_groups], path, row_group_size=1_000, compression="lz4")
+        before, most = pa.total_allocated_bytes(), 0
+        for batch in parquet_files.batches(path, table.column_names, 1_000):
+            most = max(most, pa.total_allocated_bytes() - before)
+            assert batch.num_rows == 1_000
+        del batch
+        held[num_groups] = most
+    assert 0 < held[40] < 2 * held[1]
