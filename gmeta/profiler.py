@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -44,12 +43,7 @@ class StepProfiler:
             self._profile.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.end()
 

@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -91,12 +90,7 @@ class RunLog:
             self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._active:
             self._progress.stop()
             self._metrics.close()

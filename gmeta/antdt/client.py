@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, final
 
 from gmeta.antdt.connection import Connection, ConnectionConfig
@@ -25,6 +24,7 @@ from protos.antdt.v1 import shard_service_pb2 as pb
 
 _log = logging.getLogger("gmeta.antdt.client")
 
+_UNKNOWN_TOKEN = "the service does not know its token any more: it expired or was revoked"
 DECIDED_AFTER_S = 0.5  # the controller's answer to reports that all workers hurried
 
 
@@ -311,12 +311,7 @@ class ShardClient:
     def __enter__(self) -> "ShardClient":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _settle(self, sent: list[tuple[Lease, int]], outcomes: Iterable[int], drop: bool) -> None:
@@ -324,9 +319,7 @@ class ShardClient:
         for (lease, units_sent), outcome in zip(sent, outcomes, strict=True):
             if outcome in (Outcome.FENCED, Outcome.INVALID):
                 lost.append(lease)
-                lease.lost = (
-                    "the service does not know its token any more: it expired or was revoked"
-                )
+                lease.lost = _UNKNOWN_TOKEN
             else:
                 lease.units_reported = units_sent
                 if drop:
@@ -419,9 +412,7 @@ class ShardClient:
                 if token not in gone:
                     lease.usable_until_s = sent_s + SAFE_FRACTION * self._ttl_s
                 else:
-                    lease.lost = (
-                        "the service does not know its token any more: it expired or was revoked"
-                    )
+                    lease.lost = _UNKNOWN_TOKEN
                     self._lost.append(self._held.pop(token))
 
     def _beat_on(self) -> None:
