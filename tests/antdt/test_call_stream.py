@@ -5,7 +5,6 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,25 +27,11 @@ from gmeta.antdt.rate import CallLimits
 from gmeta.antdt.server import ServiceConfig, ShardServer
 from gmeta.antdt.wire import STREAMED
 from protos.antdt.v1 import shard_service_pb2 as pb
-from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 from tests.antdt.faults.test_network import Proxy
 from tests.antdt.pki import Authority
 
 WORKER = "worker-0123456789abcdef"
 SPEC = DatasetSpec("d", 40, 4)
-
-
-@pytest.fixture
-def server() -> Iterator[ShardServer]:
-    made = ShardServer(ServiceConfig("127.0.0.1:0"))
-    yield made
-    made.stop(0.0)
-
-
-@pytest.fixture
-def stub(server: ShardServer) -> Iterator[Any]:
-    with grpc.insecure_channel(server.address) as channel:
-        yield pb_grpc.ShardServiceStub(channel)
 
 
 def registered(stub: Any) -> Any:
@@ -291,11 +276,6 @@ def test_what_a_stream_has_not_answered_fails_when_it_ends(server: ShardServer) 
             stream.call("Heartbeat", pb.HeartbeatRequest(), 60.0)
         assert (broken.value.code, broken.value.of_stream) == (grpc.StatusCode.UNAVAILABLE, True)
     assert stream.ended
-
-
-@pytest.fixture(scope="module")
-def pki(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("pki"))
 
 
 @pytest.fixture

@@ -35,11 +35,6 @@ TOKENS = {role.value: f"{role.value}-" + "0123456789abcdef" for role in Role}
 Serve = Callable[..., ShardServer]
 
 
-@pytest.fixture(scope="module")
-def pki(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("pki"))
-
-
 @pytest.fixture
 def tokens(tmp_path: Path) -> Path:
     folder = tmp_path / "tokens"

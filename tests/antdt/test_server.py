@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +24,11 @@ from gmeta.antdt.server import SERVICE_NAME, ServiceConfig, ShardServer
 from gmeta.cli import app
 from gmeta.errors import UserError
 from protos.antdt.v1 import shard_service_pb2 as pb
-from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 from tests.antdt.faults.service_process import free_port, running
 
 SERVE = (
     "import typer; from gmeta.commands.shard_service import shard_service; typer.run(shard_service)"
 )
-
-
-@pytest.fixture
-def server() -> Iterator[ShardServer]:
-    made = ShardServer(ServiceConfig("127.0.0.1:0", metrics_listen="127.0.0.1:0"))
-    yield made
-    made.stop(0.0)
-
-
-@pytest.fixture
-def stub(server: ShardServer) -> Iterator[Any]:
-    with grpc.insecure_channel(server.address) as channel:
-        yield pb_grpc.ShardServiceStub(channel)
 
 
 def refused(call: Callable[[], Any]) -> tuple[str, str, str]:

@@ -5,7 +5,7 @@ clusters)."""
 from collections.abc import Sequence
 
 from gmeta.antdt.policies.interface import ControllerConfig, Decision, Snapshot, WorkerView
-from gmeta.antdt.policies.split import Speed, fastest_split
+from gmeta.antdt.policies.split import Speed, better_split
 
 
 def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
@@ -18,17 +18,17 @@ def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
         return []
     speeds = [_speed(worker, config) for worker in active]
     shares = [worker.tasks_per_step for worker in active]
-    wanted = fastest_split(snapshot.tasks_per_step, speeds, config.min_tasks)
-    now_ms = max(speed.step_ms(n) for speed, n in zip(speeds, shares, strict=True))
-    then_ms = max(speed.step_ms(n) for speed, n in zip(speeds, wanted, strict=True))
-    if then_ms > (1 - config.min_gain) * now_ms:
+    better = better_split(
+        shares, snapshot.tasks_per_step, speeds, config.min_tasks, config.min_gain
+    )
+    if better is None:
         return []
     parameters: dict[str, float] = {}
-    for worker, speed, num_tasks in zip(active, speeds, wanted, strict=True):
+    for worker, speed, num_tasks in zip(active, speeds, better.shares, strict=True):
         name = worker.health.worker_id
         parameters[name] = float(num_tasks)
         parameters[f"micro:{name}"] = float(speed.micro_batches(num_tasks))
-    reason = f"the slowest share takes {now_ms:.0f} ms, this split {then_ms:.0f} ms"
+    reason = f"the slowest share takes {better.now_ms:.0f} ms, this split {better.then_ms:.0f} ms"
     return [Decision("ADJUST_BS", "", parameters, reason)]
 
 

@@ -6,7 +6,7 @@ from statistics import median
 
 from gmeta.antdt.monitor import STRAGGLERS
 from gmeta.antdt.policies.interface import ControllerConfig, Decision, Snapshot, WorkerView
-from gmeta.antdt.policies.split import Speed, fastest_split
+from gmeta.antdt.policies.split import Speed, better_split
 
 USUAL_RATIO = 1.25  # a window that is not slower than this is noise
 
@@ -58,13 +58,14 @@ def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
     if not snapshot.stragglers and max(shares) - min(shares) <= 1:
         return []
     speeds = _speeds(active, bool(snapshot.stragglers))
-    wanted = fastest_split(snapshot.tasks_per_step, speeds, config.min_tasks)
-    now_ms = max(speed.step_ms(n) for speed, n in zip(speeds, shares, strict=True))
-    then_ms = max(speed.step_ms(n) for speed, n in zip(speeds, wanted, strict=True))
-    if then_ms > (1 - config.min_gain) * now_ms:
+    better = better_split(
+        shares, snapshot.tasks_per_step, speeds, config.min_tasks, config.min_gain
+    )
+    if better is None:
         return []
     parameters = {
-        worker.health.worker_id: float(share) for worker, share in zip(active, wanted, strict=True)
+        worker.health.worker_id: float(share)
+        for worker, share in zip(active, better.shares, strict=True)
     }
     slow = ", ".join(
         f"{health.worker_id} ({health.verdict}, {health.cause}) {worker.tasks_per_step} to "
@@ -74,7 +75,7 @@ def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
     )
     more = len(snapshot.stragglers) - 5
     reason = (
-        f"the slowest share takes {now_ms:.0f} ms, balanced {then_ms:.0f} ms; slow: "
+        f"the slowest share takes {better.now_ms:.0f} ms, balanced {better.then_ms:.0f} ms; slow: "
         f"{slow or 'nobody any more'}{f' and {more} more' if more > 0 else ''}"
     )
     return [Decision("ADJUST_BS", "", parameters, reason)]

@@ -88,3 +88,24 @@ def fastest_split(total: int, speeds: Sequence[Speed], minimum: int = 0) -> list
         for i in order[:surplus]:
             shares[i] -= 1
     return shares
+
+
+class Resplit(NamedTuple):
+    """Better shares, and how long the slowest takes now and with them."""
+
+    shares: list[int]
+    now_ms: float
+    then_ms: float
+
+
+def better_split(
+    shares: Sequence[int], total: int, speeds: Sequence[Speed], minimum: int, min_gain: float
+) -> Resplit | None:
+    """The fastest split in place of `shares`; None where the step would be no shorter by the part
+    `min_gain`."""
+    wanted = fastest_split(total, speeds, minimum)
+    now_ms, then_ms = (
+        max(speed.step_ms(n) for speed, n in zip(speeds, split, strict=True))
+        for split in (shares, wanted)
+    )
+    return None if then_ms > (1 - min_gain) * now_ms else Resplit(wanted, now_ms, then_ms)
