@@ -81,4 +81,4 @@ def faults_here(keep: bool) -> float:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's advice")
 def test_freed_memory_is_used_again_without_page_faults() -> None:
-    assert faults_a_round("True") < 20 < faults_a_round("False")
+    assert faults_a_round("True") < faults_a_round("False") / 10

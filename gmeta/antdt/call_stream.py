@@ -33,7 +33,9 @@ class CallError(Exception):
     @staticmethod
     def of(error: Any, of_stream: bool = False) -> "CallError":
         """Of a grpc.RpcError."""
-        reason = str(dict(error.trailing_metadata() or ()).get(REASON_KEY, ""))
+        # Pairs on purpose: as a mapping, grpcio 1.76 has pairs for keys.
+        metadata = dict(iter(error.trailing_metadata() or ()))
+        reason = str(metadata.get(REASON_KEY, ""))
         code, details = error.code(), error.details() or ""
         cut = details.startswith(_CUT) or (of_stream and code in _CUT_CODES)
         if cut and not reason:

@@ -5,6 +5,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,28 @@ from tests.antdt.pki import Authority
 
 WORKER = "worker-0123456789abcdef"
 SPEC = DatasetSpec("d", 40, 4)
+
+
+class PairsForKeys(Mapping[Any, Any]):
+    """Trailing metadata as grpcio 1.76 hands it over: a mapping that iterates over pairs."""
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter((("gmeta-reason", "SPEC_CONFLICT"),))
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, key: str) -> str:
+        return {"gmeta-reason": "SPEC_CONFLICT"}[key]
+
+
+def test_a_refusal_names_its_reason_with_every_grpcio() -> None:
+    error = SimpleNamespace(
+        trailing_metadata=PairsForKeys,
+        code=lambda: grpc.StatusCode.ALREADY_EXISTS,
+        details=lambda: "the name stands for other data",
+    )
+    assert CallError.of(error).reason == "SPEC_CONFLICT"
 
 
 def registered(stub: Any) -> Any:
