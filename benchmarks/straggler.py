@@ -1,16 +1,20 @@
-"""Four ranks, one of them slow: a static split against AntDT-ND, with real processes.
+"""Four ranks of unequal speed: a static split against AntDT-ND and AntDT-DD, with real processes.
 
 python benchmarks/straggler.py [--quick]
 
 Service, leases, agents, gloo and the meta-learner are the trainer's own. Four ranks do not fit on
-the two cores of a small machine, so the work of a task is stood in for by 20 ms of short sleeps
-between forward and backward: a rank's speed is then its own, whatever the others do. Rank 3 is made
-four times slower, once by SIGSTOP for 30 of every 40 ms, once by storage that takes, behind the
-computation's back, four times as long over a task as a healthy rank.
+the two cores of a small machine, so the work of a task is stood in for by short sleeps (20 ms a
+task, with --quick 16) between forward and backward: a rank's speed is then its own, whatever the
+others do. Rank 3 is made four times slower, once by SIGSTOP for 30 of every 40 ms, once by storage
+that takes, behind the computation's back, four times as long over a task as a healthy rank.
 
 The last line is JSON, for each cause: speedup_vs_static (tasks/s once the new shares are in force),
 speedup_with_detection (over the whole run), verdict, final losses, audit, and what the simulator
 predicts. ideal is s (N - 1 + 1/s) / N = 3.25.
+
+Without --quick also `dd`: two ranks of hardware that is three times as slow, micro-batches of at
+most 8 tasks. dd_of_best is DD's tasks/s, once its shares are in force, over those of the same job
+under a policy that knows the best shares (24, 24, 8, 8) and posts them at once.
 """
 
 import multiprocessing
@@ -19,6 +23,8 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +39,7 @@ from gmeta.agent import ServiceAgent
 from gmeta.antdt.audit import audit_manifest
 from gmeta.antdt.manifest import parse_manifest
 from gmeta.antdt.monitor import STRAGGLERS, MonitorConfig
-from gmeta.antdt.policies.interface import ControllerConfig
+from gmeta.antdt.policies.interface import ControllerConfig, Decision, Snapshot
 from gmeta.antdt.server import ServiceConfig, ShardServer
 from gmeta.antdt.settings import StragglerConfig
 from gmeta.antdt.simulation.job import JobConfig, Outcome, run_antdt, run_static
@@ -50,15 +56,39 @@ from models import ModelConfig
 
 RANKS, SLOW_RANK, SLOWDOWN = 4, 3, 4.0
 TASKS_PER_RANK = 16
-TASK_S = 0.020
 NAP_S = 0.001  # short, so that a stopped process loses no more than one
 STOP_S, RUN_S = 0.030, 0.010
 MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(8,), bottom=(8,))
+# Two generations of hardware, by rank, and the split whose slowest rank ends first.
+HARDWARE, BEST_SHARES, MICRO_BATCH = (1.0, 1.0, 3.0, 3.0), (24, 24, 8, 8), 8
 
 
-def work(num_tasks: int) -> None:
+@dataclass(frozen=True)
+class Job:
+    """What a job's ranks are like. `read_task_s`: of the slow rank's storage."""
+
+    data: Path
+    task_s: float
+    policy: str = "none"
+    is_stopped: bool = False
+    read_task_s: float = 0.0
+    hardware: tuple[float, ...] = (1.0,) * RANKS
+    max_steps: int = 10**9
+
+
+def know_best(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
+    """A policy that has been told the best shares, in DD's micro-batches."""
+    now = {w.health.worker_id: float(w.tasks_per_step) for w in snapshot.active}
+    best = {f"rank{rank}": float(share) for rank, share in enumerate(BEST_SHARES)}
+    if now.keys() != best.keys() or now == best:
+        return []
+    micro = {f"micro:{name}": share // MICRO_BATCH for name, share in best.items()}
+    return [Decision("ADJUST_BS", "", {**best, **micro}, "known beforehand")]
+
+
+def work(num_tasks: int, task_s: float) -> None:
     """Stands in for so many tasks' computation, at a rate that no other rank can change."""
-    for _ in range(round(num_tasks * TASK_S / NAP_S)):
+    for _ in range(round(num_tasks * task_s / NAP_S)):
         time.sleep(NAP_S)
 
 
@@ -80,9 +110,7 @@ def slow_down_reading(feed: ServiceFeed, read_task_s: float) -> None:
     pipeline._compose = slowly  # type: ignore[method-assign]
 
 
-def train_on_rank(
-    rank: int, folder: str, config: TrainConfig, read_task_s: float, max_steps: int
-) -> None:
+def train_on_rank(rank: int, folder: str, config: TrainConfig, job: Job) -> None:
     torch.set_num_threads(1)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     os.environ.update(zip(names, map(str, (rank, rank, RANKS, RANKS)), strict=True))
@@ -95,8 +123,8 @@ def train_on_rank(
     steps: list[tuple[float, int, float]] = []  # (time, tasks of the rank, loss of all)
     agent_s = 0.0
     with ServiceFeed(config, dataset, ranks, None) as feed:
-        if read_task_s and rank == SLOW_RANK:
-            slow_down_reading(feed, read_task_s)
+        if job.read_task_s and rank == SLOW_RANK:
+            slow_down_reading(feed, job.read_task_s)
         agent = ServiceAgent(config, feed, sharded, learner.arrange, ranks, Stop())
         for episodes, totals in in_step(
             feed.batches(0, 0),
@@ -110,7 +138,7 @@ def train_on_rank(
             optimizer.begin_step(len(steps), 10**9)
             loss = sharded(episodes, weight=RANKS / max(totals.num_terms, 1))
             num_tasks = episodes.task_T.numel()
-            work(num_tasks)
+            work(num_tasks, job.task_s * job.hardware[rank])
             loss.backward()
             optimizer.step()
             feed.trained(num_tasks)
@@ -120,7 +148,7 @@ def train_on_rank(
             seen = torch.tensor([loss.item()], dtype=torch.float64)
             dist.all_reduce(seen, group=ranks.control)
             steps.append((time.monotonic(), num_tasks, float(seen) / RANKS))
-            if len(steps) == max_steps:
+            if len(steps) == job.max_steps:
                 break
         manifest = feed.checkpoint_files(len(steps)).get("shards.json", "")
     torch.save(
@@ -143,18 +171,17 @@ def duty_cycle(pid: int, ended: threading.Event) -> None:
         pass
 
 
-def run(
-    data: Path, policy: str, cause: str, max_steps: int = 10**9, read_task_s: float = 0.0
-) -> dict[str, Any]:
-    """One job; `cause` is compute, reader (with seconds a task) or none."""
+def run(job: Job) -> dict[str, Any]:
+    """One job, to its end."""
     watched = StragglerConfig(
-        MonitorConfig(window_s=1.0), ControllerConfig(policy=policy, cooldown_s=2.0)
+        MonitorConfig(window_s=1.0),
+        ControllerConfig(policy=job.policy, cooldown_s=2.0, max_micro_batch=MICRO_BATCH),
     )
     server = ShardServer(ServiceConfig("127.0.0.1:0", stragglers=watched))
     config = TrainConfig(
         model=MODEL,
         data=DataConfig(
-            path=str(data),
+            path=str(job.data),
             source="service",
             service=server.address,
             tasks_per_step=RANKS * TASKS_PER_RANK,
@@ -167,7 +194,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
             train_on_rank,
-            (folder, config, read_task_s, max_steps),
+            (folder, config, job),
             RANKS,
             join=False,
             start_method="forkserver",
@@ -175,7 +202,7 @@ def run(
         stopper = threading.Thread(target=duty_cycle, args=(context.pids()[SLOW_RANK], ended))
         while not context.join(timeout=0.2):
             step = max((w.report.step for w in server.edge.read_status().workers), default=0)
-            if cause == "compute" and step >= 2 and stopper.ident is None:
+            if job.is_stopped and step >= 2 and stopper.ident is None:
                 stopper.start()
             for name, health in server.governor.health.items():
                 if health.verdict in STRAGGLERS:
@@ -218,21 +245,23 @@ def rate(job: dict[str, Any], first: int = 5) -> float:
 
 
 def balanced_from(job: dict[str, Any]) -> int:
-    """The first step at which the slow rank's share is what it is at the end."""
+    """The first step at which the last rank's share is what it is at the end."""
     shares, full = job["tasks_RS"][SLOW_RANK], full_steps(job)
     last = shares[full[-1]]
     return int(next(step for step in full if abs(int(shares[step]) - int(last)) <= 1))
 
 
-def predicted(cause: str, step_ms: float, slow_factor: float, num_steps: int) -> float:
+def predicted(
+    cause: str, task_s: float, step_ms: float, slow_factor: float, num_steps: int
+) -> float:
     """What the simulator says of the same job: speed-up once the shares are in force."""
     job = JobConfig(
         num_workers=RANKS,
         tasks_per_worker=TASKS_PER_RANK,
         num_steps=10 * num_steps,
-        task_ms=1000 * TASK_S,
+        task_ms=1000 * task_s,
         read_ms=step_ms / TASKS_PER_RANK if cause == "reader" else 0.0,
-        overhead_ms=max(0.0, step_ms - 1000 * TASK_S * TASKS_PER_RANK),
+        overhead_ms=max(0.0, step_ms - 1000 * task_s * TASKS_PER_RANK),
         jitter=0.02,
         steps_per_shard=1,
         heartbeat_s=1.0,
@@ -248,15 +277,19 @@ def predicted(cause: str, step_ms: float, slow_factor: float, num_steps: int) ->
     return static.completion_s / run_antdt("nd", job, slow()).completion_s
 
 
-def compare(data: Path, cause: str, healthy_step_ms: float, static_steps: int) -> dict[str, Any]:
-    healthy_task_s = healthy_step_ms / TASKS_PER_RANK / 1000
-    read_task_s = SLOWDOWN * healthy_task_s if cause == "reader" else 0.0
-    static = run(data, "none", cause, static_steps, read_task_s)
-    antdt = run(data, "nd", cause, read_task_s=read_task_s)
+def compare(healthy: Job, cause: str, healthy_step_ms: float, static_steps: int) -> dict[str, Any]:
+    read_task_s = SLOWDOWN * healthy_step_ms / TASKS_PER_RANK / 1000
+    slow = replace(healthy, is_stopped=True)
+    if cause == "reader":
+        slow = replace(healthy, read_task_s=read_task_s)
+    static = run(replace(slow, max_steps=static_steps))
+    antdt = run(replace(slow, policy="nd", max_steps=10**9))
     steady, whole = rate(antdt, balanced_from(antdt)), rate(antdt)
     static_step_ms = 1000 * RANKS * TASKS_PER_RANK / rate(static)
     slow_factor = static_step_ms / healthy_step_ms
-    simulated = predicted(cause, healthy_step_ms, slow_factor, len(antdt["times_s"]))
+    simulated = predicted(
+        cause, healthy.task_s, healthy_step_ms, slow_factor, len(antdt["times_s"])
+    )
     static_losses, antdt_losses = late_losses(static, antdt)
     noise = float(static_losses.std() / np.sqrt(len(static_losses)))
     return {
@@ -274,20 +307,36 @@ def compare(data: Path, cause: str, healthy_step_ms: float, static_steps: int) -
     }
 
 
+def compare_hardware(healthy: Job) -> dict[str, Any]:
+    job = replace(healthy, hardware=HARDWARE, max_steps=10**9)
+    static = run(replace(job, max_steps=10))
+    best = run(replace(job, policy=f"{Path(__file__).resolve()}:know_best"))
+    dd = run(replace(job, policy="dd"))
+    steady = {name: rate(one, balanced_from(one)) for name, one in (("dd", dd), ("best", best))}
+    return {
+        "dd_of_best": round(steady["dd"] / steady["best"], 3),
+        "speedup_vs_static": round(steady["dd"] / rate(static), 2),
+        "shares": dd["tasks_RS"][:, full_steps(dd)[-1]].tolist(),
+        "shares_of_best": best["tasks_RS"][:, full_steps(best)[-1]].tolist(),
+        "audit_ok": dd["audit_ok"] and best["audit_ok"],
+    }
+
+
 def main() -> None:
     # The imports cost seconds a rank: once is enough.
     multiprocessing.set_forkserver_preload(["gmeta.agent", "gmeta.build"])
     arguments = make_parser(__doc__ or "").parse_args()
-    num_tasks = 1088 if arguments.quick else 2560
-    static_steps = 10 if arguments.quick else 10**9
+    num_tasks, task_s = (1088, 0.016) if arguments.quick else (2560, 0.020)
+    static_steps = 8 if arguments.quick else 10**9
     causes = ["compute", "reader"]
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "clicks"
         made = SyntheticConfig(num_tasks=num_tasks, num_items=200, min_rows=12, max_rows=16)
         prepare_synthetic(str(data), made)
-        healthy = run(data, "none", "none", max_steps=10 if arguments.quick else 20)
-        healthy_step_ms = 1000 * RANKS * TASKS_PER_RANK / rate(healthy)
-        figures = {cause: compare(data, cause, healthy_step_ms, static_steps) for cause in causes}
+        job = Job(data, task_s, max_steps=10 if arguments.quick else 20)
+        healthy_step_ms = 1000 * RANKS * TASKS_PER_RANK / rate(run(job))
+        figures = {cause: compare(job, cause, healthy_step_ms, static_steps) for cause in causes}
+        hardware = {} if arguments.quick else {"dd": compare_hardware(job)}
     agent_ms = max(one["agent_ms_per_step"] for one in figures.values())
     finish(
         "straggler",
@@ -297,6 +346,7 @@ def main() -> None:
             "healthy_step_ms": round(healthy_step_ms, 1),
             "agent_share_of_a_50_ms_step": round(agent_ms / 50, 4),
             **figures,
+            **hardware,
             **environment(("torch", "torchrec")),
         },
     )

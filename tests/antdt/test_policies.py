@@ -279,6 +279,20 @@ def test_a_policy_of_ones_own_is_one_function_in_one_file(tmp_path: Path) -> Non
     assert ruling.allowed
 
 
+def test_the_file_of_a_policy_may_define_dataclasses(tmp_path: Path) -> None:
+    file = tmp_path / "with_limits.py"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Limits:\n"
+        "    most: int = 3\n"
+        "def decide(snapshot, config):\n"
+        "    return [] if Limits().most else None\n"
+    )
+    assert find_policy(f"{file}:decide")(snapshot(*healthy(2)), ND) == []
+
+
 def test_a_policy_that_cannot_be_found_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         find_policy("nx")

@@ -1,6 +1,7 @@
 """Policies by name; a user's own is one function in one file, named in the config."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 from gmeta.antdt.policies import dd, nd
@@ -34,6 +35,7 @@ def find_policy(name: str) -> Policy:
     assert spec is not None  # the name ends in .py
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where a dataclass of the file looks its annotations up
     try:
         spec.loader.exec_module(module)
     except Exception as error:
