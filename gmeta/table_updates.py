@@ -18,13 +18,17 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+
+from gmeta.numerics import use_huge_pages
 
 # Above so many places where row numbers do not rise, sorting costs more than merging saves.
 MAX_FALLS = 64
 
-Update = Callable[[SplitTableBatchedEmbeddingBagsCodegen, Tensor, Tensor], None]
+# Group, distinct rows [U], their values and the sums of their gradients [U, D].
+Update = Callable[[SplitTableBatchedEmbeddingBagsCodegen, Tensor, Tensor, Tensor], None]
 
 
 def use_fast_cpu_updates(sharded: DistributedModelParallel) -> int:
@@ -36,46 +40,52 @@ def use_fast_cpu_updates(sharded: DistributedModelParallel) -> int:
     groups = list(table_groups(sharded))
     for group in groups:
         group.forward = _FastGroup(group)
+        use_huge_pages(group.weights_host)
+        if group.optimizer != EmbOptimType.EXACT_SGD:
+            use_huge_pages(group.momentum1_host)
     return len(groups)
 
 
-def _sgd(group: SplitTableBatchedEmbeddingBagsCodegen, row_U: Tensor, grad_UD: Tensor) -> None:
-    _move_rows(group, row_U, grad_UD)
+def _sgd(
+    group: SplitTableBatchedEmbeddingBagsCodegen, row_U: Tensor, rows_UD: Tensor, grad_UD: Tensor
+) -> None:
+    _write(group, row_U, rows_UD.sub(grad_UD, alpha=group.get_learning_rate()))
 
 
-def _adagrad(group: SplitTableBatchedEmbeddingBagsCodegen, row_U: Tensor, grad_UD: Tensor) -> None:
-    width = grad_UD.shape[1]
-    _adagrad_step(group, row_U, grad_UD, grad_UD.square(), group.momentum1_host.view(-1, width))
+def _adagrad(
+    group: SplitTableBatchedEmbeddingBagsCodegen, row_U: Tensor, rows_UD: Tensor, grad_UD: Tensor
+) -> None:
+    momentum = group.momentum1_host.view(-1, grad_UD.shape[1])
+    squares_UD = momentum.index_select(0, row_U).addcmul_(grad_UD, grad_UD)
+    _adagrad_step(group, row_U, rows_UD, grad_UD, squares_UD, momentum)
 
 
 def _rowwise_adagrad(
-    group: SplitTableBatchedEmbeddingBagsCodegen, row_U: Tensor, grad_UD: Tensor
+    group: SplitTableBatchedEmbeddingBagsCodegen, row_U: Tensor, rows_UD: Tensor, grad_UD: Tensor
 ) -> None:
-    squares_U1 = grad_UD.square().mean(dim=1, keepdim=True)
-    _adagrad_step(group, row_U, grad_UD, squares_U1, group.momentum1_host.view(-1, 1))
+    momentum = group.momentum1_host.view(-1, 1)
+    squares_U1 = grad_UD.square().mean(dim=1, keepdim=True).add_(momentum.index_select(0, row_U))
+    _adagrad_step(group, row_U, rows_UD, grad_UD, squares_U1, momentum)
 
 
 def _adagrad_step(
     group: SplitTableBatchedEmbeddingBagsCodegen,
     row_U: Tensor,
+    rows_UD: Tensor,
     grad_UD: Tensor,
     squares: Tensor,
     momentum: Tensor,
 ) -> None:
-    """w -= lr * g / (sqrt(m) + eps) with m += squares, one m an element or one a row."""
-    squares += momentum.index_select(0, row_U)
+    """w -= lr * g / (sqrt(m) + eps), with the new m: one an element or one a row."""
     momentum.index_copy_(0, row_U, squares)
-    step_UD = grad_UD / squares.sqrt_().add_(group.optimizer_args.eps)
-    _move_rows(group, row_U, step_UD)
+    root = squares.sqrt_().add_(group.optimizer_args.eps)
+    rate = group.get_learning_rate()
+    _write(group, row_U, torch.addcdiv(rows_UD, grad_UD, root, value=-rate))
 
 
-def _move_rows(
-    group: SplitTableBatchedEmbeddingBagsCodegen, row_U: Tensor, step_UD: Tensor
-) -> None:
-    """w -= lr * step, for distinct rows: writing them takes a third of index_add_'s time."""
-    weights = group.weights_host.detach().view(-1, step_UD.shape[1])
-    moved_UD = weights.index_select(0, row_U).sub_(step_UD, alpha=group.get_learning_rate())
-    weights.index_copy_(0, row_U, moved_UD)
+def _write(group: SplitTableBatchedEmbeddingBagsCodegen, row_U: Tensor, rows_UD: Tensor) -> None:
+    """New values of distinct rows: writing them takes a third of index_add_'s time."""
+    group.weights_host.detach().view(-1, rows_UD.shape[1]).index_copy_(0, row_U, rows_UD)
 
 
 UPDATES: dict[EmbOptimType, Update] = {
@@ -90,16 +100,21 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, group: "_FastGroup", row_N: Tensor) -> Tensor:
-        ctx.group = group
-        ctx.save_for_backward(row_N)
-        return weights.view(-1, group.width).index_select(0, row_N)
+        rows_ND = weights.view(-1, group.width).index_select(0, row_N)
+        ctx.group, ctx.weights, ctx.version = group, weights, weights._version
+        ctx.save_for_backward(row_N, rows_ND)
+        return rows_ND
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
         (grad_ND,) = grads
-        (row_N,) = ctx.saved_tensors
+        row_N, rows_ND = ctx.saved_tensors
         if row_N.numel():
-            ctx.group.update(*summed_by_row(row_N, grad_ND))
+            row_U, grad_UD = summed_by_row(row_N, grad_ND)
+            # Reading rows from a large table waits for memory: not twice where nobody wrote since.
+            known = row_U is row_N and ctx.version == ctx.weights._version
+            ctx.group.update(row_U, rows_ND if known else None, grad_UD)
         return None, None, None
 
 
@@ -121,14 +136,18 @@ class _FastGroup:
         rows_ND: Tensor = _Lookup.apply(self._group.weights_host, self, row_N)
         return rows_ND
 
-    def update(self, row_U: Tensor, grad_UD: Tensor) -> None:
-        """One optimizer step on distinct rows, from the summed gradients of each."""
-        self._update(self._group, row_U, grad_UD)
+    def update(self, row_U: Tensor, rows_UD: Tensor | None, grad_UD: Tensor) -> None:
+        """One optimizer step on distinct rows, from their values if these are known and the summed
+        gradients of each.
+        """
+        if rows_UD is None:
+            rows_UD = self._group.weights_host.detach().view(-1, self.width).index_select(0, row_U)
+        self._update(self._group, row_U, rows_UD, grad_UD)
 
 
 def summed_by_row(row_N: Tensor, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
     """The distinct rows [U], and the sum of the gradients of each [U, D]."""
-    falls = int((row_N.diff() <= 0).sum())
+    falls = int((row_N[1:] <= row_N[:-1]).sum())
     if not falls:
         # Ascending, as one rank gets the ids of a batch of one block: every row once, in order.
         return row_N, grad_ND

@@ -6,6 +6,7 @@ import random
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,14 @@ import torch
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.learner import MetaLearner
-from gmeta.numerics import THREADED_WORK, autocast, keep_freed_memory, threads_for
+from gmeta.numerics import (
+    HUGE_PAGE_BYTES,
+    THREADED_WORK,
+    autocast,
+    keep_freed_memory,
+    threads_for,
+    use_huge_pages,
+)
 from models import ModelConfig
 from tests import reference
 
@@ -82,3 +90,26 @@ def faults_here(keep: bool) -> float:
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's advice")
 def test_freed_memory_is_used_again_without_page_faults() -> None:
     assert faults_a_round("True") < faults_a_round("False") / 10
+
+
+def huge_kilobytes() -> int:
+    """Of this process's memory."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return int(rollup.split("AnonHugePages:")[1].split()[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's advice")
+def test_large_tables_get_huge_pages_and_keep_their_values() -> None:
+    table = torch.arange(8 * HUGE_PAGE_BYTES // 4, dtype=torch.float32)
+    before, expected = huge_kilobytes(), table.clone()
+    if not use_huge_pages(table):
+        pytest.skip("this system has no huge pages")
+    assert torch.equal(table, expected)
+    if huge_kilobytes() == before:
+        pytest.skip("this system makes huge pages later")
+    # All but the ends, which share pages with other values.
+    assert huge_kilobytes() - before >= 7 * HUGE_PAGE_BYTES // 1024
+
+
+def test_values_smaller_than_a_huge_page_keep_theirs() -> None:
+    assert not use_huge_pages(torch.zeros(100))
