@@ -37,7 +37,7 @@ def build_manifest(
     """The state of every dataset at this moment."""
     holders: dict[str, dict[int, str]] = {name: {} for name in state.tables}
     for lease in state.leases.values():
-        holders[lease.dataset][lease.position] = lease.worker_id
+        holders[lease.dataset][lease.position] = lease.worker_id  # of two the one granted last
     return ShardManifest(
         state.job,
         command.checkpoint_id,

@@ -9,12 +9,12 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
 from gmeta.antdt.connection import Connection, ConnectionConfig
-from gmeta.antdt.errors import AntdtError, FencedError
+from gmeta.antdt.errors import AntdtError, FencedError, LeaseLostError
 from gmeta.antdt.lease import END, SAFE_FRACTION, EndOfEpoch, Lease, WaitFor
 from gmeta.antdt.manifest import ShardManifest, parse_manifest
 from gmeta.antdt.model import DatasetSpec, Outcome
@@ -144,7 +144,8 @@ class ShardClient:
         """Every shard that this worker gets of the epoch, waiting where it must; ends at END.
 
         For loops in which each worker trains by itself. The shard is completed when the loop
-        asks for the next one, so its units must be in the model by then.
+        asks for the next one, so its units must be in the model by then. One of a speculative
+        dataset the loop completes itself, with `complete`, unless it lost it.
         """
         while not isinstance(answer := self.lease(dataset, epoch, prefetch_shards), EndOfEpoch):
             if isinstance(answer, WaitFor):
@@ -154,8 +155,45 @@ class ShardClient:
                 continue
             for lease in answer:
                 yield lease
+                if lease.speculative:
+                    self._check_left(lease)
+                    continue
                 lease.advance(lease.num_units - lease.units_done)
                 self.flush()
+
+    def _check_left(self, lease: Lease) -> None:
+        if lease.lost:
+            self.release([lease])  # where it was only late, nobody need wait for it to expire
+        elif lease.token in self._held_tokens():
+            raise ValueError(
+                f"shard {lease.shard_index} of the speculative dataset {lease.dataset!r} was left "
+                "without an end; its result counts only once it is completed. Call "
+                "complete(lease), release([lease]) or fail(lease, ...) before the next shard."
+            )
+
+    def complete(self, lease: Lease) -> bool:
+        """The result of the whole shard is ready and not yet in effect. True: it counts, put it
+        into effect. False: another worker was first, or the lease had run out; discard it."""
+        outcomes = self._complete([lease.token])
+        try:
+            self._settle([(lease, lease.num_units)], outcomes, drop=True)
+        except LeaseLostError:
+            return False
+        return True
+
+    def completed(self, token: int) -> bool:
+        """For a result that an earlier process of this worker left behind, killed between
+        `complete` and putting it into effect: whether it counts. The service remembers the last
+        16,384 shards."""
+        return bool(self._complete([token])[0] != Outcome.FENCED)
+
+    def _complete(self, tokens: list[int]) -> Sequence[int]:
+        response = self._call_numbered(
+            "Complete",
+            lambda: pb.CompleteRequest(caller=self._caller, seq=self._seq + 1, tokens=tokens),
+        )
+        outcomes: Sequence[int] = response.outcomes
+        return outcomes
 
     def flush(self) -> None:
         """At a step boundary: tells the service what is in the model, durably. Raises
@@ -175,7 +213,11 @@ class ShardClient:
         for lease in lost:
             if lease.units_done > lease.units_reported:
                 lease.check()
-        partial = [(x, done) for x, done in noted if x.units_reported < done < x.num_units]
+        partial = [
+            (x, done)
+            for x, done in noted
+            if x.units_reported < done < x.num_units and not x.speculative
+        ]
         whole = [(x, done) for x, done in noted if done == x.num_units]
         if partial:
             items = [pb.ProgressItem(token=x.token, units_done=done) for x, done in partial]
@@ -184,12 +226,8 @@ class ShardClient:
             )
             self._settle(partial, response.outcomes, drop=False)
         if whole:
-            tokens = [lease.token for lease, _ in whole]
-            response = self._call_numbered(
-                "Complete",
-                lambda: pb.CompleteRequest(caller=self._caller, seq=self._seq + 1, tokens=tokens),
-            )
-            self._settle(whole, response.outcomes, drop=True)
+            outcomes = self._complete([lease.token for lease, _ in whole])
+            self._settle(whole, outcomes, drop=True)
 
     def release(self, leases: Iterable[Lease]) -> None:
         """Gives shards back with what was flushed of them; others continue there. Lost leases
@@ -413,7 +451,9 @@ class ShardClient:
                     lease.usable_until_s = sent_s + SAFE_FRACTION * self._ttl_s
                 else:
                     lease.lost = _UNKNOWN_TOKEN
-                    self._lost.append(self._held.pop(token))
+                    del self._held[token]
+                    if not lease.speculative:  # of those nothing counts but the whole
+                        self._lost.append(lease)
 
     def _beat_on(self) -> None:
         while not self._closed.is_set():

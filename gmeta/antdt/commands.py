@@ -117,6 +117,14 @@ class PostAction(NamedTuple):
     parameters: dict[str, float]
 
 
+class BackUp(NamedTuple):
+    """From the controller inside the service: the shards that a slow worker holds may be done by
+    another one too, where their dataset is speculative. The service does it, so nobody acks."""
+
+    action_id: str
+    worker_id: str
+
+
 class AckAction(NamedTuple):
     """The agent's answer to an action."""
 
@@ -226,7 +234,7 @@ class Ticked(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """Answer to operator commands and CommitCheckpoint: how many shards changed."""
+    """Answer to operator commands, BackUp and CommitCheckpoint: how many shards changed."""
 
     num_changed: int
 
@@ -252,6 +260,7 @@ Command = (
     | Register
     | WorkerCommand
     | PostAction
+    | BackUp
     | Requeue
     | Skip
     | Drain

@@ -5,7 +5,8 @@
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 from gmeta.antdt.errors import AntdtError
@@ -48,14 +49,19 @@ def rule(snapshot: Snapshot, config: ControllerConfig, policy: Policy) -> list[R
         ) from error
     rulings = []
     restarts = snapshot.restarts_last_hour
+    backed_up = {worker.health.worker_id for worker in snapshot.workers if worker.backed_up}
     for decision in decisions:
         if decision.kind == "NONE":
             continue
         refusal = _refusal(decision, snapshot, config, restarts)
+        if decision.kind == "BACKUP_WORKERS" and not refusal:
+            refusal = _refused_backup(decision.worker_id, snapshot, config, backed_up)
         if config.dry_run and not refusal:
             refusal = "dry run"
         rulings.append(Ruling(decision, not refusal, refusal))
         restarts += decision.kind == "KILL_RESTART" and not refusal
+        if decision.kind == "BACKUP_WORKERS" and not refusal:
+            backed_up.add(decision.worker_id)
     return rulings
 
 
@@ -72,17 +78,32 @@ def _refusal(
         return _refused_shares(decision, snapshot, config, workers)
     if decision.kind == "ADJUST_LR" and not decision.parameters.get("factor", 0.0) > 0:
         return "ADJUST_LR needs a parameter 'factor' above 0"
-    if decision.kind == "BACKUP_WORKERS" and config.synchronous:
-        return (
-            "backup workers need a job in which the loser's work can be discarded; in a "
-            "synchronous job both would be in the model"
-        )
     if decision.kind == "KILL_RESTART":
         allowed = max(1, int(config.restart_share_per_hour * len(workers)))
         if workers[decision.worker_id].restarts >= config.restarts_per_worker:
             return f"the worker was restarted {config.restarts_per_worker} times already"
         if restarts >= allowed:
             return f"{restarts} workers were restarted within the hour; {allowed} are allowed"
+    return ""
+
+
+def _refused_backup(
+    worker_id: str, snapshot: Snapshot, config: ControllerConfig, backed_up: Set[str]
+) -> str:
+    if config.synchronous:
+        return (
+            "backup workers need a job in which the loser's work can be discarded; in a "
+            "synchronous job both would be in the model"
+        )
+    if not any(w.to_back_up for w in snapshot.workers if w.health.worker_id == worker_id):
+        return (
+            "the worker holds nothing that another may do too: only the last shards of a "
+            "speculative dataset, each once"
+        )
+    others = len(backed_up - {worker_id})
+    allowed = max(1, int(config.backup_share * len(snapshot.workers)))
+    if others >= allowed:
+        return f"{others} workers are backed up; {allowed} may be at a time"
     return ""
 
 
@@ -133,8 +154,10 @@ class Controller:
         tasks_per_step: int,
         remaining_s: float,
         now_s: float,
+        backups: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> Snapshot:
-        """What the policy will see. Workers that were given no share yet have an equal one."""
+        """What the policy will see. Workers that were given no share yet have an equal one;
+        `backups` are (to back up, backed up) of those who hold shards of speculative datasets."""
         while self._restart_times_s and self._restart_times_s[0] < now_s - HOUR_S:
             self._restart_times_s.popleft()
         names = sorted(health)
@@ -142,7 +165,11 @@ class Controller:
             self.shares = equal_shares(tasks_per_step, names)
         workers = tuple(
             WorkerView(
-                health[name], self.shares[name], self._restarts.get(name, 0), name in self.excluded
+                health[name],
+                self.shares[name],
+                self._restarts.get(name, 0),
+                name in self.excluded,
+                *backups.get(name, (0, 0)),
             )
             for name in names
         )

@@ -49,6 +49,26 @@ class LeasesGranted(NamedTuple):
     items: list[tuple[int, int, int]]
 
 
+class BackupsWanted(NamedTuple):
+    """A worker is slow: these of its leases may have another one beside them."""
+
+    action_id: str
+    tokens: list[int]
+
+
+class BackupGranted(NamedTuple):
+    """As LeasesGranted, of one shard that the lease `beside` holds already."""
+
+    worker_id: str
+    seq: int
+    call_crc: int
+    dataset: str
+    epoch: int
+    first_token: int
+    items: list[tuple[int, int, int]]
+    beside: int
+
+
 class UnitsProgressed(NamedTuple):
     """(token, units_done), only items that moved."""
 
@@ -171,6 +191,8 @@ Event = (
     | GenerationStarted
     | WorkerRegistered
     | LeasesGranted
+    | BackupsWanted
+    | BackupGranted
     | UnitsProgressed
     | ShardsCompleted
     | ShardsReleased
@@ -187,12 +209,17 @@ Event = (
     | DrainSet
 )
 
+# Answers to a worker's numbered calls.
+NumberedEvent = LeasesGranted | BackupGranted | ShardsCompleted | ShardsReleased | ShardFailed
+
 _TAG_OF: dict[type[Event], str] = {
     ServiceStarted: "start",
     DatasetAdded: "dataset",
     GenerationStarted: "generation",
     WorkerRegistered: "worker",
     LeasesGranted: "grant",
+    BackupsWanted: "backups",
+    BackupGranted: "backup",
     UnitsProgressed: "progress",
     ShardsCompleted: "complete",
     ShardsReleased: "release",
@@ -211,9 +238,9 @@ _TAG_OF: dict[type[Event], str] = {
 _TYPE_OF = {tag: kind for kind, tag in _TAG_OF.items()}
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
-# A grant that is lost in a power cut is fenced by the next service epoch; everything else must not
-# be forgotten.
-NEEDS_NO_SYNC = (LeasesGranted, LeasesExpired, ActionPosted)
+# A grant that is lost in a power cut is fenced by the next service epoch, and what the controller
+# wants it wants again; everything else must not be forgotten.
+NEEDS_NO_SYNC = (LeasesGranted, BackupGranted, BackupsWanted, LeasesExpired, ActionPosted)
 
 
 def encode(event: Event) -> bytes:

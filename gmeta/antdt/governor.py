@@ -20,6 +20,7 @@ from gmeta.antdt.monitor import CUT_AFTER, Monitor, Report, WorkerHealth
 from gmeta.antdt.policies import find_policy
 from gmeta.antdt.policies.interface import Decision
 from gmeta.antdt.settings import StragglerConfig
+from gmeta.antdt.state import LedgerState
 from protos.antdt.v1 import shard_service_pb2 as pb
 
 MAX_TICK_S = 0.2  # within DECIDED_AFTER_S of the client
@@ -36,6 +37,7 @@ class Reading(NamedTuple):
     # worker -> (incarnation, report as it came; empty before the first)
     workers: dict[str, tuple[str, tuple[float, ...]]]
     tasks_left: int  # of the epochs that are being handed out
+    backups: dict[str, tuple[int, int]]  # worker -> last shards to back up, and backed up
 
 
 class Spoken(NamedTuple):
@@ -62,7 +64,19 @@ def read_ledger(ledger: Ledger, now_s: float) -> Reading:
     for table in state.tables.values():
         open_shards = table.counts[ShardState.READY] + table.counts[ShardState.DOING]
         left += open_shards * table.spec.units_per_shard - sum(table.units_done.values())
-    return Reading(state.service_epoch, state.generation, workers, max(0, left))
+    backups = _read_backups(state) if any(t.spec.speculative for t in state.tables.values()) else {}
+    return Reading(state.service_epoch, state.generation, workers, max(0, left), backups)
+
+
+def _read_backups(state: LedgerState) -> dict[str, tuple[int, int]]:
+    backups = state.backups
+    found = {}
+    for name, worker in state.workers.items():
+        to_back_up = len(backups.candidates(worker, state.leases, state.tables))
+        backed_up = len(backups.wanted & worker.tokens)
+        if to_back_up or backed_up:
+            found[name] = (to_back_up, backed_up)
+    return found
 
 
 @final
@@ -157,13 +171,17 @@ class Governor:
 
     def _control(self, reading: Reading, now_s: float) -> None:
         health = self.monitor.health
-        if not health or set(health) != set(reading.workers):
-            return  # somebody is not judged yet: its share cannot be planned
-        shares = [int(report[-1]) for _, report in reading.workers.values()]
+        # Somebody is not judged yet: its share of a step cannot be planned.
+        is_early = self.config.controller.synchronous and set(health) != set(reading.workers)
+        if not health or is_early:
+            return
+        shares = [int(report[-1]) if report else 0 for _, report in reading.workers.values()]
         if not self._tasks_per_step and all(shares):
             self._tasks_per_step = sum(shares)
         left_s = reading.tasks_left / self.tasks_per_s if self.tasks_per_s else float("inf")
-        snapshot = self.controller.snapshot(health, self.step, self._tasks_per_step, left_s, now_s)
+        snapshot = self.controller.snapshot(
+            health, self.step, self._tasks_per_step, left_s, now_s, reading.backups
+        )
         for ruling in self.controller.decide(snapshot):
             self._speak(ruling)
             if ruling.allowed:
@@ -194,7 +212,7 @@ class Governor:
             self._ask(cmd.Drain(f"exclude-{action_id}", decision.worker_id, False))
             return
         if decision.kind == "BACKUP_WORKERS":
-            event(logging.WARNING, "action_not_offered", kind=decision.kind)
+            self._ask(cmd.BackUp(action_id, decision.worker_id))
             return
         is_global = decision.kind in ("ADJUST_BS", "ADJUST_LR")
         self._ask(

@@ -41,6 +41,7 @@ class Lease:
         self.start_unit = grant.start_unit
         self.num_units = grant.num_units
         self.attempts = grant.attempts
+        self.speculative = grant.speculative  # its result counts only if `complete` returns True
         self.units_done = grant.units_done  # in the model, as far as this process knows
         self.units_reported = grant.units_done  # what the service has acknowledged
         self.usable_until_s = usable_until_s  # on this process's monotonic clock

@@ -8,7 +8,6 @@ is chained into a running sha256.
 
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from typing import Any, NamedTuple, final
 
 from gmeta.antdt import checkpoints, offers, operate
@@ -141,7 +140,7 @@ class Ledger:
         spec = command.spec
         is_new = offers.is_new_dataset(self.state, spec)
         if is_new:
-            self._emit(ev.DatasetAdded(asdict(spec)))
+            self._emit(ev.DatasetAdded(spec.to_dict()))
         return cmd.DatasetReply(spec.num_shards, spec.digest, is_new)
 
     def _register(self, command: cmd.Register, now_s: float) -> cmd.Reply:
@@ -189,9 +188,9 @@ class Ledger:
         if nothing is None:
             if command.epoch > table.epoch:
                 self._emit(ev.EpochOpened(command.dataset, command.epoch))
-            positions = table.next_ready(command.max_shards)
-            if positions:
-                self._emit(offers.grant(self.state, worker, table, command, call_crc, positions))
+            granted = offers.next_grant(self.state, worker, table, command, call_crc)
+            if granted is not None:
+                self._emit(granted)
                 return self.numbers.reply_of(worker.last_call[0])
             nothing = offers.nothing_left(table, command.seq)
         self.numbers.note_unrecorded(worker, command.seq, call_crc, nothing)
@@ -233,7 +232,8 @@ class Ledger:
         lease = self.state.leases[token]
         table = self.state.tables[lease.dataset]
         known = table.units_done.get(lease.position, 0) if moved is None else moved
-        if units_done > table.length_at(lease.position):
+        # Of two leases of a shard each has a progress of its own: none counts but the whole.
+        if table.spec.speculative or units_done > table.length_at(lease.position):
             return Outcome.INVALID
         return Outcome.ACCEPTED if units_done > known else Outcome.ALREADY
 
@@ -275,7 +275,8 @@ class Ledger:
             return cmd.Outcomes(self.numbers.last_seq(worker), (Outcome.FENCED,))
         lease = self.state.leases[command.token]
         table = self.state.tables[lease.dataset]
-        quarantined = table.attempts.get(lease.position, 0) + 1 > table.spec.max_attempts
+        exhausted = table.attempts.get(lease.position, 0) + 1 > table.spec.max_attempts
+        quarantined = exhausted and command.token not in self.state.backups.twins
         note = f"{command.failure_class}: {command.message}"
         self._emit(
             ev.ShardFailed(
@@ -329,6 +330,14 @@ class Ledger:
             self._emit(ev.ActionPosted(*command))
         return None
 
+    def _back_up(self, command: cmd.BackUp, now_s: float) -> cmd.Reply:
+        state = self.state
+        worker = state.workers.get(command.worker_id)
+        tokens = worker and state.backups.candidates(worker, state.leases, state.tables)
+        if tokens:
+            self._emit(ev.BackupsWanted(command.action_id, tokens))
+        return cmd.Changed(len(tokens or ()))
+
     def _ack_action(self, command: cmd.AckAction, now_s: float) -> cmd.Reply:
         worker = check_caller(self.state, command.caller)
         if command.action_id in self.state.acked:
@@ -367,6 +376,7 @@ _DECIDE: dict[type[Any], Callable[[Ledger, Any, float], cmd.Reply]] = {
     cmd.CommitCheckpoint: Ledger._commit,
     cmd.Restore: Ledger._restore,
     cmd.PostAction: Ledger._post_action,
+    cmd.BackUp: Ledger._back_up,
     cmd.AckAction: Ledger._ack_action,
     cmd.Requeue: Ledger._operate,
     cmd.Skip: Ledger._operate,

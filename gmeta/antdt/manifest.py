@@ -90,7 +90,10 @@ class ShardManifest:
         return _digest(self._body())
 
     def _body(self) -> dict[str, Any]:
-        return {"schema_version": SCHEMA_VERSION, "order": ORDER_NAME, **asdict(self)}
+        body = asdict(self)
+        for entry, dataset in zip(body["datasets"], self.datasets, strict=True):
+            entry["spec"] = dataset.spec.to_dict()
+        return {"schema_version": SCHEMA_VERSION, "order": ORDER_NAME, **body}
 
     def save(self, folder: Path) -> Path:
         """Writes shards.json into a checkpoint folder that is still being written; the folder's

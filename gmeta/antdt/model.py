@@ -65,12 +65,17 @@ class Grant(NamedTuple):
     num_units: int
     units_done: int
     attempts: int
+    speculative: bool = False
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
     """What a dataset is, in units that may not be split (episodes). Checked here, trusted
-    everywhere else."""
+    everywhere else.
+
+    `speculative`: a shard's result may be discarded, so two workers may do the same shard and the
+    first one to complete it counts. Such a shard counts as a whole: there is no progress within it.
+    """
 
     name: str
     num_units: int
@@ -80,6 +85,7 @@ class DatasetSpec:
     fingerprint: str = ""
     shuffle: bool = True
     max_attempts: int = DEFAULT_MAX_ATTEMPTS
+    speculative: bool = False
 
     def __post_init__(self) -> None:
         check_name("dataset name", self.name)
@@ -112,7 +118,15 @@ class DatasetSpec:
     @property
     def digest(self) -> str:
         """Names the spec: equal digests are equal datasets, cut in the same way."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for ledger and manifests. `speculative` only where it is set: specs without
+        it keep the digest that they had before there was such a field."""
+        plain = asdict(self)
+        if not self.speculative:
+            del plain["speculative"]
+        return plain
 
 
 @dataclass(slots=True)

@@ -171,6 +171,7 @@ class _Worker:
         self.newest: Report | None = None
         self.at_window_start: Report | None = None
         self.at_long_start: Report | None = None  # of the window that is not cut short
+        self.last: Report | None = None  # what it did in the last window with news
         self.long = _Long(config)
         self.short: deque[Window] = deque(maxlen=config.short_windows)
         self.num_windows = 0
@@ -196,7 +197,7 @@ class _Worker:
         """`news`; the next window begins."""
         delta = self.news()
         if delta is not None:
-            self.at_window_start = self.newest
+            self.at_window_start, self.last = self.newest, delta
         return delta
 
     def take_long_delta(self) -> Report | None:
@@ -283,7 +284,17 @@ class Monitor:
             for name, worker in self._workers.items()
             if (delta := take(worker)) is not None
         }
-        return _windows_of(deltas, self.config)
+        idle: dict[str, Report] = {}
+        if 2 * len(deltas) <= len(self._workers):
+            # At the end of the data the slow ones are among themselves: they are held against what
+            # the others did last.
+            idle = {
+                name: worker.last
+                for name, worker in self._workers.items()
+                if name not in deltas and worker.last is not None
+            }
+        windows = _windows_of({**idle, **deltas}, self.config)
+        return {name: windows[name] for name in deltas}
 
     def _judge(self, worker: _Worker, now_s: float) -> Verdict:
         config, short = self.config, worker.short

@@ -79,7 +79,7 @@ class CallNumbers:
     def reply_of(self, event: Any) -> cmd.Reply:
         """The reply to a numbered call, from its event and nothing else: a retry after a crash
         gets the same."""
-        if isinstance(event, ev.LeasesGranted):
+        if isinstance(event, ev.LeasesGranted | ev.BackupGranted):
             table = self._state.tables[event.dataset]
             # A retry of a call of an earlier epoch would need its order; such tokens are long
             # closed.

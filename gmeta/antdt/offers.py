@@ -107,6 +107,23 @@ def nothing_left(table: ShardTable, seq: int) -> cmd.Wait:
     return cmd.Wait(seq, cmd.CAUSE_QUARANTINED, OPERATOR_RETRY_MS, text)
 
 
+def next_grant(
+    state: LedgerState, worker: Worker, table: ShardTable, command: cmd.LeaseShards, call_crc: int
+) -> ev.LeasesGranted | ev.BackupGranted | None:
+    """What the worker gets: shards that nobody holds; where there are none, one that a slow worker
+    holds and that it may do as well (one, so that the last shards spread over all who are idle).
+    Raises RefusedError at the limits."""
+    positions = table.next_ready(command.max_shards)
+    if positions:
+        return grant(state, worker, table, command, call_crc, positions)
+    beside = state.backups.next_for(worker, table, state.leases)
+    if beside is None:
+        return None
+    position = state.leases[beside].position
+    granted = grant(state, worker, table, command, call_crc, [position])
+    return ev.BackupGranted(*granted, beside)
+
+
 def grant(
     state: LedgerState,
     worker: Worker,

@@ -51,6 +51,8 @@ def take_snapshot(ledger: Ledger) -> Snapshot:
     document["leases"] = [
         [x.token, x.dataset, x.position, x.worker_id] for x in state.leases.values()
     ]
+    document["backups_wanted"] = sorted(state.backups.wanted)
+    document["twins"] = [pair for pair in state.backups.twins.items() if pair[0] < pair[1]]
     document["closed"] = list(state.closed.items())
     document["checkpoints"] = [asdict(checkpoint) for checkpoint in state.checkpoints.values()]
     document["actions"] = list(state.actions.values())
@@ -93,6 +95,10 @@ def load_ledger(snapshot: Snapshot | None, job: str, lease_ttl_s: float) -> Ledg
     for token, dataset, position, worker_id in document["leases"]:
         state.leases[token] = Lease(token, dataset, position, worker_id)
         state.workers[worker_id].tokens.add(token)
+    # A store of version 1 has neither.
+    state.backups.wanted.update(document.get("backups_wanted", ()))
+    for token, other in document.get("twins", ()):
+        state.backups.pair(token, other)
     state.closed = dict(document["closed"])
     state.checkpoints = {
         item["checkpoint_id"]: Checkpoint(**item) for item in document["checkpoints"]
@@ -103,7 +109,7 @@ def load_ledger(snapshot: Snapshot | None, job: str, lease_ttl_s: float) -> Ledg
 
 def _table_document(table: ShardTable) -> dict[str, Any]:
     return {
-        "spec": asdict(table.spec),
+        "spec": table.spec.to_dict(),
         "epoch": table.epoch,
         "units_done": list(table.units_done.items()),
         "attempts": list(table.attempts.items()),

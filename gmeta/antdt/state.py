@@ -4,10 +4,10 @@ Nothing is decided here: an event that got this far is a fact.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import final
 
 from gmeta.antdt import events as ev
+from gmeta.antdt.backups import Backups
 from gmeta.antdt.manifest import parse_manifest, restore_table
 from gmeta.antdt.model import Checkpoint, DatasetSpec, Lease, Outcome, ShardState, Worker
 from gmeta.antdt.table import ShardTable
@@ -38,6 +38,7 @@ class LedgerState:
         self.tables: dict[str, ShardTable] = {}
         self.workers: dict[str, Worker] = {}
         self.leases: dict[int, Lease] = {}
+        self.backups = Backups()
         self.closed: dict[int, str] = {}  # completed token -> worker, oldest first
         self.checkpoints: dict[str, Checkpoint] = {}
         self.requests: dict[str, int] = {}  # operator request -> shards changed
@@ -52,15 +53,16 @@ class LedgerState:
         """The token is worth nothing from now on; the shard's state is the caller's business."""
         lease = self.leases.pop(token)
         self.workers[lease.worker_id].tokens.discard(token)
+        self.backups.drop(token)
         return lease
 
     def _return(self, token: int, counts_attempt: bool, note: str = "") -> None:
+        still_held = token in self.backups.twins
         lease = self.drop_lease(token)
-        self.tables[lease.dataset].give_back(lease.position, counts_attempt, note)
+        table = self.tables[lease.dataset]
+        table.give_back(lease.position, counts_attempt, note, still_held)
 
-    def _record_call(
-        self, event: ev.LeasesGranted | ev.ShardsCompleted | ev.ShardsReleased | ev.ShardFailed
-    ) -> None:
+    def _record_call(self, event: ev.NumberedEvent) -> None:
         worker = self.workers[event.worker_id]
         worker.last_seq = event.seq
         worker.last_call = [event]
@@ -97,7 +99,7 @@ class LedgerState:
         else:
             worker.generation = self.generation
 
-    def _leases_granted(self, event: ev.LeasesGranted) -> None:
+    def _leases_granted(self, event: ev.LeasesGranted | ev.BackupGranted) -> None:
         table = self.tables[event.dataset]
         worker = self.workers[event.worker_id]
         for token, (position, _, _) in enumerate(event.items, event.first_token):
@@ -107,6 +109,13 @@ class LedgerState:
         self.token_counter = (event.first_token & TOKEN_COUNTER_MASK) + len(event.items)
         self._record_call(event)
 
+    def _backup_granted(self, event: ev.BackupGranted) -> None:
+        self._leases_granted(event)  # the shard is DOING already, and stays it
+        self.backups.pair(event.beside, event.first_token)
+
+    def _backups_wanted(self, event: ev.BackupsWanted) -> None:
+        self.backups.wanted.update(event.tokens)
+
     def _units_progressed(self, event: ev.UnitsProgressed) -> None:
         for token, units_done in event.items:
             lease = self.leases[token]
@@ -115,7 +124,10 @@ class LedgerState:
     def _shards_completed(self, event: ev.ShardsCompleted) -> None:
         for token, outcome in event.items:
             if outcome == Outcome.ACCEPTED:
+                twin = self.backups.twins.get(token)
                 lease = self.drop_lease(token)
+                if twin is not None:
+                    self.drop_lease(twin)  # it came second
                 self.tables[lease.dataset].set_state(lease.position, ShardState.DONE)
                 self.closed[token] = event.worker_id
         while len(self.closed) > MAX_CLOSED_TOKENS:
@@ -164,7 +176,7 @@ class LedgerState:
             self.drop_lease(token)
         for entry in entries:
             if entry.spec.name not in self.tables:
-                self._dataset_added(ev.DatasetAdded(asdict(entry.spec)))
+                self._dataset_added(ev.DatasetAdded(entry.spec.to_dict()))
         for name, table in self.tables.items():
             restore_table(table, by_name.get(name))
         self.generation = event.generation
@@ -242,6 +254,8 @@ _EVOLVE: dict[type[ev.Event], Callable[..., None]] = {
     ev.GenerationStarted: LedgerState._generation_started,
     ev.WorkerRegistered: LedgerState._worker_registered,
     ev.LeasesGranted: LedgerState._leases_granted,
+    ev.BackupsWanted: LedgerState._backups_wanted,
+    ev.BackupGranted: LedgerState._backup_granted,
     ev.UnitsProgressed: LedgerState._units_progressed,
     ev.ShardsCompleted: LedgerState._shards_completed,
     ev.ShardsReleased: LedgerState._shards_released,

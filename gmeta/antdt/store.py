@@ -25,7 +25,7 @@ from gmeta.antdt.errors import (
 )
 from gmeta.antdt.snapshot import Snapshot
 
-STORE_VERSION = 1
+STORE_VERSION = 2  # 2: second leases of a shard; a store of version 1 has none
 TAKEN = "is held by another service"  # also read from the log of a service that could not start
 URL_FORMS = "sqlite:///relative/path, sqlite:////absolute/path or memory:"
 
@@ -194,8 +194,10 @@ class SqliteStore(Store):
                 f"{STORE_VERSION}. "
                 "Use the newer version of gmeta that wrote it, or another --store."
             )
-        if version == 0:
-            self._db.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version={STORE_VERSION};COMMIT;")
+        if version < STORE_VERSION:
+            # What version 1 wrote is read as it is; from now on only this version understands all.
+            schema = "" if version else _SCHEMA
+            self._db.executescript(f"BEGIN;{schema}PRAGMA user_version={STORE_VERSION};COMMIT;")
         self._wal_fd = _open_wal(self._db, self.path)
 
     @contextmanager

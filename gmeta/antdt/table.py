@@ -85,13 +85,17 @@ class ShardTable:
             position = self.states.find(_READY_BYTE, position + 1)
         return found
 
-    def give_back(self, position: int, counts_attempt: bool, note: str = "") -> None:
+    def give_back(
+        self, position: int, counts_attempt: bool, note: str = "", still_held: bool = False
+    ) -> None:
         """A DOING shard returns: READY again, or QUARANTINED after too many attempts. Its offset is
-        kept."""
+        kept. While another worker still holds it, it stays DOING: that one may complete it."""
         if counts_attempt:
             self.attempts[position] = self.attempts.get(position, 0) + 1
         if note:
             self.notes[position] = note
+        if still_held:
+            return
         exhausted = self.attempts.get(position, 0) > self.spec.max_attempts
         self.set_state(position, ShardState.QUARANTINED if exhausted else ShardState.READY)
 
@@ -108,6 +112,7 @@ class ShardTable:
             spec.length_of(index),
             units_done,
             attempts,
+            spec.speculative,
         )
 
     def length_at(self, position: int) -> int:

@@ -2,7 +2,8 @@
 Nothing here changes it."""
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from gmeta.antdt.audit import audit_manifest
@@ -11,6 +12,7 @@ from gmeta.antdt.ledger import Ledger
 from gmeta.antdt.manifest import parse_manifest
 from gmeta.antdt.model import ShardState, bad_argument
 from gmeta.antdt.offers import find_table
+from gmeta.antdt.state import LedgerState
 from gmeta.antdt.table import ShardTable
 from gmeta.antdt.wire import spec_to
 from protos.antdt.v1 import shard_service_pb2 as pb
@@ -18,6 +20,7 @@ from protos.antdt.v1 import shard_service_pb2 as pb
 MAX_WORKERS_SHOWN = 1000
 MAX_PAGE = 1000
 DEFAULT_PAGE = 100
+MAX_BACKED_UP_SHOWN = 100
 _WIRE_STATE = {
     ShardState.READY: pb.SHARD_STATE_TODO,
     ShardState.DOING: pb.SHARD_STATE_DOING,
@@ -40,7 +43,7 @@ def status(ledger: Ledger, now_s: float) -> Any:
         draining=state.draining,
         ledger_events=ledger.num_events,
         ledger_head=ledger.head.hex(),
-        datasets=map(_dataset_status, state.tables.values()),
+        datasets=[_dataset_status(state, table) for table in state.tables.values()],
         workers=[
             _worker_status(ledger, name, now_s)
             for name in sorted(state.workers)[:MAX_WORKERS_SHOWN]
@@ -58,7 +61,7 @@ def status(ledger: Ledger, now_s: float) -> Any:
     )
 
 
-def _dataset_status(table: ShardTable) -> Any:
+def _dataset_status(state: LedgerState, table: ShardTable) -> Any:
     todo, doing, done, skipped, quarantined = table.counts
     committed = min(table.num_committed, done)
     return pb.DatasetStatus(
@@ -72,7 +75,16 @@ def _dataset_status(table: ShardTable) -> Any:
         skipped=skipped,
         quarantined=quarantined,
         finished=table.finished,
+        backed_up=islice(_backed_up(state, table), MAX_BACKED_UP_SHOWN),
     )
+
+
+def _backed_up(state: LedgerState, table: ShardTable) -> Iterator[Any]:
+    for token, other in state.backups.twins.items():
+        lease = state.leases[token]
+        if token < other and lease.dataset == table.spec.name:
+            holders = (lease.worker_id, state.leases[other].worker_id)
+            yield _shard_info(table, lease.position, holders)
 
 
 def _worker_status(ledger: Ledger, worker_id: str, now_s: float) -> Any:
@@ -114,15 +126,16 @@ def list_shards(ledger: Ledger, dataset: str, state: int, page_size: int, page_t
             f"{MAX_PAGE} and a token of "
             "the page before. Begin again without a token."
         )
-    holders = {
-        x.position: x.worker_id for x in ledger.state.leases.values() if x.dataset == dataset
-    }
+    holders: dict[int, list[str]] = {}
+    for lease in ledger.state.leases.values():  # in the order of the grants
+        if lease.dataset == dataset:
+            holders.setdefault(lease.position, []).append(lease.worker_id)
     response = pb.ListShardsResponse(epoch=table.epoch)
     for position in _matching(table, state, int(page_token or 0)):
         if len(response.shards) == size:
             response.next_page_token = str(position)
             break
-        response.shards.append(_shard_info(table, position, holders.get(position, "")))
+        response.shards.append(_shard_info(table, position, holders.get(position, ())))
     return response
 
 
@@ -147,7 +160,8 @@ def _is_committed(table: ShardTable, position: int) -> bool:
     return number >= 0 and position < table.committed[number][1]
 
 
-def _shard_info(table: ShardTable, position: int, worker_id: str) -> Any:
+def _shard_info(table: ShardTable, position: int, holders: Sequence[str]) -> Any:
+    worker_id, backup, *_ = (*holders, "", "")
     index = table.order.index_of(position)
     length = table.spec.length_of(index)
     done = table.state_of(position) == ShardState.DONE
@@ -161,6 +175,7 @@ def _shard_info(table: ShardTable, position: int, worker_id: str) -> Any:
         attempts=table.attempts.get(position, 0),
         worker_id=worker_id,
         note=table.notes.get(position, ""),
+        backup_worker_id=backup,
     )
 
 

@@ -50,6 +50,7 @@ def spec_from(message: Any) -> DatasetSpec:
         message.fingerprint,
         message.shuffle,
         message.max_attempts or DEFAULT_MAX_ATTEMPTS,
+        message.speculative,
     )
 
 

@@ -159,7 +159,7 @@ def list_shards(
             f"{s.start_unit}..{s.start_unit + s.num_units - 1}",
             s.units_done,
             s.attempts,
-            s.worker_id,
+            f"{s.worker_id} + {s.backup_worker_id}" if s.backup_worker_id else s.worker_id,
             s.note,
         )
         for s in found

@@ -17,7 +17,7 @@ class Shard:
     state: str = "READY"
     units_done: int = 0
     attempts: int = 0
-    token: int = 0
+    tokens: list[int] = field(default_factory=list)  # two where a worker is backed up
 
 
 @dataclass
@@ -29,6 +29,7 @@ class Model:
     holder: dict[int, str] = field(default_factory=dict)  # live token -> worker
     expires_s: dict[int, float] = field(default_factory=dict)
     completed_by: dict[int, str] = field(default_factory=dict)
+    slow: set[int] = field(default_factory=set)  # tokens whose shard another worker may do too
     saved: dict[str, tuple[int, list[Shard]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -43,10 +44,14 @@ class Model:
         return all(shard.state in ("DONE", "SKIPPED") for shard in self.shards)
 
     def of_token(self, token: int) -> Shard:
-        (shard,) = [
-            shard for shard in self.shards if shard.state == "DOING" and shard.token == token
-        ]
+        (shard,) = [shard for shard in self.shards if token in shard.tokens]
+        assert shard.state == "DOING"
         return shard
+
+    def forget(self, shard: Shard, token: int) -> None:
+        shard.tokens.remove(token)
+        self.slow.discard(token)
+        del self.holder[token], self.expires_s[token]
 
     def expire(self, now_s: float) -> None:
         for token in [token for token, when_s in self.expires_s.items() if when_s <= now_s]:
@@ -55,8 +60,9 @@ class Model:
     def give_back(self, token: int, attempt: bool) -> None:
         shard = self.of_token(token)
         shard.attempts += attempt
-        shard.state = "QUARANTINED" if shard.attempts > self.spec.max_attempts else "READY"
-        del self.holder[token], self.expires_s[token]
+        self.forget(shard, token)
+        if not shard.tokens:
+            shard.state = "QUARANTINED" if shard.attempts > self.spec.max_attempts else "READY"
 
     def give_back_all(self, worker: str | None = None) -> None:
         for token in [t for t, owner in self.holder.items() if worker in (None, owner)]:
@@ -74,12 +80,37 @@ class Model:
             return "WAIT"
         chosen = [shard for shard in self.shards if shard.state == "READY"][:max_shards]
         if not chosen:
+            chosen = self.to_back_up(worker)[:1]
+        if not chosen:
             return "END" if self.finished() else "WAIT"
         for token, shard in zip(tokens, chosen, strict=False):
-            shard.state, shard.token = "DOING", token
+            shard.state = "DOING"
+            shard.tokens.append(token)
             self.holder[token] = worker
             self.expires_s[token] = now_s + self.ttl_s
         return [(shard.index, shard.units_done, shard.attempts) for shard in chosen]
+
+    def to_back_up(self, worker: str) -> list[Shard]:
+        """Shards that only a slow worker holds, the longest held first; none for a slow worker."""
+        if any(self.holder[token] == worker for token in self.slow):
+            return []
+        alone = [
+            shard
+            for shard in self.shards
+            if len(shard.tokens) == 1
+            and shard.tokens[0] in self.slow
+            and shard.attempts <= self.spec.max_attempts
+        ]
+        return sorted(alone, key=lambda shard: shard.tokens[0])
+
+    def back_up(self, worker: str) -> int:
+        """The worker is slow: how many more of its shards another may do as well."""
+        if not self.spec.speculative or any(shard.state == "READY" for shard in self.shards):
+            return 0
+        alone = {shard.tokens[0] for shard in self.shards if len(shard.tokens) == 1} - self.slow
+        mine = {token for token in alone if self.holder[token] == worker}
+        self.slow |= mine
+        return len(mine)
 
     def complete(self, worker: str, token: int) -> str:
         if self.holder.get(token) != worker:
@@ -87,14 +118,15 @@ class Model:
         shard = self.of_token(token)
         shard.state, shard.units_done, shard.attempts = "DONE", 0, 0
         self.completed_by[token] = worker
-        del self.holder[token], self.expires_s[token]
+        for each in list(shard.tokens):
+            self.forget(shard, each)
         return "ACCEPTED"
 
     def progress(self, worker: str, token: int, units_done: int, now_s: float) -> str:
         if self.holder.get(token) != worker:
             return "FENCED"
         shard = self.of_token(token)
-        if units_done > self.spec.length_of(shard.index):
+        if self.spec.speculative or units_done > self.spec.length_of(shard.index):
             return "INVALID"
         if units_done <= shard.units_done:
             return "ALREADY"
@@ -112,11 +144,13 @@ class Model:
         shards = copy.deepcopy(self.shards)
         for shard in shards:
             shard.state = "READY" if shard.state == "DOING" else shard.state
+            shard.tokens.clear()
         self.saved[name] = (self.epoch, shards)
 
     def restore(self, name: str | None) -> None:
         self.holder.clear()
         self.expires_s.clear()
+        self.slow.clear()
         if name is None:
             self.begin_epoch(0)
         else:
@@ -125,8 +159,8 @@ class Model:
 
     def set_state(self, index: int, state: str) -> None:
         (shard,) = [shard for shard in self.shards if shard.index == index]
-        if shard.state == "DOING":
-            del self.holder[shard.token], self.expires_s[shard.token]
+        for token in list(shard.tokens):
+            self.forget(shard, token)
         shard.state = state
         if state == "READY":
             shard.attempts = 0

@@ -21,7 +21,7 @@ from gmeta.antdt.settings import (
 from gmeta.errors import ConfigError
 from tests.antdt.driver import Process, Service
 
-ADJUST_BS, KILL_RESTART = 2, 5
+ADJUST_BS, BACKUP_WORKERS, KILL_RESTART = 2, 4, 5
 CONFIG = StragglerConfig(
     MonitorConfig(window_s=5.0, long_windows=6, long_slow=5),
     ControllerConfig(policy="nd", cooldown_s=0.0, restart_cost_s=30.0),
@@ -32,9 +32,16 @@ STEPS = 10  # in a window
 class Job:
     """Workers that report to a service whose governor is ticked by hand."""
 
-    def __init__(self, config: StragglerConfig = CONFIG, num_units: int = 10_000_000) -> None:
+    def __init__(
+        self,
+        config: StragglerConfig = CONFIG,
+        num_units: int = 10_000_000,
+        speculative: bool = False,
+    ) -> None:
         self.service = Service()
-        self.service.register_dataset(num_units=num_units, units_per_shard=1000)
+        self.service.register_dataset(
+            num_units=num_units, units_per_shard=1000, speculative=speculative
+        )
         self.processes = {f"rank{i}": self.service.worker(f"rank{i}") for i in range(4)}
         self.ms_per_task = dict.fromkeys(self.processes, 10.0)
         self.totals = dict.fromkeys(self.processes, Report())
@@ -178,6 +185,30 @@ def test_exclude_drains_the_worker(tmp_path: Path) -> None:
     job.windows(3)
     assert job.service.state.workers["rank3"].draining
     assert [said.kind for said in job.governor.spoken] == ["EXCLUDE"]
+
+
+ASYNC = replace(CONFIG.controller, synchronous=False, restart_stops_job=False)
+
+
+def test_a_slow_workers_last_shard_goes_to_an_idle_one_too() -> None:
+    """Also beside a worker that never reported, which in a synchronous job could not be planned."""
+    job = Job(replace(CONFIG, controller=ASYNC), num_units=1000, speculative=True)
+    job.shares = dict.fromkeys(job.shares, 16)
+    silent = job.service.worker("silent")
+    slow, idle = job.processes["rank3"], job.processes["rank0"]
+    held = slow.grant()
+    job.windows(4)
+    job.ms_per_task["rank3"] = 40.0
+    beats = job.windows(2)
+    assert all(action.kind != BACKUP_WORKERS for beat in beats.values() for action in beat.actions)
+    assert ("BACKUP_WORKERS", "rank3", True) in {
+        (said.kind, said.worker_id, said.allowed) for said in job.governor.spoken
+    }
+    assert idle.grant().shard_index == held.shard_index
+    job.windows(4)
+    said = [said for said in job.governor.spoken if said.kind == "BACKUP_WORKERS"]
+    assert len(said) == 1  # once for each shard
+    assert isinstance(silent.lease(), cmd.Wait)
 
 
 def test_the_config_file_is_checked(tmp_path: Path) -> None:

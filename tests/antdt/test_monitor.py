@@ -32,9 +32,11 @@ class Cluster:
         for name in times_ms:
             self.monitor.observe(name, "p0", Report())
 
-    def run(self, num_windows: int) -> dict[str, WorkerHealth]:
+    def run(self, num_windows: int, *idle: str) -> dict[str, WorkerHealth]:
         for _ in range(num_windows):
             for name, times_ms in self.times_ms.items():
+                if name in idle:
+                    continue
                 old = self.reports[name]
                 parts = [ms * TASKS * STEPS_PER_WINDOW for ms in times_ms(self.window)]
                 self.reports[name] = Report(
@@ -273,3 +275,16 @@ def test_ten_thousand_healthy_windows_give_at_most_ten_false_verdicts() -> None:
         found.verdict in STRAGGLERS for _ in range(1250) for found in cluster.run(1).values()
     )
     assert false <= 10  # 0.1 % of 8 x 1,250
+
+
+def test_a_straggler_stays_one_while_the_others_have_nothing_left_to_do() -> None:
+    cluster = Cluster({"a": steady(), "b": steady(), "c": steady(), "slow": steady(4.0)})
+    assert cluster.run(3)["slow"].verdict == "transient"
+    assert cluster.run(6, "a", "b", "c")["slow"].verdict == "transient"
+    assert cluster.monitor.health["a"].verdict == "healthy"
+
+
+def test_who_becomes_slow_at_the_end_of_the_data_is_held_against_what_idle_workers_did() -> None:
+    late = Cluster({"a": steady(), "b": steady(), "late": lambda w: (1.0 if w < 3 else 4.0, 0, 0)})
+    assert late.run(3)["late"].verdict == "healthy"
+    assert late.run(3, "a", "b")["late"].verdict == "transient"

@@ -187,6 +187,74 @@ def test_a_synchronous_job_refuses_backup_workers() -> None:
     )
 
 
+ASYNC = replace(ND, synchronous=False, restart_stops_job=False)
+
+
+def holding(view: WorkerView, to_back_up: int = 0, backed_up: int = 0) -> WorkerView:
+    """With last shards of a speculative dataset in its hands."""
+    return replace(view, to_back_up=to_back_up, backed_up=backed_up)
+
+
+def test_nd_backs_up_whoever_is_slow_and_holds_last_shards_the_slowest_first() -> None:
+    slow = [worker("s0", "transient", 50.0), worker("s1", "deterministic", 20.0)]
+    snap = snapshot(*healthy(6), *(holding(view, 2) for view in slow), tasks_per_step=0)
+    rulings = rule(snap, ASYNC, find_policy("nd"))
+    assert [(r.decision.kind, r.decision.worker_id, r.allowed) for r in rulings] == [
+        ("BACKUP_WORKERS", "s1", True),
+        ("BACKUP_WORKERS", "s0", True),
+    ]
+    assert rulings[0].decision.reason == (
+        "deterministic straggler (compute) with 2 of the last shards: evidence"
+    )
+
+
+def test_nd_backs_up_nobody_who_is_healthy_or_holds_nothing() -> None:
+    views = (holding(worker("w0"), 1), worker("s0", "transient", 25.0), *healthy(4)[1:])
+    assert rule(snapshot(*views, tasks_per_step=0), ASYNC, find_policy("nd")) == []
+
+
+def test_nd_backs_up_nobody_whom_it_restarts() -> None:
+    slow = holding(worker("s0", "persistent", 25.0), 1)
+    snap = snapshot(*healthy(3), slow, remaining_s=1e6, tasks_per_step=0)
+    assert kinds(snap, ASYNC) == ["KILL_RESTART"]
+
+
+def test_a_worker_with_nothing_to_back_up_is_not_backed_up() -> None:
+    (ruling,) = rule(
+        snapshot(*healthy(2)), ASYNC, lambda s, c: [Decision("BACKUP_WORKERS", "w0", {}, "tail")]
+    )
+    assert (ruling.allowed, ruling.note) == (
+        False,
+        "the worker holds nothing that another may do too: only the last shards of a speculative "
+        "dataset, each once",
+    )
+
+
+@pytest.mark.parametrize("backed_up", [0, 1], ids=["new", "already backed up"])
+def test_a_quarter_of_the_workers_is_backed_up_at_a_time(backed_up: int) -> None:
+    others = [holding(worker(f"s{i}", "transient", 25.0), 1) for i in range(2)]
+    first = holding(worker("s2", "transient", 20.0), 1, backed_up)
+    snap = snapshot(*healthy(5), first, *others, tasks_per_step=0)
+    rulings = rule(snap, ASYNC, find_policy("nd"))
+    assert [r.allowed for r in rulings] == [True, True, False]
+    assert rulings[2].note == "2 workers are backed up; 2 may be at a time"
+
+
+def test_a_logged_backup_replays_and_logs_of_earlier_versions_still_do() -> None:
+    lines: list[str] = []
+    slow = holding(worker("s0", "transient", 25.0), 1)
+    snap = snapshot(*healthy(3), slow, tasks_per_step=0)
+    Controller(ASYNC, find_policy("nd"), lines.append).decide(snap)
+    logged, now = replayed(lines[0], ASYNC, find_policy("nd"))
+    assert logged == now
+    assert logged[0]["kind"] == "BACKUP_WORKERS"
+    old = json.loads(lines[0])
+    for view in old["snapshot"]["workers"]:
+        del view["to_back_up"], view["backed_up"]
+    _, now = replayed(json.dumps(old), ASYNC, find_policy("nd"))
+    assert now == []
+
+
 @pytest.mark.parametrize(
     ("decision", "note"),
     [

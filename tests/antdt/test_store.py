@@ -1,13 +1,17 @@
 """One contract for every store, and what only a real file can do wrong."""
 
+import json
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from gmeta.antdt import commands as cmd
+from gmeta.antdt.committer import Committer
 from gmeta.antdt.errors import (
     StoreError,
     StoreFailedError,
@@ -15,8 +19,10 @@ from gmeta.antdt.errors import (
     StoreTakenError,
     StoreVersionError,
 )
+from gmeta.antdt.model import Caller, DatasetSpec
 from gmeta.antdt.snapshot import Snapshot
 from gmeta.antdt.store import Batch, MemoryDisk, MemoryStore, SqliteStore, Store, open_store
+from tests.antdt.driver import FakeClock
 
 Open = Callable[[], Store]
 
@@ -129,16 +135,38 @@ def test_a_second_service_on_the_file_is_refused_at_once(tmp_path: Path) -> None
 def test_a_database_of_a_newer_version_is_refused_and_left_alone(tmp_path: Path) -> None:
     SqliteStore(tmp_path / "s.db").close()
     with sqlite3.connect(tmp_path / "s.db") as db:
-        db.execute("PRAGMA user_version=2")
+        db.execute("PRAGMA user_version=3")
     before = (tmp_path / "s.db").read_bytes()
     with pytest.raises(StoreVersionError) as newer:
         SqliteStore(tmp_path / "s.db")
     assert str(newer.value) == (
-        f"{tmp_path / 's.db'} has store version 2; this program reads up to 1. Use the newer "
+        f"{tmp_path / 's.db'} has store version 3; this program reads up to 2. Use the newer "
         "version of "
         "gmeta that wrote it, or another --store."
     )
     assert (tmp_path / "s.db").read_bytes() == before
+
+
+def test_a_store_of_version_1_is_taken_over_with_its_leases(tmp_path: Path) -> None:
+    """As the version before second leases wrote it: no such event, no such key, no such field."""
+    committer = Committer(SqliteStore(tmp_path / "s.db"), FakeClock(), lease_ttl_s=30.0)
+    committer.commit([cmd.RegisterDataset(DatasetSpec("d", 4, 2)), cmd.Register("a", "p", None)])
+    caller = Caller("a", "p", 1, 1)
+    (granted,) = committer.commit([cmd.LeaseShards(caller, 1, "d", 0, 1)])
+    committer.snapshot()
+    with closing(sqlite3.connect(tmp_path / "s.db")) as db, db:
+        document = json.loads(db.execute("SELECT document FROM snapshot").fetchone()[0])
+        del document["backups_wanted"], document["twins"]
+        assert "speculative" not in document["tables"][0]["spec"]
+        db.execute("UPDATE snapshot SET document = ?", (json.dumps(document),))
+        db.execute("PRAGMA user_version=1")
+    committer._store.close()
+    store = SqliteStore(tmp_path / "s.db")
+    assert store._db.execute("PRAGMA user_version").fetchone()[0] == 2
+    again = Committer(store, FakeClock(), lease_ttl_s=30.0)
+    (registered,) = again.commit([cmd.Register("a", "p", None)])
+    assert registered.leases == granted.grants
+    store.close()
 
 
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:

@@ -165,5 +165,9 @@ def _dataset(dataset: Any) -> dict[str, Any]:
         "epoch": dataset.epoch,
         "num_shards": dataset.num_shards,
         "finished": dataset.finished,
+        "backed_up": [
+            [shard.shard_index, shard.worker_id, shard.backup_worker_id]
+            for shard in dataset.backed_up
+        ],
         **{state: getattr(dataset, state) for state in states},
     }

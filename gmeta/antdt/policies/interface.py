@@ -56,6 +56,13 @@ class ControllerConfig:
         default=0.1,
         metadata={"help": "part of the workers that may be restarted within an hour", "min": 0.0},
     )
+    backup_share: float = field(
+        default=0.25,
+        metadata={
+            "help": "part of the workers whose last shards others do too, at a time",
+            "min": 0,
+        },
+    )
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,8 @@ class WorkerView:
     tasks_per_step: int  # its share of a step now
     restarts: int = 0  # by the controller
     excluded: bool = False
+    to_back_up: int = 0  # last shards of speculative datasets, in its hands alone
+    backed_up: int = 0  # of those that another worker may do too, or does
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """AntDT-ND, for clusters shared with other jobs: rebalance around whoever is slow now, restart who
 stays slow elsewhere (arXiv 2404.09679, section on non-dedicated clusters)."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from statistics import median
 
 from gmeta.antdt.monitor import STRAGGLERS
@@ -12,12 +12,34 @@ USUAL_RATIO = 1.25  # a window that is not slower than this is noise
 
 
 def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
-    """KILL_RESTART for persistent stragglers where it pays, ADJUST_BS for all others."""
+    """KILL_RESTART for persistent stragglers where it pays, ADJUST_BS for all others, and
+    BACKUP_WORKERS for the last shards of whoever is slow in a job that is not synchronous."""
     decisions = _restarts(snapshot, config)
     restarted = {decision.worker_id for decision in decisions}
     if not (restarted and config.restart_stops_job):
         decisions += _adjustment(snapshot, config)
+        if not config.synchronous:
+            decisions += _backups(snapshot, restarted)
     return decisions
+
+
+def _backups(snapshot: Snapshot, restarted: Set[str]) -> list[Decision]:
+    """Slowest first. Whoever does the shard too has nothing else to do, so it costs nothing."""
+    slow = [
+        worker
+        for worker in snapshot.stragglers
+        if worker.to_back_up and worker.health.worker_id not in restarted
+    ]
+    return [
+        Decision(
+            "BACKUP_WORKERS",
+            worker.health.worker_id,
+            {},
+            f"{worker.health.verdict} straggler ({worker.health.cause}) with {worker.to_back_up} "
+            f"of the last shards: {worker.health.evidence}",
+        )
+        for worker in sorted(slow, key=lambda w: w.health.ratio, reverse=True)
+    ]
 
 
 def _restarts(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:

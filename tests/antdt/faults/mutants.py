@@ -133,12 +133,43 @@ MUTANTS = (
         "    if found != mine:\n",
         "    if False:\n",
     ),
+    Mutant(
+        "two completes of one shard both accepted",
+        "state.py",
+        "                if twin is not None:\n",
+        "                if False:\n",
+    ),
+    Mutant(
+        "second lease where results cannot be discarded",
+        "backups.py",
+        "return table.spec.speculative and not",
+        "return not",
+    ),
+    Mutant(
+        "parts of two leases counted together",
+        "ledger.py",
+        "if table.spec.speculative or units_done",
+        "if units_done",
+    ),
+    Mutant(
+        "a shard goes back while another worker holds it",
+        "table.py",
+        "        if still_held:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "second leases forgotten by the snapshot",
+        "snapshot.py",
+        "        state.backups.pair(token, other)\n",
+        "        pass\n",
+    ),
 )
 
 # Name -> what pytest is given; in the order of their cost.
 METHODS: dict[str, Sequence[str]] = {
     "behaviours": (
         "tests/antdt/test_ledger.py",
+        "tests/antdt/test_backups.py",
         "tests/antdt/test_store.py",
         "tests/antdt/test_writer.py",
         "tests/antdt/faults/test_known_defects.py",

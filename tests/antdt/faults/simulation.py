@@ -112,10 +112,7 @@ class Simulation:
         self.rng = random.Random(self.seed)
         self.clock = FakeClock()
         self.disk = MemoryDisk()
-        num_units = self.rng.randint(1, 24)
-        self.spec = DatasetSpec(
-            "d", num_units, self.rng.randint(1, 4), self.seed, self.num_epochs, max_attempts=2
-        )
+        self.make_spec()
         self.crashing = False
         self.crashes: Counter[str] = Counter()
         self.recover()
@@ -130,6 +127,18 @@ class Simulation:
         )  # (epoch, shard) completed since the last restore
         self.highest = (0, 0)
         self.ranks: list[Rank] = []
+
+    def make_spec(self, speculative: bool = False) -> None:
+        num_units = self.rng.randint(1, 24)
+        self.spec = DatasetSpec(
+            "d",
+            num_units,
+            self.rng.randint(1, 4),
+            self.seed,
+            self.num_epochs,
+            max_attempts=2,
+            speculative=speculative,
+        )
 
     def run(self) -> None:
         """Raises Violation, or ends with the data trained exactly once an epoch."""
@@ -395,11 +404,15 @@ class Simulation:
         self.highest = (marks[0], marks[1])
         if table is None:
             return
-        held = [lease.position for lease in state.leases.values()]
-        require(len(held) == len(set(held)), "I2: at most one live token a shard")
+        self.check_leases()
         found = [table.states.count(bytes([number])) for number in range(5)]
         require(found == table.counts and sum(found) == self.spec.num_shards, "I8: counts add up")
-        require(found[1] == len(held), "I8: every DOING shard has a token")
         if hasattr(self, "acknowledged") and table.epoch == self.epoch:
             mine = [shard for epoch, shard in self.acknowledged if epoch == self.epoch]
             require(all(map(self.is_done, mine)), "I3: no acknowledged Complete is forgotten")
+
+    def check_leases(self) -> None:
+        state = self.committer.ledger.state
+        held = [lease.position for lease in state.leases.values()]
+        require(len(held) == len(set(held)), "I2: at most one live token a shard")
+        require(state.tables["d"].counts[1] == len(held), "I8: every DOING shard has a token")

@@ -28,16 +28,21 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         shuffle=st.booleans(),
         max_attempts=st.integers(1, 2),
+        speculative=st.booleans(),
     )
-    def begin(self, num_units: int, seed: int, shuffle: bool, max_attempts: int) -> None:
+    def begin(
+        self, num_units: int, seed: int, shuffle: bool, max_attempts: int, speculative: bool
+    ) -> None:
         self.service = Service(snapshot_every_events=5)
         spec = self.service.register_dataset(
-            num_units=num_units,
+            # Second leases come with the last shards: few, so that there are many last ones.
+            num_units=min(num_units, 7) if speculative else num_units,
             units_per_shard=3,
             seed=seed,
             shuffle=shuffle,
             num_epochs=2,
             max_attempts=max_attempts,
+            speculative=speculative,
         )
         self.model = Model(spec, TTL_S)
         self.counter = itertools.count()
@@ -53,7 +58,8 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         self.model.expire(self.service.clock.now_s)
 
     def own_token(self, data: st.DataObject, worker: str) -> int:
-        return data.draw(st.sampled_from(self.tokens))[0]
+        live = [token for token, owner in self.model.holder.items() if owner == worker]
+        return data.draw(st.sampled_from([*live, *(token for token, _ in self.tokens)]))
 
     @rule(
         worker=WORKERS, max_shards=st.integers(1, 4), epoch=st.integers(0, 1), retry=st.booleans()
@@ -69,6 +75,18 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         assert answer_of(got) == expected
         if retry and tokens:
             assert self.service.call(command) == got
+
+    @rule(worker=WORKERS)
+    def worker_is_slow(self, worker: str) -> None:
+        self.tick()
+        got = self.service.call(cmd.BackUp("slow", worker))
+        assert got == cmd.Changed(self.model.back_up(worker))
+
+    @rule(slow=WORKERS, fast=WORKERS)
+    def the_last_shards_are_a_slow_workers(self, slow: str, fast: str) -> None:
+        self.lease(slow, 4, self.model.epoch, False)
+        self.worker_is_slow(slow)
+        self.lease(fast, 1, self.model.epoch, True)
 
     @rule(worker=WORKERS, data=st.data(), retry=st.booleans())
     def complete(self, worker: str, data: st.DataObject, retry: bool) -> None:
@@ -202,6 +220,20 @@ class LedgerAgainstModel(RuleBasedStateMachine):
                 assert table.order.index_of(position) == shard.index
                 assert table.units_done.get(position, 0) == shard.units_done
                 assert table.attempts.get(position, 0) == shard.attempts
+
+    @invariant()
+    def leases_agree(self) -> None:
+        if hasattr(self, "model"):
+            table = self.service.state.tables["d"]
+            held = [
+                (lease.token, table.order.index_of(lease.position), lease.worker_id)
+                for lease in self.service.state.leases.values()
+            ]
+            assert sorted(held) == sorted(
+                (token, shard.index, self.model.holder[token])
+                for shard in self.model.shards
+                for token in shard.tokens
+            )
 
 
 def names(reply: Any) -> list[str]:

@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 
 from tests.antdt.faults.simulation import CRASH_POINTS, Simulation
+from tests.antdt.faults.speculation import SpeculativeJob
 
 NUM_SCHEDULES = int(os.environ.get("ANTDT_SCHEDULES", "500"))
 NUM_BLOCKS = 8
@@ -28,6 +29,19 @@ def test_every_schedule_trains_each_unit_exactly_once(block: int) -> None:
         crashes += simulation.crashes
     if NUM_SCHEDULES >= 1000:
         assert set(crashes) >= set(CRASH_POINTS) - {"after_claim", "after_snapshot"}
+
+
+@pytest.mark.timeout(1200)
+def test_every_schedule_puts_each_speculative_result_into_effect_exactly_once() -> None:
+    num_backups = 0
+    for seed in range(NUM_SCHEDULES // 2):
+        job = SpeculativeJob(seed)
+        try:
+            job.run()
+        except AssertionError as violation:
+            raise AssertionError(f"SpeculativeJob({seed}).run(): {violation}") from violation
+        num_backups += job.num_backups
+    assert num_backups > NUM_SCHEDULES // 2  # or nothing was tried
 
 
 @pytest.mark.parametrize("point", CRASH_POINTS)
