@@ -4,14 +4,15 @@ fbgemm's CPU backward spends 600 to 1,600 ns a row where summing the gradients o
 vectorised update take 50 to 90. Only the arithmetic is replaced: weights, optimizer state, learning
 rate and state dict stay fbgemm's, so checkpoints are the same either way.
 
-Shape suffixes: N fetched rows (equal ids may repeat), U distinct rows, A rows that stand again, F
-features, D embedding width.
+Shape suffixes: N fetched rows (equal ids may repeat), U distinct rows, A places of rows that stand
+again later, R rows of all tables, F features, D embedding width.
 """
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -24,10 +25,10 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
 from gmeta.numerics import use_huge_pages
 
-# Above so many places where row numbers do not rise, sorting costs more than merging saves.
-MAX_FALLS = 64
+# Share of the rows of an update below which those that stand again are updated as often.
+FEW_AGAIN = 0.1
 
-# Group, distinct rows [U], their values and the sums of their gradients [U, D].
+# Group, rows [U], their values and the sums of their gradients [U, D].
 Update = Callable[[SplitTableBatchedEmbeddingBagsCodegen, Tensor, Tensor, Tensor], None]
 
 
@@ -77,15 +78,28 @@ def _adagrad_step(
     momentum: Tensor,
 ) -> None:
     """w -= lr * g / (sqrt(m) + eps), with the new m: one an element or one a row."""
-    momentum.index_copy_(0, row_U, squares)
+    _write_rows(momentum, row_U, squares)
     root = squares.sqrt_().add_(group.optimizer_args.eps)
     rate = group.get_learning_rate()
     _write(group, row_U, torch.addcdiv(rows_UD, grad_UD, root, value=-rate))
 
 
 def _write(group: SplitTableBatchedEmbeddingBagsCodegen, row_U: Tensor, rows_UD: Tensor) -> None:
-    """New values of distinct rows: writing them takes a third of index_add_'s time."""
-    group.weights_host.detach().view(-1, rows_UD.shape[1]).index_copy_(0, row_U, rows_UD)
+    """New values of the rows."""
+    _write_rows(group.weights_host.detach().view(-1, rows_UD.shape[1]), row_U, rows_UD)
+
+
+def _write_rows(table_RD: Tensor, row_U: Tensor, rows_UD: Tensor) -> None:
+    """table[row] = rows: numpy moves each as one piece of bytes in half the time of index_copy_,
+    which goes over the table column by column (index_add_: six times as long).
+    """
+    _whole_rows(table_RD)[row_U.numpy()] = _whole_rows(rows_UD)
+    torch.autograd.graph.increment_version(table_RD)  # torch sees no write of numpy's
+
+
+def _whole_rows(rows_RD: Tensor) -> npt.NDArray[np.void]:
+    row_bytes = rows_RD.shape[1] * rows_RD.element_size()
+    return rows_RD.view(torch.uint8).numpy().view(np.dtype((np.void, row_bytes))).reshape(-1)
 
 
 UPDATES: dict[EmbOptimType, Update] = {
@@ -111,7 +125,7 @@ class _Lookup(torch.autograd.Function):
         (grad_ND,) = grads
         row_N, rows_ND = ctx.saved_tensors
         if row_N.numel():
-            row_U, grad_UD = summed_by_row(row_N, grad_ND)
+            row_U, grad_UD = ctx.group.summed(row_N, grad_ND)
             # Reading rows from a large table waits for memory: not twice where nobody wrote since.
             known = row_U is row_N and ctx.version == ctx.weights._version
             ctx.group.update(row_U, rows_ND if known else None, grad_UD)
@@ -127,6 +141,7 @@ class _FastGroup:
         self.width = group.max_D
         first_row = group.weights_offsets // self.width
         self._first_row_F = first_row[torch.tensor(group.feature_table_map)].to(torch.int64)
+        self._last_R: npt.NDArray[np.int32] | None = None  # see summed; for training alone
 
     def __call__(self, indices: Tensor, offsets: Tensor | None, *_: Any, **__: Any) -> Tensor:
         """Rows [N, D] of jagged ids: feature by feature, sample by sample, as TorchRec lays out;
@@ -136,50 +151,49 @@ class _FastGroup:
         rows_ND: Tensor = _Lookup.apply(self._group.weights_host, self, row_N)
         return rows_ND
 
+    def summed(self, row_N: Tensor, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """See summed."""
+        if self._last_R is None:
+            self._last_R = np.empty(self._group.weights_host.numel() // self.width, np.int32)
+        return summed(row_N, grad_ND, self._last_R)
+
     def update(self, row_U: Tensor, rows_UD: Tensor | None, grad_UD: Tensor) -> None:
-        """One optimizer step on distinct rows, from their values if these are known and the summed
-        gradients of each.
+        """One optimizer step on rows, from their values if these are known and the summed gradients
+        of each. One that stands more than once does so with the same gradient.
         """
         if rows_UD is None:
             rows_UD = self._group.weights_host.detach().view(-1, self.width).index_select(0, row_U)
         self._update(self._group, row_U, rows_UD, grad_UD)
 
 
-def summed_by_row(row_N: Tensor, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct rows [U], and the sum of the gradients of each [U, D]."""
-    falls = int((row_N[1:] <= row_N[:-1]).sum())
-    if not falls:
-        # Ascending, as one rank gets the ids of a batch of one block: every row once, in order.
-        return row_N, grad_ND
-    if falls < MAX_FALLS and not row_N.is_cuda:
-        return _merged(row_N, grad_ND)
-    row_U, inverse_N = torch.unique(row_N, return_inverse=True)
-    if row_U.numel() == row_N.numel():
-        # Every row once, as after deduplication on one rank: there is nothing to sum.
-        return row_U, torch.empty_like(grad_ND).index_copy_(0, inverse_N, grad_ND)
-    grad_UD = grad_ND.new_zeros(row_U.numel(), grad_ND.shape[1])
-    return row_U, grad_UD.index_add_(0, inverse_N, grad_ND)
-
-
-def _merged(row_N: Tensor, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """`summed_by_row` of a few ascending runs, as several ranks ask for rows: most stand once."""
-    # numpy's stable sort finds the runs and merges them.
-    order_N = np.argsort(row_N.numpy(), kind="stable")
-    sorted_N = row_N.numpy()[order_N]
-    again_A = np.flatnonzero(sorted_N[1:] == sorted_N[:-1]) + 1
+def summed(row_N: Tensor, grad_ND: Tensor, last_R: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
+    """Rows, and the gradient of each summed over all places where it stands: distinct ones, or a
+    few more than once, each time with the sum. `last_R` is memory of one entry a row of the
+    tables: whatever it holds, the last place of a row is written before it is read.
+    """
+    rows_N, places_N = row_N.numpy(), np.arange(row_N.numel(), dtype=np.int32)
+    if (rows_N[1:] > rows_N[:-1]).all():
+        return row_N, grad_ND  # as one rank gets the ids of a batch of one block
+    last_R[rows_N] = places_N
+    last_N = last_R[rows_N]
+    again_A = np.flatnonzero(last_N != places_N)
     if not again_A.size:
         return row_N, grad_ND
-    starts_N = np.arange(order_N.size)
-    starts_N[again_A] = 0
-    first_A = order_N[np.maximum.accumulate(starts_N)[again_A]]
-    again_A = order_N[again_A]
-    stays_N = np.ones(order_N.size, bool)
-    stays_N[again_A] = False
-    place_A = np.cumsum(stays_N)[first_A] - 1
-    stays_U = torch.from_numpy(np.flatnonzero(stays_N))
-    grad_UD = grad_ND.index_select(0, stays_U)
-    more_AD = grad_ND.index_select(0, torch.from_numpy(again_A))
-    return row_N[stays_U], grad_UD.index_add_(0, torch.from_numpy(place_A), more_AD)
+    last_A = torch.from_numpy(last_N[again_A])
+    others_A = torch.from_numpy(again_A)
+    grad_ND = grad_ND.index_add(0, last_A, grad_ND.index_select(0, others_A))
+    if again_A.size < FEW_AGAIN * rows_N.size:
+        # Updating these twice, to the same values, costs less than moving all the others.
+        return row_N, grad_ND.index_copy_(0, others_A, grad_ND.index_select(0, last_A))
+    lasts_U = torch.from_numpy(np.flatnonzero(last_N == places_N))
+    return row_N.index_select(0, lasts_U), grad_ND.index_select(0, lasts_U)
+
+
+def summed_by_row(row_N: Tensor, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct rows [U], and the sum of the gradients of each [U, D]; on any device."""
+    row_U, inverse_N = torch.unique(row_N, return_inverse=True)
+    grad_UD = grad_ND.new_zeros(row_U.numel(), grad_ND.shape[1])
+    return row_U, grad_UD.index_add_(0, inverse_N, grad_ND)
 
 
 def row_numbers_N(first_row_F: Tensor, indices: Tensor, offsets: Tensor | None) -> Tensor:

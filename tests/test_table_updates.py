@@ -1,30 +1,53 @@
 """Gradients of equal rows are summed, in whatever order the rows are asked for."""
 
+import numpy as np
 import pytest
 import torch
 
-from gmeta.table_updates import MAX_FALLS, summed_by_row
+from gmeta.table_updates import summed, summed_by_row
+
+NUM_ROWS = 90
 
 
-@pytest.mark.parametrize(
-    "runs", [1, 2, 5, 2 * MAX_FALLS], ids=lambda runs: f"{runs} ascending runs"
-)
-def test_gradients_of_equal_rows_are_summed(runs: int) -> None:
-    generator = torch.Generator().manual_seed(runs)
-    row_N = torch.cat(
-        [torch.randperm(50, generator=generator)[:20].sort().values for _ in range(runs)]
-    )
-    grad_ND = torch.randn(row_N.numel(), 3, generator=generator, dtype=torch.float64)
-    row_U, grad_UD = summed_by_row(row_N, grad_ND.clone())
-    expected = torch.zeros(50, 3, dtype=torch.float64)
+def expected_sums(row_N: torch.Tensor, grad_ND: torch.Tensor) -> torch.Tensor:
+    sums_RD = torch.zeros(NUM_ROWS, grad_ND.shape[1], dtype=grad_ND.dtype)
     for row, grad in zip(row_N.tolist(), grad_ND, strict=True):
-        expected[row] += grad
-    assert sorted(row_U.tolist()) == sorted(set(row_N.tolist()))
-    torch.testing.assert_close(grad_UD, expected[row_U])
+        sums_RD[row] += grad
+    return sums_RD
 
 
-def test_rows_asked_for_once_in_any_order_keep_their_gradients() -> None:
-    row_N = torch.randperm(1_000, generator=torch.Generator().manual_seed(0))
-    grad_ND = torch.arange(3_000.0).view(1_000, 3)
-    row_U, grad_UD = summed_by_row(row_N, grad_ND)
-    assert torch.equal(grad_UD[row_U.argsort()], grad_ND[row_N.argsort()])
+@pytest.mark.parametrize("repeated", [0, 1, 3, 40])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_gradients_of_equal_rows_are_summed(ranks: int, repeated: int) -> None:
+    generator = torch.Generator().manual_seed(ranks)
+    # Of every rank's rows some are asked for by all, as frequent ids are.
+    runs = [
+        torch.cat([torch.arange(repeated), repeated + rank + ranks * torch.arange(8)])
+        for rank in range(ranks)
+    ]
+    row_N = torch.cat(runs) if ranks > 1 else runs[0].flip(0)
+    grad_ND = torch.randn(row_N.numel(), 3, generator=generator, dtype=torch.float64)
+    before = grad_ND.clone()
+    row_U, grad_UD = summed(row_N, grad_ND, np.full(NUM_ROWS, 7, np.int32))
+    assert torch.equal(grad_ND, before)
+    assert sorted(set(row_U.tolist())) == sorted(set(row_N.tolist()))
+    # A row that stands more than once has the whole sum each time.
+    torch.testing.assert_close(grad_UD, expected_sums(row_N, grad_ND)[row_U])
+    distinct_U, sums_UD = summed_by_row(row_N, grad_ND)
+    assert distinct_U.tolist() == sorted(set(row_N.tolist()))
+    torch.testing.assert_close(sums_UD, expected_sums(row_N, grad_ND)[distinct_U])
+
+
+def test_many_that_stand_again_are_not_updated_again() -> None:
+    row_N = torch.tensor([4, 9, 4, 9, 4])
+    row_U, grad_UD = summed(row_N, torch.ones(5, 2), np.zeros(NUM_ROWS, np.int32))
+    assert row_U.tolist() == [9, 4]
+    assert grad_UD.tolist() == [[2.0, 2.0], [3.0, 3.0]]
+
+
+def test_rows_asked_for_once_keep_their_gradients_where_they_are() -> None:
+    for row_N in (torch.arange(NUM_ROWS), torch.arange(NUM_ROWS).flip(0)):
+        grad_ND = torch.arange(3.0 * NUM_ROWS).view(NUM_ROWS, 3)
+        row_U, grad_UD = summed(row_N, grad_ND, np.zeros(NUM_ROWS, np.int32))
+        assert row_U is row_N
+        assert grad_UD is grad_ND
