@@ -45,6 +45,9 @@ class RowFetch(ABC):
     in the same order.
     """
 
+    # The place in `unique_ids_U` of each row's id; None: rows come in the order of ids.
+    id_of_row_U: Tensor | None = None
+
     @abstractmethod
     def send(self) -> None:
         """Let the ids travel."""
@@ -92,6 +95,16 @@ class Episodes:
             copies=None if self.copies is None else self.copies.to(device),
             rows=self.rows.to(device),
         )
+
+    @property
+    def id_of_copy_P(self) -> Tensor | None:
+        """The place in `unique_ids_U` of the id behind each row that the sides index; None when
+        they index the fetched rows themselves.
+        """
+        id_of_row_U = None if self.fetch is None else self.fetch.id_of_row_U
+        if self.fetched_row_P is None or id_of_row_U is None:
+            return self.fetched_row_P
+        return id_of_row_U.index_select(0, self.fetched_row_P)
 
     def working_rows_PD(self, rows_UD: Tensor) -> Tensor:
         """The rows that the sides index: each task's own copy where embeddings adapt."""

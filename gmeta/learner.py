@@ -154,9 +154,10 @@ class MetaLearner(nn.Module):
 
     def _working_rows(self, rows_UD: Tensor, episodes: Episodes) -> WorkingRows:
         """The rows that the sides index, with their rates where they adapt."""
-        if episodes.fetched_row_P is None:
+        id_of_copy_P = episodes.id_of_copy_P
+        if id_of_copy_P is None:
             return WorkingRows(rows_UD, 0.0)
-        rate = self.rates.of_rows(episodes.unique_lengths_B, episodes.fetched_row_P)
+        rate = self.rates.of_rows(episodes.unique_lengths_B, id_of_copy_P)
         return WorkingRows(episodes.working_rows_PD(rows_UD), rate)
 
     def _zero(self, rows_UD: Tensor) -> Tensor:

@@ -68,14 +68,14 @@ def in_step(
 
     def announce() -> _Upcoming[Arranged]:
         batch = next(batches, None)
-        mine = arrange(empty if batch is None else batch)
+        given = empty if batch is None else batch
+        if sharded is None:
+            mine = arrange(given).to(ranks.device)
+        else:
+            mine = local_learner(sharded).announce.arranged(given, arrange, ranks.device)
         asked = stop is not None and stop.asked
         counts = torch.tensor([mine.num_terms, mine.num_rows, int(batch is not None), int(asked)])
-        work = ranks.transport.add(counts)
-        mine = mine.to(ranks.device)
-        return _Upcoming(
-            mine if sharded is None else local_learner(sharded).announce(mine), counts, work
-        )
+        return _Upcoming(mine, counts, ranks.transport.add(counts))
 
     def send(step: _Upcoming[Arranged]) -> _Upcoming[Arranged]:
         if step.episodes.fetch is not None:

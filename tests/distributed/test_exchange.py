@@ -3,17 +3,26 @@ a step of the format.
 """
 
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.config import OuterConfig, TrainConfig
 from gmeta.parallel import Ranks, in_step, local_learner, shard_learner
 from gmeta.table_sharding import ShardingConfig
 from tests.distributed.harness import on_ranks
-from tests.distributed.test_sharding_plans import FEATURES, MODEL, Run, batches_of_rank, local_parts
+from tests.distributed.test_sharding_plans import (
+    ALGORITHM,
+    FEATURES,
+    MODEL,
+    Run,
+    batches_of_rank,
+    local_parts,
+)
 
 # Half a unit in the last place, relative to the value.
 ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -25,32 +34,43 @@ LEARNING_RATE = 1e7
 GRADIENT_UNIT = 1e-7
 
 
-def train_with_and_without_overlap(ranks: Ranks) -> list[dict[str, Any]]:
-    """Losses and tables with ids sent a step ahead, then without; rank 1 runs out of data first."""
-    results = []
-    for overlapped in (True, False):
-        run = Run(ranks, "mixed")
-        batches = iter(batches_of_rank(ranks)[: 4 - ranks.rank])
-        steps = in_step(
-            batches,
-            run.learner.arrange,
-            FEATURES,
-            ranks,
-            sharded=run.sharded if overlapped else None,
-        )
-        for episodes, totals in steps:
-            loss = run.sharded(episodes, ranks.world_size / totals.num_terms)
-            run.optimizer.zero_grad()
-            loss.backward()
-            run.optimizer.step()
-            run.losses.append(loss.item())
-        results.append(run.result())
-    return results
+# The second learns a rate for each table: it must know which table a row is of.
+ALGORITHMS = (ALGORITHM, AlgorithmConfig(name="metasgd", inner_lr=0.1, learned_rates="layer"))
+
+
+def train_with_and_without_overlap(ranks: Ranks) -> list[list[dict[str, Any]]]:
+    """By algorithm, losses and tables with ids sent a step ahead, then without; rank 1 runs out of
+    data first.
+    """
+    return [
+        [trained(ranks, algorithm, overlapped) for overlapped in (True, False)]
+        for algorithm in ALGORITHMS
+    ]
+
+
+def trained(ranks: Ranks, algorithm: AlgorithmConfig, overlapped: bool) -> dict[str, Any]:
+    run = Run(ranks, "mixed", algorithm=algorithm)
+    batches = iter(batches_of_rank(ranks)[: 4 - ranks.rank])
+    steps = in_step(
+        batches,
+        run.learner.arrange,
+        FEATURES,
+        ranks,
+        sharded=run.sharded if overlapped else None,
+    )
+    for episodes, totals in steps:
+        loss = run.sharded(episodes, ranks.world_size / totals.num_terms)
+        run.optimizer.zero_grad()
+        loss.backward()
+        run.optimizer.step()
+        run.losses.append(loss.item())
+    return run.result()
 
 
 @pytest.mark.distributed
 def test_ids_that_travel_a_step_ahead_change_no_bit() -> None:
-    for overlapped, serial in on_ranks(2, train_with_and_without_overlap):
+    by_algorithm = chain.from_iterable(on_ranks(2, train_with_and_without_overlap))
+    for overlapped, serial in by_algorithm:
         assert overlapped["losses"] == serial["losses"]
         for name, parts in serial["tables"].items():
             for (_, expected), (_, values) in zip(parts, overlapped["tables"][name], strict=True):

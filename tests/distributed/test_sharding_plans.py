@@ -57,6 +57,7 @@ class Run:
         plan: str,
         dense_optimizer: Literal["adam", "sgd"] = "adam",
         dense_wire_dtype: Literal["float32", "bfloat16"] = "float32",
+        algorithm: AlgorithmConfig = ALGORITHM,
     ) -> None:
         outer = OuterConfig(
             dense_optimizer=dense_optimizer,
@@ -68,7 +69,7 @@ class Run:
         config = TrainConfig(model=MODEL, outer=outer, sharding=sharding, run=RunConfig(seed=11))
         torch.manual_seed(3)
         self.ranks, self.config = ranks, config
-        self.learner = build_learner(FEATURES, MODEL, ALGORITHM, "bce")
+        self.learner = build_learner(FEATURES, MODEL, algorithm, "bce")
         self.sharded = shard_learner(self.learner, FEATURES, config, ranks)
         self.optimizer = build_optimizer(self.sharded, outer)
         self.losses: list[float] = []
