@@ -39,6 +39,7 @@ class OuterOptimizer(CombinedOptimizer):
         self._dense = KeyedOptimizerWrapper(layers, dense)
         super().__init__([sharded.fused_optimizer, self._dense])
         self._sharded = sharded
+        self._layers = list(layers.values())
         self._outer = outer
         self._clipping = (
             GradientClipping(sharded, layers.values(), outer.clip_norm) if outer.clip_norm else None
@@ -56,6 +57,13 @@ class OuterOptimizer(CombinedOptimizer):
                 group["lr"] = rate * scale
         set_adam_step(self._sharded, step)
         self.zero_grad()  # the tables take their rate here
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the layers' gradients; the tables, which keep none, take their rate."""
+        # torch's own takes longer than the update of small layers.
+        for layer in self._layers:
+            layer.grad = None
+        self._sharded.fused_optimizer.zero_grad()
 
     def step(self, closure: Any = None) -> None:
         """Update the layers; backward updated the tables, unless clipping held it back till now."""

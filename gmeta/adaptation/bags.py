@@ -98,6 +98,8 @@ class _Pool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         # Linear: its derivative is the transpose, whose derivative is this again.
+        if not torch.is_grad_enabled():
+            return ctx.matrices[0].times(grads[0]), None, None
         return _Pool.apply(grads[0], *ctx.matrices), None, None
 
 

@@ -89,8 +89,9 @@ class _Passes:
             Layer(weight, bias, gate, num_support)
             for weight, bias, gate in zip(weights, biases, gates, strict=True)
         ]
+        one = inputs.new_ones(1, 1, 1)
         for layer, paths, rate in zip(self.layers, loop.paths, loop.rates, strict=True):
-            layer.changes = [new_change(path, inputs) for path in paths]
+            layer.changes = [new_change(path, one) for path in paths]
             layer.rate = rate
         self.lowest = next(at for at, layer in enumerate(self.layers) if layer.changes)
         first = self.layers[0]
@@ -338,6 +339,6 @@ def _scores(seen: Pass) -> Tensor:
 
 
 def _where_active(grad: Tensor, hidden: Tensor) -> Tensor:
-    """The gradient before a ReLU from that after it."""
-    before: Tensor = torch.ops.aten.threshold_backward(grad, hidden, 0)
+    """The gradient before a ReLU from that after it, in its place."""
+    before: Tensor = torch.ops.aten.threshold_backward.grad_input(grad, hidden, 0, grad_input=grad)
     return before

@@ -128,7 +128,8 @@ class WireExchange(Exchange):
         # Shards of one lookup stand together, because a lookup serves one kind of sharding.
         self.lookups: list[Lookup] = list(dict.fromkeys(lookup for lookup, _ in mine))
         self.lookup_S = np.array([self.lookups.index(lookup) for lookup, _ in mine], np.int64)
-        self.first_row_S = np.array([row for _, row in mine], np.int64)
+        # Of this rank's shards, once for every rank that asks.
+        self.first_row_WS = np.tile(np.array([row for _, row in mine], np.int64), ranks.world_size)
         self.columns_S = np.array([s.num_columns for s in self.routes.of_peer[-1]], np.int64)
 
     def __call__(self, episodes: Arranged) -> Arranged:
@@ -162,6 +163,9 @@ class _WireFetch(RowFetch):
         self._work: Pending | None = None  # what is under way: the counts, then the ids
         self._sent = False
         others = len(routes.of_peer) - 1
+        if not others:
+            self._counts_WS, self._own_ids = asked.counts_S.reshape(1, -1), asked.row_of_shard
+            return
         remote_counts_S, own_counts_S = np.split(
             asked.counts_S, [len(asked.counts_S) - routes.num_local]
         )
@@ -170,13 +174,12 @@ class _WireFetch(RowFetch):
         self._remote_ids, self._own_ids = asked.row_of_shard.split(
             [int(remote_counts_S.sum()), int(own_counts_S.sum())]
         )
-        if others:
-            counts = torch.from_numpy(remote_counts_S).int()
-            self._counts = torch.empty(others * routes.num_local, dtype=torch.int32)
-            of_peer = [len(shards) for shards in routes.of_peer[:-1]]
-            self._work = exchange.ranks.transport.swap(
-                counts, of_peer, self._counts, [routes.num_local] * others
-            )
+        counts = torch.from_numpy(remote_counts_S).int()
+        self._counts = torch.empty(others * routes.num_local, dtype=torch.int32)
+        of_peer = [len(shards) for shards in routes.of_peer[:-1]]
+        self._work = exchange.ranks.transport.swap(
+            counts, of_peer, self._counts, [routes.num_local] * others
+        )
 
     def send(self) -> None:
         """See RowFetch."""
@@ -195,7 +198,10 @@ class _WireFetch(RowFetch):
         """See RowFetch."""
         if not self._sent:
             self.send()
-        flat = self._given_rows(self._rows_to_give_N())
+        lookups, row_N = self._exchange.lookups, self._rows_to_give_N()
+        if self._work is None and self._asked.place_U is None and len(lookups) == 1:
+            return lookups[0](row_N, None)  # one rank, and its rows are in order
+        flat = self._given_rows(row_N)
         if self._work is not None:
             given = (self._counts_WS @ self._exchange.columns_S).tolist()
             asked = self._asked_of_peer(self._exchange.routes.columns_S)
@@ -219,8 +225,8 @@ class _WireFetch(RowFetch):
         if self._work is not None:
             self._work.wait()
             ids = torch.cat([self._taken_ids, ids])
-        first_rows = np.tile(self._exchange.first_row_S, len(self._counts_WS))
-        first_row_N = torch.from_numpy(np.repeat(first_rows, self._counts_WS.reshape(-1)))
+        counts = self._counts_WS.reshape(-1)
+        first_row_N = torch.from_numpy(np.repeat(self._exchange.first_row_WS, counts))
         return first_row_N.add_(ids)
 
     def _given_rows(self, row_N: Tensor) -> Tensor:
