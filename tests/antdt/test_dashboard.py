@@ -68,6 +68,15 @@ class FakeJob:
             if number in (8, 16):
                 prepared = self.ask(cmd.PrepareCheckpoint(self.callers[0], f"step-{number}0", 1))
                 self.ask(cmd.CommitCheckpoint(self.callers[0], f"step-{number}0", prepared.digest))
+        self.score()
+
+    def score(self) -> None:
+        """rank0 does the last shard of rank3 too."""
+        self.ask(cmd.RegisterDataset(DatasetSpec("scores", 8, 8, speculative=True)))
+        for rank in (3, 0):
+            self.seqs[rank] += 1
+            self.ask(cmd.LeaseShards(self.callers[rank], self.seqs[rank], "scores", 0, 1))
+            self.ask(cmd.BackUp("1.1.99", "rank3"))
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +107,8 @@ def test_the_stream_tells_shards_workers_actions_checkpoints_and_audit(
     server: ShardServer,
 ) -> None:
     seen = first_event(server)
-    (dataset,) = seen["datasets"]
+    dataset, scores = seen["datasets"]
+    assert (dataset["backed_up"], scores["backed_up"]) == ([], [[0, "rank3", "rank0"]])
     assert dataset["done_open"] + dataset["done_committed"] == 24 * 4 * 10
     assert dataset["done_committed"] > 0
     slowest = seen["workers"][0]
@@ -143,6 +153,7 @@ def test_a_browser_draws_the_page(
     assert "transient: compute" in dom
     assert "every unit accounted for" in dom
     assert "ADJUST_BS" in dom
+    assert "shard 0 is with rank3, and with rank0 as backup" in dom
     assert 'id="trouble" role="alert" hidden' in dom
     assert "Uncaught" not in result.stderr
 
