@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,6 +59,7 @@ RANKS, SLOW_RANK, SLOWDOWN = 4, 3, 4.0
 TASKS_PER_RANK = 16
 NAP_S = 0.001  # short, so that a stopped process loses no more than one
 STOP_S, RUN_S = 0.030, 0.010
+SLOW_FROM = 2  # steps or batches are as fast as the others' before
 MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(8,), bottom=(8,))
 # Two generations of hardware, by rank, and the split whose slowest rank ends first.
 HARDWARE, BEST_SHARES, MICRO_BATCH = (1.0, 1.0, 3.0, 3.0), (24, 24, 8, 8), 8
@@ -92,18 +94,23 @@ def work(num_tasks: int, task_s: float) -> None:
         time.sleep(NAP_S)
 
 
-def slow_down_reading(feed: ServiceFeed, read_task_s: float) -> None:
-    """Storage that takes its time over every task, in the thread that reads ahead. Once: what a
-    change of the shares puts back is in memory."""
+def slow_down_reading(feed: ServiceFeed, read_task_s: float, ended: threading.Event) -> None:
+    """Storage that takes its time over every task from the third batch on, as the stopped rank is
+    stopped from its third step on, in the thread that reads ahead. Once a task: what a change of
+    the shares puts back is in memory. Nobody waits for what is read after the last step."""
     pipeline = feed._reader._pipeline
     compose = pipeline._compose
     read: set[tuple[int, int]] = set()  # (block, episode)
+    num_batches = 0
 
     def slowly(loading: Any) -> Any:
+        nonlocal num_batches
         batch = compose(loading)
+        num_batches += 1
         with pipeline._clock:
             tasks = {(part.block, int(episode)) for _, part in loading for episode in part.episodes}
-            time.sleep(read_task_s * len(tasks - read))
+            if num_batches > SLOW_FROM:
+                ended.wait(read_task_s * len(tasks - read))
             read.update(tasks)
         return batch
 
@@ -121,10 +128,10 @@ def train_on_rank(rank: int, folder: str, config: TrainConfig, job: Job) -> None
     sharded = shard_learner(learner, dataset.features, config, ranks)
     optimizer = build_optimizer(sharded, config.outer)
     steps: list[tuple[float, int, float]] = []  # (time, tasks of the rank, loss of all)
-    agent_s = 0.0
+    agent_s, ended = 0.0, threading.Event()
     with ServiceFeed(config, dataset, ranks, None) as feed:
         if job.read_task_s and rank == SLOW_RANK:
-            slow_down_reading(feed, job.read_task_s)
+            slow_down_reading(feed, job.read_task_s, ended)
         agent = ServiceAgent(config, feed, sharded, learner.arrange, ranks, Stop())
         for episodes, totals in in_step(
             feed.batches(0, 0),
@@ -150,6 +157,7 @@ def train_on_rank(rank: int, folder: str, config: TrainConfig, job: Job) -> None
             steps.append((time.monotonic(), num_tasks, float(seen) / RANKS))
             if len(steps) == job.max_steps:
                 break
+        ended.set()
         manifest = feed.checkpoint_files(len(steps)).get("shards.json", "")
     torch.save(
         {"steps": steps, "agent_ms": 1000 * agent_s / len(steps), "manifest": manifest},
@@ -202,7 +210,7 @@ def run(job: Job) -> dict[str, Any]:
         stopper = threading.Thread(target=duty_cycle, args=(context.pids()[SLOW_RANK], ended))
         while not context.join(timeout=0.2):
             step = max((w.report.step for w in server.edge.read_status().workers), default=0)
-            if job.is_stopped and step >= 2 and stopper.ident is None:
+            if job.is_stopped and step >= SLOW_FROM and stopper.ident is None:
                 stopper.start()
             for name, health in server.governor.health.items():
                 if health.verdict in STRAGGLERS:
@@ -277,13 +285,15 @@ def predicted(
     return static.completion_s / run_antdt("nd", job, slow()).completion_s
 
 
-def compare(healthy: Job, cause: str, healthy_step_ms: float, static_steps: int) -> dict[str, Any]:
+def compare(
+    healthy: Job, cause: str, healthy_step_ms: float, static_steps: int, antdt_steps: int
+) -> dict[str, Any]:
     read_task_s = SLOWDOWN * healthy_step_ms / TASKS_PER_RANK / 1000
     slow = replace(healthy, is_stopped=True)
     if cause == "reader":
         slow = replace(healthy, read_task_s=read_task_s)
     static = run(replace(slow, max_steps=static_steps))
-    antdt = run(replace(slow, policy="nd", max_steps=10**9))
+    antdt = run(replace(slow, policy="nd", max_steps=antdt_steps))
     steady, whole = rate(antdt, balanced_from(antdt)), rate(antdt)
     static_step_ms = 1000 * RANKS * TASKS_PER_RANK / rate(static)
     slow_factor = static_step_ms / healthy_step_ms
@@ -325,9 +335,11 @@ def compare_hardware(healthy: Job) -> dict[str, Any]:
 def main() -> None:
     # The imports cost seconds a rank: once is enough.
     multiprocessing.set_forkserver_preload(["gmeta.agent", "gmeta.build"])
+    forkserver.ensure_running()  # beside the preparation of the data
     arguments = make_parser(__doc__ or "").parse_args()
-    num_tasks, task_s = (1088, 0.016) if arguments.quick else (2560, 0.020)
-    static_steps = 8 if arguments.quick else 10**9
+    num_tasks, task_s = (1280, 0.016) if arguments.quick else (2560, 0.020)
+    # With --quick no job reaches the end of the data, where some ranks have nothing left to do.
+    static_steps, antdt_steps = (8, 17) if arguments.quick else (10**9, 10**9)
     causes = ["compute", "reader"]
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "clicks"
@@ -335,7 +347,10 @@ def main() -> None:
         prepare_synthetic(str(data), made)
         job = Job(data, task_s, max_steps=10 if arguments.quick else 20)
         healthy_step_ms = 1000 * RANKS * TASKS_PER_RANK / rate(run(job))
-        figures = {cause: compare(job, cause, healthy_step_ms, static_steps) for cause in causes}
+        figures = {
+            cause: compare(job, cause, healthy_step_ms, static_steps, antdt_steps)
+            for cause in causes
+        }
         hardware = {} if arguments.quick else {"dd": compare_hardware(job)}
     agent_ms = max(one["agent_ms_per_step"] for one in figures.values())
     finish(

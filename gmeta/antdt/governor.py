@@ -64,11 +64,16 @@ def read_ledger(ledger: Ledger, now_s: float) -> Reading:
     for table in state.tables.values():
         open_shards = table.counts[ShardState.READY] + table.counts[ShardState.DOING]
         left += open_shards * table.spec.units_per_shard - sum(table.units_done.values())
-    backups = _read_backups(state) if any(t.spec.speculative for t in state.tables.values()) else {}
-    return Reading(state.service_epoch, state.generation, workers, max(0, left), backups)
+    return Reading(
+        state.service_epoch, state.generation, workers, max(0, left), read_backups(state)
+    )
 
 
-def _read_backups(state: LedgerState) -> dict[str, tuple[int, int]]:
+def read_backups(state: LedgerState) -> dict[str, tuple[int, int]]:
+    """Of each worker with such shards: how many a decision to back it up would be about, and how
+    many one was."""
+    if not any(table.spec.speculative for table in state.tables.values()):
+        return {}
     backups = state.backups
     found = {}
     for name, worker in state.workers.items():

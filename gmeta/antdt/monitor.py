@@ -171,7 +171,8 @@ class _Worker:
         self.newest: Report | None = None
         self.at_window_start: Report | None = None
         self.at_long_start: Report | None = None  # of the window that is not cut short
-        self.last: Report | None = None  # what it did in the last window with news
+        self.last: Report | None = None  # what it did in the last window with news,
+        self.num_idle = 0  # and so many windows without came after it
         self.long = _Long(config)
         self.short: deque[Window] = deque(maxlen=config.short_windows)
         self.num_windows = 0
@@ -196,8 +197,9 @@ class _Worker:
     def take_delta(self) -> Report | None:
         """`news`; the next window begins."""
         delta = self.news()
+        self.num_idle += 1
         if delta is not None:
-            self.at_window_start, self.last = self.newest, delta
+            self.at_window_start, self.last, self.num_idle = self.newest, delta, 0
         return delta
 
     def take_long_delta(self) -> Report | None:
@@ -287,11 +289,11 @@ class Monitor:
         idle: dict[str, Report] = {}
         if 2 * len(deltas) <= len(self._workers):
             # At the end of the data the slow ones are among themselves: they are held against what
-            # the others did last.
+            # the others did last. Two windows without news: one may lie between two long steps.
             idle = {
                 name: worker.last
                 for name, worker in self._workers.items()
-                if name not in deltas and worker.last is not None
+                if worker.num_idle > 1 and worker.last is not None
             }
         windows = _windows_of({**idle, **deltas}, self.config)
         return {name: windows[name] for name in deltas}

@@ -10,8 +10,8 @@ import pytest
 
 from gmeta.antdt.model import ShardState
 from gmeta.antdt.simulation.data import DATASET, SimulatedData
-from gmeta.antdt.simulation.job import METHODS, JobConfig, run_antdt
-from gmeta.antdt.simulation.study import find_methods, run_study
+from gmeta.antdt.simulation.job import JobConfig, run_antdt
+from gmeta.antdt.simulation.study import METHODS, find_methods, run_study
 from gmeta.antdt.simulation.traces import (
     SCENARIOS,
     Change,
@@ -46,6 +46,16 @@ def test_bsp_is_as_slow_as_its_slowest_worker() -> None:
 def test_pulling_uses_the_speed_of_all() -> None:
     outcome = METHODS["ASP-like pulling"](EXACT, slow_from(0.0))
     assert outcome.completion_s == pytest.approx(EXACT.healthy_s * 4 / 3.25, rel=0.02)
+
+
+def test_an_idle_worker_ends_a_job_of_pulling_sooner_than_a_slow_one() -> None:
+    """10 shards of 19.2 s: the slow worker holds its only one for 192 s, the others end at 57.6 s
+    and one of them does its shard again."""
+    config = replace(EXACT, num_steps=50, steps_per_shard=20)
+    alone = METHODS["ASP-like pulling"](config, slow_from(0.0, 10.0))
+    helped = METHODS["pulling with backups"](config, slow_from(0.0, 10.0))
+    assert alone.completion_s == pytest.approx(192.0)
+    assert helped.completion_s == pytest.approx(76.8, abs=0.3)  # an idle worker asks every 0.2 s
 
 
 @pytest.mark.parametrize(

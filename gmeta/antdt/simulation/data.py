@@ -23,10 +23,14 @@ FOR_EVER_S = 1e12
 class SimulatedData:
     """Leases, completes and hands back for all workers; one call at a time, no sockets."""
 
-    def __init__(self, num_tasks: int, tasks_per_shard: int, num_workers: int) -> None:
+    def __init__(
+        self, num_tasks: int, tasks_per_shard: int, num_workers: int, speculative: bool = False
+    ) -> None:
         self.ledger = Ledger(LedgerState("simulated"), FOR_EVER_S)
         self.ledger.apply(cmd.StartService(1, "simulated"), 0.0)
-        spec = DatasetSpec(DATASET, num_tasks, tasks_per_shard, shuffle=False)
+        spec = DatasetSpec(
+            DATASET, num_tasks, tasks_per_shard, shuffle=False, speculative=speculative
+        )
         self.ledger.apply(cmd.RegisterDataset(spec), 0.0)
         self._spec = spec
         self._callers = [self._register(worker, 0) for worker in range(num_workers)]

@@ -3,7 +3,6 @@
 Shape suffix: W workers.
 """
 
-import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -167,31 +166,6 @@ def _end_of_step(step_s: Floats, dropped: int) -> float:
     return float(busy_s[-1 - dropped] if len(busy_s) > dropped else busy_s[-1])
 
 
-def run_pulling(config: JobConfig, trace: Trace) -> Outcome:
-    """As asynchronous training does: each worker pulls shards and waits for nobody."""
-    cluster = _Cluster(config, trace)
-    per_shard = config.steps_per_shard * config.tasks_per_worker
-    queue = [(0.0, worker, 0) for worker in range(config.num_workers)]
-    noise = np.random.default_rng((config.seed, 4))
-    last_s, num_shards = 0.0, 0
-    while queue:
-        now_s, worker, done = heapq.heappop(queue)
-        if done:
-            cluster.data.finish_of(worker, done, now_s)
-            last_s = now_s
-        cluster.trace.advance(now_s)
-        num_tasks = cluster.data.take_for(worker, per_shard, now_s)
-        if num_tasks:
-            steps = -(-num_tasks // config.tasks_per_worker)
-            healthy_s = (steps * config.overhead_ms + num_tasks * config.task_ms) / 1000
-            factor = cluster.trace.factors[worker] * noise.lognormal(
-                0.0, config.jitter / steps**0.5
-            )
-            heapq.heappush(queue, (now_s + healthy_s * factor, worker, num_tasks))
-            num_shards += 1
-    return Outcome(last_s, num_shards * config.steps_per_shard // config.num_workers, 0, 0)
-
-
 def run_antdt(
     policy: str,
     config: JobConfig,
@@ -332,14 +306,3 @@ class _Governed:
         cluster.trace.restart(worker)
         cluster.data.restart(worker, self.processes[worker], cluster.now_s)
         self.num_restarts += 1
-
-
-METHODS: dict[str, Callable[[JobConfig, Trace], Outcome]] = {
-    "BSP": run_static,
-    "ASP-like pulling": run_pulling,
-    "backup workers": run_backup_workers,
-    "LB-BSP": run_lb_bsp,
-    "LB-BSP at once": run_lb_bsp_at_once,
-    "AntDT-ND": lambda config, trace: run_antdt("nd", config, trace),
-    "AntDT-DD": lambda config, trace: run_antdt("dd", config, trace),
-}

@@ -5,7 +5,16 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from gmeta.antdt.simulation.job import METHODS, JobConfig, Outcome, run_antdt
+from gmeta.antdt.simulation.job import (
+    JobConfig,
+    Outcome,
+    run_antdt,
+    run_backup_workers,
+    run_lb_bsp,
+    run_lb_bsp_at_once,
+    run_static,
+)
+from gmeta.antdt.simulation.pulling import run_pulling, run_pulling_with_backups
 from gmeta.antdt.simulation.traces import (
     SCENARIOS,
     Trace,
@@ -16,6 +25,16 @@ from gmeta.errors import UserError
 
 # Moments are drawn for so many times a healthy job's length; a job that lasts longer has none left.
 TRACE_LENGTH = 12.0
+METHODS: dict[str, Callable[[JobConfig, Trace], Outcome]] = {
+    "BSP": run_static,
+    "ASP-like pulling": run_pulling,
+    "pulling with backups": run_pulling_with_backups,
+    "backup workers": run_backup_workers,
+    "LB-BSP": run_lb_bsp,
+    "LB-BSP at once": run_lb_bsp_at_once,
+    "AntDT-ND": partial(run_antdt, "nd"),
+    "AntDT-DD": partial(run_antdt, "dd"),
+}
 
 
 class Result(NamedTuple):
