@@ -43,10 +43,10 @@ class LayerAverage:
         (flat, pending), self._sum = self._sum, None
         pending.wait()
         flat.div_(self._ranks.world_size)
-        grads = self._grads()
-        parts = flat.split([grad.numel() for grad in grads])
-        means = [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)]
-        torch._foreach_copy_(grads, means)
+        # The gradients are parts of the message from now on: nothing is copied back.
+        parts = flat.split([layer.numel() for layer in self._layers])
+        for layer, part in zip(self._layers, parts, strict=True):
+            layer.grad = part.view_as(layer)
 
     def _grads(self) -> list[Tensor]:
         return [layer.grad for layer in self._layers if layer.grad is not None]

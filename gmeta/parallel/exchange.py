@@ -287,16 +287,21 @@ class _Swap(torch.autograd.Function):
         ctx.exchange = exchange
         # A power of two changes no digit.
         ctx.scale = 2.0 ** -round(math.log2(gradient_unit))
-        return _swapped(exchange, given, given_of_peer, asked_of_peer, 1.0)
+        return _swapped(exchange, given, given_of_peer, asked_of_peer)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         given_of_peer, asked_of_peer = ctx.of_peer
         grad = _swapped(
-            ctx.exchange, grads[0].contiguous(), asked_of_peer, given_of_peer, ctx.scale
+            ctx.exchange,
+            grads[0].contiguous(),
+            asked_of_peer,
+            given_of_peer,
+            ctx.scale,
+            ctx.exchange.ranks.world_size,
         )
-        return grad.div_(ctx.exchange.ranks.world_size), None, None, None, None
+        return grad, None, None, None, None
 
 
 class _Permuted(torch.autograd.Function):
@@ -314,9 +319,15 @@ class _Permuted(torch.autograd.Function):
 
 
 def _swapped(
-    exchange: WireExchange, values: Tensor, given: list[int], taken: list[int], scale: float
+    exchange: WireExchange,
+    values: Tensor,
+    given: list[int],
+    taken: list[int],
+    scale: float = 1.0,
+    divisor: int = 1,
 ) -> Tensor:
-    """What the peers give for these values; the last part, of this rank itself, stays as it is.
+    """What the peers give for these values, and the last part, of this rank itself: all divided by
+    whoever gives them, on the way, so that nobody goes over them once more.
 
     `scale` brings the values to the middle of float16's range on the wire.
     """
@@ -324,13 +335,19 @@ def _swapped(
     result = values.new_empty(sum(taken))
     taken_remote = result[: sum(taken[:-1])]
     remote, own = values.split([sum(given[:-1]), given[-1]])
-    if dtype == torch.float16:
-        remote = (remote * scale).clamp_(-FLOAT16_MAX, FLOAT16_MAX)
-    # gloo does not know bfloat16: its bits travel as float16.
-    sent = remote if dtype is None else remote.to(dtype).view(torch.float16)
-    received = taken_remote if dtype is None else sent.new_empty(taken_remote.numel())
-    work = exchange.ranks.transport.swap(sent, given[:-1], received, taken[:-1])
-    result[taken_remote.numel() :] = own
+    sent = received = taken_remote
+    if dtype is None:
+        sent = remote
+    else:
+        remote = remote * ((scale if dtype == torch.float16 else 1.0) / divisor)
+        if dtype == torch.float16:
+            remote.clamp_(-FLOAT16_MAX, FLOAT16_MAX)
+        # gloo does not know bfloat16: its bits travel as float16.
+        sent = remote.to(dtype).view(torch.float16)
+        received = sent.new_empty(taken_remote.numel())
+    on_the_way = divisor if dtype is None else 1
+    work = exchange.ranks.transport.swap(sent, given[:-1], received, taken[:-1], on_the_way)
+    torch.div(own, divisor, out=result[taken_remote.numel() :])
     work.wait()
     if dtype is not None:
         taken_remote.copy_(received.view(dtype))

@@ -131,8 +131,8 @@ class _Outbox:
         self._end = 0
         self.segment = _Segment.new(FIRST_BYTES)
 
-    def put(self, message: int, read: int, values: Tensor) -> int:
-        """The first byte of the copy; blocks of messages up to `read` are free again."""
+    def put(self, message: int, read: int, values: Tensor, divisor: int) -> int:
+        """The first byte of values / divisor; blocks of messages up to `read` are free again."""
         while self._blocks and self._blocks[0][0] <= read:
             self._blocks.popleft()
         num_bytes = values.numel() * values.element_size()
@@ -141,7 +141,11 @@ class _Outbox:
         self._blocks.append((message, first))
         self._end = first + room
         if num_bytes:
-            self.segment.values(first, num_bytes, values.dtype).copy_(values)
+            written = self.segment.values(first, num_bytes, values.dtype)
+            if divisor == 1:  # also whole numbers
+                written.copy_(values)
+            else:
+                torch.div(values, divisor, out=written)
         return first
 
     def _place(self, room: int) -> int:
@@ -185,11 +189,16 @@ class SharedMemory(Transport):
         self._open: dict[int, None] = {}  # messages that this rank will read
 
     def swap(
-        self, given: Tensor, counts_given: Sequence[int], taken: Tensor, counts_taken: Sequence[int]
+        self,
+        given: Tensor,
+        counts_given: Sequence[int],
+        taken: Tensor,
+        counts_taken: Sequence[int],
+        divisor: int = 1,
     ) -> "_Message":
         """See Transport."""
         size = given.element_size()
-        message, _ = self._post(given, [count * size for count in counts_given])
+        message, _ = self._post(given, [count * size for count in counts_given], divisor)
 
         def take(parts: list[Tensor]) -> None:
             for mine, part in zip(taken.split(list(counts_taken)), parts, strict=True):
@@ -213,13 +222,15 @@ class SharedMemory(Transport):
 
         return _Message(self, message, values.dtype, take)
 
-    def _post(self, values: Tensor, bytes_of_peer: list[int] | None) -> tuple[int, int]:
+    def _post(
+        self, values: Tensor, bytes_of_peer: list[int] | None, divisor: int = 1
+    ) -> tuple[int, int]:
         """Write values and tell every peer where its part is, or all of them where to find all."""
         message = self._next
         self._next += 1
         oldest_open = next(iter(self._open), message)
         read_by_all = min(oldest_open - 1, *(peer.read for peer in self._peers))
-        first = self._outbox.put(message, read_by_all, values)
+        first = self._outbox.put(message, read_by_all, values, divisor)
         self._open[message] = None
         segment, at = self._outbox.segment, first
         whole = values.numel() * values.element_size()

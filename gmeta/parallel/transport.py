@@ -25,9 +25,16 @@ class Transport(ABC):
 
     @abstractmethod
     def swap(
-        self, given: Tensor, counts_given: Sequence[int], taken: Tensor, counts_taken: Sequence[int]
+        self,
+        given: Tensor,
+        counts_given: Sequence[int],
+        taken: Tensor,
+        counts_taken: Sequence[int],
+        divisor: int = 1,
     ) -> Pending:
-        """Give the other ranks values, flat, and take theirs; the counts are in their order."""
+        """Give the other ranks values / divisor, flat, and take theirs; the counts are in their
+        order.
+        """
 
     @abstractmethod
     def add(self, values: Tensor) -> Pending:
@@ -43,13 +50,18 @@ class Gloo(Transport):
         self._control = control
 
     def swap(
-        self, given: Tensor, counts_given: Sequence[int], taken: Tensor, counts_taken: Sequence[int]
+        self,
+        given: Tensor,
+        counts_given: Sequence[int],
+        taken: Tensor,
+        counts_taken: Sequence[int],
+        divisor: int = 1,
     ) -> Pending:
         """See Transport."""
         own = self._rows.rank()
         work: dist.Work = dist.all_to_all_single(
             taken,
-            given,
+            given if divisor == 1 else given / divisor,
             [*counts_taken[:own], 0, *counts_taken[own:]],
             [*counts_given[:own], 0, *counts_given[own:]],
             group=self._rows,
@@ -68,7 +80,12 @@ class Alone(Transport):
     """One rank: there is nobody to talk to."""
 
     def swap(
-        self, given: Tensor, counts_given: Sequence[int], taken: Tensor, counts_taken: Sequence[int]
+        self,
+        given: Tensor,
+        counts_given: Sequence[int],
+        taken: Tensor,
+        counts_taken: Sequence[int],
+        divisor: int = 1,
     ) -> Pending:
         """See Transport."""
         raise ValueError("one rank has nobody to swap values with")
