@@ -15,6 +15,7 @@ from typing import Any, final
 
 from gmeta.antdt.connection import Connection, ConnectionConfig
 from gmeta.antdt.errors import AntdtError, FencedError, LeaseLostError
+from gmeta.antdt.held import HeldLeases
 from gmeta.antdt.lease import END, SAFE_FRACTION, EndOfEpoch, Lease, WaitFor
 from gmeta.antdt.manifest import ShardManifest, parse_manifest
 from gmeta.antdt.model import DatasetSpec, Outcome
@@ -24,7 +25,6 @@ from protos.antdt.v1 import shard_service_pb2 as pb
 
 _log = logging.getLogger("gmeta.antdt.client")
 
-_UNKNOWN_TOKEN = "the service does not know its token any more: it expired or was revoked"
 DECIDED_AFTER_S = 0.5  # the controller's answer to reports that all workers hurried
 
 
@@ -65,9 +65,7 @@ class ShardClient:
         self._numbered = threading.Lock()  # one numbered call at a time
         self._flushing = threading.Lock()  # one flush at a time
         self._registering = threading.Lock()
-        self._held_lock = threading.Lock()
-        self._held: dict[int, Lease] = {}
-        self._lost: list[Lease] = []  # since the last flush: what they trained may be unreported
+        self._leases = HeldLeases()
         self._caller = pb.Caller()
         self._seq = 0  # of the last call that was answered
         self._seq_at = (0, 0)  # service epoch and generation in which it counts
@@ -78,6 +76,7 @@ class ShardClient:
         self._report: Any = None
         self._beat_again_s = 0.0  # the pause behind a hurried heartbeat
         self._actions: list[Any] = []
+        self._actions_lock = threading.Lock()
         self._fenced: FencedError | None = None
         self._closed = threading.Event()
         self._hurry = threading.Event()  # the next heartbeat is due now
@@ -102,8 +101,7 @@ class ShardClient:
     @property
     def held(self) -> list[Lease]:
         """The live leases."""
-        with self._held_lock:
-            return list(self._held.values())
+        return self._leases.live()
 
     def register_dataset(self, spec: DatasetSpec) -> int:
         """Names a dataset; returns its number of shards. Raises RefusedError when the name
@@ -136,8 +134,7 @@ class ShardClient:
             return WaitFor(response.wait.retry_after_ms / 1000, response.wait.message)
         usable_until_s = sent_s + SAFE_FRACTION * response.grants.lease_ttl_ms / 1000
         leases = [Lease(grant_from(grant), usable_until_s) for grant in response.grants.grants]
-        with self._held_lock:
-            self._held.update((lease.token, lease) for lease in leases)
+        self._leases.add(leases)
         return leases
 
     def shards(self, dataset: str, epoch: int = 0, prefetch_shards: int = 1) -> Iterator[Lease]:
@@ -164,7 +161,7 @@ class ShardClient:
     def _check_left(self, lease: Lease) -> None:
         if lease.lost:
             self.release([lease])  # where it was only late, nobody need wait for it to expire
-        elif lease.token in self._held_tokens():
+        elif lease.token in self._leases.tokens():
             raise ValueError(
                 f"shard {lease.shard_index} of the speculative dataset {lease.dataset!r} was left "
                 "without an end; its result counts only once it is completed. Call "
@@ -176,7 +173,7 @@ class ShardClient:
         into effect. False: another worker was first, or the lease had run out; discard it."""
         outcomes = self._complete([lease.token])
         try:
-            self._settle([(lease, lease.num_units)], outcomes, drop=True)
+            self._leases.settle([(lease, lease.num_units)], outcomes, drop=True)
         except LeaseLostError:
             return False
         return True
@@ -207,12 +204,7 @@ class ShardClient:
             self._flush()
 
     def _flush(self) -> None:
-        with self._held_lock:
-            noted = [(lease, lease.units_done) for lease in self._held.values()]
-            lost, self._lost = self._lost, []
-        for lease in lost:
-            if lease.units_done > lease.units_reported:
-                lease.check()
+        noted = self._leases.noted()
         partial = [
             (x, done)
             for x, done in noted
@@ -224,10 +216,10 @@ class ShardClient:
             response = self._call(
                 "Progress", lambda: pb.ProgressRequest(caller=self._caller, items=items)
             )
-            self._settle(partial, response.outcomes, drop=False)
+            self._leases.settle(partial, response.outcomes, drop=False)
         if whole:
             outcomes = self._complete([lease.token for lease, _ in whole])
-            self._settle(whole, outcomes, drop=True)
+            self._leases.settle(whole, outcomes, drop=True)
 
     def release(self, leases: Iterable[Lease]) -> None:
         """Gives shards back with what was flushed of them; others continue there. Lost leases
@@ -238,9 +230,7 @@ class ShardClient:
                 "Release",
                 lambda: pb.ReleaseRequest(caller=self._caller, seq=self._seq + 1, tokens=tokens),
             )
-        with self._held_lock:
-            for token in tokens:
-                self._held.pop(token, None)
+        self._leases.drop(tokens)
 
     def fail(self, lease: Lease, failure_class: str, message: str) -> bool:
         """The shard cannot be processed; returns True when it is quarantined now. Raises
@@ -255,7 +245,7 @@ class ShardClient:
                 message=message,
             ),
         )
-        self._settle([(lease, lease.units_done)], [response.outcome], drop=True)
+        self._leases.settle([(lease, lease.units_done)], [response.outcome], drop=True)
         return bool(response.quarantined)
 
     def prepare_checkpoint(self, checkpoint_id: str, step: int) -> ShardManifest:
@@ -295,10 +285,7 @@ class ShardClient:
             ),
         )
         self._caller.run_generation = response.run_generation
-        with self._held_lock:
-            for lease in self._held.values():
-                lease.lost = "the job was rolled back to a checkpoint"
-            self._held.clear()
+        self._leases.lose_all("the job was rolled back to a checkpoint")
         return self.run_generation
 
     def report(self, report: Report, share: int = 0) -> None:
@@ -317,7 +304,7 @@ class ShardClient:
     def take_actions(self) -> list[Any]:
         """Actions that heartbeats brought since the last call; acknowledge each with
         `ack_action`."""
-        with self._held_lock:
+        with self._actions_lock:
             actions, self._actions = self._actions, []
         return actions
 
@@ -351,26 +338,6 @@ class ShardClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _settle(self, sent: list[tuple[Lease, int]], outcomes: Iterable[int], drop: bool) -> None:
-        lost = []
-        for (lease, units_sent), outcome in zip(sent, outcomes, strict=True):
-            if outcome in (Outcome.FENCED, Outcome.INVALID):
-                lost.append(lease)
-                lease.lost = _UNKNOWN_TOKEN
-            else:
-                lease.units_reported = units_sent
-                if drop:
-                    # A restarted service may have called the completed token unknown in between.
-                    # A lease with units left stays lost: nobody would complete it.
-                    lease.lost = ""
-                    with self._held_lock:
-                        self._lost = [other for other in self._lost if other is not lease]
-            if drop or lease.lost:
-                with self._held_lock:
-                    self._held.pop(lease.token, None)
-        for lease in lost:
-            lease.check()
 
     def _call(self, rpc: str, build: Callable[[], Any]) -> Any:
         self._check_fence()
@@ -409,7 +376,7 @@ class ShardClient:
         """Also after a restart of the service, which answers with the leases that this process
         still holds."""
         with self._registering:
-            sent_s, named = time.monotonic(), self._held_tokens()
+            sent_s, named = time.monotonic(), self._leases.tokens()
             response = self._connection.call(
                 "Register",
                 lambda: pb.RegisterRequest(
@@ -438,22 +405,8 @@ class ShardClient:
             live = {grant.token for grant in response.leases}
             self._renewed(sent_s, named - live)
 
-    def _held_tokens(self) -> set[int]:
-        with self._held_lock:
-            return set(self._held)
-
     def _renewed(self, sent_s: float, gone: set[int]) -> None:
-        """The service's answer: it renewed all leases that were held when it was asked, but those
-        that are gone. One granted while the call was under way is not this answer's business."""
-        with self._held_lock:
-            for token, lease in list(self._held.items()):
-                if token not in gone:
-                    lease.usable_until_s = sent_s + SAFE_FRACTION * self._ttl_s
-                else:
-                    lease.lost = _UNKNOWN_TOKEN
-                    del self._held[token]
-                    if not lease.speculative:  # of those nothing counts but the whole
-                        self._lost.append(lease)
+        self._leases.renewed(sent_s + SAFE_FRACTION * self._ttl_s, gone)
 
     def _beat_on(self) -> None:
         while not self._closed.is_set():
@@ -478,7 +431,7 @@ class ShardClient:
         return min(self._ttl_s / 3, self._report_every_s)
 
     def _beat(self) -> None:
-        report, sent_s, tokens = self._report, time.monotonic(), self._held_tokens()
+        report, sent_s, tokens = self._report, time.monotonic(), self._leases.tokens()
         response = self._connection.call(
             "Heartbeat",
             lambda: pb.HeartbeatRequest(caller=self._caller, tokens=tokens, report=report),
@@ -486,6 +439,6 @@ class ShardClient:
             budget_s=self._ttl_s / 3,
         )
         self._renewed(sent_s, tokens & set(response.revoked_tokens))
-        with self._held_lock:
+        with self._actions_lock:
             known = {action.action_id for action in self._actions}
             self._actions += [a for a in response.actions if a.action_id not in known]

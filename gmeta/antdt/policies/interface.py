@@ -58,10 +58,7 @@ class ControllerConfig:
     )
     backup_share: float = field(
         default=0.25,
-        metadata={
-            "help": "part of the workers whose last shards others do too, at a time",
-            "min": 0,
-        },
+        metadata={"help": "part of the workers whose last shards others do at a time", "min": 0.0},
     )
 
 
