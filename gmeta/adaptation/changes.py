@@ -10,19 +10,12 @@ Shape suffixes: T tasks, L rows of a task, S its support rows, I input width, O 
 """
 
 from abc import ABC, abstractmethod
-from functools import cache
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from gmeta.adaptation.config import InnerPath
-from gmeta.adaptation.linear import PathCosts
-
-Path = Literal["fixed", "low_rank", "materialised"]
-
-# Multiply-adds of small products that take as long as calling one more does: 6 us on one core.
-CALL = 75_000
+from gmeta.adaptation.paths import Path
 
 
 class StepGrads(NamedTuple):
@@ -315,24 +308,3 @@ def _outer(left_TLO: Tensor, right_TSO: Tensor) -> Tensor:
 def _less(block: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
     """block -= left right, or the first of these products to be written there."""
     block.baddbmm_(left, right, beta=0 if fresh else 1, alpha=-1)
-
-
-@cache
-def cheaper_path(
-    tasks: int, costs: PathCosts, width_in: int, width_out: int, fixed: bool, path: InnerPath
-) -> Path:
-    """The path that takes less time for so many tasks of one size, unless the config says which;
-    `fixed`: every step has the same activations.
-
-    Backward does twice the multiply-adds of forward. Of two thin products and their four
-    derivatives there are k^2 in low rank, with the passes that come back, or k if fixed.
-    """
-    low_rank: Path = "fixed" if fixed else "low_rank"
-    if path != "auto":
-        return low_rank if path == "low_rank" else "materialised"
-    width, steps = (width_in, width_out), costs.steps
-    low = costs.low_rank_of_fixed(*width) if fixed else costs.low_rank(*width, uses=1)
-    low_time = 3 * tasks * low + CALL * 6 * (steps if fixed else steps * steps)
-    matrix = costs.materialised(*width, uses=1)
-    matrix_time = 3 * tasks * matrix + CALL * (12 * steps - 3)
-    return low_rank if low_time <= matrix_time else "materialised"

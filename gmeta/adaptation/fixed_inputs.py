@@ -19,300 +19,38 @@ a layer.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from gmeta.adaptation.blocks import BlockRows
-from gmeta.adaptation.changes import Path, StepGrads, new_change
-from gmeta.adaptation.fixed_state import (
-    QUERY,
-    SUPPORT,
-    Grads,
-    Layer,
-    LayerStep,
-    Pass,
-    plus,
-)
-from gmeta.adaptation.losses import row_curvatures_N, row_losses_N, row_slopes_N
-
-HALVES = (torch.bfloat16, torch.float16)
+from gmeta.adaptation.fixed_passes import Passes
+from gmeta.adaptation.fixed_state import FixedLoop
 
 
-@dataclass(frozen=True)
-class FixedLoop:
-    """What the operation takes beside tensors that it differentiates."""
+def query_loss_sum(
+    loop: FixedLoop,
+    inputs: Tensor,
+    weights_OI: Sequence[Tensor],
+    biases_O: Sequence[Tensor],
+    gates_RO: Sequence[Tensor],
+) -> Tensor:
+    """Sum over the tasks of the mean query loss: a scalar.
 
-    steps: int
-    loss: str
-    support_prior: float
-    support: BlockRows
-    query: BlockRows
-    # How the change of each layer is held in each rectangle; none where it does not adapt.
-    paths: tuple[tuple[Path, ...], ...]
-    rates: tuple[float | Tensor, ...]  # by layer, a scalar or [O]
-    gated: tuple[bool, ...]  # by layer
-    support_NX: Tensor | None  # None: second order, and the inputs are of both sides
-
-    def query_loss_sum(
-        self,
-        inputs: Tensor,
-        weights_OI: Sequence[Tensor],
-        biases_O: Sequence[Tensor],
-        gates_RO: Sequence[Tensor],
-    ) -> Tensor:
-        """Sum over the tasks of the mean query loss: a scalar.
-
-        `inputs` are [R, X], support first; in first order [M, X]. Gates are those of gated layers.
-        """
-        learned = [rate for rate in self.rates if isinstance(rate, Tensor)]
-        loss: Tensor = _QueryLoss.apply(
-            self, inputs.contiguous(), *weights_OI, *biases_O, *gates_RO, *learned
-        )
-        return loss
+    `inputs` are [R, X], support first; in first order [M, X]. Gates are those of gated layers.
+    """
+    learned = [rate for rate in loop.rates if isinstance(rate, Tensor)]
+    loss: Tensor = _QueryLoss.apply(
+        loop, inputs.contiguous(), *weights_OI, *biases_O, *gates_RO, *learned
+    )
+    return loss
 
 
-class _Passes:
-    """The layers and the passes of one meta-step."""
-
-    def __init__(self, loop: FixedLoop, inputs: Tensor, tensors: Sequence[Tensor]) -> None:
-        self.loop = loop
-        self.inputs = inputs
-        count, rest = len(loop.paths), iter(tensors)
-        weights, biases = ([next(rest) for _ in range(count)] for _ in range(2))
-        gates = [next(rest) if gated else None for gated in loop.gated]
-        num_support = loop.support.label_N.numel()
-        self.layers = [
-            Layer(weight, bias, gate, num_support)
-            for weight, bias, gate in zip(weights, biases, gates, strict=True)
-        ]
-        one = inputs.new_ones(1, 1, 1)
-        for layer, paths, rate in zip(self.layers, loop.paths, loop.rates, strict=True):
-            layer.changes = [new_change(path, one) for path in paths]
-            layer.rate = rate
-        self.lowest = next(at for at, layer in enumerate(self.layers) if layer.changes)
-        first = self.layers[0]
-        if loop.support_NX is None:
-            first_RO = first.linear(inputs)
-            sides = inputs[:num_support], inputs[num_support:]
-            self.first = first_RO[:num_support], first_RO[num_support:]
-        else:
-            sides = loop.support_NX, inputs
-            self.first = first.linear(sides[0]), first.linear(sides[1])
-        self.sides = sides
-        self.input_views = loop.support.views(sides[0]), loop.query.views(sides[1])
-        # Of each row in the sum over the tasks.
-        dtype = torch.float32 if inputs.dtype in HALVES else inputs.dtype
-        self.weight_N = loop.support.mean_weights_N(dtype, loop.support_prior)
-        self.weight_M = loop.query.mean_weights_N(dtype)
-        self.steps: list[tuple[Pass, Grads]] = []
-        # Of backward: by adapting layer, those of each step; none in first order.
-        self.step_grads: dict[int, list[LayerStep]] = {}
-
-    def run(self) -> Tensor:
-        """The query loss: a scalar."""
-        loop = self.loop
-        for number in range(loop.steps):
-            # The last pass may change what all of them start from.
-            seen = self._outputs(SUPPORT, loop.support, number + 1 < loop.steps)
-            grads = self._step(seen)
-            if loop.support_NX is None:
-                self.steps.append((seen, grads))
-        self.query = self._outputs(QUERY, loop.query, False)
-        losses_M = row_losses_N(loop.loss, _scores(self.query), loop.query.label_N)
-        return torch.dot(losses_M, self.weight_M)
-
-    def _outputs(self, side: int, rows: BlockRows, again: bool) -> Pass:
-        """A pass over a side, `again` if another over the same rows follows."""
-        found = Pass(side, rows, [self.sides[side]], [self.input_views[side]])
-        for at, layer in enumerate(self.layers):
-            base_NO = layer.linear(found.seen[-1]) if at else self.first[side]
-            out_NO = base_NO
-            if layer.gates:
-                out_NO = base_NO * layer.gates[side]
-            elif at == 0 and again:
-                out_NO = base_NO.clone()
-            found.bases.append(base_NO if layer.gates else None)
-            if layer.changes:
-                cut = zip(layer.changes, rows.views(out_NO), found.views[at], strict=True)
-                found.kept.append([change.subtract(out, seen) for change, out, seen in cut])
-            else:
-                found.kept.append([])
-            if at + 1 < len(self.layers):
-                out_NO.relu_()
-                cuts = bool(self.layers[at + 1].changes)
-                found.views.append(rows.views(out_NO) if cuts else [])
-            found.seen.append(out_NO)
-        return found
-
-    def _step(self, seen: Pass) -> Grads:
-        """The gradients at the layers' outputs, which become one step more of the changes."""
-        loop, rows = self.loop, self.loop.support
-        slope_N = row_slopes_N(loop.loss, _scores(seen), rows.label_N)
-        grad = (slope_N * self.weight_N).to(seen.seen[-1].dtype).unsqueeze(1)
-        found = Grads()
-        for at in reversed(range(self.lowest, len(self.layers))):
-            layer = self.layers[at]
-            found.by_layer[at] = grad
-            if at == self.lowest:
-                break
-            shared = grad * layer.gates[SUPPORT] if layer.gates else grad
-            below = shared @ layer.weight_OI
-            if layer.changes:
-                cut = zip(layer.changes, rows.views(below), rows.views(grad), strict=True)
-                found.kept[at] = [change.turned(*views) for change, *views in cut]
-            found.shared[at] = shared
-            grad = _where_active(below, seen.seen[at])
-        for at, layer in enumerate(self.layers):
-            if layer.changes:
-                scaled = rows.views(found.by_layer[at] * layer.rate)
-                for change, *step in zip(layer.changes, seen.views[at], scaled, strict=True):
-                    change.add(*step)
-        return found
-
-    def backward(self, grad: Tensor, wants_inputs: bool) -> Tensor | None:
-        """Fills in the layers' gradients; returns that of the inputs."""
-        loop, second_order = self.loop, self.loop.support_NX is None
-        self.wants_inputs = wants_inputs
-        inputs_grad = torch.empty_like(self.inputs)
-        num_support = len(self.sides[SUPPORT]) if second_order else 0
-        self.of_sides = inputs_grad[:num_support], inputs_grad[num_support:]
-        slope_M = row_slopes_N(loop.loss, _scores(self.query), loop.query.label_N)
-        last = (slope_M * self.weight_M * grad).to(self.inputs.dtype).unsqueeze(1)
-        if second_order:
-            self.step_grads = self._step_grads()
-        first_grads = [self._outputs_backward(self.query, last, {})]
-        of_first_N: Tensor | None = None
-        for number in reversed(range(loop.steps if second_order else 0)):
-            seen, grads = self.steps.pop()
-            steps = {at: made[number] for at, made in self.step_grads.items()}
-            for at, layer in enumerate(self.layers):
-                fresh = at > 0 or number + 1 == loop.steps
-                for rectangle, change in enumerate(layer.changes):
-                    change.undo(steps[at].of(rectangle), fresh)
-            last = self._step_backward(seen, grads, steps)
-            mine = self._outputs_backward(seen, last, steps)
-            of_first_N = plus(of_first_N, mine)
-        if of_first_N is not None:
-            first_grads.insert(0, of_first_N)
-        self._first_backward(first_grads)
-        return inputs_grad if wants_inputs else None
-
-    def _step_grads(self) -> dict[int, list[LayerStep]]:
-        """By adapting layer, one for each step."""
-        rows, found = self.loop.support, {}
-        for at, layer in enumerate(self.layers):
-            if not layer.changes:
-                continue
-            shared = "fixed" in self.loop.paths[at]
-            made: list[LayerStep] = []
-            for number, (seen, grads) in enumerate(self.steps):
-                if number and shared:
-                    made.append(made[0])
-                    continue
-                # The first layer's activations are the inputs, in every step.
-                activations = torch.empty_like(seen.seen[at]) if at else self.of_sides[SUPPORT]
-                scaled = torch.empty_like(grads.by_layer[at])
-                views = zip(rows.views(activations), rows.views(scaled), strict=True)
-                made.append(LayerStep(activations, scaled, [StepGrads(*pair) for pair in views]))
-            found[at] = made
-        return found
-
-    def _outputs_backward(self, seen: Pass, grad: Tensor, own: dict[int, LayerStep]) -> Tensor:
-        """From the gradient at z_L to that at h_0 W_1 + b_1; `own` are those of the step that this
-        pass led to, whose activations it gave.
-        """
-        for at in reversed(range(len(self.layers))):
-            layer, shared = self.layers[at], grad
-            if layer.gates:
-                base = seen.bases[at]
-                assert base is not None
-                layer.add_gate_grad(seen.side, grad * base)
-                shared = grad * layer.gates[seen.side]
-            below: Tensor | None = None
-            if at:
-                layer.add_weight_grad(shared, seen.seen[at])
-                layer.add_bias_grad(shared)
-                below = shared @ layer.weight_OI
-            elif seen.side == SUPPORT:
-                below = self.of_sides[SUPPORT]
-            elif self.wants_inputs:
-                below = torch.mm(shared, layer.weight_OI, out=self.of_sides[QUERY])
-            if any(seen.kept[at]):
-                self._changes_backward(at, seen, grad, below)
-            if not at:
-                return shared
-            assert below is not None
-            if at in own:
-                below.add_(own[at].activations)
-            grad = _where_active(below, seen.seen[at])
-        raise AssertionError("an MLP has layers")
-
-    def _changes_backward(self, at: int, seen: Pass, grad: Tensor, below: Tensor | None) -> None:
-        """Of what the changes of a layer took from its outputs in this pass."""
-        grads = seen.rows.views(grad)
-        belows: Sequence[Tensor | None] = (
-            [None] * len(grads) if below is None else seen.rows.views(below)
-        )
-        for rectangle, change in enumerate(self.layers[at].changes):
-            steps = [made.of(rectangle) for made in self.step_grads.get(at, ())]
-            change.subtract_backward(
-                seen.kept[at][rectangle],
-                grads[rectangle],
-                seen.views[at][rectangle],
-                belows[rectangle],
-                steps,
-                seen.side == QUERY,
-            )
-
-    def _step_backward(self, seen: Pass, grads: Grads, steps: dict[int, LayerStep]) -> Tensor:
-        """From the gradients of a step's rate * g_l to that at z_L of the pass before it."""
-        rows, carried = self.loop.support, cast(Tensor | None, None)
-        for at in range(self.lowest, len(self.layers)):
-            layer, grad = self.layers[at], grads.by_layer[at]
-            if carried is not None:
-                below = _where_active(carried, seen.seen[at])
-                layer.add_weight_grad(grads.shared[at], below)
-                carried = below @ layer.weight_OI.mT
-                if layer.gates:
-                    layer.add_gate_grad(SUPPORT, grad * carried)
-                    carried = carried * layer.gates[SUPPORT]
-                if layer.changes:
-                    belows, mine, carries = (rows.views(x) for x in (below, grad, carried))
-                    for rectangle, change in enumerate(layer.changes):
-                        change.turned_backward(
-                            grads.kept[at][rectangle],
-                            belows[rectangle],
-                            mine[rectangle],
-                            carries[rectangle],
-                            [step.of(rectangle) for step in self.step_grads[at]],
-                        )
-            if layer.changes:
-                own = layer.through_rate(steps[at].scaled, grad)
-                carried = own if carried is None else carried.add_(own)
-        assert carried is not None
-        curvature_N = row_curvatures_N(self.loop.loss, _scores(seen), rows.label_N)
-        by_loss = (curvature_N * self.weight_N).to(carried.dtype).unsqueeze(1)
-        return carried * by_loss
-
-    def _first_backward(self, grads: list[Tensor]) -> None:
-        """Of h_0 W_1 + b_1, from its gradients on the sides that have some."""
-        first = self.layers[0]
-        grad = torch.cat(grads) if len(grads) > 1 else grads[0]
-        first.add_weight_grad(grad, self.inputs)
-        first.add_bias_grad(grad)
-        if self.wants_inputs and len(grads) > 1:
-            of_support = self.of_sides[SUPPORT]
-            of_support.addmm_(grads[0], first.weight_OI, beta=1 if first.changes else 0)
-
-
-class _QueryLoss(torch.autograd.Function):
+class _QueryLoss(Function):
     @staticmethod
     def forward(ctx: Any, loop: FixedLoop, inputs: Tensor, *tensors: Tensor) -> Tensor:
-        passes = _Passes(loop, inputs, tensors)
+        passes = Passes(loop, inputs, tensors)
         loss = passes.run()
         ctx.passes = passes
         # So that torch notices when one of them is changed before backward.
@@ -330,15 +68,3 @@ class _QueryLoss(torch.autograd.Function):
         rates = [layer.rate_grad for layer in layers if isinstance(layer.rate, Tensor)]
         weights, biases = [x.weight_grad for x in layers], [x.bias_grad for x in layers]
         return (None, inputs_grad, *weights, *biases, *gates, *rates)
-
-
-def _scores(seen: Pass) -> Tensor:
-    """The outputs of a pass as the loss takes them."""
-    output_N = seen.seen[-1].squeeze(1)
-    return output_N.float() if output_N.dtype in HALVES else output_N
-
-
-def _where_active(grad: Tensor, hidden: Tensor) -> Tensor:
-    """The gradient before a ReLU from that after it, in its place."""
-    before: Tensor = torch.ops.aten.threshold_backward.grad_input(grad, hidden, 0, grad_input=grad)
-    return before

@@ -1,4 +1,5 @@
-"""What fixed_inputs.py keeps: layers with their gradients, and what the passes over rows saw.
+"""What the passes of fixed_passes.py take and keep: the loop's settings, layers with their
+gradients, and what a pass over rows saw.
 
 Shape suffixes: N rows of one side, R of both, I and O widths of a layer.
 """
@@ -11,9 +12,26 @@ from torch import Tensor
 
 from gmeta.adaptation.blocks import BlockRows
 from gmeta.adaptation.changes import Change, StepGrads
+from gmeta.adaptation.paths import Path
 
 SUPPORT, QUERY = 0, 1  # the sides
 Views = list[Tensor]
+
+
+@dataclass(frozen=True)
+class FixedLoop:
+    """What the operation takes beside tensors that it differentiates."""
+
+    steps: int
+    loss: str
+    support_prior: float
+    support: BlockRows
+    query: BlockRows
+    # How the change of each layer is held in each rectangle; none where it does not adapt.
+    paths: tuple[tuple[Path, ...], ...]
+    rates: tuple[float | Tensor, ...]  # by layer, a scalar or [O]
+    gated: tuple[bool, ...]  # by layer
+    support_NX: Tensor | None  # None: second order, and the inputs are of both sides
 
 
 class Layer:

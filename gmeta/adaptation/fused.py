@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from gmeta.adaptation.blocks import BlockGroup, BlockRows, BlockSide, StackedBlocks, TaskBlocks
-from gmeta.adaptation.changes import Path, cheaper_path
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.fixed_inputs import FixedLoop
+from gmeta.adaptation.fixed_inputs import query_loss_sum
+from gmeta.adaptation.fixed_state import FixedLoop
 from gmeta.adaptation.fused_mlp import AdaptedMlp, Factors
 from gmeta.adaptation.inner_loop import WorkingRows
 from gmeta.adaptation.linear import PathCosts, adaptable_layers
 from gmeta.adaptation.losses import row_losses_N
+from gmeta.adaptation.paths import Path, cheaper_path
 from gmeta.adaptation.rates import InnerRates, WeightRates
 from models.decision import DecisionModel
 from models.gated import GatedModel
@@ -164,7 +165,8 @@ class FusedLoop:
             gated=tuple(gate is not None for gate in gates_RO),
             support_NX=support_NX,
         )
-        return loop.query_loss_sum(
+        return query_loss_sum(
+            loop,
             inputs,
             [layer.weight.to(dtype) for layer in self._layers],
             [layer.bias.to(dtype) for layer in self._layers],

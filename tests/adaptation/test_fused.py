@@ -17,9 +17,9 @@ from gmeta.adaptation.blocks import (
     TaskBlocks,
     group_tasks,
 )
-from gmeta.adaptation.changes import cheaper_path
 from gmeta.adaptation.config import AlgorithmConfig, InnerPath
 from gmeta.adaptation.linear import PathCosts
+from gmeta.adaptation.paths import cheaper_path
 from gmeta.adaptation.side import Sides, TaskGroups
 from gmeta.build import build_learner
 from gmeta.episodes import Episodes

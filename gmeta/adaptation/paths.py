@@ -1,0 +1,35 @@
+"""How the change of a layer is held in the fused loop with fixed inputs: the cheapest way, by what
+its products and its calls cost.
+"""
+
+from functools import cache
+from typing import Literal
+
+from gmeta.adaptation.config import InnerPath
+from gmeta.adaptation.linear import PathCosts
+
+Path = Literal["fixed", "low_rank", "materialised"]
+
+# Multiply-adds of small products that take as long as calling one more does: 6 us on one core.
+CALL = 75_000
+
+
+@cache
+def cheaper_path(
+    tasks: int, costs: PathCosts, width_in: int, width_out: int, fixed: bool, path: InnerPath
+) -> Path:
+    """The path that takes less time for so many tasks of one size, unless the config says which;
+    `fixed`: every step has the same activations.
+
+    Backward does twice the multiply-adds of forward. Of two thin products and their four
+    derivatives there are k^2 in low rank, with the passes that come back, or k if fixed.
+    """
+    low_rank: Path = "fixed" if fixed else "low_rank"
+    if path != "auto":
+        return low_rank if path == "low_rank" else "materialised"
+    width, steps = (width_in, width_out), costs.steps
+    low = costs.low_rank_of_fixed(*width) if fixed else costs.low_rank(*width, uses=1)
+    low_time = 3 * tasks * low + CALL * 6 * (steps if fixed else steps * steps)
+    matrix = costs.materialised(*width, uses=1)
+    matrix_time = 3 * tasks * matrix + CALL * (12 * steps - 3)
+    return low_rank if low_time <= matrix_time else "materialised"
