@@ -1,10 +1,16 @@
-"""Gradients of equal rows are summed, in whatever order the rows are asked for."""
+"""Gradients of equal rows are summed, in whatever order the rows are asked for, and move the rows
+as they are by then.
+"""
+
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
-from gmeta.table_updates import summed, summed_by_row
+from gmeta.table_updates import _FastGroup, summed, summed_by_row
 
 NUM_ROWS = 90
 
@@ -51,3 +57,20 @@ def test_rows_asked_for_once_keep_their_gradients_where_they_are() -> None:
         row_U, grad_UD = summed(row_N, grad_ND, np.zeros(NUM_ROWS, np.int32))
         assert row_U is row_N
         assert grad_UD is grad_ND
+
+
+def test_rows_that_changed_since_they_were_looked_up_are_read_again() -> None:
+    weights = torch.nn.Parameter(torch.zeros(8))
+    group: Any = SimpleNamespace(
+        optimizer=EmbOptimType.EXACT_SGD,
+        max_D=2,
+        weights_offsets=torch.tensor([0]),
+        feature_table_map=[0],
+        weights_host=weights,
+        get_learning_rate=lambda: 0.5,
+    )
+    lookup, row_N = _FastGroup(group), torch.tensor([1, 3])
+    # Both forwards come before either backward, as in a step of several batches with clipping.
+    for rows_ND in [lookup(row_N, None), lookup(row_N, None)]:
+        rows_ND.sum().backward()
+    assert weights.view(4, 2)[:, 0].tolist() == [0.0, -1.0, 0.0, -1.0]
