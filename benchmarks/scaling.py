@@ -15,7 +15,7 @@ its core.
 
 The headline is the slower of both models at 256 tasks a step: each of two ranks then has the 128
 that one rank alone is timed with elsewhere, as G-Meta's experiments keep the work of a worker
-(arXiv 2401.04338, section 3), and production steps are larger still. At 128 tasks a step, which
+(arXiv 2401.04338), and production steps are larger still. At 128 tasks a step, which
 leaves a rank 64, the calls that a step makes whatever it holds weigh twice as much.
 """
 

@@ -29,7 +29,7 @@ PROBE_EVERY_STEPS = 16  # 1 ms each on one machine: 0.1 ms a step
 # The fastest of so many probes counts: a rank that was not scheduled once has no slow link.
 PROBES_KEPT = 4
 READING_KEPT = 0.75  # from step to step: a block is read in one and used in some
-# A step's collectives one after the other: totals, numbers of ids, ids, rows, gradients of rows and
+# A step's collectives one after the other: numbers of ids, totals, ids, rows, gradients of rows and
 # of layers. Each takes a slow link at least as long as a swap.
 MEETINGS_PER_STEP = 6
 
