@@ -3,11 +3,11 @@ last shards too, and of each shard one result counts: the first that is complete
 
 With these lines in antdt.toml:
 
-[controller]
-policy = "nd"
-synchronous = false
+    [controller]
+    policy = "nd"
+    synchronous = false
 
-gmeta shard-service --insecure --store sqlite:///shards.db --antdt-config antdt.toml &
+    gmeta shard-service --insecure --store sqlite:///shards.db --antdt-config antdt.toml &
     python examples/score_shards.py 127.0.0.1:7070 runs/scores worker0   # and worker1, ...
 
 Kill any of them (-9) at any moment and start it again under its name: no result is lost or doubled.
