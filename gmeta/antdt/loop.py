@@ -6,6 +6,7 @@ be woken for nothing.
 """
 
 import asyncio
+import atexit
 import os
 import threading
 from collections.abc import Coroutine
@@ -14,7 +15,8 @@ from typing import Any
 import uvloop
 
 _starting = threading.Lock()
-_started: list[asyncio.AbstractEventLoop] = []
+_started: list[tuple[asyncio.AbstractEventLoop, threading.Thread]] = []
+_STOP_S = 5.0  # for the callback that runs when the process ends
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
@@ -22,9 +24,10 @@ def event_loop() -> asyncio.AbstractEventLoop:
     with _starting:
         if not _started:
             loop = uvloop.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="antdt-loop", daemon=True).start()
-            _started.append(loop)
-        return _started[0]
+            thread = threading.Thread(target=loop.run_forever, name="antdt-loop", daemon=True)
+            thread.start()
+            _started.append((loop, thread))
+        return _started[0][0]
 
 
 def wait_for(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -32,5 +35,16 @@ def wait_for(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run_coroutine_threadsafe(coroutine, event_loop()).result()
 
 
+def _stop() -> None:
+    """A daemon thread outlives the interpreter by the time that the process takes to unload, and a
+    callback of uvloop's that comes due then is a segmentation fault."""
+    for loop, thread in _started:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(_STOP_S)
+
+
+# When this module is imported: whoever uses the loop and cleans up at exit registers later, and
+# what registers later runs earlier.
+atexit.register(_stop)
 # A forked child has a copy of the loop, but not of the thread that runs it.
 os.register_at_fork(after_in_child=_started.clear)
