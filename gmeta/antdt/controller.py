@@ -53,9 +53,7 @@ def rule(snapshot: Snapshot, config: ControllerConfig, policy: Policy) -> list[R
     for decision in decisions:
         if decision.kind == "NONE":
             continue
-        refusal = _refusal(decision, snapshot, config, restarts)
-        if decision.kind == "BACKUP_WORKERS" and not refusal:
-            refusal = _refused_backup(decision.worker_id, snapshot, config, backed_up)
+        refusal = _refusal(decision, snapshot, config, restarts, backed_up)
         if config.dry_run and not refusal:
             refusal = "dry run"
         rulings.append(Ruling(decision, not refusal, refusal))
@@ -66,7 +64,11 @@ def rule(snapshot: Snapshot, config: ControllerConfig, policy: Policy) -> list[R
 
 
 def _refusal(
-    decision: Decision, snapshot: Snapshot, config: ControllerConfig, restarts: int
+    decision: Decision,
+    snapshot: Snapshot,
+    config: ControllerConfig,
+    restarts: int,
+    backed_up: Set[str],
 ) -> str:
     """Why the decision is held back; empty when it may go."""
     workers = {worker.health.worker_id: worker for worker in snapshot.workers}
@@ -78,6 +80,8 @@ def _refusal(
         return _refused_shares(decision, snapshot, config, workers)
     if decision.kind == "ADJUST_LR" and not decision.parameters.get("factor", 0.0) > 0:
         return "ADJUST_LR needs a parameter 'factor' above 0"
+    if decision.kind == "BACKUP_WORKERS":
+        return _refused_backup(workers[decision.worker_id], snapshot, config, backed_up)
     if decision.kind == "KILL_RESTART":
         allowed = max(1, int(config.restart_share_per_hour * len(workers)))
         if workers[decision.worker_id].restarts >= config.restarts_per_worker:
@@ -88,19 +92,19 @@ def _refusal(
 
 
 def _refused_backup(
-    worker_id: str, snapshot: Snapshot, config: ControllerConfig, backed_up: Set[str]
+    worker: WorkerView, snapshot: Snapshot, config: ControllerConfig, backed_up: Set[str]
 ) -> str:
     if config.synchronous:
         return (
             "backup workers need a job in which the loser's work can be discarded; in a "
             "synchronous job both would be in the model"
         )
-    if not any(w.to_back_up for w in snapshot.workers if w.health.worker_id == worker_id):
+    if not worker.to_back_up:
         return (
             "the worker holds nothing that another may do too: only the last shards of a "
             "speculative dataset, each once"
         )
-    others = len(backed_up - {worker_id})
+    others = len(backed_up - {worker.health.worker_id})
     allowed = max(1, int(config.backup_share * len(snapshot.workers)))
     if others >= allowed:
         return f"{others} workers are backed up; {allowed} may be at a time"

@@ -335,17 +335,14 @@ def _swapped(
     result = values.new_empty(sum(taken))
     taken_remote = result[: sum(taken[:-1])]
     remote, own = values.split([sum(given[:-1]), given[-1]])
-    sent = received = taken_remote
-    if dtype is None:
-        sent = remote
-    else:
+    sent, received, on_the_way = remote, taken_remote, divisor
+    if dtype is not None:
         remote = remote * ((scale if dtype == torch.float16 else 1.0) / divisor)
         if dtype == torch.float16:
             remote.clamp_(-FLOAT16_MAX, FLOAT16_MAX)
         # gloo does not know bfloat16: its bits travel as float16.
         sent = remote.to(dtype).view(torch.float16)
-        received = sent.new_empty(taken_remote.numel())
-    on_the_way = divisor if dtype is None else 1
+        received, on_the_way = sent.new_empty(taken_remote.numel()), 1
     work = exchange.ranks.transport.swap(sent, given[:-1], received, taken[:-1], on_the_way)
     torch.div(own, divisor, out=result[taken_remote.numel() :])
     work.wait()

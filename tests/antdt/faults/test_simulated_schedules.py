@@ -6,6 +6,8 @@ seed: Simulation(seed).run() repeats it exactly.
 
 import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -16,16 +18,23 @@ NUM_SCHEDULES = int(os.environ.get("ANTDT_SCHEDULES", "500"))
 NUM_BLOCKS = 8
 
 
+@contextmanager
+def named(call: str) -> Iterator[None]:
+    """A violation says with which call it is seen again."""
+    try:
+        yield
+    except AssertionError as violation:
+        raise AssertionError(f"{call}: {violation}") from violation
+
+
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("block", range(NUM_BLOCKS))
 def test_every_schedule_trains_each_unit_exactly_once(block: int) -> None:
     crashes: Counter[str] = Counter()
     for seed in range(block, NUM_SCHEDULES, NUM_BLOCKS):
         simulation = Simulation(seed)
-        try:
+        with named(f"Simulation({seed}).run()"):
             simulation.run()
-        except AssertionError as violation:
-            raise AssertionError(f"Simulation({seed}).run(): {violation}") from violation
         crashes += simulation.crashes
     if NUM_SCHEDULES >= 1000:
         assert set(crashes) >= set(CRASH_POINTS) - {"after_claim", "after_snapshot"}
@@ -36,10 +45,8 @@ def test_every_schedule_puts_each_speculative_result_into_effect_exactly_once() 
     num_backups = 0
     for seed in range(NUM_SCHEDULES // 2):
         job = SpeculativeJob(seed)
-        try:
+        with named(f"SpeculativeJob({seed}).run()"):
             job.run()
-        except AssertionError as violation:
-            raise AssertionError(f"SpeculativeJob({seed}).run(): {violation}") from violation
         num_backups += job.num_backups
     assert num_backups > NUM_SCHEDULES // 2  # or nothing was tried
 
