@@ -1,5 +1,6 @@
 """One overlay gives a finished training run, whatever is drained on the way."""
 
+import contextlib
 import json
 import os
 import signal
@@ -75,14 +76,21 @@ def open_ports(pod: Pod) -> set[int]:
     return {int(port, 16) for address, port in addresses if not address.endswith("7F")}
 
 
+def commands(pod: Pod) -> dict[int, bytes]:
+    """Command lines of a pod's processes by their number, words apart by NUL."""
+    found = {}
+    for pid in map(int, in_network(pod, "ip", "netns", "pids", pod.host.namespace).split()):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes()
+    return found
+
+
 def users(pod: Pod) -> set[tuple[str, ...]]:
     """(users, effective capabilities, no new privileges) of a pod's processes."""
     runtime = pod.host.command("unshare")[-1].encode()
     found = set()
-    for pid in subprocess.run(
-        ["ip", "netns", "pids", pod.host.namespace], capture_output=True, text=True, check=True
-    ).stdout.split():
-        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(runtime):
+    for pid, command in commands(pod).items():
+        if command.startswith(runtime):
             continue
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
@@ -104,7 +112,12 @@ def test_an_overlay_becomes_a_finished_run_though_its_pods_are_drained(
         return len(metrics(run)) if (run / "metrics.jsonl").exists() else 0
 
     prepare = cluster.pod("gmeta-prepare-0")
-    cluster.run_until(lambda: prepare.runs, "prepare", 120)
+
+    def prepares() -> bool:
+        # Not only its dumb-init, which forgets a signal that comes before its child is up.
+        return prepare.runs and any(b"-m\0gmeta\0prepare" in c for c in commands(prepare).values())
+
+    cluster.run_until(prepares, "prepare", 120)
     prepare.delete()
     cluster.run_until(lambda: bool(list_checkpoints(checkpoints)), "a checkpoint", 200)
     assert prepare.returncode == 128 + signal.SIGTERM  # of dumb-init
