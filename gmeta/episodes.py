@@ -19,8 +19,7 @@ from torch import Tensor
 
 from gmeta.adaptation.bags import Bags
 from gmeta.adaptation.blocks import (
-    MOST_GROUPS,
-    MOST_RECTANGLES,
+    GROUP_WEIGHTS,
     BlockGroup,
     BlockHistory,
     BlockRows,
@@ -131,18 +130,21 @@ def support_and_query(batch: TaskBatch, rows_per_task: bool) -> Episodes:
     return _episodes(batch, fetched_row_P, sides, _num_with_query(batch))
 
 
-def task_groups(batch: TaskBatch, rows_per_task: bool) -> Episodes:
-    """The same in groups of tasks of similar size, so that little is padded."""
+def task_groups(batch: TaskBatch, rows_per_task: bool, num_weights: int) -> Episodes:
+    """The same in groups of tasks of similar size where that saves more work than it makes, with so
+    many weights in the layers that adapt.
+    """
+    groups = group_tasks(*_side_lengths(batch), least_gain=GROUP_WEIGHTS / max(num_weights, 1))
     batch, fetched_row_P, num_rows = _reading_copies(batch, rows_per_task)
-    groups = _sides(batch, group_tasks(*_side_lengths(batch), MOST_GROUPS), num_rows)
-    return _episodes(batch, fetched_row_P, TaskGroups(groups), _num_with_query(batch))
+    rows = TaskGroups(_sides(batch, groups, num_rows))
+    return _episodes(batch, fetched_row_P, rows, _num_with_query(batch))
 
 
 def block_groups(batch: TaskBatch) -> list[BlockGroup]:
     """Groups of the tasks with query rows; no loss depends on how the others adapt."""
     support_T, query_T = _side_lengths(batch)
     with_query = np.flatnonzero(query_T)
-    found = group_tasks(support_T[with_query], query_T[with_query], MOST_RECTANGLES)
+    found = group_tasks(support_T[with_query], query_T[with_query])
     groups = [with_query[group] for group in found]
     return [
         BlockGroup(tasks, int(support_T[tasks].max()), int(query_T[tasks].max()))

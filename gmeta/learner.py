@@ -68,6 +68,7 @@ class MetaLearner(nn.Module):
         self._algorithm = find_algorithm(config.name)
         self._config = self._algorithm.preset(model, config)
         layers = adaptable_layers(model, self._config.adapt_layers)
+        self._num_adapted = sum(layer.weight.numel() for layer in layers.values())
         self.rates = self._algorithm.rates(layers, self._config, tables)
         self._inner_loop = InnerLoop(model, self._config, loss, self.rates)
         self._fused = None
@@ -89,7 +90,7 @@ class MetaLearner(nn.Module):
                 stacked = not rows_per_task and self._algorithm.query_loss_of == "second order"
                 pooling, history = self._fused.pooling, self._fused.history
                 return task_blocks(batch, groups, rows_per_task, stacked, pooling, history)
-        episodes = task_groups(batch, rows_per_task)
+        episodes = task_groups(batch, rows_per_task, self._num_adapted)
         if self._algorithm.learns_from == "support":
             num_terms = int((batch.support_lengths_T > 0).sum())
             episodes = replace(episodes, num_terms=num_terms)

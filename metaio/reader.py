@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from operator import attrgetter
 from typing import Any, Self
 
@@ -270,20 +271,19 @@ def _check_range(dataset: Dataset, part: EpisodeRange) -> None:
 
 def _group_plan(dataset: Dataset, group: Sequence[EpisodeRange]) -> Plan:
     """The blocks of a group; a block that several ranges touch is named once, as compose wants."""
-    chosen: dict[tuple[str, int], list[npt.NDArray[np.int64]]] = {}
-    for part in sorted(group, key=attrgetter("split", "first_episode")):
-        _check_range(dataset, part)
-        offsets = dataset.split(part.split).episode_offsets
-        first, stop = part.first_episode, part.first_episode + part.num_episodes
-        block = int(np.searchsorted(offsets, first, side="right")) - 1
-        while first < stop:
-            start, last = int(offsets[block]), min(stop, int(offsets[block + 1]))
-            if first < last:
-                episodes = np.arange(first - start, last - start)
-                chosen.setdefault((part.split, block), []).append(episodes)
-                first = last
-            block += 1
-    return [
-        (split, BlockEpisodes(block, np.concatenate(parts)))
-        for (split, block), parts in chosen.items()
-    ]
+    plan: Plan = []
+    ordered = sorted(group, key=attrgetter("split", "first_episode"))
+    for split, parts in groupby(ordered, key=attrgetter("split")):
+        ranges = []
+        for part in parts:
+            _check_range(dataset, part)
+            ranges.append(np.arange(part.first_episode, part.first_episode + part.num_episodes))
+        offsets, episodes = dataset.split(split).episode_offsets, np.concatenate(ranges)
+        block_E = np.searchsorted(offsets, episodes, side="right") - 1
+        firsts = np.flatnonzero(np.diff(block_E, prepend=-1))
+        within = np.split(episodes - offsets[block_E], firsts[1:])
+        plan += [
+            (split, BlockEpisodes(int(block_E[first]), mine))
+            for first, mine in zip(firsts, within, strict=False)  # of no episode there is one cut
+        ]
+    return plan
