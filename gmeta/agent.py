@@ -1,6 +1,9 @@
 """What a rank tells the controller about its steps, and how a change of batches reaches all ranks
 in the same step (docs/stragglers.md).
 
+Ranks ask each other behind a step what is new and take the answer behind the next one: it is there
+by then, and nobody waits for it.
+
 A change of batches is no change of the gradient: terms are weighted by their global number.
 """
 
@@ -17,7 +20,7 @@ from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
 
 from gmeta.accumulate import MicroBatches, in_parts
-from gmeta.antdt.agent import WorkerAgent
+from gmeta.antdt.agent import Plan, WorkerAgent
 from gmeta.config import TrainConfig
 from gmeta.episodes import Episodes
 from gmeta.feed import PREFETCH_BATCHES, Feed, ServiceFeed
@@ -104,6 +107,7 @@ class ServiceAgent(Agent):
         local_learner(sharded).clock = self._clock
         self._probe = LinkProbe(ranks)
         self._swaps_s: deque[float] = deque(maxlen=PROBES_KEPT)
+        self._asked: tuple[Plan, Tensor, dist.Work | None] | None = None
         self._replanned = False
         self._arranged_s = 0.0  # since the last step
         self._hiding = Hiding(PREFETCH_BATCHES)
@@ -131,7 +135,8 @@ class ServiceAgent(Agent):
         changed = self._worker.stepped(num_tasks, *(1000 * seconds for seconds in times_s))
         self._wait_s, self._ended_s, self._arranged_s = wait_s, now_s, 0.0
         self._worker.take_actions()
-        self._agree(changed)
+        self._take_answer()
+        self._ask(changed)
         if self._worker.totals.step % PROBE_EVERY_STEPS == 0:
             self._swaps_s.append(self._probe.swap_s())
 
@@ -140,19 +145,31 @@ class ServiceAgent(Agent):
         replanned, self._replanned = self._replanned, False
         return replanned
 
-    def _agree(self, changed: bool) -> None:
-        """Adopts the newest plan if it is the same on all ranks: behind the same step, so it is in
-        force for the same batch on all of them. If the speed of any changed, all report at once:
-        the controller then sees the same step of everybody."""
-        newest = self._worker.newest.version
-        seen = torch.tensor([newest, -newest, int(changed)])
-        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._ranks.control)
-        highest, lowest, any_changed = int(seen[0]), -int(seen[1]), bool(seen[2])
+    def _ask(self, changed: bool) -> None:
+        """Ask all ranks which plan is their newest, and whether the speed of any changed."""
+        plan = self._worker.newest
+        highest = torch.tensor([plan.version, -plan.version, int(changed)])
+        work = dist.all_reduce(
+            highest, op=dist.ReduceOp.MAX, group=self._ranks.control, async_op=True
+        )
+        self._asked = plan, highest, work
+
+    def _take_answer(self) -> None:
+        """Adopts the plan that was asked about if it is the newest of all ranks: behind the same
+        step, so it is in force for the same batch on all of them. If the speed of any changed, all
+        report at once: the controller then sees the same step of everybody."""
+        if self._asked is None:
+            return
+        (plan, answer, work), self._asked = self._asked, None
+        if work is not None:
+            work.wait()
+        highest, lowest, any_changed = int(answer[0]), -int(answer[1]), bool(answer[2])
         if any_changed:
             self._feed.client.hurry()
-        if highest == lowest and newest != self._worker.plan.version:
+        if highest == lowest and plan.version != self._worker.plan.version:
             read_ahead = (PREFETCH_BATCHES + 1) * self._feed.share
-            self._feed.change_share(self._worker.adopt_newest().tasks)
+            self._worker.adopt(plan)
+            self._feed.change_share(plan.tasks)
             self._reading.skip(-(-read_ahead // max(1, self._feed.share)))
             self._replanned = True
 

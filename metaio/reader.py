@@ -7,7 +7,6 @@ from operator import attrgetter
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from metaio.batch import TaskBatch
 from metaio.dataset import Dataset

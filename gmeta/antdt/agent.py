@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple, final
 
 from gmeta.antdt.client import ShardClient
+from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.monitor import Report
 from protos.antdt.v1 import shard_service_pb2 as pb
 
@@ -93,11 +94,10 @@ class WorkerAgent:
                 refusal = f"this trainer does not do {name}: a step always has as many tasks"
                 self._answer(action.action_id, "REFUSED", refusal)
 
-    def adopt_newest(self) -> Plan:
-        """All ranks hold the newest plan: it is in force from the round that they agreed on."""
-        self.plan = self.newest
-        self._answer(self.plan.action_id, "APPLIED", "")
-        return self.plan
+    def adopt(self, plan: Plan) -> None:
+        """All ranks hold this plan: it is in force from the step that they agreed on."""
+        self.plan = plan
+        self._answer(plan.action_id, "APPLIED", "")
 
     def _note_plan(self, action: pb.Action) -> None:
         plan = Plan(
@@ -111,7 +111,14 @@ class WorkerAgent:
 
     def _answer(self, action_id: str, result: str, message: str) -> None:
         _log.info("action %s: %s %s", action_id, result.lower(), message)
-        self._client.ack_action(action_id, result, message)
+        try:
+            self._client.ack_action(action_id, result, message)
+        except RefusedError as error:
+            # A newer plan has taken its place since the heartbeat that brought it, or a restart of
+            # the ranks has ended it. Training goes on with what it holds until the newer one comes.
+            if error.reason != "UNKNOWN_ACTION":
+                raise
+            _log.info("action %s: %s", action_id, error)
 
 
 def _version(action_id: str) -> int:

@@ -210,3 +210,9 @@ def test_groups_hold_every_task_once_and_pad_little_unless_they_are_many(
     padded = sum(len(g) * (support_T[g].max() + query_T[g].max()) for g in groups)
     allowed = (1 + PADDING_SHARE) * (support_T.sum() + query_T.sum())
     assert len(groups) == MOST_RECTANGLES or padded <= allowed
+
+
+def test_a_group_more_saves_at_least_the_rows_that_were_asked_for() -> None:
+    support_T, query_T = np.array([2, 2, 12, 12]), np.array([4, 4, 4, 4])
+    of = lambda least: len(group_tasks(support_T, query_T, least_gain=least))  # noqa: E731
+    assert [of(1), of(20), of(21)] == [2, 2, 1]  # two tasks of ten rows of padding each

@@ -84,9 +84,23 @@ def test_a_plan_waits_until_it_is_adopted(server: ShardServer, client: ShardClie
     post(server, 1, 2, rank0=5.0, rank1=11.0, **{"micro:rank0": 2.0})
     until(lambda: taken(agent).newest.version > 0)
     assert (agent.plan.tasks, agent.newest.tasks, agent.newest.micro_batches) == (8, 5, 2)
-    assert agent.adopt_newest().tasks == 5
+    agent.adopt(agent.newest)
+    assert agent.plan.tasks == 5
     agent.stepped(5, 1.0, 0.0, 0.0, 0.0)
     until(lambda: server.edge.read_status().workers[0].report.share == 5)
+
+
+def test_a_plan_may_be_adopted_after_a_newer_one_took_its_place(
+    server: ShardServer, client: ShardClient
+) -> None:
+    agent = WorkerAgent(client, 8, lambda: "")
+    post(server, 1, 2, rank0=5.0)
+    until(lambda: taken(agent).newest.tasks == 5)
+    agreed = agent.newest
+    post(server, 2, 2, rank0=6.0)
+    agent.adopt(agreed)
+    assert agent.plan.tasks == 5
+    until(lambda: taken(agent).newest.tasks == 6)
 
 
 def test_an_older_plan_never_replaces_a_newer_one(server: ShardServer, client: ShardClient) -> None:
