@@ -1,8 +1,8 @@
 """What a rank tells the controller about its steps, and how a change of batches reaches all ranks
 in the same step (docs/stragglers.md).
 
-Ranks ask each other behind a step what is new and take the answer behind the next one: it is there
-by then, and nobody waits for it.
+Ranks ask each other behind a step what is new and take the answer once the rows of the next one
+travel: they wait for both at a time.
 
 A change of batches is no change of the gradient: terms are weighted by their global number.
 """
@@ -49,8 +49,8 @@ class Agent(abc.ABC):
         """The optimizer's step is done. Collective: every rank calls it for every step."""
 
     def take_replanned(self) -> bool:
-        """Whether the last step changed the shares, so that the batch that was asked for last is
-        planned anew. The same on all ranks."""
+        """Whether the shares changed behind the last step, so that the batch that was asked for
+        last is planned anew. Called once behind each step but the last; the same on all ranks."""
         return False
 
 
@@ -108,7 +108,6 @@ class ServiceAgent(Agent):
         self._probe = LinkProbe(ranks)
         self._swaps_s: deque[float] = deque(maxlen=PROBES_KEPT)
         self._asked: tuple[Plan, Tensor, dist.Work | None] | None = None
-        self._replanned = False
         self._arranged_s = 0.0  # since the last step
         self._hiding = Hiding(PREFETCH_BATCHES)
         self._reading = Reading()
@@ -135,15 +134,29 @@ class ServiceAgent(Agent):
         changed = self._worker.stepped(num_tasks, *(1000 * seconds for seconds in times_s))
         self._wait_s, self._ended_s, self._arranged_s = wait_s, now_s, 0.0
         self._worker.take_actions()
-        self._take_answer()
         self._ask(changed)
         if self._worker.totals.step % PROBE_EVERY_STEPS == 0:
             self._swaps_s.append(self._probe.swap_s())
 
     def take_replanned(self) -> bool:
-        """See Agent.take_replanned."""
-        replanned, self._replanned = self._replanned, False
-        return replanned
+        """Adopts the plan that was asked about if it is the newest of all ranks: behind the same
+        step, so it is in force for the same batch on all of them. If the speed of any changed, all
+        report at once: the controller then sees the same step of everybody."""
+        if self._asked is None:
+            return False
+        (plan, answer, work), self._asked = self._asked, None
+        if work is not None:
+            work.wait()
+        highest, lowest, any_changed = int(answer[0]), -int(answer[1]), bool(answer[2])
+        if any_changed:
+            self._feed.client.hurry()
+        if highest != lowest or plan.version == self._worker.plan.version:
+            return False
+        read_ahead = (PREFETCH_BATCHES + 1) * self._feed.share
+        self._worker.adopt(plan)
+        self._feed.change_share(plan.tasks)
+        self._reading.skip(-(-read_ahead // max(1, self._feed.share)))
+        return True
 
     def _ask(self, changed: bool) -> None:
         """Ask all ranks which plan is their newest, and whether the speed of any changed."""
@@ -153,25 +166,6 @@ class ServiceAgent(Agent):
             highest, op=dist.ReduceOp.MAX, group=self._ranks.control, async_op=True
         )
         self._asked = plan, highest, work
-
-    def _take_answer(self) -> None:
-        """Adopts the plan that was asked about if it is the newest of all ranks: behind the same
-        step, so it is in force for the same batch on all of them. If the speed of any changed, all
-        report at once: the controller then sees the same step of everybody."""
-        if self._asked is None:
-            return
-        (plan, answer, work), self._asked = self._asked, None
-        if work is not None:
-            work.wait()
-        highest, lowest, any_changed = int(answer[0]), -int(answer[1]), bool(answer[2])
-        if any_changed:
-            self._feed.client.hurry()
-        if highest == lowest and plan.version != self._worker.plan.version:
-            read_ahead = (PREFETCH_BATCHES + 1) * self._feed.share
-            self._worker.adopt(plan)
-            self._feed.change_share(plan.tasks)
-            self._reading.skip(-(-read_ahead // max(1, self._feed.share)))
-            self._replanned = True
 
     def _end_for_restart(self) -> str:
         """All ranks keep the steps so far and end; torchrun starts them again."""
