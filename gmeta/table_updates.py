@@ -99,7 +99,7 @@ def _write_rows(table_RD: Tensor, row_U: Tensor, rows_UD: Tensor) -> None:
 
 def _whole_rows(rows_RD: Tensor) -> npt.NDArray[np.void]:
     row_bytes = rows_RD.shape[1] * rows_RD.element_size()
-    return rows_RD.view(torch.uint8).numpy().view(np.dtype((np.void, row_bytes))).reshape(-1)
+    return rows_RD.numpy().view(np.dtype((np.void, row_bytes)))[:, 0]
 
 
 UPDATES: dict[EmbOptimType, Update] = {
@@ -171,9 +171,10 @@ def summed(row_N: Tensor, grad_ND: Tensor, last_R: npt.NDArray[np.int32]) -> tup
     few more than once, each time with the sum. `last_R` is memory of one entry a row of the
     tables: whatever it holds, the last place of a row is written before it is read.
     """
-    rows_N, places_N = row_N.numpy(), np.arange(row_N.numel(), dtype=np.int32)
+    rows_N = row_N.numpy()
     if (rows_N[1:] > rows_N[:-1]).all():
         return row_N, grad_ND  # as one rank gets the ids of a batch of one block
+    places_N = np.arange(rows_N.size, dtype=np.int32)
     last_R[rows_N] = places_N
     last_N = last_R[rows_N]
     again_A = np.flatnonzero(last_N != places_N)

@@ -26,7 +26,7 @@ class StepGrads(NamedTuple):
 
 
 class Change(ABC):
-    """The change of one layer for the tasks of one rectangle; starts as none.
+    """The change of one layer for the tasks of one rectangle; used once a step was added.
 
     `fresh` tells that no use before wrote the gradients of the steps.
     """
@@ -132,7 +132,7 @@ class LowRank(Change):
         """See Change."""
         for number, spread in enumerate(kept):
             activations, scaled = self._factors[number]
-            of_spread = below_grad_TSI @ activations.mT
+            of_spread = torch.bmm(below_grad_TSI, activations.mT)
             grads_grad_TSO.baddbmm_(of_spread, scaled, alpha=-1)
             _less(steps[number].activations_TSI, spread.mT, below_grad_TSI, False)
             _less(steps[number].scaled_TSO, of_spread.mT, grads_TSO, False)
@@ -155,10 +155,8 @@ class FixedLowRank(Change):
         self._activations = activations_TSI
         self._sums.append(self._sums[-1] + scaled_TSO if self._sums else scaled_TSO)
 
-    def subtract(self, out_TLO: Tensor, rows_TLI: Tensor) -> tuple[Tensor, Tensor] | None:
+    def subtract(self, out_TLO: Tensor, rows_TLI: Tensor) -> tuple[Tensor, Tensor]:
         """out -= (x A^T + 1) (G_1 + G_2 + ...)."""
-        if not self._sums:
-            return None
         spread = self._own_spread if rows_TLI is self._activations else None
         if spread is None:
             spread = torch.baddbmm(self._one, rows_TLI, self._activations.mT)
@@ -169,7 +167,7 @@ class FixedLowRank(Change):
 
     def subtract_backward(
         self,
-        kept: tuple[Tensor, Tensor] | None,
+        kept: tuple[Tensor, Tensor],
         grad_TLO: Tensor,
         rows_TLI: Tensor,
         rows_grad_TLI: Tensor | None,
@@ -177,8 +175,6 @@ class FixedLowRank(Change):
         fresh: bool,
     ) -> None:
         """See Change."""
-        if kept is None:
-            return
         spread, total = kept
         of_spread = _outer(grad_TLO, total)
         if rows_grad_TLI is not None:
@@ -226,20 +222,18 @@ class Materialised(Change):
             weight_TIO = torch.baddbmm(before.weight_TIO, activations_TSI.mT, scaled_TSO)
             bias_T1O += before.bias_T1O
         else:
-            weight_TIO = activations_TSI.mT @ scaled_TSO
+            weight_TIO = torch.bmm(activations_TSI.mT, scaled_TSO)
         self._totals.append(_Matrices(weight_TIO, bias_T1O))
 
-    def subtract(self, out_TLO: Tensor, rows_TLI: Tensor) -> _Matrices | None:
+    def subtract(self, out_TLO: Tensor, rows_TLI: Tensor) -> _Matrices:
         """out -= x D + sum_js G_js."""
-        if not self._totals:
-            return None
         change = self._totals[-1]
         out_TLO.baddbmm_(rows_TLI, change.weight_TIO, alpha=-1).sub_(change.bias_T1O)
         return change
 
     def subtract_backward(
         self,
-        kept: _Matrices | None,
+        kept: _Matrices,
         grad_TLO: Tensor,
         rows_TLI: Tensor,
         rows_grad_TLI: Tensor | None,
@@ -247,36 +241,31 @@ class Materialised(Change):
         fresh: bool,
     ) -> None:
         """See Change."""
-        if kept is None:
-            return
         if rows_grad_TLI is not None:
             rows_grad_TLI.baddbmm_(grad_TLO, kept.weight_TIO.mT, alpha=-1)
         if steps:
             of_bias = grad_TLO.sum(dim=1, keepdim=True)
             if self._grad is None:
-                self._grad = _Matrices((rows_TLI.mT @ grad_TLO).neg_(), of_bias.neg_())
+                of_weight = torch.bmm(rows_TLI.mT, grad_TLO)
+                self._grad = _Matrices(of_weight.neg_(), of_bias.neg_())
             else:
                 self._grad.weight_TIO.baddbmm_(rows_TLI.mT, grad_TLO, alpha=-1)
                 self._grad.bias_T1O.sub_(of_bias)
 
-    def turned(self, below_TSI: Tensor, grads_TSO: Tensor) -> _Matrices | None:
+    def turned(self, below_TSI: Tensor, grads_TSO: Tensor) -> _Matrices:
         """below -= g D^T."""
-        if not self._totals:
-            return None
         below_TSI.baddbmm_(grads_TSO, self._totals[-1].weight_TIO.mT, alpha=-1)
         return self._totals[-1]
 
     def turned_backward(
         self,
-        kept: _Matrices | None,
+        kept: _Matrices,
         below_grad_TSI: Tensor,
         grads_TSO: Tensor,
         grads_grad_TSO: Tensor,
         steps: list[StepGrads],
     ) -> None:
         """See Change."""
-        if kept is None:
-            return
         assert self._grad is not None  # the first use came before
         grads_grad_TSO.baddbmm_(below_grad_TSI, kept.weight_TIO, alpha=-1)
         self._grad.weight_TIO.baddbmm_(below_grad_TSI.mT, grads_TSO, alpha=-1)
@@ -302,7 +291,7 @@ def _outer(left_TLO: Tensor, right_TSO: Tensor) -> Tensor:
     if left_TLO.shape[2] == 1:
         # The last layer's: MKL takes three times as long as for an element-wise product.
         return left_TLO * right_TSO.mT
-    return left_TLO @ right_TSO.mT
+    return torch.bmm(left_TLO, right_TSO.mT)
 
 
 def _less(block: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:

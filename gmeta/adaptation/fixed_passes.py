@@ -5,7 +5,7 @@ Shape suffixes: N support rows, M query rows, R both, O output width of a layer.
 """
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from gmeta.adaptation.fixed_state import (
 from gmeta.adaptation.losses import row_curvatures_N, row_losses_N, row_slopes_N
 
 HALVES = (torch.bfloat16, torch.float16)
+_threshold_backward = torch.ops.aten.threshold_backward.grad_input
 
 
 class Passes:
@@ -45,6 +46,7 @@ class Passes:
         for layer, paths, rate in zip(self.layers, loop.paths, loop.rates, strict=True):
             layer.changes = [new_change(path, one) for path in paths]
             layer.rate = rate
+        shared_rate = _shared_rate(self.layers)
         self.lowest = next(at for at, layer in enumerate(self.layers) if layer.changes)
         first = self.layers[0]
         if loop.support_NX is None:
@@ -59,6 +61,11 @@ class Passes:
         # Of each row in the sum over the tasks.
         dtype = torch.float32 if inputs.dtype in HALVES else inputs.dtype
         self.weight_N = loop.support.mean_weights_N(dtype, loop.support_prior)
+        if shared_rate is not None:
+            # The inner gradients, which are linear in it, then carry the rate from the start.
+            self.weight_N.mul_(shared_rate)
+            for layer in self.layers:
+                layer.rate = None
         self.weight_M = loop.query.mean_weights_N(dtype)
         self.steps: list[tuple[Pass, Grads]] = []
         # Of backward: by adapting layer, those of each step; none in first order.
@@ -68,17 +75,18 @@ class Passes:
         """The query loss: a scalar."""
         loop = self.loop
         for number in range(loop.steps):
-            # The last pass may change what all of them start from.
-            seen = self._outputs(SUPPORT, loop.support, number + 1 < loop.steps)
-            grads = self._step(seen)
+            seen = self._outputs(SUPPORT, loop.support, number)
+            grads = self._step(seen, number)
             if loop.support_NX is None:
                 self.steps.append((seen, grads))
-        self.query = self._outputs(QUERY, loop.query, False)
-        losses_M = row_losses_N(loop.loss, _scores(self.query), loop.query.label_N)
+        self.query = self._outputs(QUERY, loop.query, loop.steps)
+        losses_M = row_losses_N(loop.loss, self.query.scores_N, loop.query.label_N)
         return torch.dot(losses_M, self.weight_M)
 
-    def _outputs(self, side: int, rows: BlockRows, again: bool) -> Pass:
-        """A pass over a side, `again` if another over the same rows follows."""
+    def _outputs(self, side: int, rows: BlockRows, taken: int) -> Pass:
+        """A pass over a side, after so many steps."""
+        # The last pass may change what all of them start from.
+        again = side == SUPPORT and taken + 1 < self.loop.steps
         found = Pass(side, rows, [self.sides[side]], [self.input_views[side]])
         for at, layer in enumerate(self.layers):
             base_NO = layer.linear(found.seen[-1]) if at else self.first[side]
@@ -88,22 +96,24 @@ class Passes:
             elif at == 0 and again:
                 out_NO = base_NO.clone()
             found.bases.append(base_NO if layer.gates else None)
-            if layer.changes:
+            kept: list[Any] = []
+            if layer.changes and taken:
                 cut = zip(layer.changes, rows.views(out_NO), found.views[at], strict=True)
-                found.kept.append([change.subtract(out, seen) for change, out, seen in cut])
-            else:
-                found.kept.append([])
+                kept = [change.subtract(out, seen) for change, out, seen in cut]
+            found.kept.append(kept)
             if at + 1 < len(self.layers):
                 out_NO.relu_()
                 cuts = bool(self.layers[at + 1].changes)
                 found.views.append(rows.views(out_NO) if cuts else [])
             found.seen.append(out_NO)
+        scores_N = found.seen[-1].squeeze(1)
+        found.scores_N = scores_N.float() if scores_N.dtype in HALVES else scores_N
         return found
 
-    def _step(self, seen: Pass) -> Grads:
+    def _step(self, seen: Pass, taken: int) -> Grads:
         """The gradients at the layers' outputs, which become one step more of the changes."""
         loop, rows = self.loop, self.loop.support
-        slope_N = row_slopes_N(loop.loss, _scores(seen), rows.label_N)
+        slope_N = row_slopes_N(loop.loss, seen.scores_N, rows.label_N)
         grad = (slope_N * self.weight_N).to(seen.seen[-1].dtype).unsqueeze(1)
         found = Grads()
         for at in reversed(range(self.lowest, len(self.layers))):
@@ -112,15 +122,16 @@ class Passes:
             if at == self.lowest:
                 break
             shared = grad * layer.gates[SUPPORT] if layer.gates else grad
-            below = shared @ layer.weight_OI
-            if layer.changes:
+            below = torch.mm(shared, layer.weight_OI)
+            if layer.changes and taken:
                 cut = zip(layer.changes, rows.views(below), rows.views(grad), strict=True)
                 found.kept[at] = [change.turned(*views) for change, *views in cut]
             found.shared[at] = shared
-            grad = _where_active(below, seen.seen[at])
+            grad = _where_active(below, seen.seen[at], below)
         for at, layer in enumerate(self.layers):
             if layer.changes:
-                scaled = rows.views(found.by_layer[at] * layer.rate)
+                grad = found.by_layer[at]
+                scaled = rows.views(grad if layer.rate is None else grad * layer.rate)
                 for change, *step in zip(layer.changes, seen.views[at], scaled, strict=True):
                     change.add(*step)
         return found
@@ -132,7 +143,7 @@ class Passes:
         inputs_grad = torch.empty_like(self.inputs)
         num_support = len(self.sides[SUPPORT]) if second_order else 0
         self.of_sides = inputs_grad[:num_support], inputs_grad[num_support:]
-        slope_M = row_slopes_N(loop.loss, _scores(self.query), loop.query.label_N)
+        slope_M = row_slopes_N(loop.loss, self.query.scores_N, loop.query.label_N)
         last = (slope_M * self.weight_M * grad).to(self.inputs.dtype).unsqueeze(1)
         if second_order:
             self.step_grads = self._step_grads()
@@ -188,19 +199,19 @@ class Passes:
             if at:
                 layer.add_weight_grad(shared, seen.seen[at])
                 layer.add_bias_grad(shared)
-                below = shared @ layer.weight_OI
+                below = torch.mm(shared, layer.weight_OI)
             elif seen.side == SUPPORT:
                 below = self.of_sides[SUPPORT]
             elif self.wants_inputs:
                 below = torch.mm(shared, layer.weight_OI, out=self.of_sides[QUERY])
-            if any(seen.kept[at]):
+            if seen.kept[at]:
                 self._changes_backward(at, seen, grad, below)
             if not at:
                 return shared
             assert below is not None
             if at in own:
                 below.add_(own[at].activations)
-            grad = _where_active(below, seen.seen[at])
+            grad = _where_active(below, seen.seen[at], below)
         raise AssertionError("an MLP has layers")
 
     def _changes_backward(self, at: int, seen: Pass, grad: Tensor, below: Tensor | None) -> None:
@@ -226,13 +237,14 @@ class Passes:
         for at in range(self.lowest, len(self.layers)):
             layer, grad = self.layers[at], grads.by_layer[at]
             if carried is not None:
-                below = _where_active(carried, seen.seen[at])
+                # Not in its place: what the steps share may be asked for again.
+                below = _where_active(carried, seen.seen[at], torch.empty_like(carried))
                 layer.add_weight_grad(grads.shared[at], below)
-                carried = below @ layer.weight_OI.mT
+                carried = torch.mm(below, layer.weight_IO)
                 if layer.gates:
                     layer.add_gate_grad(SUPPORT, grad * carried)
                     carried = carried * layer.gates[SUPPORT]
-                if layer.changes:
+                if at in grads.kept:
                     belows, mine, carries = (rows.views(x) for x in (below, grad, carried))
                     for rectangle, change in enumerate(layer.changes):
                         change.turned_backward(
@@ -246,7 +258,7 @@ class Passes:
                 own = layer.through_rate(steps[at].scaled, grad)
                 carried = own if carried is None else carried.add_(own)
         assert carried is not None
-        curvature_N = row_curvatures_N(self.loop.loss, _scores(seen), rows.label_N)
+        curvature_N = row_curvatures_N(self.loop.loss, seen.scores_N, rows.label_N)
         by_loss = (curvature_N * self.weight_N).to(carried.dtype).unsqueeze(1)
         return carried * by_loss
 
@@ -261,13 +273,13 @@ class Passes:
             of_support.addmm_(grads[0], first.weight_OI, beta=1 if first.changes else 0)
 
 
-def _scores(seen: Pass) -> Tensor:
-    """The outputs of a pass as the loss takes them."""
-    output_N = seen.seen[-1].squeeze(1)
-    return output_N.float() if output_N.dtype in HALVES else output_N
+def _shared_rate(layers: Sequence[Layer]) -> float | None:
+    """The rate of all layers that adapt, where it is one fixed number."""
+    rate, *others = {layer.rate for layer in layers if layer.changes}
+    return rate if isinstance(rate, float) and not others else None
 
 
-def _where_active(grad: Tensor, hidden: Tensor) -> Tensor:
-    """The gradient before a ReLU from that after it, in its place."""
-    before: Tensor = torch.ops.aten.threshold_backward.grad_input(grad, hidden, 0, grad_input=grad)
+def _where_active(grad: Tensor, hidden: Tensor, out: Tensor) -> Tensor:
+    """The gradient before a ReLU from that after it; `out` may be in its place."""
+    before: Tensor = _threshold_backward(grad, hidden, 0, grad_input=out)
     return before

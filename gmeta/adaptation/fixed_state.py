@@ -41,11 +41,12 @@ class Layer:
         self, weight_OI: Tensor, bias_O: Tensor, gate_RO: Tensor | None, num_support: int
     ) -> None:
         self.weight_OI = weight_OI
+        self.weight_IO = weight_OI.mT
         self.bias_O = bias_O
         self.gates: tuple[Tensor, ...] = ()
         if gate_RO is not None:
             self.gates = gate_RO[:num_support], gate_RO[num_support:]
-        self.rate: float | Tensor = 0.0
+        self.rate: float | Tensor | None = 0.0  # None: the inner gradients carry it already
         self.changes: list[Change] = []  # by rectangle; none: it does not adapt
         self.weight_grad: Tensor | None = None
         self.bias_grad: Tensor | None = None
@@ -54,12 +55,12 @@ class Layer:
 
     def linear(self, rows_NI: Tensor) -> Tensor:
         """Before gates and changes."""
-        return torch.addmm(self.bias_O, rows_NI, self.weight_OI.mT)
+        return torch.addmm(self.bias_O, rows_NI, self.weight_IO)
 
     def add_weight_grad(self, grad_NO: Tensor, rows_NI: Tensor) -> None:
         """Of one product grad^T rows more."""
         if self.weight_grad is None:
-            self.weight_grad = grad_NO.mT @ rows_NI
+            self.weight_grad = torch.mm(grad_NO.mT, rows_NI)
         else:
             self.weight_grad.addmm_(grad_NO.mT, rows_NI)
 
@@ -72,7 +73,9 @@ class Layer:
         self.gate_grads[side] = plus(self.gate_grads[side], grad_NO)
 
     def through_rate(self, scaled_grad_NO: Tensor, grad_NO: Tensor) -> Tensor:
-        """The gradient of g, from that of rate * g."""
+        """The gradient of g, from that of rate * g; not to be written to."""
+        if self.rate is None:
+            return scaled_grad_NO
         if isinstance(self.rate, Tensor):
             of_rate = scaled_grad_NO * grad_NO
             summed = of_rate.sum(dim=0) if self.rate.dim() else of_rate.sum()
@@ -97,7 +100,8 @@ class Pass:
     seen: list[Tensor]  # h_0, ..., h_{L-1}, z_L
     views: list[Views]  # of h_0, ..., h_{L-1}
     bases: list[Tensor | None] = field(default_factory=list)  # what a gate multiplied
-    kept: list[list[Any]] = field(default_factory=list)
+    kept: list[list[Any]] = field(default_factory=list)  # by rectangle; nothing before a step
+    scores_N: Tensor = field(init=False)  # the outputs as the loss takes them
 
 
 @dataclass
