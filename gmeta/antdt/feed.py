@@ -54,7 +54,9 @@ class ShardFeed:
         (a fence, an outage)."""
         self._raise_error()
         lease = self._ready.popleft() if self._ready else None
-        self._wake.set()
+        # Not for every shard: a step may take many, and the thread would take turns with it.
+        if self._missing():
+            self._wake.set()
         return lease
 
     def take(self) -> Lease | None:
@@ -89,12 +91,18 @@ class ShardFeed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _fill(self) -> float | None:
-        """Leases what is missing; returns how long to pause, None until the loop takes a shard."""
+    def _missing(self) -> int:
+        """Shards to lease now: half of them at once, as a call costs the same for one as for
+        many."""
         wanted = self.prefetch_shards
         missing = wanted - len(self._ready)
-        if missing < max(1, wanted // 2):
-            return None  # half of them at once: a call costs the same for one as for many
+        return missing if missing >= max(1, wanted // 2) else 0
+
+    def _fill(self) -> float | None:
+        """Leases what is missing; returns how long to pause, None until so much is missing."""
+        missing = self._missing()
+        if not missing:
+            return None
         answer = self._client.lease(self._dataset, self._epoch, missing)
         with self._changed:
             self._end_seen = isinstance(answer, EndOfEpoch)
