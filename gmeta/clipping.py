@@ -11,7 +11,7 @@ tables.
 Shape suffixes: N rows given out (equal ids may repeat), U distinct rows, D embedding width.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +21,14 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 
-from gmeta.parallel import add_over_ranks
-from gmeta.table_updates import row_numbers_N, summed_by_row, table_groups
+from gmeta.parallel import WireExchange, add_over_ranks, local_learner
+from gmeta.table_updates import (
+    FastGroup,
+    GivenRows,
+    row_numbers_N,
+    summed_by_row,
+    table_groups,
+)
 
 # As in torch.nn.utils.clip_grad_norm_, whose results these are.
 NORM_EPSILON = 1e-6
@@ -36,15 +42,39 @@ class _Given(NamedTuple):
     leaf_ND: Tensor
 
 
+class _HoldingFastGroup:
+    """A table group on the CPU whose rows' gradients wait until they are released."""
+
+    def __init__(self, group: FastGroup) -> None:
+        self._group = group
+        self._held: list[tuple[Sequence[GivenRows], float]] = []
+        group.take = lambda given, unit: self._held.append((given, unit))
+
+    def squared_norm(self) -> Tensor:
+        """Of the gradient of this rank's rows, each summed over all who fetched it: a scalar."""
+        parts = [(part, unit) for given, unit in self._held for part in given]
+        if not parts:
+            return torch.zeros(())
+        row_N = torch.cat([part.row_N for part, _ in parts])
+        grad_ND = torch.cat([part.grad_ND * unit for part, unit in parts])
+        return _squared_norm(row_N, grad_ND)
+
+    def release(self, scale: Tensor) -> None:
+        """Update the rows with `scale` times the gradients."""
+        held, self._held = self._held, []
+        for given, unit in held:
+            self._group.update(given, unit * scale.item())
+
+
 class _HoldingGroup:
-    """A table group whose rows' gradients wait until they are released."""
+    """The same of TorchRec's exchange."""
 
     def __init__(self, group: SplitTableBatchedEmbeddingBagsCodegen) -> None:
         self._lookup = group.forward
         self._first_row_F = group.hash_size_cumsum[:-1]
         self._given: list[_Given] = []
 
-    def __call__(self, indices: Tensor, offsets: Tensor | None, *rest: Any, **named: Any) -> Tensor:
+    def __call__(self, indices: Tensor, offsets: Tensor, *rest: Any, **named: Any) -> Tensor:
         rows_ND: Tensor = self._lookup(indices, offsets, *rest, **named)
         if not torch.is_grad_enabled():
             return rows_ND
@@ -54,22 +84,26 @@ class _HoldingGroup:
         return leaf_ND
 
     def squared_norm(self) -> Tensor:
-        """Of the gradient of this rank's rows, each summed over all who fetched it: a scalar."""
+        """See _HoldingFastGroup."""
         waiting = [given for given in self._given if given.leaf_ND.grad is not None]
         if not waiting:
             return torch.zeros((), device=self._first_row_F.device)
         row_N = torch.cat([given.row_N for given in waiting])
         grads = [given.leaf_ND.grad for given in waiting if given.leaf_ND.grad is not None]
-        _, grad_UD = summed_by_row(row_N, torch.cat(grads))
-        squared: Tensor = grad_UD.square().sum()
-        return squared
+        return _squared_norm(row_N, torch.cat(grads))
 
     def release(self, scale: Tensor) -> None:
-        """Let `scale` times the gradients go on to the fused update."""
+        """See _HoldingFastGroup."""
         given, self._given = self._given, []
         for _, rows_ND, leaf_ND in given:
             if leaf_ND.grad is not None:
                 rows_ND.backward(leaf_ND.grad * scale)
+
+
+def _squared_norm(row_N: Tensor, grad_ND: Tensor) -> Tensor:
+    _, grad_UD = summed_by_row(row_N, grad_ND)
+    squared: Tensor = grad_UD.square().sum()
+    return squared
 
 
 class GradientClipping:
@@ -80,7 +114,11 @@ class GradientClipping:
     ) -> None:
         self._layers = list(layers)
         self._max_norm = max_norm
-        self._groups = []
+        announce = local_learner(sharded).announce
+        self._groups: list[_HoldingFastGroup | _HoldingGroup] = []
+        if isinstance(announce, WireExchange):
+            self._groups += map(_HoldingFastGroup, announce.groups)
+            return
         for group in table_groups(sharded):
             held = _HoldingGroup(group)
             group.forward = held

@@ -4,12 +4,12 @@ fbgemm's CPU backward spends 600 to 1,600 ns a row where summing the gradients o
 vectorised update take 50 to 90. Only the arithmetic is replaced: weights, optimizer state, learning
 rate and state dict stay fbgemm's, so checkpoints are the same either way.
 
-Shape suffixes: N fetched rows (equal ids may repeat), U distinct rows, A places of rows that stand
-again later, R rows of all tables, F features, D embedding width.
+Shape suffixes: N rows given out (ids may repeat), U distinct rows, A places of rows that stand
+again later, C distinct rows of these, R rows of all tables, F features, D embedding width.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,55 +18,61 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
-from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
 from gmeta.numerics import use_huge_pages
 
-# Share of the rows of an update below which those that stand again are updated as often.
+# Share of the rows of an update below which those that stand again are updated once more.
 FEW_AGAIN = 0.1
 
-# Group, rows [U], their values and the sums of their gradients [U, D].
-Update = Callable[[SplitTableBatchedEmbeddingBagsCodegen, Tensor, Tensor, Tensor], None]
+# Group, rows [U], their values and the sums of their gradients [U, D], the unit of these.
+Update = Callable[[SplitTableBatchedEmbeddingBagsCodegen, Tensor, Tensor, Tensor, float], None]
 
 
-def use_fast_cpu_updates(sharded: DistributedModelParallel) -> int:
-    """Replace the CPU arithmetic of every table group of this rank; returns how many there are.
+class GivenRows(NamedTuple):
+    """What a rank was given from a group, and the gradients that came back for it."""
 
-    Raises:
-        KeyError: a group has an optimizer that is not in UPDATES.
-    """
-    groups = list(table_groups(sharded))
-    for group in groups:
-        group.forward = _FastGroup(group)
-        use_huge_pages(group.weights_host)
-        if group.optimizer != EmbOptimType.EXACT_SGD:
-            use_huge_pages(group.momentum1_host)
-    return len(groups)
+    row_N: Tensor
+    rows_ND: Tensor
+    grad_ND: Tensor
+    version: int  # of the tables that the rows were read from
+    memory: object  # what the tensors lie in, while it lives
 
 
 def _sgd(
-    group: SplitTableBatchedEmbeddingBagsCodegen, row_U: Tensor, rows_UD: Tensor, grad_UD: Tensor
+    group: SplitTableBatchedEmbeddingBagsCodegen,
+    row_U: Tensor,
+    rows_UD: Tensor,
+    grad_UD: Tensor,
+    unit: float,
 ) -> None:
-    _write(group, row_U, rows_UD.sub(grad_UD, alpha=group.get_learning_rate()))
+    _write(group, row_U, rows_UD.sub(grad_UD, alpha=group.get_learning_rate() * unit))
 
 
 def _adagrad(
-    group: SplitTableBatchedEmbeddingBagsCodegen, row_U: Tensor, rows_UD: Tensor, grad_UD: Tensor
+    group: SplitTableBatchedEmbeddingBagsCodegen,
+    row_U: Tensor,
+    rows_UD: Tensor,
+    grad_UD: Tensor,
+    unit: float,
 ) -> None:
-    momentum = group.momentum1_host.view(-1, grad_UD.shape[1])
-    squares_UD = momentum.index_select(0, row_U).addcmul_(grad_UD, grad_UD)
-    _adagrad_step(group, row_U, rows_UD, grad_UD, squares_UD, momentum)
+    squares_UD = _momentum(group).index_select(0, row_U)
+    squares_UD.addcmul_(grad_UD, grad_UD, value=unit * unit)
+    _adagrad_step(group, row_U, rows_UD, grad_UD, unit, squares_UD)
 
 
 def _rowwise_adagrad(
-    group: SplitTableBatchedEmbeddingBagsCodegen, row_U: Tensor, rows_UD: Tensor, grad_UD: Tensor
+    group: SplitTableBatchedEmbeddingBagsCodegen,
+    row_U: Tensor,
+    rows_UD: Tensor,
+    grad_UD: Tensor,
+    unit: float,
 ) -> None:
-    momentum = group.momentum1_host.view(-1, 1)
-    squares_U1 = grad_UD.square().mean(dim=1, keepdim=True).add_(momentum.index_select(0, row_U))
-    _adagrad_step(group, row_U, rows_UD, grad_UD, squares_U1, momentum)
+    squares_U1 = _momentum(group).index_select(0, row_U)
+    squares_U1.add_(grad_UD.square().mean(dim=1, keepdim=True), alpha=unit * unit)
+    _adagrad_step(group, row_U, rows_UD, grad_UD, unit, squares_U1)
 
 
 def _adagrad_step(
@@ -74,14 +80,21 @@ def _adagrad_step(
     row_U: Tensor,
     rows_UD: Tensor,
     grad_UD: Tensor,
+    unit: float,
     squares: Tensor,
-    momentum: Tensor,
 ) -> None:
     """w -= lr * g / (sqrt(m) + eps), with the new m: one an element or one a row."""
-    _write_rows(momentum, row_U, squares)
+    _write_rows(_momentum(group), row_U, squares)
     root = squares.sqrt_().add_(group.optimizer_args.eps)
-    rate = group.get_learning_rate()
+    rate = group.get_learning_rate() * unit
     _write(group, row_U, torch.addcdiv(rows_UD, grad_UD, root, value=-rate))
+
+
+def _momentum(group: SplitTableBatchedEmbeddingBagsCodegen) -> Tensor:
+    """Adagrad's sums of squares: a row of them, or one, for each row of the tables."""
+    columns = 1 if group.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD else group.max_D
+    momentum_RD: Tensor = group.momentum1_host.view(-1, columns)
+    return momentum_RD
 
 
 def _write(group: SplitTableBatchedEmbeddingBagsCodegen, row_U: Tensor, rows_UD: Tensor) -> None:
@@ -109,85 +122,124 @@ UPDATES: dict[EmbOptimType, Update] = {
 }
 
 
-class _Lookup(torch.autograd.Function):
-    """Rows of a group; backward updates them in place and gives no gradient to the weights."""
+class FastGroup:
+    """Reads rows of a table group on the CPU, and takes an optimizer step on them.
 
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, group: "_FastGroup", row_N: Tensor) -> Tensor:
-        rows_ND = weights.view(-1, group.width).index_select(0, row_N)
-        ctx.group, ctx.weights, ctx.version = group, weights, weights._version
-        ctx.save_for_backward(row_N, rows_ND)
-        return rows_ND
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        (grad_ND,) = grads
-        row_N, rows_ND = ctx.saved_tensors
-        if row_N.numel():
-            row_U, grad_UD = ctx.group.summed(row_N, grad_ND)
-            # Reading rows from a large table waits for memory: not twice where nobody wrote since.
-            known = row_U is row_N and ctx.version == ctx.weights._version
-            ctx.group.update(row_U, rows_ND if known else None, grad_UD)
-        return None, None, None
-
-
-class _FastGroup:
-    """What calling a table group does: indices and offsets in, rows out, as fbgemm's forward."""
+    Raises:
+        KeyError: the group has an optimizer that is not in UPDATES.
+    """
 
     def __init__(self, group: SplitTableBatchedEmbeddingBagsCodegen) -> None:
-        self._group = group
-        self._update = UPDATES[group.optimizer]
-        self.width = group.max_D
-        first_row = group.weights_offsets // self.width
-        self._first_row_F = first_row[torch.tensor(group.feature_table_map)].to(torch.int64)
-        self._last_R: npt.NDArray[np.int32] | None = None  # see summed; for training alone
+        use_huge_pages(group.weights_host)
+        if group.optimizer != EmbOptimType.EXACT_SGD:
+            use_huge_pages(group.momentum1_host)
+        self.group = group
+        self.width: int = group.max_D
+        # What becomes of the gradients of given rows, in units of the second argument.
+        self.take: Callable[[Sequence[GivenRows], float], None] = self.update
+        self._step = UPDATES[group.optimizer]
+        self._last_R: npt.NDArray[np.int32] | None = None  # see places_again; for training alone
 
-    def __call__(self, indices: Tensor, offsets: Tensor | None, *_: Any, **__: Any) -> Tensor:
-        """Rows [N, D] of jagged ids: feature by feature, sample by sample, as TorchRec lays out;
-        or of row numbers in any order, without offsets.
+    @property
+    def weights(self) -> Tensor:
+        """Of all tables, flat."""
+        weights: Tensor = self.group.weights_host
+        return weights
+
+    def look_up(self, row_N: Tensor, rows_ND: Tensor) -> None:
+        """Copy rows, by their numbers among those of all tables, to where they are asked for."""
+        torch.index_select(self.weights.detach().view(-1, self.width), 0, row_N, out=rows_ND)
+
+    def update(self, given: Sequence[GivenRows], unit: float) -> None:
+        """One optimizer step on all these rows, with `unit` times the sum of the gradients of each
+        over all places where it stands.
         """
-        row_N = row_numbers_N(self._first_row_F, indices, offsets)
-        rows_ND: Tensor = _Lookup.apply(self._group.weights_host, self, row_N)
+        given = [part for part in given if part.row_N.numel()]
+        if not given:
+            return
+        if self._last_R is None:
+            self._last_R = np.empty(self.weights.numel() // self.width, np.int32)
+        row_N = _joined([part.row_N for part in given])
+        again_A, last_A = places_again(row_N, self._last_R)
+        if again_A.numel() < FEW_AGAIN * row_N.numel():
+            self._update_where_they_lie(given, unit, row_N, again_A, last_A)
+            return
+        once_N = torch.ones(row_N.numel(), dtype=torch.bool).index_fill_(0, again_A, False)
+        once_U = once_N.nonzero().squeeze(1)
+        grad_ND = _joined([part.grad_ND for part in given])
+        sums_ND = grad_ND.index_add(0, last_A, grad_ND.index_select(0, again_A))
+        rows_ND = _joined([self._values(part) for part in given])
+        row_U, rows_UD, sums_UD = (x.index_select(0, once_U) for x in (row_N, rows_ND, sums_ND))
+        self._step(self.group, row_U, rows_UD, sums_UD, unit)
+
+    def _update_where_they_lie(
+        self,
+        given: Sequence[GivenRows],
+        unit: float,
+        row_N: Tensor,
+        again_A: Tensor,
+        last_A: Tensor,
+    ) -> None:
+        """Rows and gradients are not moved. The few that stand again first take a wrong step, and
+        then, from where they were, the right one.
+        """
+        last_C, index_A = torch.unique(last_A, return_inverse=True)
+        row_C = row_N.index_select(0, last_C)
+        values = [self._values(part) for part in given]
+        if row_C.numel():
+            rows_CD = _gathered(values, last_C)
+            grads = [part.grad_ND for part in given]
+            sums_CD = _gathered(grads, last_C).index_add_(0, index_A, _gathered(grads, again_A))
+            has_momentum = self.group.optimizer != EmbOptimType.EXACT_SGD
+            momentum_CD = _momentum(self.group).index_select(0, row_C) if has_momentum else None
+        for part, rows_ND in zip(given, values, strict=True):
+            self._step(self.group, part.row_N, rows_ND, part.grad_ND, unit)
+        if row_C.numel():
+            if momentum_CD is not None:
+                _write_rows(_momentum(self.group), row_C, momentum_CD)
+            self._step(self.group, row_C, rows_CD, sums_CD, unit)
+
+    def _values(self, part: GivenRows) -> Tensor:
+        """The rows as they are."""
+        # Reading them from a large table waits for memory: not twice where nobody wrote since.
+        if part.version == self.weights._version:
+            return part.rows_ND
+        rows_ND = torch.empty_like(part.rows_ND)
+        self.look_up(part.row_N, rows_ND)
         return rows_ND
 
-    def summed(self, row_N: Tensor, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """See summed."""
-        if self._last_R is None:
-            self._last_R = np.empty(self._group.weights_host.numel() // self.width, np.int32)
-        return summed(row_N, grad_ND, self._last_R)
 
-    def update(self, row_U: Tensor, rows_UD: Tensor | None, grad_UD: Tensor) -> None:
-        """One optimizer step on rows, from their values if these are known and the summed gradients
-        of each. One that stands more than once does so with the same gradient.
-        """
-        if rows_UD is None:
-            rows_UD = self._group.weights_host.detach().view(-1, self.width).index_select(0, row_U)
-        self._update(self._group, row_U, rows_UD, grad_UD)
+def places_again(row_N: Tensor, last_R: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
+    """The places of rows that stand again later, and the last place of each of these rows.
 
-
-def summed(row_N: Tensor, grad_ND: Tensor, last_R: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
-    """Rows, and the gradient of each summed over all places where it stands: distinct ones, or a
-    few more than once, each time with the sum. `last_R` is memory of one entry a row of the
-    tables: whatever it holds, the last place of a row is written before it is read.
+    `last_R` is memory of one entry a row of the tables: whatever it holds, the last place of a row
+    is written before it is read.
     """
     rows_N = row_N.numpy()
-    if (rows_N[1:] > rows_N[:-1]).all():
-        return row_N, grad_ND  # as one rank gets the ids of a batch of one block
+    if (rows_N[1:] > rows_N[:-1]).all():  # as one rank gets the ids of a batch of one block
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return nothing, nothing
     places_N = np.arange(rows_N.size, dtype=np.int32)
     last_R[rows_N] = places_N
     last_N = last_R[rows_N]
     again_A = np.flatnonzero(last_N != places_N)
-    if not again_A.size:
-        return row_N, grad_ND
-    last_A = torch.from_numpy(last_N[again_A])
-    others_A = torch.from_numpy(again_A)
-    grad_ND = grad_ND.index_add(0, last_A, grad_ND.index_select(0, others_A))
-    if again_A.size < FEW_AGAIN * rows_N.size:
-        # Updating these twice, to the same values, costs less than moving all the others.
-        return row_N, grad_ND.index_copy_(0, others_A, grad_ND.index_select(0, last_A))
-    lasts_U = torch.from_numpy(np.flatnonzero(last_N == places_N))
-    return row_N.index_select(0, lasts_U), grad_ND.index_select(0, lasts_U)
+    return torch.from_numpy(again_A), torch.from_numpy(last_N[again_A]).long()
+
+
+def _gathered(parts: Sequence[Tensor], place_A: Tensor) -> Tensor:
+    """What stands in these places, ascending, of the parts one behind the other: [A, D]."""
+    starts = np.cumsum([0] + [len(part) for part in parts])
+    cuts = np.searchsorted(place_A.numpy(), starts)
+    return torch.cat(
+        [
+            part.index_select(0, place_A[cuts[index] : cuts[index + 1]] - int(starts[index]))
+            for index, part in enumerate(parts)
+        ]
+    )
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def summed_by_row(row_N: Tensor, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,12 +249,10 @@ def summed_by_row(row_N: Tensor, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
     return row_U, grad_UD.index_add_(0, inverse_N, grad_ND)
 
 
-def row_numbers_N(first_row_F: Tensor, indices: Tensor, offsets: Tensor | None) -> Tensor:
+def row_numbers_N(first_row_F: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
     """Where each of a group's jagged ids stands among all rows of its tables, given each feature's
-    first row. Without offsets the indices are such row numbers already.
+    first row.
     """
-    if offsets is None:
-        return indices
     num_features = first_row_F.numel()
     samples = (offsets.numel() - 1) // num_features
     ids_F = offsets[::samples].diff() if samples else offsets.new_zeros(num_features)
@@ -220,12 +270,14 @@ def set_adam_step(sharded: DistributedModelParallel, step: int) -> None:
             group.iter_cpu.fill_(step)
 
 
-def table_groups(
-    sharded: DistributedModelParallel,
-) -> Iterator[SplitTableBatchedEmbeddingBagsCodegen]:
-    """This rank's groups of tables that share one lookup kernel."""
-    for module in sharded.modules():
-        if isinstance(module, ShardedEmbeddingCollection):
-            for lookup in module._lookups:
-                for kernel in getattr(lookup, "module", lookup)._emb_modules:
-                    yield kernel.emb_module
+def table_groups(module: nn.Module) -> Iterator[SplitTableBatchedEmbeddingBagsCodegen]:
+    """This rank's groups of tables that share one lookup kernel, wherever in a module they are."""
+    return (kernel.emb_module for kernel in table_kernels(module))
+
+
+def table_kernels(module: nn.Module) -> Iterator[Any]:
+    """What TorchRec wraps each of them in."""
+    for part in module.modules():
+        if isinstance(part, ShardedEmbeddingCollection):
+            for lookup in part._lookups:
+                yield from getattr(lookup, "module", lookup)._emb_modules

@@ -3,6 +3,7 @@
 The only package that touches torch.distributed and TorchRec's sharding.
 """
 
+from gmeta.parallel.exchange import WireExchange
 from gmeta.parallel.links import LinkProbe
 from gmeta.parallel.plan import plan_lines
 from gmeta.parallel.ranks import (
@@ -34,6 +35,7 @@ __all__ = [
     "Ranks",
     "ShardedLearner",
     "StepTotals",
+    "WireExchange",
     "add_over_ranks",
     "any_rank_later",
     "barrier",

@@ -32,19 +32,23 @@ class LayerAverage:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._missing -= 1
         if not self._missing:
-            flat = torch.cat([grad.flatten() for grad in self._grads()])
-            self._sum = flat, self._ranks.transport.add(flat)
+            transport = self._ranks.transport
+            num_values = sum(layer.numel() for layer in self._layers)
+            given = transport.outgoing(num_values, self._layers[0].dtype)
+            torch.cat([grad.flatten() for grad in self._grads()], out=given)
+            total = torch.empty_like(given)
+            self._sum = total, transport.add(given, total)
 
     def _finish(self) -> None:
         """After the last operation of backward."""
         missing, self._missing = self._missing, len(self._layers)
         if self._sum is None:
             raise RuntimeError(f"backward gave {missing} of the layers no gradient to average")
-        (flat, pending), self._sum = self._sum, None
+        (total, pending), self._sum = self._sum, None
         pending.wait()
-        flat.div_(self._ranks.world_size)
+        total.div_(self._ranks.world_size)
         # The gradients are parts of the message from now on: nothing is copied back.
-        parts = flat.split([layer.numel() for layer in self._layers])
+        parts = total.split([layer.numel() for layer in self._layers])
         for layer, part in zip(self._layers, parts, strict=True):
             layer.grad = part.view_as(layer)
 

@@ -160,7 +160,7 @@ def any_rank_later(flag: Tensor, ranks: Ranks) -> Callable[[], bool]:
     number = flag.to(torch.int32).view(1)
     # On CUDA among the devices: the host needs not wait for this step's kernels.
     on_cpu = ranks.device.type == "cpu"
-    work = ranks.transport.add(number) if on_cpu else dist.all_reduce(number, async_op=True)
+    work = ranks.transport.add(number, number) if on_cpu else dist.all_reduce(number, async_op=True)
 
     def answer() -> bool:
         work.wait()

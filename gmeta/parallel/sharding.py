@@ -39,7 +39,6 @@ from gmeta.parallel.plan import describe_plan, make_plan
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.shared_memory import SharedMemory
 from gmeta.table_sharding import WireDtype
-from gmeta.table_updates import use_fast_cpu_updates
 from metaio.features import Features
 
 SPARSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -190,7 +189,6 @@ def shard_learner(
         _data_parallel(sharded).register_comm_hook(None, _bfloat16_allreduce)
     inner = local_learner(sharded)
     if ranks.device.type == "cpu" and not stock_kernels:
-        use_fast_cpu_updates(sharded)
         width, wire_dtype = config.model.embedding_dim, config.sharding.wire_dtype
         inner.announce = WireExchange(inner.tables, plan, width, wire_dtype, ranks)
     else:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gmeta.parallel.transport import Transport
+from gmeta.parallel.transport import Swap, Transport
 
 FIRST_BYTES = 1 << 22
 ALIGNMENT = 64  # bytes; a cache line
@@ -123,36 +123,57 @@ class _Segment:
         return self.bytes[first : first + num_bytes].view(dtype)
 
 
+@dataclass
+class _Block:
+    """Memory of one message; without a number until it is sent."""
+
+    segment: _Segment
+    first: int
+    message: int | None = None
+
+
 class _Outbox:
     """A ring of memory that this rank writes and its peers read; a larger one where it is full."""
 
     def __init__(self) -> None:
-        self._blocks: deque[tuple[int, int]] = deque()  # message, first byte; oldest first
+        self._blocks: deque[_Block] = deque()  # oldest first
         self._end = 0
+        self._reserved: dict[int, _Block] = {}  # by address
         self.segment = _Segment.new(FIRST_BYTES)
 
-    def put(self, message: int, read: int, values: Tensor, divisor: int) -> int:
-        """The first byte of values / divisor; blocks of messages up to `read` are free again."""
-        while self._blocks and self._blocks[0][0] <= read:
+    def reserve(self, num_values: int, dtype: torch.dtype, read: int) -> Tensor:
+        """Memory for values to be sent; messages up to `read` need theirs no more."""
+        block = self._new_block(num_values * dtype.itemsize, read)
+        values = block.segment.values(block.first, num_values * dtype.itemsize, dtype)
+        if num_values:
+            self._reserved[values.data_ptr()] = block
+        return values
+
+    def send(self, values: Tensor, message: int, read: int) -> _Block:
+        """Where the values of a message lie: they are copied unless they are in reserved memory."""
+        block = self._reserved.pop(values.data_ptr(), None)
+        if block is None or block.segment is not self.segment:
+            num_bytes = values.numel() * values.element_size()
+            block = self._new_block(num_bytes, read)
+            if num_bytes:
+                self.segment.values(block.first, num_bytes, values.dtype).copy_(values)
+        block.message = message
+        return block
+
+    def _new_block(self, num_bytes: int, read: int) -> _Block:
+        while self._blocks and (oldest := self._blocks[0].message) is not None and oldest <= read:
             self._blocks.popleft()
-        num_bytes = values.numel() * values.element_size()
         room = -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
         first = self._place(room)
-        self._blocks.append((message, first))
         self._end = first + room
-        if num_bytes:
-            written = self.segment.values(first, num_bytes, values.dtype)
-            if divisor == 1:  # also whole numbers
-                written.copy_(values)
-            else:
-                torch.div(values, divisor, out=written)
-        return first
+        self._blocks.append(_Block(self.segment, first))
+        return self._blocks[-1]
 
     def _place(self, room: int) -> int:
         size = self.segment.bytes.numel()
         if not self._blocks:
             self._end = 0
-        oldest = self._blocks[0][1] if self._blocks else 0
+        oldest = self._blocks[0].first if self._blocks else 0
         wrapped = self._blocks and oldest >= self._end
         if self._end + room <= (oldest if wrapped else size):
             return self._end
@@ -188,67 +209,61 @@ class SharedMemory(Transport):
         self._next = 0
         self._open: dict[int, None] = {}  # messages that this rank will read
 
+    def outgoing(self, num_values: int, dtype: torch.dtype) -> Tensor:
+        """See Transport."""
+        return self._outbox.reserve(num_values, dtype, self._read_by_all())
+
     def swap(
         self,
         given: Tensor,
         counts_given: Sequence[int],
-        taken: Tensor,
         counts_taken: Sequence[int],
-        divisor: int = 1,
-    ) -> "_Message":
+        taken: Tensor | None = None,
+    ) -> "_SharedSwap":
         """See Transport."""
         size = given.element_size()
-        message, _ = self._post(given, [count * size for count in counts_given], divisor)
+        message, _ = self._post(given, [count * size for count in counts_given])
+        into = None if taken is None else taken.split(list(counts_taken))
+        return _SharedSwap(_Message(self, message), given.dtype, into)
 
-        def take(parts: list[Tensor]) -> None:
-            for mine, part in zip(taken.split(list(counts_taken)), parts, strict=True):
-                mine.copy_(part)
-
-        return _Message(self, message, taken.dtype, take)
-
-    def add(self, values: Tensor) -> "_Message":
+    def add(self, values: Tensor, total: Tensor) -> "_Sum":
         """See Transport."""
+        message, block = self._post(values, None)
         num_bytes = values.numel() * values.element_size()
-        message, first = self._post(values, None)
-        segment = self._outbox.segment
+        mine = block.segment.values(block.first, num_bytes, values.dtype)
+        return _Sum(_Message(self, message), self._rank, mine, total)
 
-        def take(parts: list[Tensor]) -> None:
-            # In the order of ranks, so that the sum is the same number everywhere.
-            mine = segment.values(first, num_bytes, values.dtype)
-            ordered = [*parts[: self._rank], mine, *parts[self._rank :]]
-            torch.add(ordered[0], ordered[1], out=values)
-            for part in ordered[2:]:
-                values.add_(part)
+    def _read_by_all(self) -> int:
+        """The last message that nobody needs any more, with all before it."""
+        return min(self._oldest_open() - 1, *(peer.read for peer in self._peers))
 
-        return _Message(self, message, values.dtype, take)
+    def _oldest_open(self) -> int:
+        return next(iter(self._open), self._next)
 
-    def _post(
-        self, values: Tensor, bytes_of_peer: list[int] | None, divisor: int = 1
-    ) -> tuple[int, int]:
+    def _post(self, values: Tensor, bytes_of_peer: list[int] | None) -> tuple[int, _Block]:
         """Write values and tell every peer where its part is, or all of them where to find all."""
+        oldest_open, read_by_all = self._oldest_open(), self._read_by_all()
         message = self._next
         self._next += 1
-        oldest_open = next(iter(self._open), message)
-        read_by_all = min(oldest_open - 1, *(peer.read for peer in self._peers))
-        first = self._outbox.put(message, read_by_all, values, divisor)
         self._open[message] = None
-        segment, at = self._outbox.segment, first
+        block = self._outbox.send(values, message, read_by_all)
+        at = block.first
         whole = values.numel() * values.element_size()
         for name, peer, num_bytes in zip(
             self._names, self._peers, bytes_of_peer or [whole] * len(self._peers), strict=True
         ):
             packet = PACKET.pack(message, at, num_bytes, oldest_open - 1)
             try:
-                if peer.knows is segment:
+                if peer.knows is block.segment:
                     peer.socket.send(packet)
                 else:
-                    socket.send_fds(peer.socket, [packet], [segment.descriptor])
-                    peer.knows = segment
+                    socket.send_fds(peer.socket, [packet], [block.segment.descriptor])
+                    peer.knows = block.segment
             except OSError as error:
                 raise _lost(name, error) from error
             if bytes_of_peer is not None:
                 at += num_bytes
-        return message, first
+        return message, block
 
     def parts(self, message: int, dtype: torch.dtype) -> list[Tensor]:
         """What every peer gave, where it lies; waits for it."""
@@ -256,7 +271,7 @@ class SharedMemory(Transport):
         for name, peer in zip(self._names, self._peers, strict=True):
             while message not in peer.arrived:
                 self._receive(name, peer)
-            segment, first, num_bytes = peer.arrived.pop(message)
+            segment, first, num_bytes = peer.arrived[message]
             found.append(segment.values(first, num_bytes, dtype))
         return found
 
@@ -286,21 +301,62 @@ class SharedMemory(Transport):
 
 
 class _Message:
-    """What a call returned; one that is dropped unread is closed."""
+    """A message that this rank reads, and its own: nobody's memory is used anew while it lives."""
 
-    def __init__(self, shared: SharedMemory, number: int, dtype: torch.dtype, take: Any) -> None:
+    def __init__(self, shared: SharedMemory, number: int) -> None:
         self._shared = shared
         self._number = number
-        self._dtype = dtype
-        self._take = take
 
-    def wait(self) -> None:
-        """See Pending."""
-        self._take(self._shared.parts(self._number, self._dtype))
+    def parts(self, dtype: torch.dtype) -> list[Tensor]:
+        """What every peer gave, where it lies; waits for it."""
+        return self._shared.parts(self._number, dtype)
+
+    def close(self) -> None:
+        """It is read no more."""
         self._shared.close(self._number)
 
     def __del__(self) -> None:
-        self._shared.close(self._number)
+        self.close()
+
+
+@final
+class _SharedSwap(Swap):
+    def __init__(
+        self, message: _Message, dtype: torch.dtype, taken: Sequence[Tensor] | None
+    ) -> None:
+        self._message = message
+        self._dtype = dtype
+        self._taken = taken
+
+    def parts(self) -> list[Tensor]:
+        """See Swap."""
+        found = self._message.parts(self._dtype)
+        if self._taken is None:
+            return found
+        for mine, part in zip(self._taken, found, strict=True):
+            mine.copy_(part)
+        return list(self._taken)
+
+
+@final
+class _Sum:
+    """A sum under way: this rank's own values, and where the total is to stand."""
+
+    def __init__(self, message: _Message, rank: int, mine: Tensor, total: Tensor) -> None:
+        self._message = message
+        self._rank = rank
+        self._mine = mine
+        self._total = total
+
+    def wait(self) -> None:
+        """See Pending."""
+        parts = self._message.parts(self._mine.dtype)
+        # In the order of ranks, so that the sum is the same number everywhere.
+        ordered = [*parts[: self._rank], self._mine, *parts[self._rank :]]
+        torch.add(ordered[0], ordered[1], out=self._total)
+        for part in ordered[2:]:
+            self._total.add_(part)
+        self._message.close()
 
 
 def _lost(rank: int, error: OSError | None) -> dist.DistNetworkError:

@@ -75,7 +75,7 @@ def in_step(
             mine = local_learner(sharded).announce.arranged(given, arrange, ranks.device)
         asked = stop is not None and stop.asked
         counts = torch.tensor([mine.num_terms, mine.num_rows, int(batch is not None), int(asked)])
-        return _Upcoming(mine, counts, ranks.transport.add(counts))
+        return _Upcoming(mine, counts, ranks.transport.add(counts, counts))
 
     def send(step: _Upcoming[Arranged]) -> _Upcoming[Arranged]:
         if step.episodes.fetch is not None:

@@ -20,25 +20,42 @@ class Pending(Protocol):
         """Returns when the result is there."""
 
 
+class Swap(ABC):
+    """Values that the ranks give each other, under way."""
+
+    @abstractmethod
+    def parts(self) -> list[Tensor]:
+        """What each of the other ranks gave, in their order, once it is there. It may lie in
+        memory of theirs: read it while the Swap lives, and never write it.
+        """
+
+
 class Transport(ABC):
     """Swaps and sums between all ranks of the job."""
+
+    def outgoing(self, num_values: int, dtype: torch.dtype) -> Tensor:
+        """Memory [num_values] for values that the next call gives: from there they need not be
+        copied. It keeps them while what that call returns lives.
+        """
+        return torch.empty(num_values, dtype=dtype)
 
     @abstractmethod
     def swap(
         self,
         given: Tensor,
         counts_given: Sequence[int],
-        taken: Tensor,
         counts_taken: Sequence[int],
-        divisor: int = 1,
-    ) -> Pending:
-        """Give the other ranks values / divisor, flat, and take theirs; the counts are in their
-        order.
+        taken: Tensor | None = None,
+    ) -> Swap:
+        """Give the other ranks these values, flat, and take theirs, into `taken` if there is one;
+        the counts are in their order.
         """
 
     @abstractmethod
-    def add(self, values: Tensor) -> Pending:
-        """Replace flat values by their element-wise sum over the ranks, equal on all of them."""
+    def add(self, values: Tensor, total: Tensor) -> Pending:
+        """The element-wise sum of flat values over the ranks, equal on all of them, in `total`:
+        this may be `values` itself unless they are `outgoing`.
+        """
 
 
 @final
@@ -53,26 +70,41 @@ class Gloo(Transport):
         self,
         given: Tensor,
         counts_given: Sequence[int],
-        taken: Tensor,
         counts_taken: Sequence[int],
-        divisor: int = 1,
-    ) -> Pending:
+        taken: Tensor | None = None,
+    ) -> "_GlooSwap":
         """See Transport."""
         own = self._rows.rank()
+        taken = given.new_empty(sum(counts_taken)) if taken is None else taken
         work: dist.Work = dist.all_to_all_single(
             taken,
-            given if divisor == 1 else given / divisor,
+            given,
             [*counts_taken[:own], 0, *counts_taken[own:]],
             [*counts_given[:own], 0, *counts_given[own:]],
             group=self._rows,
             async_op=True,
         )
+        return _GlooSwap(work, taken, counts_taken)
+
+    def add(self, values: Tensor, total: Tensor) -> Pending:
+        """See Transport."""
+        if total is not values:
+            total.copy_(values)
+        work: dist.Work = dist.all_reduce(total, group=self._control, async_op=True)
         return work
 
-    def add(self, values: Tensor) -> Pending:
-        """See Transport."""
-        work: dist.Work = dist.all_reduce(values, group=self._control, async_op=True)
-        return work
+
+@final
+class _GlooSwap(Swap):
+    def __init__(self, work: dist.Work, taken: Tensor, counts_taken: Sequence[int]) -> None:
+        self._work = work
+        self._taken = taken
+        self._counts_taken = counts_taken
+
+    def parts(self) -> list[Tensor]:
+        """See Swap."""
+        self._work.wait()
+        return list(self._taken.split(list(self._counts_taken)))
 
 
 @final
@@ -83,15 +115,23 @@ class Alone(Transport):
         self,
         given: Tensor,
         counts_given: Sequence[int],
-        taken: Tensor,
         counts_taken: Sequence[int],
-        divisor: int = 1,
-    ) -> Pending:
+        taken: Tensor | None = None,
+    ) -> "_NoSwap":
         """See Transport."""
-        raise ValueError("one rank has nobody to swap values with")
+        return _NoSwap()
 
-    def add(self, values: Tensor) -> Pending:
+    def add(self, values: Tensor, total: Tensor) -> Pending:
         """See Transport."""
+        if total is not values:
+            total.copy_(values)
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
+
+
+@final
+class _NoSwap(Swap):
+    def parts(self) -> list[Tensor]:
+        """See Swap."""
+        return []

@@ -12,7 +12,7 @@ from torch import nn
 from gmeta.parallel import Ranks
 from gmeta.parallel.averaging import LayerAverage
 from gmeta.parallel.shared_memory import FIRST_BYTES, SharedMemory, open_shared_memory
-from gmeta.parallel.transport import Gloo, Transport
+from gmeta.parallel.transport import Gloo, Swap, Transport
 from tests.distributed.harness import on_ranks
 from tests.distributed.test_sharding_plans import Run
 
@@ -27,8 +27,10 @@ def sharing(ranks: Ranks) -> Ranks:
     return replace(ranks, transport=transport)
 
 
-def swapped(transport: Transport, ranks: Ranks, seed: int) -> tuple[torch.Tensor, Any]:
-    """Start to swap values of every rank's own; all ranks draw the same sizes."""
+def swapped(transport: Transport, ranks: Ranks, seed: int) -> tuple[torch.Tensor, Swap]:
+    """Start to swap values of every rank's own, some of them where they were written; all ranks
+    draw the same sizes.
+    """
     generator = torch.Generator().manual_seed(seed)
     world = ranks.world_size
     counts_WW = torch.randint(0, 50, (world, world), generator=generator).tolist()
@@ -38,8 +40,10 @@ def swapped(transport: Transport, ranks: Ranks, seed: int) -> tuple[torch.Tensor
     given = [counts_WW[ranks.rank][peer] for peer in others]
     taken = [counts_WW[peer][ranks.rank] for peer in others]
     values = (torch.arange(sum(given)) + 1_000 * ranks.rank).to(dtype)
+    if seed % 2:
+        values = transport.outgoing(sum(given), dtype).copy_(values)
     result = torch.full((sum(taken),), -1, dtype=dtype)
-    return result, transport.swap(values, given, result, taken)
+    return result, transport.swap(values, given, taken, result)
 
 
 def exchange_on_rank(ranks: Ranks) -> dict[str, Any]:
@@ -51,11 +55,11 @@ def exchange_on_rank(ranks: Ranks) -> dict[str, Any]:
         for round_number in range(ROUNDS):
             swaps = [swapped(transport, ranks, 7 * round_number + i) for i in range(3)]
             values = torch.arange(5.0, dtype=torch.float64) * (ranks.rank + 1)
-            summing = transport.add(values)
+            summing = transport.add(values, values)
             summing.wait()
             swaps = swaps[:2] if name == "shared" else swaps
-            for _, pending in reversed(swaps):
-                pending.wait()
+            for result, swap in reversed(swaps):
+                assert torch.equal(torch.cat(swap.parts()), result)
             results += [result for result, _ in swaps[:2]] + [values]
         found[name] = results
     return found
@@ -75,14 +79,14 @@ def large_on_rank(ranks: Ranks) -> tuple[list[bool], list[float]]:
     ranks = sharing(ranks)
     sizes = [FIRST_BYTES // 16, FIRST_BYTES // 8, FIRST_BYTES]
     values = [torch.full((size,), float(ranks.rank + index)) for index, size in enumerate(sizes)]
-    pending = [ranks.transport.add(one) for one in values]
+    pending = [ranks.transport.add(one, one) for one in values]
     for one in pending:
         one.wait()
     exact = [bool((one == 2 * index + 1).all()) for index, one in enumerate(values)]
     small = []
     for number in range(200):
         numbers = torch.full((FIRST_BYTES // 16,), float(number))
-        ranks.transport.add(numbers).wait()
+        ranks.transport.add(numbers, numbers).wait()
         small.append(numbers.mean().item())
     return exact, small
 
@@ -94,6 +98,44 @@ def test_memory_grows_with_the_messages_and_is_used_again() -> None:
         assert small == [2.0 * number for number in range(200)]
 
 
+def kept_on_rank(ranks: Ranks) -> tuple[list[bool], bool, int]:
+    """A swap that is kept while others come and go; memory that was filled before a larger one was
+    needed; how large it is in the end.
+    """
+    ranks = sharing(ranks)
+    transport, size = ranks.transport, FIRST_BYTES // 16
+    assert isinstance(transport, SharedMemory)
+
+    def given(number: int) -> torch.Tensor:
+        return transport.outgoing(size, torch.float32).fill_(number + 100 * ranks.rank)
+
+    mine = given(0)
+    kept = transport.swap(mine, [size], [size])
+    (part,) = kept.parts()
+    peer = 100 * (1 - ranks.rank)
+    for number in range(1, 20):
+        (other,) = transport.swap(given(number), [size], [size]).parts()
+        assert (other == number + peer).all()
+    unchanged = [bool((part == peer).all()), bool((mine == 100 * ranks.rank).all())]
+    del kept
+    waiting = given(7)
+    large = torch.ones(FIRST_BYTES)
+    transport.swap(large, [FIRST_BYTES], [FIRST_BYTES]).parts()
+    (moved,) = transport.swap(waiting, [size], [size]).parts()
+    last = bool((moved == 7 + peer).all())
+    for _ in range(50):
+        transport.swap(given(0), [size], [size]).parts()
+    return unchanged, last, transport._outbox.segment.bytes.numel()
+
+
+@pytest.mark.distributed
+def test_memory_of_a_swap_stays_as_it_is_while_the_swap_lives() -> None:
+    for unchanged, moved, num_bytes in on_ranks(2, kept_on_rank):
+        assert unchanged == [True, True]
+        assert moved
+        assert num_bytes < 20 * FIRST_BYTES
+
+
 def lose_peer_on_rank(ranks: Ranks) -> tuple[float, str, str]:
     """Rank 1's sockets close, as the kernel does when a process is killed, while rank 0 waits."""
     ranks = sharing(ranks)
@@ -103,10 +145,11 @@ def lose_peer_on_rank(ranks: Ranks) -> tuple[float, str, str]:
         for peer in ranks.transport._peers:
             peer.socket.close()
         return 0.0, "", ""
+    zeros = torch.zeros(3)
     start, messages = time.monotonic(), []
     for _ in range(2):  # while it waits, and when it sends
         with pytest.raises(dist.DistError) as error:
-            ranks.transport.add(torch.zeros(3)).wait()
+            ranks.transport.add(zeros, zeros).wait()
         messages.append(str(error.value))
     return time.monotonic() - start, messages[0], messages[1]
 

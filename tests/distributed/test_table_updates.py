@@ -9,8 +9,7 @@ import torch
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.learner import MetaLearner
 from gmeta.optimizers import build_optimizer
-from gmeta.parallel import Ranks, shard_learner
-from gmeta.table_updates import use_fast_cpu_updates
+from gmeta.parallel import Ranks, WireExchange, local_learner, shard_learner
 from models import InputSizes, ModelConfig, build_model
 from tests import reference
 from tests.distributed.harness import on_ranks
@@ -40,7 +39,7 @@ def train_on_rank(ranks: Ranks, stock: bool) -> dict[str, Any]:
             optimizer.step()
         results[optimizer_name] = {
             "state": flat({**sharded.state_dict(), **optimizer.state_dict()["state"]}),
-            "groups": 0 if stock else use_fast_cpu_updates(sharded),
+            "exchange": type(local_learner(sharded).announce),
         }
     return results
 
@@ -66,7 +65,8 @@ def test_the_fast_update_leaves_what_fbgemm_leaves(world_size: int) -> None:
     stock = on_ranks(world_size, train_on_rank, True)
     for ours, theirs in zip(fast, stock, strict=True):
         for name in OPTIMIZERS:
-            assert ours[name]["groups"] > 0
+            assert ours[name]["exchange"] is WireExchange
+            assert theirs[name]["exchange"] is not WireExchange
             assert ours[name]["state"].keys() == theirs[name]["state"].keys()
             for path, value in theirs[name]["state"].items():
                 torch.testing.assert_close(
