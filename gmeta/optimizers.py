@@ -109,6 +109,9 @@ class OuterOptimizer(CombinedOptimizer):
         # The tables' own part would only take its rate again, in a call for every table.
         self._dense.step(closure)
 
+    # The layers' own step has torch's hooks and range in a profile: not twice.
+    step.hooked = True  # type: ignore[attr-defined]
+
 
 def build_optimizer(sharded: DistributedModelParallel, outer: OuterConfig) -> OuterOptimizer:
     """The optimizer of a sharded learner; make it before the learner's first step."""

@@ -77,6 +77,9 @@ class BlockRows:
 
     def views(self, rows_NX: Tensor) -> list[Tensor]:
         """The rectangles of a contiguous tensor."""
+        if len(self.rectangles) == 1:
+            ((_, tasks, rows),) = self.rectangles
+            return [rows_NX.view(tasks, rows, rows_NX.shape[1])]
         return [rectangle.of(rows_NX) for rectangle in self.rectangles]
 
     def mean_TX(self, rows_NX: Tensor) -> Tensor:
