@@ -150,6 +150,7 @@ class FastGroup:
         """Copy rows, by their numbers among those of all tables, to where they are asked for."""
         torch.index_select(self.weights.detach().view(-1, self.width), 0, row_N, out=rows_ND)
 
+    @torch.no_grad()
     def update(self, given: Sequence[GivenRows], unit: float) -> None:
         """One optimizer step on all these rows, with `unit` times the sum of the gradients of each
         over all places where it stands.
