@@ -83,7 +83,7 @@ def _refusal(
     if decision.kind == "BACKUP_WORKERS":
         return _refused_backup(workers[decision.worker_id], snapshot, config, backed_up)
     if decision.kind == "KILL_RESTART":
-        allowed = max(1, int(config.restart_share_per_hour * len(workers)))
+        allowed = config.restarts_per_hour(len(workers))
         if workers[decision.worker_id].restarts >= config.restarts_per_worker:
             return f"the worker was restarted {config.restarts_per_worker} times already"
         if restarts >= allowed:

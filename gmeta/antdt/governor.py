@@ -27,6 +27,7 @@ MAX_TICK_S = 0.2  # within DECIDED_AFTER_S of the client
 STEPS_AHEAD = 1  # a global action takes effect after the newest step that anybody reported
 HISTORY_WINDOWS = 120  # of speeds, for the dashboard
 HISTORY_DECISIONS = 200
+_PASSES = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")  # the same request may succeed later
 
 
 class Reading(NamedTuple):
@@ -111,6 +112,9 @@ class Governor:
         self._tasks_per_step = 0
         self._tasks_seen: tuple[float, int] | None = None  # (time, tasks done)
         self._num_actions = 0
+        # The controller holds them for done, so one that the store could not take is posted again.
+        # A newer one of the kind replaces it, as it would in the ledger.
+        self._unposted: dict[tuple[str, str], cmd.Command] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="antdt-governor", daemon=True)
 
@@ -138,6 +142,7 @@ class Governor:
             self.num_windows += 1
             self._note_speed(reading, now_s)
             self._control(reading, now_s)
+        self._post_all()
 
     @property
     def health(self) -> dict[str, WorkerHealth]:
@@ -159,6 +164,7 @@ class Governor:
         self._generation = reading.generation
         self.monitor = Monitor(self.config.monitor, self._clock())
         self.controller.start_over()
+        self._unposted = {}
         self.speeds = {}
         self.step = self._tasks_per_step = 0
         self._tasks_seen = None
@@ -180,9 +186,11 @@ class Governor:
         is_early = self.config.controller.synchronous and set(health) != set(reading.workers)
         if not health or is_early:
             return
-        shares = [int(report[-1]) if report else 0 for _, report in reading.workers.values()]
-        if not self._tasks_per_step and all(shares):
-            self._tasks_per_step = sum(shares)
+        shares = {name: int(r[-1]) if r else 0 for name, (_, r) in reading.workers.items()}
+        if not self._tasks_per_step and all(shares.values()):
+            self._tasks_per_step = sum(shares.values())
+            # What is in force: the service that gave unequal shares may be the one before this.
+            self.controller.shares = shares
         left_s = reading.tasks_left / self.tasks_per_s if self.tasks_per_s else float("inf")
         snapshot = self.controller.snapshot(
             health, self.step, self._tasks_per_step, left_s, now_s, reading.backups
@@ -190,7 +198,8 @@ class Governor:
         for ruling in self.controller.decide(snapshot):
             self._speak(ruling)
             if ruling.allowed:
-                self._post(ruling.decision, reading)
+                key = ruling.decision.kind, ruling.decision.worker_id
+                self._unposted[key] = self._command(ruling.decision, reading)
 
     def _speak(self, ruling: Ruling) -> None:
         decision, allowed, note = ruling
@@ -210,22 +219,29 @@ class Governor:
         del fields["wall_s"]  # the log has a time of its own
         event(logging.INFO, "decision", **fields)
 
-    def _post(self, decision: Decision, reading: Reading) -> None:
+    def _command(self, decision: Decision, reading: Reading) -> cmd.Command:
         self._num_actions += 1
         action_id = f"{reading.service_epoch}.{reading.generation}.{self._num_actions}"
         if decision.kind == "EXCLUDE":
-            self._ask(cmd.Drain(f"exclude-{action_id}", decision.worker_id, False))
-            return
+            return cmd.Drain(f"exclude-{action_id}", decision.worker_id, False)
         if decision.kind == "BACKUP_WORKERS":
-            self._ask(cmd.BackUp(action_id, decision.worker_id))
-            return
+            return cmd.BackUp(action_id, decision.worker_id)
         is_global = decision.kind in ("ADJUST_BS", "ADJUST_LR")
-        self._ask(
-            cmd.PostAction(
-                decision.worker_id,
-                action_id,
-                pb.Action.Kind.Value(f"KIND_{decision.kind}"),
-                self.step + STEPS_AHEAD if is_global else 0,
-                dict(decision.parameters),
-            )
+        return cmd.PostAction(
+            decision.worker_id,
+            action_id,
+            pb.Action.Kind.Value(f"KIND_{decision.kind}"),
+            self.step + STEPS_AHEAD if is_global else 0,
+            dict(decision.parameters),
         )
+
+    def _post_all(self) -> None:
+        """Raises RefusedError while the store takes nothing; what is left is for the next tick."""
+        for key, command in list(self._unposted.items()):
+            try:
+                self._ask(command)
+            except RefusedError as error:
+                if error.code in _PASSES:
+                    raise
+                event(logging.WARNING, "action_refused", kind=key[0], message=str(error))
+            del self._unposted[key]

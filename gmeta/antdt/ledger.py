@@ -154,6 +154,10 @@ class Ledger:
             incarnation,
             state.generation,
         ):
+            if worker is not None and worker.incarnation != incarnation:
+                # Its totals count from its own start: those of the process before would stand
+                # above them, and the monitor would take nothing in until they were passed.
+                self.seen.pop(worker_id, None)
             self._emit(ev.WorkerRegistered(worker_id, incarnation))
         worker = state.workers[worker_id]
         self._saw(worker_id, now_s)

@@ -152,6 +152,52 @@ def test_actions_survive_a_restart_of_the_service() -> None:
     assert job.beat_of("rank3", process).actions == (action,)
 
 
+def test_a_restarted_job_is_watched_from_its_first_window_on() -> None:
+    """What the processes before had reported says nothing about the new ones."""
+    job = Job()
+    job.windows(8)
+    job.processes["rank0"].restore("", "round 2")
+    job.processes = {name: job.service.worker(name, "p1") for name in job.processes}
+    assert all(not seen.report for seen in job.service.committer.ledger.seen.values())
+    job.governor.tick()  # before the new ones have said anything
+    job.totals = dict.fromkeys(job.processes, Report())
+    job.beat()
+    job.governor.tick()
+    job.ms_per_task["rank3"] = 40.0
+    job.windows(3)
+    assert job.governor.health["rank3"].verdict == "transient"
+
+
+def test_an_action_that_the_store_could_not_take_is_posted_once_it_can() -> None:
+    job = Job()
+    job.windows(4)
+    job.ms_per_task["rank3"] = 40.0
+    ask, refused = job.governor._ask, []
+
+    def on_a_full_disk(request: object) -> object:
+        if isinstance(request, cmd.PostAction):
+            refused.append(request)
+            raise RefusedError("RESOURCE_EXHAUSTED", "STORE_FULL", "the disk is full")
+        return ask(request)  # type: ignore[arg-type]
+
+    job.governor._ask = on_a_full_disk
+    with pytest.raises(RefusedError):
+        job.windows(3)
+    assert job.governor.controller.shares["rank3"] == 5
+    job.governor._ask = ask
+    job.governor.tick()
+    (action,) = job.beat()["rank3"].actions
+    assert [(action.kind, action.parameters["tasks"])] == [(ADJUST_BS, 5.0)]
+    assert action.action_id == refused[0].action_id
+
+
+def test_unequal_shares_of_the_service_before_are_made_equal_again() -> None:
+    job = Job()
+    job.shares = {"rank0": 20, "rank1": 20, "rank2": 19, "rank3": 5}
+    (action,) = job.windows(4)["rank3"].actions
+    assert action.parameters["tasks"] == 16.0
+
+
 def test_in_a_dry_run_nothing_is_posted_but_everything_is_said() -> None:
     job = Job(replace(CONFIG, controller=replace(CONFIG.controller, dry_run=True)))
     job.windows(4)

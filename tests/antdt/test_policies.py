@@ -153,6 +153,17 @@ def test_the_hourly_budget_holds_back_the_restarts_beyond_it() -> None:
     assert rulings[2].note == "2 workers were restarted within the hour; 2 are allowed"
 
 
+def test_batches_go_on_being_balanced_while_the_hours_restarts_are_used_up() -> None:
+    slow = [*healthy(3), worker("w3", "persistent", 25.0)]
+    rulings = rule(
+        snapshot(*slow, remaining_s=1e6, restarts_last_hour=1), ND, find_policy("nd")
+    )
+    assert [(r.decision.kind, r.allowed) for r in rulings] == [
+        ("KILL_RESTART", False),
+        ("ADJUST_BS", True),
+    ]
+
+
 def test_the_cooldown_holds_a_second_change_of_batches_back() -> None:
     snap = snapshot(*healthy(3), worker("w3", "transient", 25.0), last_adjust_s=999.5)
     (ruling,) = rule(snap, ND, find_policy("nd"))

@@ -61,6 +61,10 @@ class ControllerConfig:
         metadata={"help": "part of the workers whose last shards others do at a time", "min": 0.0},
     )
 
+    def restarts_per_hour(self, num_workers: int) -> int:
+        """Of all workers together; one at least, or a small job could never restart any."""
+        return max(1, int(self.restart_share_per_hour * num_workers))
+
 
 @dataclass(frozen=True)
 class WorkerView:

@@ -15,7 +15,10 @@ def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
     """KILL_RESTART for persistent stragglers where it pays, ADJUST_BS for all others, and
     BACKUP_WORKERS for the last shards of whoever is slow in a job that is not synchronous."""
     decisions = _restarts(snapshot, config)
-    restarted = {decision.worker_id for decision in decisions}
+    # Those beyond the hour's budget are held back, but told: their workers stay in the job, and
+    # its batches must go on being balanced around them.
+    budget = config.restarts_per_hour(len(snapshot.workers)) - snapshot.restarts_last_hour
+    restarted = {decision.worker_id for decision in decisions[: max(0, budget)]}
     if not (restarted and config.restart_stops_job):
         decisions += _adjustment(snapshot, config)
         if not config.synchronous:
