@@ -5,6 +5,7 @@ Single-threaded and without a clock of its own, so that the fault suite drives t
 serves.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
@@ -17,7 +18,7 @@ from gmeta.antdt.errors import (
     StoreFullError,
     StoreTakenError,
 )
-from gmeta.antdt.ledger import DEFAULT_LEASE_TTL_S, Ledger
+from gmeta.antdt.ledger import DEFAULT_LEASE_TTL_S, Ledger, chained
 from gmeta.antdt.snapshot import load_ledger, mark_stored, take_snapshot
 from gmeta.antdt.store import Batch, Store
 
@@ -159,10 +160,12 @@ class Committer:
         for batch in batches:
             if batch.first_event != ledger.num_events:
                 raise _broken_chain(f"event {ledger.num_events} is missing")
+            # First: what an altered record says may make no sense to the state.
+            if batch.head != functools.reduce(chained, batch.records, ledger.head):
+                num_after = ledger.num_events + len(batch.records)
+                raise _broken_chain(f"the records before event {num_after} were altered")
             for record in batch.records:
                 ledger.replay(record)
-            if batch.head != ledger.head:
-                raise _broken_chain(f"the records before event {ledger.num_events} were altered")
         if ledger.state.job != self._job:
             raise StoreFailedError(
                 f"the store belongs to job {ledger.state.job!r}, this service is for "

@@ -66,7 +66,8 @@ class HeldLeases:
         with self._lock:
             for token, lease in list(self._held.items()):
                 if token not in gone:
-                    lease.usable_until_s = usable_until_s
+                    # One granted since runs longer already; answers may also overtake each other.
+                    lease.usable_until_s = max(lease.usable_until_s, usable_until_s)
                 else:
                     lease.lost = _UNKNOWN_TOKEN
                     del self._held[token]

@@ -17,7 +17,7 @@ from gmeta.antdt.auth import Role, Tokens, role_of_certificate
 from gmeta.antdt.credentials import CredentialError, ServerTls, WatchedFiles
 from gmeta.antdt.log import event
 
-MAX_REQUESTS = 64  # answered at once; more are turned away with 503
+MAX_REQUESTS = 64  # answered at once; the connections of more are closed without an answer
 REQUEST_TIMEOUT_S = 10.0  # for the handshake, and for a caller to send its request
 
 Route = Callable[["HttpRequest"], None]
@@ -34,7 +34,10 @@ class HttpRequest(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Probes are open; every other path asks who looks."""
-        path = urlsplit(self.path).path
+        try:
+            path = urlsplit(self.path).path
+        except ValueError:  # such as http://[
+            return self.send(400, "the path of the request cannot be read\n")
         if path == "/healthz":
             serving = self.server.is_serving()
             return self.send(200 if serving else 503, "serving\n" if serving else "not serving\n")

@@ -94,7 +94,7 @@ class Ledger:
         self._needs_sync = self._needs_sync or not isinstance(event, ev.NEEDS_NO_SYNC)
 
     def _chain(self, record: bytes) -> None:
-        self.head = hashlib.sha256(self.head + record).digest()
+        self.head = chained(self.head, record)
         self.num_events += 1
 
     def _expire(self, now_s: float) -> None:
@@ -352,6 +352,11 @@ class Ledger:
             return cmd.Outcomes(0, (Outcome.ACCEPTED,))
         self._emit(ev.ActionAcked(command.action_id, command.result, command.message))
         return cmd.Outcomes(0, (Outcome.ACCEPTED,))
+
+
+def chained(head: bytes, record: bytes) -> bytes:
+    """The head of the chain with one more record."""
+    return hashlib.sha256(head + record).digest()
 
 
 def _once(items: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,8 +1,10 @@
 """Structured logs: one JSON object a line on stderr, with the time, the level, the event's name and
 its fields."""
 
+import errno
 import json
 import logging
+import os
 import sys
 import time
 from pathlib import Path
@@ -36,11 +38,19 @@ class DecisionLog:
     def __init__(self, path: Path) -> None:
         """Goes on after what the file holds. Raises OSError when it cannot be written."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = path.open("ab", buffering=0)
 
     def write(self, line: str) -> None:
-        """Whole lines, at once on the disk's way."""
-        self._file.write(line + "\n")
+        """Whole lines, at once on the disk's way. One that the disk does not take is left out:
+        workers are watched and moved all the same."""
+        before = os.fstat(self._file.fileno()).st_size
+        content = (line + "\n").encode()
+        try:
+            if self._file.write(content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._file.truncate(before)  # the next line must not begin in the middle of this one
+            event(logging.ERROR, "decision_not_logged", error=error.strerror)
 
 
 def configure_logging(level: str = "INFO") -> None:

@@ -29,7 +29,8 @@ def find_table(state: LedgerState, dataset: str) -> ShardTable:
             "NOT_FOUND",
             "UNKNOWN_DATASET",
             f"dataset {dataset!r} is unknown; registered: "
-            f"{', '.join(sorted(state.tables)) or 'none'}. Name one of these, or register it.",
+            # All of them could be more than a status may carry.
+            f"{', '.join(sorted(state.tables)[:20]) or 'none'}. Name one of these, or register it.",
         )
     return table
 

@@ -79,9 +79,21 @@ def mark_stored(ledger: Ledger) -> None:
 
 def load_ledger(snapshot: Snapshot | None, job: str, lease_ttl_s: float) -> Ledger:
     """The ledger of a snapshot (None: a new one). Leases have no deadline until StartService gives
-    them one."""
+    them one. Raises StoreFailedError for a document that is none of ours."""
     if snapshot is None:
         return Ledger(LedgerState(job), lease_ttl_s, 0, GENESIS)
+    try:
+        state = _load_state(snapshot)
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreFailedError(
+            f"the snapshot of the store after {snapshot.num_events} events cannot be read "
+            f"({error!r}): the store is damaged. Restore it from a backup, or delete it: the "
+            "manifest in a checkpoint rebuilds the service."
+        ) from error
+    return Ledger(state, lease_ttl_s, snapshot.num_events, snapshot.head)
+
+
+def _load_state(snapshot: Snapshot) -> LedgerState:
     document = json.loads(snapshot.document)
     state = LedgerState(document["job"])
     for name in _PLAIN:
@@ -104,7 +116,7 @@ def load_ledger(snapshot: Snapshot | None, job: str, lease_ttl_s: float) -> Ledg
         item["checkpoint_id"]: Checkpoint(**item) for item in document["checkpoints"]
     }
     state.actions = {item[1]: ev.ActionPosted(*item) for item in document["actions"]}
-    return Ledger(state, lease_ttl_s, snapshot.num_events, snapshot.head)
+    return state
 
 
 def _table_document(table: ShardTable) -> dict[str, Any]:

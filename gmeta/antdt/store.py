@@ -355,6 +355,10 @@ def _translated(path: Path) -> Iterator[None]:
     """SQLite's errors as StoreErrors that say what to do."""
     try:
         yield
+    except OSError as error:  # such as a file system that cannot sync a folder
+        raise StoreFailedError(
+            f"the store {path} failed: {error.strerror}. Name one on a local disk with --store."
+        ) from error
     except sqlite3.Error as error:
         name = getattr(error, "sqlite_errorname", "") or type(error).__name__
         if name.startswith("SQLITE_FULL"):

@@ -10,7 +10,7 @@ from gmeta.antdt.audit import audit_manifest
 from gmeta.antdt.checkpoints import find_checkpoint
 from gmeta.antdt.ledger import Ledger
 from gmeta.antdt.manifest import parse_manifest
-from gmeta.antdt.model import ShardState, bad_argument
+from gmeta.antdt.model import MAX_SHARDS, ShardState, bad_argument
 from gmeta.antdt.offers import find_table
 from gmeta.antdt.state import LedgerState
 from gmeta.antdt.table import ShardTable
@@ -120,11 +120,17 @@ def list_shards(ledger: Ledger, dataset: str, state: int, page_size: int, page_t
     """ListShardsResponse; the page token is the next position. Raises RefusedError."""
     table = find_table(ledger.state, dataset)
     size = page_size or DEFAULT_PAGE
-    if size > MAX_PAGE or not (page_token or "0").isdecimal():
+    # A token is a position: more digits are no number of a shard, nor one that int() takes.
+    is_token = (page_token or "0").isdecimal() and len(page_token) <= len(str(MAX_SHARDS))
+    if size > MAX_PAGE or not is_token:
         raise bad_argument(
             f"page_size is {page_size} and page_token {page_token[:20]!r}; allowed are 1 to "
-            f"{MAX_PAGE} and a token of "
-            "the page before. Begin again without a token."
+            f"{MAX_PAGE} and a token of the page before. Begin again without a token."
+        )
+    if state and state not in _LEDGER_STATE:  # an open enum of the proto: any number can come
+        raise bad_argument(
+            f"state is {state}; allowed are {min(_LEDGER_STATE)} to {max(_LEDGER_STATE)}, or none "
+            "for all. Correct the request."
         )
     holders: dict[int, list[str]] = {}
     for lease in ledger.state.leases.values():  # in the order of the grants

@@ -52,8 +52,8 @@ class Writer:
         observe: Callable[[GroupStats], None],
         on_end: Callable[[], None],
     ) -> None:
-        """`deliver` gets each group's answers, `on_taken` is called once when another service took
-        the store."""
+        """`deliver` gets each group's answers, `on_end` is called once when nothing can be served
+        any more: another service took the store, or the disk failed."""
         self._committer = committer
         self._deliver = deliver
         self._observe = observe

@@ -314,7 +314,8 @@ def _silence(worker: Any) -> str:
 
 
 def _console() -> Console:
-    return Console(soft_wrap=False, highlight=False)
+    # Plain: names and notes are others' words, and "[/data/x]" is no closing tag.
+    return Console(soft_wrap=False, highlight=False, markup=False)
 
 
 def _print_table(console: Console, names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:

@@ -62,6 +62,12 @@ def test_ls_shows_state_offset_holder_and_failure(server: ShardServer, client: S
     assert "more follow; this is --limit 1" in run(server, "ls", "--limit", "1")
 
 
+def test_ls_shows_a_note_with_brackets_as_it_is(server: ShardServer, client: ShardClient) -> None:
+    (lease,) = client.lease("train", 0)
+    client.fail(lease, "gone", "no file [/data/x] [red]")
+    assert "gone: no file [/data/x] [red]" in run(server, "ls")
+
+
 def test_a_quarantined_shard_is_requeued_or_skipped_with_a_reason(
     server: ShardServer, client: ShardClient
 ) -> None:

@@ -16,7 +16,9 @@ from gmeta.antdt import (
     load_manifest,
 )
 from gmeta.antdt.errors import RefusedError
-from gmeta.antdt.lease import WaitFor
+from gmeta.antdt.held import HeldLeases
+from gmeta.antdt.lease import Lease, WaitFor
+from gmeta.antdt.model import Grant
 from gmeta.antdt.monitor import Report
 from gmeta.antdt.server import ServiceConfig, ShardServer
 from tests.antdt.faults.service_process import free_port
@@ -27,6 +29,15 @@ def client(address: str) -> Iterator[ShardClient]:
     with ShardClient(address, "a") as made:
         made.register_dataset(DatasetSpec("d", 10, 4, seed=2))
         yield made
+
+
+def test_an_answer_that_came_late_shortens_no_lease() -> None:
+    held, grant = HeldLeases(), Grant(7, "d", 0, 0, 0, 4, 0, 0)
+    held.add([Lease(grant, usable_until_s=100.0)])
+    held.renewed(90.0, gone=set())  # to a heartbeat that left before the grant
+    assert [lease.usable_until_s for lease in held.live()] == [100.0]
+    held.renewed(110.0, gone=set())
+    assert [lease.usable_until_s for lease in held.live()] == [110.0]
 
 
 def test_units_of_all_shards_are_those_of_the_dataset(client: ShardClient) -> None:

@@ -3,9 +3,11 @@
 import json
 import re
 import shutil
+import socket
 import subprocess
 import time
 import urllib.request
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from gmeta.antdt import commands as cmd
+from gmeta.antdt.dashboard import _newest
 from gmeta.antdt.model import Caller, DatasetSpec
 from gmeta.antdt.monitor import MonitorConfig
 from gmeta.antdt.policies.interface import ControllerConfig
@@ -123,6 +126,24 @@ def test_the_stream_tells_shards_workers_actions_checkpoints_and_audit(
     assert "rank3 (transient, compute)" in seen["decisions"][-1]["reason"]
     assert [c["id"] for c in seen["checkpoints"]] == ["step-160", "step-80"]
     assert seen["audit"]["ok"]
+
+
+def test_a_path_that_is_none_gets_an_answer(server: ShardServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.metrics_port), timeout=10) as link:
+        link.sendall(b"GET http://[ HTTP/1.0\r\n\r\n")
+        assert link.recv(100).startswith(b"HTTP/1.0 400 ")
+
+
+def test_decisions_may_be_added_while_the_page_reads_them() -> None:
+    spoken: deque[Any] = deque(maxlen=50)
+
+    class Said:
+        def _asdict(self) -> dict[str, Any]:
+            spoken.append(self)  # as the governor's thread does between two of them
+            return {}
+
+    spoken.extend(Said() for _ in range(3))
+    assert _newest(spoken) == [{}, {}, {}]
 
 
 def test_the_page_asks_nobody_else_for_anything(server: ShardServer) -> None:

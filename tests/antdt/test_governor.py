@@ -1,6 +1,7 @@
 """Monitor and controller inside the service: heartbeats in, actions out, with a clock by hand."""
 
 import json
+import resource
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from gmeta.antdt import commands as cmd
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.governor import Governor
+from gmeta.antdt.log import DecisionLog
 from gmeta.antdt.monitor import MonitorConfig, Report
 from gmeta.antdt.policies.interface import ControllerConfig
 from gmeta.antdt.server import ServiceConfig, ShardServer
@@ -196,6 +198,23 @@ def test_unequal_shares_of_the_service_before_are_made_equal_again() -> None:
     job.shares = {"rank0": 20, "rank1": 20, "rank2": 19, "rank3": 5}
     (action,) = job.windows(4)["rank3"].actions
     assert action.parameters["tasks"] == 16.0
+
+
+def test_a_decision_that_the_disk_does_not_take_stops_nothing_and_leaves_whole_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = DecisionLog(tmp_path / "decisions.jsonl")
+    log.write("one")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6, limits[1]))  # a disk with room for two bytes
+    try:
+        log.write("two")
+        log.write("three")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log.write("four")
+    assert (tmp_path / "decisions.jsonl").read_text() == "one\nfour\n"
+    assert [record.getMessage() for record in caplog.records] == ["decision_not_logged"] * 2
 
 
 def test_in_a_dry_run_nothing_is_posted_but_everything_is_said() -> None:

@@ -155,9 +155,7 @@ def test_the_hourly_budget_holds_back_the_restarts_beyond_it() -> None:
 
 def test_batches_go_on_being_balanced_while_the_hours_restarts_are_used_up() -> None:
     slow = [*healthy(3), worker("w3", "persistent", 25.0)]
-    rulings = rule(
-        snapshot(*slow, remaining_s=1e6, restarts_last_hour=1), ND, find_policy("nd")
-    )
+    rulings = rule(snapshot(*slow, remaining_s=1e6, restarts_last_hour=1), ND, find_policy("nd"))
     assert [(r.decision.kind, r.allowed) for r in rulings] == [
         ("KILL_RESTART", False),
         ("ADJUST_BS", True),

@@ -415,6 +415,7 @@ def test_the_pages_open_to_operators_and_viewers_and_the_probe_to_all(
         assert get(f"{base}{page}", pki) == (401, 'Basic realm="gmeta", charset="UTF-8"')
     assert get(f"{base}/metrics", pki, "Bearer nobody-0123456789")[0] == 401
     assert get(f"{base}/metrics", pki, "Basic ???")[0] == 401
+    assert get(f"{base}/metrics", pki, "Basic \xe9")[0] == 401
     assert get(f"{base}/metrics", pki, f"Bearer {TOKENS['worker']}")[0] == 403
     assert get(f"{base}/metrics", pki, pair=pki.issue("rank0", "worker"))[0] == 403
     for header in (f"Bearer {TOKENS['viewer']}", basic(TOKENS["operator"])):

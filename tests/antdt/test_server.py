@@ -156,6 +156,29 @@ def test_list_shards_pages_through_all_of_them_by_state(stub: Any) -> None:
     assert refused(lambda: stub.ListShards(bad))[:2] == ("INVALID_ARGUMENT", "BAD_ARGUMENT")
 
 
+def test_a_page_or_a_state_that_cannot_be_is_the_callers_mistake(stub: Any) -> None:
+    stub.RegisterDataset(pb.RegisterDatasetRequest(spec=SPEC))
+    unknown = pb.ListShardsRequest(dataset="d", state=7)  # type: ignore[arg-type]
+    assert refused(lambda: stub.ListShards(unknown)) == (
+        "INVALID_ARGUMENT",
+        "BAD_ARGUMENT",
+        "state is 7; allowed are 1 to 6, or none for all. Correct the request.",
+    )
+    beyond = pb.ListShardsRequest(dataset="d", page_token="9" * 5000)
+    assert refused(lambda: stub.ListShards(beyond))[:2] == ("INVALID_ARGUMENT", "BAD_ARGUMENT")
+    after_the_last = pb.ListShardsRequest(dataset="d", page_token="100000000")
+    assert list(stub.ListShards(after_the_last).shards) == []
+
+
+def test_a_refusal_names_no_more_than_its_status_can_carry(stub: Any) -> None:
+    for number in range(200):
+        name = f"{number:03d}-" + "x" * 120
+        spec = pb.DatasetSpec(name=name, num_units=8, units_per_shard=4, num_epochs=1)
+        stub.RegisterDataset(pb.RegisterDatasetRequest(spec=spec))
+    request = pb.LeaseRequest(caller=caller(stub), seq=1, dataset="y", max_shards=1)
+    assert refused(lambda: stub.Lease(request))[:2] == ("NOT_FOUND", "UNKNOWN_DATASET")
+
+
 def test_done_is_committed_only_by_the_checkpoint(server: ShardServer, stub: Any) -> None:
     with ShardClient(server.address, "a") as client:
         client.register_dataset(DatasetSpec("d", 8, 4))

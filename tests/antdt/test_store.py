@@ -1,6 +1,8 @@
 """One contract for every store, and what only a real file can do wrong."""
 
+import errno
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -174,6 +176,47 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreFailedError) as failed:
         SqliteStore(tmp_path / "s.db")
     assert "failed with SQLITE_NOTADB" in str(failed.value)
+
+
+@pytest.mark.parametrize("document", ["{", "[]", '{"service_epoch": 1}'])
+def test_a_damaged_snapshot_is_told_as_one(tmp_path: Path, document: str) -> None:
+    path = tmp_path / "s.db"
+    store = SqliteStore(path)
+    Committer(store, FakeClock()).snapshot()
+    store.close()
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE snapshot SET document = ?", (document,))
+    with pytest.raises(StoreFailedError, match="the store is damaged. Restore it from a backup"):
+        Committer(SqliteStore(path), FakeClock())
+
+
+def test_an_altered_record_is_found_before_it_is_believed(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    store = SqliteStore(path)
+    Committer(store, FakeClock()).commit([cmd.Register("a", "p0", None)])
+    store.close()
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE log SET records = ? WHERE first_event = 1", (b'["expire",[77]]',))
+    with pytest.raises(StoreFailedError) as caught:
+        Committer(SqliteStore(path), FakeClock())
+    assert str(caught.value).startswith(
+        "the ledger's hash chain is broken: the records before event 2 were altered. "
+    )
+
+
+def test_a_file_system_that_cannot_sync_a_folder_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(StoreFailedError) as caught:
+        SqliteStore(tmp_path / "s.db")
+    assert str(caught.value) == (
+        f"the store {tmp_path / 's.db'} failed: Invalid argument. Name one on a local disk with "
+        "--store."
+    )
 
 
 def test_a_full_disk_rolls_the_batch_back_and_later_appends_work(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import resources
 from typing import Any, final
 
@@ -11,7 +11,7 @@ from gmeta.antdt import views
 from gmeta.antdt.audit import audit_manifest
 from gmeta.antdt.committer import Read, Request
 from gmeta.antdt.errors import RefusedError
-from gmeta.antdt.governor import Governor
+from gmeta.antdt.governor import Governor, Spoken
 from gmeta.antdt.http_edge import HttpRequest
 from gmeta.antdt.ledger import Ledger
 from gmeta.antdt.manifest import parse_manifest
@@ -98,7 +98,7 @@ class Dashboard:
             "num_stragglers": sum(h.verdict in STRAGGLERS for h in health.values()),
             "datasets": [_dataset(dataset) for dataset in status.datasets],
             "workers": self._workers(status, health),
-            "decisions": [said._asdict() for said in reversed(governor.spoken)][:MAX_DECISIONS],
+            "decisions": _newest(governor.spoken),
             "checkpoints": [
                 {"id": c.checkpoint_id, "step": c.step, "committed": c.committed}
                 for c in reversed(status.checkpoints)
@@ -156,6 +156,11 @@ class Dashboard:
 def _read(ledger: Ledger, now_s: float) -> tuple[Any, Checkpoint | None]:
     newest = next(reversed(ledger.state.checkpoints.values()), None)
     return views.status(ledger, now_s), newest
+
+
+def _newest(spoken: Iterable[Spoken]) -> list[dict[str, Any]]:
+    """In one go first: the governor's thread adds to them meanwhile."""
+    return [said._asdict() for said in list(spoken)[: -MAX_DECISIONS - 1 : -1]]
 
 
 def _dataset(dataset: Any) -> dict[str, Any]:
