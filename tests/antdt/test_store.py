@@ -186,7 +186,7 @@ def test_a_damaged_snapshot_is_told_as_one(tmp_path: Path, document: str) -> Non
     store.close()
     with closing(sqlite3.connect(path)) as db, db:
         db.execute("UPDATE snapshot SET document = ?", (document,))
-    with pytest.raises(StoreFailedError, match="the store is damaged. Restore it from a backup"):
+    with pytest.raises(StoreFailedError, match=r"the store is damaged\. Restore it from a backup"):
         Committer(SqliteStore(path), FakeClock())
 
 
