@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-import fsspec
 import xxhash
 
 from metaio.errors import DataError
 from metaio.layout import MANIFEST_NAME
+from metaio.storage import file_system, is_local
 
 
 @contextmanager
@@ -26,19 +26,19 @@ def destination(out: str, overwrite: bool) -> Iterator[tuple[Path, bool]]:
     Raises:
         DataError: `out` exists already, another process writes it, or the disk is full.
     """
-    fs, root = fsspec.core.url_to_fs(out)
+    fs, root = file_system(out)
     exists = fs.exists(f"{root}/{MANIFEST_NAME}")
     if exists and not overwrite:
         raise DataError(
             f"{out} holds a dataset already. Choose another place, or pass --overwrite to replace "
             "it"
         )
-    is_local = _is_local(fs)
-    if is_local:
+    local = is_local(fs)
+    if local:
         _check_target(Path(root), exists)
-    with _folder_of_one_writer(_partial(out), root if is_local else out) as folder:
-        yield folder, is_local
-        if is_local:
+    with _folder_of_one_writer(_partial(out), root if local else out) as folder:
+        yield folder, local
+        if local:
             _replace(folder, Path(root))
         else:
             _upload(fs, root, folder, exists)
@@ -67,14 +67,10 @@ def unfinished(out: str) -> Path | None:
     return partial
 
 
-def _is_local(fs: Any) -> bool:
-    return "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
-
-
 def _partial(out: str) -> Path:
     """Where `out` is built: the same place each time, so that a re-run finds what was left."""
-    fs, root = fsspec.core.url_to_fs(out)
-    if _is_local(fs):
+    fs, root = file_system(out)
+    if is_local(fs):
         return Path(root).parent / f".{Path(root).name}.partial"
     return Path(tempfile.gettempdir()) / f".metaio-{xxhash.xxh3_64_hexdigest(out.encode())}.partial"
 

@@ -266,9 +266,13 @@ class Encoder:
         return index.rows(column)
 
     def _dense(self, rule: DenseColumn, column: pa.Array) -> npt.NDArray[np.float64]:
+        numbers = dense_input(rule, column.drop_null())
         if column.null_count:
-            column = pc.fill_null(column, pa.scalar(rule.fill).cast(column.type, safe=False))
-        numbers = dense_input(rule, column)
+            # As numbers: a fill of 0.5 would become 0 in a column of integers.
+            known = column.is_valid().to_numpy(zero_copy_only=False)
+            filled = dense_input(rule, pa.array([rule.fill], pa.float64())).repeat(len(column))
+            filled[known] = numbers
+            numbers = filled
         if rule.standardise:
             mean, deviation = self.fitted.moments[rule.column]
             numbers = (numbers - mean) / deviation

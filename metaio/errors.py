@@ -17,6 +17,10 @@ class DataError(MetaIOError):
     """A raw input cannot be turned into episodes: a null, a wrong type, an empty file."""
 
 
+class UrlError(MetaIOError):
+    """A URL names a place that this installation cannot reach."""
+
+
 class NoDatasetError(MetaIOError):
     """There is no prepared dataset at the given place."""
 

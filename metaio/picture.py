@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from metaio.errors import DataError
 from metaio.inspection import SplitSummary
 
 _MAX_CURVES = (
@@ -18,6 +19,9 @@ _MAX_CURVES = (
 def draw(summaries: list[SplitSummary], path: Path) -> None:
     """Write a PNG: one row a split, sizes on the left, cumulative use of ids on the right."""
     figure = Figure(figsize=(11, 2.6 * max(len(summaries), 1)), layout="constrained")
+    kinds = figure.canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in ("", *kinds):
+        raise DataError(f"picture {path} is of no known kind: {', '.join(kinds)}. Name it .png")
     axes = figure.subplots(max(len(summaries), 1), 2, squeeze=False)
     for (sizes, skew), summary in zip(axes, summaries, strict=False):
         _draw_sizes(sizes, summary)

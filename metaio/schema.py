@@ -296,6 +296,14 @@ def _check(schema: Schema) -> None:
         for name in names:
             if names.count(name) > 1:
                 raise SchemaError(f"column {name} is listed twice in one kind. Remove one of them")
+    for column in schema.multi:
+        if column.separator == "":
+            raise SchemaError(
+                f'column {column.column} has separator ""; a list is split at a text of one '
+                "character or more. Change it"
+            )
+    if not 0 <= schema.seed < 1 << 64:
+        raise SchemaError(f"seed is {schema.seed}; 0 to 2^64 - 1 is allowed. Change it")
     _check_episodes(schema)
     _check_splits(schema.splits)
 

@@ -10,13 +10,13 @@ from functools import cached_property
 from typing import Any, Self
 
 import duckdb
-import fsspec
 import pyarrow as pa
 
 from metaio import parquet_files
 from metaio.encode import refuse_nulls
 from metaio.errors import DataError
 from metaio.schema import Schema, SparseColumn, TaskColumn
+from metaio.storage import file_system, is_local
 
 # 16,384 rows of 41 encoded columns are 3 MB, which stay in the second-level cache while their
 # columns are filled in one by one: encoding takes 0.6 s a million rows, with 131,072 rows 1.5 s.
@@ -42,22 +42,37 @@ def _name(column: str) -> str:
     return '"' + column.replace('"', '""') + '"'
 
 
+def _is_marker(path: str) -> bool:
+    """Engines leave such as _SUCCESS beside their files."""
+    return path.rsplit("/", 1)[-1].startswith(("_", "."))
+
+
 def _expand(url: str) -> tuple[Any, list[str]]:
     """File system and files of a URL, glob or folder."""
-    fs, path = fsspec.core.url_to_fs(url)
-    found = sorted(fs.glob(path)) if any(mark in path for mark in "*?[") else [path]
-    if not found or not fs.exists(found[0]):
+    fs, path = file_system(url)
+    if any(mark in path for mark in "*?["):
+        matches = {p: info for p, info in fs.glob(path, detail=True).items() if not _is_marker(p)}
+    else:
+        matches = {path: fs.info(path)} if fs.exists(path) else {}
+    if not matches:
         raise DataError(f"input {url} does not exist. Check the path")
-    if fs.isdir(found[0]):
-        # Engines leave markers such as _SUCCESS beside their files.
-        found = sorted(
-            p for p in fs.find(found[0]) if not p.rsplit("/", 1)[-1].startswith(("_", "."))
-        )
-    for name in found:
+    found: list[str] = []
+    for match in sorted(matches):
+        # "file" is taken at its word: an object store would be asked once more for each of them.
+        if matches[match]["type"] == "file" or not fs.isdir(match):
+            found.append(match)
+            continue
+        found += sorted(inside for inside in fs.find(match) if not _is_marker(inside))
+    if not found:
+        raise DataError(f"input {url} is a folder without files. Check the path")
+    names = list(dict.fromkeys(found))  # "**" matches a folder, and what is in it once more
+    for name in names:
         if fs.size(name) == 0:
             raise DataError(f"input {name} is empty. Remove it, or write its rows")
-    protocols = fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)
-    return fs, found if "file" in protocols else [f"{protocols[0]}://{name}" for name in found]
+    if is_local(fs):
+        return fs, names
+    protocol = fs.protocol[0] if isinstance(fs.protocol, tuple) else fs.protocol
+    return fs, [f"{protocol}://{name}" for name in names]
 
 
 class DuckSource:
@@ -206,6 +221,11 @@ class DuckSource:
         except (pa.ArrowException, duckdb.Error, OSError) as error:
             what = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
             where = f"input {name}" if name else "an input"
+            if isinstance(error, duckdb.OutOfMemoryException):
+                raise DataError(
+                    f"{where} cannot be read within the memory allowed: {what.rstrip('.')}. "
+                    "Allow more (--memory)"
+                ) from error
             remedy = _REMEDY_FOR_PARQUET if self._files.parquet else _REMEDY_FOR_TEXT
             raise DataError(f"{where} cannot be read: {what.rstrip('.')}. {remedy}") from error
 

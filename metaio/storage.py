@@ -11,11 +11,32 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
-from metaio.errors import FormatError
+from metaio.errors import FormatError, UrlError
 
 # Mapping a 100 MB file anew for each block costs 0.3 ms, 6 % of a block; maps hold no memory.
 _MAX_MAPS = 512
 _MAX_RESIDENT_BYTES = 512 << 20
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """The file system of a path or URL, and the path in it.
+
+    Raises:
+        UrlError: no installed package reads such URLs.
+    """
+    try:
+        found: tuple[Any, str] = fsspec.core.url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise UrlError(
+            f"{url} cannot be opened: {str(error).rstrip('.')}. Give a path, or a URL of a kind "
+            "that an installed package of fsspec reads"
+        ) from error
+    return found
+
+
+def is_local(fs: Any) -> bool:
+    """Whether its files are this machine's."""
+    return "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
 
 
 class _SparseFile(io.RawIOBase):
@@ -122,11 +143,8 @@ class Storage:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/") if url != "/" else url
         self._fs: Any
-        self._fs, self._root = fsspec.core.url_to_fs(self.url)
-        protocols = (
-            self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,)
-        )
-        self.is_local = "file" in protocols
+        self._fs, self._root = file_system(self.url)
+        self.is_local = is_local(self._fs)
         self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
         self._resident = _Resident()
         self._lock = threading.Lock()

@@ -58,6 +58,10 @@ def test_inspect_prints_tables_and_draws(write: WriteFn, tmp_path: Path) -> None
     for word in ("Episodes", "train", "valid", *(table.name for table in FEATURES.tables)):
         assert word in output
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    code, output = run("inspect", path, "--picture", str(tmp_path / "picture.xyz"))
+    assert code == 1
+    assert output.startswith(f"picture {tmp_path}/picture.xyz is of no known kind: ")
+    assert output.endswith(". Name it .png")
 
 
 def test_inspect_verify_ends_with_code_1_on_damage(write: WriteFn) -> None:

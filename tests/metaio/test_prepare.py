@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from metaio import DataError, Dataset, open_dataset
+from metaio.errors import UrlError
 from metaio.prepare import PrepareOptions, prepare
 from metaio.schema import Schema, parse_schema
 from metaio.vocabulary import TextIndex
@@ -135,6 +137,33 @@ def test_order_of_input_files_format_and_threads_change_nothing(tmp_path: Path, 
     assert again.fingerprint == first.fingerprint
     for file in sorted(Path(first.url).rglob("*.parquet")):
         assert file.read_bytes() == (Path(out) / file.relative_to(first.url)).read_bytes()
+
+
+def test_every_folder_that_a_glob_matches_is_read(tmp_path: Path) -> None:
+    """What Spark calls day-1.parquet is a folder; its _SUCCESS holds no rows."""
+    table = raw_table()
+    schema = changed()
+    first = prepared(tmp_path, table, schema)
+    for day, rows in enumerate((table.slice(0, 300), table.slice(300))):
+        folder = tmp_path / "days" / f"{day}.parquet"
+        folder.mkdir(parents=True)
+        pq.write_table(rows, folder / "part-0.parquet")
+        (folder / "_SUCCESS").touch()
+    for inputs in ("days/*.parquet", "days/**", "days"):
+        out = str(tmp_path / f"of-{len(inputs)}")
+        prepare([str(tmp_path / inputs)], out, schema, PrepareOptions(threads=1))
+        assert open_dataset(out).fingerprint == first.fingerprint
+
+
+def test_a_fill_between_two_whole_numbers_stays_what_it_is(tmp_path: Path) -> None:
+    dense = [{"column": "age", "fill": 0.5}]
+    dataset = prepared(tmp_path, raw_table(), changed(dense=dense))
+    found = {
+        values[0]
+        for _, _, rows in whole_split(dataset, "train")
+        for _, values, _, _ in rows  # type: ignore[misc]
+    }
+    assert {value for value in found if value < 1} == {0.5}
 
 
 def sizes(dataset: Dataset, split: str = "train") -> dict[int, list[tuple[int, int]]]:
@@ -350,6 +379,44 @@ def test_nulls_are_refused_with_column_and_count(tmp_path: Path) -> None:
     assert refused(tmp_path, table, changed()) == (
         "column price has 1 nulls; none are allowed. Remove those rows, or allow it in the schema: "
         "fill = VALUE"
+    )
+
+
+def test_a_folder_without_files_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError) as caught:
+        prepare([str(tmp_path / "empty")], str(tmp_path / "out"), changed())
+    assert str(caught.value) == (
+        f"input {tmp_path}/empty is a folder without files. Check the path"
+    )
+
+
+def test_too_little_memory_says_what_to_raise(tmp_path: Path) -> None:
+    pq.write_table(raw_table(40), tmp_path / "raw.parquet")
+    options = PrepareOptions(threads=1, memory_bytes=1 << 20)
+    with pytest.raises(DataError) as caught:
+        prepare([str(tmp_path / "raw.parquet")], str(tmp_path / "out"), changed(), options)
+    assert "cannot be read within the memory allowed: Out of Memory Error" in str(caught.value)
+    assert str(caught.value).endswith(" Allow more (--memory)")
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda raw, out: open_dataset("nowhere://x"),
+        lambda raw, out: prepare(["nowhere://x"], out, changed()),
+        lambda raw, out: prepare([raw], "nowhere://x", changed()),
+    ],
+)
+def test_a_url_of_an_unknown_kind_is_one_line(
+    tmp_path: Path, work: Callable[[str, str], object]
+) -> None:
+    pq.write_table(raw_table(40), tmp_path / "raw.parquet")
+    with pytest.raises(UrlError) as caught:
+        work(str(tmp_path / "raw.parquet"), str(tmp_path / "out"))
+    assert str(caught.value) == (
+        "nowhere://x cannot be opened: Protocol not known: nowhere. Give a path, or a URL of a "
+        "kind that an installed package of fsspec reads"
     )
 
 

@@ -57,6 +57,15 @@ def test_columns_are_listed_once() -> None:
             "schema key label.column is 3; it must be text. Correct it",
         ),
         (
+            {"seed": -1},
+            "seed is -1; 0 to 2^64 - 1 is allowed. Change it",
+        ),
+        (
+            {"multi": [{"column": "a", "hash": 9, "separator": ""}]},
+            'column a has separator ""; a list is split at a text of one character or more. '
+            "Change it",
+        ),
+        (
             {"seed": True},
             "schema key seed is True; it must be a whole number. Correct it",
         ),
