@@ -19,6 +19,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
@@ -146,6 +147,11 @@ class FastGroup:
         weights: Tensor = self.group.weights_host
         return weights
 
+    def rows_ND(self, row_N: Tensor) -> Tensor:
+        """Rows for this rank itself, differentiable."""
+        rows_ND: Tensor = _Lookup.apply(self.weights, self, row_N)
+        return rows_ND
+
     def look_up(self, row_N: Tensor, rows_ND: Tensor) -> None:
         """Copy rows, by their numbers among those of all tables, to where they are asked for."""
         torch.index_select(self.weights.detach().view(-1, self.width), 0, row_N, out=rows_ND)
@@ -184,10 +190,10 @@ class FastGroup:
         """Rows and gradients are not moved. The few that stand again first take a wrong step, and
         then, from where they were, the right one.
         """
-        last_C, index_A = torch.unique(last_A, return_inverse=True)
-        row_C = row_N.index_select(0, last_C)
         values = [self._values(part) for part in given]
-        if row_C.numel():
+        if again_A.numel():
+            last_C, index_A = torch.unique(last_A, return_inverse=True)
+            row_C = row_N.index_select(0, last_C)
             rows_CD = _gathered(values, last_C)
             grads = [part.grad_ND for part in given]
             sums_CD = _gathered(grads, last_C).index_add_(0, index_A, _gathered(grads, again_A))
@@ -195,7 +201,7 @@ class FastGroup:
             momentum_CD = _momentum(self.group).index_select(0, row_C) if has_momentum else None
         for part, rows_ND in zip(given, values, strict=True):
             self._step(self.group, part.row_N, rows_ND, part.grad_ND, unit)
-        if row_C.numel():
+        if again_A.numel():
             if momentum_CD is not None:
                 _write_rows(_momentum(self.group), row_C, momentum_CD)
             self._step(self.group, row_C, rows_CD, sums_CD, unit)
@@ -208,6 +214,25 @@ class FastGroup:
         rows_ND = torch.empty_like(part.rows_ND)
         self.look_up(part.row_N, rows_ND)
         return rows_ND
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a group; backward gives their gradients to it, and none to the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, group: FastGroup, row_N: Tensor) -> Tensor:
+        rows_ND = weights.view(-1, group.width).index_select(0, row_N)
+        ctx.group, ctx.version = group, weights._version
+        ctx.save_for_backward(row_N, rows_ND)
+        return rows_ND
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        row_N, rows_ND = ctx.saved_tensors
+        given = GivenRows(row_N, rows_ND, grads[0].contiguous(), ctx.version, None)
+        ctx.group.take([given], 1.0)
+        return None, None, None
 
 
 def places_again(row_N: Tensor, last_R: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:

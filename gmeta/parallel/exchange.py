@@ -197,6 +197,9 @@ class _WireFetch(RowFetch):
         if not self._sent:
             self.send()
         exchange = self._exchange
+        if self._asked.place_U is None and len(exchange.groups) == 1:
+            # One rank, and its rows are in order: nothing travels.
+            return exchange.groups[0].rows_ND(self._row_numbers_N())
         swap = RowSwap(
             exchange.ranks.transport,
             exchange.groups,
@@ -219,16 +222,19 @@ class _WireFetch(RowFetch):
         ends = np.cumsum([len(shards) for shards in self._exchange.routes.of_peer])[:-1]
         return [int(part.sum()) for part in np.split(values_S, ends)]
 
-    def _rows_to_give_WG(self) -> list[list[Tensor]]:
+    def _row_numbers_N(self) -> Tensor:
         """Of every id that a peer asks of this rank, its row number within its group of tables."""
         ids = self._own_ids
         if self._swap is not None:
             ids = torch.cat([*self._swap.parts(), ids])
             self._swap = None
         counts = self._counts_WS.reshape(-1)
-        row_N = torch.from_numpy(np.repeat(self._exchange.first_row_WS, counts)).add_(ids)
+        return torch.from_numpy(np.repeat(self._exchange.first_row_WS, counts)).add_(ids)
+
+    def _rows_to_give_WG(self) -> list[list[Tensor]]:
+        """The same by peer and group."""
         counts_WG = self._counts_WS @ self._exchange.is_of_group_SG
-        rows = iter(row_N.split(counts_WG.reshape(-1).tolist()))
+        rows = iter(self._row_numbers_N().split(counts_WG.reshape(-1).tolist()))
         return [[next(rows) for _ in counts_G] for counts_G in counts_WG]
 
     def _put_together(self, flat: Tensor) -> Tensor:
