@@ -38,8 +38,8 @@ def load_checkpoint(
     if optimizer is not None:
         create_state(optimizer)
     state = state_of(sharded, optimizer)
+    progress = read_progress(path)
     try:
-        progress = read_progress(path)
         load_shards(state, checkpoint_id=str(path), process_group=ranks.control)
     except (OSError, ValueError, RuntimeError, KeyError, CheckpointException) as error:
         raise GMetaError(
@@ -54,9 +54,19 @@ def load_checkpoint(
 
 
 def read_progress(path: Path) -> Progress:
-    """Where a checkpoint stands; its file also says who wrote it."""
-    about = json.loads((path / PROGRESS_FILE).read_text())
-    return Progress(**{item.name: about[item.name] for item in fields(Progress)})
+    """Where a checkpoint stands; its file also says who wrote it.
+
+    Raises:
+        GMetaError: the file is missing or broken.
+    """
+    try:
+        about = json.loads((path / PROGRESS_FILE).read_text())
+        return Progress(**{item.name: about[item.name] for item in fields(Progress)})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise GMetaError(
+            f"checkpoint {path} cannot be loaded: its {PROGRESS_FILE} is missing or broken "
+            f"({error!r}). Remove it to fall back to the one before"
+        ) from error
 
 
 def checkpoint_to_use(folder: Path, config: TrainConfig) -> Path | None:
@@ -78,11 +88,17 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name))
+    found = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)]
+    return sorted(found, key=step_of)  # by name step-100000000 would stand before step-99999999
 
 
 def reason_of(error: BaseException) -> str:

@@ -9,6 +9,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -184,7 +185,7 @@ class CheckpointWriter:
         best = checkpoint_name(progress.best_step) if self._keep_best else ""
         for old in list_checkpoints(self._folder)[: -self._keep_last]:
             if old.name != best:
-                shutil.rmtree(old)
+                _discard(old)
 
 
 def _buffers_for(value: Any) -> Any:
@@ -204,6 +205,15 @@ def _buffers_for(value: Any) -> Any:
             process_group=value._process_group,
         )
     return torch.empty_like(value) if isinstance(value, torch.Tensor) else value
+
+
+def _discard(checkpoint: Path) -> None:
+    """Renamed first, since one that is there in part must not pass for a checkpoint. What cannot be
+    removed, as where another host reads it over NFS, ends no run: it goes at the next start."""
+    doomed = checkpoint.with_name(TEMPORARY_PREFIX + checkpoint.name)
+    with suppress(OSError):
+        checkpoint.rename(doomed)
+        shutil.rmtree(doomed)
 
 
 def _make_empty(folder: Path) -> None:

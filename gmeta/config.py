@@ -164,7 +164,9 @@ class RunConfig:
 
     dir: str = field(default="", metadata={"help": "run folder, made by the run (required)"})
     seed: int = field(
-        default=0, metadata={"help": "of initial values and of the data order", "min": 0}
+        default=0,
+        # As much as torch's generators take.
+        metadata={"help": "of initial values and of the data order", "min": 0, "max": 2**63 - 1},
     )
     epochs: int = field(default=1, metadata={"help": "passes over the training split", "min": 1})
     max_steps: int = field(

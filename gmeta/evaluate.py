@@ -82,7 +82,14 @@ def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str])
                 f"it has {', '.join(dataset.splits)}. Name one of them"
             )
     used = (config.data.train_split, config.data.valid_split)
-    return chosen or [split for split in dataset.splits if split not in used]
+    chosen = chosen or [split for split in dataset.splits if split not in used]
+    if not chosen:
+        raise UserError(
+            f"{config.data.path} has no split but {' and '.join(dataset.splits)}, which the run "
+            "was trained or chosen by: there is nothing to score. Prepare the data with another split, "
+            "or name one with --split"
+        )
+    return chosen
 
 
 def score_split(

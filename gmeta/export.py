@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from gmeta.build import build
-from gmeta.checkpoint import checkpoint_to_use, list_checkpoints
+from gmeta.checkpoint import checkpoint_to_use, list_checkpoints, reason_of, step_of
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError, UserError
 from gmeta.run_folder import ENVIRONMENT_FILE, RunFolder
@@ -101,7 +101,7 @@ class CheckpointReader:
             CheckpointException,
         ) as error:
             raise GMetaError(
-                f"checkpoint {self._path} cannot be read: {str(error).splitlines()[0]}. "
+                f"checkpoint {self._path} cannot be read: {reason_of(error)}. "
                 "Export an earlier one with --step, or remove it and train on from the one before"
             ) from error
 
@@ -125,7 +125,7 @@ def export_run(
     checkpoint = _choose(run, step)
     dataset, learner = build(config)
     _check_dataset(dataset, run)
-    found_step = int(checkpoint.name.removeprefix("step-"))
+    found_step = step_of(checkpoint)
     description = _describe(config, dataset, table_format, root, found_step)
     reader = CheckpointReader(checkpoint)
     names = {key: _LAYER_KEY.format(key) for key in learner.state_dict()}
@@ -193,7 +193,7 @@ def _choose(run: RunFolder, step: int | None) -> Path:
         )
     if step is None:
         return checkpoint_to_use(run.checkpoints, run.read_config()) or checkpoints[-1]
-    steps = {int(path.name.removeprefix("step-")): path for path in checkpoints}
+    steps = {step_of(path): path for path in checkpoints}
     if step not in steps:
         raise UserError(
             f"run {run.root} has no checkpoint of step {step}: it has "

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -68,17 +69,22 @@ class RunFolder:
         path = self.root / CONFIG_FILE
         try:
             return config_from_dict(json.loads(path.read_text()))
-        except (OSError, json.JSONDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise UserError(
                 f"{self.root} is no run folder: {CONFIG_FILE} is missing or broken. "
                 "Give the run.dir of a training run"
             ) from error
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Every logged step, oldest first; empty if none was logged."""
+        """Every logged step, oldest first; empty if none was logged. A line that a full disk or a
+        power cut left half-written tells of no step."""
         if not self.metrics.exists():
             return []
-        return [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        found = []
+        for line in self.metrics.read_text(errors="replace").splitlines():
+            with suppress(ValueError):
+                found.append(json.loads(line))
+        return found
 
 
 def create_run_folder(config: TrainConfig, world_size: int, fingerprint: str) -> RunFolder:

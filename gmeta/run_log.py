@@ -71,7 +71,7 @@ class RunLog:
         self._active = ranks.rank == 0
         if not self._active:
             return
-        self._console = Console(stderr=True)
+        self._console = Console(stderr=True, markup=False)
         self._metrics = folder.metrics.open("a")
         self._tensorboard = SummaryWriter(str(folder.tensorboard), purge_step=done_steps + 1)
         self._progress = Progress(

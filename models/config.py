@@ -12,14 +12,15 @@ class ModelConfig:
 
     name: str = field(default="dlrm", metadata={"help": "dlrm, melu, cbml or din"})
     embedding_dim: int = field(
-        default=16, metadata={"help": "width of every embedding table; a multiple of 4"}
+        default=16, metadata={"help": "width of every embedding table; a multiple of 4", "min": 1}
     )
     hidden: tuple[int, ...] = field(
         default=(256, 128),
-        metadata={"help": "widths of the layers between the interaction and the output"},
+        metadata={"help": "widths of the layers between the interaction and the output", "min": 1},
     )
     bottom: tuple[int, ...] = field(
-        default=(64,), metadata={"help": "dlrm: hidden widths of the MLP over the dense columns"}
+        default=(64,),
+        metadata={"help": "dlrm: hidden widths of the MLP over the dense columns", "min": 1},
     )
     interaction: Literal["dot", "cat"] = field(
         default="dot", metadata={"help": "dlrm: pairwise dot products, or plain concatenation"}
@@ -43,7 +44,10 @@ class ModelConfig:
     )
     attention: tuple[int, ...] = field(
         default=(36,),
-        metadata={"help": "din: hidden widths of the MLP that weighs the history's entries"},
+        metadata={
+            "help": "din: hidden widths of the MLP that weighs the history's entries",
+            "min": 1,
+        },
     )
 
 

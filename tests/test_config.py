@@ -50,6 +50,15 @@ def test_a_saved_config_reads_back_equal(good: Path) -> None:
         ("outer.dense_lr=fast", "outer.dense_lr = 'fast' is not of type float. Correct the value"),
         ("outer.dense_lr=nan", "outer.dense_lr = nan is not a finite number. Correct the value"),
         ("run.epochs=0", "run.epochs = 0 is too small: at least 1 is allowed. Correct the value"),
+        (
+            "model.hidden=[8, 0]",
+            "model.hidden[1] = 0 is too small: at least 1 is allowed. Correct the value",
+        ),
+        (
+            "run.seed=9999999999999999999",
+            "run.seed = 9999999999999999999 is too large: at most 9223372036854775807 is allowed. "
+            "Correct the value",
+        ),
         ("run.epochs=true", "run.epochs = True is not of type int. Correct the value"),
         ("run.epochs=1.5", "run.epochs = 1.5 is not of type int. Correct the value"),
         (

@@ -1,7 +1,20 @@
 """`gmeta inspect` on a run and on a checkpoint: what is in it, and whether all of it is there."""
 
+import errno
+import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from gmeta.checkpoint import list_checkpoints, read_progress
+from gmeta.checkpoint_writer import _discard
+from gmeta.config import config_from_dict
+from gmeta.errors import GMetaError, UserError
+from gmeta.evaluate import splits_to_score
+from gmeta.run_folder import RunFolder
 from tests.commands import SMALL_MODEL, gmeta, write_config
 
 
@@ -46,6 +59,64 @@ def test_a_run_and_its_checkpoints_are_described_and_a_cut_file_is_found(
     assert refused.returncode == 2
     assert refused.stderr.strip() == (
         f"error: {run} is no dataset: --verify and --picture are for datasets. Leave them out"
+    )
+
+
+def test_a_resumed_run_reads_past_a_half_written_line_and_needs_none(
+    tmp_path: Path, click_logs: Path
+) -> None:
+    run = tmp_path / "run"
+    config = write_config(tmp_path / "train.toml", click_logs, run)
+    assert gmeta("train", config, *SMALL_MODEL, "run.max_steps=2").returncode == 0
+    lines = RunFolder(run).read_metrics()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "epo')  # as far as the disk had room
+    assert RunFolder(run).read_metrics() == lines
+    (run / "metrics.jsonl").unlink()
+    resumed = gmeta("train", config, *SMALL_MODEL, "run.max_steps=2", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "speed" not in resumed.stderr.rpartition("trained: ")[2]
+
+
+def test_checkpoints_stand_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    for name in ("step-99999999", "step-100000000", "tmp-step-00000001"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-99999999", "step-100000000"]
+
+
+def test_a_broken_progress_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "progress.json").write_text('{"step": 1')
+    with pytest.raises(GMetaError) as caught:
+        read_progress(tmp_path)
+    assert str(caught.value).startswith(
+        f"checkpoint {tmp_path} cannot be loaded: its progress.json is missing or broken "
+    )
+
+
+def test_an_old_checkpoint_is_gone_at_once_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "step-00000001"
+    old.mkdir()
+    (old / "open-elsewhere").touch()
+
+    def busy(folder: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    _discard(old)
+    assert list_checkpoints(tmp_path) == []
+    assert (tmp_path / "tmp-step-00000001" / "open-elsewhere").exists()
+
+
+def test_a_dataset_without_a_split_to_score_says_so() -> None:
+    dataset: Any = SimpleNamespace(splits={"train": None})
+    config = config_from_dict({"data": {"path": "logs"}})
+    with pytest.raises(UserError) as caught:
+        splits_to_score(config, dataset, [])
+    assert str(caught.value) == (
+        "logs has no split but train, which the run was trained or chosen by: there is nothing to "
+        "score. Prepare the data with another split, or name one with --split"
     )
 
 

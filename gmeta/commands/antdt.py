@@ -80,7 +80,7 @@ def antdt_sim(
             str(outcome.num_adjustments),
             str(outcome.num_restarts),
         )
-    Console(width=TABLE_WIDTH, highlight=False).print(table)
+    Console(width=TABLE_WIDTH, highlight=False, markup=False).print(table)
     if out is not None:
         from gmeta.report.render import png_sheet
         from gmeta.report.stragglers import completion_chart
@@ -112,7 +112,9 @@ def antdt_replay(
     if policy:
         controller = replace(controller, policy=policy)
     function = find_policy(controller.policy)
-    lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line]
+    lines = [
+        line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line
+    ]
     if not lines:
         raise UserError(f"{log} is empty: the service decided nothing yet. Nothing to replay")
     num_different = 0

@@ -60,7 +60,7 @@ def evaluate(
         if ranks.rank == 0:
             evaluated = [each for each in runs if each is not None]
             paths = write(out or run / "evaluation", evaluated)
-            console = Console(width=None if os.isatty(1) else 120)
+            console = Console(width=None if os.isatty(1) else 120, markup=False)
             console.print(console_table(paths.evaluation))
             console.print(
                 f"report: {paths.html}   figures: {paths.evaluation_json}", highlight=False

@@ -43,7 +43,7 @@ def export(
 
     written = export_run(run, out, tables.value, step, overwrite)
     share = written.table_bytes / max(written.float32_table_bytes, 1)
-    Console(stderr=True, soft_wrap=True).print(
+    Console(stderr=True, soft_wrap=True, markup=False).print(
         f"exported: {out}  (step {written.step}, {_size(written.num_bytes)}; tables "
         f"{tables.value}, {_size(written.table_bytes)}, {share:.2f} of what was trained)\n"
         f'use it: gmeta.load("{out}"), or gmeta predict {out} SUPPORT.parquet QUERY.parquet',
@@ -98,7 +98,7 @@ def predict(
     write_rows(query_rows, out)
     without = int((found.support_rows_N == 0).sum())
     told = f", {without:,} of them without support rows and so not adapted" if without else ""
-    Console(stderr=True, soft_wrap=True).print(
+    Console(stderr=True, soft_wrap=True, markup=False).print(
         f"predicted: {out}  ({query_rows.num_rows:,} rows{told}, in {spent_s:.2f} s)",
         highlight=False,
     )

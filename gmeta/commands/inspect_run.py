@@ -111,7 +111,7 @@ def _end(problems: list[str]) -> None:
 
 
 def _console() -> Console:
-    return Console(highlight=False, soft_wrap=True)
+    return Console(highlight=False, soft_wrap=True, markup=False)
 
 
 def _table(title: str, *heads: str) -> Table:

@@ -155,7 +155,7 @@ def _tell_of_leftovers(out: str) -> None:
 
     left = unfinished(out)
     if left is not None:
-        Console(stderr=True).print(
+        Console(stderr=True, markup=False).print(
             f"an earlier prepare of {out} was interrupted: starting over, without {left}",
             highlight=False,
             soft_wrap=True,
@@ -195,7 +195,7 @@ def _expect_inputs(recipe: Recipe, inputs: list[str], count: int) -> None:
 def _report(out: str) -> None:
     from metaio import open_dataset
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     dataset = open_dataset(out)
     console.print(_counts(dataset))
     lost = {
@@ -268,7 +268,7 @@ def inspect(
     from metaio.inspection import damage, summarise
 
     dataset = open_dataset(path)
-    console = Console()
+    console = Console(markup=False)  # a column may be called [user]
     with _progress() as progress:
         bar = progress.add_task("reading", total=None)
 
@@ -302,7 +302,7 @@ def _progress() -> Progress:
 
 def _verdict(console: Console, dataset: "Dataset", messages: list[str]) -> None:
     for message in messages:
-        console.print(message, highlight=False, soft_wrap=True, markup=False)
+        console.print(message, highlight=False, soft_wrap=True)
     if messages:
         raise typer.Exit(1)
     num_files = 1 + sum(1 for _ in dataset.files())
@@ -314,7 +314,7 @@ def _verdict(console: Console, dataset: "Dataset", messages: list[str]) -> None:
 def _describe(console: Console, dataset: "Dataset", summaries: list["SplitSummary"]) -> None:
     manifest = dataset.manifest
     console.print(
-        f"task [bold]{dataset.task}[/], label [bold]{dataset.label}[/], seed {manifest.seed}, "
+        f"task {dataset.task}, label {dataset.label}, seed {manifest.seed}, "
         f"protocol: {manifest.protocol or 'none'}\nfingerprint {dataset.fingerprint}",
         highlight=False,
     )

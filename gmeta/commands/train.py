@@ -77,14 +77,13 @@ def train(
 
 def _tell(folder: "RunFolder") -> None:
     readings = [line for line in folder.read_metrics() if "loss" in line]
-    speed = statistics.median(line["samples_per_s"] for line in readings)
-    wait = statistics.mean(line["data_wait_share"] for line in readings)
-    Console(stderr=True).print(
-        f"\ntrained: {folder.root}  (metrics.jsonl, tensorboard/, checkpoints/)\n"
-        f"speed: {speed:,.0f} samples/s, {wait:.1%} of the time waiting for data\n"
-        f"evaluate it: gmeta evaluate {folder.root}",
-        highlight=False,
-    )
+    lines = [f"\ntrained: {folder.root}  (metrics.jsonl, tensorboard/, checkpoints/)"]
+    if readings:  # a finished run that is resumed takes no step, and its log may be gone
+        speed = statistics.median(line["samples_per_s"] for line in readings)
+        wait = statistics.mean(line["data_wait_share"] for line in readings)
+        lines += [f"speed: {speed:,.0f} samples/s, {wait:.1%} of the time waiting for data"]
+    lines += [f"evaluate it: gmeta evaluate {folder.root}"]
+    Console(stderr=True, markup=False).print("\n".join(lines), highlight=False)
 
 
 def show_config() -> None:

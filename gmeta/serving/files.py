@@ -33,6 +33,7 @@ def read_rows(url: str) -> pa.Table:
 def write_rows(table: pa.Table, out: Path) -> None:
     """Write a Parquet file whole or not at all."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with temporary.open("wb") as file:
             pq.write_table(table, file)

@@ -154,6 +154,21 @@ def test_a_log_that_is_none_is_refused(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe", b'{"snapshot": {"workers": []}}'])
+def test_a_log_without_text_or_workers_is_refused(tmp_path: Path, content: bytes) -> None:
+    log = tmp_path / "decisions.jsonl"
+    log.write_bytes(content)
+    with pytest.raises(TraceError, match=r"^line 1 of .* is none of a decision log "):
+        recorded_trace(log, seed=0)
+
+
+def test_a_table_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TraceError, match=r"time_s, worker is missing"):
+        recorded_trace(file, seed=0)
+
+
 def test_a_slow_reader_costs_what_the_computation_does_not_hide() -> None:
     def slow_reader() -> Trace:
         return Trace(np.ones(4), [Change(0.0, 3, 4.0, "reader")], 0.0, 0)

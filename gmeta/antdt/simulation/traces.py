@@ -155,7 +155,7 @@ def recorded_trace(path: Path, seed: int) -> tuple[Trace, int]:
 
 def _rows_of_table(path: Path) -> Iterator[tuple[float, str, float]]:
     """(time_s, worker, slowdown) of each line."""
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
         reader = csv.DictReader(file)
         missing = {"time_s", "worker", "slowdown"} - set(reader.fieldnames or ())
         if missing:
@@ -184,16 +184,17 @@ def _rows_of_log(path: Path) -> Iterator[tuple[float, str, float]]:
     """
     began_s: float | None = None
     slow: set[str] = set()
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
         try:
             snapshot = Snapshot.from_json(json.loads(line)["snapshot"])
+            usual = median(worker.health.tasks_per_s_newest for worker in snapshot.workers)
         except (ValueError, KeyError, TypeError) as error:
             raise TraceError(
                 f"line {number} of {path} is none of a decision log ({error!r}). Name the file "
                 "that gmeta shard-service wrote with --decisions"
             ) from error
         began_s = snapshot.now_s if began_s is None else began_s
-        usual = median(worker.health.tasks_per_s_newest for worker in snapshot.workers)
         for health in (worker.health for worker in snapshot.workers):
             name, time_s = health.worker_id, snapshot.now_s - began_s
             if health.verdict not in STRAGGLERS:
