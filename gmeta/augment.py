@@ -117,10 +117,12 @@ def resplit(batch: TaskBatch, min_share: float, max_share: float, key: int) -> T
     task_T = splitmix64(batch.task_T.numpy().astype(np.uint64))
     share_T = min_share + (max_share - min_share) * _uniform(task_T, key, _SHARE_STREAM)
     support_T = np.clip(np.rint(share_T * rows_T).astype(np.int64), 1, np.maximum(rows_T - 1, 1))
+    # Of a single row neither side can be given up; it stays what it was.
     support_T = np.where(rows_T > 1, support_T, batch.support_lengths_T.numpy())
 
     task_N = np.repeat(np.arange(len(rows_T)), rows_T)
     within_N = np.arange(len(task_N)) - np.repeat(batch.row_offsets_T1.numpy()[:-1], rows_T)
+    # Tasks were mixed before row numbers are added: row 1 of task 7 must not draw as row 0 of 8.
     draw_N = _uniform(task_T[task_N] + within_N.astype(np.uint64), key, _ROW_STREAM)
     order_N = np.lexsort((draw_N, task_N))
     return _reordered(batch, order_N, support_T)
@@ -136,6 +138,7 @@ def drop_ids(
     """
     table_U = np.repeat(np.arange(len(dropped_B)), batch.unique_lengths_B.numpy())
     ids_U = batch.unique_ids_U.numpy()
+    # Mixed before the table is added: id 7 of table 1 must not share the fate of id 8 of table 0.
     named_U = splitmix64(ids_U.astype(np.uint64)) + table_U.astype(np.uint64)
     is_oov_U = dropped_B[table_U] & (
         (_uniform(named_U, key, _ID_STREAM) < rate) | (ids_U == OOV_ROW)

@@ -36,9 +36,11 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
                 f"it has {', '.join(dataset.splits)}. Name one of them"
             )
     check_source(config.data)
+    # Only for what it refuses: the launcher must find it before any rank starts.
     early_stop_of(config)
     tables = [table.name for table in dataset.features.tables]
     check_sharding(config.sharding, tables, config.outer.sparse_optimizer)
+    # Right before the model is built: all ranks must begin with equal layers.
     torch.manual_seed(config.run.seed)
     try:
         check_augment(config.augment, dataset.features)

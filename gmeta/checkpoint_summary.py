@@ -132,6 +132,7 @@ def _missing(path: Path, index: Metadata) -> list[str]:
     needed: dict[str, int] = {}
     for place in (index.storage_data or {}).values():
         end = place.offset + place.length
+        # A file holds the parts of many tensors, one after another.
         needed[place.relative_path] = max(needed.get(place.relative_path, 0), end)
     problems = []
     for name, num_bytes in sorted(needed.items()):

@@ -168,6 +168,7 @@ class CheckpointWriter:
                 work()
             except OSError as error:
                 problem = str(error)
+        # Also a failure is shared: a rank alone with it would leave the others in a collective.
         problem = value_of_first(problem, self._ranks)
         if problem:
             raise OSError(problem)
@@ -178,10 +179,16 @@ class CheckpointWriter:
         (temporary / PROGRESS_FILE).write_text(json.dumps({**asdict(progress), **self._about}))
         for name, text in files.items():
             (temporary / name).write_text(text, encoding="utf-8")
+        # Files before the rename and the folder behind it: a power cut leaves all of it or nothing.
         flush_to_disk((*temporary.iterdir(), temporary))
-        shutil.rmtree(final, ignore_errors=True)
+        # There already where a step that was saved ends its epoch too. Put aside, not removed:
+        # until the new one has its name it may be the only checkpoint.
+        replaced = self._folder / f"{TEMPORARY_PREFIX}replaced"
+        if final.exists():
+            final.rename(replaced)
         temporary.rename(final)
         flush_to_disk([self._folder])
+        shutil.rmtree(replaced, ignore_errors=True)
         best = checkpoint_name(progress.best_step) if self._keep_best else ""
         for old in list_checkpoints(self._folder)[: -self._keep_last]:
             if old.name != best:

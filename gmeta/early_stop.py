@@ -33,6 +33,7 @@ class EarlyStop:
             return replace(progress, stale=progress.stale + 1)
         sign = 1.0 if self.higher_is_better else -1.0
         best = progress.best_score
+        # The very first score is the best so far, however bad.
         if best is not None and sign * (score - best) <= self.min_delta:
             return replace(progress, stale=progress.stale + 1)
         return replace(progress, stale=0, best_score=score, best_step=progress.step)

@@ -86,8 +86,8 @@ def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str])
     if not chosen:
         raise UserError(
             f"{config.data.path} has no split but {' and '.join(dataset.splits)}, which the run "
-            "was trained or chosen by: there is nothing to score. Prepare the data with another split, "
-            "or name one with --split"
+            "was trained or chosen by: there is nothing to score. Prepare the data with another "
+            "split, or name one with --split"
         )
     return chosen
 

@@ -205,6 +205,7 @@ def _choose(run: RunFolder, step: int | None) -> Path:
 def _check_dataset(dataset: Dataset, run: RunFolder) -> None:
     environment = json.loads((run.root / ENVIRONMENT_FILE).read_text())
     trained_on = environment["dataset_fingerprint"]
+    # Vocabularies are copied from the dataset: of another one they would name other rows.
     if dataset.fingerprint != trained_on:
         raise GMetaError(
             f"dataset {dataset.url} has fingerprint {dataset.fingerprint[:12]}, run {run.root} was "

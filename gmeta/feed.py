@@ -224,6 +224,7 @@ class ServiceFeed(Feed):
     def _restore(self, spec: DatasetSpec, checkpoint: Path | None, config: TrainConfig) -> None:
         manifest = None if checkpoint is None else load_manifest(checkpoint)
         try:
+            # First, so that other data under this name are refused before anything is rolled back.
             self.client.register_dataset(spec)
             self.client.restore(manifest)
         except RefusedError as error:

@@ -132,6 +132,7 @@ class StepGuard:
 def save_batch(path: Path, episodes: Episodes | MicroBatches) -> None:
     """A rank's share of a step as one file, for `load_batch`."""
     parts = episodes.parts if isinstance(episodes, MicroBatches) else (episodes,)
+    # Without the fetch: what is under way between ranks cannot lie in a file.
     on_host = [replace(part, fetch=None).to(torch.device("cpu")) for part in parts]
     temporary = path.with_suffix(".tmp")
     torch.save(on_host, temporary)

@@ -23,6 +23,7 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
         UserError: the port is taken, or there are more ranks than this machine can hold.
         GMetaError: a rank was killed.
     """
+    # Not os.cpu_count(): a container may have been given fewer.
     cores = len(os.sched_getaffinity(0))
     # Imported here: a single rank, and --help, need no agent.
     from torch.distributed.elastic.multiprocessing import SignalException

@@ -318,6 +318,7 @@ def _gauc_terms(ranked: RankedRows, threshold: float) -> Terms:
     rows_T = np.bincount(ranked.task_N, minlength=ranked.num_tasks)
     positives_T = np.bincount(ranked.task_N[positive_N], minlength=ranked.num_tasks)
     pairs_T = positives_T * (rows_T - positives_T)
+    # As everywhere here: NaN with its reason, where a 0 or a half would pass for a score.
     if not pairs_T.any():
         return _undefined(ranked.num_tasks, "no task holds both classes")
     won_T = _sum_T(np.where(positive_N, beaten_N, 0), ranked.task_N, ranked.num_tasks)

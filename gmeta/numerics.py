@@ -42,6 +42,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
 
 def make_deterministic() -> None:
     """From now on torch takes only ways that give the same bits again, or raises RuntimeError."""
+    # What cuBLAS asks for by torch's notes on reproducibility, or it refuses.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Filling what is not yet written helps to find reads of it, and costs a pass.

@@ -122,6 +122,7 @@ def write_json(path: Path, value: Any) -> None:
     with temporary.open("w") as file:
         json.dump(value, file, indent=2)
         file.flush()
+        # Before the rename, or a power cut could leave the name with nothing in it.
         os.fsync(file.fileno())
     temporary.replace(path)
 

@@ -73,6 +73,7 @@ class RunLog:
             return
         self._console = Console(stderr=True, markup=False)
         self._metrics = folder.metrics.open("a")
+        # TensorBoard forgets what a killed run showed beyond its last checkpoint.
         self._tensorboard = SummaryWriter(str(folder.tensorboard), purge_step=done_steps + 1)
         self._progress = Progress(
             TextColumn("training"),

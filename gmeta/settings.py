@@ -77,7 +77,9 @@ def _checked(key: str, hint: Any, metadata: Mapping[str, Any], value: Any) -> An
             for i, item in enumerate(value)
         )
     if get_origin(hint) in (Union, types.UnionType):
+        # A mistake in the dataclass, not in the config.
         raise TypeError(f"{key}: config fields have one type each, not {hint}")
+    # TOML's 1 is a fine rate; true is not, though Python counts it among the integers.
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):

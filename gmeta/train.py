@@ -56,6 +56,8 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     if config.run.deterministic:
         make_deterministic()
     run = TrainingRun(config, ranks)
+    # Left from right to left: the last checkpoint is committed before the feed, which hears of it,
+    # closes.
     with run.log, run.feed, run.writer, run.profiler, stop_on_sigterm() as stop:
         run.work(stop)
     return run.folder
@@ -84,6 +86,7 @@ class TrainingRun:
         if ranks.rank == 0:
             create_run_folder(config, ranks.world_size, self._dataset.fingerprint)
             write_json(self.folder.plan, plan)
+            # Steps beyond the checkpoint are taken, and logged, again.
             keep_metrics_up_to(self.folder, self._progress.step)
         barrier(ranks)
 

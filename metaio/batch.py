@@ -51,6 +51,7 @@ class TaskBatch:
     def tasks(self, begin: int, end: int) -> "TaskBatch":
         """Episodes `begin` to `end` (not included), with the unique ids of the whole batch."""
         first, last = (int(self.row_offsets_T1[task]) for task in (begin, end))
+        # Ids of multi-id features lie row by row, so whole rows are one stretch of them.
         values_before = self.multi_lengths_NM[:first].sum()
         values = slice(values_before, values_before + self.multi_lengths_NM[first:last].sum())
         return TaskBatch(

@@ -185,6 +185,7 @@ def _rank(
             mark[joined] = True
             distinct = np.flatnonzero(mark)
         else:
+            # Below 2^28 (see above) every id fits in 32 bits.
             distinct = sorted_distinct(joined.astype(np.int32)).astype(np.int64)
         rank_of = scratch(num_ids)
         rank_of[distinct] = np.arange(base, base + len(distinct), dtype=np.int32)

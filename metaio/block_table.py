@@ -46,6 +46,7 @@ def read_block_table(
         raise FormatError(
             f"{storage.name(path)} differs from the checksum in the manifest. {REMEDY}"
         )
+    # Only now: what passed its checksum is what its writer closed.
     table = pq.read_table(pa.BufferReader(data), schema=block_table_schema())
 
     def flat(name: str) -> Int64:

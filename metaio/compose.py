@@ -59,6 +59,7 @@ def compose(features: Features, parts: Sequence[tuple[Block, Int64]]) -> TaskBat
             len(features.dense),
         )
         return empty_batch(*sizes)
+    # What BlockOrder asks for all the time, at the cost of ten views.
     if len(chosen) == 1 and len(chosen[0][1]) == chosen[0][0].num_episodes:
         return _whole_block(chosen[0][0])
     return _join(features, [_part(block, episodes_E) for block, episodes_E in chosen])
@@ -172,6 +173,7 @@ def _renumber(
     lengths_PB = np.stack([np.diff(bounds_B1) for _, _, bounds_B1 in found])
     # Table by table, and within a table part by part: where each part's ids of each table begin.
     starts_PB = offsets(lengths_PB.T.ravel())[:-1].reshape(lengths_PB.T.shape).T
+    # In place: the positions were gathered for this batch and belong to nobody else.
     for index, (part, (used_P, _, bounds_B1)) in enumerate(zip(parts, found, strict=True)):
         shift_B = (starts_PB[index] - bounds_B1[:-1]).astype(np.int32)
         new_P = np.arange(bounds_B1[-1], dtype=np.int32) + np.repeat(shift_B, lengths_PB[index])

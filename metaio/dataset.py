@@ -107,6 +107,8 @@ class Dataset:
     def block_bytes(self, split: str) -> Int64:
         """Decoded size of each block [X], in bytes, from counts alone."""
         features, table = self.features, self.split(split).blocks
+        # As Block holds them: 4 bytes for each number of a row, four times 8 for an episode, 8 for
+        # an id.
         per_row = 4 * (1 + len(features.dense) + len(features.single) + len(features.multi))
         sizes: Int64 = (
             table.num_rows_X * per_row + table.num_episodes_X * 32 + table.num_values_X * 4

@@ -102,6 +102,8 @@ def _folder_of_one_writer(partial: Path, name: str) -> Iterator[Path]:
             ) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+            # While the lock is held: whoever opened it meanwhile finds another inode, or none, in
+            # _lock.
             Path(lock.name).unlink(missing_ok=True)
 
 

@@ -251,6 +251,7 @@ class Encoder:
 
     def _look_up(self, table: str, column: pa.Array, kind: Kind) -> Int64:
         vocabulary = self.fitted.vocabularies[table]
+        # A table that columns of integers and of text share has a vocabulary of text.
         if kind == "integer" and pa.types.is_integer(vocabulary.type):
             # Sorted integers: bisection needs no hash table and gives the row at once.
             values = vocabulary.to_numpy(zero_copy_only=False)

@@ -101,6 +101,7 @@ def make_episodes(
         one_sided_rows=int(length_T[~both].sum(dtype=np.int64)),
     )
     first_T, length_T, support_T = first_T[both], length_T[both], support_T[both]
+    # Dropped rows fall out here, and are never copied.
     chosen_N = order_N[ragged_indices(first_T, length_T)]
     return Episodes(rows, chosen_N, length_T, support_T), dropped
 
@@ -155,6 +156,7 @@ def _cut(
             f"task {task_N[starts_T[worst]]} has {lengths_T[worst]:,} rows, episodes.max_rows is "
             f"{rule.max_rows:,}. Raise it, or set episodes.longer to 'episodes' or 'truncate'"
         )
+    # Rows stand from old to new: what is kept is the end.
     if rule.longer == "truncate":
         kept_T = np.minimum(lengths_T, rule.max_rows)
         dropped += Dropped(truncated_rows=int((lengths_T - kept_T).sum()))

@@ -149,4 +149,5 @@ def damage(dataset: Dataset, progress: Progress | None = None) -> list[str]:
             verify_file(dataset, path, entry)
         except FormatError as error:
             found.append(str(error))
+    # A missing file is found by every block that it holds, and once more by name.
     return list(dict.fromkeys(found))

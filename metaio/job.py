@@ -74,6 +74,7 @@ class Job:
             DataError: it would replace a dataset whose columns held values of another kind.
         """
         schema, rule = self.schema, self.schema.episodes
+        # Where nothing may be replaced, the writer refuses an old dataset by itself.
         if self.options.overwrite:
             self._check_kinds(out)
         provenance = Provenance(
@@ -185,6 +186,7 @@ class TableUse:
         }
         self._names = [table.name for table in job.features.tables]
 
+    # Packed to bits: on Spark it travels with every shard.
     def __getstate__(self) -> dict[str, Any]:
         packed = {index: (len(used), np.packbits(used)) for index, used in self.used.items()}
         return {"names": self._names, "used": packed}

@@ -80,6 +80,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     body["features"] = manifest.features.to_json()
     # There and back, so that the checksum sees what a reader will see: lists, not tuples.
     body = json.loads(json.dumps(body, default=vars))
+    # Last, over all of the rest.
     body["checksum"] = xxh3_hex(canonical_json(body))
     return json.dumps(body, indent=1).encode()
 

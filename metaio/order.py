@@ -114,6 +114,7 @@ class EpisodeOrder:
         size = min(
             self.config.tasks_per_step, self.num_episodes - step * self.config.tasks_per_step
         )
+        # By the size of this step: the last one is dealt to all ranks too.
         first, stop = rank * size // world_size, (rank + 1) * size // world_size
         return self._group(self._slice(step, first, stop))
 
@@ -264,4 +265,5 @@ def _window_sums(lengths: Int64, window: int) -> Int64:
 
 
 def _mix(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
+    # Mixed before the epoch is added: seed 1 in epoch 0 must not be seed 0 in epoch 1.
     return splitmix64(splitmix64(np.array([seed % (1 << 64)], dtype=np.uint64)) + np.uint64(epoch))

@@ -91,6 +91,7 @@ class BlockCache:
                 # A batch that still needs the block holds its future, so letting go is safe.
                 _, (_, freed_bytes) = self._blocks.popitem(last=False)
                 self._held_bytes -= freed_bytes
+        # Outside the lock, which the callback takes: the block may be read already.
         future.add_done_callback(self._loaded)
         return future
 
@@ -172,6 +173,7 @@ class BatchPipeline:
                 "least 1. Raise them"
             )
         self._dataset = dataset
+        # Fewer would leave threads without a batch to compose.
         self._prefetch_batches = max(prefetch_batches, threads)
         self._cache_bytes = cache_bytes
         self._pin_memory = pin_memory
@@ -269,6 +271,7 @@ class BatchPipeline:
 
     def close(self) -> None:
         """Stop all threads; a batch that is being made is finished first."""
+        # In this order: a block that is read hands its batch to the other pool.
         self._fetch_pool.shutdown(wait=True, cancel_futures=True)
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._cache.close()

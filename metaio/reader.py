@@ -162,6 +162,7 @@ class BatchReader(_PipelineReader):
         self._started = (epoch, first_step, self._pipeline.start(self._plans(epoch, first_step)))
 
     def _stream(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
+        # Taken once: an iterator that was begun cannot begin again.
         started, self._started = self._started, None
         if started is not None and started[:2] == (epoch, first_step):
             return started[2]

@@ -351,6 +351,7 @@ def _check_splits(rule: SplitRule) -> None:
         raise SchemaError("splits has both column and shares. Give one of them")
     if rule.shares is not None:
         total = sum(rule.shares.values())
+        # Tenths do not add up to exactly 1 in binary.
         if abs(total - 1) > 1e-9 or min(rule.shares.values()) <= 0:
             raise SchemaError(
                 f"splits.shares add up to {total:g}; positive shares with sum 1 are needed. "

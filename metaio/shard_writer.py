@@ -136,6 +136,7 @@ class ShardWriter:
         checksums: list[list[int]] = [[] for _ in self._blocks]
         for writer, stream, path in zip(self._writers, self._streams, self._paths, strict=True):
             writer.close()
+            # Read back, not noted while writing: the checksums are of what is in the file.
             data = mapped(path)
             files[stream.name] = file_entry(data)
             metadata = pq.read_metadata(path)

@@ -44,6 +44,7 @@ class BucketPlan:
 
 def plan_buckets(rows_of_split: list[int], rows_per_bucket: int) -> BucketPlan:
     """One bucket for about `rows_per_bucket` rows of a split, at least one."""
+    # From counts alone, so that every engine plans the same buckets.
     return BucketPlan(tuple(max(1, round(rows / rows_per_bucket)) for rows in rows_of_split))
 
 

@@ -209,6 +209,7 @@ class Storage:
                 mapped = mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_READ)
             with self._lock:
                 self._maps[full] = mapped
+                # Let go of, not closed: whoever still reads from it holds it.
                 if len(self._maps) > _MAX_MAPS:
                     self._maps.popitem(last=False)
             return mapped

@@ -67,6 +67,7 @@ def survey_batch(schema: Schema, batch: pa.RecordBatch, names: tuple[str, ...]) 
         values = train[column.column]
         if column in schema.multi:
             values = as_lists(column, values).flatten()
+        # One type for each kind: counts of int32 and int64 batches must merge.
         text = kind_of(column.column, values.type, "sparse") == "text"
         values = values.drop_null().cast(pa.string() if text else pa.int64())
         counted = pc.value_counts(values)

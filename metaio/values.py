@@ -75,6 +75,7 @@ def hash_values(column: pa.Array, kind: Kind) -> UInt64:
 def integer_values(column: pa.Array) -> Int64:
     """An integer or boolean column without nulls as int64."""
     if pa.types.is_dictionary(column.type):
+        # Its indices are another batch's with other words: only the values mean something.
         column = column.dictionary_decode()
     # Ids above 2^63 keep their bits: they are names, not quantities.
     if pa.types.is_uint64(column.type):

@@ -33,6 +33,7 @@ class TextIndex:
         if not len(self._hashes):
             return np.zeros(len(words), dtype=np.int64)
         wanted = hash_values(words, "text")
+        # Beyond the last hash there is none: the last one is compared and differs.
         place = np.minimum(np.searchsorted(self._hashes, wanted), len(self._hashes) - 1)
         rows = np.where(self._hashes[place] == wanted, self._rows[place], 0)
         # An unknown word may have the hash of a known one.

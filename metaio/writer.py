@@ -174,6 +174,7 @@ class SplitWriter:
             shard.write(build_block(self._features, part))
             if shard.num_blocks >= self._shard_blocks:
                 self._close_shard()
+        # Views: they are copied with the next portion.
         rest = slice_rows(rows, whole[-1], cuts[-1])
         self._pending = [rest] if len(rest.task_T) else []
         self._pending_rows = len(rest.label_N)
@@ -278,6 +279,8 @@ class DatasetWriter:
         )
         for name, split in self._splits.items():
             entries[name], table = split.finish()
+            # Of decoded content, so that codec, block files and engine leave the fingerprint as it
+            # is.
             digest.update(name.encode() + table["content_xxh3"].to_numpy().tobytes())
         recipe = self._provenance.recipe or {}
         manifest = Manifest(

@@ -44,6 +44,7 @@ def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
         )
     model = MODELS[config.name](config, sizes)
     with torch.no_grad():
+        # Added to torch's draw, so that a bias of 0 changes nothing.
         head(model).bias.add_(config.output_bias)
     return model
 

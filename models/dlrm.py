@@ -38,6 +38,7 @@ class DLRM(DecisionModel):
             top_width = num_vectors * (num_vectors - 1) // 2 + (
                 width if self.bottom is not None else 0
             )
+            # Not for checkpoints: it follows from the sizes.
             self.register_buffer(
                 "pairs", torch.tril_indices(num_vectors, num_vectors, offset=-1), persistent=False
             )

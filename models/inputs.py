@@ -89,6 +89,7 @@ class RowInputs:
             0, self.bag_index_V, self.bag_values_VD
         )
         if mode == "mean":
+            # An empty bag is divided by one, and stays zero.
             sizes = torch.bincount(self.bag_index_V, minlength=num_bags).clamp(min=1)
             bags = bags / sizes.to(bags.dtype).unsqueeze(1)
         return bags.view(num_rows, self.num_multi, width)

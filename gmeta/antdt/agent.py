@@ -124,4 +124,5 @@ class WorkerAgent:
 def _version(action_id: str) -> int:
     """Of "SERVICE_EPOCH.GENERATION.NUMBER": rises with each plan, also over service restarts."""
     service_epoch, _, number = (int(part) for part in action_id.split("."))
+    # Plans of one service start are numbered from 1, so a later start comes above all of them.
     return (service_epoch << 32) | number

@@ -287,6 +287,7 @@ def _identity(shown: Shown, roles: list[Role]) -> str:
     address tells apart; a person or a dashboard is one caller from wherever."""
     names = [role.value for role in roles] + list(shown.common_names)
     if Role.WORKER in roles:
+        # Without the port: a worker's connections count together.
         names.append(shown.peer.rpartition(":")[0])
     return " ".join(names)
 

@@ -116,6 +116,7 @@ class ShardClient:
     ) -> list[Lease] | WaitFor | EndOfEpoch:
         """Up to `max_shards` shards, or WaitFor, or END. Does not block on data, only on an
         outage."""
+        # From before the call: the service counts the ttl from a moment that lies behind it.
         sent_s = time.monotonic()
         response = self._call_numbered(
             "Lease",
@@ -341,6 +342,7 @@ class ShardClient:
 
     def _call(self, rpc: str, build: Callable[[], Any]) -> Any:
         self._check_fence()
+        # At the end an outage is not waited for: what is not given back expires.
         budget_s = 2.0 if self._closed.is_set() else None
         try:
             return self._connection.call(rpc, build, self._register, budget_s)
@@ -427,6 +429,7 @@ class ShardClient:
             pause_s, self._beat_again_s = self._beat_again_s, 0.0
             return pause_s
         if self._report is None or not self._report_every_s:
+            # One beat may fail altogether: the next comes at two thirds, a lease is used up to 0.8.
             return self._ttl_s / 3
         return min(self._ttl_s / 3, self._report_every_s)
 
@@ -436,6 +439,7 @@ class ShardClient:
             "Heartbeat",
             lambda: pb.HeartbeatRequest(caller=self._caller, tokens=tokens, report=report),
             self._register,
+            # By then the next beat is due, which names what is held by then.
             budget_s=self._ttl_s / 3,
         )
         self._renewed(sent_s, tokens & set(response.revoked_tokens))

@@ -76,6 +76,8 @@ class Committer:
         self.taken: StoreTakenError | None = (
             None  # once set, nothing is answered from here any more
         )
+        # Before anything is read: from here on an older service can append nothing that would be
+        # missed.
         self.service_epoch = store.claim()
         self.ledger = self._recovered()
         applied = self.ledger.apply(cmd.StartService(self.service_epoch, job), clock())
@@ -127,6 +129,8 @@ class Committer:
                 reply, new, needs_sync = self.ledger.apply(request, now_s)
                 answers.append(reply)
             except RefusedError as error:
+                # A refused call may have come upon leases that were due; their expiry is a fact all
+                # the same.
                 new, needs_sync = self.ledger.take_records()
                 answers.append(error)
             records += new
@@ -172,6 +176,7 @@ class Committer:
                 f"{self._job!r}. "
                 "Start it with that --job, or name another --store."
             )
+        # So much is in the snapshot; what was replayed counts towards the next one.
         self._snapshot_at = 0 if snapshot is None else snapshot.num_events
         ledger.renew_all(self._clock())
         return ledger
@@ -180,6 +185,7 @@ class Committer:
         if self.taken is not None:
             raise self.taken
         if not self._in_step:
+            # What no event holds is taken along: it is of this service epoch, which goes on.
             old, self.ledger = self.ledger, self._recovered()
             self.ledger.seen = old.seen
             self.ledger.numbers.take_over(old.numbers)

@@ -31,6 +31,7 @@ from gmeta.antdt.wire import STREAMED
 from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
 MAX_MESSAGE_BYTES = 16 << 20
+# A call of a training loop is far smaller; whatever is not goes by itself.
 MAX_STREAMED_BYTES = 1 << 20
 
 _FIRST_PAUSE_S = 0.05
@@ -58,6 +59,7 @@ _OPTIONS = (
 )
 _TRANSIENT_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 _TRANSIENT_REASONS = ("STORE_FULL", "BUSY", "")  # "": the server's own limit on calls at once
+# NOT_REGISTERED: the store was emptied under the job. Only a restart brings the manifest back.
 _FENCES = ("FENCED_GENERATION", "FENCED_INCARNATION", "NOT_REGISTERED")
 
 _log = logging.getLogger("gmeta.antdt.client")
@@ -183,6 +185,7 @@ class Connection:
             try:
                 return self._attempt(rpc, build())
             except CallError as error:
+                # Whatever the error: a connection under an expired certificate just fails.
                 renewed = self._take_new_certificates()
                 if self._gives_up_streams(error):
                     continue

@@ -57,6 +57,7 @@ def rule(snapshot: Snapshot, config: ControllerConfig, policy: Policy) -> list[R
         if config.dry_run and not refusal:
             refusal = "dry run"
         rulings.append(Ruling(decision, not refusal, refusal))
+        # Decisions of one evaluation share the budgets.
         restarts += decision.kind == "KILL_RESTART" and not refusal
         if decision.kind == "BACKUP_WORKERS" and not refusal:
             backed_up.add(decision.worker_id)
@@ -165,6 +166,7 @@ class Controller:
         while self._restart_times_s and self._restart_times_s[0] < now_s - HOUR_S:
             self._restart_times_s.popleft()
         names = sorted(health)
+        # Somebody joined or left: shares that were worked out for others add up to another step.
         if set(self.shares) != set(names):
             self.shares = equal_shares(tasks_per_step, names)
         workers = tuple(
@@ -198,6 +200,7 @@ class Controller:
             if allowed:
                 self._carried_out(decision, snapshot.now_s)
         verdicts = {worker.health.worker_id: worker.health.verdict for worker in snapshot.workers}
+        # All else replays to nothing, and would be most of the log.
         if self._log is not None and (rulings or verdicts != self._verdicts):
             self._log(log_line(snapshot, rulings))
         self._verdicts = dict(verdicts)

@@ -76,8 +76,10 @@ def end_of_certificate(pem: bytes) -> float:
     4.1, as far as `notAfter`.
     """
     ((_, certificate),) = _der_values(ssl.PEM_cert_to_DER_cert(pem.decode()))
+    # 0xA0 is the version, which may be absent (section 4.1.2.1).
     fields = [value for tag, value in _der_values(_der_values(certificate)[0][1]) if tag != 0xA0]
     _, (tag, text) = _der_values(fields[3])  # behind serial number, algorithm and issuer
+    # 0x17 is UTCTime, for dates before 2050 (section 4.1.2.5.1).
     form = "%y%m%d%H%M%SZ" if tag == 0x17 else "%Y%m%d%H%M%SZ"
     return datetime.strptime(text.decode(), form).replace(tzinfo=UTC).timestamp()
 
@@ -130,6 +132,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
         status = path.stat()
     except OSError:
         return None
+    # Inode and size beside the time: a file replaced within one tick of the clock has another.
     return status.st_mtime_ns, status.st_ino, status.st_size
 
 
@@ -186,6 +189,7 @@ def server_credentials(tls: ServerTls | None) -> Any:
         return grpc.ssl_server_certificate_configuration([pair], roots)
 
     def fetch() -> Any:
+        # None tells gRPC to go on with what it has.
         if not files.changed():
             return None
         try:

@@ -32,6 +32,8 @@ MAX_WATCHERS = 8  # each has the whole status built again and again
 MAX_STREAMS = 4096  # one a worker; the workers beyond make their calls one by one
 ANSWER_TIMEOUT_S = 60.0  # a commit that takes longer means a hung disk
 LOOK_EVERY_S = 1.0  # how late that may be noticed
+# Rare calls, of which each changes who takes part or what is trained. A line for each Lease would
+# be a log of nothing else.
 _LOGGED = {
     "Register",
     "RegisterDataset",
@@ -250,11 +252,13 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
                 if request is grpc.aio.EOF:
                     return
                 yield await self._answer_streamed(request, peer, admit)
+        # `close` cancels who waits for a request. Any other cancellation is the caller's leaving.
         except asyncio.CancelledError:
             if not self._closing.is_set():
                 raise
         finally:
             self._streams.pop(task, None)
+        # Said, so that the client asks the successor and does not take it for a cut link.
         await abort(context, _shutting_down())
 
     async def _answer_streamed(
@@ -334,5 +338,6 @@ def _fields(command: Any) -> dict[str, object]:
     }
 
 
+# All calls that are a command differ in their codecs alone.
 for _rpc in CODECS:
     setattr(Edge, _rpc, _handler(_rpc))

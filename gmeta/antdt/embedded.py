@@ -52,6 +52,7 @@ class EmbeddedService:
     def close(self) -> None:
         """Lets the service finish the calls under way and store a snapshot, then ends it."""
         self._closing.set()
+        # The end of its standard input is how the service is told.
         os.close(self._owner_lives)
         self._watcher.join(END_TIMEOUT_S)
         if self._watcher.is_alive():
@@ -121,6 +122,7 @@ class EmbeddedService:
 
 
 def _free_port() -> int:
+    # Another process may take it until the service binds it; its log then says so.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -83,6 +83,8 @@ class ShardFeed:
     def _run(self) -> None:
         try:
             while not self._closed.is_set() and not self._end_seen:
+                # Before it is counted what is missing: a shard that is taken after that sets it
+                # again.
                 self._wake.clear()
                 wait_s = self._fill()
                 self._wake.wait(wait_s)

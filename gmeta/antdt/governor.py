@@ -58,6 +58,7 @@ def read_ledger(ledger: Ledger, now_s: float) -> Reading:
     state = ledger.state
     workers = {}
     for name, worker in state.workers.items():
+        # Whoever is left over from before a restart reports no more, and must not be waited for.
         if worker.generation == state.generation:
             seen = ledger.seen.get(name)
             workers[name] = (worker.incarnation, seen.report if seen else ())
@@ -150,6 +151,7 @@ class Governor:
         return dict(self.monitor.health)
 
     def _run(self) -> None:
+        # Twice within the shortest window, so that none is cut much later than it may be.
         tick_s = min(MAX_TICK_S, CUT_AFTER * self.config.monitor.window_s / 2)
         while not self._stopping.wait(tick_s):
             try:
@@ -173,6 +175,7 @@ class Governor:
         reports = [report for _, report in reading.workers.values() if report]
         self.step = max((int(report[0]) for report in reports), default=0)
         tasks_done = int(sum(report[1] for report in reports))
+        # Fewer than before: a worker began anew, and the difference says nothing.
         if self._tasks_seen is not None and tasks_done > self._tasks_seen[1]:
             seconds = now_s - self._tasks_seen[0]
             self.tasks_per_s = (tasks_done - self._tasks_seen[1]) / seconds
@@ -212,6 +215,7 @@ class Governor:
             allowed,
             note,
         )
+        # What is held back is so again at each window; once is enough for people.
         if allowed or not (self.spoken and self.spoken[-1][2:] == said[2:]):
             self.spoken.append(said)
         self.counts[decision.kind, "posted" if allowed else "held_back"] += 1

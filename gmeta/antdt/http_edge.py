@@ -134,6 +134,7 @@ class HttpServer(ThreadingHTTPServer):
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """In the request's thread: the handshake, then the request."""
+        # No answer: under TLS it would take the handshake, which is what is too much just now.
         if not self._places.acquire(blocking=False):
             return
         try:

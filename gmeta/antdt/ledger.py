@@ -21,6 +21,7 @@ from gmeta.antdt.state import LedgerState
 DEFAULT_LEASE_TTL_S = (
     30.0  # design/antdt.md section 9: a dead worker whose agent is silent is re-queued within 30 s
 )
+# The head of a chain of no events.
 GENESIS = b"\0" * 32
 
 
@@ -103,6 +104,7 @@ class Ledger:
         if due:
             self._expired += tuple((token, leases[token].worker_id) for token in due)
             self._emit(ev.LeasesExpired(due))
+        # Renewals only make deadlines later: before the earliest of now nothing is due.
         self._next_deadline_s = min(
             (lease.deadline_s for lease in leases.values()), default=float("inf")
         )
@@ -128,6 +130,7 @@ class Ledger:
         self.seen[worker_id] = WorkerSeen(now_s, report or (old.report if old else ()))
 
     def _start_service(self, command: cmd.StartService, now_s: float) -> cmd.Reply:
+        # Deadlines are of one process's clock and never stored, so all are new from here.
         self._emit(ev.ServiceStarted(*command))
         self.renew_all(now_s)
         return None
@@ -147,6 +150,7 @@ class Ledger:
         state = self.state
         worker_id, incarnation, rdzv_round = command
         check_registration(state, worker_id, incarnation, rdzv_round)
+        # First the generation: the worker is registered into the new one.
         if rdzv_round is not None and rdzv_round > state.rdzv_round:
             self._emit(ev.GenerationStarted(state.generation + 1, rdzv_round))
         worker = state.workers.get(worker_id)
@@ -203,6 +207,7 @@ class Ledger:
     def _heartbeat(self, command: cmd.Heartbeat, now_s: float) -> cmd.Reply:
         worker = check_caller(self.state, command.caller)
         self._saw(worker.worker_id, now_s, command.report)
+        # Only what it names: a grant that never reached it must be able to expire.
         live = [token for token in command.tokens if token in worker.tokens]
         self._renew(live, now_s)
         revoked = tuple(token for token in command.tokens if token not in worker.tokens)
@@ -276,10 +281,12 @@ class Ledger:
         if again is not None:
             return again
         if command.token not in worker.tokens:
+            # Nothing happened, so no event and no number used: the next call carries this one.
             return cmd.Outcomes(self.numbers.last_seq(worker), (Outcome.FENCED,))
         lease = self.state.leases[command.token]
         table = self.state.tables[lease.dataset]
         exhausted = table.attempts.get(lease.position, 0) + 1 > table.spec.max_attempts
+        # While another worker holds the shard too, it may still be done.
         quarantined = exhausted and command.token not in self.state.backups.twins
         note = f"{command.failure_class}: {command.message}"
         self._emit(
@@ -293,6 +300,7 @@ class Ledger:
         check_caller(self.state, command.caller)
         again = checkpoints.prepared_before(self.state, command)
         if again is None:
+            # Before its own event is emitted: a manifest cannot state the head that holds itself.
             manifest = checkpoints.build_manifest(self.state, command, self.num_events, self.head)
             again = ev.CheckpointPrepared(
                 command.checkpoint_id, command.step, manifest.digest, manifest.to_json()
@@ -309,6 +317,8 @@ class Ledger:
     def _restore(self, command: cmd.Restore, now_s: float) -> cmd.Reply:
         state = self.state
         worker = check_process(state, command.caller)
+        # A repeated call still carries the generation that its first copy ended, so it is known
+        # here, in front of that fence.
         repeated = command.restore_id == state.restore_id and worker.generation == state.generation
         if not repeated:
             check_caller(state, command.caller)
@@ -325,6 +335,7 @@ class Ledger:
         return cmd.Restored(state.generation, state.restored_digest)
 
     def _operate(self, command: cmd.Requeue | cmd.Skip | cmd.Drain, now_s: float) -> cmd.Reply:
+        # Operators' clients retry too; a second Drain must not release what was leased since.
         if command.request_id not in self.state.requests:
             self._emit(operate.decide(self.state, command))
         return cmd.Changed(self.state.requests[command.request_id])

@@ -134,6 +134,7 @@ def parse_manifest(text: str, source: str = "the manifest") -> ShardManifest:
             "version "
             f"{SCHEMA_VERSION} and {ORDER_NAME}. Use the version of gmeta that wrote it."
         )
+    # Over what was read: parsing converts, and could hide what was altered.
     found = _digest({"schema_version": version, "order": order, **raw})
     if found != digest:
         raise ManifestError(
@@ -156,6 +157,7 @@ def parse_manifest(text: str, source: str = "the manifest") -> ShardManifest:
 
 def describe_table(table: ShardTable, holders: dict[int, str]) -> DatasetManifest:
     """The manifest entry of a live table; `holders` maps a DOING position to its worker."""
+    # Whoever stands in no list is untouched, so ten million shards make no list.
     touched = set(table.units_done) | set(table.attempts) | set(holders)
     states = table.states
     partial = [p for p in touched if states[p] in (ShardState.READY, ShardState.DOING)]
@@ -227,6 +229,7 @@ def _check_positions(dataset: DatasetManifest, source: str) -> None:
     order = ShardOrder(spec.num_shards, spec.seed, dataset.epoch, spec.shuffle)
     exceptions = (*dataset.partial, *dataset.skipped, *dataset.quarantined)
     runs = sorted([*dataset.done, *((item.position, item.position + 1) for item in exceptions)])
+    # Sorted runs that neither overlap nor leave the dataset give edges that never fall.
     edges = [0, *(edge for run in runs for edge in run), spec.num_shards]
     if any(left > right for left, right in itertools.pairwise(edges)):
         raise ManifestError(

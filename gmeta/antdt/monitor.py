@@ -132,6 +132,7 @@ class _Long:
             self._count_in(self.windows.popleft(), -1)
         self.windows.append(window)
         self._count_in(window, 1)
+        # A window may end within a step that is longer than it.
         if window.steps > 0:
             keep = 1 - 1 / self.config.long_windows
             x, y = window.tasks / window.steps, window.tasks * window.work_ms / window.steps
@@ -154,6 +155,7 @@ class _Long:
         if variance < (0.1 * x) ** 2:
             return 0.0
         slope = (self._xy / self._count - x * y) / variance
+        # Noise may put the line through nothing or below it; a tenth at least is the tasks' own.
         return min(max(0.0, y - slope * x), 0.9 * y)
 
     def spread(self) -> float:
@@ -244,6 +246,7 @@ class Monitor:
         if worker.at_window_start is None:
             # Totals until now say nothing about a window.
             worker.at_window_start = worker.at_long_start = report
+        # Heartbeats may overtake each other: an older total is no news.
         if worker.newest is None or report.tasks_done >= worker.newest.tasks_done:
             worker.newest = report
 
@@ -303,16 +306,20 @@ class Monitor:
         if len(short) < config.short_slow:
             return "unknown"
         if worker.verdict in STRAGGLERS:
+            # The ratio of recovery lies below that of slowness: a verdict must not flicker between
+            # them.
             recovered = sum(window.ratio < config.recovered_ratio for window in short)
             if recovered >= config.short_slow:
                 return "healthy"
         elif sum(window.is_slow for window in short) < config.short_slow:
             return "healthy"
         else:
+            # It was slow for as many windows before it was called so.
             worker.slow_since_s = now_s - config.short_slow * config.window_s
         long = worker.long
         if len(long.windows) < config.long_windows or long.num_slow < config.long_slow:
             return "transient"
+        # The same share of all its windows as of the long ones, without a division.
         always = worker.num_slow * config.long_windows >= worker.num_windows * config.long_slow
         of_hardware = worker.slow_from_the_start and always
         steady = of_hardware and long.spread() <= config.steady_spread
@@ -374,6 +381,7 @@ def _medians_of_others(values: Sequence[float]) -> list[float]:
     order = sorted(range(len(values)), key=values.__getitem__)
     ranked = [values[index] for index in order]
     medians = [0.0] * len(values)
+    # Taking a value out moves the middle up by a place for those that stand at or below it.
     low, high = (len(values) - 2) // 2, (len(values) - 1) // 2  # among the n - 1 others
     for place, index in enumerate(order):
         below = ranked[low + 1] if place <= low else ranked[low]

@@ -30,10 +30,9 @@ class CallNumbers:
 
     def __init__(self, state: LedgerState) -> None:
         self._state = state
-        # Lease calls answered with WAIT or END use their number too, or a late copy of one could
-        # be granted
-        # shards that nobody knows of. No event: after a restart every worker registers and takes
-        # the ledger's.
+        # Lease calls answered with WAIT or END use their number too, or a late copy of one could be
+        # granted shards that nobody knows of. No event: after a restart every worker registers and
+        # takes the ledger's.
         self._unrecorded: dict[str, Unrecorded] = {}
 
     def take_over(self, older: "CallNumbers") -> None:
@@ -109,4 +108,5 @@ class CallNumbers:
 def crc_of(command: Any) -> int:
     """Tells two calls under one number apart; the caller is left out, a restarted service
     changes it."""
+    # Caller and number stand first in every numbered command, see commands.py.
     return zlib.crc32(repr((type(command).__name__, command[2:])).encode())

@@ -84,6 +84,7 @@ def hold_back(
         return cmd.Wait(seq, cmd.CAUSE_EARLIER_EPOCH, WAIT_RETRY_MS, text)
     if epoch == table.epoch and table.finished:
         return cmd.End(seq)
+    # Behind END: also who is drained must learn that the epoch is over.
     if state.draining or worker.draining:
         who = "the service" if state.draining else f"worker {worker.worker_id}"
         text = (
@@ -96,6 +97,7 @@ def hold_back(
 def nothing_left(table: ShardTable, seq: int) -> cmd.Wait:
     """The WAIT for an epoch in which nothing is READY and not everything is done."""
     doing, quarantined = table.counts[ShardState.DOING], table.counts[ShardState.QUARANTINED]
+    # First: what is in hand may still come back, and needs nobody's decision.
     if doing:
         text = f"{doing} shards of dataset {table.spec.name!r} are in workers' hands"
         return cmd.Wait(seq, cmd.CAUSE_IN_FLIGHT, WAIT_RETRY_MS, text)

@@ -210,10 +210,12 @@ class ShardServer:
     def stop(self, drain_s: float = DRAIN_S) -> None:
         """Refuses new calls, answers those under way, stores a snapshot, gives the store free."""
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        # Streams first: gRPC would wait for them as long as a drain may take.
         wait_for(self.edge.close())
         self.governor.stop()
         self._dashboard.close()
         wait_for(self._server.stop(drain_s))
+        # Behind the last call and the governor, which both wait for its answers.
         self._writer.stop()
         self._stop_http()
         self._store.close()
@@ -246,6 +248,7 @@ def serve_until_signal(config: ServiceConfig) -> int:
     if config.ends_with_stdin:
         threading.Thread(target=_wait_for_end_of_stdin, args=(stop,), daemon=True).start()
     server = ShardServer(config)
+    # Not for ever: the service may also end by itself.
     while not stop.wait(0.2) and not server.ended.is_set():
         pass
     event(logging.INFO, "draining", signal=stop.is_set())

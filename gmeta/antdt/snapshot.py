@@ -12,6 +12,7 @@ from gmeta.antdt.model import Checkpoint, DatasetSpec, Lease, Worker
 from gmeta.antdt.state import LedgerState
 from gmeta.antdt.table import ShardTable
 
+# Attributes of LedgerState that are JSON as they are.
 _PLAIN = (
     "service_epoch",
     "generation",
@@ -52,6 +53,7 @@ def take_snapshot(ledger: Ledger) -> Snapshot:
         [x.token, x.dataset, x.position, x.worker_id] for x in state.leases.values()
     ]
     document["backups_wanted"] = sorted(state.backups.wanted)
+    # The map has each pair both ways.
     document["twins"] = [pair for pair in state.backups.twins.items() if pair[0] < pair[1]]
     document["closed"] = list(state.closed.items())
     document["checkpoints"] = [asdict(checkpoint) for checkpoint in state.checkpoints.values()]
@@ -106,6 +108,7 @@ def _load_state(snapshot: Snapshot) -> LedgerState:
         state.workers[worker.worker_id] = worker
     for token, dataset, position, worker_id in document["leases"]:
         state.leases[token] = Lease(token, dataset, position, worker_id)
+        # A worker's entry does not list them: two lists could disagree.
         state.workers[worker_id].tokens.add(token)
     # A store of version 1 has neither.
     state.backups.wanted.update(document.get("backups_wanted", ()))

@@ -68,6 +68,7 @@ class LedgerState:
         worker.last_call = [event]
 
     def _service_started(self, event: ev.ServiceStarted) -> None:
+        # Tokens carry the epoch in their upper bits, so a count from 0 on repeats none.
         self.service_epoch = event.service_epoch
         self.job = event.job
         self.token_counter = 0
@@ -97,6 +98,7 @@ class LedgerState:
             )  # an operator drains the id, not the process
             self.workers[event.worker_id] = fresh
         else:
+            # The same process in a new round: what it held went back when the round began.
             worker.generation = self.generation
 
     def _leases_granted(self, event: ev.LeasesGranted | ev.BackupGranted) -> None:
@@ -154,6 +156,7 @@ class LedgerState:
 
     def _checkpoint_prepared(self, event: ev.CheckpointPrepared) -> None:
         self.lineage = event.digest
+        # The id may be of a lineage that was rolled back; put in anew it is the newest, and kept.
         self.checkpoints.pop(event.checkpoint_id, None)
         self.checkpoints[event.checkpoint_id] = Checkpoint(
             event.checkpoint_id, self.generation, event.step, event.digest, event.manifest_json
@@ -166,6 +169,8 @@ class LedgerState:
         checkpoint.committed = True
         for entry in parse_manifest(checkpoint.manifest_json).datasets:
             table = self.tables[entry.spec.name]
+            # An epoch may have ended since the manifest was made; its positions mean nothing in the
+            # next.
             if table.epoch == entry.epoch:
                 table.committed = list(entry.done)
 
@@ -177,6 +182,7 @@ class LedgerState:
         for entry in entries:
             if entry.spec.name not in self.tables:
                 self._dataset_added(ev.DatasetAdded(entry.spec.to_dict()))
+        # Also datasets that the manifest does not know: at that step nothing of them was trained.
         for name, table in self.tables.items():
             restore_table(table, by_name.get(name))
         self.generation = event.generation
@@ -199,6 +205,7 @@ class LedgerState:
 
     def _action_acked(self, event: ev.ActionAcked) -> None:
         del self.actions[event.action_id]
+        # Remembered, so that an acknowledgement sent twice is ALREADY and not an unknown action.
         self.acked[event.action_id] = event.result
         while len(self.acked) > MAX_ACTIONS:
             del self.acked[next(iter(self.acked))]
@@ -224,6 +231,7 @@ class LedgerState:
             for t, lease in self.leases.items()
             if lease.dataset == event.dataset and lease.position in skipped
         ]
+        # Not given back: that would make the shards READY, and count them as such.
         for token in held:
             self.drop_lease(token)
         for position in event.positions:
@@ -241,6 +249,7 @@ class LedgerState:
                 self._return(token, counts_attempt=False)
             num_released = len(tokens)
         else:
+            # Nothing goes back: what is in hand is finished, only no more is handed out.
             self.draining = event.draining
         self._record_request(event.request_id, num_released)
 

@@ -176,6 +176,8 @@ class SqliteStore(Store):
             self._lock_fd = _lock(path)
             undo.callback(os.close, self._lock_fd)
             with _translated(path):
+                # Transactions are begun by hand; the writer's thread is another than the one that
+                # opens.
                 self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
                 undo.callback(self._db.close)
                 self._prepare()
@@ -183,9 +185,8 @@ class SqliteStore(Store):
 
     def _prepare(self) -> None:
         self._db.execute("PRAGMA journal_mode=WAL")
-        # A commit writes the WAL, `sync` makes it durable: so many commits can share one fsync,
-        # and a
-        # commit need not wait for the one under way. SQLite still syncs around its own checkpoints.
+        # A commit writes the WAL, `sync` makes it durable: so many commits can share one fsync, and
+        # a commit need not wait for the one under way. SQLite still syncs around its checkpoints.
         self._db.execute("PRAGMA synchronous=NORMAL")
         version = self._db.execute("PRAGMA user_version").fetchone()[0]
         if version > STORE_VERSION:
@@ -240,6 +241,7 @@ class SqliteStore(Store):
 
     def append(self, batch: Batch) -> None:
         """See Store.append."""
+        # JSON escapes line breaks: none stands within a record.
         row = (batch.first_event, b"\n".join(batch.records), batch.head, self._epoch)
         # One statement is a transaction by itself: BEGIN, a look at the epoch and COMMIT would
         # each give the interpreter to another thread and wait for it to come back.
@@ -328,6 +330,7 @@ def _lock(path: Path) -> int:
             "service. "
             "Stop that one, or name another --store."
         ) from error
+    # Only once the lock is had: until then the file names who holds it.
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
@@ -342,6 +345,7 @@ def _open_wal(db: sqlite3.Connection, path: Path) -> int:
     db.execute("BEGIN IMMEDIATE")  # makes sure that the file exists
     db.execute("UPDATE meta SET value = value WHERE key='service_epoch'")
     db.execute("COMMIT")
+    # A file whose folder entry is lost in a power cut is lost with it.
     folder_fd = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder_fd)

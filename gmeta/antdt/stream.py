@@ -66,6 +66,7 @@ class UnitStream:
         while num_units:
             if not self._held or self._next_unit == self._held[-1].end_unit:
                 lease = self._put_back.popleft() if self._put_back else self._feed.take()
+                # Not yet the end of the epoch: what other ranks hold may come back.
                 if lease is None:
                     self._wake.set()  # the end may wait for what this rank has not reported yet
                     break
@@ -88,6 +89,7 @@ class UnitStream:
             if num_units:
                 if len(self._held) == 1:
                     raise ValueError(f"{num_units} more units were put back than were taken")
+                # Whole again, and before what was put back earlier: units keep their order.
                 self._put_back.appendleft(self._held.pop())
                 self._next_unit = self._held[-1].end_unit
 

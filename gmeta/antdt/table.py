@@ -14,6 +14,7 @@ from gmeta.antdt.order import ShardOrder
 
 SHARDS_PER_PAGE = 4096  # one row of the store; design/antdt.md section 6: 1e7 shards load in 29 ms
 
+# Of ShardState.DONE. An epoch in progress has few runs, however many shards.
 _DONE_RUN = re.compile(b"\x02+")
 _READY_BYTE = bytes([ShardState.READY])
 
@@ -144,6 +145,7 @@ class ShardTable:
     def mark_all_dirty(self) -> None:
         """Every page that is not all READY must be stored again."""
         num_pages = -(-len(self.states) // SHARDS_PER_PAGE)
+        # A page that is not stored stands for READY alone, see load_pages.
         self.dirty_pages = {n for n in range(num_pages) if self.page(n).strip(_READY_BYTE)}
 
     def recount(self) -> None:

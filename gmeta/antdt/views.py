@@ -133,6 +133,7 @@ def list_shards(ledger: Ledger, dataset: str, state: int, page_size: int, page_t
             "for all. Correct the request."
         )
     holders: dict[int, list[str]] = {}
+    # Once for the whole page, not once for each shard.
     for lease in ledger.state.leases.values():  # in the order of the grants
         if lease.dataset == dataset:
             holders.setdefault(lease.position, []).append(lease.worker_id)
@@ -162,6 +163,7 @@ def _wire_state(table: ShardTable, position: int) -> int:
 
 
 def _is_committed(table: ShardTable, position: int) -> bool:
+    # num_shards is no less than any end, so the interval that begins at this position counts too.
     number = bisect.bisect_right(table.committed, (position, table.spec.num_shards)) - 1
     return number >= 0 and position < table.committed[number][1]
 

@@ -106,6 +106,8 @@ class Writer:
             while not self._stopping or self._queue:
                 if not self._queue:
                     self._wake.wait(TICK_S)
+                # Before the queue is looked at: a request that comes in between must not wait for
+                # the tick.
                 self._wake.clear()
                 if 0 < len(self._queue) < GATHER_ENOUGH and not self._stopping:
                     time.sleep(GATHER_S)
@@ -113,6 +115,7 @@ class Writer:
             if self._committer.taken is None:
                 self._committer.try_snapshot()
         finally:
+            # In this order: the syncer ends when it wakes, finds this set, and nothing left to do.
             self._written = True
             self._sync_wake.set()
             self._end()
@@ -120,6 +123,7 @@ class Writer:
     def _commit_group(self) -> None:
         size = min(len(self._queue), MAX_GROUP)
         group = [self._queue.popleft() for _ in range(size)]
+        # Also with no request: leases must run out when nobody calls.
         requests: list[Request] = [cmd.Tick(), *(request for request, _ in group)]
         began_s = time.perf_counter()
         appended = self._committer.append(requests)

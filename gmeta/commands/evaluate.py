@@ -43,6 +43,7 @@ def evaluate(
         arguments += [word for path in against or [] for word in ("--against", str(path))]
         arguments += [word for split in splits or [] for word in ("--split", split)]
         arguments += ["--out", str(out)] if out else []
+        # No restarts: an evaluation keeps nothing that a second try could go on from.
         on_ranks.start(arguments, nproc_per_node, master_port=0, max_restarts=0)
         return
     from gmeta.evaluate import evaluate_run

@@ -19,6 +19,7 @@ def is_run(path: Path) -> bool:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether this folder is one checkpoint of a run."""
+    # By where it lies: a damaged one must be recognised too.
     return path.is_dir() and path.name.startswith("step-") and path.parent.name == "checkpoints"
 
 

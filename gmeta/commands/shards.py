@@ -207,6 +207,7 @@ def requeue(
 
     call = _caller(address, token_file, tls_ca, tls_cert, tls_key)
     name = _only_dataset(call, dataset)
+    # One id for all attempts of the call: an answer that was lost requeues nothing twice.
     request = pb.RequeueRequest(request_id=uuid.uuid4().hex, dataset=name, shard_indices=numbers)
     typer.echo(f"{call('Requeue', request).num_changed} shards of {name} are offered again")
 
@@ -270,6 +271,7 @@ def _caller(
         token_file=token_file,
     )
 
+    # Opened for each call: a person makes one or two.
     def call(rpc: str, request: Any) -> Any:
         connection = Connection(config)
         try:

@@ -31,6 +31,7 @@ def prepare_on_spark(
                 f"--spark was given {path}; it reads Parquet tables. Convert it, or leave out "
                 "--spark"
             )
+    # Behind the check of the inputs: what is wrong with them is so with pyspark too.
     if importlib.util.find_spec("pyspark") is None:
         raise UserError("--spark needs pyspark. Run: pip install 'gmeta[spark]'")
     from metaio.spark import prepare_with_spark

@@ -195,6 +195,7 @@ def hide_secrets(value: Any) -> Any:
     if isinstance(value, dict):
         return {
             key: "(hidden)"
+            # By the key alone: what a secret looks like nobody can say.
             if any(word in str(key).lower() for word in SECRET_WORDS)
             else hide_secrets(item)
             for key, item in value.items()

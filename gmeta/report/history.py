@@ -89,6 +89,7 @@ def _smooth(values_P: Floats) -> Floats:
     if values_P.size < MIN_POINTS_TO_SMOOTH:
         return np.zeros(0)
     half = max(1, round(SMOOTH_SHARE * values_P.size / 2))
+    # Sums up to each point: the mean over any stretch is then one difference.
     sums = np.concatenate(([0.0], np.cumsum(values_P)))
     places_P = np.arange(values_P.size)
     first_P = np.maximum(places_P - half, 0)

@@ -157,6 +157,7 @@ def _saved(figure: Figure, kind: str, **options: Any) -> bytes:
 
 def _themed(svg: str, prefix: str, description: str) -> str:
     """Palette to CSS variables, the page's font, ids unique on the page, its size left open."""
+    # Drawings have no colour but these, each in its light form.
     for name, (color, _) in PALETTE.items():
         svg = svg.replace(color, f"var(--{name})")
     svg = re.sub(

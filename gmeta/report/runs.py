@@ -110,6 +110,7 @@ def same_rows(one: SplitRows, other: SplitRows) -> bool:
     """Whether both hold the same tasks and labels, in any order: only then are they comparable."""
     if one.task_N.size != other.task_N.size:
         return False
+    # Two runs may have read the split in other orders, at other numbers of ranks.
     order_N = np.lexsort((one.label_N, one.task_N))
     other_order_N = np.lexsort((other.label_N, other.task_N))
     return bool(

@@ -169,6 +169,7 @@ def support_bin_bounds(support_E: Ints) -> list[tuple[int, int]]:
     bounds, first, held = [], 0, 0
     for last, count in enumerate(counts):
         held += int(count)
+        # A size never lies in two bins, so a bin may hold more than its sixth.
         if held >= target or last == sizes.size - 1:
             bounds.append((int(sizes[first]), int(sizes[last])))
             first, held = last + 1, 0
@@ -251,6 +252,7 @@ def _difference(
 def _verdict(interval: Interval, info: MetricInfo) -> Verdict:
     if interval.reason:
         return "unknown"
+    # No resample differs: the two are one model, or one copied onto the other.
     if interval.low == interval.high == 0:
         return "same"
     if interval.low <= 0 <= interval.high:

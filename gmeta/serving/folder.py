@@ -122,6 +122,7 @@ def read_config(folder: Path) -> ExportedConfig:
         ) from error
     except ValueError as error:
         raise GMetaError(f"{path} is not JSON: it was cut short or edited. {_REMEDY}") from error
+    # Any folder of a run has a config.json too.
     if not isinstance(body, dict) or body.pop("format", None) != FORMAT_NAME:
         raise UserError(
             f"{path} is not of format {FORMAT_NAME}: {folder} is no exported model. "

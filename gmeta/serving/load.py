@@ -37,6 +37,7 @@ def load(path: str | Path, verify: bool = True) -> ServedModel:
     """
     folder = Path(path)
     config = read_config(folder)
+    # Before anything is mapped: a file cut short under a map kills the process.
     check_files(folder, config, checksums=verify)
     tables = []
     for index, table in enumerate(config.features.tables):

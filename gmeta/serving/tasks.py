@@ -75,6 +75,7 @@ def predict_tasks(
         batch = task_batch(features, support, query, (support_E, query_E), (support_T, query_T))
         before, after = predict(batch)
         place = torch.from_numpy(query_E)
+        # Pieces come by size; the caller's order is that of the file.
         before_N[place], after_N[place] = before, after
     support_rows_N = np.empty(query.num_rows, np.int64)
     support_rows_N[sides.query_order_N] = np.repeat(sides.support_rows_T, sides.query_rows_T)

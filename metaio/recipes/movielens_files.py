@@ -95,6 +95,7 @@ def read_ratings(folder: Path) -> Ratings:
     names = ["user", "movie", "rating", "time"][: 4 if with_time else 3]
     try:
         table = pa_csv.read_csv(
+            # Arrow splits at single characters only.
             io.BytesIO(path.read_bytes().replace(b"::", b"\t")),
             pa_csv.ReadOptions(column_names=names),
             pa_csv.ParseOptions(delimiter="\t"),

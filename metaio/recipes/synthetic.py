@@ -177,12 +177,14 @@ def draw_users(
     taste_TL = draw_tastes(rng, world, num_users)
     # Warm and cold items never mix in a split, so that each group of scores means one thing.
     low, high = (world.num_warm, config.num_items) if cold_items else (0, world.num_warm)
+    # Density falls with the item's number: a tenth of the items has a quarter of the rows.
     item_N = low + np.minimum((high - low) * rng.power(0.6, count), high - low - 1).astype(np.int64)
     hour_N, position_N = rng.integers(0, _HOURS, count), rng.integers(0, 10, count)
     age_T, region_T, device_T = (rng.integers(0, n, num_users) for n in (_AGES, _REGIONS, _DEVICES))
     visible_N = (
         world.popularity_I[item_N] + world.age_effect[age_T][user_N] + world.hour_effect[hour_N]
     )
+    # Lower places of a page are clicked less.
     visible_N = visible_N + world.device_effect[device_T][user_N] - 0.08 * position_N - 0.5
     # Row by row: users times items would not fit where a log is large.
     taste_N = np.einsum("nl,nl->n", taste_TL[user_N], world.item_latent_IL[item_N])

@@ -38,6 +38,7 @@ def oracle(
 ) -> Oracle:
     """Estimate what there is to win on new users, by Monte Carlo over `num_tastes` tastes."""
     world = make_world(config)
+    # Numbers that no split reaches: users that no model was trained on.
     draw = draw_users(config, world, 1 << 30, num_users, cold_items)
     rng = np.random.default_rng([config.seed, 5])
     clicks_N = rng.random(len(draw.item_N)) < draw.click_probability_N

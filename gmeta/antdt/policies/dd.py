@@ -38,6 +38,7 @@ def _speed(worker: WorkerView, config: ControllerConfig) -> Speed:
     num_tasks = max(1, worker.tasks_per_step)
     step_ms = num_tasks * 1000 / health.tasks_per_s_long
     now = Speed(0.0, health.overhead_ms, config.max_micro_batch).micro_batches(num_tasks)
+    # A tenth at least is left for the tasks, or more of them would seem to cost nothing.
     overhead_ms = min(health.overhead_ms, 0.9 * step_ms / now)
     task_ms = (step_ms - now * overhead_ms) / num_tasks
     return Speed(task_ms, overhead_ms, config.max_micro_batch)

@@ -62,6 +62,7 @@ def _restarts(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
         won_tasks_per_s = typical - typical / worker.health.ratio
         stopped = together if config.restart_stops_job else worker.health.tasks_per_s
         cost_tasks = config.restart_cost_s * stopped
+        # What is won begins after the restart.
         won_tasks = won_tasks_per_s * max(0.0, snapshot.remaining_s - config.restart_cost_s)
         if won_tasks > cost_tasks:
             reason = (
@@ -80,6 +81,7 @@ def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
     if not snapshot.tasks_per_step or len(active) < 2 or len(active) != len(takes_part):
         return []
     shares = [worker.tasks_per_step for worker in active]
+    # Equal but for the remainder: where nobody is slow there is nothing to give back.
     if not snapshot.stragglers and max(shares) - min(shares) <= 1:
         return []
     speeds = _speeds(active, bool(snapshot.stragglers))

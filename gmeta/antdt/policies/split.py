@@ -26,6 +26,7 @@ class Speed(NamedTuple):
     def tasks_within(self, limit_ms: float) -> int:
         """The most tasks whose step ends within the limit."""
         if self.overhead_ms == 0 or not self.max_micro_batch:
+            # 1e-9: a limit that is a whole number of tasks must not lose one to rounding.
             return max(0, int((limit_ms - self.overhead_ms) / self.task_ms + 1e-9))
         full_ms = self.step_ms(self.max_micro_batch)
         num_full = int(limit_ms / full_ms + 1e-9)
@@ -71,6 +72,7 @@ def fastest_split(total: int, speeds: Sequence[Speed], minimum: int = 0) -> list
     """
     minimum = min(minimum, total // len(speeds))
     low, high = 0.0, max(speed.step_ms(total) for speed in speeds)
+    # 60 halvings go below the last bit of a float64.
     for _ in range(60):
         middle = (low + high) / 2
         if sum(max(minimum, speed.tasks_within(middle)) for speed in speeds) >= total:

@@ -16,6 +16,7 @@ from gmeta.antdt.state import LedgerState
 
 Ints = NDArray[np.int64]
 DATASET = "simulated"
+# The leases' ttl: nothing here renews them, and a slow worker's must not expire.
 FOR_EVER_S = 1e12
 
 

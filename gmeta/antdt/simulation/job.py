@@ -76,6 +76,7 @@ class _Cluster:
         per_shard = config.steps_per_shard * config.tasks_per_worker
         self.data = SimulatedData(num_tasks, per_shard, config.num_workers)
         self.tasks_left = num_tasks
+        # A stream of its own: the traces have 1 and 2, so noise moves no straggler.
         self._random = np.random.default_rng((config.seed, 3))
 
     def compute_s(self, tasks_W: Ints) -> Floats:
@@ -229,6 +230,7 @@ class _Governed:
             tasks_W = cluster.take(np.where(here_W, self.shares_W, 0))
             compute_s = cluster.compute_s(tasks_W)
             step_s = cluster.step_s(tasks_W, compute_s)
+            # A step without a task takes no time: the clock would stand still for ever.
             if not tasks_W.any():  # what is left is on its way back from a restart
                 cluster.now_s = float(self.back_s[self.back_s > cluster.now_s].min())
                 continue

@@ -79,6 +79,7 @@ class _Pulling:
         if num_tasks:
             steps = -(-num_tasks // config.tasks_per_worker)
             healthy_s = (steps * config.overhead_ms + num_tasks * config.task_ms) / 1000
+            # A shard's time is the sum of its steps', whose noise averages out.
             noise = self.noise.lognormal(0.0, config.jitter / steps**0.5)
             takes_s = healthy_s * float(self.trace.factors[worker]) * noise
             self.in_hand[worker] = (now_s, takes_s, num_tasks)
@@ -101,6 +102,7 @@ class _Pulling:
         done = self.totals[worker]
         if not num_tasks:
             return done
+        # 1e-9: a shard that is through just now has all of its tasks, whatever the last bit.
         tasks = int(num_tasks * min(1.0, (now_s - began_s) / takes_s) + 1e-9)
         compute_ms = done.compute_ms + 1000 * takes_s * tasks / num_tasks
         return Report(done.step + tasks, done.tasks_done + tasks, compute_ms)

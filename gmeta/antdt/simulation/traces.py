@@ -91,6 +91,7 @@ class Trace:
         """The worker moves to another node, which is as likely as any to have a noisy neighbour."""
         is_slow = self._random.random() < self._node_share
         self._factors["node"][worker] = self._node_factor if is_slow else 1.0
+        # What slowed the old process for a while does not follow the new one.
         self._factors["moment"][worker] = 1.0
         self._changes[self._next :] = [
             change
