@@ -52,9 +52,13 @@ class RowFetch(ABC):
         """Let the ids travel."""
 
     @abstractmethod
+    def look_up(self) -> None:
+        """Let the rows travel as they are now: no table may change before `rows_UD`."""
+
+    @abstractmethod
     def rows_UD(self, gradient_unit: float) -> Tensor:
-        """The rows as they are now, differentiable; `gradient_unit` is about the size of their
-        gradients, the same on every rank.
+        """The rows, differentiable; `gradient_unit` is about the size of their gradients, the same
+        on every rank.
         """
 
 

@@ -86,6 +86,9 @@ class _TorchRecFetch(RowFetch):
         self._travelling = self._travelling.wait()
         self._sent = True
 
+    def look_up(self) -> None:
+        """TorchRec does so when the rows are asked for."""
+
     def rows_UD(self, gradient_unit: float) -> Tensor:
         """See RowFetch."""
         if not self._sent:
@@ -163,6 +166,9 @@ class _WireFetch(RowFetch):
         self._asked = asked
         self._swap: Swap | None = None  # what is under way: the counts, then the ids
         self._sent = False
+        self._rows: RowSwap | None = None
+        # One rank, and its rows stand as they are asked for: nothing travels.
+        self._in_order = asked.place_U is None and len(exchange.groups) == 1
         others = len(routes.of_peer) - 1
         if not others:
             self._counts_WS, self._own_ids = asked.counts_S.reshape(1, -1), asked.row_of_shard
@@ -192,25 +198,32 @@ class _WireFetch(RowFetch):
             self._counts_WS[:-1].sum(axis=1).tolist(),
         )
 
-    def rows_UD(self, gradient_unit: float) -> Tensor:
+    def look_up(self) -> None:
         """See RowFetch."""
         if not self._sent:
             self.send()
+        if self._in_order:
+            return
         exchange = self._exchange
-        if self._asked.place_U is None and len(exchange.groups) == 1:
-            # One rank, and its rows are in order: nothing travels.
-            return exchange.groups[0].rows_ND(self._row_numbers_N())
-        swap = RowSwap(
+        self._rows = RowSwap(
             exchange.ranks.transport,
             exchange.groups,
             exchange.wire_dtype,
             self._rows_to_give_WG(),
             (self._counts_WS @ exchange.columns_S).tolist(),
             self._asked_of_peer(exchange.routes.columns_S),
-            # A power of two changes no digit.
-            2.0 ** -round(math.log2(gradient_unit)),
         )
-        rows_UD = self._put_together(swap.values())
+
+    def rows_UD(self, gradient_unit: float) -> Tensor:
+        """See RowFetch."""
+        if self._rows is None:
+            self.look_up()
+        if self._in_order:
+            return self._exchange.groups[0].rows_ND(self._row_numbers_N())
+        rows, self._rows = self._rows, None
+        assert rows is not None
+        # A power of two changes no digit.
+        rows_UD = self._put_together(rows.values(2.0 ** -round(math.log2(gradient_unit))))
         if self._asked.place_U is None or self.id_of_row_U is not None:
             return rows_UD
         in_order_UD: Tensor = _Permuted.apply(rows_UD, self._asked.place_U, self._asked.id_U)
