@@ -53,6 +53,9 @@ class _FusedAdam(torch.optim.Adam):
             )
         return None
 
+    # torch would wrap it in hooks that nobody sets and a range that OuterOptimizer's step has.
+    step.hooked = True  # type: ignore[attr-defined]
+
 
 # Fused: one pass over each layer, where torch's default on a CPU is a dozen calls for each.
 DENSE_OPTIMIZERS: dict[str, Callable[[OuterConfig], Callable[..., torch.optim.Optimizer]]] = {
@@ -108,9 +111,6 @@ class OuterOptimizer(CombinedOptimizer):
             self._clipping.apply()
         # The tables' own part would only take its rate again, in a call for every table.
         self._dense.step(closure)
-
-    # The layers' own step has torch's hooks and range in a profile: not twice.
-    step.hooked = True  # type: ignore[attr-defined]
 
 
 def build_optimizer(sharded: DistributedModelParallel, outer: OuterConfig) -> OuterOptimizer:
