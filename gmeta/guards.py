@@ -29,7 +29,6 @@ class _Watched:
     before: Progress
     episodes: Episodes | MicroBatches
     loss: Tensor
-    loss_finite: Tensor
     rows_finite: Tensor
     any_bad: Callable[[], bool]
 
@@ -68,14 +67,14 @@ class StepGuard:
             GMetaError: the step before had a loss or gradient that is no number, on some rank.
         """
         grads = [layer.grad for layer in self._layers if layer.grad is not None]
-        loss_finite = loss.detach().isfinite()
-        layers_finite = torch.nn.utils.get_total_norm(grads).isfinite()
-        bad = ~(loss_finite & rows_finite & layers_finite)
+        norms = torch._foreach_norm(grads) if grads else []
+        # In one look: a sum is as finite as its terms.
+        total = torch.stack([loss.detach(), *norms]).sum()
+        bad = ~(total.isfinite() & rows_finite)
         now = _Watched(
             before,
             episodes,
             loss.detach(),
-            loss_finite,
             rows_finite,
             any_rank_later(bad, self._ranks),
         )
@@ -97,7 +96,7 @@ class StepGuard:
     def _blame(self, step: _Watched) -> str:
         """Save this rank's batch if it is to blame; the line that every rank ends with."""
         found = ""
-        if not step.loss_finite:
+        if not step.loss.isfinite():
             found = f"the loss is {step.loss.item()}"
         elif not step.rows_finite:
             found = "the gradient is not finite"
