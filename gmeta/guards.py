@@ -29,7 +29,7 @@ class _Watched:
     before: Progress
     episodes: Episodes | MicroBatches
     loss: Tensor
-    rows_finite: Tensor
+    rows_sum: Tensor
     any_bad: Callable[[], bool]
 
 
@@ -57,11 +57,11 @@ class StepGuard:
         before: Progress,
         episodes: Episodes | MicroBatches,
         loss: Tensor,
-        rows_finite: Tensor,
+        rows_sum: Tensor,
     ) -> None:
         """After a step's backward: look at it, and hear what was found in the step before.
 
-        `rows_finite` says whether the gradient of this rank's rows is.
+        `rows_sum` is that of the gradient of this rank's rows.
 
         Raises:
             GMetaError: the step before had a loss or gradient that is no number, on some rank.
@@ -69,13 +69,13 @@ class StepGuard:
         grads = [layer.grad for layer in self._layers if layer.grad is not None]
         norms = torch._foreach_norm(grads) if grads else []
         # In one look: a sum is as finite as its terms.
-        total = torch.stack([loss.detach(), *norms]).sum()
-        bad = ~(total.isfinite() & rows_finite)
+        total = torch.stack([loss.detach(), rows_sum, *norms]).sum()
+        bad = ~total.isfinite()
         now = _Watched(
             before,
             episodes,
             loss.detach(),
-            rows_finite,
+            rows_sum,
             any_rank_later(bad, self._ranks),
         )
         self.check()
@@ -98,7 +98,7 @@ class StepGuard:
         found = ""
         if not step.loss.isfinite():
             found = f"the loss is {step.loss.item()}"
-        elif not step.rows_finite:
+        elif not step.rows_sum.isfinite():
             found = "the gradient is not finite"
         mine = ""
         if found:

@@ -169,8 +169,8 @@ class TrainingRun:
         weight = self._ranks.world_size / max(totals.num_terms, 1)
         loss: Tensor = self._sharded(episodes, weight=weight)
         loss.backward()
-        rows_finite = local_learner(self._sharded).rows_finite
-        self._guard.watch(self._progress, episodes, loss, rows_finite)
+        rows_sum = local_learner(self._sharded).rows_gradient_sum
+        self._guard.watch(self._progress, episodes, loss, rows_sum)
         self._optimizer.step()
         self.writer.poll()
         self.profiler.step()

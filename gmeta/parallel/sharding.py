@@ -90,8 +90,8 @@ class ShardedLearner(nn.Module):
         self._num_weights = sum(parameter.numel() for parameter in learner.parameters())
         # Tells all ranks which rows these episodes need; set once the tables are sharded.
         self.announce: Exchange
-        # Whether the gradient of the rows of the last backward was finite, on the device.
-        self.rows_finite = torch.tensor(True)
+        # Of the last backward, on the device: finite where the gradient of the rows was.
+        self.rows_gradient_sum = torch.tensor(0.0)
         self.clock: Clock | None = None  # told when the rows of a step have arrived
 
     def forward(self, episodes: Episodes | MicroBatches, weight: float) -> Tensor:
@@ -113,7 +113,7 @@ class ShardedLearner(nn.Module):
 
     def _look_at_gradient(self, grad_UD: Tensor) -> None:
         # One pass without a mask; a sum that overflows is as far off as one that is infinite.
-        self.rows_finite = grad_UD.sum().isfinite()
+        self.rows_gradient_sum = grad_UD.sum()
 
     def fetch(self, episodes: Arranged, gradient_unit: float = 1.0) -> tuple[Arranged, Tensor]:
         """The rows of `episodes.unique_ids_U`, from whichever rank holds them [U, D], and the

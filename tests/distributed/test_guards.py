@@ -59,14 +59,16 @@ def train_on_rank(ranks: Ranks, folder: Path) -> dict[str, Any]:
             optimizer.begin_step(step, NUM_STEPS)
             loss = sharded(episodes, ranks.world_size / totals.num_terms)
             loss.backward()
-            guard.watch(Progress(step, 2, step), episodes, loss, local_learner(sharded).rows_finite)
+            rows_sum = local_learner(sharded).rows_gradient_sum
+            guard.watch(Progress(step, 2, step), episodes, loss, rows_sum)
             optimizer.step()
             done += 1
     except GMetaError as error:
         told.append(str(error))
     for parameter in learner.parameters():
         parameter.grad = None
-    guard.watch(Progress(7, 0, 7), episodes, torch.tensor(0.5), torch.tensor(ranks.rank != 0))
+    rows_sum = torch.tensor(0.5 if ranks.rank else torch.inf)
+    guard.watch(Progress(7, 0, 7), episodes, torch.tensor(0.5), rows_sum)
     try:
         guard.check()
     except GMetaError as error:
