@@ -50,7 +50,7 @@ class Agent(abc.ABC):
 
     def take_replanned(self) -> bool:
         """Whether the shares changed behind the last step, so that the batch that was asked for
-        last is planned anew. Called once behind each step but the last; the same on all ranks."""
+        last is planned anew. Called in front of each step; the same on all ranks."""
         return False
 
 

@@ -80,6 +80,7 @@ class _TorchRecFetch(RowFetch):
         self._context = tables.create_context()
         self._travelling = tables.input_dist(self._context, ids)
         self._sent = False
+        self._fetched: Any = None  # by table, once they are on their way
 
     def send(self) -> None:
         """See RowFetch."""
@@ -87,14 +88,17 @@ class _TorchRecFetch(RowFetch):
         self._sent = True
 
     def look_up(self) -> None:
-        """TorchRec does so when the rows are asked for."""
-
-    def rows_UD(self, gradient_unit: float) -> Tensor:
         """See RowFetch."""
         if not self._sent:
             self.send()
         ids = self._travelling.wait()
-        fetched = self._tables.compute_and_output_dist(self._context, ids)
+        self._fetched = self._tables.compute_and_output_dist(self._context, ids)
+
+    def rows_UD(self, gradient_unit: float) -> Tensor:
+        """See RowFetch."""
+        if self._fetched is None:
+            self.look_up()
+        fetched, self._fetched = self._fetched, None
         return torch.cat([fetched[name].values() for name in self._names])
 
 

@@ -57,10 +57,11 @@ def in_step(
     a row there is no step. While a step computes, the ids of the next travel (with `sharded`;
     without, every step sends its own), and the totals and the numbers of ids of the one after it.
     Rows are only looked up when their step begins, after the updates of the step before: the losses
-    are those of one step after the other. They travel while the batch after next is arranged. With
-    the totals every rank learns that one was asked to stop, and `stop.agreed` ends the steps on all
-    of them. Where `take_replanned` says behind a step (on all ranks alike) that the last batch
-    asked for was planned anew, it is announced again: its ids have not travelled yet.
+    are those of one step after the other. They travel while the batch after next is arranged.
+
+    With the totals every rank learns that one was asked to stop, and `stop.agreed` ends the steps
+    on all of them. Where `take_replanned` says in front of a step (on all ranks alike) that the
+    last batch asked for is planned anew, it is announced again: its ids have not travelled yet.
     """
     empty = empty_batch(
         len(features.tables), len(features.single), len(features.multi), len(features.dense)
@@ -90,10 +91,10 @@ def in_step(
         if totals.num_rows and now.episodes.fetch is not None:
             # First of all: whoever is late at arranging a batch lets nobody wait for rows.
             now.episodes.fetch.look_up()
+        if take_replanned():
+            after.work.wait()
+            after = announce()
         upcoming, after = send(after), announce()
         if totals.num_rows:
             yield now.episodes, totals
-            if take_replanned():
-                after.work.wait()
-                after = announce()
         now = upcoming

@@ -39,8 +39,14 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, even: bool) -> list[list[lis
     dataset = open_dataset(config.data.path)
     epochs = []
     with ServiceFeed(config, dataset, ranks, None) as feed:
-        if not even:
-            feed.change_share(uneven(ranks.rank, 0))
+        steps: list[list[int]] = []
+
+        def take_replanned() -> bool:
+            if not even:
+                feed.change_share(uneven(ranks.rank, len(steps)))
+            return not even
+
+        take_replanned()
         for epoch in range(2):
             steps = []
             batches = feed.batches(epoch, 0)
@@ -49,13 +55,11 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, even: bool) -> list[list[lis
                 lambda batch: support_and_query(batch, False),
                 dataset.features,
                 ranks,
-                take_replanned=lambda: not even,
+                take_replanned=take_replanned,
             ):
                 assert totals.num_rows > 0
                 steps.append(episodes.task_T.tolist())
                 feed.trained(len(steps[-1]))
-                if not even:
-                    feed.change_share(uneven(ranks.rank, len(steps)))
             assert feed.epoch_over(len(steps))
             epochs.append(steps)
     return epochs
