@@ -6,6 +6,7 @@ client certificate of one; either is enough, so that a browser and a scraper nee
 """
 
 import logging
+import socket
 import ssl
 import threading
 from collections.abc import Callable, Mapping
@@ -106,7 +107,9 @@ class HttpServer(ThreadingHTTPServer):
             self._files = WatchedFiles([tls.cert, tls.key, tls.client_ca])
             self._context = _context(tls)
         self._thread = threading.Thread(target=self.serve_forever, name="antdt-http", daemon=True)
-        super().__init__((host, port), HttpRequest)
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host.strip("[]"), port), HttpRequest)
 
     def start(self) -> int:
         """Returns the port."""

@@ -112,10 +112,9 @@ class _StateCollector(Collector):
                         [worker.worker_id, spent], getattr(worker.report, f"{spent}_ms") / 1000
                     )
         yield from (shards, epoch, seconds)
-        leases = sum(worker.num_leases for worker in status.workers)
         for name, help_text, value in (
-            ("antdt_leases", "Live leases.", leases),
-            ("antdt_workers", "Workers known.", len(status.workers)),
+            ("antdt_leases", "Live leases.", status.num_leases),
+            ("antdt_workers", "Workers known.", status.num_workers),
             ("antdt_service_epoch", "Starts of the service on this store.", status.service_epoch),
             ("antdt_run_generation", "Restarts and roll-backs of the job.", status.run_generation),
             ("antdt_ledger_events", "Events in the ledger.", status.ledger_events),

@@ -58,6 +58,8 @@ def status(ledger: Ledger, now_s: float) -> Any:
             )
             for c in state.checkpoints.values()
         ],
+        num_workers=len(state.workers),
+        num_leases=len(state.leases),
     )
 
 

@@ -3,6 +3,7 @@ starts and ends."""
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -16,10 +17,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from typer.testing import CliRunner
 
+from gmeta.antdt import commands as cmd
 from gmeta.antdt.address import AddressError, check_free
 from gmeta.antdt.client import ShardClient
 from gmeta.antdt.errors import FencedError, StoreTakenError
-from gmeta.antdt.model import DatasetSpec
+from gmeta.antdt.model import Caller, DatasetSpec
 from gmeta.antdt.server import SERVICE_NAME, ServiceConfig, ShardServer
 from gmeta.cli import app
 from gmeta.errors import UserError
@@ -168,6 +170,32 @@ def test_a_page_or_a_state_that_cannot_be_is_the_callers_mistake(stub: Any) -> N
     assert refused(lambda: stub.ListShards(beyond))[:2] == ("INVALID_ARGUMENT", "BAD_ARGUMENT")
     after_the_last = pb.ListShardsRequest(dataset="d", page_token="100000000")
     assert list(stub.ListShards(after_the_last).shards) == []
+
+
+def test_workers_and_leases_are_counted_beyond_those_that_are_listed(server: ShardServer) -> None:
+    server.edge.ask(cmd.RegisterDataset(DatasetSpec("d", 8, 4)))
+    for number in range(1001):
+        reply = server.edge.ask(cmd.Register(f"w{number:04d}", "p", None))
+    caller = Caller("w1000", "p", reply.service_epoch, reply.run_generation)
+    server.edge.ask(cmd.LeaseShards(caller, 1, "d", 0, 2))
+    status = server.edge.read_status()
+    assert (len(status.workers), status.num_workers, status.num_leases) == (1000, 1001, 2)
+    found = {
+        sample.name: sample.value
+        for family in server.edge.metrics.registry.collect()
+        for sample in family.samples
+    }
+    assert (found["antdt_workers"], found["antdt_leases"]) == (1001, 2)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+def test_the_metrics_listen_on_ipv6_too() -> None:
+    server = ShardServer(ServiceConfig("127.0.0.1:0", metrics_listen="[::1]:0"))
+    try:
+        with urllib.request.urlopen(f"http://[::1]:{server.metrics_port}/healthz") as answer:
+            assert answer.read() == b"serving\n"
+    finally:
+        server.stop(0.0)
 
 
 def test_a_refusal_names_no_more_than_its_status_can_carry(stub: Any) -> None:

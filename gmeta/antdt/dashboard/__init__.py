@@ -94,7 +94,7 @@ class Dashboard:
             "step": governor.step,
             "tasks_per_s": governor.tasks_per_s,
             "left_s": left / governor.tasks_per_s if governor.tasks_per_s else None,
-            "num_workers": len(status.workers),
+            "num_workers": status.num_workers,
             "num_stragglers": sum(h.verdict in STRAGGLERS for h in health.values()),
             "datasets": [_dataset(dataset) for dataset in status.datasets],
             "workers": self._workers(status, health),
