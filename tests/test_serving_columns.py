@@ -7,8 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gmeta.serving.columns import RawColumns, task_batch
+from gmeta.serving.columns import RawColumns
 from gmeta.serving.folder import Columns
+from gmeta.serving.rows import task_batch
 from metaio import DataError, Dataset
 from metaio.schema import parse_schema
 from tests.metaio.conftest import episodes_of_batch, whole_split

@@ -1,4 +1,4 @@
-"""Who may call what: roles, the calls each may make, and the guard in front of every RPC.
+"""Who calls: the proofs of a role, and the guard in front of every RPC.
 
 Two proofs can be asked for, and each one that is configured must be given: a client certificate
 (its URI names a role) and a bearer token (its file names the role). A caller acts in the role that
@@ -6,11 +6,10 @@ both allow.
 """
 
 import base64
-import enum
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -25,64 +24,12 @@ from gmeta.antdt.credentials import (
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.log import event
 from gmeta.antdt.rate import CallLimits
+from gmeta.antdt.roles import ALLOWED, SERVICE_PREFIX, Role, may_call, role_of_certificate
 from gmeta.antdt.wire import REASON_KEY
-from protos.antdt.v1 import shard_service_pb2 as pb
 
 MIN_TOKEN_LENGTH = 16
 _OPEN_PREFIX = "/grpc.health."  # probes show no proof
 _RELOAD_EVERY_S = 1.0
-
-
-class Role(enum.Enum):
-    """What a caller is to the job."""
-
-    WORKER = "worker"
-    OPERATOR = "operator"
-    VIEWER = "viewer"
-
-
-_READ = {"Status", "ListShards", "Audit", "Watch"}
-ALLOWED: Mapping[Role, frozenset[str]] = {
-    Role.WORKER: frozenset(
-        {
-            "RegisterDataset",
-            "Register",
-            "Lease",
-            "Heartbeat",
-            "Progress",
-            "Complete",
-            "Release",
-            "Fail",
-            "PrepareCheckpoint",
-            "CommitCheckpoint",
-            "Restore",
-            "AckAction",
-            "Stream",
-            "Status",
-        }
-    ),
-    Role.OPERATOR: frozenset(_READ | {"Requeue", "Skip", "Drain"}),
-    Role.VIEWER: frozenset(_READ),
-}
-_SERVICE_PREFIX = f"/{pb.DESCRIPTOR.services_by_name['ShardService'].full_name}/"
-
-
-def may_call(role: Role, method: str) -> bool:
-    """Whether the role may make the call, by its full name. What is named for no role is refused
-    to all; reflection, which only tells what the proto tells, is open to every role."""
-    if not method.startswith(_SERVICE_PREFIX):
-        return True
-    return method.removeprefix(_SERVICE_PREFIX) in ALLOWED[role]
-
-
-def role_of_certificate(uris: Iterable[str]) -> Role:
-    """The role that a client certificate's URI names: `spiffe://ANY/gmeta/operator`. Without one
-    it is a worker's: the role that every job hands to its pods."""
-    for uri in uris:
-        for role in Role:
-            if uri.endswith(f"/gmeta/{role.value}"):
-                return role
-    return Role.WORKER
 
 
 @final
@@ -217,7 +164,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         that a proof that has expired or was withdrawn ends with the next request. Raises
         RefusedError."""
         shown = Shown.by(context)
-        return lambda rpc: self._check(_SERVICE_PREFIX + rpc, shown)
+        return lambda rpc: self._check(SERVICE_PREFIX + rpc, shown)
 
     def _check(self, method: str, shown: Shown) -> None:
         roles = self._roles(shown)

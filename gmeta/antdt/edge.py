@@ -7,7 +7,6 @@ Nothing is decided here. The handlers run on the event loop.
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, final
@@ -23,15 +22,15 @@ from gmeta.antdt.log import event
 from gmeta.antdt.loop import event_loop
 from gmeta.antdt.metrics import ServiceMetrics
 from gmeta.antdt.model import bad_argument, check_range
+from gmeta.antdt.tickets import ANSWER_TIMEOUT_S, Ticket, hung_disk, resolve, told
 from gmeta.antdt.wire import CODECS, STREAMED, refusal_to
-from gmeta.antdt.writer import Answered, Writer
+from gmeta.antdt.writer import Writer
 from protos.antdt.v1 import shard_service_pb2 as pb
 from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
 MAX_WATCHERS = 8  # each has the whole status built again and again
 MAX_STREAMS = 4096  # one a worker; the workers beyond make their calls one by one
-ANSWER_TIMEOUT_S = 60.0  # a commit that takes longer means a hung disk
-LOOK_EVERY_S = 1.0  # how late that may be noticed
+LOOK_EVERY_S = 1.0  # how late a hung disk may be noticed
 # Rare calls, of which each changes who takes part or what is trained. A line for each Lease would
 # be a log of nothing else.
 _LOGGED = {
@@ -45,39 +44,6 @@ _LOGGED = {
     "Drain",
 }
 _RPC_OF_FIELD = {field: rpc for rpc, field in STREAMED.items()}
-
-
-@final
-class Ticket:
-    """Where a thread waits for its answer: a bare lock, the cheapest hand-over between two
-    threads."""
-
-    __slots__ = ("answer", "lock")
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.lock.acquire()
-        self.answer: Answer = None
-
-
-def deliver(answered: list[Answered]) -> None:
-    """Called by the writer's threads after the commit. A ticket is a Ticket, or a future of the
-    event loop, which is woken once for the whole group."""
-    awaited = []
-    for ticket, answer in answered:
-        if isinstance(ticket, Ticket):
-            ticket.answer = answer
-            ticket.lock.release()
-        else:
-            awaited.append((ticket, answer))
-    if awaited:
-        event_loop().call_soon_threadsafe(_resolve, awaited)
-
-
-def _resolve(awaited: list[tuple[Any, Answer]]) -> None:
-    for future, answer in awaited:
-        if not future.done():  # else its caller has gone
-            future.set_result(answer)
 
 
 @final
@@ -118,8 +84,8 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         ticket = Ticket()
         self._submit(request, ticket)
         if not ticket.lock.acquire(timeout=ANSWER_TIMEOUT_S):
-            raise _hung_disk()
-        return _told(ticket.answer)
+            raise hung_disk()
+        return told(ticket.answer)
 
     async def _ask(self, request: Request) -> Any:
         """As `ask`, on the event loop."""
@@ -127,14 +93,14 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         self._submit(request, future)
         self._asked[future] = time.monotonic()
         try:
-            return _told(await future)
+            return told(await future)
         finally:
             del self._asked[future]
 
     def _look_for_hung_disk(self) -> None:
         """One timer for all that is asked: one for each would be a tenth of a call's CPU."""
         late_s = time.monotonic() - ANSWER_TIMEOUT_S
-        _resolve([(each, _hung_disk()) for each, at_s in self._asked.items() if at_s < late_s])
+        resolve([(each, hung_disk()) for each, at_s in self._asked.items() if at_s < late_s])
         if not self._closing.is_set():
             event_loop().call_later(LOOK_EVERY_S, self._look_for_hung_disk)
 
@@ -292,21 +258,6 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         if rpc in _LOGGED:
             event(logging.INFO, rpc, peer=peer, **_fields(command))
         return response
-
-
-def _told(answer: Answer) -> Any:
-    if isinstance(answer, RefusedError):
-        raise answer
-    return answer
-
-
-def _hung_disk() -> RefusedError:
-    return RefusedError(
-        "UNAVAILABLE",
-        "STORE_FAILED",
-        f"the store did not commit within {ANSWER_TIMEOUT_S:.0f} s: its disk hangs. Check the "
-        "disk; the call may or may not have been applied: retry it unchanged.",
-    )
 
 
 def _shutting_down() -> RefusedError:

@@ -14,9 +14,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, final
 from urllib.parse import urlsplit
 
-from gmeta.antdt.auth import Role, Tokens, role_of_certificate
+from gmeta.antdt.auth import Tokens
 from gmeta.antdt.credentials import CredentialError, ServerTls, WatchedFiles
 from gmeta.antdt.log import event
+from gmeta.antdt.roles import Role, role_of_certificate
 
 MAX_REQUESTS = 64  # answered at once; the connections of more are closed without an answer
 REQUEST_TIMEOUT_S = 10.0  # for the handshake, and for a caller to send its request

@@ -22,7 +22,7 @@ from gmeta.antdt.auth import Guard, Tokens
 from gmeta.antdt.committer import Committer
 from gmeta.antdt.credentials import ServerTls, is_loopback, server_credentials
 from gmeta.antdt.dashboard import Dashboard
-from gmeta.antdt.edge import MAX_STREAMS, Edge, deliver
+from gmeta.antdt.edge import MAX_STREAMS, Edge
 from gmeta.antdt.errors import AntdtError
 from gmeta.antdt.governor import Governor
 from gmeta.antdt.http_edge import HttpServer, Route
@@ -32,6 +32,7 @@ from gmeta.antdt.loop import wait_for
 from gmeta.antdt.rate import CallLimits
 from gmeta.antdt.settings import StragglerConfig
 from gmeta.antdt.store import open_store
+from gmeta.antdt.tickets import deliver
 from gmeta.antdt.writer import GroupStats, Writer
 from gmeta.errors import UserError
 from protos.antdt.v1 import shard_service_pb2 as pb

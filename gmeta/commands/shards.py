@@ -2,7 +2,6 @@
 
 import json
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,38 +11,18 @@ from rich.console import Console
 from rich.table import Table
 
 from gmeta.antdt.audit import audit_manifest, check_descends
-from gmeta.antdt.connection import Connection, ConnectionConfig
 from gmeta.antdt.errors import AntdtError
 from gmeta.antdt.manifest import load_manifest
+from gmeta.commands.shard_caller import Address, Call, TlsCa, TlsCert, TlsKey, TokenFile, caller_of
 from gmeta.commands.shard_service import DEFAULT_ADDRESS
 from gmeta.errors import UserError
 from protos.antdt.v1 import shard_service_pb2 as pb
-
-OPERATOR_BUDGET_S = 5.0  # a person waits: say quickly that the service is away
 
 shards = typer.Typer(
     help="Look into and operate a running data-shard service; audit checkpoints offline.",
     no_args_is_help=True,
 )
 
-Address = Annotated[
-    str,
-    typer.Option("--service", envvar="GMETA_SHARD_SERVICE", help="HOST:PORT of the service"),
-]
-TokenFile = Annotated[
-    Path | None, typer.Option(envvar="GMETA_SHARD_TOKEN_FILE", help="file with the service's token")
-]
-TlsCa = Annotated[
-    Path | None,
-    typer.Option(envvar="GMETA_SHARD_TLS_CA", help="certificate authority of a service with TLS"),
-]
-TlsCert = Annotated[
-    Path | None,
-    typer.Option(envvar="GMETA_SHARD_TLS_CERT", help="own certificate, where the service asks"),
-]
-TlsKey = Annotated[
-    Path | None, typer.Option(envvar="GMETA_SHARD_TLS_KEY", help="key of the own certificate")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 DatasetName = Annotated[
     str, typer.Option("--dataset", help="dataset; may be left out when there is only one")
@@ -51,7 +30,6 @@ DatasetName = Annotated[
 ShardArguments = Annotated[
     list[int], typer.Argument(help="shard numbers, as `gmeta shards ls` shows")
 ]
-Call = Callable[[str, Any], Any]  # (name of the RPC, request) -> response
 
 
 @shards.command()
@@ -64,7 +42,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Datasets, workers and checkpoints at a glance."""
-    call = _caller(address, token_file, tls_ca, tls_cert, tls_key)
+    call = caller_of(address, token_file, tls_ca, tls_cert, tls_key)
     answer = call("Status", pb.StatusRequest())
     if as_json:
         return _print_json(answer)
@@ -131,7 +109,7 @@ def list_shards(
     if state and state.lower() not in numbers:
         raise typer.BadParameter(f"{state!r} is no shard state; known are {', '.join(numbers)}")
 
-    call = _caller(address, token_file, tls_ca, tls_cert, tls_key)
+    call = caller_of(address, token_file, tls_ca, tls_cert, tls_key)
     name = _only_dataset(call, dataset)
     found: list[Any] = []
     page_token = ""
@@ -205,7 +183,7 @@ def requeue(
 ) -> None:
     """Offer quarantined or skipped shards again, with a clean count of attempts."""
 
-    call = _caller(address, token_file, tls_ca, tls_cert, tls_key)
+    call = caller_of(address, token_file, tls_ca, tls_cert, tls_key)
     name = _only_dataset(call, dataset)
     # One id for all attempts of the call: an answer that was lost requeues nothing twice.
     request = pb.RequeueRequest(request_id=uuid.uuid4().hex, dataset=name, shard_indices=numbers)
@@ -225,7 +203,7 @@ def skip(
 ) -> None:
     """Leave shards out of this epoch, on the record."""
 
-    call = _caller(address, token_file, tls_ca, tls_cert, tls_key)
+    call = caller_of(address, token_file, tls_ca, tls_cert, tls_key)
     name = _only_dataset(call, dataset)
     request = pb.SkipRequest(
         request_id=uuid.uuid4().hex, dataset=name, shard_indices=numbers, reason=reason
@@ -245,41 +223,12 @@ def drain(
 ) -> None:
     """Hand out no more shards: to one worker, or to nobody."""
     request = pb.DrainRequest(request_id=uuid.uuid4().hex, worker_id=worker, undo=undo)
-    answer = _caller(address, token_file, tls_ca, tls_cert, tls_key)("Drain", request)
+    answer = caller_of(address, token_file, tls_ca, tls_cert, tls_key)("Drain", request)
     who = f"worker {worker}" if worker else "the service"
     typer.echo(
         f"{who} {'hands out again' if undo else 'is draining'}; {answer.num_released} shards went "
         "back"
     )
-
-
-def _caller(
-    address: str,
-    token_file: Path | None,
-    tls_ca: Path | None,
-    tls_cert: Path | None,
-    tls_key: Path | None,
-) -> Call:
-    """What makes one call of the service, on a connection of its own."""
-    config = ConnectionConfig(
-        address,
-        OPERATOR_BUDGET_S,
-        OPERATOR_BUDGET_S,
-        tls_ca=tls_ca,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        token_file=token_file,
-    )
-
-    # Opened for each call: a person makes one or two.
-    def call(rpc: str, request: Any) -> Any:
-        connection = Connection(config)
-        try:
-            return connection.call(rpc, lambda: request)
-        finally:
-            connection.close()
-
-    return call
 
 
 class DatasetChoiceError(AntdtError, UserError):

@@ -18,15 +18,9 @@ from gmeta.adaptation.inner_loop import Adapted, InnerLoop, WorkingRows
 from gmeta.episodes import every_row
 from gmeta.errors import UserError
 from gmeta.learner import MetaLearner, QueryPrediction
-from gmeta.serving.columns import (
-    ColumnEncoder,
-    EncodedColumns,
-    as_table,
-    check_labels,
-    select,
-    task_batch,
-)
+from gmeta.serving.columns import ColumnEncoder, as_table, check_labels, select
 from gmeta.serving.folder import ExportedConfig
+from gmeta.serving.rows import EncodedColumns, task_batch
 from gmeta.serving.tables import StoredTable, fetch_UD
 from gmeta.serving.tasks import TaskPredictions, predict_tasks
 from metaio.batch import TaskBatch

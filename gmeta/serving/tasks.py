@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gmeta.errors import UserError
-from gmeta.serving.columns import EncodedColumns, task_batch
+from gmeta.serving.rows import EncodedColumns, task_batch
 from metaio.batch import TaskBatch
 from metaio.block import Int64, offsets, ragged_indices
 from metaio.features import Features

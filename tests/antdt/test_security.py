@@ -17,13 +17,14 @@ import grpc
 import pytest
 from typer.testing import CliRunner
 
-from gmeta.antdt.auth import ALLOWED, Role, Tokens, may_call, role_of_certificate
+from gmeta.antdt.auth import Tokens
 from gmeta.antdt.client import ShardClient
 from gmeta.antdt.connection import Connection, ConnectionConfig
 from gmeta.antdt.credentials import CredentialError
 from gmeta.antdt.errors import RefusedError, ServiceUnavailableError
 from gmeta.antdt.log import LOGGER_NAME
 from gmeta.antdt.rate import CallLimits, RateLimit
+from gmeta.antdt.roles import ALLOWED, Role, may_call, role_of_certificate
 from gmeta.antdt.server import SERVICE_NAME, ServiceConfig, ServiceStartError, ShardServer
 from gmeta.cli import app
 from gmeta.commands.shards import shards

@@ -1,0 +1,74 @@
+"""Encoded rows, and episodes made of them.
+
+Shape suffixes: N rows, T episodes, E rows chosen from one side, F single-id features, M multi-id
+features, K dense columns, V ids of all multi-id features.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from metaio.batch import TaskBatch
+from metaio.block import Rows, build_block, offsets, ragged_indices, row_sums
+from metaio.compose import compose
+from metaio.features import Features
+
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class EncodedColumns:
+    """Rows as ids and numbers; `values_V` row by row and, within a row, feature by feature."""
+
+    task_N: Int64
+    label_N: Float32
+    ids_NF: npt.NDArray[np.integer[Any]]
+    dense_NK: Float32
+    lengths_NM: npt.NDArray[np.int32]
+    values_V: npt.NDArray[np.integer[Any]]
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return len(self.label_N)
+
+
+def task_batch(
+    features: Features,
+    support: EncodedColumns,
+    query: EncodedColumns,
+    chosen_E: tuple[Int64, Int64],
+    lengths_T: tuple[Int64, Int64],
+) -> TaskBatch:
+    """Episodes of rows of both sides: indices into them, task by task, and how many of each a task
+    has.
+    """
+    both = _concat(support, query)
+    support_E, query_E = chosen_E
+    support_T, query_T = lengths_T
+    # Sides alternate task by task: the first index of each stretch, then the stretches in turn.
+    index = np.concatenate([support_E, query_E + support.num_rows])
+    starts = np.stack([offsets(support_T)[:-1], len(support_E) + offsets(query_T)[:-1]], axis=1)
+    lengths = np.stack([support_T, query_T], axis=1)
+    order_N = index[ragged_indices(starts.ravel(), lengths.ravel())]
+    value_offsets = offsets(row_sums(both.lengths_NM))
+    values = ragged_indices(value_offsets[order_N], np.diff(value_offsets)[order_N])
+    rows = Rows(
+        task_T=np.arange(len(support_T)),
+        row_lengths_T=support_T + query_T,
+        support_lengths_T=support_T,
+        label_N=both.label_N[order_N],
+        dense_NK=both.dense_NK[order_N],
+        ids_NF=both.ids_NF[order_N],
+        multi_ids_V=both.values_V[values],
+        multi_lengths_NM=both.lengths_NM[order_N],
+    )
+    return compose(features, [(build_block(features, rows), np.arange(len(support_T)))])
+
+
+def _concat(first: EncodedColumns, second: EncodedColumns) -> EncodedColumns:
+    arrays = (np.concatenate([vars(first)[name], vars(second)[name]]) for name in vars(first))
+    return EncodedColumns(*arrays)
