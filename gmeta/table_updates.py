@@ -24,8 +24,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
 from gmeta.numerics import use_huge_pages
-
-Ints = npt.NDArray[np.int64]
+from gmeta.repeated_rows import RepeatedRows
 
 # Share of the rows of an update below which those that stand again are updated once more.
 FEW_AGAIN = 0.1
@@ -141,7 +140,7 @@ class FastGroup:
         # What becomes of the gradients of given rows, in units of the second argument.
         self.take: Callable[[Sequence[GivenRows], float], None] = self.update
         self._step = UPDATES[group.optimizer]
-        self._last_R: npt.NDArray[np.int32] | None = None  # see places_again; for training alone
+        self._repeated = RepeatedRows(self.weights.numel() // self.width)
 
     @property
     def weights(self) -> Tensor:
@@ -167,8 +166,8 @@ class FastGroup:
         if not given:
             return
         row_N = _joined([part.row_N for part in given])
-        lengths = [part.row_N.numel() for part in given]
-        again_A, last_A = self._places_again(row_N, lengths)
+        places = self._repeated.places([part.row_N.numpy() for part in given])
+        again_A, last_A = (torch.from_numpy(place_A) for place_A in places)
         if again_A.numel() < FEW_AGAIN * row_N.numel():
             self._update_where_they_lie(given, unit, row_N, again_A, last_A)
             return
@@ -207,21 +206,6 @@ class FastGroup:
                 _write_rows(_momentum(self.group), row_C, momentum_CD)
             self._step(self.group, row_C, rows_CD, sums_CD, unit)
 
-    def _places_again(self, row_N: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The places of rows that stand again later, ascending, and the last place of each of these
-        rows, among those of parts of so many rows.
-        """
-        rows_N, starts = row_N.numpy(), np.cumsum([0, *lengths])
-        ascending = rows_N[1:] > rows_N[:-1]
-        ascending[starts[1:-1] - 1] = True
-        if ascending.all():  # as every rank asks for the ids of a batch of one block
-            again_A, last_A = places_again_in_order(np.split(rows_N, starts[1:-1]))
-        else:
-            if self._last_R is None:
-                self._last_R = np.empty(self.weights.numel() // self.width, np.int32)
-            again_A, last_A = places_again(rows_N, self._last_R)
-        return torch.from_numpy(again_A), torch.from_numpy(last_A)
-
     def _values(self, part: GivenRows) -> Tensor:
         """The rows as they are."""
         # Reading them from a large table waits for memory: not twice where nobody wrote since.
@@ -249,44 +233,6 @@ class _Lookup(torch.autograd.Function):
         given = GivenRows(row_N, rows_ND, grads[0].contiguous(), ctx.version, None)
         ctx.group.take([given], 1.0)
         return None, None, None
-
-
-def places_again(rows_N: Ints, last_R: npt.NDArray[np.int32]) -> tuple[Ints, Ints]:
-    """Of rows in any order the places of those that stand again later, ascending, and the last
-    place of each of these rows.
-
-    `last_R` is memory of one entry a row of the tables: whatever it holds, the last place of a row
-    is written before it is read.
-    """
-    places_N = np.arange(rows_N.size, dtype=np.int32)
-    last_R[rows_N] = places_N
-    last_N = last_R[rows_N]
-    again_A = np.flatnonzero(last_N != places_N)
-    return again_A, last_N[again_A].astype(np.int64)
-
-
-def places_again_in_order(parts: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """The same of parts in each of which the rows ascend: merging these costs a third of reading
-    and writing memory of all rows of the tables.
-    """
-    if len(parts) == 1:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    merged_N = np.sort(np.concatenate(parts), kind="stable")
-    row_C = np.unique(merged_N[1:][merged_N[1:] == merged_N[:-1]])
-    starts = np.cumsum([0] + [part.size for part in parts])
-    last_C = np.full(row_C.size, -1)
-    found = []
-    for part, start in zip(parts, starts, strict=False):
-        at_C = np.searchsorted(part, row_C)
-        is_here_C = at_C < part.size
-        is_here_C[is_here_C] = part[at_C[is_here_C]] == row_C[is_here_C]
-        here = np.flatnonzero(is_here_C)
-        last_C[here] = start + at_C[here]
-        found.append((here, start + at_C[here]))
-    index_A, place_A = (np.concatenate(values) for values in zip(*found, strict=True))
-    is_again_A = last_C[index_A] != place_A
-    again_A = place_A[is_again_A]
-    return again_A, last_C[index_A[is_again_A]]
 
 
 def _gathered(parts: Sequence[Tensor], place_A: Tensor) -> Tensor:

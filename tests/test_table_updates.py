@@ -5,19 +5,12 @@ whoever brings them, on the rows as they are by then.
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 
-from gmeta.table_updates import (
-    FastGroup,
-    GivenRows,
-    places_again,
-    places_again_in_order,
-    summed_by_row,
-)
+from gmeta.table_updates import FastGroup, GivenRows, summed_by_row
 
 NUM_ROWS, WIDTH = 90, 3
 RATE, EPSILON, UNIT = 0.5, 1e-8, 0.25
@@ -111,24 +104,6 @@ def test_rows_of_one_rank_may_stand_twice(repeated: int) -> None:
     group.update(parts, UNIT)
     torch.testing.assert_close(stored.weights_host.detach().view(NUM_ROWS, WIDTH), weights)
     torch.testing.assert_close(stored.momentum1_host.view(NUM_ROWS, WIDTH), momentum)
-
-
-def test_places_again_are_those_with_the_same_row_behind_them() -> None:
-    again_A, last_A = places_again(np.array([4, 9, 4, 2, 9, 4]), np.full(NUM_ROWS, 7, np.int32))
-    assert again_A.tolist() == [0, 1, 2]
-    assert last_A.tolist() == [5, 4, 5]
-    for once in (np.arange(NUM_ROWS), np.arange(NUM_ROWS)[::-1]):
-        assert not places_again(once, np.zeros(NUM_ROWS, np.int32))[0].size
-
-
-def test_places_again_of_rows_in_order_are_those_of_any_rows() -> None:
-    generator = np.random.default_rng(3)
-    for ranks in (1, 2, 2, 5, 5):
-        parts = [np.flatnonzero(generator.random(NUM_ROWS) < 0.3) for _ in range(ranks)]
-        parts[-1] = parts[-1][: generator.integers(0, 9)]
-        expected = places_again(np.concatenate(parts), np.zeros(NUM_ROWS, np.int32))
-        for mine, other in zip(places_again_in_order(parts), expected, strict=True):
-            assert mine.tolist() == other.tolist()
 
 
 def test_summed_by_row_sums_the_gradients_of_equal_rows() -> None:
