@@ -94,6 +94,8 @@ def split_tasks(batch: TaskBatch, num_parts: int) -> list[TaskBatch]:
     """
     offsets_T1 = batch.row_offsets_T1
     targets = torch.arange(1, num_parts) * batch.num_rows / num_parts
+    # Where the rows of a part are reached; a task longer than a part makes two of them fall
+    # together.
     cuts = torch.searchsorted(offsets_T1, targets.round().to(offsets_T1.dtype))
     edges = sorted({0, *cuts.tolist(), batch.num_tasks})
     if len(edges) == 1:
@@ -128,6 +130,8 @@ class _Accumulated(torch.autograd.Function):
         rows_UD: Tensor,
         *layers: Tensor,
     ) -> Tensor:
+        # A leaf of its own: the parts' graphs end at the fetched rows, and do not run into the
+        # fetch.
         wanted = [rows_UD.detach().requires_grad_(), *layers]
         total = torch.zeros((), device=rows_UD.device)
         sums: tuple[Tensor, ...] = ()
@@ -135,6 +139,7 @@ class _Accumulated(torch.autograd.Function):
             with torch.enable_grad():
                 loss = loss_of(wanted[0], part)
             # Not into .grad: the step's own backward does that, and data parallelism listens there.
+            # Zeros for layers that a part does not use: sums need all of them.
             grads = torch.autograd.grad(loss, wanted, materialize_grads=True)
             sums = torch._foreach_add(sums, grads) if sums else grads
             total = total + loss.detach()

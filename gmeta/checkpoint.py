@@ -36,6 +36,7 @@ def load_checkpoint(
         GMetaError: the folder is incomplete or fits another model.
     """
     if optimizer is not None:
+        # torch makes it at the first step, and only what is there can be filled.
         create_state(optimizer)
     state = state_of(sharded, optimizer)
     progress = read_progress(path)

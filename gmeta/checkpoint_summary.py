@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from gmeta.checkpoint import PROGRESS_FILE
 from gmeta.errors import GMetaError
 
+# How torchrec names what state_of gives to torch's checkpoints.
 _TABLES = "model.tables.embeddings."
 _LAYERS = "model.learner."
 _TABLE_STATE = "optimizer.state.tables.embeddings."

@@ -111,6 +111,7 @@ def _fail(message: str, code: int) -> None:
     rank = os.environ.get("RANK")
     prefix = "error" if rank is None else f"error on rank {rank}"
     Console(stderr=True, soft_wrap=True).print(f"[bold red]{prefix}[/]: ", end="")
+    # Not through rich, to which brackets in a message are markup.
     print(message, file=sys.stderr)
     _leave(code)
 

@@ -248,11 +248,13 @@ class TrainConfig:
     @property
     def digest(self) -> str:
         """Twelve hexadecimal digits that change with any value."""
+        # Sorted: in which order a file has its keys says nothing.
         text = json.dumps(self.to_json(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars."""
+        # There and back, so that tuples are the lists that a reader will find.
         value: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         return value
 
@@ -275,6 +277,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     for override in overrides:
         _override(raw, override)
     config = config_from_dict(raw)
+    # Not in the dataclasses: the config of an exported model has neither.
     for key, value in (("data.path", config.data.path), ("run.dir", config.run.dir)):
         if not value:
             raise ConfigError(

@@ -51,6 +51,7 @@ def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> 
     dataset, learner = build(config)
     chosen = splits_to_score(config, dataset, splits)
     sharded = shard_learner(learner, dataset.features, config, ranks)
+    # Without the optimizer: nothing is trained on from here.
     progress = load_checkpoint(checkpoint, sharded, None, ranks)
     tables = [predict_split(config, dataset, split, sharded, ranks) for split in chosen]
     if ranks.rank != 0:
@@ -107,6 +108,7 @@ def score_split(
         return {}
     label, after, task = (table[name].to_numpy() for name in ("label", "after", "task"))
     values = evaluate_split(label, after, task, config.outer.loss)
+    # JSON has no NaN.
     return {name: None if np.isnan(value.value) else value.value for name, value in values.items()}
 
 
@@ -132,6 +134,7 @@ def predict_split(
     gathered = gather_to_first(columns, ranks)
     if gathered is None:
         return None
+    # Empty batches keep the collectives of a rank's peers whole, and hold no row.
     parts = [part for of_rank in gathered for part in of_rank if len(part["task"])]
     if not parts:
         raise UserError(
@@ -146,6 +149,7 @@ def _predict(learner: ShardedLearner, episodes: Episodes, loss: str) -> dict[str
     prediction = learner.predict(episodes)
     query_T = prediction.layout.lengths_T.cpu()
     support_T = prediction.support_lengths_T.cpu().to(torch.int32)
+    # The loss works on logits, a reader on probabilities.
     shown = torch.sigmoid if loss == "bce" else torch.clone
     return {
         "task": torch.repeat_interleave(episodes.task_T, query_T).numpy(),

@@ -82,6 +82,7 @@ class RunLog:
             TextColumn("{task.fields[reading]}"),
             TimeRemainingColumn(),
             console=self._console,
+            # In a file each move of the bar would be one more line.
             disable=not sys.stderr.isatty(),
         )
         self._bar = self._progress.add_task("", total=total_steps, completed=done_steps, reading="")

@@ -215,6 +215,7 @@ class TrainingRun:
         """Save every step that was done, and end the run."""
         if self._meter.steps:
             self._write_reading(self._progress.epoch)
+        # Equal where the stop came right behind a checkpoint, or before a resumed run's first step.
         if self._progress.step != self._saved_step:
             self._save()
         self.writer.finish()
@@ -227,6 +228,7 @@ class TrainingRun:
         self.log.write(self._progress.step, epoch, self._meter.read(self.feed.wait_s))
 
     def _save(self) -> None:
+        # What came from a value that is no number must not become a checkpoint.
         self._guard.check()
         self.writer.finish()
         self.writer.save(self._progress, self.feed.checkpoint_files(self._progress.step))
@@ -236,6 +238,7 @@ class TrainingRun:
         split = self._config.data.valid_split
         scores = score_split(self._config, self._dataset, split, self._sharded, self._ranks)
         self.log.write(self._progress.step, epoch, {"valid": scores})
+        # Only rank 0 has scores; all must judge alike, or they would part at the next step.
         score = value_of_first(scores.get(self._early_stop.metric), self._ranks)
         self._progress = self._early_stop.judged(self._progress, score)
 

@@ -147,6 +147,7 @@ class Dataset:
         with self._lock:
             verify = not self.is_local or (split, block) not in self._verified
         groups = self._row_groups(split, shard, row_group)
+        # One list for all files of the shard, in the order of layout.checksum_columns.
         checksums = iter(entry.blocks.xxh3_XC[block].tolist())
         columns = {}
         for stream, group in zip(self._streams, groups, strict=True):

@@ -74,6 +74,7 @@ def check_counts(
     Raises:
         FormatError: they contradict.
     """
+    # Little beside decoding; unseen, it would be an index out of bounds in some step.
     faults = {
         "num_episodes": decoded.num_episodes != num_episodes,
         "num_rows": decoded.num_rows != num_rows or decoded.row_offsets_T1[-1] != decoded.num_rows,

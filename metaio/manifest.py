@@ -82,6 +82,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     body = json.loads(json.dumps(body, default=vars))
     # Last, over all of the rest.
     body["checksum"] = xxh3_hex(canonical_json(body))
+    # Indented for people; the checksum is over the canonical form.
     return json.dumps(body, indent=1).encode()
 
 

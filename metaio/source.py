@@ -87,6 +87,7 @@ class DuckSource:
         self._run(f"SET threads = {threads}")
         # The order is decided later, by sorting; keeping this one would cost memory.
         self._run("SET preserve_insertion_order = false")
+        # gmeta has its own.
         self._run("SET enable_progress_bar = false")
         self._files = self._open(inputs)
         self._types = self._column_types(self._files.names[0], None)
@@ -105,6 +106,7 @@ class DuckSource:
             if "://" in found[0]:
                 self._connection.register_filesystem(fs)
             names += found
+        # One scan reads one format; two scans could give a column two types.
         kinds = {name.endswith((".parquet", ".pq")) for name in names}
         if len(kinds) != 1:
             raise DataError(

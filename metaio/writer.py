@@ -169,6 +169,7 @@ class SplitWriter:
         whole = cuts[:-1] if keep_last else cuts
         for first, stop in itertools.pairwise(whole):
             part = slice_rows(rows, first, stop)
+            # Once, here: readers trust what passes its checksum.
             _check_rows(self._features, part)
             shard = self._open_shard()
             shard.write(build_block(self._features, part))

@@ -50,6 +50,7 @@ def check_free(name: str, host: str, port: int) -> None:
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind, protocol) as probe:
+            # As gRPC does: a port that a service before has just left is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)  # never listens: a client that tries again must not meet it
     except OSError as error:

@@ -70,6 +70,7 @@ def _before(new: DatasetManifest, old: DatasetManifest) -> bool:
 def _account(entry: DatasetManifest) -> list[str]:
     spec = entry.spec
     ranges = list(entry.trained_ranges())
+    # Of skipped and quarantined shards the front may be in the model: it counts as trained.
     num_trained = sum(end - start for start, end in ranges)
     order = ShardOrder(spec.num_shards, spec.seed, entry.epoch, spec.shuffle)
     num_skipped = sum(

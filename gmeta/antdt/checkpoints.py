@@ -94,6 +94,8 @@ def check_restore(state: LedgerState, manifest_json: str) -> str:
             f"the manifest belongs to job {manifest.job!r}, this service serves {state.job!r}. "
             "Restore the job's own checkpoint, or start the service with --job.",
         )
+    # Before anything is rolled back: positions mean something only in the same cut of the same
+    # data.
     for entry in manifest.datasets:
         table = state.tables.get(entry.spec.name)
         if table is not None and table.spec != entry.spec:

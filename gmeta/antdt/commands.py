@@ -31,6 +31,8 @@ class Register(NamedTuple):
     rdzv_round: int | None
 
 
+# The caller comes first in every call of a worker, and its number second where it is numbered:
+# fences and checksums rely on it.
 class LeaseShards(NamedTuple):
     """Up to `max_shards` shards of one epoch."""
 
@@ -239,6 +241,7 @@ class Changed(NamedTuple):
     num_changed: int
 
 
+# Wait.Cause of the proto.
 CAUSE_IN_FLIGHT, CAUSE_QUARANTINED, CAUSE_DRAINING, CAUSE_EARLIER_EPOCH = 1, 2, 3, 4
 
 WorkerCommand = (

@@ -42,6 +42,7 @@ def rule(snapshot: Snapshot, config: ControllerConfig, policy: Policy) -> list[R
     """The policy's decisions, each allowed or held back. Raises PolicyError."""
     try:
         decisions = list(policy(snapshot, config))
+    # A user's function: it may raise anything, and the log must name it.
     except Exception as error:
         raise PolicyError(
             f"policy {config.policy!r} failed: {error!r}. Mend it, or set controller.policy to "

@@ -212,6 +212,7 @@ Event = (
 # Answers to a worker's numbered calls.
 NumberedEvent = LeasesGranted | BackupGranted | ShardsCompleted | ShardsReleased | ShardFailed
 
+# They stand in stores: a tag keeps its meaning, and its fields their order, for ever.
 _TAG_OF: dict[type[Event], str] = {
     ServiceStarted: "start",
     DatasetAdded: "dataset",

@@ -16,6 +16,7 @@ def check_process(state: LedgerState, caller: Caller) -> Worker:
             f"worker {caller.worker_id!r} is unknown to this service; only registered workers may "
             "call. Call Register.",
         )
+    # In front of the service epoch: a zombie must stop, not register again and take the id back.
     if caller.incarnation != worker.incarnation:
         raise superseded(caller.worker_id, caller.incarnation, worker.incarnation)
     if caller.service_epoch != state.service_epoch:
@@ -50,6 +51,7 @@ def check_registration(
                 f"{len(state.workers)} worker ids are known; at most {MAX_WORKERS} are allowed. "
                 "Reuse ids: one a rank.",
             )
+    # A retired process that registers anew would fence the one that replaced it.
     elif incarnation in worker.retired:
         raise superseded(worker_id, incarnation, worker.incarnation)
     elif (

@@ -68,6 +68,7 @@ class Lease:
         """Notes that so many more units went into the model. Raises LeaseLostError, and
         ValueError beyond the end."""
         self.check()
+        # A count beyond the end would be refused by the service, long after the step that is wrong.
         if not 0 <= self.units_done + num_units <= self.num_units:
             raise ValueError(
                 f"shard {self.shard_index} has {self.num_units} units, {self.units_done} are "
@@ -80,6 +81,7 @@ class Lease:
         """Raises LeaseLostError when the lease was revoked, or was not renewed for 0.8 of its
         ttl."""
         late_s = time.monotonic() - self.usable_until_s
+        # Once late, lost for good: by now the shard may be another worker's.
         if not self.lost and late_s > 0:
             self.lost = (
                 f"not renewed in time ({late_s:.1f} s late), the process or the link stood still"

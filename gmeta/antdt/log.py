@@ -61,6 +61,7 @@ def configure_logging(level: str = "INFO") -> None:
     logger = logging.getLogger(LOGGER_NAME)
     logger.handlers = [handler]
     logger.setLevel(level.upper())
+    # Or a root logger of the process would print each line once more, in its own form.
     logger.propagate = False
 
 

@@ -22,6 +22,7 @@ _STOP_S = 5.0  # for the callback that runs when the process ends
 def event_loop() -> asyncio.AbstractEventLoop:
     """The loop, running; started by the first call."""
     with _starting:
+        # Not when this is imported: who only reads a manifest needs no thread.
         if not _started:
             loop = uvloop.new_event_loop()
             thread = threading.Thread(target=loop.run_forever, name="antdt-loop", daemon=True)

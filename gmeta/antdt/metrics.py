@@ -14,6 +14,7 @@ from gmeta.antdt.governor import Governor
 from gmeta.antdt.http_edge import HttpRequest
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+# Fields of DatasetStatus.
 _SHARD_STATES = ("todo", "doing", "done_open", "done_committed", "skipped", "quarantined")
 
 _SPENT = ("compute", "data_wait", "communication", "peer_wait")
@@ -106,6 +107,7 @@ class _StateCollector(Collector):
             labels=["worker", "spent"],
         )
         for worker in status.workers:
+            # Who never reported is left out: 0 seconds would be a claim.
             if worker.HasField("report"):
                 for spent in _SPENT:
                     seconds.add_metric(
@@ -159,6 +161,7 @@ class _GovernorCollector(Collector):
         decisions = CounterMetricFamily(
             "antdt_decisions", "Rulings of the controller.", labels=["kind", "outcome"]
         )
+        # Copied in one go: the governor's thread counts meanwhile.
         for key, count in list(governor.counts.items()):
             decisions.add_metric(list(key), count)
         yield from (speed, ratio, share, stragglers, decisions)

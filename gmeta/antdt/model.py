@@ -23,6 +23,7 @@ MAX_LEASES_PER_WORKER = 4096  # so that one heartbeat can name all of them
 MAX_WORKERS = 65_536
 MAX_DATASETS = 1024
 
+# No spaces or quotes: names stand in logs, metrics and shell commands as they are.
 _NAME = re.compile(r"[A-Za-z0-9_.:@/-]{1,128}")
 
 

@@ -27,6 +27,7 @@ def decide(state: LedgerState, command: cmd.Requeue | cmd.Skip | cmd.Drain) -> e
             "no longer change. Do it in the next epoch.",
         )
     allowed = _REQUEUE_FROM if isinstance(command, cmd.Requeue) else _SKIP_FROM
+    # Each once: one that is named twice would be counted as changed twice.
     positions = [_position(table, index, allowed) for index in dict.fromkeys(command.shard_indices)]
     if isinstance(command, cmd.Requeue):
         return ev.ShardsRequeued(command.request_id, command.dataset, positions)
@@ -67,7 +68,7 @@ def _drain(state: LedgerState, command: cmd.Drain) -> ev.DrainSet:
     return ev.DrainSet(command.request_id, command.worker_id, not command.undo)
 
 
-GLOBAL_KINDS = (2, 3)  # of the proto: ADJUST_BS and ADJUST_LR, posted once for all workers
+_ADJUST_BS = 2  # of the proto
 
 
 def action_for(action: ev.ActionPosted, worker_id: str) -> cmd.PostAction | None:
@@ -75,7 +76,7 @@ def action_for(action: ev.ActionPosted, worker_id: str) -> cmd.PostAction | None
     if action.worker_id:
         return cmd.PostAction(*action) if action.worker_id == worker_id else None
     parameters = action.parameters
-    if action.kind == 2:
+    if action.kind == _ADJUST_BS:
         if worker_id not in parameters:
             return None
         parameters = {
@@ -89,6 +90,7 @@ def action_for(action: ev.ActionPosted, worker_id: str) -> cmd.PostAction | None
 
 def is_new_action(state: LedgerState, command: cmd.PostAction) -> bool:
     """False when the action id was used before. Raises RefusedError at the limit."""
+    # Also one that was answered by now: the controller posts again what it heard nothing of.
     if command.action_id in state.actions or command.action_id in state.acked:
         return False
     if len(state.actions) >= MAX_ACTIONS:

@@ -35,6 +35,7 @@ class RateLimit:
         now_s = self._clock()
         with self._lock:
             left, at_s = self._buckets.pop(caller, (self._burst, now_s))
+            # Filled by the time since the last call: no timer, whatever the number of callers.
             left = min(self._burst, left + (now_s - at_s) * self._rate)
             admitted = left >= 1
             self._buckets[caller] = (left - admitted, now_s)

@@ -20,6 +20,7 @@ class Ticket:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        # Taken at once: `deliver` opens it, and the caller waits by taking it again.
         self.lock.acquire()
         self.answer: Answer = None
 

@@ -121,6 +121,7 @@ def _heartbeat(request: Any) -> cmd.Command:
     if request.HasField("report"):
         r = request.report
         times = (r.compute_ms, r.data_wait_ms, r.communication_ms, r.peer_wait_ms)
+        # One infinity would stay in the sums of the monitor for all of its long windows.
         if not all(0 <= ms < float("inf") for ms in times):
             raise bad_argument(
                 f"the report's times are {times} ms; allowed are finite numbers from 0. Correct it."
@@ -170,6 +171,7 @@ def _commit(request: Any) -> cmd.Command:
 
 def _restore(request: Any) -> cmd.Command:
     check_name("restore_id", request.restore_id)
+    # What is no UTF-8 does not match its digest, and is refused with those that were altered.
     text = request.manifest_json.decode(errors="replace")
     return cmd.Restore(caller_from(request.caller), text, request.restore_id)
 

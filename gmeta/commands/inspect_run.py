@@ -55,6 +55,7 @@ def inspect_run(root: Path) -> None:
         )
     console.print(table)
     _show(console, summaries[-1])
+    # Last, behind the tables: a terminal shows what is wrong without scrolling.
     _end([problem for summary in summaries for problem in summary.problems])
 
 

@@ -166,6 +166,7 @@ def _bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
     if found is None or float(found.group(1)) <= 0:
         raise UserError(f"--memory is {text!r}; a size such as 512MB or 2GB is needed. Correct it")
+    # The letter's place is the power of 1,024.
     return int(float(found.group(1)) * 1024 ** " KMGT".index(found.group(2).upper() or " "))
 
 
@@ -196,6 +197,7 @@ def _report(out: str) -> None:
     from metaio import open_dataset
 
     console = Console(stderr=True, markup=False)
+    # Opened anew: what is told is what a reader will find.
     dataset = open_dataset(out)
     console.print(_counts(dataset))
     lost = {
@@ -257,6 +259,7 @@ def inspect(
 
     gmeta inspect runs/demo/maml
     """
+    # A URL is neither, and goes on to the datasets.
     if is_run(Path(path)) or is_checkpoint(Path(path)):
         if verify or picture is not None:
             raise UserError(

@@ -104,5 +104,6 @@ def shard_service(
         raise ServiceStartError(
             f"--log-level is {log_level!r}; allowed are {', '.join(LOG_LEVELS)}. Correct it."
         )
+    # Behind the checks: what is wrong with the options is told in plain words, not as JSON.
     configure_logging(log_level)
     raise typer.Exit(serve_until_signal(config))

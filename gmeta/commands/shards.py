@@ -119,6 +119,7 @@ def list_shards(
             pb.ListShardsRequest(
                 dataset=name,
                 state=numbers.get(state.lower(), 0),
+                # 1000 is the largest page of the service.
                 page_size=min(1000, limit - len(found)),
                 page_token=page_token,
             ),

@@ -95,6 +95,7 @@ def show_config() -> None:
 
 
 def _check_run_folder(config: TrainConfig, resume: bool) -> None:
+    # torchrun repeats the command as it was: a restarted rank finds what its first life wrote.
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     root = Path(config.run.dir)
     if root.exists() and not root.is_dir():

@@ -83,7 +83,9 @@ def _draw_groups(
                 linewidth=1.5,
                 **one.style,
             )
+    # Wrapped: a long name would take the room of the axes.
     axes.set_yticks(range(len(groups)), [fill(group.name, 16) for group in groups])
+    # Upside down: the first group stands on top, as in the tables.
     axes.set_ylim(len(groups) - 0.5, -0.5)
     for row in range(1, len(groups)):
         axes.axhline(row - 0.5, color=light("line"), linewidth=0.8)
@@ -176,6 +178,7 @@ def _draw_calibration(group: Group, series: Sequence[Series], axes: Axes) -> Non
                 top = max(
                     top, *predicted, *shares, *(_or_zero(estimate.high) for estimate in observed)
                 )
+    # Where clicks are rare, axes up to 1 would press all bins into a corner.
     limit = min(1.0, 1.05 * top) or 1.0
     axes.plot(
         [0, limit], [0, limit], color=light("muted"), linewidth=1, linestyle=(0, (4, 3)), zorder=0

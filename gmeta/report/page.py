@@ -39,6 +39,7 @@ class TableRow:
 
 def page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
     """The whole page."""
+    # Names are the user's words, so escaped; a name that the template misspells fails.
     environment = Environment(
         loader=PackageLoader("gmeta.report", "."), autoescape=True, undefined=StrictUndefined
     )
@@ -46,6 +47,7 @@ def page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
     drawn = [
         (
             chart,
+            # Drawn here: not to be escaped.
             [(panel, Markup(svg_panel(chart, index))) for index, panel in enumerate(chart.panels)],
         )
         for chart in charts

@@ -38,6 +38,7 @@ def find_policy(name: str) -> Policy:
     sys.modules[spec.name] = module  # where a dataclass of the file looks its annotations up
     try:
         spec.loader.exec_module(module)
+    # A user's file: importing it may raise anything.
     except Exception as error:
         raise ConfigError(f"the policy file {path} does not load: {error!r}") from error
     found = getattr(module, function, None)

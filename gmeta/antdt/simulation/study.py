@@ -86,6 +86,7 @@ def run_study(
     names = [recorded.stem] if recorded is not None else list(scenarios or SCENARIOS)
     for name in names:
         for method, run in chosen.items():
+            # Anew for each method: a trace moves on with the job that it slows.
             if recorded is not None:
                 trace, _ = recorded_trace(recorded, config.seed)
             else:
