@@ -94,6 +94,7 @@ class CheckpointWriter:
             self._conclude()
             return
         staged = self._staged(state)
+        # A daemon: after an error the process ends, and does not wait for ranks that are gone.
         self._thread = threading.Thread(
             target=self._write, args=(staged, progress, files), name="checkpoint", daemon=True
         )

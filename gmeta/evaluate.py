@@ -82,6 +82,7 @@ def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str])
                 f"split {split!r} is not in {config.data.path}: "
                 f"it has {', '.join(dataset.splits)}. Name one of them"
             )
+    # A split that decided when to stop is no measure of what came out.
     used = (config.data.train_split, config.data.valid_split)
     chosen = chosen or [split for split in dataset.splits if split not in used]
     if not chosen:

@@ -206,6 +206,7 @@ class ServiceFeed(Feed):
                 address = service_address(config) or self._start_service(config, ranks, undo)
                 self.client = undo.enter_context(connect(address, ranks.rank))
                 self._restore(spec, checkpoint, config)
+            # Behind the roll-back: who registers before it is of the generation that it ends.
             address = value_of_first(address, ranks)
             if ranks.rank != 0:
                 self.client = undo.enter_context(connect(address, ranks.rank))

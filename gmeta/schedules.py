@@ -29,5 +29,6 @@ def rate_scale(schedule: str, warmup_steps: int, step: int, total_steps: int) ->
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
+    # The warm-up may be longer than the run; then the schedule stands at its beginning.
     step = max(min(step, total_steps - 1), warmup_steps)
     return DECAYS[schedule]((step - warmup_steps) / max(total_steps - warmup_steps, 1))

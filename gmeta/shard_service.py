@@ -36,6 +36,7 @@ def connect(address: str, rank: int) -> ShardClient:
     )
     return ShardClient(
         address,
+        # The same in every life of the job: a restarted rank takes the place of its last process.
         f"rank{rank}",
         token_file=token_file,
         tls_ca=tls_ca,

@@ -37,6 +37,7 @@ def stop_on_sigterm() -> Iterator[Stop]:
         return
 
     def ask(number: int, frame: FrameType | None) -> None:
+        # Nothing else: a handler may run between any two instructions of a step.
         stop.asked = True
 
     before = signal.signal(signal.SIGTERM, ask)

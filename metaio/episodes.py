@@ -93,6 +93,7 @@ def make_episodes(
     starts_T = np.flatnonzero(np.concatenate([np.ones(min(rows.num_rows, 1), np.bool_), changes]))
     lengths_T = np.diff(starts_T, append=rows.num_rows)
     first_T, length_T, dropped = _cut(rule, starts_T, lengths_T, task_N)
+    # By the rule, which may leave a side empty: `by = time` knows nothing of lengths.
     support_T = _support_rows(rule, first_T, length_T, rows.time_N[order_N], cut_time)
     # An episode without support cannot adapt, one without query cannot be scored.
     both = (support_T > 0) & (support_T < length_T)

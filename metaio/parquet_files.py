@@ -21,6 +21,7 @@ def holds(name: str, types: dict[str, pa.DataType]) -> bool:
     except (pa.ArrowException, OSError):
         return False  # DuckDB reads it, or says what is wrong with it
     return all(
+        # Of two columns of one name DuckDB and pyarrow would not take the same.
         schema.names.count(column) == 1 and _same(schema.field(column).type, wanted)
         for column, wanted in types.items()
     )

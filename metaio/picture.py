@@ -45,6 +45,7 @@ def _draw_sizes(axes: Axes, summary: SplitSummary) -> None:
 
 
 def _draw_skew(axes: Axes, summary: SplitSummary) -> None:
+    # A curve of a single id is a point.
     used = [use for use in summary.tables if use.num_used > 1]
     for use in sorted(used, key=lambda use: -use.num_used)[:_MAX_CURVES]:
         falling = np.sort(use.uses_R[use.uses_R > 0])[::-1]

@@ -47,6 +47,7 @@ def prepare_with_spark(
     options = options or PrepareOptions()
     _check_frame(frame, schema)
     column = schema.splits.column
+    # As on one machine, names come first: a row's split is an index into them.
     found = [row[0] for row in frame.select(column).distinct().collect()] if column else None
     names = split_names(schema, [str(name) for name in found] if found is not None else None)
     survey = _survey(frame, schema, names)

@@ -46,6 +46,7 @@ class Backups:
         none, or the worker is itself one of the slow ones."""
         if not self.wanted.isdisjoint(worker.tokens):
             return None
+        # Tokens rise with time: the shard that was held longest comes first.
         for token in sorted(self.wanted - self.twins.keys()):
             lease = leases[token]
             # A shard that failed too often while it had two leases waits for its last one.

@@ -286,6 +286,7 @@ class ShardClient:
             ),
         )
         self._caller.run_generation = response.run_generation
+        # What was trained of them is in a model that is gone.
         self._leases.lose_all("the job was rolled back to a checkpoint")
         return self.run_generation
 
@@ -294,6 +295,7 @@ class ShardClient:
         often as the service asks for. `share`: tasks that this worker takes in each step now."""
         is_first = self._report is None
         self._report = pb.WorkerReport(**report._asdict(), share=share)
+        # Or it would come with the next beat for the leases, up to a third of the ttl later.
         if is_first:
             self._hurry.set()
 
@@ -360,6 +362,7 @@ class ShardClient:
             sent_to = request.caller.service_epoch
             return request
 
+        # One after the other: what the next number is only the answer says.
         with self._numbered:
             response = self._call(rpc, build_whole)
             with self._seq_lock:

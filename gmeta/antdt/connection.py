@@ -187,6 +187,8 @@ class Connection:
             except CallError as error:
                 # Whatever the error: a connection under an expired certificate just fails.
                 renewed = self._take_new_certificates()
+                # Made again at once: so far the service has refused a stream, and was asked
+                # nothing.
                 if self._gives_up_streams(error):
                     continue
                 if error.reason == "FENCED_SERVICE_EPOCH" and renew is not None:

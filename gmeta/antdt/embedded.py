@@ -42,9 +42,11 @@ class EmbeddedService:
         self._folder = folder
         self._port = _free_port()
         self.address = f"127.0.0.1:{self._port}"
+        # The kernel closes this end of the pipe, however its holder ends.
         self._stdin, self._owner_lives = os.pipe()
         self._closing = threading.Event()
         self._process = self._start()
+        # Now that it serves: who finds the file may call.
         (folder / ADDRESS_FILE).write_text(self.address + "\n")
         self._watcher = threading.Thread(target=self._watch, name="antdt-watcher", daemon=True)
         self._watcher.start()
@@ -118,6 +120,7 @@ class EmbeddedService:
             if self._closing.wait(pause_s):
                 return
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            # Nobody waits until it listens: its clients try again by themselves.
             self._process = self._spawn()
 
 

@@ -75,6 +75,7 @@ class Ledger:
         Raises RefusedError when the command is refused; what expired before it stays expired,
         see take_records.
         """
+        # First: no call may be judged by a lease that is over.
         if now_s >= self._next_deadline_s:
             self._expire(now_s)
         reply = _DECIDE[type(command)](self, command, now_s)
@@ -165,6 +166,7 @@ class Ledger:
             self._emit(ev.WorkerRegistered(worker_id, incarnation))
         worker = state.workers[worker_id]
         self._saw(worker_id, now_s)
+        # Who registers again lives: nothing may run out while it finds its way back.
         self._renew(worker.tokens, now_s)
         leases = tuple(self._live_grant(token) for token in sorted(worker.tokens))
         return cmd.RegisterReply(

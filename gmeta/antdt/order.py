@@ -43,6 +43,8 @@ class ShardOrder:
         """The shard offered at `position`."""
         if not self._shuffle:
             return position
+        # A value outside is encrypted again until it falls inside: the larger range is permuted in
+        # cycles, and this one holds `position` itself, so it ends.
         value = self._encrypt(position)
         while value >= self._num_shards:
             value = self._encrypt(value)

@@ -168,6 +168,7 @@ class ShardServer:
         began_s = time.perf_counter()
         wait_for(self._server.start())  # health answers NOT_SERVING while the store is read
         committer = Committer(self._store, time.monotonic, self.config.job, self.config.lease_ttl_s)
+        # In front of the writer: a port that is taken must end the start before a call is answered.
         self.metrics_port = self._start_http()
         self._writer = Writer(committer, deliver, self._observe, self._on_end)
         self._writer.start()

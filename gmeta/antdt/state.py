@@ -57,6 +57,7 @@ class LedgerState:
         return lease
 
     def _return(self, token: int, counts_attempt: bool, note: str = "") -> None:
+        # Asked before the lease is dropped, which ends the pair.
         still_held = token in self.backups.twins
         lease = self.drop_lease(token)
         table = self.tables[lease.dataset]

@@ -52,6 +52,7 @@ def antdt_sim(
     from gmeta.antdt.simulation.study import run_study
     from gmeta.antdt.simulation.traces import recorded_trace
 
+    # A recording says itself how many workers it is of.
     if trace is not None:
         workers = recorded_trace(trace, seed)[1]
     job = JobConfig(

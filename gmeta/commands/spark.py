@@ -57,6 +57,7 @@ def _session(out: str) -> Iterator["SparkSession"]:
     try:
         yield session
     finally:
+        # Also after an error: on a cluster it would go on to hold its executors.
         session.stop()
 
 

@@ -56,6 +56,7 @@ def proportional_split(total: int, speeds: Sequence[float], minimum: int) -> lis
     exact = {i: rest * speeds[i] / weight for i in free}
     for i in free:
         shares[i] = int(exact[i])
+    # Ties go to the first: equal speeds must give the same shares each time.
     by_remainder = sorted(free, key=lambda i: (shares[i] - exact[i], i))
     for i in by_remainder[: total - sum(shares)]:
         shares[i] += 1

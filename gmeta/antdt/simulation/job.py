@@ -131,6 +131,7 @@ def _run_lb_bsp(take_steps: int, config: JobConfig, trace: Trace) -> Outcome:
     pending = deque([equal_W] * take_steps)
 
     def balance(step_s: Floats, tasks_W: Ints) -> Ints:
+        # Who had no task keeps the speed that was known of it.
         seen_W = np.divide(tasks_W, step_s, out=speeds_W.copy(), where=step_s > 0)
         speeds_W[:] = np.where(speeds_W > 0, (speeds_W + seen_W) / 2, seen_W)
         known_W = np.maximum(speeds_W, 1e-9).tolist()
@@ -276,6 +277,7 @@ class _Governed:
             * (cluster.now_s / max(1, self.num_steps))
         )
         health = self.monitor.health
+        # As the governor: no share can be planned for who is not judged yet.
         if len(health) < len(self.names):
             return
         snapshot = self.controller.snapshot(
