@@ -76,7 +76,7 @@ class CheckpointWriter:
         self._error: GMetaError | None = None
         if ranks.rank == 0:
             for left_over in folder.glob(f"{TEMPORARY_PREFIX}*"):
-                shutil.rmtree(left_over)
+                shutil.rmtree(left_over, ignore_errors=True)
 
     def save(self, progress: Progress, files: Mapping[str, str] = MappingProxyType({})) -> None:
         """Checkpoint the state as it is now, with rank 0's `files` (texts by name) beside it.
@@ -186,6 +186,7 @@ class CheckpointWriter:
         # until the new one has its name it may be the only checkpoint.
         replaced = self._folder / f"{TEMPORARY_PREFIX}replaced"
         if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
         temporary.rename(final)
         flush_to_disk([self._folder])
