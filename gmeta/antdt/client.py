@@ -362,7 +362,6 @@ class ShardClient:
             sent_to = request.caller.service_epoch
             return request
 
-        # One after the other: what the next number is only the answer says.
         with self._numbered:
             response = self._call(rpc, build_whole)
             with self._seq_lock:
@@ -442,7 +441,6 @@ class ShardClient:
             "Heartbeat",
             lambda: pb.HeartbeatRequest(caller=self._caller, tokens=tokens, report=report),
             self._register,
-            # By then the next beat is due, which names what is held by then.
             budget_s=self._ttl_s / 3,
         )
         self._renewed(sent_s, tokens & set(response.revoked_tokens))
