@@ -65,11 +65,15 @@ def proportional_split(total: int, speeds: Sequence[float], minimum: int) -> lis
 
 def fastest_split(total: int, speeds: Sequence[Speed], minimum: int = 0) -> list[int]:
     """The split of `total` tasks whose slowest worker ends first: min over n of max_i t_i(n_i)
-    (AntDT-DD). Exact: a bisection over the time limit, then whole tasks are taken back from the
-    workers that would end last.
+    (AntDT-DD). Exact: a bisection over the time limit, then whole tasks are taken back.
+
+    Of splits that end at the same time it is the one with the most slack where a task takes long:
+    a straggler's time is the least certain.
 
     >>> fastest_split(16, [Speed(1.0), Speed(3.0)])
     [12, 4]
+    >>> fastest_split(64, [Speed(20.0), Speed(20.0), Speed(20.0), Speed(80.0)])  # not 20, 20, 19, 5
+    [20, 20, 20, 4]
     """
     minimum = min(minimum, total // len(speeds))
     low, high = 0.0, max(speed.step_ms(total) for speed in speeds)
@@ -82,10 +86,11 @@ def fastest_split(total: int, speeds: Sequence[Speed], minimum: int = 0) -> list
             low = middle
     shares = [max(minimum, speed.tasks_within(high)) for speed in speeds]
     while (surplus := sum(shares) - total) > 0:
-        # Ties at the limit are the common case: take from all of the last ones in one round.
+        # Taken from workers at the limit they would not lower it, as not all of these could give
+        # one. So they come from where each saves most, one a worker in a round.
         order = sorted(
             (i for i in range(len(speeds)) if shares[i] > minimum),
-            key=lambda i: speeds[i].step_ms(shares[i]),
+            key=lambda i: speeds[i].step_ms(shares[i]) - speeds[i].step_ms(shares[i] - 1),
             reverse=True,
         )
         for i in order[:surplus]:
