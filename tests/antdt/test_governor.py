@@ -99,10 +99,10 @@ def test_every_rank_hears_its_own_part_of_one_plan() -> None:
     assert len(actions) == 1
     parts = {name: beat.actions[0] for name, beat in beats.items()}
     assert {name: part.parameters["tasks"] for name, part in parts.items()} == {
-        "rank0": 19.0,
+        "rank0": 20.0,
         "rank1": 20.0,
         "rank2": 20.0,
-        "rank3": 5.0,
+        "rank3": 4.0,
     }
     assert {(part.kind, part.apply_at_step) for part in parts.values()} == {(ADJUST_BS, 61)}
 
@@ -115,7 +115,7 @@ def test_a_newer_plan_replaces_the_older_one_and_acks_keep_it_open() -> None:
     for name, process in job.processes.items():
         job.service.call(cmd.AckAction(process.caller, first.action_id, 1, ""))
         assert job.beat_of(name, process).actions[0].action_id == first.action_id
-    job.shares = {"rank0": 20, "rank1": 20, "rank2": 19, "rank3": 5}
+    job.shares = {"rank0": 20, "rank1": 20, "rank2": 20, "rank3": 4}
     job.ms_per_task["rank3"] = 10.0
     (second,) = job.windows(4)["rank3"].actions
     assert second.action_id != first.action_id
@@ -185,17 +185,17 @@ def test_an_action_that_the_store_could_not_take_is_posted_once_it_can() -> None
     job.governor._ask = on_a_full_disk
     with pytest.raises(RefusedError):
         job.windows(3)
-    assert job.governor.controller.shares["rank3"] == 5
+    assert job.governor.controller.shares["rank3"] == 4
     job.governor._ask = ask
     job.governor.tick()
     (action,) = job.beat()["rank3"].actions
-    assert [(action.kind, action.parameters["tasks"])] == [(ADJUST_BS, 5.0)]
+    assert [(action.kind, action.parameters["tasks"])] == [(ADJUST_BS, 4.0)]
     assert action.action_id == refused[0].action_id
 
 
 def test_unequal_shares_of_the_service_before_are_made_equal_again() -> None:
     job = Job()
-    job.shares = {"rank0": 20, "rank1": 20, "rank2": 19, "rank3": 5}
+    job.shares = {"rank0": 20, "rank1": 20, "rank2": 20, "rank3": 4}
     (action,) = job.windows(4)["rank3"].actions
     assert action.parameters["tasks"] == 16.0
 
@@ -303,7 +303,7 @@ def test_metrics_tell_verdicts_speeds_and_decisions() -> None:
     assert 'antdt_worker_tasks_per_s{worker="rank0"} 100.0' in text
     assert 'antdt_stragglers{cause="compute",verdict="transient"} 1.0' in text
     assert 'antdt_decisions_total{kind="ADJUST_BS",outcome="posted"} 1.0' in text
-    assert 'antdt_worker_share{worker="rank3"} 5.0' in text
+    assert 'antdt_worker_share{worker="rank3"} 4.0' in text
 
 
 def test_the_docs_list_every_key_with_its_default() -> None:
