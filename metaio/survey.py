@@ -4,6 +4,7 @@ from.
 Surveys of parts of the data add up to the survey of all of it, so any engine may split the work.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,14 +16,16 @@ from metaio.errors import DataError
 from metaio.schema import Schema
 from metaio.values import kind_of
 
+# Rounding gives a constant column a deviation of up to so much of its mean.
+_NOISE = 1e-10
 # Batches of counts are merged once there are this many, so that memory follows the distinct values.
 _MERGE_AFTER = 16
 
 
 @dataclass
 class Survey:
-    """Counts of the rows seen so far. `moments` holds count, sum and sum of squares of dense
-    columns.
+    """Counts of the rows seen so far. `moments` holds of dense columns the count, the mean and the
+    sum of squared deviations from it.
     """
 
     rows_of_split: dict[str, int] = field(default_factory=dict)
@@ -39,9 +42,7 @@ class Survey:
             if len(own) > _MERGE_AFTER:
                 self.counts[table] = [_merge(own)]
         for column, moments in other.moments.items():
-            before = self.moments.get(column, (0, 0.0, 0.0))
-            count, total, squares = (a + b for a, b in zip(before, moments, strict=True))
-            self.moments[column] = (int(count), total, squares)
+            self.moments[column] = _joined(self.moments.get(column, (0, 0.0, 0.0)), moments)
 
 
 def survey_columns(schema: Schema) -> list[str]:
@@ -76,9 +77,22 @@ def survey_batch(schema: Schema, batch: pa.RecordBatch, names: tuple[str, ...]) 
     for dense in schema.dense:
         if dense.standardise:
             numbers = dense_input(dense, train[dense.column].drop_null())
-            sums = float(numbers.sum()), float((numbers * numbers).sum())
-            found.moments[dense.column] = (len(numbers), *sums)
+            mean = float(numbers.mean()) if len(numbers) else 0.0
+            squares = float(np.square(numbers - mean).sum())
+            found.moments[dense.column] = (len(numbers), mean, squares)
     return found
+
+
+def _joined(
+    ours: tuple[int, float, float], theirs: tuple[int, float, float]
+) -> tuple[int, float, float]:
+    """Moments of the rows of both (Chan, Golub, LeVeque, 1979, equation 2.1). Of a column far from
+    0, such as a time stamp, the squares themselves would leave no digit for its deviation.
+    """
+    (n, mean, squares), (n_theirs, mean_theirs, squares_theirs) = ours, theirs
+    count, apart = n + n_theirs, mean_theirs - mean
+    share = n_theirs / max(count, 1)
+    return count, mean + apart * share, squares + squares_theirs + apart * apart * n * share
 
 
 def _merge(parts: list[pa.Table]) -> pa.Table:
@@ -109,12 +123,16 @@ def fit(schema: Schema, survey: Survey, names: tuple[str, ...]) -> Fitted:
         kept = merged.filter(pc.greater_equal(merged["count"], count))["value"].combine_chunks()
         vocabularies[table] = kept.take(pc.sort_indices(kept))
     # A table that several columns share learns from all of them: they were counted together.
-    moments = {name: _mean_and_deviation(*sums) for name, sums in survey.moments.items()}
+    moments = {name: _mean_and_deviation(*known) for name, known in survey.moments.items()}
     return Fitted(vocabularies, moments, names)
 
 
-def _mean_and_deviation(count: int, total: float, squares: float) -> tuple[float, float]:
-    # Sums depend on the order of adding in their last bits; six digits do not, so engines agree.
-    mean = total / max(count, 1)
-    deviation = float(np.sqrt(max(squares / max(count, 1) - mean * mean, 0.0)))
-    return float(f"{mean:.6g}"), float(f"{deviation:.6g}") or 1.0
+def _mean_and_deviation(count: int, mean: float, squares: float) -> tuple[float, float]:
+    deviation = math.sqrt(squares / max(count, 1))
+    if deviation <= _NOISE * abs(mean):
+        return mean, 1.0  # a constant
+    # They depend on the order of adding in their last bits; six digits do not, so engines agree. Of
+    # the mean as many more as it is larger: it is the deviation that tells values apart.
+    larger = math.log10(abs(mean) / deviation) if mean else 0.0
+    digits = 6 + max(0, math.ceil(larger))
+    return float(f"{mean:.{digits}g}"), float(f"{deviation:.6g}")

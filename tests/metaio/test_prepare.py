@@ -324,6 +324,20 @@ def test_standardised_columns_have_mean_0_and_deviation_1(tmp_path: Path) -> Non
     assert abs(np.std(values) - 1) < 1e-4
 
 
+@pytest.mark.parametrize(("first", "step"), [(1_760_000_000, 1), (0.1, 0.0), (1_760_000_007, 0)])
+def test_columns_far_from_0_and_constant_ones_are_standardised_too(
+    tmp_path: Path, first: float, step: float
+) -> None:
+    table = raw_table(40_000)
+    price = pa.array(first + step * (np.arange(40_000) % 300))
+    table = table.set_column(table.column_names.index("price"), "price", price)
+    dense = [{"column": "price", "standardise": True}]
+    dataset = prepared(tmp_path, table, changed(dense=dense))
+    values = [row[1][0] for _, _, rows in whole_split(dataset, "train") for row in rows]  # type: ignore[index]
+    assert abs(np.mean(values)) < 1e-4
+    assert abs(np.std(values) - bool(step)) < 1e-4
+
+
 def test_a_threshold_makes_labels_binary(tmp_path: Path) -> None:
     label = {"column": "price", "threshold": 0.5}
     dataset = prepared(tmp_path, raw_table(), changed(label=label))
