@@ -64,7 +64,7 @@ def test_nd_moves_tasks_away_from_a_transient_straggler() -> None:
     assert ruling.allowed
     assert ruling.decision.parameters == {"w0": 20.0, "w1": 20.0, "w2": 20.0, "w3": 4.0}
     assert ruling.decision.reason == (
-        "the slowest share takes 640 ms, balanced 200 ms; slow: w3 (transient, compute) 16 to 5 "
+        "the slowest share takes 640 ms, balanced 200 ms; slow: w3 (transient, compute) 16 to 4 "
         "tasks"
     )
 
@@ -393,6 +393,17 @@ def test_a_policy_that_fails_is_told_as_the_users_mistake() -> None:
         "policy 'p.py:broken' failed: KeyError('w7'). Mend it, or set controller.policy to nd, dd "
         "or none"
     )
+
+
+def test_what_is_held_back_window_after_window_is_logged_once() -> None:
+    lines: list[str] = []
+    controller = Controller(replace(ND, cooldown_s=60.0), find_policy("nd"), lines.append)
+    now = snapshot(*healthy(3), worker("w3", "transient", 25.0))
+    for _ in range(5):
+        controller.decide(replace(now, last_adjust_s=now.now_s - 5.0))
+    assert [json.loads(line)["rulings"][0]["allowed"] for line in lines] == [False]
+    controller.decide(replace(now, last_adjust_s=now.now_s - 65.0))
+    assert [json.loads(line)["rulings"][0]["allowed"] for line in lines] == [False, True]
 
 
 def test_a_logged_decision_comes_out_the_same_when_it_is_replayed() -> None:
