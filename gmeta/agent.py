@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
 
@@ -24,7 +23,7 @@ from gmeta.antdt.agent import Plan, WorkerAgent
 from gmeta.config import TrainConfig
 from gmeta.episodes import Episodes
 from gmeta.feed import PREFETCH_BATCHES, Feed, ServiceFeed
-from gmeta.parallel import LinkProbe, Ranks, local_learner
+from gmeta.parallel import LinkProbe, Ranks, Swap, local_learner
 from gmeta.stopping import Stop
 from metaio.batch import TaskBatch
 
@@ -107,7 +106,7 @@ class ServiceAgent(Agent):
         local_learner(sharded).clock = self._clock
         self._probe = LinkProbe(ranks)
         self._swaps_s: deque[float] = deque(maxlen=PROBES_KEPT)
-        self._asked: tuple[Plan, Tensor, dist.Work | None] | None = None
+        self._asked: tuple[Plan, Tensor, Swap] | None = None
         self._arranged_s = 0.0  # since the last step
         self._hiding = Hiding(PREFETCH_BATCHES)
         self._reading = Reading()
@@ -144,13 +143,12 @@ class ServiceAgent(Agent):
         report at once: the controller then sees the same step of everybody."""
         if self._asked is None:
             return False
-        (plan, answer, work), self._asked = self._asked, None
-        if work is not None:
-            work.wait()
-        highest, lowest, any_changed = int(answer[0]), -int(answer[1]), bool(answer[2])
+        (plan, mine, swap), self._asked = self._asked, None
+        said = torch.stack([mine, *swap.parts()])
+        versions, any_changed = said[:, 0], bool(said[:, 1].any())
         if any_changed:
             self._feed.client.hurry()
-        if highest != lowest or plan.version == self._worker.plan.version:
+        if plan.version == self._worker.plan.version or bool((versions != plan.version).any()):
             return False
         read_ahead = (PREFETCH_BATCHES + 1) * self._feed.share
         self._worker.adopt(plan)
@@ -161,11 +159,12 @@ class ServiceAgent(Agent):
     def _ask(self, changed: bool) -> None:
         """Ask all ranks which plan is their newest, and whether the speed of any changed."""
         plan = self._worker.newest
-        highest = torch.tensor([plan.version, -plan.version, int(changed)])
-        work = dist.all_reduce(
-            highest, op=dist.ReduceOp.MAX, group=self._ranks.control, async_op=True
-        )
-        self._asked = plan, highest, work
+        mine = torch.tensor([plan.version, int(changed)])
+        # From each to each: an all-reduce of gloo goes round all of them, twice, and at every stop
+        # may wait for a rank that is not scheduled.
+        others = self._ranks.world_size - 1
+        counts = [mine.numel()] * others
+        self._asked = plan, mine, self._ranks.transport.swap(mine.repeat(others), counts, counts)
 
     def _end_for_restart(self) -> str:
         """All ranks keep the steps so far and end; torchrun starts them again."""

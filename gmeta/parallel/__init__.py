@@ -29,12 +29,14 @@ from gmeta.parallel.sharding import (
     table_shards,
 )
 from gmeta.parallel.steps import StepTotals, in_step
+from gmeta.parallel.transport import Swap
 
 __all__ = [
     "LinkProbe",
     "Ranks",
     "ShardedLearner",
     "StepTotals",
+    "Swap",
     "WireExchange",
     "add_over_ranks",
     "any_rank_later",
