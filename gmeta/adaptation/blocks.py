@@ -189,14 +189,12 @@ class BlockGroup(NamedTuple):
     query_rows: int
 
 
-def group_tasks(
-    support_T: Ints, query_T: Ints, most: int = MOST_RECTANGLES, least_gain: float = 1
-) -> list[Ints]:
+def group_tasks(support_T: Ints, query_T: Ints, least_gain: float = 1) -> list[Ints]:
     """Groups of tasks of similar sizes, by their indices.
 
     The group that gains most is cut in two, by support or by query rows, until rows that pad are at
-    most PADDING_SHARE of the true ones, there are `most` groups or a cut saves fewer rows than
-    `least_gain`.
+    most PADDING_SHARE of the true ones, there are MOST_RECTANGLES groups or a cut saves fewer rows
+    than `least_gain`.
 
     >>> groups = group_tasks(np.array([9, 2, 9, 2]), np.array([5, 5, 5, 5]))
     >>> [group.tolist() for group in groups]
@@ -206,7 +204,7 @@ def group_tasks(
         return []
     groups = [_Group.of(np.arange(len(support_T)), support_T, query_T)]
     allowed = (1 + PADDING_SHARE) * (support_T.sum() + query_T.sum())
-    while len(groups) < most and sum(group.cost for group in groups) > allowed:
+    while len(groups) < MOST_RECTANGLES and sum(group.cost for group in groups) > allowed:
         best = max(groups, key=lambda group: group.gain)
         if best.gain < least_gain:
             break

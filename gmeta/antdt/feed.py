@@ -114,6 +114,6 @@ class ShardFeed:
                 self._ready.extend(answer)
             self._changed.notify_all()
         if isinstance(answer, WaitFor):
-            # Not for `_wake`, which every poll sets: the pause would become calls without end.
+            # Not for `_wake`, which a poll sets again: the pause would become calls without end.
             self._closed.wait(answer.retry_after_s)
         return 0.0

@@ -205,7 +205,7 @@ def test_groups_hold_every_task_once_and_pad_little_unless_they_are_many(
     sizes: list[tuple[int, int]],
 ) -> None:
     support_T, query_T = np.array(sizes).T
-    groups = group_tasks(support_T, query_T, MOST_RECTANGLES)
+    groups = group_tasks(support_T, query_T)
     assert sorted(task for group in groups for task in group) == list(range(len(sizes)))
     padded = sum(len(g) * (support_T[g].max() + query_T[g].max()) for g in groups)
     allowed = (1 + PADDING_SHARE) * (support_T.sum() + query_T.sum())
