@@ -5,10 +5,13 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from rich.text import Text
 
-from gmeta.cli import COMMANDS
+from gmeta.cli import COMMANDS, app
 from gmeta.config import describe_config
 from metaio.schema import parse_schema
 
@@ -88,6 +91,15 @@ def test_the_schema_in_the_readme_is_one_that_prepare_takes() -> None:
         "tags",
         "price",
     ]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_brackets_and_takes_them_for_no_markup(name: str) -> None:
+    group: Any = typer.main.get_command(app)
+    found = group.get_command(None, name)
+    for command in getattr(found, "commands", {name: found}).values():
+        for text in (command.help, *(getattr(option, "help", "") for option in command.params)):
+            assert Text.from_markup(text or "").plain == (text or "").replace("\\[", "[")
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))

@@ -15,7 +15,7 @@ from gmeta.antdt.settings import load_straggler_config
 from gmeta.errors import UserError
 
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="TOML with [monitor] and [controller]")
+    Path | None, typer.Option("--config", help="TOML with \\[monitor] and \\[controller]")
 ]
 MAX_WORKERS = 4096
 TABLE_WIDTH = 110  # cells that wrap cannot be read, nor cut by scripts
