@@ -36,6 +36,7 @@ def main(address: str, folder: Path, worker_id: str = "rank0") -> None:
         client.register_dataset(DatasetSpec("rows", NUM_ROWS, units_per_shard=256, seed=1))
         client.restore(load_manifest(checkpoint) if checkpoint else None)
         step = int(checkpoint.name.removeprefix("step-")) if checkpoint else 0
+        loss = torch.tensor(torch.nan)  # of nothing, where the checkpoint holds the whole epoch
         for lease in client.shards("rows"):
             for number in lease.units():
                 features, target = row(number)

@@ -40,7 +40,12 @@ class EmbeddedService:
         """Returns when it can be called. Raises AntdtError with what the service said."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._port = _free_port()
+        # Bound and never listened on as long as this lives: nobody is given the port by chance,
+        # also while the service starts or is started again. SO_REUSEADDR lets the service have it.
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("127.0.0.1", 0))
+        self._port = int(self._reserved.getsockname()[1])
         self.address = f"127.0.0.1:{self._port}"
         # The kernel closes this end of the pipe, however its holder ends.
         self._stdin, self._owner_lives = os.pipe()
@@ -61,6 +66,7 @@ class EmbeddedService:
             self._process.kill()
             self._watcher.join()
         os.close(self._stdin)
+        self._reserved.close()
         (self._folder / ADDRESS_FILE).unlink(missing_ok=True)
 
     def __enter__(self) -> "EmbeddedService":
@@ -122,13 +128,6 @@ class EmbeddedService:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
             # Nobody waits until it listens: its clients try again by themselves.
             self._process = self._spawn()
-
-
-def _free_port() -> int:
-    # Another process may take it until the service binds it; its log then says so.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _last_line(path: Path) -> str:

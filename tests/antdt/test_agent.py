@@ -1,7 +1,7 @@
 """A worker's agent against a real service: actions once each, however often they come."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,6 +13,7 @@ from gmeta.antdt.model import DatasetSpec
 from gmeta.antdt.monitor import MonitorConfig, Report
 from gmeta.antdt.server import ServiceConfig, ShardServer
 from gmeta.antdt.settings import StragglerConfig
+from tests.waiting import wait_until
 
 WINDOW_S = 0.05
 
@@ -32,13 +33,6 @@ def client(server: ShardServer) -> Iterator[ShardClient]:
         yield client
 
 
-def until(holds: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + 10.0
-    while not holds():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.01)
-
-
 def post(server: ShardServer, number: int, kind: int, worker: str = "", **parameters: float) -> str:
     action_id = f"1.1.{number}"
     server.edge.ask(cmd.PostAction(worker, action_id, kind, 0, parameters))
@@ -54,7 +48,7 @@ def test_totals_reach_the_monitor(server: ShardServer, client: ShardClient) -> N
     agent = WorkerAgent(client, 8, lambda: "")
     for _ in range(3):
         agent.stepped(8, 40.0, 2.0, 1.0, 5.0)
-    until(lambda: server.edge.read_status().workers[0].report.step == 3)
+    wait_until(lambda: server.edge.read_status().workers[0].report.step == 3)
     report = server.edge.read_status().workers[0].report
     assert (report.tasks_done, report.share, report.compute_ms) == (24, 8, 120.0)
     assert agent.totals == Report(3, 24, 120.0, 6.0, 3.0, 15.0)
@@ -74,20 +68,20 @@ def test_a_hurried_report_is_there_at_once_and_the_answer_soon_after(
     agent = WorkerAgent(client, 8, lambda: "")
     agent.stepped(8, 1.0, 0.0, 0.0, 0.0)
     client.hurry()
-    until(lambda: server.edge.read_status().workers[0].report.step == 1)
+    wait_until(lambda: server.edge.read_status().workers[0].report.step == 1)
     post(server, 1, 2, rank0=5.0)
-    until(lambda: taken(agent).newest.tasks == 5)
+    wait_until(lambda: taken(agent).newest.tasks == 5)
 
 
 def test_a_plan_waits_until_it_is_adopted(server: ShardServer, client: ShardClient) -> None:
     agent = WorkerAgent(client, 8, lambda: "")
     post(server, 1, 2, rank0=5.0, rank1=11.0, **{"micro:rank0": 2.0})
-    until(lambda: taken(agent).newest.version > 0)
+    wait_until(lambda: taken(agent).newest.version > 0)
     assert (agent.plan.tasks, agent.newest.tasks, agent.newest.micro_batches) == (8, 5, 2)
     agent.adopt(agent.newest)
     assert agent.plan.tasks == 5
     agent.stepped(5, 1.0, 0.0, 0.0, 0.0)
-    until(lambda: server.edge.read_status().workers[0].report.share == 5)
+    wait_until(lambda: server.edge.read_status().workers[0].report.share == 5)
 
 
 def test_a_plan_may_be_adopted_after_a_newer_one_took_its_place(
@@ -95,18 +89,18 @@ def test_a_plan_may_be_adopted_after_a_newer_one_took_its_place(
 ) -> None:
     agent = WorkerAgent(client, 8, lambda: "")
     post(server, 1, 2, rank0=5.0)
-    until(lambda: taken(agent).newest.tasks == 5)
+    wait_until(lambda: taken(agent).newest.tasks == 5)
     agreed = agent.newest
     post(server, 2, 2, rank0=6.0)
     agent.adopt(agreed)
     assert agent.plan.tasks == 5
-    until(lambda: taken(agent).newest.tasks == 6)
+    wait_until(lambda: taken(agent).newest.tasks == 6)
 
 
 def test_an_older_plan_never_replaces_a_newer_one(server: ShardServer, client: ShardClient) -> None:
     agent = WorkerAgent(client, 8, lambda: "")
     post(server, 7, 2, rank0=5.0)
-    until(lambda: taken(agent).newest.tasks == 5)
+    wait_until(lambda: taken(agent).newest.tasks == 5)
     post(server, 6, 2, rank0=6.0)
     time.sleep(4 * WINDOW_S)
     assert taken(agent).newest.tasks == 5
@@ -121,17 +115,17 @@ def test_a_restart_is_asked_for_once_and_answered(server: ShardServer, client: S
 
     agent = WorkerAgent(client, 8, restart)
     post(server, 1, 5, "rank0")
-    until(lambda: bool(taken(agent) and asked))
+    wait_until(lambda: bool(taken(agent) and asked))
     time.sleep(4 * WINDOW_S)
     agent.take_actions()
     assert asked == ["restart"]
-    until(lambda: not server.edge.ask(_open_actions()))
+    wait_until(lambda: not server.edge.ask(_open_actions()))
 
 
 def test_a_trainer_that_cannot_restart_says_why(server: ShardServer, client: ShardClient) -> None:
     agent = WorkerAgent(client, 8, lambda: "no restarts left")
     action_id = post(server, 1, 5, "rank0")
-    until(lambda: taken(agent) is not None and _result_of(server, action_id) == 2)
+    wait_until(lambda: taken(agent) is not None and _result_of(server, action_id) == 2)
 
 
 def test_an_action_that_the_trainer_does_not_know_is_refused(
@@ -139,7 +133,7 @@ def test_an_action_that_the_trainer_does_not_know_is_refused(
 ) -> None:
     agent = WorkerAgent(client, 8, lambda: "")
     action_id = post(server, 1, 6, "rank0")
-    until(lambda: taken(agent) is not None and _result_of(server, action_id) == 2)
+    wait_until(lambda: taken(agent) is not None and _result_of(server, action_id) == 2)
 
 
 def _open_actions() -> Read:

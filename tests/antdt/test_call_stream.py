@@ -24,12 +24,13 @@ from gmeta.antdt.edge import Edge
 from gmeta.antdt.errors import FencedError, RefusedError
 from gmeta.antdt.lease import EndOfEpoch
 from gmeta.antdt.model import DatasetSpec
-from gmeta.antdt.rate import CallLimits
 from gmeta.antdt.server import ServiceConfig, ShardServer
 from gmeta.antdt.wire import STREAMED
 from protos.antdt.v1 import shard_service_pb2 as pb
 from tests.antdt.faults.test_network import Proxy
 from tests.antdt.pki import Authority
+from tests.antdt.slow_rate import limits_by_count
+from tests.waiting import PATIENCE_S, wait_until
 
 WORKER = "worker-0123456789abcdef"
 SPEC = DatasetSpec("d", 40, 4)
@@ -231,7 +232,7 @@ def test_a_drain_ends_idle_streams_and_does_not_wait_for_their_clients(server: S
         client.lease("d", 0)
         stopping = threading.Thread(target=other.stop, args=(300.0,))
         stopping.start()
-        stopping.join(60)  # of the 300 s that calls under way would have
+        stopping.join(PATIENCE_S)  # of the 300 s that calls under way would have
         assert not stopping.is_alive()
 
 
@@ -253,21 +254,20 @@ def test_an_answer_that_never_comes_fails_in_time_and_the_repeated_call_gets_it(
     server: ShardServer,
 ) -> None:
     proxy = Proxy(server.port)
-    with ShardClient(proxy.address, "a", outage_budget_s=60.0) as client:
-        client._connection._config.__dict__["call_timeout_s"] = 0.3
+    with ShardClient(proxy.address, "a", outage_budget_s=PATIENCE_S) as client:
         client.register_dataset(SPEC)
         client.lease("d", 0)
-        proxy.swallow_replies = True
+        config = client._connection._config.__dict__
+        proxy.swallow_replies, config["call_timeout_s"] = True, 0.3
         leases: list[Any] = []
         waiting = threading.Thread(target=lambda: leases.append(client.lease("d", 0)))
         waiting.start()
-        until_s = time.monotonic() + 30
-        while calls(server, "Lease") < 3:  # the call, and once more over another stream
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
-        proxy.cut()
+        # The call, and once more over another stream.
+        wait_until(lambda: calls(server, "Lease") >= 3)
+        config["call_timeout_s"] = PATIENCE_S
         proxy.swallow_replies = False
-        waiting.join(60)
+        proxy.cut()
+        waiting.join(PATIENCE_S)
         (status,) = server.edge.read_status().datasets
         assert (len(leases), status.doing) == (1, 2)
     proxy.close()
@@ -326,10 +326,8 @@ def test_a_withdrawn_token_is_refused_at_the_next_request_and_a_new_one_opens_a_
         assert calls(server, "Lease", "UNAUTHENTICATED") == 1
         mine.write_text(fresh)
         assert isinstance(client.lease("d", 0), list)
-        until_s = time.monotonic() + 30
-        while num_streams(server) != 1:  # the old one is not left open
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+        # The old one is not left open.
+        wait_until(lambda: num_streams(server) == 1)
     server.stop(0.0)
 
 
@@ -370,8 +368,7 @@ def test_a_certificate_that_expires_under_an_open_stream_is_refused_until_it_is_
 def test_each_request_of_a_stream_counts_against_its_connections_rate(
     tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gmeta.antdt.server.CallLimits", lambda: CallLimits(50))
-    monkeypatch.setattr("gmeta.antdt.rate.BURST_S", 0.1)
+    monkeypatch.setattr("gmeta.antdt.server.CallLimits", limits_by_count)
     server = ShardServer(ServiceConfig("127.0.0.1:0", tokens=tokens))
     with ShardClient(server.address, "a", token_file=tokens / "worker") as client:
         client.register_dataset(SPEC)

@@ -22,6 +22,7 @@ from gmeta.antdt.model import Grant
 from gmeta.antdt.monitor import Report
 from gmeta.antdt.server import ServiceConfig, ShardServer
 from tests.antdt.faults.service_process import free_port
+from tests.waiting import PATIENCE_S, wait_until
 
 
 @pytest.fixture
@@ -234,10 +235,10 @@ def test_a_service_that_never_answers_is_an_error_that_says_so() -> None:
 
 
 def test_reports_reach_the_status(address: str) -> None:
-    server = ShardServer(ServiceConfig("127.0.0.1:0", lease_ttl_s=0.3))
+    server = ShardServer(ServiceConfig("127.0.0.1:0"))
     with ShardClient(server.address, "a") as client:
         client.report(Report(step=7, tasks_done=56, compute_ms=1.5), share=8)
-        time.sleep(0.5)
+        wait_until(lambda: server.edge.read_status().workers[0].report.step)
         (worker,) = server.edge.read_status().workers
     assert (worker.report.step, worker.report.compute_ms, worker.report.share) == (7, 1.5, 8)
     server.stop(0.0)
@@ -245,25 +246,24 @@ def test_reports_reach_the_status(address: str) -> None:
 
 def test_a_feed_leases_ahead_and_ends_when_all_is_done(client: ShardClient) -> None:
     feed = ShardFeed(client, "d", 0, prefetch_shards=2)
-    units = []
-    until_s = time.monotonic() + 20
-    while not feed.ended and time.monotonic() < until_s:
+    units: list[int] = []
+
+    def train_what_is_ready() -> bool:
         lease = feed.poll()
-        if lease is None:
-            time.sleep(0.005)  # a rank without a shard feeds an empty batch
-            continue
-        units += list(lease.units())
-        lease.advance(lease.num_units)
-        client.flush()
+        if lease is not None:  # a rank without a shard feeds an empty batch
+            units.extend(lease.units())
+            lease.advance(lease.num_units)
+            client.flush()
+        return feed.ended
+
+    wait_until(train_what_is_ready)
     assert sorted(units) == list(range(10))
     feed.close()
 
 
 def test_a_closed_feed_gives_back_what_was_not_taken(address: str, client: ShardClient) -> None:
     feed = ShardFeed(client, "d", 0, prefetch_shards=3)
-    until_s = time.monotonic() + 20
-    while len(client.held) < 3 and time.monotonic() < until_s:
-        time.sleep(0.01)
+    wait_until(lambda: len(client.held) == 3)
     feed.close()
     assert len(client.lease("d", 0, 3)) == 3
     with pytest.raises(ValueError):
@@ -272,7 +272,7 @@ def test_a_closed_feed_gives_back_what_was_not_taken(address: str, client: Shard
 
 def test_a_feed_hands_on_what_its_thread_met(client: ShardClient) -> None:
     feed = ShardFeed(client, "unknown", 0)
-    feed._thread.join(20)
+    feed._thread.join(PATIENCE_S)
     with pytest.raises(RefusedError, match="dataset 'unknown' is unknown"):
         feed.poll()
     feed.close()

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,11 @@ import pytest
 from gmeta.antdt import DatasetSpec, ShardClient
 from gmeta.antdt.embedded import EmbeddedService
 from gmeta.antdt.errors import AntdtError
+from tests.waiting import wait_until
 
 
 def service_pid(folder: Path) -> int:
     return int((folder / "shards.db.lock").read_text())
-
-
-def wait_until_gone(pid: int) -> None:
-    until_s = time.monotonic() + 20
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
 
 
 def test_a_killed_service_is_back_on_its_port_with_all_it_knew(tmp_path: Path) -> None:
@@ -46,7 +39,7 @@ def test_it_ends_with_its_owner_and_the_next_owner_takes_the_store_over(tmp_path
     code = (
         "import sys, time; from pathlib import Path; "
         "from gmeta.antdt.embedded import EmbeddedService; "
-        "service = EmbeddedService(Path(sys.argv[1])); print('up', flush=True); time.sleep(60)"
+        "service = EmbeddedService(Path(sys.argv[1])); print('up', flush=True); time.sleep(600)"
     )
     owner = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
     assert owner.stdout is not None
@@ -55,7 +48,7 @@ def test_it_ends_with_its_owner_and_the_next_owner_takes_the_store_over(tmp_path
     owner.kill()
     with EmbeddedService(tmp_path):  # waits for the store
         assert service_pid(tmp_path) != orphan
-        wait_until_gone(orphan)
+        wait_until(lambda: not Path(f"/proc/{orphan}").exists())
     owner.wait()
     owner.stdout.close()
 

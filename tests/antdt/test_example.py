@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from gmeta.antdt.audit import audit_manifest
 from gmeta.antdt.manifest import load_manifest
 from tests.antdt.faults.service_process import running
+from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,11 +25,11 @@ def test_the_plain_loop_goes_on_behind_its_checkpoint_after_a_kill(tmp_path: Pat
             str(runs),
         ]
         with subprocess.Popen(command) as killed:
-            until_s = time.monotonic() + 60
-            while len(list(runs.glob("step-*"))) < 2 and time.monotonic() < until_s:
-                time.sleep(0.05)
+            wait_until(lambda: len(list(runs.glob("step-*"))) >= 2, "two checkpoints")
             killed.kill()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE_S, check=True
+        )
     assert done.stdout.startswith("trained 4000 rows, last loss ")
     report = audit_manifest(load_manifest(max(runs.glob("step-*"))))
     assert "  4000 units in the model exactly once (16 whole shards, 0 in part)" in report.lines

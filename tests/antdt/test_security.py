@@ -31,6 +31,8 @@ from gmeta.commands.shards import shards
 from protos.antdt.v1 import shard_service_pb2 as pb
 from tests.antdt.driver import FakeClock
 from tests.antdt.pki import Authority, Pair
+from tests.antdt.slow_rate import limits_by_count
+from tests.waiting import PATIENCE_S
 
 TOKENS = {role.value: f"{role.value}-" + "0123456789abcdef" for role in Role}
 Serve = Callable[..., ShardServer]
@@ -65,7 +67,7 @@ def status(
     server: ShardServer, ca: Path, pair: Pair | None = None, token: Path | None = None
 ) -> Any:
     cert, key = pair or (None, None)
-    config = ConnectionConfig(server.address, 0.2, 5.0, ca, cert, key, token)
+    config = ConnectionConfig(server.address, 0.2, PATIENCE_S, ca, cert, key, token)
     connection = Connection(config)
     try:
         return connection.call("Status", pb.StatusRequest)
@@ -142,7 +144,7 @@ def call_as(server: ShardServer, pki: Authority, token: Path, rpc: str) -> str:
         call = kind(path, lambda _: b"", response.FromString)
         metadata = (("authorization", f"Bearer {token.read_text().strip()}"),)
         try:
-            answer = call(None, metadata=metadata, timeout=5)
+            answer = call(None, metadata=metadata, timeout=PATIENCE_S)
             if method.server_streaming:
                 next(answer)
                 answer.cancel()
@@ -250,7 +252,7 @@ def test_a_client_takes_its_replaced_certificate_when_it_connects_again(
     live = (tmp_path / "client.crt", tmp_path / "client.key")
     replace(live, pki.issue("short", "worker", days=-1))
     server = serve(tls_client_ca=pki.ca)
-    config = ConnectionConfig(server.address, 20.0, 5.0, pki.ca, *live)
+    config = ConnectionConfig(server.address, PATIENCE_S, PATIENCE_S, pki.ca, *live)
     connection = Connection(config)
     with pytest.raises(ServiceUnavailableError):
         connection.call("Status", pb.StatusRequest, budget_s=0.2)
@@ -266,7 +268,9 @@ def test_tokens_are_replaced_without_a_restart_on_both_sides(
     mine = tmp_path / "mine"
     mine.write_text(TOKENS["worker"])
     server = serve(tokens=tokens)
-    connection = Connection(ConnectionConfig(server.address, 0.2, 5.0, pki.ca, token_file=mine))
+    connection = Connection(
+        ConnectionConfig(server.address, 0.2, PATIENCE_S, pki.ca, token_file=mine)
+    )
     connection.call("Status", pb.StatusRequest)
     fresh = "fresh-0123456789abcdef-fresh"
     (tokens / "worker").write_text(f"{TOKENS['worker']}\n{fresh}\n")  # both, for a while
@@ -396,7 +400,7 @@ def get(url: str, pki: Authority, header: str = "", pair: Pair | None = None) ->
         context.load_cert_chain(*pair)
     request = urllib.request.Request(url, headers={"Authorization": header} if header else {})
     try:
-        with urllib.request.urlopen(request, context=context, timeout=5) as answer:
+        with urllib.request.urlopen(request, context=context, timeout=PATIENCE_S) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.headers.get("WWW-Authenticate", "")
@@ -427,7 +431,7 @@ def test_the_pages_open_to_operators_and_viewers_and_the_probe_to_all(
     assert get(f"{base}/nothing", pki, f"Bearer {TOKENS['viewer']}")[0] == 404
     plain = base.replace("https", "http")
     with pytest.raises(OSError, match=r".*"):
-        urllib.request.urlopen(f"{plain}/healthz", timeout=5)
+        urllib.request.urlopen(f"{plain}/healthz", timeout=PATIENCE_S)
 
 
 def test_one_connection_cannot_take_more_than_its_rate() -> None:
@@ -475,11 +479,20 @@ def test_workers_count_by_address_and_everybody_else_by_credential(
 def test_a_runaway_connection_is_told_to_pause_and_its_calls_succeed_later(
     serve: Serve, pki: Authority, tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gmeta.antdt.server.CallLimits", lambda: CallLimits(50))
-    monkeypatch.setattr("gmeta.antdt.rate.BURST_S", 0.1)
+    monkeypatch.setattr("gmeta.antdt.server.CallLimits", limits_by_count)
+    told: list[str | None] = []
+    refusal = CallLimits.refusal
+
+    def heard(*call: Any) -> str | None:
+        told.append(refusal(*call))
+        return told[-1]
+
+    monkeypatch.setattr(CallLimits, "refusal", heard)
     server = serve(tokens=tokens)
     assert [call_as(server, pki, tokens / "worker", "Status") for _ in range(3)] == ["OK"] * 3
-    config = ConnectionConfig(server.address, 5.0, 5.0, pki.ca, token_file=tokens / "worker")
+    config = ConnectionConfig(
+        server.address, PATIENCE_S, PATIENCE_S, pki.ca, token_file=tokens / "worker"
+    )
     connection = Connection(config)
     for _ in range(20):
         connection.call("Status", pb.StatusRequest)
@@ -488,6 +501,7 @@ def test_a_runaway_connection_is_told_to_pause_and_its_calls_succeed_later(
         "antdt_calls_total", {"rpc": "Status", "code": "OK"}
     )
     assert calls == 23
+    assert any(told)
 
 
 def test_no_secret_is_logged(

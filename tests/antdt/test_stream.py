@@ -1,12 +1,13 @@
 """UnitStream: what a synchronous rank takes, trains and reports, against a real service."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from gmeta.antdt import DatasetSpec, LeaseLostError, ShardClient
 from gmeta.antdt.stream import UnitStream
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -25,13 +26,6 @@ def stream(client: ShardClient) -> Iterator[UnitStream]:
 
 def units(taken: list[tuple[int, int]]) -> list[int]:
     return [unit for first, number in taken for unit in range(first, first + number)]
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
 
 
 def in_model(client: ShardClient) -> int:

@@ -15,6 +15,7 @@ from gmeta.antdt.model import Caller, DatasetSpec
 from gmeta.antdt.store import MemoryStore
 from gmeta.antdt.tickets import Ticket, deliver
 from gmeta.antdt.writer import Writer
+from tests.waiting import PATIENCE_S
 
 
 class Harness:
@@ -43,7 +44,7 @@ class Harness:
 
     def ask(self, command: cmd.Command) -> Any:
         ticket = self.send(command)
-        assert ticket.lock.acquire(timeout=5)
+        assert ticket.lock.acquire(timeout=PATIENCE_S)
         return ticket.answer
 
 
@@ -67,7 +68,7 @@ def test_grants_leave_at_once_and_completions_wait_for_the_disk(harness: Harness
     assert isinstance(harness.ask(cmd.LeaseShards(caller("b"), 1, "d", 0, 1)), cmd.Granted)
     assert not completing.lock.acquire(timeout=0.2)
     harness.disk_free.set()
-    assert completing.lock.acquire(timeout=5)
+    assert completing.lock.acquire(timeout=PATIENCE_S)
     harness.writer.stop()
 
 
@@ -80,7 +81,7 @@ def test_end_is_not_told_before_the_last_completion_is_on_the_disk(harness: Harn
     asking = harness.send(cmd.LeaseShards(caller("b"), 1, "d", 0, 1))
     assert not asking.lock.acquire(timeout=0.3)
     harness.disk_free.set()
-    assert asking.lock.acquire(timeout=5)
+    assert asking.lock.acquire(timeout=PATIENCE_S)
     assert asking.answer == cmd.End(1)
     harness.writer.stop()
 
@@ -89,7 +90,7 @@ def test_a_failed_fsync_ends_the_service_without_an_answer(harness: Harness) -> 
     first = harness.ask(cmd.LeaseShards(caller("a"), 1, "d", 0, 1))
     harness.fail_sync = True
     completing = harness.send(cmd.Complete(caller("a"), 2, (first.grants[0].token,)))
-    assert harness.ended.wait(5)
+    assert harness.ended.wait(PATIENCE_S)
     assert not completing.lock.acquire(timeout=0.1)
     with pytest.raises(RefusedError) as refused:
         harness.send(cmd.Tick())
@@ -114,7 +115,7 @@ def test_a_view_that_raises_fails_its_own_call_and_nothing_else(
     last = harness.send(cmd.LeaseShards(caller("b"), 1, "d", 0, 1))
     harness.disk_free.set()
     for ticket in (first, asking, last):
-        assert ticket.lock.acquire(timeout=5)
+        assert ticket.lock.acquire(timeout=PATIENCE_S)
     assert (asking.answer.code, asking.answer.reason) == ("INTERNAL", "INTERNAL")
     assert str(asking.answer) == (
         "the service could not answer: ZeroDivisionError: a defect. That is a defect of the "

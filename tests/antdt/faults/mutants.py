@@ -24,6 +24,7 @@ COPIED = (
     "protos",
     "tests/antdt",
     "tests/processes.py",
+    "tests/waiting.py",
 )
 
 
@@ -210,7 +211,7 @@ def survives(folder: Path, files: Sequence[str]) -> bool:
     environment = {**os.environ, "PYTHONPATH": str(folder), "ANTDT_SCHEDULES": MUTANT_SCHEDULES}
     try:
         done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
         )
     except subprocess.TimeoutExpired:
         return False

@@ -18,53 +18,66 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gmeta.antdt.server import ServiceConfig, serve_until_signal
 from tests.processes import with_imports_ready
+from tests.waiting import PATIENCE_S, wait_until
 
 CONTEXT = with_imports_ready()
+_held: list[socket.socket] = []
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody else is given by chance as long as this process lives: it stays bound.
+    Who listens on it sets SO_REUSEADDR, as servers do, and may; until then callers are refused."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    _held.append(held)
+    return int(held.getsockname()[1])
 
 
-def _serve(config: ServiceConfig, wall_clock_step_s: float) -> None:
-    if wall_clock_step_s:
-        began_s, real_time = time.monotonic(), time.time
-        # The step comes while the service runs, as from an NTP daemon.
-        time.time = lambda: (
-            real_time() + (wall_clock_step_s if time.monotonic() > began_s + 1 else 0)
-        )
+def _serve(config: ServiceConfig, wall_step_s: Any, skipped_s: Any) -> None:
+    real_time, real_monotonic = time.time, time.monotonic
+    time.time = lambda: real_time() + wall_step_s.value
+    time.monotonic = lambda: real_monotonic() + skipped_s.value
     raise SystemExit(serve_until_signal(config))
 
 
 class ServiceProcess:
-    """One service on a fixed port and store; `start` after `kill` is a restart."""
+    """One service on a fixed port and store; `start` after `kill` is a restart. Its clocks are the
+    machine's, further by what a test says: nobody has to sit a lease's life out.
+    """
 
-    def __init__(
-        self, store: Path, lease_ttl_s: float = 30.0, wall_clock_step_s: float = 0.0
-    ) -> None:
+    def __init__(self, store: Path, lease_ttl_s: float = 30.0) -> None:
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
         self.config = ServiceConfig(self.address, f"sqlite:///{store}", lease_ttl_s=lease_ttl_s)
-        self.step_s = wall_clock_step_s
+        self._wall_step_s = CONTEXT.Value("d", 0.0)
+        self._skipped_s = CONTEXT.Value("d", 0.0)
         self.process: Any = None
 
     def start(self) -> "ServiceProcess":
-        self.process = CONTEXT.Process(target=_serve, args=(self.config, self.step_s), daemon=True)
+        arguments = (self.config, self._wall_step_s, self._skipped_s)
+        self.process = CONTEXT.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         return self
 
-    def wait_until_serving(self, timeout_s: float = 20.0) -> None:
+    def wait_until_serving(self) -> None:
         with grpc.insecure_channel(
             self.address, (("grpc.initial_reconnect_backoff_ms", 50),)
         ) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             request = health_pb2.HealthCheckRequest()
-            until_s = time.monotonic() + timeout_s
-            while stub.Check(request, wait_for_ready=True, timeout=timeout_s).status != 1:
-                assert time.monotonic() < until_s
-                time.sleep(0.01)
+            wait_until(
+                lambda: stub.Check(request, wait_for_ready=True, timeout=PATIENCE_S).status == 1,
+                "serving",
+            )
+
+    def step_wall_clock(self, seconds: float) -> None:
+        """As an NTP daemon does, while the service runs."""
+        self._wall_step_s.value += seconds
+
+    def let_time_pass(self, seconds: float) -> None:
+        """For the service, at once: its monotonic clock and so its leases' ages."""
+        self._skipped_s.value += seconds
 
     def kill(self) -> None:
         self.process.kill()
@@ -76,7 +89,7 @@ class ServiceProcess:
     def terminate(self) -> int:
         """SIGTERM; returns the exit code."""
         self.signal(signal.SIGTERM)
-        self.process.join(20)
+        self.process.join(PATIENCE_S)
         return int(self.process.exitcode)
 
 

@@ -5,13 +5,18 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from gmeta.antdt.client import ShardClient
-from gmeta.antdt.errors import AntdtError
-from gmeta.antdt.lease import EndOfEpoch
+from gmeta.antdt.errors import AntdtError, LeaseLostError
+from gmeta.antdt.lease import SAFE_FRACTION, EndOfEpoch, WaitFor
+from gmeta.antdt.ledger import DEFAULT_LEASE_TTL_S
 from gmeta.antdt.model import DatasetSpec
 from tests.antdt.faults.service_process import CONTEXT, running
+from tests.waiting import PATIENCE_S
 
 
 def hold_a_shard(address: str, out: Any, go_on: Any) -> None:
@@ -33,7 +38,7 @@ def hold_a_shard(address: str, out: Any, go_on: Any) -> None:
 def test_a_stopped_workers_late_report_is_fenced(tmp_path: Path) -> None:
     out, go_on = CONTEXT.Queue(), CONTEXT.Event()
     with (
-        running(tmp_path / "s.db", lease_ttl_s=1.0) as service,
+        running(tmp_path / "s.db") as service,
         ShardClient(service.address, "b") as heir,
     ):
         heir.register_dataset(DatasetSpec("d", 4, 4))
@@ -41,34 +46,41 @@ def test_a_stopped_workers_late_report_is_fenced(tmp_path: Path) -> None:
             target=hold_a_shard, args=(service.address, out, go_on), daemon=True
         )
         zombie.start()
-        assert out.get(timeout=20) == ("leased", 0)
+        assert out.get(timeout=PATIENCE_S) == ("leased", 0)
         os.kill(zombie.pid, signal.SIGSTOP)
-        time.sleep(1.5)
+        service.let_time_pass(DEFAULT_LEASE_TTL_S + 1)
         (lease,) = heir.lease("d", 0)
         os.kill(zombie.pid, signal.SIGCONT)
         go_on.set()
-        kind, message = out.get(timeout=20)
+        kind, message = out.get(timeout=PATIENCE_S)
         assert kind == "LeaseLostError"
         assert message.startswith("the lease of shard 0 of dataset 'd' is lost: ")
         lease.advance(4)
         heir.flush()
-        zombie.join(20)
+        zombie.join(PATIENCE_S)
         assert isinstance(heir.lease("d", 0), EndOfEpoch)
 
 
-def test_a_client_stops_using_a_lease_before_the_service_gives_it_away(tmp_path: Path) -> None:
-    with running(tmp_path / "s.db", lease_ttl_s=1.0) as service:
-        client = ShardClient(service.address, "a", outage_budget_s=0.5)
+def test_a_client_stops_using_a_lease_before_the_service_gives_it_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        running(tmp_path / "s.db") as service,
+        ShardClient(service.address, "a") as client,
+        ShardClient(service.address, "b") as other,
+    ):
         client.register_dataset(DatasetSpec("d", 4, 4))
         (lease,) = client.lease("d", 0)
-        service.signal(signal.SIGSTOP)
-        time.sleep(1.0)
-        try:
+        service.signal(signal.SIGSTOP)  # no heartbeat is answered
+        later = SimpleNamespace(
+            monotonic=lambda: time.monotonic() + SAFE_FRACTION * DEFAULT_LEASE_TTL_S
+        )
+        monkeypatch.setattr("gmeta.antdt.lease.time", later)
+        with pytest.raises(LeaseLostError) as lost:
             lease.advance(1)
-        except AntdtError as error:
-            message = str(error)
         service.signal(signal.SIGCONT)
-        assert message.startswith(
+        assert str(lost.value).startswith(
             "the lease of shard 0 of dataset 'd' is lost: not renewed in time ("
         )
-        client.close()
+        service.let_time_pass(SAFE_FRACTION * DEFAULT_LEASE_TTL_S)
+        assert isinstance(other.lease("d", 0), WaitFor)
