@@ -53,7 +53,8 @@ def shard_service(
     antdt_config: Annotated[
         Path | None,
         typer.Option(
-            envvar="GMETA_ANTDT_CONFIG", help="TOML with \\[monitor] and \\[controller] (stragglers)"
+            envvar="GMETA_ANTDT_CONFIG",
+            help="TOML with \\[monitor] and \\[controller] (stragglers)",
         ),
     ] = None,
     decisions: Annotated[
