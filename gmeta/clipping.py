@@ -56,7 +56,7 @@ class _HoldingFastGroup:
         if not parts:
             return torch.zeros(())
         row_N = torch.cat([part.row_N for part, _ in parts])
-        grad_ND = torch.cat([part.grad_ND * unit for part, unit in parts])
+        grad_ND = torch.cat([part.grad_ND() * unit for part, unit in parts])
         return _squared_norm(row_N, grad_ND)
 
     def release(self, scale: Tensor) -> None:

@@ -38,7 +38,7 @@ class GivenRows(NamedTuple):
 
     row_N: Tensor
     rows_ND: Tensor
-    grad_ND: Tensor
+    grad_ND: Callable[[], Tensor]  # waits for it where it comes from another rank
     version: int  # of the tables that the rows were read from
     memory: object  # what the tensors lie in, while it lives
 
@@ -160,7 +160,8 @@ class FastGroup:
     @torch.no_grad()
     def update(self, given: Sequence[GivenRows], unit: float) -> None:
         """One optimizer step on all these rows, with `unit` times the sum of the gradients of each
-        over all places where it stands.
+        over all places where it stands. Parts are updated in order: whose gradients come last
+        should stand last.
         """
         given = [part for part in given if part.row_N.numel()]
         if not given:
@@ -173,7 +174,7 @@ class FastGroup:
             return
         once_N = torch.ones(row_N.numel(), dtype=torch.bool).index_fill_(0, again_A, False)
         once_U = once_N.nonzero().squeeze(1)
-        grad_ND = _joined([part.grad_ND for part in given])
+        grad_ND = _joined([part.grad_ND() for part in given])
         sums_ND = grad_ND.index_add(0, last_A, grad_ND.index_select(0, again_A))
         rows_ND = _joined([self._values(part) for part in given])
         row_U, rows_UD, sums_UD = (x.index_select(0, once_U) for x in (row_N, rows_ND, sums_ND))
@@ -195,13 +196,13 @@ class FastGroup:
             last_C, index_A = torch.unique(last_A, return_inverse=True)
             row_C = row_N.index_select(0, last_C)
             rows_CD = _gathered(values, last_C)
-            grads = [part.grad_ND for part in given]
-            sums_CD = _gathered(grads, last_C).index_add_(0, index_A, _gathered(grads, again_A))
             has_momentum = self.group.optimizer != EmbOptimType.EXACT_SGD
             momentum_CD = _momentum(self.group).index_select(0, row_C) if has_momentum else None
         for part, rows_ND in zip(given, values, strict=True):
-            self._step(self.group, part.row_N, rows_ND, part.grad_ND, unit)
+            self._step(self.group, part.row_N, rows_ND, part.grad_ND(), unit)
         if again_A.numel():
+            grads = [part.grad_ND() for part in given]
+            sums_CD = _gathered(grads, last_C).index_add_(0, index_A, _gathered(grads, again_A))
             if momentum_CD is not None:
                 _write_rows(_momentum(self.group), row_C, momentum_CD)
             self._step(self.group, row_C, rows_CD, sums_CD, unit)
@@ -230,7 +231,8 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
         row_N, rows_ND = ctx.saved_tensors
-        given = GivenRows(row_N, rows_ND, grads[0].contiguous(), ctx.version, None)
+        grad_ND = grads[0].contiguous()
+        given = GivenRows(row_N, rows_ND, lambda: grad_ND, ctx.version, None)
         ctx.group.take([given], 1.0)
         return None, None, None
 

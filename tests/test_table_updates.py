@@ -2,6 +2,7 @@
 whoever brings them, on the rows as they are by then.
 """
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +46,9 @@ def given_rows(group: FastGroup, rows_of_ranks: list[Tensor]) -> list[GivenRows]
             2, row_N.numel(), WIDTH, generator=generator, dtype=torch.float64
         )
         group.look_up(row_N, rows_ND)
-        parts.append(GivenRows(row_N, rows_ND, grad_ND, group.weights._version, None))
+        parts.append(
+            GivenRows(row_N, rows_ND, partial(Tensor.detach, grad_ND), group.weights._version, None)
+        )
     return parts
 
 
@@ -54,7 +57,7 @@ def expected_after(group: Any, parts: list[GivenRows]) -> tuple[Tensor, Tensor]:
     weights = group.weights_host.detach().clone().view(NUM_ROWS, WIDTH)
     momentum = group.momentum1_host.clone().view(NUM_ROWS, -1)
     for row in sorted({row for part in parts for row in part.row_N.tolist()}):
-        grad = UNIT * sum(part.grad_ND[part.row_N == row].sum(dim=0) for part in parts)
+        grad = UNIT * sum(part.grad_ND()[part.row_N == row].sum(dim=0) for part in parts)
         step = grad
         if group.optimizer != EmbOptimType.EXACT_SGD:
             squares = grad.square()
@@ -83,7 +86,7 @@ def test_rows_take_one_step_with_the_sum_of_their_gradients(
     rows = rows_of_ranks(ranks, repeated)
     nobody = torch.zeros(0, dtype=torch.int64)  # a rank that asks for nothing
     parts = given_rows(group, [rows[0].flip(0), nobody, *rows[1:]])
-    before = [(part.rows_ND.clone(), part.grad_ND.clone()) for part in parts]
+    before = [(part.rows_ND.clone(), part.grad_ND().clone()) for part in parts]
     weights, momentum = expected_after(stored, parts)
     group.update(parts, UNIT)
     torch.testing.assert_close(stored.weights_host.detach().view(NUM_ROWS, WIDTH), weights)
@@ -91,7 +94,7 @@ def test_rows_take_one_step_with_the_sum_of_their_gradients(
     # They may lie in memory of other ranks.
     for part, (rows_ND, grad_ND) in zip(parts, before, strict=True):
         assert torch.equal(part.rows_ND, rows_ND)
-        assert torch.equal(part.grad_ND, grad_ND)
+        assert torch.equal(part.grad_ND(), grad_ND)
 
 
 @pytest.mark.parametrize("repeated", [0, 2, 20])
@@ -118,7 +121,8 @@ def test_rows_that_changed_since_they_were_looked_up_are_read_again() -> None:
     before = stored.weights_host.detach().clone().view(NUM_ROWS, WIDTH)
     # Both forwards come before either backward, as in a step of several batches with clipping.
     for part in [*given_rows(group, [row_N]), *given_rows(group, [row_N])]:
-        group.update([part._replace(grad_ND=torch.ones_like(part.grad_ND))], 1.0)
+        ones = torch.ones_like(part.rows_ND)
+        group.update([part._replace(grad_ND=partial(Tensor.detach, ones))], 1.0)
     moved = before - stored.weights_host.detach().view(NUM_ROWS, WIDTH)
     expected = torch.zeros_like(moved).index_fill_(0, row_N, 2 * RATE)
     torch.testing.assert_close(moved, expected)

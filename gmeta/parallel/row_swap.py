@@ -8,6 +8,7 @@ Shape suffixes: N rows, D embedding width, W ranks, G groups of tables.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -84,13 +85,14 @@ class RowSwap:
 
     def rows_WG(self, values_W: Iterable[Tensor]) -> list[list[Tensor]]:
         """Values that this rank gives these peers, or their gradients, as rows [N, D]."""
+        return [self.rows_G(*of_peer) for of_peer in zip(values_W, self.row_WG, strict=False)]
+
+    def rows_G(self, values: Tensor, row_G: list[Tensor]) -> list[Tensor]:
+        """The same of one peer, which asks for these rows."""
         widths = [group.width for group in self.groups]
-        found = []
-        for values, row_G in zip(values_W, self.row_WG, strict=False):
-            sizes = [row_N.numel() * width for row_N, width in zip(row_G, widths, strict=True)]
-            cut = zip(values.split(sizes), widths, strict=True)
-            found.append([part.view(-1, width) for part, width in cut])
-        return found
+        sizes = [row_N.numel() * width for row_N, width in zip(row_G, widths, strict=True)]
+        cut = zip(values.split(sizes), widths, strict=True)
+        return [part.view(-1, width) for part, width in cut]
 
     def _look_up(self, row_WG: list[list[Tensor]], rows_WG: list[list[Tensor]]) -> None:
         """Copy rows to where they are asked for."""
@@ -123,15 +125,45 @@ class _Swapped(torch.autograd.Function):
         if scale != 1.0:
             to_others = to_others * scale
         message = swap.send(to_others, swap.num_asked, swap.num_given)
-        grad_W = [part if scale == 1.0 else part / scale for part in swap.received(message)]
-        values_W = [*swap.given.split(swap.num_given[:-1]), asked[num_remote:]]
-        rows_WG, grads_WG = swap.rows_WG(values_W), swap.rows_WG([*grad_W, own_grad])
-        memory = swap.message, message
+        rows_WG = swap.rows_WG([*swap.given.split(swap.num_given[:-1]), asked[num_remote:]])
+        returned, memory = _Gradients(swap, message, own_grad, scale), (swap.message, message)
+        own = len(rows_WG) - 1
         for index, (group, version) in enumerate(zip(swap.groups, swap.versions, strict=True)):
-            by_peer = zip(swap.row_WG, rows_WG, grads_WG, strict=True)
+            # Its own rows first: the gradients of the others arrive meanwhile.
             parts = [
-                GivenRows(row_G[index], rows_G[index], grad_G[index], version, memory)
-                for row_G, rows_G, grad_G in by_peer
+                GivenRows(
+                    swap.row_WG[peer][index],
+                    rows_WG[peer][index],
+                    partial(returned.of, peer, index),
+                    version,
+                    memory,
+                )
+                for peer in (own, *range(own))
             ]
-            group.take(parts, 1 / len(swap.row_WG))
+            group.take(parts, 1 / len(rows_WG))
         return None, None, *(None for _ in ctx.needs_input_grad[2:])
+
+
+class _Gradients:
+    """Of the rows that a rank gave: waits for those of other ranks when the first is asked for."""
+
+    def __init__(self, swap: RowSwap, message: Swap, own_grad: Tensor, scale: float) -> None:
+        self._swap = swap
+        self._message = message
+        self._own_grad = own_grad
+        self._scale = scale  # of those that travelled
+
+    def of(self, peer: int, group: int) -> Tensor:
+        """[N, D], by peers as RowSwap has them."""
+        is_own = peer + 1 == len(self._swap.row_WG)
+        return (self._own_G if is_own else self._of_others_WG[peer])[group]
+
+    @cached_property
+    def _own_G(self) -> list[Tensor]:
+        return self._swap.rows_G(self._own_grad, self._swap.row_WG[-1])
+
+    @cached_property
+    def _of_others_WG(self) -> list[list[Tensor]]:
+        parts = self._swap.received(self._message)
+        grad_W = [part if self._scale == 1.0 else part / self._scale for part in parts]
+        return self._swap.rows_WG(grad_W)
