@@ -23,6 +23,7 @@ from gmeta.progress import Progress
 
 PROGRESS_FILE = "progress.json"
 TEMPORARY_PREFIX = "tmp-"  # of a folder that is being written
+REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"  # of one that a new one of its step replaces
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
 
@@ -100,6 +101,18 @@ def list_checkpoints(folder: Path) -> list[Path]:
         return []
     found = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)]
     return sorted(found, key=step_of)  # by name step-100000000 would stand before step-99999999
+
+
+def restore_replaced(folder: Path) -> None:
+    """Give a checkpoint its name back whose writer was killed while it put another in its place.
+
+    One process calls it, before any lists the checkpoints.
+    """
+    for put_aside in folder.glob(f"{REPLACED_PREFIX}*"):
+        final = folder / put_aside.name.removeprefix(REPLACED_PREFIX)
+        # Else the new one has its name, and this one goes with all that was left over.
+        if not final.exists():
+            put_aside.rename(final)
 
 
 def reason_of(error: BaseException) -> str:

@@ -26,6 +26,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from gmeta.checkpoint import (
     PROGRESS_FILE,
+    REPLACED_PREFIX,
     TEMPORARY_PREFIX,
     checkpoint_name,
     list_checkpoints,
@@ -149,6 +150,11 @@ class CheckpointWriter:
         """Write, and leave what went wrong in `_error`, on every rank alike."""
         final = self._folder / checkpoint_name(progress.step)
         temporary = self._folder / f"{TEMPORARY_PREFIX}{final.name}"
+        # Stands where the thread dies of what nobody foresaw: silence must not pass for a commit.
+        self._error = GMetaError(
+            f"checkpoint {final} cannot be written: what the traceback above says ended the "
+            "writing. Go on from the checkpoint before with --resume"
+        )
         try:
             self._by_first(lambda: _make_empty(temporary))
             save_shards(state, checkpoint_id=str(temporary), process_group=self._ranks.control)
@@ -160,6 +166,8 @@ class CheckpointWriter:
                 "bytes were free there. Free some, then go on from the checkpoint before with "
                 "--resume"
             )
+        else:
+            self._error = None
 
     def _by_first(self, work: Callable[[], None]) -> None:
         """Rank 0 does it; every rank waits, and raises OSError if it failed."""
@@ -184,7 +192,7 @@ class CheckpointWriter:
         flush_to_disk((*temporary.iterdir(), temporary))
         # There already where a step that was saved ends its epoch too. Put aside, not removed:
         # until the new one has its name it may be the only checkpoint.
-        replaced = self._folder / f"{TEMPORARY_PREFIX}replaced"
+        replaced = self._folder / f"{REPLACED_PREFIX}{final.name}"
         if final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)

@@ -39,6 +39,7 @@ def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> 
 
     Raises:
         UserError: no run folder, no checkpoint yet, an unknown split.
+        GMetaError: the dataset is not the one that was trained on.
     """
     folder = RunFolder(root)
     config = folder.read_config()
@@ -49,6 +50,7 @@ def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> 
             "Let it reach its first one"
         )
     dataset, learner = build(config)
+    folder.check_dataset(dataset.url, dataset.fingerprint)
     chosen = splits_to_score(config, dataset, splits)
     sharded = shard_learner(learner, dataset.features, config, ranks)
     # Without the optimizer: nothing is trained on from here.
@@ -88,8 +90,8 @@ def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str])
     if not chosen:
         raise UserError(
             f"{config.data.path} has no split but {' and '.join(dataset.splits)}, which the run "
-            "was trained or chosen by: there is nothing to score. Prepare the data with another "
-            "split, or name one with --split"
+            "was trained or chosen by: there is nothing to score. Name one with --split, or train "
+            "on data with one split more"
         )
     return chosen
 

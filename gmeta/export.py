@@ -3,7 +3,6 @@
 Reads what any number of ranks wrote, one table at a time, in one process.
 """
 
-import json
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +25,7 @@ from gmeta.build import build
 from gmeta.checkpoint import checkpoint_to_use, list_checkpoints, reason_of, step_of
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError, UserError
-from gmeta.run_folder import ENVIRONMENT_FILE, RunFolder
+from gmeta.run_folder import RunFolder
 from gmeta.serving.folder import (
     LAYERS_FILE,
     Columns,
@@ -124,7 +123,8 @@ def export_run(
     config = run.read_config()
     checkpoint = _choose(run, step)
     dataset, learner = build(config)
-    _check_dataset(dataset, run)
+    # Vocabularies are copied from the dataset: of another one they would name other rows.
+    run.check_dataset(dataset.url, dataset.fingerprint)
     found_step = step_of(checkpoint)
     description = _describe(config, dataset, table_format, root, found_step)
     reader = CheckpointReader(checkpoint)
@@ -200,18 +200,6 @@ def _choose(run: RunFolder, step: int | None) -> Path:
             f"{', '.join(map(str, steps))}. Choose one of them, or leave out --step for the newest"
         )
     return steps[step]
-
-
-def _check_dataset(dataset: Dataset, run: RunFolder) -> None:
-    environment = json.loads((run.root / ENVIRONMENT_FILE).read_text())
-    trained_on = environment["dataset_fingerprint"]
-    # Vocabularies are copied from the dataset: of another one they would name other rows.
-    if dataset.fingerprint != trained_on:
-        raise GMetaError(
-            f"dataset {dataset.url} has fingerprint {dataset.fingerprint[:12]}, run {run.root} was "
-            f"trained on {trained_on[:12]}: its ids may mean other values. "
-            "Bring back that dataset, or train on this one"
-        )
 
 
 def _describe(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gmeta.config import TrainConfig, config_from_dict
-from gmeta.errors import UserError
+from gmeta.errors import GMetaError, UserError
 
 CONFIG_FILE = "config.json"
 ENVIRONMENT_FILE = "environment.json"
@@ -74,6 +74,33 @@ class RunFolder:
                 f"{self.root} is no run folder: {CONFIG_FILE} is missing or broken. "
                 "Give the run.dir of a training run"
             ) from error
+
+    def trained_on(self) -> str:
+        """The fingerprint of the dataset that the run was trained on; "" if that is not known."""
+        try:
+            environment = json.loads((self.root / ENVIRONMENT_FILE).read_text())
+            return str(environment["dataset_fingerprint"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+
+    def check_dataset(self, url: str, fingerprint: str) -> None:
+        """Hold the dataset at `url` against the one that the run was trained on.
+
+        Raises:
+            GMetaError: it is another, in which an id may mean another value, or nothing is known.
+        """
+        trained_on = self.trained_on()
+        if not trained_on:
+            raise GMetaError(
+                f"run {self.root} does not say which data it was trained on: {ENVIRONMENT_FILE} is "
+                "missing or broken. Bring it back from where the run was copied from"
+            )
+        if fingerprint != trained_on:
+            raise GMetaError(
+                f"dataset {url} has fingerprint {fingerprint[:12]}, run {self.root} was trained on "
+                f"{trained_on[:12]}: its ids may mean other values. "
+                "Bring back that dataset, or train on this one"
+            )
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Every logged step, oldest first; empty if none was logged. A line that a full disk or a

@@ -14,13 +14,14 @@ from gmeta.accumulate import MicroBatches
 from gmeta.agent import Agent, open_agent
 from gmeta.augment import augmented
 from gmeta.build import build
-from gmeta.checkpoint import list_checkpoints, load_checkpoint
+from gmeta.checkpoint import list_checkpoints, load_checkpoint, restore_replaced
 from gmeta.checkpoint_writer import CheckpointWriter
 from gmeta.config import TrainConfig
 from gmeta.early_stop import early_stop_of
 from gmeta.episodes import Episodes
 from gmeta.evaluate import score_split
 from gmeta.feed import open_feed
+from gmeta.going_on import check_goes_on
 from gmeta.guards import StepGuard
 from gmeta.numerics import make_deterministic
 from gmeta.optimizers import build_optimizer
@@ -78,8 +79,13 @@ class TrainingRun:
         self._optimizer = build_optimizer(self._sharded, config.outer)
         self.folder = RunFolder(Path(config.run.dir))
         self._progress = Progress()
+        if ranks.rank == 0:
+            restore_replaced(self.folder.checkpoints)
+        barrier(ranks)
         checkpoints = list_checkpoints(self.folder.checkpoints)
         newest = checkpoints[-1] if checkpoints else None
+        if newest is not None:
+            check_goes_on(self.folder, newest, config, self._dataset)
         self.feed = open_feed(config, self._dataset, ranks, newest)
         if newest is not None:
             self._progress = load_checkpoint(newest, self._sharded, self._optimizer, ranks)

@@ -116,7 +116,7 @@ def test_a_dataset_without_a_split_to_score_says_so() -> None:
         splits_to_score(config, dataset, [])
     assert str(caught.value) == (
         "logs has no split but train, which the run was trained or chosen by: there is nothing to "
-        "score. Prepare the data with another split, or name one with --split"
+        "score. Name one with --split, or train on data with one split more"
     )
 
 

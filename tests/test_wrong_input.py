@@ -117,4 +117,12 @@ def test_an_unknown_split_to_evaluate_is_named_with_those_that_are(config: Path)
     assert gmeta("train", config, *SMALL_MODEL, "run.max_steps=1").returncode == 0
     message = refused(2, "evaluate", config.parent / "run", "--split", "cold")
     assert message.startswith("error: split 'cold' is not in ")
+    environment = config.parent / "run" / "environment.json"
+    environment.write_text(
+        environment.read_text().replace('"dataset_fingerprint": "', '"dataset_fingerprint": "0')
+    )
+    message = refused(1, "evaluate", config.parent / "run")
+    assert message.endswith(
+        "its ids may mean other values. Bring back that dataset, or train on this one"
+    )
     assert not (config.parent / "run" / "evaluation").exists()

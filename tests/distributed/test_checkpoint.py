@@ -54,7 +54,7 @@ def message_of(work: Any) -> str:
 
 
 def write_and_break(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    """Saves steps 1 to 3 keeping two, fails at step 4, loads what is broken."""
+    """Saves steps 1 to 3 keeping two, fails at steps 4 and 5, loads what is broken."""
     _, sharded, optimizer = fresh(ranks)
     (folder / "tmp-step-00000009").mkdir()  # of a process that was killed while it wrote
     told: list[int] = []
@@ -78,6 +78,13 @@ def write_and_break(ranks: Ranks, folder: Path) -> dict[str, Any]:
         writer.save(Progress(step=4))
         writer._thread.join()  # as a later step finds it
         messages = [message_of(writer.poll)]
+
+    def unforeseen(state: Any, *, checkpoint_id: str, process_group: Any) -> None:
+        raise AttributeError("a thread may die of anything")
+
+    with mock.patch("gmeta.checkpoint_writer.save_shards", unforeseen):
+        writer.save(Progress(step=5))
+        messages.append(message_of(writer.finish))
     newest = list_checkpoints(folder)[-1]
     (newest / ".metadata").write_bytes(b"")
     messages.append(message_of(lambda: load_checkpoint(newest, sharded, optimizer, ranks)))
@@ -130,9 +137,14 @@ def everything_on_one_rank(ranks: Ranks, folder: Path) -> dict[str, Any]:
 def test_a_checkpoint_is_of_its_step_whole_or_not_at_all_and_says_why(tmp_path: Path) -> None:
     (result,) = on_ranks(1, everything_on_one_rank, tmp_path)
     broken, race = result["break"], result["race"]
-    assert broken["left"] == ["step-00000002", "step-00000003"]
+    assert broken["left"] == ["step-00000002", "step-00000003", "tmp-step-00000005"]
     assert broken["told"] == [1, 2, 2]
-    written, read = broken["messages"]
+    written, died, read = broken["messages"]
+    # What was not committed is not told as such, whatever ended its thread.
+    assert died == (
+        f"checkpoint {tmp_path}/a/step-00000005 cannot be written: what the traceback above says "
+        "ended the writing. Go on from the checkpoint before with --resume"
+    )
     assert written.startswith(
         f"checkpoint {tmp_path}/a/step-00000004 cannot be written: "
         "[Errno 28] No space left on device; "

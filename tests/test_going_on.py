@@ -1,0 +1,98 @@
+"""What a resumed run may change, and what it may not; which checkpoint it finds."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from gmeta.checkpoint import list_checkpoints, restore_replaced
+from gmeta.config import TrainConfig, config_from_dict
+from gmeta.errors import GMetaError, UserError
+from gmeta.going_on import check_goes_on
+from gmeta.progress import Progress
+from gmeta.run_folder import RunFolder, create_run_folder
+from metaio import Dataset, open_dataset
+
+
+@pytest.fixture
+def config(tmp_path: Path, click_logs: Path) -> TrainConfig:
+    data = {"path": str(click_logs), "tasks_per_step": 16}
+    return config_from_dict({"data": data, "run": {"dir": str(tmp_path / "run")}})
+
+
+@pytest.fixture
+def dataset(click_logs: Path) -> Dataset:
+    return open_dataset(str(click_logs))
+
+
+def begun(config: TrainConfig, fingerprint: str, epoch_step: int) -> tuple[RunFolder, Path]:
+    """A run of this config that was left so many steps into its first epoch."""
+    folder = create_run_folder(config, 1, fingerprint)
+    checkpoint = folder.checkpoints / f"step-{epoch_step:08d}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "progress.json").write_text(
+        json.dumps(asdict(Progress(step=epoch_step, epoch_step=epoch_step)))
+    )
+    return folder, checkpoint
+
+
+def test_the_order_of_a_half_done_epoch_stays_as_it_was(
+    config: TrainConfig, dataset: Dataset
+) -> None:
+    folder, checkpoint = begun(config, dataset.fingerprint, epoch_step=5)
+    check_goes_on(folder, checkpoint, config, dataset)
+    changed = replace(config, data=replace(config.data, tasks_per_step=8))
+    with pytest.raises(UserError) as caught:
+        check_goes_on(folder, checkpoint, changed, dataset)
+    assert str(caught.value) == (
+        f"data.tasks_per_step = 8, but run {folder.root} stands 5 steps into an epoch that began "
+        "with 16: the rest of it would train some episodes twice and others never. Set it as it "
+        "was until the epoch is over, or choose another run.dir"
+    )
+
+
+def test_between_epochs_the_order_may_change_and_rates_at_any_time(
+    config: TrainConfig, dataset: Dataset
+) -> None:
+    folder, between = begun(config, dataset.fingerprint, epoch_step=0)
+    changed = replace(config, data=replace(config.data, tasks_per_step=8))
+    check_goes_on(folder, between, changed, dataset)
+    _, within = begun(config, dataset.fingerprint, epoch_step=5)
+    check_goes_on(
+        folder, within, replace(config, outer=replace(config.outer, dense_lr=0.5)), dataset
+    )
+
+
+def test_a_run_goes_on_with_the_data_that_it_began_with(
+    config: TrainConfig, dataset: Dataset
+) -> None:
+    folder, checkpoint = begun(config, "0" * 32, epoch_step=0)
+    with pytest.raises(GMetaError) as caught:
+        check_goes_on(folder, checkpoint, config, dataset)
+    assert str(caught.value) == (
+        f"dataset {dataset.url} has fingerprint {dataset.fingerprint[:12]}, run {folder.root} was "
+        "trained on 000000000000: its ids may mean other values. Bring back that dataset, or train "
+        "on this one"
+    )
+    # Nothing is known of it: it is taken at its word, but not where ids become values again.
+    (folder.root / "environment.json").write_text("{")
+    check_goes_on(folder, checkpoint, config, dataset)
+    with pytest.raises(GMetaError) as caught:
+        folder.check_dataset(dataset.url, dataset.fingerprint)
+    assert str(caught.value) == (
+        f"run {folder.root} does not say which data it was trained on: environment.json is missing "
+        "or broken. Bring it back from where the run was copied from"
+    )
+
+
+def test_a_checkpoint_put_aside_by_a_killed_writer_has_its_name_again(tmp_path: Path) -> None:
+    for name in ("tmp-replaced-step-00000004", "tmp-step-00000004"):
+        (tmp_path / name).mkdir()
+    restore_replaced(tmp_path)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000004"]
+    # Killed behind the new one's rename instead: that one counts.
+    (tmp_path / "tmp-replaced-step-00000004").mkdir()
+    (tmp_path / "step-00000004" / "new").touch()
+    restore_replaced(tmp_path)
+    assert (tmp_path / "step-00000004" / "new").exists()
