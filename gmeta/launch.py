@@ -20,7 +20,7 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
     the job.
 
     Raises:
-        UserError: the port is taken, or there are more ranks than this machine can hold.
+        UserError: the port is taken.
         GMetaError: a rank was killed.
     """
     # Not os.cpu_count(): a container may have been given fewer.

@@ -101,7 +101,7 @@ class RunLog:
     def tell(self, lines: Sequence[str]) -> None:
         """Show lines that belong to the run, not to a step."""
         if self._active and lines:
-            self._console.print(*lines, sep="\n", highlight=False)
+            self._console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
 
     def write(self, step: int, epoch: int, values: dict[str, Any]) -> None:
         """One reading: a JSON line, scalars for TensorBoard, a look for who watches."""
@@ -116,7 +116,10 @@ class RunLog:
         shown = "  ".join(f"{name} {_shown(name, value)}" for name, value in values.items())
         self._progress.update(self._bar, completed=step, reading=shown)
         if self._progress.disable or "valid" in values:
-            self._console.print(f"epoch {epoch + 1}  step {step}  {shown}", highlight=False)
+            # In a file, where rich takes 80 columns for granted, a reading stays one line.
+            self._console.print(
+                f"epoch {epoch + 1}  step {step}  {shown}", highlight=False, soft_wrap=True
+            )
 
 
 def _shown(name: str, value: Any) -> str:

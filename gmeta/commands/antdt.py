@@ -12,13 +12,13 @@ from rich.table import Table
 from gmeta.antdt.controller import replayed
 from gmeta.antdt.policies import find_policy
 from gmeta.antdt.settings import load_straggler_config
+from gmeta.commands.screen import screen, show_table
 from gmeta.errors import UserError
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="TOML with \\[monitor] and \\[controller]")
 ]
 MAX_WORKERS = 4096
-TABLE_WIDTH = 110  # cells that wrap cannot be read, nor cut by scripts
 
 
 def antdt_sim(
@@ -81,7 +81,7 @@ def antdt_sim(
             str(outcome.num_adjustments),
             str(outcome.num_restarts),
         )
-    Console(width=TABLE_WIDTH, highlight=False, markup=False).print(table)
+    show_table(screen(), table)
     if out is not None:
         from gmeta.report.render import png_sheet
         from gmeta.report.stragglers import completion_chart

@@ -1,13 +1,12 @@
 """`gmeta evaluate`."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from gmeta.commands import on_ranks
+from gmeta.commands.screen import screen, show_table
 
 if TYPE_CHECKING:
     from gmeta.parallel import Ranks
@@ -61,10 +60,8 @@ def evaluate(
         if ranks.rank == 0:
             evaluated = [each for each in runs if each is not None]
             paths = write(out or run / "evaluation", evaluated)
-            console = Console(width=None if os.isatty(1) else 120, markup=False)
-            console.print(console_table(paths.evaluation))
-            console.print(
-                f"report: {paths.html}   figures: {paths.evaluation_json}", highlight=False
-            )
+            console = screen()
+            show_table(console, console_table(paths.evaluation))
+            console.print(f"report: {paths.html}   figures: {paths.evaluation_json}")
 
     on_ranks.be_rank(config.run.device, config.run.collective_timeout_s, work)

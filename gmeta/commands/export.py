@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from gmeta.commands.screen import screen
 from gmeta.errors import UserError
 
 OUTPUT_COLUMNS = ("prediction", "prediction_before", "support_rows")
@@ -43,11 +43,10 @@ def export(
 
     written = export_run(run, out, tables.value, step, overwrite)
     share = written.table_bytes / max(written.float32_table_bytes, 1)
-    Console(stderr=True, soft_wrap=True, markup=False).print(
+    screen(stderr=True).print(
         f"exported: {out}  (step {written.step}, {_size(written.num_bytes)}; tables "
         f"{tables.value}, {_size(written.table_bytes)}, {share:.2f} of what was trained)\n"
         f'use it: gmeta.load("{out}"), or gmeta predict {out} SUPPORT.parquet QUERY.parquet',
-        highlight=False,
     )
 
 
@@ -99,9 +98,8 @@ def predict(
     write_rows(query_rows, out)
     without = int((found.support_rows_N == 0).sum())
     told = f", {without:,} of them without support rows and so not adapted" if without else ""
-    Console(stderr=True, soft_wrap=True, markup=False).print(
+    screen(stderr=True).print(
         f"predicted: {out}  ({query_rows.num_rows:,} rows{told}, in {spent_s:.2f} s)",
-        highlight=False,
     )
 
 

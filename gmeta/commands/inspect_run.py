@@ -8,6 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from gmeta.commands.screen import screen, show_table
+
 if TYPE_CHECKING:
     from gmeta.checkpoint_summary import CheckpointSummary
 
@@ -31,7 +33,7 @@ def inspect_run(root: Path) -> None:
 
     folder = RunFolder(root)
     config = folder.read_config()
-    console = _console()
+    console = screen()
     console.print(
         f"run {root}: {config.algorithm.name} with {config.model.name} on {config.data.path}, "
         f"config {config.digest}"
@@ -53,7 +55,7 @@ def inspect_run(root: Path) -> None:
             "incomplete" if summary.problems else "complete",
             "best" if about.get("best_step") == about["step"] > 0 else "",
         )
-    console.print(table)
+    show_table(console, table)
     _show(console, summaries[-1])
     # Last, behind the tables: a terminal shows what is wrong without scrolling.
     _end([problem for summary in summaries for problem in summary.problems])
@@ -65,7 +67,7 @@ def inspect_checkpoint(path: Path) -> None:
 
     summary = summarise_checkpoint(path)
     about = summary.about
-    console = _console()
+    console = screen()
     console.print(
         f"checkpoint {path}: step {about['step']:,}, epoch {about['epoch'] + 1}, "
         f"{about['epoch_step']:,} steps into it, written by {about.get('world_size', '?')} ranks, "
@@ -96,13 +98,13 @@ def _show(console: Console, summary: "CheckpointSummary") -> None:
             _size(table.num_bytes),
             state or "none",
         )
-    console.print(tables)
+    show_table(console, tables)
     layers = _table("Layers", "tensor", "shape", "type", "bytes", "optimizer state")
     for layer in summary.layers:
         shape = " x ".join(map(str, layer.shape)) or "1"
         state = ", ".join(layer.state) or "none"
         layers.add_row(layer.name, shape, layer.dtype, _size(layer.num_bytes), state)
-    console.print(layers)
+    show_table(console, layers)
 
 
 def _end(problems: list[str]) -> None:
@@ -110,10 +112,6 @@ def _end(problems: list[str]) -> None:
         typer.echo(problem)
     if problems:
         raise typer.Exit(1)
-
-
-def _console() -> Console:
-    return Console(highlight=False, soft_wrap=True, markup=False)
 
 
 def _table(title: str, *heads: str) -> Table:

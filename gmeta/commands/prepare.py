@@ -22,6 +22,7 @@ from rich.progress import (
 from rich.table import Table
 
 from gmeta.commands.inspect_run import inspect_checkpoint, inspect_run, is_checkpoint, is_run
+from gmeta.commands.screen import screen, show_table
 from gmeta.commands.spark import prepare_on_spark
 from gmeta.errors import UserError
 
@@ -155,10 +156,8 @@ def _tell_of_leftovers(out: str) -> None:
 
     left = unfinished(out)
     if left is not None:
-        Console(stderr=True, markup=False).print(
-            f"an earlier prepare of {out} was interrupted: starting over, without {left}",
-            highlight=False,
-            soft_wrap=True,
+        screen(stderr=True).print(
+            f"an earlier prepare of {out} was interrupted: starting over, without {left}"
         )
 
 
@@ -196,27 +195,23 @@ def _expect_inputs(recipe: Recipe, inputs: list[str], count: int) -> None:
 def _report(out: str) -> None:
     from metaio import open_dataset
 
-    console = Console(stderr=True, markup=False)
+    console = screen(stderr=True)
     # Opened anew: what is told is what a reader will find.
     dataset = open_dataset(out)
-    console.print(_counts(dataset))
+    show_table(console, _counts(dataset))
     lost = {
         name: count for name, count in dataset.manifest.report.get("dropped", {}).items() if count
     }
     if lost:
         told = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in lost.items())
-        console.print(f"left out: {told}", highlight=False, soft_wrap=True)
+        console.print(f"left out: {told}")
     for name, use in dataset.manifest.report.get("hashed_tables", {}).items():
         if use["values_sharing_a_row_estimated"]:
             console.print(
                 f"collisions in table {name}: about {use['values_sharing_a_row_estimated']:,} of "
                 f"{use['values_estimated']:,} values share one of {use['rows']:,} rows",
-                highlight=False,
-                soft_wrap=True,
             )
-    console.print(
-        f"prepared: {out}  (look inside: gmeta inspect {out})", highlight=False, soft_wrap=True
-    )
+    console.print(f"prepared: {out}  (look inside: gmeta inspect {out})")
 
 
 def _counts(dataset: "Dataset") -> Table:
@@ -271,7 +266,7 @@ def inspect(
     from metaio.inspection import damage, summarise
 
     dataset = open_dataset(path)
-    console = Console(markup=False)  # a column may be called [user]
+    console = screen()
     with _progress() as progress:
         bar = progress.add_task("reading", total=None)
 
@@ -290,7 +285,7 @@ def inspect(
         from metaio.picture import draw
 
         draw(summaries, picture)
-        console.print(f"picture: {picture}", highlight=False, soft_wrap=True)
+        console.print(f"picture: {picture}")
 
 
 def _progress() -> Progress:
@@ -305,26 +300,23 @@ def _progress() -> Progress:
 
 def _verdict(console: Console, dataset: "Dataset", messages: list[str]) -> None:
     for message in messages:
-        console.print(message, highlight=False, soft_wrap=True)
+        console.print(message)
     if messages:
         raise typer.Exit(1)
     num_files = 1 + sum(1 for _ in dataset.files())
-    console.print(
-        f"{dataset.url} is intact: {num_files} files, every checksum matches.", soft_wrap=True
-    )
+    console.print(f"{dataset.url} is intact: {num_files} files, every checksum matches.")
 
 
 def _describe(console: Console, dataset: "Dataset", summaries: list["SplitSummary"]) -> None:
     manifest = dataset.manifest
     console.print(
         f"task {dataset.task}, label {dataset.label}, seed {manifest.seed}, "
-        f"protocol: {manifest.protocol or 'none'}\nfingerprint {dataset.fingerprint}",
-        highlight=False,
+        f"protocol: {manifest.protocol or 'none'}\nfingerprint {dataset.fingerprint}"
     )
-    console.print(_sizes(summaries))
+    show_table(console, _sizes(summaries))
     if summaries:
-        console.print(_tables(summaries[0]))
-        console.print(_unknown(summaries), highlight=False, soft_wrap=True)
+        show_table(console, _tables(summaries[0]))
+        console.print(_unknown(summaries))
 
 
 def _table(title: str, *heads: str) -> Table:

@@ -13,6 +13,7 @@ from rich.table import Table
 from gmeta.antdt.audit import audit_manifest, check_descends
 from gmeta.antdt.errors import AntdtError
 from gmeta.antdt.manifest import load_manifest
+from gmeta.commands.screen import screen, show_table
 from gmeta.commands.shard_caller import Address, Call, TlsCa, TlsCert, TlsKey, TokenFile, caller_of
 from gmeta.commands.shard_service import DEFAULT_ADDRESS
 from gmeta.errors import UserError
@@ -46,7 +47,7 @@ def status(
     answer = call("Status", pb.StatusRequest())
     if as_json:
         return _print_json(answer)
-    console = _console()
+    console = screen()
     state = "draining" if answer.draining else "serving"
     console.print(
         f"job {answer.job}: {state}, generation {answer.run_generation}, service epoch "
@@ -143,7 +144,7 @@ def list_shards(
         )
         for s in found
     ]
-    _print_table(_console(), names, rows)
+    _print_table(screen(), names, rows)
     if page_token:
         typer.echo(f"more follow; this is --limit {limit}")
     return None
@@ -265,17 +266,12 @@ def _silence(worker: Any) -> str:
     )
 
 
-def _console() -> Console:
-    # Plain: names and notes are others' words, and "[/data/x]" is no closing tag.
-    return Console(soft_wrap=False, highlight=False, markup=False)
-
-
 def _print_table(console: Console, names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
     if rows:
         table = Table(*names, box=None, pad_edge=False)
         for row in rows:
             table.add_row(*(str(cell) for cell in row))
-        console.print(table)
+        show_table(console, table)
 
 
 def _print_json(message: Any) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from gmeta.commands import on_ranks
+from gmeta.commands.screen import screen, show_table
 from gmeta.config import TrainConfig, describe_config, load_config
 from gmeta.errors import UserError
 
@@ -83,7 +83,7 @@ def _tell(folder: "RunFolder") -> None:
         wait = statistics.mean(line["data_wait_share"] for line in readings)
         lines += [f"speed: {speed:,.0f} samples/s, {wait:.1%} of the time waiting for data"]
     lines += [f"evaluate it: gmeta evaluate {folder.root}"]
-    Console(stderr=True, markup=False).print("\n".join(lines), highlight=False)
+    screen(stderr=True).print("\n".join(lines))
 
 
 def show_config() -> None:
@@ -91,7 +91,7 @@ def show_config() -> None:
     table = Table("key", "default", "meaning")
     for key, default, meaning in describe_config():
         table.add_row(key, default, meaning)
-    Console().print(table)
+    show_table(screen(), table)
 
 
 def _check_run_folder(config: TrainConfig, resume: bool) -> None:

@@ -1,0 +1,30 @@
+"""Where commands print: words as they are, lines as long as they are, tables in columns."""
+
+import os
+import sys
+
+from rich.console import Console, RenderableType
+
+# In a file or a pipe rich takes 80 columns for granted, and folds: a cell that is folded can
+# neither be read nor found by a script.
+COLUMNS_OF_A_FILE = 250
+
+
+def screen(*, stderr: bool = False) -> Console:
+    """Standard output or standard error. Names and notes are others' words, in which brackets are
+    no markup.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    is_known = stream.isatty() or "COLUMNS" in os.environ
+    return Console(
+        stderr=stderr,
+        width=None if is_known else COLUMNS_OF_A_FILE,
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def show_table(console: Console, table: RenderableType) -> None:
+    """One or several; cells are folded where a terminal is too narrow for them."""
+    console.print(table, soft_wrap=False)
