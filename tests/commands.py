@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import PATIENCE_S
+
 SMALL_MODEL = ["model.hidden=[16]", "model.bottom=[8]", "model.embedding_dim=4"]
 
 
@@ -15,13 +17,15 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
-def gmeta(*arguments: str | Path, timeout_s: int = 120) -> subprocess.CompletedProcess[str]:
+def gmeta(
+    *arguments: str | Path, timeout_s: float = 2 * PATIENCE_S
+) -> subprocess.CompletedProcess[str]:
     """`python -m gmeta ARGUMENTS`, waited for."""
     return subprocess.run(
         [sys.executable, "-m", "gmeta", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=2 * PATIENCE_S,
         env=environment(),
         check=False,
     )

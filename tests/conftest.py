@@ -12,9 +12,25 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from gmeta.antdt.log import LOGGER_NAME
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
+
+# No test calls beyond this machine; a proxy of the network around it would be asked for it too.
+for variable in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"):
+    os.environ.pop(variable, None)
+    os.environ.pop(variable.upper(), None)
+
+# The same examples each time, however long this machine takes for one.
+settings.register_profile(
+    "steady",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("steady")
 
 EXIT_STATUS = pytest.StashKey[int]()
 

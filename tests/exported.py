@@ -19,6 +19,7 @@ from metaio.block import Block, offsets
 from metaio.features import Features, FeatureSpec, TableSpec
 from models import ModelConfig
 from tests.commands import environment
+from tests.waiting import PATIENCE_S
 
 FEATURES = Features(
     tables=(TableSpec("item", 50), TableSpec("city", 8), TableSpec("tag", 12)),
@@ -33,7 +34,7 @@ import pyarrow.parquet as pq
 from gmeta.evaluate import evaluate_run
 from gmeta.parallel import start_ranks, stop_ranks
 run, split, out = sys.argv[1:]
-ranks = start_ranks("cpu", 60)
+ranks = start_ranks("cpu", 600)
 pq.write_table(evaluate_run(Path(run), "run", [split], ranks).predictions, out)
 stop_ranks()
 """
@@ -118,5 +119,5 @@ def _sides(features: Features, task: str, label: str, block: Block) -> tuple[pa.
 def evaluated(run: Path, split: str, out: Path) -> pa.Table:
     """What `gmeta evaluate` predicts on a split, in a process of its own, through TorchRec."""
     command = [sys.executable, "-c", EVALUATE, str(run), split, str(out)]
-    subprocess.run(command, check=True, env=environment(), timeout=120, capture_output=True)
+    subprocess.run(command, check=True, env=environment(), timeout=PATIENCE_S, capture_output=True)
     return pq.read_table(out)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,9 @@ import pytest
 from gmeta.antdt.audit import audit_manifest
 from gmeta.antdt.manifest import load_manifest
 from gmeta.checkpoint import list_checkpoints
+from tests.antdt.faults.test_training_job import process_of
 from tests.commands import SMALL_MODEL, environment, gmeta, losses, metrics, write_config
+from tests.waiting import PATIENCE_S, wait_until
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_the_same_seed_gives_the_same_losses_however_the_ranks_are_started(confi
         capture_output=True,
         text=True,
         env=environment(),
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -94,22 +95,25 @@ def start_and_wait_for_checkpoint(config: Path, *arguments: str) -> subprocess.P
     """A long run in the background, once it has written its first checkpoint."""
     command = [sys.executable, "-m", "gmeta", "train", str(config), *SMALL_MODEL, *arguments]
     job = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
-    wait_until(lambda: bool(list_checkpoints(config.parent / "run" / "checkpoints")), job)
+    until(lambda: bool(list_checkpoints(config.parent / "run" / "checkpoints")), job)
     return job
 
 
-def wait_until(reached: Callable[[], bool], job: subprocess.Popen[str]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not reached():
-        assert time.monotonic() < deadline_s, "not within 60 s"
+def until(reached: Callable[[], bool], job: subprocess.Popen[str]) -> None:
+    """Wait for what the job does; it must not end before."""
+
+    def so_far() -> bool:
+        if reached():
+            return True
         assert job.poll() is None, job.communicate()[1]
-        time.sleep(0.1)
+        return False
+
+    wait_until(so_far, pause_s=0.05)
 
 
-def ranks_of(job: subprocess.Popen[str]) -> list[int]:
-    """Process ids of the ranks that the job's launcher started."""
-    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-    return [int(child) for child in children]
+def rank_of(job: subprocess.Popen[str], rank: int) -> int:
+    """The process of a rank that the job's launcher started."""
+    return process_of(job.pid, "train", rank)
 
 
 LONG = ["run.epochs=1000", "run.max_steps=400", "run.checkpoint_every_steps=5"]
@@ -118,8 +122,8 @@ LONG = ["run.epochs=1000", "run.max_steps=400", "run.checkpoint_every_steps=5"]
 @pytest.mark.distributed
 def test_a_killed_rank_ends_the_job_in_one_line_and_resume_finishes_it(config: Path) -> None:
     job = start_and_wait_for_checkpoint(config, *LONG, "--nproc-per-node=2")
-    os.kill(ranks_of(job)[-1], signal.SIGKILL)
-    _, stderr = job.communicate(timeout=60)
+    os.kill(rank_of(job, 1), signal.SIGKILL)
+    _, stderr = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 1
     last_line = stderr.strip().splitlines()[-1]
     assert last_line.startswith("error: rank ")
@@ -137,8 +141,8 @@ def test_a_killed_rank_is_restarted_when_restarts_are_allowed(config: Path) -> N
     job = start_and_wait_for_checkpoint(
         config, *LONG, "sharding.shared_memory=true", "--nproc-per-node=2", "--max-restarts=1"
     )
-    os.kill(ranks_of(job)[0], signal.SIGKILL)
-    _, stderr = job.communicate(timeout=90)
+    os.kill(rank_of(job, 0), signal.SIGKILL)
+    _, stderr = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 0, stderr
     assert [line["step"] for line in metrics(config.parent / "run")] == list(range(1, 401))
 
@@ -150,9 +154,9 @@ def stop_by_sigterm(config: Path, arguments: list[str], whom: Callable[[Any], in
         [*command, "--nproc-per-node=2"], stderr=subprocess.PIPE, text=True, env=environment()
     )
     run = config.parent / "run"
-    wait_until(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) > 2, job)
+    until(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) > 2, job)
     os.kill(whom(job), signal.SIGTERM)
-    _, stderr = job.communicate(timeout=60)
+    _, stderr = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 143, stderr
     done = int(metrics(run)[-1]["step"])
     told = (
@@ -179,10 +183,10 @@ def test_sigterm_to_the_job_loses_no_step(config: Path) -> None:
 @pytest.mark.distributed
 def test_sigterm_to_one_rank_of_a_leased_epoch_loses_no_episode(config: Path) -> None:
     leased = ["data.source=service", "data.tasks_per_step=2", "run.max_steps=0"]
-    stop_by_sigterm(
-        config, [*leased, "run.checkpoint_every_steps=100000"], lambda job: ranks_of(job)[-1]
-    )
-    run = train(config, *leased, "--resume")
+    endless = ["run.epochs=1000", "run.checkpoint_every_steps=100000"]
+    stop_by_sigterm(config, [*leased, *endless], lambda job: rank_of(job, 1))
+    num_epochs = metrics(config.parent / "run")[-1]["epoch"] + 1
+    run = train(config, *leased, f"run.epochs={num_epochs + 1}", "--resume")
     newest = list_checkpoints(run / "checkpoints")[-1]
     report = audit_manifest(load_manifest(newest))
     assert report.ok

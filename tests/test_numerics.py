@@ -30,6 +30,7 @@ from tests import reference
 
 FEATURES = reference.some_features(3, 1, 2)
 CPU = torch.device("cpu")
+PR_SET_THP_DISABLE = 41  # <linux/prctl.h>
 
 
 def loss_and_gradient(learner: MetaLearner, precision: str) -> tuple[float, torch.Tensor]:
@@ -83,6 +84,8 @@ def faults_here(keep: bool) -> float:
     # As glibc begins: it gives such blocks back to the system. Left to itself it learns not to, by
     # what a process happened to free before.
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10)
+    # One fault would stand for hundreds where the system gives out huge pages unasked.
+    ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
     if keep:
         assert keep_freed_memory()
     for round_number in range(30):

@@ -96,6 +96,9 @@ class Connection:
                 "authority is given. Name the file with the service's: --tls-ca (in Python, "
                 "tls_ca)."
             )
+        # A proxy of the network around this machine cannot lead to its loopback, and gRPC would ask
+        # it ($http_proxy) for that too.
+        self._options = (*_OPTIONS, ("grpc.enable_http_proxy", int(not is_loopback(host))))
         self._files = WatchedFiles([config.tls_ca, config.tls_cert, config.tls_key])
         self._bearer = Bearer(config.token_file) if config.token_file else None
         self._channels = [wait_for(self._open())]
@@ -113,8 +116,8 @@ class Connection:
         config = self._config
         credentials = client_credentials(config.tls_ca, config.tls_cert, config.tls_key)
         if credentials is None:
-            return grpc.aio.insecure_channel(config.address, _OPTIONS)
-        return grpc.aio.secure_channel(config.address, credentials, _OPTIONS)
+            return grpc.aio.insecure_channel(config.address, self._options)
+        return grpc.aio.secure_channel(config.address, credentials, self._options)
 
     def _take_new_certificates(self) -> bool:
         """After a failed call: a channel holds on to the certificates it was made with. Whether

@@ -234,6 +234,14 @@ def test_a_service_that_never_answers_is_an_error_that_says_so() -> None:
     )
 
 
+def test_a_proxy_is_not_asked_for_a_service_on_this_machine(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")  # nobody is there
+    with ShardClient(address, "a", outage_budget_s=1.0) as client:
+        assert client.service_epoch == 1
+
+
 def test_reports_reach_the_status(address: str) -> None:
     server = ShardServer(ServiceConfig("127.0.0.1:0"))
     with ShardClient(server.address, "a") as client:

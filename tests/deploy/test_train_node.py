@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from gmeta.checkpoint import list_checkpoints
 from tests.antdt.faults.service_process import free_port
 from tests.commands import SMALL_MODEL, environment, metrics, write_config
 from tests.deploy.rendering import ROOT
+from tests.waiting import PATIENCE_S, wait_until
 
 
 @pytest.mark.distributed
@@ -31,13 +31,14 @@ def test_a_node_that_gets_sigterm_leaves_a_checkpoint_of_its_last_step(
         stderr=subprocess.PIPE,
         text=True,
     )
-    until_s = time.monotonic() + 90
-    while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 3:
-        assert time.monotonic() < until_s, "no step within 90 s"
+
+    def trains() -> bool:
         assert node.poll() is None, node.communicate()[1]
-        time.sleep(0.1)
+        return (run / "metrics.jsonl").exists() and len(metrics(run)) >= 3
+
+    wait_until(trains, "three steps")
     node.send_signal(signal.SIGTERM)
-    _, said = node.communicate(timeout=60)
+    _, said = node.communicate(timeout=PATIENCE_S)
     # Not 0: the Job must start it again. torchrun says 1 whatever its ranks said.
     assert node.returncode == 1, said
     last = metrics(run)[-1]["step"]

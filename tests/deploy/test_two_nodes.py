@@ -5,7 +5,7 @@ certificates, two training nodes, and a cable that is pulled.
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,8 +18,10 @@ from tests.antdt.pki import Authority
 from tests.commands import SMALL_MODEL, environment, metrics, write_config
 from tests.deploy.network import INTERFACE, Host, NoNamespacesError, hosts
 from tests.deploy.rendering import ROOT
+from tests.waiting import PATIENCE_S, wait_until
 
 TOKEN = "worker-0123456789abcdef"
+STEPS_UNDER_WAY = 20  # or not yet in the file; without the cable the others would be hundreds
 Process = subprocess.Popen[str]
 
 
@@ -31,13 +33,6 @@ def network() -> Iterator[list[Host]]:
         except NoNamespacesError as error:
             pytest.skip(f"no network namespaces here: {error}")
         yield made
-
-
-def wait_until(reached: Callable[[], bool], what: str, timeout_s: float = 90.0) -> None:
-    until_s = time.monotonic() + timeout_s
-    while not reached():
-        assert time.monotonic() < until_s, f"{what}: not within {timeout_s:.0f} s"
-        time.sleep(0.05)
 
 
 class Cluster:
@@ -93,20 +88,18 @@ class Cluster:
             )
 
     def said(self) -> str:
-        return "\n".join(
-            f"--- {log.name}\n{log.read_text()[-3000:]}" for log in self.folder.glob("*.log")
-        )
+        return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in self.folder.glob("*.log"))
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_node_that_is_cut_off_and_comes_back_costs_no_episode(
     network: list[Host], tmp_path: Path, click_logs: Path
 ) -> None:
     run = tmp_path / "run"
     cluster = Cluster(network, tmp_path, write_config(tmp_path / "t.toml", click_logs, run))
     arguments = ["data.source=service", "data.tasks_per_step=2", "run.max_steps=0"]
-    arguments += ["run.epochs=2", "run.checkpoint_every_steps=10", "run.collective_timeout_s=5"]
+    arguments += ["run.epochs=2", "run.checkpoint_every_steps=10", "run.collective_timeout_s=12"]
     with ExitStack() as stack:
         service = stack.enter_context(cluster.start_service())
         stack.callback(service.terminate)
@@ -115,13 +108,16 @@ def test_a_node_that_is_cut_off_and_comes_back_costs_no_episode(
             stack.callback(node.kill)
         try:
             wait_until(lambda: bool(list_checkpoints(run / "checkpoints")), "a checkpoint")
+            said_before = cluster.said().count("lost contact")
             cluster.nodes[1].pull_cable()
-            time.sleep(1.0)  # what was on its way is in the files
             cut_at = len(metrics(run))
             assert all(node.poll() is None for node in nodes)
             # The rank that lost its peer ends, and its node waits for the other one.
-            wait_until(lambda: "lost contact" in cluster.said(), "the timeout of a collective")
-            assert len(metrics(run)) <= cut_at + 1
+            wait_until(
+                lambda: cluster.said().count("lost contact") > said_before,
+                "the timeout of a collective",
+            )
+            assert len(metrics(run)) <= cut_at + STEPS_UNDER_WAY
             cluster.nodes[1].plug_cable()
             while any(node.poll() is None for node in nodes):
                 for rank in (0, 1):
@@ -134,7 +130,7 @@ def test_a_node_that_is_cut_off_and_comes_back_costs_no_episode(
             print(cluster.said())
             raise
         service.terminate()
-        assert service.wait(20) == 0
+        assert service.wait(PATIENCE_S) == 0
     steps = [line["step"] for line in metrics(run) if "loss" in line]
     assert steps == list(range(1, len(steps) + 1))
     report = audit_manifest(load_manifest(list_checkpoints(run / "checkpoints")[-1]))

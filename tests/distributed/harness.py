@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 
 from gmeta.parallel import Ranks, start_ranks, stop_ranks
 from tests.processes import with_imports_ready
+from tests.waiting import PATIENCE_S
 
 
 def on_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -43,7 +44,7 @@ def _rank(
 
     # A file store needs no port: suites that run side by side do not meet.
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
-    ranks: Ranks = start_ranks("cpu", timeout_s=60, store=store)
+    ranks: Ranks = start_ranks("cpu", timeout_s=PATIENCE_S, store=store)
     torch.save(work(ranks, *arguments), Path(folder) / f"{rank}.pt")
     stop_ranks()
     os._exit(0)  # gloo's threads may abort the interpreter at exit

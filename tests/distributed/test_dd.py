@@ -22,12 +22,12 @@ from metaio import EpisodeRange, RangeReader, open_dataset
 from models import ModelConfig
 from tests.distributed.harness import on_ranks
 from tests.distributed.test_equals_reference import local_rows, whole_tables
+from tests.waiting import PATIENCE_S
 
 MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(6,), bottom=(5,))
 TASKS_PER_STEP, MAX_MICRO_BATCH = 40, 8
 # By rank: hardware of two generations. So long that what this machine really takes is nothing.
 TASK_S = (0.3, 0.9)
-ENOUGH_S = 20.0
 
 
 class ScriptedClock:
@@ -57,7 +57,7 @@ def train_on_rank(ranks: Ranks, config: TrainConfig) -> dict[str, Any]:
     sharded = shard_learner(learner, dataset.features, config, ranks)
     start = local_rows(sharded)
     shares, last = [], {}
-    give_up_s = time.monotonic() + ENOUGH_S
+    give_up_s = time.monotonic() + PATIENCE_S
     with ServiceFeed(config, dataset, ranks, None) as feed:
         agent = ServiceAgent(config, feed, sharded, learner.arrange, ranks, Stop())
         clock = agent._clock = ScriptedClock(TASK_S[ranks.rank])  # type: ignore[assignment]

@@ -83,8 +83,10 @@ def test_each_task_is_trained_once_an_epoch_and_all_ranks_stop_at_one_step(
         assert set(counts.values()) == {1}
         if even:
             assert all(sum(map(len, parts)) <= 16 for parts in zip(*ranks, strict=True))
-            # The last shards in flight may cost a step or two more than the 13 of a static split.
-            assert len(ranks[0]) <= 13 + 3
+            # When no shard is left a rank may hold seven steps of its own (two of shards, two and
+            # one more read ahead, two announced), another the two that it has announced: at worst
+            # four steps more than the 13 of a static split.
+            assert len(ranks[0]) <= 13 + 4
     assert results[0][0] != results[0][1]
 
 

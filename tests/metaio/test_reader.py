@@ -3,10 +3,10 @@ count.
 """
 
 import dataclasses
-import gc
 import itertools
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from metaio.block import Block
 from metaio.pipeline import BatchPipeline, Plan
 from tests.metaio.conftest import FEATURES, WriteFn, episodes_of_batch, episodes_of_rows, make_rows
 from tests.metaio.test_order import mix
+from tests.waiting import PATIENCE_S
 
 
 def test_stored_order_gives_back_exactly_the_rows_written(write: WriteFn) -> None:
@@ -126,7 +127,7 @@ def test_prefetched_batches_are_read_before_they_are_asked_for(
     monkeypatch.setattr(dataset, "read_block", noted)
     with BatchReader(dataset, "train", **options) as reader:
         reader.prefetch(0)
-        assert read.wait(timeout=10)
+        assert read.wait(PATIENCE_S)
         assert reader.state_dict()["step"] == 0
         assert [episodes_of_batch(batch) for batch in reader.batches(0)] == whole[0]
         reader.prefetch(0)  # of another place than what comes next: without effect
@@ -245,25 +246,32 @@ def one_block_plans(num_blocks: int) -> list[Plan]:
 
 
 @pytest.mark.parametrize("look_ahead", [True, False])
-def test_blocks_that_are_no_longer_needed_are_freed(write: WriteFn, look_ahead: bool) -> None:
+def test_blocks_that_are_no_longer_needed_are_freed(
+    write: WriteFn, monkeypatch: pytest.MonkeyPatch, look_ahead: bool
+) -> None:
     dataset = open_dataset(write({"train": make_rows(400)}, block_rows=20))
     num_blocks = dataset.splits["train"].num_blocks
+    read_block = dataset.read_block
+    # Those of this reader: other tests' may be garbage that nobody has collected yet.
+    alive: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+
+    def noted(split: str, block: int) -> Block:
+        alive[block] = found = read_block(split, block)
+        return found
+
+    monkeypatch.setattr(dataset, "read_block", noted)
     pipeline = BatchPipeline(dataset, threads=1, prefetch_batches=2, cache_bytes=1)
-    most = 0
-    for index, _ in enumerate(pipeline.run(one_block_plans(num_blocks), look_ahead)):
-        if index % 40:
-            continue  # looking through all objects takes a while
-        most = max(most, sum(type(found) is Block for found in gc.get_objects()))
+    counts = [len(alive) for _ in pipeline.run(one_block_plans(num_blocks), look_ahead)]
     pipeline.close()
-    assert num_blocks > 100
-    assert most <= 8
+    assert len(counts) == num_blocks > 100
+    assert 1 <= max(counts) <= 8
 
 
 def test_two_threads_read_two_blocks_at_once(
     write: WriteFn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = open_dataset(write({"train": make_rows(60)}, block_rows=20))
-    read, both = dataset.read_block, threading.Barrier(2, timeout=20)
+    read, both = dataset.read_block, threading.Barrier(2, timeout=PATIENCE_S)
 
     def read_together(split: str, block: int) -> Block:
         both.wait()
@@ -283,34 +291,41 @@ def test_closing_while_blocks_load_is_quiet(
 
     def read_late(split: str, block: int) -> Block:
         reading.set()
-        go_on.wait(20)
+        go_on.wait(PATIENCE_S)
         return read(split, block)
 
     monkeypatch.setattr(dataset, "read_block", read_late)
     pipeline = BatchPipeline(dataset, threads=1, prefetch_batches=4, cache_bytes=1 << 30)
     stream = pipeline.start(one_block_plans(6))
-    reading.wait(20)
+    assert reading.wait(PATIENCE_S)
     closing = threading.Thread(target=pipeline.close)
     closing.start()
     while not pipeline._pool._shutdown:
         time.sleep(0.001)
     go_on.set()
-    closing.join(20)
+    closing.join(PATIENCE_S)
     with pytest.raises(RuntimeError, match="after shutdown"):
         next(stream)
     assert not closing.is_alive()
     assert caplog.records == []
 
 
+def own_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    """Of readers, and begun since."""
+    new = [thread for thread in threading.enumerate() if thread not in before]
+    return [thread for thread in new if thread.name.startswith("metaio-")]
+
+
 def test_abandoned_iterators_leave_no_threads(write: WriteFn) -> None:
     dataset = open_dataset(write({"train": make_rows(60)}, block_rows=20))
-    before = threading.active_count()
+    before = set(threading.enumerate())  # other tests' may end meanwhile
     stream = read_ranges(dataset, [EpisodeRange("train", 0, 60)], tasks_per_batch=1, threads=2)
     next(stream)
+    assert own_threads(before)
     del stream
     with BatchReader(dataset, "train", tasks_per_step=2, threads=2) as reader:
         next(reader.batches(0))
-    assert threading.active_count() == before
+    assert own_threads(before) == []
 
 
 def test_a_range_outside_its_split_is_refused(write: WriteFn) -> None:

@@ -1,6 +1,7 @@
 """Spark against the one-machine engine: the same files to the byte."""
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from metaio.prepare import prepare
 from tests.metaio.test_prepare import BASE, changed, raw_table
 
 pyspark = pytest.importorskip("pyspark", reason="needs the extra spark")
+pytestmark = pytest.mark.skipif(shutil.which("java") is None, reason="needs Java on PATH")
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +25,7 @@ def session() -> Iterator[Any]:
     from pyspark.sql import SparkSession
 
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")  # the machine's name may have no address
 
     builder = SparkSession.builder.master("local[2]").appName("metaio")
     for key, value in {

@@ -41,7 +41,7 @@ from tests.metaio.test_writer import PROVENANCE
 with write_dataset({out!r}, FEATURES, PROVENANCE, block_rows=10, overwrite=True) as writer:
     writer.split("train").write(make_rows(20))
     print("written", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 

@@ -1,7 +1,6 @@
 """KILL_RESTART in a real job: all ranks keep their steps, end, and torchrun starts them again."""
 
 import itertools
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from gmeta.antdt.server import ServiceConfig, ShardServer
 from gmeta.antdt.settings import StragglerConfig
 from tests.antdt.faults.test_training_job import job
 from tests.commands import SMALL_MODEL, metrics, write_config
+from tests.waiting import wait_until
 
 KILL_RESTART = 5
 
@@ -32,13 +32,15 @@ def test_a_restart_that_the_controller_asks_for_loses_no_step(
     with job(run, *train, "--nproc-per-node=2", "--max-restarts=1") as running:
 
         def until(holds: Callable[[Any], bool]) -> Any:
-            give_up_s = time.monotonic() + 120
-            while not holds(status := server.edge.read_status()):
-                said = (tmp_path / "job.log").read_text()[-2000:]
-                assert running.poll() is None, said
-                assert time.monotonic() < give_up_s, said
-                time.sleep(0.05)
-            return status
+            seen: list[Any] = []
+
+            def reached() -> bool:
+                assert running.poll() is None, (tmp_path / "job.log").read_text()[-2000:]
+                seen.append(server.edge.read_status())
+                return holds(seen[-1])
+
+            wait_until(reached, "what the job reports", pause_s=0.05)
+            return seen[-1]
 
         def all_past(step: int) -> Callable[[Any], bool]:
             return lambda status: (

@@ -20,6 +20,7 @@ from tests.deploy.cluster.pods import Pod
 from tests.deploy.network import NoNamespacesError
 from tests.deploy.rendering import ROOT, render
 from tests.deploy.test_deploy_check import needs_kubectl
+from tests.waiting import PATIENCE_S
 
 # The overlay with less data, as a user would change it: by a kustomization of their own.
 SMALLER = """
@@ -100,7 +101,7 @@ def users(pod: Pod) -> set[tuple[str, ...]]:
 
 @needs_kubectl
 @pytest.mark.distributed
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_an_overlay_becomes_a_finished_run_though_its_pods_are_drained(
     cluster: Cluster,
 ) -> None:
@@ -117,9 +118,9 @@ def test_an_overlay_becomes_a_finished_run_though_its_pods_are_drained(
         # Not only its dumb-init, which forgets a signal that comes before its child is up.
         return prepare.runs and any(b"-m\0gmeta\0prepare" in c for c in commands(prepare).values())
 
-    cluster.run_until(prepares, "prepare", 120)
+    cluster.run_until(prepares, "prepare", PATIENCE_S)
     prepare.delete()
-    cluster.run_until(lambda: bool(list_checkpoints(checkpoints)), "a checkpoint", 200)
+    cluster.run_until(lambda: bool(list_checkpoints(checkpoints)), "a checkpoint", PATIENCE_S)
     assert prepare.returncode == 128 + signal.SIGTERM  # of dumb-init
     # Nobody but the one that made the Secrets has asked the API server for anything.
     assert cluster.api.refused == []
@@ -134,11 +135,13 @@ def test_an_overlay_becomes_a_finished_run_though_its_pods_are_drained(
         reached = steps()
         drained = cluster.pod(name)
         drained.delete()
-        cluster.run_until(lambda pod=drained: pod.returncode is not None, f"{name}'s end", 120)
+        cluster.run_until(
+            lambda pod=drained: pod.returncode is not None, f"{name}'s end", PATIENCE_S
+        )
         # torchrun says 1 whatever its ranks said; -9 would be the end of the grace period.
         assert drained.returncode == (0 if "service" in name else 1), drained.log()[-2000:]
-        cluster.run_until(lambda at=reached: steps() > at or train.complete, "progress", 120)
-    cluster.run_until(lambda: train.complete, "the end of training", 200)
+        cluster.run_until(lambda at=reached: steps() > at or train.complete, "progress", PATIENCE_S)
+    cluster.run_until(lambda: train.complete, "the end of training", PATIENCE_S)
     assert "nothing of it is lost" in cluster.pod("gmeta-train-0").log()
     assert json.loads((cluster.volume("gmeta-data") / "demo/manifest.json").read_text())["splits"]
     report = audit_manifest(load_manifest(list_checkpoints(checkpoints)[-1]))

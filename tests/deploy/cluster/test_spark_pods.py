@@ -16,6 +16,7 @@ from tests.deploy.rendering import ROOT, Manifest, render
 from tests.deploy.test_deploy_check import needs_kubectl, one
 from tests.metaio.test_prepare import raw_table
 from tests.metaio.test_spark_command import SCHEMA, files, needs_spark
+from tests.waiting import PATIENCE_S
 
 # What this machine has room for; the rest of the settings is the overlay's.
 LESS = {
@@ -64,12 +65,12 @@ def cluster(manifests: list[Manifest], tmp_path: Path) -> Iterator[Cluster]:
 
 @needs_spark
 @needs_kubectl
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 def test_the_driver_makes_its_executors_and_they_write_the_files_of_one_machine(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     job = cluster.workloads["gmeta-prepare-spark"]
-    cluster.run_until(lambda: job.complete, "the Job's completion", 300)
+    cluster.run_until(lambda: job.complete, "the Job's completion", 4 * PATIENCE_S)
     (tmp_path / "schema.toml").write_text(SCHEMA)
     raw = str(cluster.volume("gmeta-raw") / "raw.parquet")
     schema = load_schema(tmp_path / "schema.toml")
