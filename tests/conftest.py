@@ -18,9 +18,11 @@ from gmeta.antdt.log import LOGGER_NAME
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 
 # No test calls beyond this machine; a proxy of the network around it would be asked for it too.
-for variable in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"):
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
+COLOURS = ("FORCE_COLOR", "PY_COLORS", "CLICOLOR_FORCE", "GITHUB_ACTIONS")
+for variable in (*PROXIES, *map(str.upper, PROXIES), *COLOURS):
     os.environ.pop(variable, None)
-    os.environ.pop(variable.upper(), None)
+os.environ["COLUMNS"] = "80"  # of tables, whatever terminal the suite was started from
 
 # The same examples each time, however long this machine takes for one.
 settings.register_profile(

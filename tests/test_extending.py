@@ -12,6 +12,7 @@ import pytest
 from gmeta.adaptation.algorithms import ALGORITHMS
 from models import MODELS
 from tests.commands import SMALL_MODEL, environment, metrics, write_config
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("gmeta", "metaio", "models", "protos", "tests")
@@ -58,7 +59,7 @@ def run(extended: Path, *arguments: str | Path) -> subprocess.CompletedProcess[s
         text=True,
         cwd=extended,
         env={**environment(), "PYTHONPATH": str(extended)},
-        timeout=240,
+        timeout=2 * PATIENCE_S,
         check=False,
     )
 

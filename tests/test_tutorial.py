@@ -30,7 +30,7 @@ def run(line: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_the_tutorial_runs_and_shows_what_it_says(tmp_path: Path) -> None:
     printed = {}
     for name, language, text in STEP.findall(TUTORIAL.read_text()):

@@ -10,12 +10,16 @@ from _common import Spread
 from peers.remote import PeerFailedError, RemotePeer
 from peers_movielens import speedups_of, summary
 
+from tests.waiting import PATIENCE_S
+
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "peers_movielens.py"
 
 
 def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False
+    )
 
 
 def steady(samples_per_s: float) -> Spread:
