@@ -3,6 +3,7 @@ it cannot start."""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,20 @@ def test_it_ends_with_its_owner_and_the_next_owner_takes_the_store_over(tmp_path
         wait_until(lambda: not Path(f"/proc/{orphan}").exists())
     owner.wait()
     owner.stdout.close()
+
+
+def test_nobody_is_given_the_port_of_a_service_that_is_not_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(service: EmbeddedService) -> None:
+        host, port = service.address.split(":")
+        with socket.socket() as other, pytest.raises(OSError, match="already in use"):
+            other.bind((host, int(port)))
+        raise AntdtError("not today")
+
+    monkeypatch.setattr(EmbeddedService, "_start", start)
+    with pytest.raises(AntdtError, match="not today"):
+        EmbeddedService(tmp_path)
 
 
 def test_a_service_that_cannot_start_is_told_with_its_own_words(tmp_path: Path) -> None:
