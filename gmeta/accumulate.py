@@ -93,6 +93,7 @@ def split_tasks(batch: TaskBatch, num_parts: int) -> list[TaskBatch]:
     Every part keeps the whole batch's unique ids. A batch without tasks is one part.
     """
     offsets_T1 = batch.row_offsets_T1
+    num_parts = max(1, min(num_parts, batch.num_rows))  # no cut lies between two rows twice
     targets = torch.arange(1, num_parts) * batch.num_rows / num_parts
     # Where the rows of a part are reached; a task longer than a part makes two of them fall
     # together.

@@ -9,6 +9,7 @@ import importlib
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -31,6 +32,25 @@ COMMANDS = {
     "antdt-sim": ("gmeta.commands.antdt", "antdt_sim"),
     "antdt-replay": ("gmeta.commands.antdt", "antdt_replay"),
 }
+
+METAIO_ERRORS = (("metaio.errors", "MetaIOError"),)
+# What the file systems of fsspec raise beside OSError: s3fs, gcsfs, adlfs and http.
+STORE_ERRORS = (
+    ("botocore.exceptions", "BotoCoreError"),
+    ("botocore.exceptions", "ClientError"),
+    ("gcsfs.retry", "HttpError"),
+    ("google.auth.exceptions", "GoogleAuthError"),
+    ("azure.core.exceptions", "AzureError"),
+    ("aiohttp", "ClientError"),
+)
+# The user can mend them: another path, or its permissions.
+WRONG_PATHS = (
+    FileNotFoundError,
+    FileExistsError,
+    NotADirectoryError,
+    IsADirectoryError,
+    PermissionError,
+)
 
 
 class _LazyCommands(typer.core.TyperGroup):
@@ -85,9 +105,13 @@ def main() -> None:
 
 
 def _told_errors() -> tuple[type[Exception], ...]:
-    """What is told in one line; metaio's errors only if a command has loaded metaio."""
-    loaded = sys.modules.get("metaio.errors")
-    return (GMetaError, OSError, *([loaded.MetaIOError] if loaded else []))
+    """What is told in one line; those of others only if a command has loaded what raises them."""
+    return (GMetaError, OSError, *_loaded(METAIO_ERRORS), *_loaded(STORE_ERRORS))
+
+
+def _loaded(names: Sequence[tuple[str, str]]) -> list[type[Exception]]:
+    found = [(sys.modules.get(module), name) for module, name in names]
+    return [getattr(module, name) for module, name in found if hasattr(module, name)]
 
 
 def _told(error: Exception) -> tuple[str, int]:
@@ -100,9 +124,16 @@ def _told(error: Exception) -> tuple[str, int]:
                 "Free some and run again; nothing half-written was kept",
                 1,
             )
-        return f"{error.strerror or error}{where}", 1
+        return f"{error.strerror or error}{where}", 2 if isinstance(error, WRONG_PATHS) else 1
     if isinstance(error, GMetaError):
         return str(error), error.exit_code
+    if isinstance(error, tuple(_loaded(STORE_ERRORS))):
+        reason = (str(error).splitlines() or [""])[0].rstrip(".")
+        return (
+            f"a remote store refused or did not answer: {type(error).__name__}: {reason}. "
+            "Check the URL, the credentials and the network, then run again",
+            1,
+        )
     # Of metaio's: a damaged dataset is a failure, a wrong description or input the user can mend.
     return str(error), 1 if type(error).__name__ == "FormatError" else 2
 

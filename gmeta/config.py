@@ -11,11 +11,12 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.augment import AugmentConfig
 from gmeta.errors import ConfigError
+from gmeta.local_paths import check_local
 from gmeta.settings import describe_settings, settings_from_dict
 from gmeta.table_sharding import ShardingConfig
 from models.config import ModelConfig
@@ -229,7 +230,12 @@ class RunConfig:
     )
     collective_timeout_s: int = field(
         default=300,
-        metadata={"help": "a collective that waits longer ends the run with an error", "min": 1},
+        # A larger one overflows what torch counts timeouts in.
+        metadata={
+            "help": "a collective that waits longer ends the run with an error",
+            "min": 1,
+            "max": 10**9,
+        },
     )
 
 
@@ -283,6 +289,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
             raise ConfigError(
                 f"{key} is empty: it is required. Set it in the config, or add {key}=PATH"
             )
+    check_local("run.dir", config.run.dir)
     outer = config.outer
     if outer.momentum and outer.dense_optimizer != "sgd":
         raise ConfigError(
@@ -303,6 +310,16 @@ def describe_config() -> list[tuple[str, str, str]]:
     return describe_settings(TrainConfig)
 
 
+def _text_keys() -> set[str]:
+    """The keys whose values are text."""
+    return {
+        f"{section}.{name}"
+        for section, fields in get_type_hints(TrainConfig).items()
+        for name, hint in get_type_hints(fields).items()
+        if hint is str
+    }
+
+
 def _override(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     section, dot, name = key.partition(".")
@@ -314,6 +331,9 @@ def _override(raw: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
+    if f"{section}.{name}" in _text_keys():
+        # run.dir=2026-11-22 means the text, though TOML reads a date.
+        value = value if isinstance(value, str) else text
     target = raw.setdefault(section, {})
     if not isinstance(target, dict):
         raise ConfigError(

@@ -128,6 +128,13 @@ class StaticFeed(Feed):
         )
         self._num_epochs = config.run.epochs
         self.num_steps = self._reader.num_steps()
+        if not self.num_steps:
+            split = dataset.split(config.data.train_split)
+            raise UserError(
+                f"an epoch of split {split.name!r} has 0 steps: its {split.num_episodes:,} "
+                f"episodes in {split.num_blocks:,} blocks do not fill one. Lower "
+                "data.tasks_per_step or data.blocks_per_step, or set data.drop_last = false"
+            )
         if is_fresh:
             self._reader.prefetch(epoch=0)  # while the model and the run folder are made ready
 

@@ -1,7 +1,7 @@
 """Settings as frozen dataclasses: filled from TOML, every key checked once.
 
-A field's metadata holds its "help" and may hold "min" and "max". Unknown keys are refused with the
-nearest name.
+A field's metadata holds its "help" and may hold "min", "max" and "multiple". Unknown keys are
+refused with the nearest name.
 """
 
 import dataclasses
@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from gmeta.errors import ConfigError
+
+# Counts of rows, tasks and steps lie in int64 tensors and arrays.
+MOST_INT = 2**63 - 1
 
 
 def describe_settings(kind: Any) -> list[tuple[str, str, str]]:
@@ -91,8 +94,14 @@ def _checked(key: str, hint: Any, metadata: Mapping[str, Any], value: Any) -> An
             f"{key} = {value} is too small: at least {metadata['min']} is allowed. "
             "Correct the value"
         )
-    if "max" in metadata and value > metadata["max"]:
+    most = metadata.get("max", MOST_INT if hint is int else math.inf)
+    if isinstance(value, int | float) and value > most:
         raise ConfigError(
-            f"{key} = {value} is too large: at most {metadata['max']} is allowed. Correct the value"
+            f"{key} = {value} is too large: at most {most} is allowed. Correct the value"
+        )
+    if "multiple" in metadata and value % metadata["multiple"]:
+        raise ConfigError(
+            f"{key} = {value} is no multiple of {metadata['multiple']}: only these are allowed. "
+            "Correct the value"
         )
     return value

@@ -12,7 +12,13 @@ class ModelConfig:
 
     name: str = field(default="dlrm", metadata={"help": "dlrm, melu, cbml or din"})
     embedding_dim: int = field(
-        default=16, metadata={"help": "width of every embedding table; a multiple of 4", "min": 1}
+        default=16,
+        # fbgemm's kernels read a row four values at a time.
+        metadata={
+            "help": "width of every embedding table; a multiple of 4",
+            "min": 4,
+            "multiple": 4,
+        },
     )
     hidden: tuple[int, ...] = field(
         default=(256, 128),

@@ -26,6 +26,7 @@ def batch_of_sizes(sizes: list[tuple[int, int]]) -> TaskBatch:
         ([(9, 3), (1, 1), (1, 1), (1, 1), (1, 1), (2, 2)], 2, [1, 5]),  # by rows, not by tasks
         ([(2, 2)] * 2, 4, [1, 1]),  # a task is never cut
         ([(40, 10), (1, 1)], 4, [1, 1]),
+        ([(2, 2)] * 2, 10**15, [1, 1]),  # memory for so many cuts there is none
         ([], 3, [0]),
     ],
 )

@@ -35,6 +35,11 @@ def test_overrides_replace_values_with_their_toml_types(good: Path) -> None:
     assert config.run.dir == "b"
 
 
+def test_text_is_text_also_where_toml_reads_a_date_or_a_number(good: Path) -> None:
+    config = load_config(good, ["run.dir=2026-11-22", "data.path=7", 'model.name="melu"'])
+    assert (config.run.dir, config.data.path, config.model.name) == ("2026-11-22", "7", "melu")
+
+
 def test_a_saved_config_reads_back_equal(good: Path) -> None:
     config = load_config(good, ["algorithm.adapt_layers=['top.*']", "run.epochs=3"])
     assert config_from_dict(config.to_json()) == config
@@ -49,6 +54,21 @@ def test_a_saved_config_reads_back_equal(good: Path) -> None:
         ("foo=1", "override 'foo=1' is not of the form section.key=value. Write e.g. run.epochs=3"),
         ("outer.dense_lr=fast", "outer.dense_lr = 'fast' is not of type float. Correct the value"),
         ("outer.dense_lr=nan", "outer.dense_lr = nan is not a finite number. Correct the value"),
+        (
+            "model.embedding_dim=6",
+            "model.embedding_dim = 6 is no multiple of 4: only these are allowed. "
+            "Correct the value",
+        ),
+        (
+            "data.tasks_per_step=10000000000000000000",
+            "data.tasks_per_step = 10000000000000000000 is too large: at most 9223372036854775807 "
+            "is allowed. Correct the value",
+        ),
+        (
+            "run.collective_timeout_s=100000000000000",
+            "run.collective_timeout_s = 100000000000000 is too large: at most 1000000000 is "
+            "allowed. Correct the value",
+        ),
         ("run.epochs=0", "run.epochs = 0 is too small: at least 1 is allowed. Correct the value"),
         (
             "model.hidden=[8, 0]",

@@ -2,10 +2,25 @@
 
 import shutil
 import socket
+import threading
+from collections.abc import Callable
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from gmeta.commands.antdt import antdt_sim
+from gmeta.commands.evaluate import evaluate
+from gmeta.commands.export import export, predict
+from gmeta.commands.prepare import Recipe, prepare
+from gmeta.config import config_from_dict, load_config
+from gmeta.errors import UserError
+from gmeta.feed import StaticFeed
+from gmeta.parallel import Ranks
+from gmeta.run_folder import create_run_folder
+from metaio import open_dataset
 from tests.commands import SMALL_MODEL, gmeta, write_config
 
 
@@ -126,3 +141,104 @@ def test_an_unknown_split_to_evaluate_is_named_with_those_that_are(config: Path)
         "its ids may mean other values. Bring back that dataset, or train on this one"
     )
     assert not (config.parent / "run" / "evaluation").exists()
+
+
+def test_an_epoch_without_a_step_is_refused(config: Path, click_logs: Path) -> None:
+    options = ["data.tasks_per_step=100000", "data.drop_last=true"]
+    alone = Ranks(0, 1, cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None))
+    with pytest.raises(UserError) as caught:
+        StaticFeed(
+            load_config(config, options), open_dataset(str(click_logs)), alone, is_fresh=False
+        )
+    assert str(caught.value) == (
+        "an epoch of split 'train' has 0 steps: its 200 episodes in 1 blocks do not fill one. "
+        "Lower data.tasks_per_step or data.blocks_per_step, or set data.drop_last = false"
+    )
+
+
+URL = "s3://bucket/x"
+IS_URL = (
+    "is a URL: a path of this machine is needed, where nothing is left half-written. Write to a "
+    "path, then copy"
+)
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (partial(export, Path("run"), Path(URL)), f"OUT = 's3:/bucket/x' {IS_URL}"),
+        (partial(evaluate, Path("run"), out=Path(URL)), f"--out = 's3:/bucket/x' {IS_URL}"),
+        (
+            partial(predict, Path("model"), "s.parquet", "q.parquet", Path(URL)),
+            f"--out = 's3:/bucket/x' {IS_URL}",
+        ),
+        (partial(antdt_sim, out=Path(URL)), f"--out = 's3:/bucket/x' {IS_URL}"),
+        (
+            partial(predict, Path("model"), "s.parquet", "q.parquet", Path("/")),
+            "--out = '/' is a folder: a file is needed. Name one in it",
+        ),
+        (
+            partial(prepare, ["out"], Path("schema.toml"), Recipe.SYNTHETIC),
+            "both --schema and --recipe are given: a dataset comes of one. Leave one out",
+        ),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(
+    work: Callable[[], None], message: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        work()
+    assert str(caught.value) == message
+
+
+def test_a_run_lives_on_this_machine(config: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(config, [f"run.dir={URL}"])
+    assert str(caught.value) == f"run.dir = 's3://bucket/x' {IS_URL}"
+
+
+def test_what_cannot_be_compared_is_told_before_anything_is_evaluated(tmp_path: Path) -> None:
+    for name, loss in (("a", "bce"), ("b", "mse")):
+        described = {"outer": {"loss": loss}, "run": {"dir": str(tmp_path / name)}}
+        create_run_folder(config_from_dict(described), 1, "0" * 32)
+    with pytest.raises(UserError) as caught:
+        evaluate(tmp_path / "a", [tmp_path / "b"])
+    assert str(caught.value) == (
+        f"run {tmp_path}/b was trained with loss mse, {tmp_path}/a with bce: their predictions "
+        "mean different things. Compare runs of one loss"
+    )
+    with pytest.raises(UserError) as caught:
+        evaluate(tmp_path / "a", [tmp_path / "a"])
+    assert str(caught.value) == (
+        f"{tmp_path}/a is named twice: a run says nothing beside itself. Leave one out"
+    )
+    with pytest.raises(UserError) as caught:
+        evaluate(tmp_path / "a", [tmp_path / "nowhere"])
+    assert str(caught.value).startswith(f"{tmp_path}/nowhere is no run folder: ")
+
+
+def test_a_path_that_is_not_there_is_the_users_to_mend() -> None:
+    assert refused(2, "antdt-replay", "nowhere") == "error: No such file or directory: nowhere"
+
+
+class Failing(BaseHTTPRequestHandler):
+    """A store that is up and gives nothing."""
+
+    def do_GET(self) -> None:
+        self.send_error(503)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_what_a_remote_store_says_is_one_line() -> None:
+    with HTTPServer(("127.0.0.1", 0), Failing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        message = refused(1, "inspect", f"http://127.0.0.1:{server.server_port}/clicks")
+        server.shutdown()
+    assert message.startswith(
+        "error: a remote store refused or did not answer: ClientResponseError: 503, "
+    )
+    assert message.endswith("Check the URL, the credentials and the network, then run again")

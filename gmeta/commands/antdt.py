@@ -14,6 +14,7 @@ from gmeta.antdt.policies import find_policy
 from gmeta.antdt.settings import load_straggler_config
 from gmeta.commands.screen import screen, show_table
 from gmeta.errors import UserError
+from gmeta.local_paths import check_local
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="TOML with \\[monitor] and \\[controller]")
@@ -52,6 +53,9 @@ def antdt_sim(
     from gmeta.antdt.simulation.study import run_study
     from gmeta.antdt.simulation.traces import recorded_trace
 
+    if out is not None:
+        check_local("--out", out)
+        out.mkdir(parents=True, exist_ok=True)  # before the work: a wrong place costs minutes there
     # A recording says itself how many workers it is of.
     if trace is not None:
         workers = recorded_trace(trace, seed)[1]
@@ -86,7 +90,6 @@ def antdt_sim(
         from gmeta.report.render import png_sheet
         from gmeta.report.stragglers import completion_chart
 
-        out.mkdir(parents=True, exist_ok=True)
         rows = [
             {"scenario": r.scenario, "method": r.method, **r.outcome._asdict()} for r in results
         ]

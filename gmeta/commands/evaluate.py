@@ -7,8 +7,11 @@ import typer
 
 from gmeta.commands import on_ranks
 from gmeta.commands.screen import screen, show_table
+from gmeta.errors import UserError
+from gmeta.local_paths import check_local
 
 if TYPE_CHECKING:
+    from gmeta.config import TrainConfig
     from gmeta.parallel import Ranks
 
 
@@ -36,12 +39,19 @@ def evaluate(
     """
     from gmeta.run_folder import RunFolder
 
-    config = RunFolder(run).read_config()
+    out = out or run / "evaluation"
+    check_local("--out", out)
+    roots = [run, *(against or [])]
+    configs = [RunFolder(root).read_config() for root in roots]
+    _check_comparable(roots, configs)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out = {str(out)!r} is a file: a folder is needed. Choose another")
+    config = configs[0]
     if on_ranks.starts_ranks(nproc_per_node):
         arguments = ["evaluate", str(run)]
         arguments += [word for path in against or [] for word in ("--against", str(path))]
         arguments += [word for split in splits or [] for word in ("--split", split)]
-        arguments += ["--out", str(out)] if out else []
+        arguments += ["--out", str(out)]
         # No restarts: an evaluation keeps nothing that a second try could go on from.
         on_ranks.start(arguments, nproc_per_node, master_port=0, max_restarts=0)
         return
@@ -50,7 +60,6 @@ def evaluate(
     from gmeta.report.files import write
 
     def work(ranks: "Ranks") -> None:
-        roots = [run, *(against or [])]
         # Folders of the same name in different places are told apart by their paths.
         short = len({root.name for root in roots}) == len(roots)
         runs = [
@@ -59,9 +68,24 @@ def evaluate(
         ]
         if ranks.rank == 0:
             evaluated = [each for each in runs if each is not None]
-            paths = write(out or run / "evaluation", evaluated)
+            paths = write(out, evaluated)
             console = screen()
             show_table(console, console_table(paths.evaluation))
             console.print(f"report: {paths.html}   figures: {paths.evaluation_json}")
 
     on_ranks.be_rank(config.run.device, config.run.collective_timeout_s, work)
+
+
+def _check_comparable(roots: list[Path], configs: "list[TrainConfig]") -> None:
+    """Before any of them is evaluated, which takes minutes."""
+    for root, config in zip(roots[1:], configs[1:], strict=True):
+        if roots.count(root) > 1:
+            raise UserError(
+                f"{root} is named twice: a run says nothing beside itself. Leave one out"
+            )
+        if config.outer.loss != configs[0].outer.loss:
+            raise UserError(
+                f"run {root} was trained with loss {config.outer.loss}, {roots[0]} with "
+                f"{configs[0].outer.loss}: their predictions mean different things. "
+                "Compare runs of one loss"
+            )

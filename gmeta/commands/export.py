@@ -9,6 +9,7 @@ import typer
 
 from gmeta.commands.screen import screen
 from gmeta.errors import UserError
+from gmeta.local_paths import check_local
 
 OUTPUT_COLUMNS = ("prediction", "prediction_before", "support_rows")
 
@@ -39,6 +40,7 @@ def export(
 
     gmeta export runs/demo/maml models/clicks --tables int8
     """
+    check_local("OUT", out)
     from gmeta.export import export_run
 
     written = export_run(run, out, tables.value, step, overwrite)
@@ -77,6 +79,9 @@ def predict(
     OUT holds QUERY's rows in their order, with the columns prediction, prediction_before (without
     adaptation) and support_rows.
     """
+    check_local("--out", out)
+    if out.is_dir():
+        raise UserError(f"--out = {str(out)!r} is a folder: a file is needed. Name one in it")
     from gmeta.serving import load
     from gmeta.serving.files import read_rows, write_rows
 

@@ -25,6 +25,7 @@ from gmeta.commands.inspect_run import inspect_checkpoint, inspect_run, is_check
 from gmeta.commands.screen import screen, show_table
 from gmeta.commands.spark import prepare_on_spark
 from gmeta.errors import UserError
+from gmeta.local_paths import check_local
 
 if TYPE_CHECKING:
     from metaio import Dataset
@@ -103,6 +104,10 @@ def prepare(
     if spark and schema is None:
         raise UserError(
             "--spark is given without --schema: recipes run on one machine. Leave it out"
+        )
+    if recipe is not None and schema is not None:
+        raise UserError(
+            "both --schema and --recipe are given: a dataset comes of one. Leave one out"
         )
     _tell_of_leftovers(out)
     if recipe is Recipe.SYNTHETIC:
@@ -265,6 +270,8 @@ def inspect(
     from metaio import open_dataset
     from metaio.inspection import damage, summarise
 
+    if picture is not None:
+        check_local("--picture", picture)
     dataset = open_dataset(path)
     console = screen()
     with _progress() as progress:

@@ -67,7 +67,7 @@ class SyntheticConfig:
         if not 1 <= self.query_rows < self.min_rows <= self.max_rows:
             raise SchemaError(
                 f"rows {self.min_rows} to {self.max_rows} with {self.query_rows} query rows: "
-                "1 <= query < min <= max is needed. Change --min-rows, --max-rows or --query-rows"
+                "1 <= query < min <= max is needed. Change --rows, which gives least and most"
             )
 
 

@@ -64,6 +64,6 @@ def test_impossible_sizes_are_refused() -> None:
     with pytest.raises(SchemaError) as caught:
         SyntheticConfig(min_rows=5)
     assert str(caught.value) == (
-        "rows 5 to 40 with 10 query rows: 1 <= query < min <= max is needed. Change --min-rows, "
-        "--max-rows or --query-rows"
+        "rows 5 to 40 with 10 query rows: 1 <= query < min <= max is needed. Change --rows, "
+        "which gives least and most"
     )

@@ -1,0 +1,22 @@
+"""Places that are written to: folders and files of this machine, not URLs."""
+
+import re
+from pathlib import Path
+
+from gmeta.errors import UserError
+
+# Path("s3://bucket/run") is "s3:/bucket/run", which would become a folder of that name.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def check_local(what: str, place: str | Path) -> None:
+    """Refuse a URL where a path of this machine is needed; `what` names the option.
+
+    Raises:
+        UserError: it is one.
+    """
+    if _URL.match(str(place)):
+        raise UserError(
+            f"{what} = {str(place)!r} is a URL: a path of this machine is needed, where nothing is "
+            "left half-written. Write to a path, then copy"
+        )
