@@ -39,9 +39,8 @@ from peers.workload import MOVIELENS, Rates, has_movielens, load_workload
 
 # MeLU's published settings: local rate 5e-6, global rate 5e-5. Speed does not depend on them.
 MELU_RATES = Rates(inner=5e-6, outer=5e-5, tables=0.01)
-CHECKED_ROWS_PER_TABLE = (
-    20_000  # gradients are compared dense: a million rows would be a gigabyte a peer
-)
+# Gradients are compared dense: a million rows would be a gigabyte a peer.
+CHECKED_ROWS_PER_TABLE = 20_000
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,8 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # The agent hands SIGTERM on, then waits so long for the ranks' checkpoint before it kills them.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
-    logging.getLogger("torch.distributed.elastic").setLevel(
-        logging.CRITICAL
-    )  # the ranks tell their own story
+    # The ranks tell their own story.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -47,9 +47,8 @@ class StepMeter:
         """Means since the last reading; every rank must call it. `wait_s` is the reader's running
         total.
         """
-        loss = (
-            self._loss.item() / self._steps
-        )  # waits for the device: the time below covers the work
+        # Waits for the device: the time below covers the work.
+        loss = self._loss.item() / self._steps
         elapsed_s = time.perf_counter() - self._began
         # A local loss is weighted by the world size, so the mean over ranks is the global loss.
         loss_sum, wait_sum = sum_over_ranks([loss, wait_s - self._wait_s], self._ranks)

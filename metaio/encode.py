@@ -34,9 +34,8 @@ class Fitted:
     """What prepare learnt from the train split: needed again to encode new rows."""
 
     vocabularies: dict[str, pa.Array] = field(default_factory=dict)  # table -> sorted values
-    moments: dict[str, tuple[float, float]] = field(
-        default_factory=dict
-    )  # column -> mean, deviation
+    # Mean and deviation of each column.
+    moments: dict[str, tuple[float, float]] = field(default_factory=dict)
     split_names: tuple[str, ...] = ("train",)
     # sparse column -> what its values were; absent: not known, any will do
     kinds: dict[str, Kind] = field(default_factory=dict)

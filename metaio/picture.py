@@ -11,9 +11,8 @@ from matplotlib.figure import Figure
 from metaio.errors import DataError
 from metaio.inspection import SplitSummary
 
-_MAX_CURVES = (
-    8  # tables drawn; the largest say most about skew, and more lines cannot be told apart
-)
+# Tables drawn: the largest say most about skew, and more lines cannot be told apart.
+_MAX_CURVES = 8
 
 
 def draw(summaries: list[SplitSummary], path: Path) -> None:

@@ -22,9 +22,8 @@ class TaskColumn:
     """What the model adapts to: integers are kept, text is hashed to 64 bits."""
 
     column: str
-    type: Literal["integer", "text"] | None = (
-        None  # of a CSV column; absent: as its first rows look
-    )
+    # Of a CSV column; absent: as its first rows look.
+    type: Literal["integer", "text"] | None = None
 
 
 @dataclass(frozen=True)
@@ -90,9 +89,8 @@ class EpisodeRule:
     by: Literal["last", "ratio", "random", "time"] = "last"
     query_rows: int | None = None
     query_share: float | None = None
-    at: float | str | None = (
-        None  # in units of the time column, or an ISO date for dates and timestamps
-    )
+    # In units of the time column, or an ISO date for dates and timestamps.
+    at: float | str | None = None
     min_rows: int = 2  # smaller tasks are dropped and counted
     max_rows: int = 4_096  # of an episode
     longer: Literal["episodes", "truncate", "refuse"] = "episodes"  # truncate keeps the last rows

@@ -161,9 +161,8 @@ class GatheredTables(Tables):
 class TorchPeer(Peer):
     """A peer that owns nothing but `query_loss`: its way to adapt the head to each task."""
 
-    gathers_rows = (
-        False  # True: reads and trains only the distinct rows of the step where tables are large
-    )
+    # Whether it reads and trains only the distinct rows of the step where tables are large.
+    gathers_rows = False
 
     def build(self, data: Workload, init: Mapping[str, NDArray[np.float32]], rates: Rates) -> None:
         tables = GatheredTables if self.gathers_rows and data.large_tables else DenseTables

@@ -258,9 +258,8 @@ class AdaptedLayers:
                 block_shape = (layout.num_tasks, layout.longest, *output.shape[1:])
                 output = output - layout.unpad(block_TLO.reshape(block_shape))
             if not output.requires_grad and torch.is_grad_enabled():
-                output = (
-                    output.requires_grad_()
-                )  # frozen weights: the inner gradient still needs a handle
+                # Frozen weights: the inner gradient still needs a handle.
+                output = output.requires_grad_()
             tape.names.append(name)
             tape.inputs.append(rows)
             tape.outputs.append(output)

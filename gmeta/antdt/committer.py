@@ -73,9 +73,8 @@ class Committer:
         self._lease_ttl_s = lease_ttl_s
         self._snapshot_every = snapshot_every_events
         self._in_step = True
-        self.taken: StoreTakenError | None = (
-            None  # once set, nothing is answered from here any more
-        )
+        # Once set, nothing is answered from here any more.
+        self.taken: StoreTakenError | None = None
         # Before anything is read: from here on an older service can append nothing that would be
         # missed.
         self.service_epoch = store.claim()

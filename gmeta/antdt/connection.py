@@ -71,9 +71,8 @@ class ConnectionConfig:
 
     address: str
     outage_budget_s: float = 300.0  # how long the service may be away before a call raises
-    call_timeout_s: float = (
-        10.0  # one attempt; a group commit on a slow disk takes well under a second
-    )
+    # Of one attempt; a group commit on a slow disk takes well under a second.
+    call_timeout_s: float = 10.0
     tls_ca: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None

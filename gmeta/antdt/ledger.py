@@ -18,9 +18,8 @@ from gmeta.antdt.model import Grant, Outcome, Worker
 from gmeta.antdt.numbers import CallNumbers, crc_of
 from gmeta.antdt.state import LedgerState
 
-DEFAULT_LEASE_TTL_S = (
-    30.0  # design/antdt.md section 9: a dead worker whose agent is silent is re-queued within 30 s
-)
+# What a dead worker held, whose agent is silent too, is handed out again within this time.
+DEFAULT_LEASE_TTL_S = 30.0
 # The head of a chain of no events.
 GENESIS = b"\0" * 32
 

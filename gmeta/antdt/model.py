@@ -152,9 +152,8 @@ class Worker:
     generation: int
     retired: list[str] = field(default_factory=list)
     last_seq: int = 0
-    last_call: list[Any] = field(
-        default_factory=list
-    )  # the event of that call, from which its reply is rebuilt
+    # The event of that call, from which its reply is rebuilt.
+    last_call: list[Any] = field(default_factory=list)
     tokens: set[int] = field(default_factory=set)
     draining: bool = False
 

@@ -13,9 +13,8 @@ from gmeta.antdt.model import Checkpoint, DatasetSpec, Lease, Outcome, ShardStat
 from gmeta.antdt.table import ShardTable
 
 MAX_CHECKPOINTS = 16  # manifests kept for Audit and for a retried Prepare
-MAX_CLOSED_TOKENS = (
-    16_384  # completed tokens that a late retry still finds ALREADY; older ones are FENCED
-)
+# Completed tokens that a late retry still finds ALREADY; older ones are FENCED.
+MAX_CLOSED_TOKENS = 16_384
 MAX_RETIRED = 256  # earlier incarnations remembered for each worker
 MAX_REQUESTS = 256  # operator requests remembered for retries
 MAX_ACTIONS = 1024
@@ -94,9 +93,8 @@ class LedgerState:
             # A restart that was asked for has happened: the new process must not end again.
             self._drop_actions(event.worker_id)
             fresh = Worker(event.worker_id, event.incarnation, self.generation, retired)
-            fresh.draining = (
-                worker is not None and worker.draining
-            )  # an operator drains the id, not the process
+            # An operator drains the id, not the process.
+            fresh.draining = worker is not None and worker.draining
             self.workers[event.worker_id] = fresh
         else:
             # The same process in a new round: what it held went back when the round began.

@@ -12,7 +12,7 @@ from typing import final
 from gmeta.antdt.model import DatasetSpec, Grant, ShardState
 from gmeta.antdt.order import ShardOrder
 
-SHARDS_PER_PAGE = 4096  # one row of the store; design/antdt.md section 6: 1e7 shards load in 29 ms
+SHARDS_PER_PAGE = 4096  # one row of the store: 1e7 shards load in 29 ms
 
 # Of ShardState.DONE. An epoch in progress has few runs, however many shards.
 _DONE_RUN = re.compile(b"\x02+")
@@ -33,14 +33,13 @@ class ShardTable:
         self.order = ShardOrder(self.spec.num_shards, self.spec.seed, epoch, self.spec.shuffle)
         self.states = bytearray(self.spec.num_shards)
         self.counts = [self.spec.num_shards, 0, 0, 0, 0]
-        self.units_done: dict[
-            int, int
-        ] = {}  # position -> units at the front that are in the model; not for DONE
-        self.attempts: dict[int, int] = {}  # position -> failed attempts; not for DONE
-        self.notes: dict[int, str] = {}  # position -> last failure, or the reason it was skipped
-        self.committed: list[
-            tuple[int, int]
-        ] = []  # DONE intervals of the last committed checkpoint
+        # By position, of shards that are not DONE: units at the front that are in the model, failed
+        # attempts, and the last failure or the reason why it was skipped.
+        self.units_done: dict[int, int] = {}
+        self.attempts: dict[int, int] = {}
+        self.notes: dict[int, str] = {}
+        # DONE intervals of the last committed checkpoint.
+        self.committed: list[tuple[int, int]] = []
         self.first_ready = 0  # no position before it is READY
         self.dirty_pages: set[int] = set()
         self.cleared = True  # the store may still hold pages of an earlier epoch

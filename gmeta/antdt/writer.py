@@ -62,9 +62,8 @@ class Writer:
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="antdt-writer", daemon=True)
-        self._unsynced: deque[tuple[list[Answered], bool]] = (
-            deque()
-        )  # groups and whether they need a sync
+        # Groups, and whether they need a sync.
+        self._unsynced: deque[tuple[list[Answered], bool]] = deque()
         self._sync_wake = threading.Event()
         self._written = False
         self._syncer = threading.Thread(target=self._sync, name="antdt-syncer", daemon=True)

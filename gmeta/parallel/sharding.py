@@ -53,9 +53,8 @@ CUDA_SPARSE_OPTIMIZERS = ("adam", "partial_rowwise_adam")
 TABLES_PREFIX = "tables.embeddings."
 # Rows of a table that share one random stream: any sharding then starts from the same values.
 INIT_BLOCK_ROWS = 65_536
-ADAGRAD_EPSILON = (
-    1e-8  # the default of fbgemm's kernels, named so that other implementations can match it
-)
+# The default of fbgemm's kernels, named so that other implementations can match it.
+ADAGRAD_EPSILON = 1e-8
 
 
 class Clock(Protocol):

@@ -51,9 +51,8 @@ class MovieLensConfig:
     cold_user_share: float = 0.2  # used where melu_split/ is absent
     order: str = "shuffle"  # "time": support is the past (needs ratings.dat)
     validation: bool = False  # also carve fit and valid-* out of the warm users and movies
-    last_fit_year: int = (
-        1995  # with validation: warm movies after it are held back, 15 % of the ratings
-    )
+    # With validation: warm movies after it are held back, 15 % of the ratings.
+    last_fit_year: int = 1995
     item_min_count: int = 1  # movies with fewer training ratings share row 0
     history: int = 0  # longest history of liked movies that each rating carries; 0: none
 

@@ -37,7 +37,7 @@ class JobMustRestart(Exception):  # noqa: N818
 
 
 class Violation(AssertionError):  # noqa: N818
-    """An invariant of design/antdt.md section 8 does not hold."""
+    """An invariant of the ledger does not hold."""
 
 
 def require(holds: bool, invariant: str) -> None:
@@ -122,9 +122,8 @@ class Simulation:
         self.zombies: list[Rank] = []
         self.limbo: list[cmd.Command] = []
         self.names = 0
-        self.acknowledged: set[tuple[int, int]] = (
-            set()
-        )  # (epoch, shard) completed since the last restore
+        # (epoch, shard) completed since the last restore.
+        self.acknowledged: set[tuple[int, int]] = set()
         self.highest = (0, 0)
         self.ranks: list[Rank] = []
 

@@ -26,9 +26,8 @@ def hold_a_shard(address: str, out: Any, go_on: Any) -> None:
         out.put(("leased", lease.shard_index))
         go_on.wait()
         try:
-            lease.units_done = (
-                lease.num_units
-            )  # past the client's own check: the service must refuse
+            # Past the client's own check: the service must refuse.
+            lease.units_done = lease.num_units
             client.flush()
             out.put(("reported", ""))
         except AntdtError as error:
