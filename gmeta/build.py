@@ -69,9 +69,8 @@ def check_source(data: DataConfig) -> None:
     host, _, port = data.service.rpartition(":")
     if data.service and not (host and port.isdecimal()):
         raise ConfigError(
-            f"data.service = {data.service!r} is no address: HOST:PORT of a running "
-            "`gmeta shard-service` is allowed. Correct it, or remove the key: the job starts its "
-            "own"
+            f"data.service = {data.service!r} is no address: HOST:PORT of a running `gmeta "
+            "shard-service` is allowed. Correct it, or remove the key: the job starts its own"
         )
     defaults = {"lanes": 1, "window_blocks": 0, "blocks_per_step": 0, "drop_last": False}
     for key, default in defaults.items():

@@ -45,9 +45,8 @@ def load_checkpoint(
         load_shards(state, checkpoint_id=str(path), process_group=ranks.control)
     except (OSError, ValueError, RuntimeError, KeyError, CheckpointException) as error:
         raise GMetaError(
-            f"checkpoint {path} cannot be loaded: {reason_of(error)}. "
-            "It must come from a run of the same model on the same dataset; "
-            "remove it to fall back to the one before"
+            f"checkpoint {path} cannot be loaded: {reason_of(error)}. It must come from a run of "
+            "the same model on the same dataset; remove it to fall back to the one before"
         ) from error
     sharded.load_state_dict(state["model"])
     if optimizer is not None and "optimizer" in state:

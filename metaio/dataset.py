@@ -256,6 +256,5 @@ def verify_file(dataset: Dataset, path: str, entry: FileEntry) -> None:
     if len(data) != entry.num_bytes or xxh3_hex(data) != entry.xxh3:
         raise FormatError(
             f"{dataset.url}/{path}: {len(data)} bytes that differ from the checksum in the "
-            "manifest, "
-            f"which lists {entry.num_bytes} bytes. {REMEDY}"
+            f"manifest, which lists {entry.num_bytes} bytes. {REMEDY}"
         )

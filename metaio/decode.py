@@ -89,8 +89,7 @@ def check_counts(
         if wrong:
             raise FormatError(
                 f"{place}: column {column} contradicts the block table. The program that wrote it "
-                "is at fault; docs/format.md says what "
-                "belongs there"
+                "is at fault; docs/format.md says what belongs there"
             )
 
 

@@ -340,8 +340,7 @@ def dense_input(rule: DenseColumn, column: pa.Array) -> npt.NDArray[np.float64]:
     if not np.isfinite(numbers).all():
         raise DataError(
             f"dense column {rule.column} holds {numbers[~np.isfinite(numbers)][0]}; finite "
-            "numbers are needed. "
-            "Replace those values, or make them null and give fill"
+            "numbers are needed. Replace those values, or make them null and give fill"
         )
     return numbers
 
@@ -358,8 +357,7 @@ def as_lists(rule: SparseColumn, column: pa.Array) -> pa.Array:
     if rule.separator is None or kind_of(rule.column, column.type, "multi") != "text":
         raise DataError(
             f"multi column {rule.column} has type {column.type}; a list is needed, or text with a "
-            "separator. "
-            "Give separator in the schema"
+            "separator. Give separator in the schema"
         )
     text = pc.fill_null(column.cast(pa.string()), "")
     # Splitting "" gives [""], a list of one empty id, where none is meant.

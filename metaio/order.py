@@ -63,8 +63,7 @@ class OrderConfig:
         if self.tasks_per_step < self.lanes:
             raise ValueError(
                 f"tasks_per_step is {self.tasks_per_step} and lanes is {self.lanes}: every lane "
-                "gives "
-                "at least one episode to a step. Lower lanes or raise tasks_per_step"
+                "gives at least one episode to a step. Lower lanes or raise tasks_per_step"
             )
 
 

@@ -270,8 +270,7 @@ def _check(schema: Schema) -> None:
         if (column.hash is None) == (column.vocabulary is None):
             raise SchemaError(
                 f"column {column.column} needs either hash (rows of its table) or vocabulary "
-                "(least count). "
-                "Give exactly one"
+                "(least count). Give exactly one"
             )
         if column.hash is not None and not 2 <= column.hash <= 1 << 40:
             raise SchemaError(
@@ -282,8 +281,7 @@ def _check(schema: Schema) -> None:
         if by_table.setdefault(column.table_name, how) != how:
             raise SchemaError(
                 f"column {column.column} and another column of table {column.table_name} differ "
-                "in hash or "
-                "vocabulary. Columns that share a table must agree"
+                "in hash or vocabulary. Columns that share a table must agree"
             )
     kinds: list[list[str]] = [
         [column.column for column in schema.single],

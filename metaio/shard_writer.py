@@ -112,8 +112,7 @@ class ShardWriter:
         ):
             raise DataError(
                 f"a block of {block.num_rows} rows holds 2^31 or more values. Set block_rows "
-                "lower, "
-                "or max_rows so that no episode is that long"
+                "lower, or max_rows so that no episode is that long"
             )
         for writer, stream in zip(self._writers, self._streams, strict=True):
             table = _table(block, stream)

@@ -222,6 +222,5 @@ class Storage:
 def _wrong_size(name: str, found_bytes: int, num_bytes: int) -> FormatError:
     return FormatError(
         f"{name} has {found_bytes} bytes, the manifest says {num_bytes}: it was cut short or "
-        "rewritten. "
-        "Copy the dataset again or prepare it again"
+        "rewritten. Copy the dataset again or prepare it again"
     )

@@ -246,8 +246,7 @@ def test_a_run_is_exported_only_with_the_dataset_it_was_trained_on(
         export_run(copy, tmp_path / "model")
     assert str(caught.value) == (
         f"dataset {dataset} has fingerprint {trained_on[:12]}, run {copy} was trained on "
-        "000000000000: its ids may mean other values. "
-        "Bring back that dataset, or train on this one"
+        "000000000000: its ids may mean other values. Bring back that dataset, or train on this one"
     )
     shutil.rmtree(copy / "checkpoints")
     with pytest.raises(UserError) as caught:

@@ -51,8 +51,7 @@ def check_descends(child: ShardManifest, parent: ShardManifest) -> None:
         if new is None or new.spec != old.spec or _before(new, old):
             raise ManifestError(
                 f"checkpoint {child.checkpoint_id} does not continue {parent.checkpoint_id}: "
-                "dataset "
-                f"{old.spec.name} went back. The two belong to different lineages: "
+                f"dataset {old.spec.name} went back. The two belong to different lineages: "
                 "compare checkpoints of one run, the older one second."
             )
 

@@ -23,8 +23,7 @@ def prepared_before(
             "ALREADY_EXISTS",
             "WRONG_STATE",
             f"checkpoint {command.checkpoint_id!r} was prepared at step {checkpoint.step}, the "
-            f"call says {command.step}; "
-            "an id stands for one step. Put the step into the id.",
+            f"call says {command.step}; an id stands for one step. Put the step into the id.",
         )
     return ev.CheckpointPrepared(
         command.checkpoint_id, command.step, checkpoint.digest, checkpoint.manifest_json
@@ -103,8 +102,7 @@ def check_restore(state: LedgerState, manifest_json: str) -> str:
                 "FAILED_PRECONDITION",
                 "SPEC_CONFLICT",
                 f"the manifest's dataset {entry.spec.name!r} is {entry.spec}, registered is "
-                f"{table.spec}. The data or its "
-                "cut changed since the checkpoint: train from the old data, or begin without the "
-                "checkpoint.",
+                f"{table.spec}. The data or its cut changed since the checkpoint: train from the "
+                "old data, or begin without the checkpoint.",
             )
     return manifest.digest

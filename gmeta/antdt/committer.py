@@ -172,8 +172,7 @@ class Committer:
         if ledger.state.job != self._job:
             raise StoreFailedError(
                 f"the store belongs to job {ledger.state.job!r}, this service is for "
-                f"{self._job!r}. "
-                "Start it with that --job, or name another --store."
+                f"{self._job!r}. Start it with that --job, or name another --store."
             )
         # So much is in the snapshot; what was replayed counts towards the next one.
         self._snapshot_at = 0 if snapshot is None else snapshot.num_events
@@ -219,6 +218,5 @@ def _refusal(error: StoreError) -> RefusedError:
 def _broken_chain(what: str) -> StoreFailedError:
     return StoreFailedError(
         f"the ledger's hash chain is broken: {what}. The store was damaged or edited: restore it "
-        "from a backup, "
-        "or delete it: the manifest in a checkpoint rebuilds the service."
+        "from a backup, or delete it: the manifest in a checkpoint rebuilds the service."
     )

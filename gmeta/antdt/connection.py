@@ -237,8 +237,7 @@ class Connection:
     def _outage(self, rpc: str, waited_s: float, error: CallError) -> ServiceUnavailableError:
         return ServiceUnavailableError(
             f"the shard service at {self._config.address} did not answer {rpc} for {waited_s:.0f} "
-            "s "
-            f"({error.code.name}: {error.details}); allowed is "
+            f"s ({error.code.name}: {error.details}); allowed is "
             f"{self._config.outage_budget_s:.0f} s. "
             "Start it again on the same store, or look into its log; the data has NOT ended."
         )

@@ -259,7 +259,6 @@ def decode(record: bytes) -> Event:
     except (ValueError, KeyError, TypeError) as error:
         raise StoreFailedError(
             f"the ledger holds the record {record[:80]!r}, which is none of {sorted(_TYPE_OF)}: "
-            "the store is damaged "
-            f"({error}). Restore it from a backup, or delete it: the manifest in a checkpoint "
-            "rebuilds the service."
+            f"the store is damaged ({error}). Restore it from a backup, or delete it: the "
+            "manifest in a checkpoint rebuilds the service."
         ) from error

@@ -65,8 +65,7 @@ def check_registration(
             "ABORTED",
             "FENCED_GENERATION",
             f"worker {worker_id!r} comes from rendezvous round {rdzv_round}, the job is in round "
-            f"{state.rdzv_round}. "
-            "This process was left behind: stop it.",
+            f"{state.rdzv_round}. This process was left behind: stop it.",
         )
 
 
@@ -76,8 +75,7 @@ def superseded(worker_id: str, incarnation: str, current: str) -> RefusedError:
         "ABORTED",
         "FENCED_INCARNATION",
         f"process {incarnation!r} of worker {worker_id!r} was replaced by {current!r}; one "
-        "process speaks for a worker. "
-        "Stop this process, or give it a worker id of its own.",
+        "process speaks for a worker. Stop this process, or give it a worker id of its own.",
     )
 
 
@@ -87,6 +85,5 @@ def stale_generation(worker_id: str, generation: int, current: int) -> RefusedEr
         "ABORTED",
         "FENCED_GENERATION",
         f"worker {worker_id!r} is of generation {generation}, the job is at {current}: it was "
-        "restarted or rolled back. "
-        "Stop this process; the restarted job has its own.",
+        "restarted or rolled back. Stop this process; the restarted job has its own.",
     )

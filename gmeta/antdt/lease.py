@@ -72,8 +72,7 @@ class Lease:
         if not 0 <= self.units_done + num_units <= self.num_units:
             raise ValueError(
                 f"shard {self.shard_index} has {self.num_units} units, {self.units_done} are "
-                f"trained and {num_units} "
-                "more were reported; count each unit once."
+                f"trained and {num_units} more were reported; count each unit once."
             )
         self.units_done += num_units
 
@@ -89,7 +88,6 @@ class Lease:
         if self.lost:
             raise LeaseLostError(
                 f"the lease of shard {self.shard_index} of dataset {self.dataset!r} is lost: "
-                f"{self.lost}. Only a live "
-                "lease may be trained: in a synchronous job stop this process and restart from "
-                "the checkpoint."
+                f"{self.lost}. Only a live lease may be trained: in a synchronous job stop this "
+                "process and restart from the checkpoint."
             )

@@ -131,16 +131,14 @@ def parse_manifest(text: str, source: str = "the manifest") -> ShardManifest:
     if version != SCHEMA_VERSION or order != ORDER_NAME:
         raise ManifestError(
             f"{source} has schema version {version!r} and order {order!r}; this program reads "
-            "version "
-            f"{SCHEMA_VERSION} and {ORDER_NAME}. Use the version of gmeta that wrote it."
+            f"version {SCHEMA_VERSION} and {ORDER_NAME}. Use the version of gmeta that wrote it."
         )
     # Over what was read: parsing converts, and could hide what was altered.
     found = _digest({"schema_version": version, "order": order, **raw})
     if found != digest:
         raise ManifestError(
             f"{source} was altered after it was written: its content has digest {found[:12]}, it "
-            f"states {str(digest)[:12]}. "
-            "Restore the checkpoint from a copy."
+            f"states {str(digest)[:12]}. Restore the checkpoint from a copy."
         )
     try:
         datasets = tuple(_parse_dataset(item) for item in raw.pop("datasets"))

@@ -99,8 +99,7 @@ class DatasetSpec:
         if self.num_shards > MAX_SHARDS:
             raise bad_argument(
                 f"dataset {self.name} would have {self.num_shards} shards; at most {MAX_SHARDS} "
-                "are allowed. "
-                f"Use units_per_shard >= {-(-self.num_units // MAX_SHARDS)}."
+                f"are allowed. Use units_per_shard >= {-(-self.num_units // MAX_SHARDS)}."
             )
 
     @property

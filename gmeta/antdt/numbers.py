@@ -65,9 +65,8 @@ class CallNumbers:
                 "INVALID_ARGUMENT",
                 "BAD_SEQ",
                 f"worker {worker.worker_id!r} used call number {command.seq} for two different "
-                "calls; "
-                "a number may only be repeated with the same content. Count one up for each new "
-                "call.",
+                "calls; a number may only be repeated with the same content. Count one up for "
+                "each new call.",
             )
         return last_reply
 

@@ -103,9 +103,8 @@ def nothing_left(table: ShardTable, seq: int) -> cmd.Wait:
         return cmd.Wait(seq, cmd.CAUSE_IN_FLIGHT, WAIT_RETRY_MS, text)
     text = (
         f"{quarantined} shards of dataset {table.spec.name!r} failed too often and are "
-        "quarantined. Look with "
-        "'gmeta shards ls --state quarantined', then 'gmeta shards requeue' or 'gmeta shards "
-        "skip' them."
+        "quarantined. Look with 'gmeta shards ls --state quarantined', then 'gmeta shards "
+        "requeue' or 'gmeta shards skip' them."
     )
     return cmd.Wait(seq, cmd.CAUSE_QUARANTINED, OPERATOR_RETRY_MS, text)
 

@@ -23,8 +23,7 @@ def decide(state: LedgerState, command: cmd.Requeue | cmd.Skip | cmd.Drain) -> e
             "FAILED_PRECONDITION",
             "WRONG_STATE",
             f"epoch {table.epoch} of dataset {command.dataset!r} is finished and workers were "
-            "told so; its shards can "
-            "no longer change. Do it in the next epoch.",
+            "told so; its shards can no longer change. Do it in the next epoch.",
         )
     allowed = _REQUEUE_FROM if isinstance(command, cmd.Requeue) else _SKIP_FROM
     # Each once: one that is named twice would be counted as changed twice.
@@ -40,8 +39,7 @@ def _position(table: ShardTable, index: int, allowed: tuple[ShardState, ...]) ->
             "NOT_FOUND",
             "UNKNOWN_SHARD",
             f"shard {index} does not exist; dataset {table.spec.name!r} has shards 0 to "
-            f"{table.spec.num_shards - 1}. "
-            "List them with 'gmeta shards ls'.",
+            f"{table.spec.num_shards - 1}. List them with 'gmeta shards ls'.",
         )
     position = table.order.position_of(index)
     state = table.state_of(position)

@@ -142,9 +142,8 @@ def _load_table(item: dict[str, Any], snapshot: Snapshot) -> ShardTable:
     if len(table.states) != num_shards or sum(table.counts) != num_shards:
         raise StoreFailedError(
             f"the pages of dataset {name!r} do not describe its {num_shards} shards: the store is "
-            "damaged. "
-            "Restore it from a backup, or delete it: the manifest in a checkpoint rebuilds the "
-            "service."
+            "damaged. Restore it from a backup, or delete it: the manifest in a checkpoint "
+            "rebuilds the service."
         )
     table.units_done = dict(item["units_done"])
     table.attempts = dict(item["attempts"])

@@ -295,8 +295,7 @@ def _check_epoch(store: str, found: int, mine: int) -> None:
     if found != mine:
         raise StoreTakenError(
             f"{store} was taken over by a service with epoch {found}, this one has {mine}; a "
-            "store has one "
-            "service. Stop one of the two."
+            "store has one service. Stop one of the two."
         )
 
 
@@ -326,8 +325,7 @@ def _lock(path: Path) -> int:
         holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(fd)
         raise StoreTakenError(
-            f"the store {path} {TAKEN} (process {holder}); a store has one "
-            "service. "
+            f"the store {path} {TAKEN} (process {holder}); a store has one service. "
             "Stop that one, or name another --store."
         ) from error
     # Only once the lock is had: until then the file names who holds it.
@@ -372,7 +370,6 @@ def _translated(path: Path) -> Iterator[None]:
             ) from error
         raise StoreFailedError(
             f"the store {path} failed with {name}: {error}. Check the disk; a file that is no "
-            "store of this service "
-            "needs another --store, a damaged one is rebuilt by deleting it and restoring a "
-            "checkpoint."
+            "store of this service needs another --store, a damaged one is rebuilt by deleting it "
+            "and restoring a checkpoint."
         ) from error

@@ -195,8 +195,7 @@ def _skip(request: Any) -> cmd.Command:
     if not reason:
         raise bad_argument(
             "the reason is empty; a skipped shard is data that the model never sees, and needs "
-            "one. "
-            "Say why: gmeta shards skip SHARD --reason TEXT."
+            "one. Say why: gmeta shards skip SHARD --reason TEXT."
         )
     shards = _items("shard_indices", request.shard_indices, MAX_OPERATOR_SHARDS, 1)
     return cmd.Skip(request.request_id, request.dataset, shards, reason)

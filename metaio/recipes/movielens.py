@@ -149,8 +149,7 @@ def _timestamps(ratings: Ratings) -> dict[tuple[int, int], int]:
     if ratings.time_N is None:
         raise DataError(
             "order is time, but there is no ratings.dat with timestamps. Put it into PATH, or use "
-            "order "
-            "shuffle"
+            "order shuffle"
         )
     keys = zip(ratings.user_N.tolist(), ratings.movie_N.tolist(), strict=True)
     return dict(zip(keys, ratings.time_N.tolist(), strict=True))

@@ -72,8 +72,7 @@ def _lines(path: Path, num_fields: int) -> list[list[str]]:
         if len(fields) != num_fields:
             raise DataError(
                 f"{path}, line {number}: {len(fields)} fields, {num_fields} separated by '::' are "
-                "expected. "
-                "Download the file again"
+                "expected. Download the file again"
             )
     return found
 
@@ -186,8 +185,7 @@ def read_melu_split(folder: Path) -> list[dict[int, tuple[Int64, Int64]]] | None
         }:
             raise DataError(
                 f"{folder / 'melu_split'}: {name}.json and {name}_y.json hold different users or "
-                "counts. "
-                "Copy both from the same place"
+                "counts. Copy both from the same place"
             )
         states.append(
             {

@@ -61,8 +61,7 @@ class SyntheticConfig:
         if self.num_tasks < 1 or self.num_items < 10:
             raise SchemaError(
                 f"{self.num_tasks} tasks and {self.num_items} items: at least 1 task and 10 items "
-                "are "
-                "needed. Raise --tasks or --items"
+                "are needed. Raise --tasks or --items"
             )
         if not 1 <= self.query_rows < self.min_rows <= self.max_rows:
             raise SchemaError(

@@ -148,8 +148,7 @@ def test_audit_tells_a_checkpoint_of_another_lineage(client: ShardClient, tmp_pa
         )
     assert str(strange.value) == (
         "checkpoint c2 does not continue c1: dataset train went back. The two belong to different "
-        "lineages: "
-        "compare checkpoints of one run, the older one second."
+        "lineages: compare checkpoints of one run, the older one second."
     )
 
 
@@ -180,8 +179,7 @@ def test_a_checkpoint_without_manifest_is_explained(tmp_path: Path) -> None:
         load_manifest(tmp_path)
     assert str(missing.value) == (
         f"{tmp_path / 'shards.json'} does not exist: a checkpoint tied to the shard service holds "
-        "a file "
-        "shards.json. Name the checkpoint folder, or a run trained with the data service."
+        "a file shards.json. Name the checkpoint folder, or a run trained with the data service."
     )
 
 

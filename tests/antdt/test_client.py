@@ -170,8 +170,7 @@ def test_units_beyond_the_end_are_refused(client: ShardClient) -> None:
         lease.advance(5)
     assert str(beyond.value) == (
         f"shard {lease.shard_index} has {lease.num_units} units, 0 are trained and 5 more were "
-        "reported; "
-        "count each unit once."
+        "reported; count each unit once."
     )
 
 
@@ -186,10 +185,8 @@ def test_a_restore_ends_every_lease_and_fences_the_others(
         lease.check()
     assert str(lost.value) == (
         f"the lease of shard {lease.shard_index} of dataset 'd' is lost: the job was rolled back "
-        "to a "
-        "checkpoint. Only a live lease may be trained: in a synchronous job stop this process and "
-        "restart "
-        "from the checkpoint."
+        "to a checkpoint. Only a live lease may be trained: in a synchronous job stop this "
+        "process and restart from the checkpoint."
     )
     client.flush()
     assert sum(len(list(lease.units())) for lease in client.shards("d")) == 10

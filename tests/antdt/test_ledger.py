@@ -51,8 +51,7 @@ def test_the_next_epoch_opens_only_after_the_one_before() -> None:
         "INVALID_ARGUMENT",
         "BAD_ARGUMENT",
         "epoch 2 of dataset 'd' was asked for; it has epochs 0 to 1. Stop at the last END, or "
-        "register the "
-        "dataset with more epochs.",
+        "register the dataset with more epochs.",
     )
 
 
@@ -86,16 +85,14 @@ def test_calls_out_of_order_are_refused(service: Service) -> None:
         "OUT_OF_RANGE",
         "BAD_SEQ",
         "worker 'a' sent call number 5; allowed are 1 (the last one again) and 2. Number calls "
-        "one by one, "
-        "one at a time.",
+        "one by one, one at a time.",
     )
     other = cmd.Complete(worker.caller, 1, ())
     assert refused(lambda: service.call(other)) == (
         "INVALID_ARGUMENT",
         "BAD_SEQ",
         "worker 'a' used call number 1 for two different calls; a number may only be repeated "
-        "with the same "
-        "content. Count one up for each new call.",
+        "with the same content. Count one up for each new call.",
     )
 
 
@@ -110,22 +107,19 @@ def fenced_caller(worker: Process, **changed: Any) -> Caller:
             {"service_epoch": 9},
             "FENCED_SERVICE_EPOCH",
             "the call carries service epoch 9, the service is at 1: it was restarted. Call "
-            "Register with "
-            "the same incarnation, then repeat the call.",
+            "Register with the same incarnation, then repeat the call.",
         ),
         (
             {"run_generation": 9},
             "FENCED_GENERATION",
             "worker 'a' is of generation 9, the job is at 1: it was restarted or rolled back. "
-            "Stop this "
-            "process; the restarted job has its own.",
+            "Stop this process; the restarted job has its own.",
         ),
         (
             {"incarnation": "other"},
             "FENCED_INCARNATION",
             "process 'other' of worker 'a' was replaced by 'p0'; one process speaks for a worker. "
-            "Stop this "
-            "process, or give it a worker id of its own.",
+            "Stop this process, or give it a worker id of its own.",
         ),
     ],
 )
@@ -226,8 +220,7 @@ def test_another_spec_under_the_name_is_refused_with_the_difference(service: Ser
         "dataset 'd' is registered with {'num_units': 20}, the call says {'num_units': 21}; a "
         "name stands "
         "for one dataset. Register the other data under another name, or start a service with an "
-        "empty "
-        "store.",
+        "empty store.",
     )
 
 
@@ -260,8 +253,7 @@ def test_the_same_checkpoint_id_after_a_rollback_gets_a_new_manifest(service: Se
         "ALREADY_EXISTS",
         "WRONG_STATE",
         "checkpoint 'step-1' was prepared at step 1, the call says 2; an id stands for one step. "
-        "Put the "
-        "step into the id.",
+        "Put the step into the id.",
     )
 
 

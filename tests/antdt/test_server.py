@@ -67,8 +67,7 @@ SPEC = pb.DatasetSpec(name="d", num_units=8, units_per_shard=4, num_epochs=1)
         (
             {"num_units": 10**12, "units_per_shard": 1},
             "dataset d would have 1000000000000 shards; at most 100000000 are allowed. Use "
-            "units_per_shard "
-            ">= 10000.",
+            "units_per_shard >= 10000.",
         ),
         ({"num_epochs": 0}, "num_epochs is 0; allowed is 1 to 1000000. Correct the request."),
     ],
@@ -139,8 +138,7 @@ def test_skip_needs_a_reason(stub: Any) -> None:
     request = pb.SkipRequest(request_id="r", dataset="d", shard_indices=[1], reason=" ")
     assert refused(lambda: stub.Skip(request))[2] == (
         "the reason is empty; a skipped shard is data that the model never sees, and needs one. "
-        "Say why: "
-        "gmeta shards skip SHARD --reason TEXT."
+        "Say why: gmeta shards skip SHARD --reason TEXT."
     )
 
 
@@ -380,8 +378,7 @@ def test_a_newer_process_of_the_worker_fences_the_old_one_at_once(server: ShardS
         assert fenced.value.reason == "FENCED_INCARNATION"
         assert str(fenced.value) == (
             f"process '{old_incarnation}' of worker 'a' was replaced by '{new_incarnation}'; one "
-            "process "
-            "speaks for a worker. Stop this process, or give it a worker id of its own."
+            "process speaks for a worker. Stop this process, or give it a worker id of its own."
         )
 
 

@@ -143,8 +143,7 @@ def test_a_database_of_a_newer_version_is_refused_and_left_alone(tmp_path: Path)
         SqliteStore(tmp_path / "s.db")
     assert str(newer.value) == (
         f"{tmp_path / 's.db'} has store version 3; this program reads up to 2. Use the newer "
-        "version of "
-        "gmeta that wrote it, or another --store."
+        "version of gmeta that wrote it, or another --store."
     )
     assert (tmp_path / "s.db").read_bytes() == before
 
@@ -228,8 +227,7 @@ def test_a_full_disk_rolls_the_batch_back_and_later_appends_work(tmp_path: Path)
         store.append(batch(1, b"x" * 100_000))
     assert str(full.value) == (
         f"the disk under {tmp_path / 's.db'} is full: the call was not applied. Free space; the "
-        "service "
-        "continues by itself."
+        "service continues by itself."
     )
     store._db.execute("PRAGMA max_page_count=1000000")
     store.append(batch(1, b"after"))
@@ -249,8 +247,7 @@ def test_an_unknown_store_names_the_known_ones(url: str) -> None:
 def test_importing_the_service_does_not_load_torch() -> None:
     code = (
         "import sys; from gmeta.antdt.server import ShardServer; from gmeta.antdt.client import "
-        "ShardClient; "
-        "import gmeta.commands.shards; print({'torch', 'metaio', 'models', 'numpy'} & "
+        "ShardClient; import gmeta.commands.shards; print({'torch', 'metaio', 'models', 'numpy'} & "
         "set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -145,8 +145,7 @@ def test_state_of_another_order_is_refused(write: WriteFn) -> None:
         reader.load_state_dict(state)
     assert str(caught.value) == (
         "the reader's state has tasks_per_step 2, this reader has 3: the order of episodes would "
-        "differ. "
-        "Resume with the data and the settings of the run that was saved"
+        "differ. Resume with the data and the settings of the run that was saved"
     )
 
 

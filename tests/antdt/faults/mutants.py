@@ -199,8 +199,7 @@ def make_copy(folder: Path, mutant: Mutant | None) -> None:
         if text.count(mutant.old) != 1:
             raise ValueError(
                 f"mutant {mutant.name!r}: its text occurs {text.count(mutant.old)} times in "
-                f"{mutant.file}; "
-                "once is needed. Adapt the mutant to the code."
+                f"{mutant.file}; once is needed. Adapt the mutant to the code."
             )
         path.write_text(text.replace(mutant.old, mutant.new))
 
