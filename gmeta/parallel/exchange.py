@@ -151,12 +151,11 @@ class WireExchange(Exchange):
         """See Exchange. Positions that follow the wire cost less than rows moved to their order."""
         asked = self.routes.ask(batch.unique_ids_U, batch.unique_lengths_B)
         if asked.place_U is not None:
-            place_U = asked.place_U.numpy().astype(np.int32)
-            batch = replace(
-                batch,
-                positions_NF=torch.from_numpy(place_U[batch.positions_NF.numpy()]),
-                multi_positions_V=torch.from_numpy(place_U[batch.multi_positions_V.numpy()]),
+            moved_NF, moved_V = (
+                asked.place_U.index_select(0, positions.flatten()).view_as(positions)
+                for positions in (batch.positions_NF, batch.multi_positions_V)
             )
+            batch = replace(batch, positions_NF=moved_NF, multi_positions_V=moved_V)
         return arrange(batch).to(device).fetched_by(_WireFetch(self, asked, asked.id_U))
 
 

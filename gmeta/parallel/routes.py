@@ -33,7 +33,8 @@ class Asked:
 
     counts_S: Ints
     row_of_shard: Tensor  # of every id, its row within the shard; int32 where that is enough
-    # Where the row of each id comes to stand, and the id of each row; None: in the order of ids.
+    # Where the row of each id comes to stand (int32), and the id of each row; None: in the order of
+    # ids.
     place_U: Tensor | None = None
     id_U: Tensor | None = None
 
@@ -73,24 +74,28 @@ class Routes:
         lengths_B = unique_lengths_B.numpy()
         if self._in_order:
             return Asked(lengths_B, unique_ids_U.to(self.id_dtype))
-        row_U = unique_ids_U.numpy() + np.repeat(self._first_B, lengths_B)
-        whole_U = np.ones(row_U.size, bool)
+        row_U = np.repeat(self._first_B, lengths_B)
+        row_U += unique_ids_U.numpy()
         ends_B = np.cumsum(lengths_B)
+        whole_U = np.ones(row_U.size if self.cut_tables else 0, bool)
         for table in self.cut_tables:
             whole_U[ends_B[table] - lengths_B[table] : ends_B[table]] = False
-        index_U = np.flatnonzero(whole_U) if self.cut_tables else np.arange(row_U.size)
-        whole_rows = row_U[index_U]
+        # Passes over all ids are what this costs: none that the usual case can do without.
+        index_U = np.flatnonzero(whole_U) if self.cut_tables else None
+        whole_rows = row_U if index_U is None else row_U[index_U]
         if (whole_rows[1:] < whole_rows[:-1]).any():
             order = np.argsort(whole_rows)
-            index_U, whole_rows = index_U[order], whole_rows[order]
+            whole_rows = whole_rows[order]
+            index_U = order if index_U is None else index_U[order]
         # Ascending: what a shard is asked for is one range.
         begin_S = np.searchsorted(whole_rows, self._start_S)
         end_S = np.searchsorted(whole_rows, self._start_S + self._rows_S)
         counts_S = np.where(self.is_cut_S, 0, end_S - begin_S)
-        shift_S = begin_S - (np.cumsum(counts_S) - counts_S)
-        order = np.arange(index_U.size) + np.repeat(shift_S, counts_S)
-        id_U = index_U[order]
-        row_of_shard = whole_rows[order] - np.repeat(self._start_S, counts_S)
+        order = np.repeat(begin_S - (np.cumsum(counts_S) - counts_S), counts_S)
+        order += np.arange(order.size)
+        id_U = order if index_U is None else index_U[order]
+        row_of_shard = whole_rows.take(order)
+        row_of_shard -= np.repeat(self._start_S, counts_S)
         if self.cut_tables:
             id_U = np.concatenate([id_U, np.flatnonzero(~whole_U)])
             by_slot = np.split(row_of_shard, np.cumsum(counts_S)[:-1])
@@ -99,7 +104,7 @@ class Routes:
                 first, counts_S[slot_of_part] = ends_B[table] - lengths_B[table], lengths_B[table]
                 by_slot[slot_of_part] = unique_ids_U.numpy()[first : ends_B[table]]
             row_of_shard = np.concatenate(by_slot)
-        place_U = np.empty_like(id_U)
-        place_U[id_U] = np.arange(id_U.size)
+        place_U = np.empty(id_U.size, np.int32)
+        place_U[id_U] = np.arange(id_U.size, dtype=np.int32)
         rows = torch.from_numpy(row_of_shard).to(self.id_dtype)
         return Asked(counts_S, rows, torch.from_numpy(place_U), torch.from_numpy(id_U))
