@@ -5,7 +5,7 @@ ways that give the same bits.
 import ctypes
 import os
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -35,9 +35,9 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
     Without torch's cache of cast weights: inner steps differentiate through the casts, and parts of
     a step free their graphs.
     """
-    return torch.autocast(
-        device.type, dtype=torch.bfloat16, enabled=precision == BF16, cache_enabled=False
-    )
+    if precision != BF16:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
 
 
 def make_deterministic() -> None:

@@ -9,6 +9,7 @@ again later, C distinct rows of these, R rows of all tables, F features, D embed
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +30,8 @@ from gmeta.repeated_rows import RepeatedRows
 # Share of the rows of an update below which those that stand again are updated once more.
 FEW_AGAIN = 0.1
 
-# Group, rows [U], their values and the sums of their gradients [U, D], the unit of these.
+# Group, rows [U], their values and the sums of their gradients [U, D], the unit of these. Adagrad's
+# overwrites the values.
 Update = Callable[[SplitTableBatchedEmbeddingBagsCodegen, Tensor, Tensor, Tensor, float], None]
 
 
@@ -40,7 +42,7 @@ class GivenRows(NamedTuple):
     rows_ND: Tensor
     grad_ND: Callable[[], Tensor]  # waits for it where it comes from another rank
     version: int  # of the tables that the rows were read from
-    memory: object  # what the tensors lie in, while it lives
+    memory: object  # others' that the tensors lie in, while it lives; None: may be overwritten
 
 
 def _sgd(
@@ -61,8 +63,22 @@ def _adagrad(
     unit: float,
 ) -> None:
     squares_UD = _momentum(group).index_select(0, row_U)
-    squares_UD.addcmul_(grad_UD, grad_UD, value=unit * unit)
-    _adagrad_step(group, row_U, rows_UD, grad_UD, unit, squares_UD)
+    if unit != 1.0:
+        grad_UD = grad_UD * unit
+    # One pass over all of them, where an operation for every term took a third longer.
+    torch._fused_adagrad_(
+        [rows_UD],
+        [grad_UD],
+        [squares_UD],
+        [torch.ones(())],
+        lr=group.get_learning_rate(),
+        lr_decay=0.0,
+        weight_decay=0.0,
+        eps=group.optimizer_args.eps,
+        maximize=False,
+    )
+    _write_rows(_momentum(group), row_U, squares_UD)
+    _write(group, row_U, rows_UD)
 
 
 def _rowwise_adagrad(
@@ -74,22 +90,10 @@ def _rowwise_adagrad(
 ) -> None:
     squares_U1 = _momentum(group).index_select(0, row_U)
     squares_U1.add_(grad_UD.square().mean(dim=1, keepdim=True), alpha=unit * unit)
-    _adagrad_step(group, row_U, rows_UD, grad_UD, unit, squares_U1)
-
-
-def _adagrad_step(
-    group: SplitTableBatchedEmbeddingBagsCodegen,
-    row_U: Tensor,
-    rows_UD: Tensor,
-    grad_UD: Tensor,
-    unit: float,
-    squares: Tensor,
-) -> None:
-    """w -= lr * g / (sqrt(m) + eps), with the new m: one an element or one a row."""
-    _write_rows(_momentum(group), row_U, squares)
-    root = squares.sqrt_().add_(group.optimizer_args.eps)
+    _write_rows(_momentum(group), row_U, squares_U1)
+    root_U1 = squares_U1.sqrt_().add_(group.optimizer_args.eps)
     rate = group.get_learning_rate() * unit
-    _write(group, row_U, torch.addcdiv(rows_UD, grad_UD, root, value=-rate))
+    _write(group, row_U, torch.addcdiv(rows_UD, grad_UD, root_U1, value=-rate))
 
 
 def _momentum(group: SplitTableBatchedEmbeddingBagsCodegen) -> Tensor:
@@ -113,8 +117,13 @@ def _write_rows(table_RD: Tensor, row_U: Tensor, rows_UD: Tensor) -> None:
 
 
 def _whole_rows(rows_RD: Tensor) -> npt.NDArray[np.void]:
-    row_bytes = rows_RD.shape[1] * rows_RD.element_size()
-    return rows_RD.numpy().view(np.dtype((np.void, row_bytes)))[:, 0]
+    return rows_RD.numpy().view(_bytes(rows_RD.shape[1] * rows_RD.element_size()))[:, 0]
+
+
+@cache
+def _bytes(number: int) -> np.dtype[np.void]:
+    """So many as one value; numpy takes longer to make the type than to use it."""
+    return np.dtype((np.void, number))
 
 
 UPDATES: dict[EmbOptimType, Update] = {
@@ -208,13 +217,14 @@ class FastGroup:
             self._step(self.group, row_C, rows_CD, sums_CD, unit)
 
     def _values(self, part: GivenRows) -> Tensor:
-        """The rows as they are."""
+        """The rows as they are, for an update that may overwrite them."""
         # Reading them from a large table waits for memory: not twice where nobody wrote since.
-        if part.version == self.weights._version:
-            return part.rows_ND
-        rows_ND = torch.empty_like(part.rows_ND)
-        self.look_up(part.row_N, rows_ND)
-        return rows_ND
+        if part.version != self.weights._version:
+            rows_ND = torch.empty_like(part.rows_ND)
+            self.look_up(part.row_N, rows_ND)
+            return rows_ND
+        is_kept = self.group.optimizer != EmbOptimType.EXACT_ADAGRAD or part.memory is None
+        return part.rows_ND if is_kept else part.rows_ND.clone()
 
 
 class _Lookup(torch.autograd.Function):

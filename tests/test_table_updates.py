@@ -37,7 +37,9 @@ def some_group(optimizer: EmbOptimType) -> Any:
     )
 
 
-def given_rows(group: FastGroup, rows_of_ranks: list[Tensor]) -> list[GivenRows]:
+def given_rows(
+    group: FastGroup, rows_of_ranks: list[Tensor], memory: object = "of other ranks"
+) -> list[GivenRows]:
     """Rows as they are now, with random gradients."""
     generator = torch.Generator().manual_seed(1)
     parts = []
@@ -47,7 +49,9 @@ def given_rows(group: FastGroup, rows_of_ranks: list[Tensor]) -> list[GivenRows]
         )
         group.look_up(row_N, rows_ND)
         parts.append(
-            GivenRows(row_N, rows_ND, partial(Tensor.detach, grad_ND), group.weights._version, None)
+            GivenRows(
+                row_N, rows_ND, partial(Tensor.detach, grad_ND), group.weights._version, memory
+            )
         )
     return parts
 
@@ -102,7 +106,7 @@ def test_rows_of_one_rank_may_stand_twice(repeated: int) -> None:
     stored = some_group(EmbOptimType.EXACT_ADAGRAD)
     group = FastGroup(stored)
     row_N = torch.cat([torch.arange(60).flip(0), torch.arange(repeated), torch.arange(repeated)])
-    parts = given_rows(group, [row_N])
+    parts = given_rows(group, [row_N], memory=None)
     weights, momentum = expected_after(stored, parts)
     group.update(parts, UNIT)
     torch.testing.assert_close(stored.weights_host.detach().view(NUM_ROWS, WIDTH), weights)
