@@ -1,6 +1,7 @@
 """What a run tells while it trains: readings, where they go, and who is silent."""
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from gmeta import run_log
 from gmeta.parallel import StepTotals
@@ -91,10 +93,14 @@ def test_readings_are_json_lines_and_scalars(
 
 
 def test_a_resumed_run_goes_on_in_its_file_and_drops_points_beyond_its_checkpoint(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folder_of(tmp_path / "run")
     for done_steps, loss in ((0, 0.5), (10, 0.4)):
+        # TensorBoard reads files in the order of their names, which within one second is chance.
+        began_s = time.time() + done_steps
+        later = SimpleNamespace(time=lambda at_s=began_s: at_s)
+        monkeypatch.setattr(event_file_writer, "time", later)
         with RunLog(folder, of_rank(0), total_steps=40, done_steps=done_steps) as log:
             for step in range(done_steps + 10, 40, 10):
                 log.write(step, 0, {"loss": loss})
