@@ -142,6 +142,15 @@ def test_a_path_that_is_none_gets_an_answer(server: ShardServer) -> None:
         assert link.recv(100).startswith(b"HTTP/1.0 400 ")
 
 
+def test_head_of_the_stream_ends_behind_its_headers(server: ShardServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.metrics_port), PATIENCE_S) as caller:
+        caller.sendall(b"HEAD /events HTTP/1.0\r\n\r\n")
+        with caller.makefile("rb") as answer:
+            text = answer.read()  # to its end
+    assert b"text/event-stream" in text
+    assert text.endswith(b"\r\n\r\n")
+
+
 def test_decisions_may_be_added_while_the_page_reads_them() -> None:
     spoken: deque[Any] = deque(maxlen=50)
 

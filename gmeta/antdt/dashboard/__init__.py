@@ -65,7 +65,7 @@ class Dashboard:
             request.send_header("Content-Type", "text/event-stream")
             request.send_header("Cache-Control", "no-store")
             request.end_headers()
-            while not self._closing.is_set():
+            while request.command == "GET" and not self._closing.is_set():
                 request.wfile.write(f"data: {json.dumps(self.document())}\n\n".encode())
                 self._closing.wait(EVERY_S)
         except OSError:
