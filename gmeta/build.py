@@ -52,6 +52,27 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     return dataset, learner
 
 
+def check_labels(config: TrainConfig, dataset: Dataset) -> None:
+    """Hold the labels of the first training block against the loss: ratings that are taken for
+    clicks would train to the end, and mean nothing.
+
+    Raises:
+        ConfigError: a label is none that the loss takes.
+        FormatError: the block is damaged.
+    """
+    split = config.data.train_split
+    if config.outer.loss != "bce" or not dataset.split(split).num_blocks:
+        return
+    label_N = dataset.read_block(split, 0).label_N
+    wrong_N = label_N[(label_N < 0) | (label_N > 1)]
+    if wrong_N.size:
+        raise ConfigError(
+            f'outer.loss = "bce", but label column {dataset.label} holds {wrong_N[0]:g}: bce takes '
+            '0 to 1. Set outer.loss = "mse" or "huber" for ratings, or give the label a threshold '
+            "in the schema and prepare again"
+        )
+
+
 def check_source(data: DataConfig) -> None:
     """Hold the keys of the data source against each other.
 

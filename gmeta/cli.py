@@ -100,6 +100,15 @@ def main() -> None:
         if os.environ.get("GMETA_TRACEBACK"):
             raise
         _fail(*_told(error))
+    except (MemoryError, RuntimeError) as error:
+        if os.environ.get("GMETA_TRACEBACK") or not _is_of_memory(error):
+            raise
+        _fail(
+            f"out of memory: {(str(error).splitlines() or [''])[0]}. Less is needed with narrower "
+            "or smaller tables (model.embedding_dim, hash), smaller steps (data.tasks_per_step, "
+            "outer.accumulate_steps) or more ranks",
+            1,
+        )
     except KeyboardInterrupt:
         _fail("interrupted: what was committed stays, what was half-written is dropped", 130)
 
@@ -136,6 +145,12 @@ def _told(error: Exception) -> tuple[str, int]:
         )
     # Of metaio's: a damaged dataset is a failure, a wrong description or input the user can mend.
     return str(error), 1 if type(error).__name__ == "FormatError" else 2
+
+
+def _is_of_memory(error: Exception) -> bool:
+    """Whether memory ran out: torch says so in a RuntimeError."""
+    told = str(error)
+    return isinstance(error, MemoryError) or "out of memory" in told or "allocate memory" in told
 
 
 def _fail(message: str, code: int) -> None:

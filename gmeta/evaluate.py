@@ -6,6 +6,7 @@ A task of a cold split was never trained on; its query rows are predicted with t
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from gmeta.parallel import (
 )
 from gmeta.report.runs import EvaluatedRun
 from gmeta.run_folder import ENVIRONMENT_FILE, RunFolder
+from gmeta.table_sharding import ShardingConfig
 from metaio import Dataset
 
 
@@ -52,8 +54,11 @@ def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> 
     dataset, learner = build(config)
     folder.check_dataset(dataset.url, dataset.fingerprint)
     chosen = splits_to_score(config, dataset, splits)
-    sharded = shard_learner(learner, dataset.features, config, ranks)
-    # Without the optimizer: nothing is trained on from here.
+    # Nothing is trained from here: the tables need no state of an optimizer, nor the plan of the
+    # ranks that trained, which may have had GPUs.
+    outer = replace(config.outer, sparse_optimizer="sgd")
+    held = replace(config, outer=outer, sharding=ShardingConfig())
+    sharded = shard_learner(learner, dataset.features, held, ranks)
     progress = load_checkpoint(checkpoint, sharded, None, ranks)
     tables = [predict_split(config, dataset, split, sharded, ranks) for split in chosen]
     if ranks.rank != 0:

@@ -36,10 +36,10 @@ def destination(out: str, overwrite: bool) -> Iterator[tuple[Path, bool]]:
     local = is_local(fs)
     if local:
         _check_target(Path(root), exists)
-    with _folder_of_one_writer(_partial(out), root if local else out) as folder:
+    with folder_of_one_writer(_partial(out), root if local else out) as folder:
         yield folder, local
         if local:
-            _replace(folder, Path(root))
+            replace_folder(folder, Path(root))
         else:
             _upload(fs, root, folder, exists)
 
@@ -88,7 +88,12 @@ def _check_target(target: Path, exists: bool) -> None:
 
 
 @contextmanager
-def _folder_of_one_writer(partial: Path, name: str) -> Iterator[Path]:
+def folder_of_one_writer(partial: Path, name: str) -> Iterator[Path]:
+    """An empty folder at `partial`, gone behind the block, whatever a killed writer left there.
+
+    Raises:
+        DataError: another process writes `name`, as messages call it, or the disk is full.
+    """
     with _lock_file(partial).open("w") as lock:
         _lock(lock, name)
         try:
@@ -132,7 +137,8 @@ def _lock(lock: IO[str], name: str) -> None:
         ) from error
 
 
-def _replace(partial: Path, target: Path) -> None:
+def replace_folder(partial: Path, target: Path) -> None:
+    """Give a folder whose files are on the disk its name; what has that name goes."""
     old = target.parent / f".{target.name}.old"
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

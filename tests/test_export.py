@@ -257,6 +257,19 @@ def test_a_run_is_exported_only_with_the_dataset_it_was_trained_on(
 
 
 @pytest.mark.distributed
+def test_a_run_of_other_hardware_is_evaluated_on_what_is_here(run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    config = json.loads((copy / "config.json").read_text())
+    config["run"]["device"] = "cuda"
+    config["outer"]["sparse_optimizer"] = "adam"
+    config["sharding"]["default"] = "data_parallel"
+    (copy / "config.json").write_text(json.dumps(config))
+    result = run_gmeta("evaluate", copy, "--split", SPLIT)
+    assert result.returncode == 0, result.stderr
+    assert json.loads((copy / "evaluation" / "evaluation.json").read_text())["runs"][0]["step"] == 8
+
+
+@pytest.mark.distributed
 def test_a_diverged_model_is_not_exported(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

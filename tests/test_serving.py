@@ -271,6 +271,12 @@ WRONG_ROWS: dict[str, tuple[Callable[[pa.Table], object], type[Exception], str]]
         "column city has 1 nulls; none are allowed. "
         "Remove those rows, or use id 0, which stands for unknown values",
     ),
+    "a null in a list": (
+        lambda rows: rows.set_column(3, "tags", pa.array([[1], [None, 2], []])),
+        DataError,
+        "multi column tags has 1 nulls in its lists; none are allowed. "
+        "Use id 0, which stands for unknown values",
+    ),
     "text for a number": (
         lambda rows: rows.set_column(5, "price", pa.array(["1", "2", "3"])),
         DataError,
@@ -367,3 +373,14 @@ def test_predict_says_what_is_wrong_with_its_files(exported: Path, tmp_path: Pat
 
 def query_names(path: Path) -> list[str]:
     return list(pq.read_schema(path).names)
+
+
+def test_an_integer_beyond_64_bits_is_refused_and_a_parameter_is_read(served: ServedModel) -> None:
+    rows = random_rows(2).to_pydict()
+    with pytest.raises(UserError) as caught:
+        served.predict({**rows, "item": [2**70, 1]})
+    assert str(caught.value).startswith(
+        "query rows of type dict cannot be read as columns: Python int too large to convert"
+    )
+    price = torch.tensor(rows["price"], requires_grad=True)
+    assert torch.equal(served.predict({**rows, "price": price}), served.predict(rows))

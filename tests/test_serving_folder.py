@@ -195,6 +195,9 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(GMetaError), new_folder(out, overwrite=False) as partial:
         fail_halfway(partial, out)
     assert list(out.parent.iterdir()) == []
+    left = out.parent / ".model.partial" / "half"  # by a process that was killed
+    left.parent.mkdir()
+    left.touch()
     with new_folder(out, overwrite=False) as partial:
         (partial / "vocabulary").mkdir()
         (partial / "vocabulary" / "a").write_text("x")

@@ -73,7 +73,9 @@ def evaluate(
             show_table(console, console_table(paths.evaluation))
             console.print(f"report: {paths.html}   figures: {paths.evaluation_json}")
 
-    on_ranks.be_rank(config.run.device, config.run.collective_timeout_s, work)
+    # A run that was trained on a GPU is evaluated on what is here.
+    device = "cpu" if config.run.device == "cpu" else "auto"
+    on_ranks.be_rank(device, config.run.collective_timeout_s, work)
 
 
 def _check_comparable(roots: list[Path], configs: "list[TrainConfig]") -> None:

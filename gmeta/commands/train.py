@@ -48,10 +48,11 @@ def train(
     _check_run_folder(resolved, resume)
     if on_ranks.starts_ranks(nproc_per_node):
         # Loading torch takes seconds: not before the config is known to be right.
-        from gmeta.build import build
+        from gmeta.build import build, check_labels
         from gmeta.shard_service import SERVICE_VARIABLE, needs_own_service, own_service
 
-        build(resolved)
+        dataset, _ = build(resolved)
+        check_labels(resolved, dataset)
         # The run folder was checked above; by the time a rank looks, the service's store is in it.
         arguments = ["train", str(config), *(overrides or []), "--resume"]
         with ExitStack() as stack:

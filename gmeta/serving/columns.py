@@ -151,7 +151,13 @@ class IdColumns:
                     "needed. Make each value a list, such as [3, 17]"
                 )
             lengths_NM[:, index] = np.diff(column.offsets.to_numpy())
-            parts.append(self._ids(feature, column.flatten()))
+            values = column.flatten()
+            if values.null_count:
+                raise DataError(
+                    f"multi column {feature.name} has {values.null_count:,} nulls in its lists; "
+                    "none are allowed. Use id 0, which stands for unknown values"
+                )
+            parts.append(self._ids(feature, values))
         starts_NM = offsets(lengths_NM.ravel())[:-1].reshape(lengths_NM.shape)
         values_V = np.empty(sum(len(part) for part in parts), np.int64)
         for index, part in enumerate(parts):
@@ -188,12 +194,15 @@ def as_table(rows: object, what: str) -> pa.Table:
         if isinstance(rows, Mapping):
             return pa.table(
                 {
-                    str(name): values.numpy() if isinstance(values, torch.Tensor) else values
+                    str(name): values.detach().numpy()
+                    if isinstance(values, torch.Tensor)
+                    else values
                     for name, values in rows.items()
                 }
             )
         return pa.table(rows)
-    except (pa.ArrowException, TypeError, ValueError) as error:
+    # OverflowError: a Python integer beyond 64 bits.
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise UserError(
             f"{what} rows of type {type(rows).__name__} cannot be read as columns: "
             f"{str(error).splitlines()[0]}. Give a mapping of column names to equally long lists "

@@ -6,8 +6,6 @@ config.json names every other file with its size and checksum; docs/serving.md d
 import json
 import mmap
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -20,7 +18,7 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.config import config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.serving.tables import TABLE_FORMATS, TableFormat
-from metaio.destination import flush_to_disk
+from metaio.destination import flush_to_disk, folder_of_one_writer, replace_folder
 from metaio.errors import MetaIOError
 from metaio.features import Features
 from metaio.manifest import canonical_json, xxh3_hex
@@ -194,31 +192,25 @@ def check_files(folder: Path, config: ExportedConfig, checksums: bool) -> None:
 
 @contextmanager
 def new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder that becomes `out` when the block ends without an error; else it goes.
+    """A temporary folder that becomes `out` when the block ends without an error; else it goes, at
+    the next export if the process was killed.
 
     Raises:
         UserError: `out` is taken by a model that may not be replaced, or by something else.
+        DataError: another process exports to `out`, or the disk is full.
     """
     out = Path(os.path.abspath(out))  # so that "." has a name and a parent
     _check_free(out, overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".tmp", dir=out.parent))
-    try:
+    with folder_of_one_writer(out.parent / f".{out.name}.partial", str(out)) as partial:
         yield partial
         paths = (*partial.rglob("*"), partial)
         for path in paths:
-            # mkdtemp and safetensors write for the owner alone; a model is passed around.
+            # safetensors writes for the owner alone; a model is passed around.
             path.chmod(0o755 if path.is_dir() else 0o644)
         flush_to_disk(paths)
         # Processes that have mapped the old files keep them until they close them.
-        old = partial.with_suffix(".old")
-        if out.exists():
-            out.rename(old)
-        partial.rename(out)
-        flush_to_disk([out.parent])
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        replace_folder(partial, out)
 
 
 def _check_free(out: Path, overwrite: bool) -> None:
