@@ -443,6 +443,13 @@ def test_one_connection_cannot_take_more_than_its_rate() -> None:
     assert [limit.admit("a") for _ in range(3)] == [True, True, False]
 
 
+def test_of_too_many_callers_the_one_silent_for_longest_is_forgotten() -> None:
+    limit = RateLimit(calls_per_s=10, burst=1, clock=FakeClock(), max_callers=2)
+    assert [limit.admit(caller) for caller in "aba"] == [True, True, False]
+    assert limit.admit("c")  # in the place of b, which spoke before a did
+    assert [limit.admit(caller) for caller in "acb"] == [False, False, True]
+
+
 def test_a_caller_with_many_connections_has_one_rate_for_all_of_them() -> None:
     clock = FakeClock()
     limits = CallLimits(connection_calls_per_s=5, identity_calls_per_s=10, clock=clock)
