@@ -95,7 +95,8 @@ def test_a_task_adapts_by_gradient_descent_on_its_support_rows(tmp_path: Path) -
     layers = load_file(tmp_path / "model" / "layers.safetensors")
     expected = slow_prediction({**layers, **tables}, support, query)
     found = served.adapt(support).predict(query)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    # Float32 sums in another order: relative, since the logits of this task stand around 14.
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert float((found - served.predict(query)).abs().max()) > 0.01
 
 
