@@ -5,6 +5,7 @@ other wrote.
 """
 
 import json
+import pickle
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -24,6 +25,22 @@ from gmeta.progress import Progress
 PROGRESS_FILE = "progress.json"
 TEMPORARY_PREFIX = "tmp-"  # of a folder that is being written
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"  # of one that a new one of its step replaces
+# What reading a checkpoint's index raises where a bit of it is wrong: it is a pickle, and by
+# pickle's documentation that may be nearly anything.
+DAMAGE = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    EOFError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    ImportError,
+    OverflowError,
+    MemoryError,
+    pickle.UnpicklingError,
+    CheckpointException,
+)
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
 

@@ -3,17 +3,15 @@ files, without reading a tensor.
 """
 
 import json
-import pickle
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from gmeta.checkpoint import PROGRESS_FILE
+from gmeta.checkpoint import DAMAGE, PROGRESS_FILE, read_progress
 from gmeta.errors import GMetaError
 
 # How torchrec names what state_of gives to torch's checkpoints.
@@ -66,14 +64,17 @@ def summarise_checkpoint(path: Path) -> CheckpointSummary:
     Raises:
         GMetaError: its index or progress.json is missing or broken: nothing of it can be loaded.
     """
+    read_progress(path)
     try:
-        about = json.loads((path / PROGRESS_FILE).read_text())
-        index = FileSystemReader(str(path)).read_metadata()
-    except (OSError, ValueError, EOFError, pickle.UnpicklingError, CheckpointException) as error:
+        return _summary(path, FileSystemReader(str(path)).read_metadata())
+    except DAMAGE as error:
         raise GMetaError(
             f"checkpoint {path} cannot be read: {error}. Nothing of it can be loaded: remove it, "
             "then --resume goes on from the one before"
         ) from error
+
+
+def _summary(path: Path, index: Metadata) -> CheckpointSummary:
     tensors = {
         name: entry
         for name, entry in index.state_dict_metadata.items()
@@ -81,7 +82,7 @@ def summarise_checkpoint(path: Path) -> CheckpointSummary:
     }
     return CheckpointSummary(
         path=path,
-        about=about,
+        about=json.loads((path / PROGRESS_FILE).read_text()),
         tables=tuple(_table(name, tensors) for name in sorted(tensors) if name.startswith(_TABLES)),
         layers=tuple(_layer(name, tensors) for name in sorted(tensors) if name.startswith(_LAYERS)),
         disk_bytes=sum(file.stat().st_size for file in path.iterdir()),

@@ -3,7 +3,6 @@
 Reads what any number of ranks wrote, one table at a time, in one process.
 """
 
-import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,13 +15,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from gmeta.build import build
-from gmeta.checkpoint import checkpoint_to_use, list_checkpoints, reason_of, step_of
+from gmeta.checkpoint import DAMAGE, checkpoint_to_use, list_checkpoints, reason_of, step_of
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError, UserError
 from gmeta.run_folder import RunFolder
@@ -71,34 +69,29 @@ class CheckpointReader:
         Raises:
             GMetaError: the checkpoint lacks one of them, or is damaged.
         """
-        found = {}
-        for name in names:
-            entry = self._metadata.get(name)
-            if not isinstance(entry, TensorStorageMetadata):
-                raise GMetaError(
-                    f"checkpoint {self._path} has no tensor {name}: it is of another model than "
-                    "the run's config. Export a step of the same run"
-                )
-            # Whole, not sharded: the reader puts together what the ranks wrote.
-            found[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        with self._told_in_one_line():
+            found = {name: self._empty(name) for name in names}
         # torch warns that it loads in a single process, which is what was asked for.
         with self._told_in_one_line(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load_shards(found, storage_reader=self._reader, no_dist=True)
         return found
 
+    def _empty(self, name: str) -> Tensor:
+        """Whole, not sharded: the reader puts together what the ranks wrote."""
+        entry = self._metadata.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise GMetaError(
+                f"checkpoint {self._path} has no tensor {name}: it is of another model than "
+                "the run's config. Export a step of the same run"
+            )
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+
     @contextmanager
     def _told_in_one_line(self) -> Iterator[None]:
         try:
             yield
-        except (
-            OSError,
-            ValueError,
-            RuntimeError,
-            EOFError,
-            pickle.UnpicklingError,
-            CheckpointException,
-        ) as error:
+        except DAMAGE as error:
             raise GMetaError(
                 f"checkpoint {self._path} cannot be read: {reason_of(error)}. "
                 "Export an earlier one with --step, or remove it and train on from the one before"

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import gmeta
 from gmeta.checkpoint import list_checkpoints
+from gmeta.checkpoint_summary import summarise_checkpoint
 from gmeta.cli import app
 from gmeta.errors import GMetaError, UserError
 from gmeta.export import CheckpointReader, export_run
@@ -25,6 +26,7 @@ from tests.commands import gmeta as run_gmeta
 from tests.exported import evaluated, rows_of_split
 
 SPLIT = "user-item-cold"
+LAYER = "model.learner.model.top.0.weight"
 SCHEMA = {
     "task": {"column": "user"},
     "label": {"column": "stars", "threshold": 4.0},
@@ -231,6 +233,26 @@ def test_a_damaged_checkpoint_is_told_in_one_line_and_leaves_nothing(
     assert len(told.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert export_run(copy, tmp_path / "model", step=4).step == 4
+
+
+@pytest.mark.distributed
+def test_whatever_bit_of_a_checkpoints_index_is_wrong_is_told_in_one_line(
+    run: Path, tmp_path: Path
+) -> None:
+    newest = list_checkpoints(run / "checkpoints")[-1]
+    copy = Path(shutil.copytree(newest, tmp_path / newest.name))
+    intact, rng = (copy / ".metadata").read_bytes(), np.random.default_rng(0)
+    refusals = 0
+    for _ in range(100):
+        wrong = bytearray(intact)
+        wrong[rng.integers(len(wrong))] ^= 1 << int(rng.integers(8))
+        (copy / ".metadata").write_bytes(wrong)
+        for read in (summarise_checkpoint, lambda path: CheckpointReader(path).read([LAYER])):
+            try:
+                read(copy)
+            except GMetaError as error:
+                refusals += str(error).startswith(f"checkpoint {copy} ")
+    assert refusals > 50
 
 
 @pytest.mark.distributed

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gmeta.checkpoint import list_checkpoints, read_progress
+from gmeta.checkpoint_summary import summarise_checkpoint
 from gmeta.checkpoint_writer import _discard
 from gmeta.config import config_from_dict
 from gmeta.errors import GMetaError, UserError
@@ -82,6 +83,16 @@ def test_checkpoints_stand_in_the_order_of_their_steps(tmp_path: Path) -> None:
     for name in ("step-99999999", "step-100000000", "tmp-step-00000001"):
         (tmp_path / name).mkdir()
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-99999999", "step-100000000"]
+
+
+def test_a_progress_file_that_says_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "progress.json").write_text("{}")
+    with pytest.raises(GMetaError) as caught:
+        summarise_checkpoint(tmp_path)
+    assert str(caught.value) == (
+        f"checkpoint {tmp_path} cannot be loaded: its progress.json is missing or broken "
+        "(KeyError('step')). Remove it to fall back to the one before"
+    )
 
 
 def test_a_broken_progress_file_is_named(tmp_path: Path) -> None:

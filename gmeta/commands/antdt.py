@@ -1,7 +1,7 @@
 """`gmeta antdt-sim` and `gmeta antdt-replay`: what a policy would do, and what it did."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -110,8 +110,6 @@ def antdt_replay(
 
     Exit code 1 when a decision differs.
     """
-    from dataclasses import replace
-
     controller = load_straggler_config(config).controller
     if policy:
         controller = replace(controller, policy=policy)
