@@ -226,19 +226,20 @@ class _Group:
     def of(cls, tasks: Ints, support_T: Ints, query_T: Ints) -> "_Group":
         cost, gain = len(tasks) * int(support_T[tasks].max() + query_T[tasks].max()), 0
         halves: tuple[Ints, ...] = ()
-        for key_T in (support_T, query_T):
-            ordered = tasks[np.argsort(key_T[tasks], kind="stable")]
-            head = _costs(support_T[ordered], query_T[ordered])
-            tail = _costs(support_T[ordered[::-1]], query_T[ordered[::-1]])[::-1]
-            halved = head[:-1] + tail[1:]
-            if halved.size and cost - halved.min() > gain:
-                cut = int(halved.argmin()) + 1
-                gain, halves = int(cost - halved.min()), (ordered[:cut], ordered[cut:])
+        counts = np.arange(1, len(tasks) + 1)
+        for key_T, other_T in ((support_T, query_T), (query_T, support_T)):
+            key = key_T[tasks]
+            order = np.argsort(key, kind="stable")
+            key = key[order]
+            if key[0] == key[-1]:
+                continue  # no cut by it gains more than the best by the other
+            other = other_T[tasks[order]]
+            # Rows with padding of the first task, the first two, ...; of the last, the last two.
+            head = (key + np.maximum.accumulate(other)) * counts
+            tail = (key[-1] + np.maximum.accumulate(other[::-1])) * counts
+            halved = head[:-1] + tail[-2::-1]
+            cut = int(halved.argmin())
+            if cost - halved[cut] > gain:
+                gain = int(cost - halved[cut])
+                halves = tasks[order[: cut + 1]], tasks[order[cut + 1 :]]
         return cls(tasks, cost, gain, halves)
-
-
-def _costs(support_T: Ints, query_T: Ints) -> Ints:
-    """Rows with padding of the first task, the first two, and so on."""
-    longest_T = np.maximum.accumulate(support_T) + np.maximum.accumulate(query_T)
-    costs_T: Ints = longest_T * np.arange(1, len(longest_T) + 1)
-    return costs_T

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -216,3 +217,25 @@ def test_a_group_more_saves_at_least_the_rows_that_were_asked_for() -> None:
     support_T, query_T = np.array([2, 2, 12, 12]), np.array([4, 4, 4, 4])
     of = lambda least: len(group_tasks(support_T, query_T, least_gain=least))  # noqa: E731
     assert [of(1), of(20), of(21)] == [2, 2, 1]  # two tasks of ten rows of padding each
+
+
+def test_the_first_cut_is_the_best_of_all_by_either_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gmeta.adaptation.blocks.MOST_RECTANGLES", 2)
+    monkeypatch.setattr("gmeta.adaptation.blocks.PADDING_SHARE", 0.0)
+    rng = random.Random(3)
+    for _ in range(200):
+        widest = rng.choice([(1, 30), (30, 1), (9, 9)])  # one side may be alike in all tasks
+        sizes = [tuple(rng.randrange(width) + 1 for width in widest) for _ in range(12)]
+        cuts = [
+            padded_rows(ordered[:cut]) + padded_rows(ordered[cut:])
+            for side in (0, 1)
+            for ordered in [sorted(sizes, key=itemgetter(side))]
+            for cut in range(1, len(sizes))
+        ]
+        groups = group_tasks(*np.array(sizes).T)
+        found = sum(padded_rows([sizes[task] for task in group]) for group in groups)
+        assert found <= min(padded_rows(sizes), *cuts)
+
+
+def padded_rows(sizes: list[tuple[int, ...]]) -> int:
+    return len(sizes) * sum(max(rows) for rows in zip(*sizes, strict=True))
