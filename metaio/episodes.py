@@ -35,6 +35,20 @@ class Dropped:
         )
 
 
+def check_some(num_episodes: int, dropped: Dropped) -> None:
+    """Refuse a dataset of nothing: whoever trains on it would find out much later.
+
+    Raises:
+        DataError: every task was left out.
+    """
+    if not num_episodes:
+        raise DataError(
+            f"the inputs make 0 episodes: {dropped.short_tasks:,} tasks have fewer rows than "
+            f"min_rows, {dropped.one_sided_episodes:,} would lack support or query. Lower min_rows "
+            "or query_rows under [episodes], or look into the task column"
+        )
+
+
 class Episodes:
     """Episodes of a bucket's rows: which rows, in which order. `part` gathers some of them."""
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import pyarrow as pa
 
 from metaio.encode import EncodedRows, Encoder, split_names
-from metaio.episodes import Dropped
+from metaio.episodes import Dropped, check_some
 from metaio.job import Job, PrepareOptions, TableUse, WrittenShard, make_job
 from metaio.schema import Schema
 from metaio.source import DuckSource
@@ -97,7 +97,7 @@ def _write_shards(
     job: Job, writer: DatasetWriter, spool: Spool, tell: Callable[[int], None]
 ) -> None:
     """Turn every bucket into a shard of its split, then write vocabularies and the report."""
-    dropped, use, done = Dropped(), TableUse(job), 0
+    dropped, use, done, num_episodes = Dropped(), TableUse(job), 0, 0
 
     def write(bucket: int) -> WrittenShard:
         return job.write_shard(writer.folder, bucket, spool.take(bucket), use)
@@ -111,8 +111,10 @@ def _write_shards(
         for shard in _map(threads, write, buckets):
             writer.adopt_shard(name, shard.entry, shard.block_table)
             dropped += shard.dropped
+            num_episodes += shard.entry.num_episodes
             done += shard.num_rows
             tell(done)
+    check_some(num_episodes, dropped)
     job.write_vocabularies(writer.folder)
     writer.report = {"dropped": vars(dropped), "hashed_tables": use.report()}
 

@@ -16,7 +16,7 @@ import fsspec
 import pyarrow as pa
 
 from metaio.encode import EncodedRows, Encoder, refuse_nulls, split_names
-from metaio.episodes import Dropped
+from metaio.episodes import Dropped, check_some
 from metaio.errors import DataError
 from metaio.job import Job, PrepareOptions, TableUse, WrittenShard, make_job
 from metaio.schema import Schema
@@ -133,7 +133,7 @@ def _write_shards(frame: "DataFrame", job: Job, writer: DatasetWriter, out: str)
     target = str(writer.folder) if writer.is_local else out
     written = _collect(dealt.mapInArrow(_shard_writer(job, target), "payload binary"))
     found = {shard.bucket: (shard, use) for shard, use in written}
-    dropped, use = Dropped(), TableUse(job, _MAX_COUNTED_ROWS)
+    dropped, use, num_episodes = Dropped(), TableUse(job, _MAX_COUNTED_ROWS), 0
     for index, name in enumerate(job.fitted.split_names):
         for bucket in job.plan.of_split(index):
             # Spark starts no task for a bucket without rows; its shard is empty but exists.
@@ -141,7 +141,9 @@ def _write_shards(frame: "DataFrame", job: Job, writer: DatasetWriter, out: str)
             shard, own_use = found.get(bucket) or _write_shard(job, target, bucket, none)
             writer.adopt_shard(name, shard.entry, shard.block_table)
             dropped += shard.dropped
+            num_episodes += shard.entry.num_episodes
             use.merge(own_use)
+    check_some(num_episodes, dropped)
     job.write_vocabularies(writer.folder)
     writer.report = {"dropped": vars(dropped), "hashed_tables": use.report()}
 

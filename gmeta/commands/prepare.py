@@ -81,7 +81,9 @@ def prepare(
     ] = 0,
     memory: Annotated[str, typer.Option(help="schema: most memory to use, such as 2GB")] = "2GB",
     threads: Annotated[int, typer.Option(min=0, help="schema: threads; 0: one a CPU core")] = 0,
-    block_rows: Annotated[int, typer.Option(min=1, help="schema: rows of a block")] = 65_536,
+    block_rows: Annotated[
+        int, typer.Option(min=1, max=2**31 - 1, help="schema: rows of a block")
+    ] = 65_536,
     compact: Annotated[
         bool, typer.Option("--compact", help="schema: smaller files that take longer to read")
     ] = False,

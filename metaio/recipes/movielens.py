@@ -78,6 +78,11 @@ def derive_states(ratings: Ratings, movies: Movies, config: MovieLensConfig) -> 
     cold = set(users[: round(config.cold_user_share * len(users))].tolist())
     known = np.isin(ratings.movie_N, np.fromiter(movies.year, dtype=np.int64))
     order = np.flatnonzero(known)
+    if not order.size:
+        raise DataError(
+            f"none of the {len(ratings.movie_N):,} ratings is of a movie in movies.dat: the files "
+            "are not of one dataset. Download them again"
+        )
     order = order[np.argsort(ratings.user_N[order], kind="stable")]
     whole: State = {}
     for rows in np.split(order, np.flatnonzero(np.diff(ratings.user_N[order])) + 1):

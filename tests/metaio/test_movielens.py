@@ -203,6 +203,18 @@ def test_time_order_without_timestamps_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_ratings_of_other_movies_are_refused(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "raw")
+    ratings = (folder / "ratings.dat").read_text().splitlines()
+    (folder / "ratings.dat").write_text("1::99999::5::978300760\n" * len(ratings))
+    with pytest.raises(DataError) as caught:
+        prepare_movielens(str(folder), str(tmp_path / "out"), MovieLensConfig())
+    assert str(caught.value) == (
+        f"none of the {len(ratings):,} ratings is of a movie in movies.dat: the files are not of "
+        "one dataset. Download them again"
+    )
+
+
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         prepare_movielens(str(tmp_path / "no"), str(tmp_path / "out"), MovieLensConfig())

@@ -484,6 +484,16 @@ def test_no_rows_and_no_train_rows_are_refused(tmp_path: Path) -> None:
     )
 
 
+def test_inputs_that_make_no_episode_are_refused(tmp_path: Path) -> None:
+    episodes = {"by": "last", "query_rows": 2, "min_rows": 50}
+    assert refused(tmp_path, raw_table(40), changed(episodes=episodes)) == (
+        f"the inputs make 0 episodes: {len(set(raw_table(40)['user'].to_pylist()))} tasks have "
+        "fewer rows than min_rows, 0 would lack support or query. Lower min_rows or query_rows "
+        "under [episodes], or look into the task column"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["raw.parquet"]
+
+
 def test_an_empty_or_missing_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "raw.csv").touch()
     for name, message in (
