@@ -44,6 +44,11 @@ class EarlyStop:
 
     def told(self, progress: Progress) -> str:
         """Why the run ends."""
+        if progress.best_score is None:
+            return (
+                f"stopped early: {self.metric} was undefined in all {progress.stale} validations: "
+                "data.valid_split is too small, or of one class"
+            )
         return (
             f"stopped early: {progress.stale} validations in a row were no better than "
             f"{self.metric} {progress.best_score} after step {progress.best_step}"

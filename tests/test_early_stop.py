@@ -39,6 +39,17 @@ def test_a_score_is_better_by_more_than_the_least_difference(
     assert not EarlyStop("x", higher_is_better, 0, 0.01).is_over(progress)
 
 
+def test_a_run_ends_with_the_reason() -> None:
+    stop = EarlyStop("auc", True, 2, 0.0)
+    assert stop.told(judged(stop, [0.5, 0.4, 0.5])) == (
+        "stopped early: 2 validations in a row were no better than auc 0.5 after step 1"
+    )
+    assert stop.told(judged(stop, [None, None])) == (
+        "stopped early: auc was undefined in all 2 validations: data.valid_split is too small, or "
+        "of one class"
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

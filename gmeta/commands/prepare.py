@@ -103,14 +103,7 @@ def prepare(
     gmeta prepare --recipe movielens-1m ml-1m data/ml --validation
     """
     *inputs, out = paths
-    if spark and schema is None:
-        raise UserError(
-            "--spark is given without --schema: recipes run on one machine. Leave it out"
-        )
-    if recipe is not None and schema is not None:
-        raise UserError(
-            "both --schema and --recipe are given: a dataset comes of one. Leave one out"
-        )
+    _check_choice(schema, recipe, spark)
     _tell_of_leftovers(out)
     if recipe is Recipe.SYNTHETIC:
         from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
@@ -142,6 +135,17 @@ def prepare(
     else:
         raise UserError("neither --schema nor --recipe is given. Pass one of them")
     _report(out)
+
+
+def _check_choice(schema: Path | None, recipe: Recipe | None, spark: bool) -> None:
+    if spark and schema is None:
+        raise UserError(
+            "--spark is given without --schema: recipes run on one machine. Leave it out"
+        )
+    if recipe is not None and schema is not None:
+        raise UserError(
+            "both --schema and --recipe are given: a dataset comes of one. Leave one out"
+        )
 
 
 def _prepare_tables(
