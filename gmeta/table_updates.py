@@ -70,7 +70,7 @@ def _adagrad(
         [rows_UD],
         [grad_UD],
         [squares_UD],
-        [torch.ones(())],
+        [torch.ones(())],  # the step, which only a decay asks for
         lr=group.get_learning_rate(),
         lr_decay=0.0,
         weight_decay=0.0,
