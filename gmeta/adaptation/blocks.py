@@ -57,7 +57,9 @@ class BlockHistory:
 
     def values(self, rows_PD: Tensor) -> History:
         """When the embedding rows have these values."""
-        return History(self.bags.pool(rows_PD).view(*self.there_NH.shape, -1), self.there_NH)
+        # The width is named: of rows whose histories are all empty torch could not infer it.
+        shape_NHD = (*self.there_NH.shape, rows_PD.shape[1])
+        return History(self.bags.pool(rows_PD).view(shape_NHD), self.there_NH)
 
     def to(self, device: torch.device) -> "BlockHistory":
         """Copy to a device."""

@@ -124,6 +124,21 @@ def test_what_the_fused_loop_cannot_do_goes_to_the_general_one(
     assert isinstance(learner_of(algorithm, model).arrange(batch_of([(3, 2)])).rows, TaskGroups)
 
 
+@pytest.mark.parametrize("name", ["maml", "fomaml"])
+def test_a_step_may_have_no_history_at_all(name: str) -> None:
+    """As where all users of a small step are new."""
+    din = replace(MELU, name="din", history="m0")
+    algorithm = AlgorithmConfig(name=name, adapt_embeddings=False, adapt_layers=("decision.*",))
+    learner = learner_of(algorithm, din)
+    task = reference.random_task(FEATURES, 3, 2, random.Random(0))
+    empty = replace(task, multi=[[[], *others] for _, *others in task.multi])
+    batch = reference.batch_of([empty], FEATURES)
+    fused, general = learner.arrange(batch), learner.arrange_to_predict(batch)
+    assert isinstance(fused.rows, TaskBlocks | StackedBlocks)
+    rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
+    assert_same_step(learner, rows_UD, fused, general)
+
+
 def test_many_support_rows_go_to_the_general_loop_where_its_materialised_path_is_cheaper() -> None:
     learner = learner_of(AlgorithmConfig(name="maml"))
     assert isinstance(learner.arrange(batch_of([(1, 1)])).rows, TaskBlocks)
