@@ -13,7 +13,7 @@ from torch import Tensor
 from gmeta.accumulate import MicroBatches
 from gmeta.agent import Agent, open_agent
 from gmeta.augment import augmented
-from gmeta.build import build, check_labels
+from gmeta.build import build
 from gmeta.checkpoint import list_checkpoints, load_checkpoint, restore_replaced
 from gmeta.checkpoint_writer import CheckpointWriter
 from gmeta.config import TrainConfig
@@ -73,7 +73,6 @@ class TrainingRun:
         self._config = config
         self._ranks = ranks
         self._dataset, self._learner = build(config)
-        check_labels(config, self._dataset)
         self._sharded = shard_learner(self._learner, self._dataset.features, config, ranks)
         plan = described_plan(self._sharded, ranks)
         self._told_plan = plan_lines(plan)

@@ -50,8 +50,9 @@ class ServiceProcess:
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
         self.config = ServiceConfig(self.address, f"sqlite:///{store}", lease_ttl_s=lease_ttl_s)
-        self._wall_step_s = CONTEXT.Value("d", 0.0)
-        self._skipped_s = CONTEXT.Value("d", 0.0)
+        # Without a lock: a service that is killed while it holds one would leave it locked.
+        self._wall_step_s = CONTEXT.Value("d", 0.0, lock=False)
+        self._skipped_s = CONTEXT.Value("d", 0.0, lock=False)
         self.process: Any = None
 
     def start(self) -> "ServiceProcess":
