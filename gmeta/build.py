@@ -7,6 +7,7 @@ import torch
 
 from gmeta.adaptation.algorithm import TableSizes
 from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.losses import labels_not_taken
 from gmeta.augment import check_augment
 from gmeta.config import DataConfig, TrainConfig
 from gmeta.early_stop import early_stop_of
@@ -61,10 +62,10 @@ def check_labels(config: TrainConfig, dataset: Dataset) -> None:
         FormatError: the block is damaged.
     """
     split = config.data.train_split
-    if config.outer.loss != "bce" or not dataset.split(split).num_blocks:
+    held = dataset.splits.get(split)  # one that is not there `build` refuses
+    if config.outer.loss != "bce" or held is None or not held.num_blocks:
         return
-    label_N = dataset.read_block(split, 0).label_N
-    wrong_N = label_N[(label_N < 0) | (label_N > 1)]
+    wrong_N = labels_not_taken("bce", dataset.read_block(split, 0).label_N)
     if wrong_N.size:
         raise ConfigError(
             f'outer.loss = "bce", but label column {dataset.label} holds {wrong_N[0]:g}: bce takes '

@@ -259,7 +259,7 @@ def test_memory_that_is_not_there_is_one_line(config: Path) -> None:
 def test_ratings_are_not_trained_as_clicks() -> None:
     block = SimpleNamespace(label_N=np.array([0.0, 1.0, 4.0, 5.0]))
     ratings = SimpleNamespace(
-        split=lambda name: SimpleNamespace(num_blocks=1),
+        splits={"train": SimpleNamespace(num_blocks=1)},
         read_block=lambda split, number: block,
         label="stars",
     )

@@ -61,12 +61,13 @@ def train(
                 os.environ[SERVICE_VARIABLE] = stack.enter_context(own_service(resolved)).address
             on_ranks.start(arguments, nproc_per_node, master_port, max_restarts)
         return
-    from gmeta.build import build, check_labels
+    from gmeta.build import check_labels
     from gmeta.train import train as train_on_rank
+    from metaio import open_dataset
 
     # One rank for all: what it reads of the data is not its own part of them.
     if os.environ.get("RANK", "0") == "0":
-        check_labels(resolved, build(resolved)[0])
+        check_labels(resolved, open_dataset(resolved.data.path))
 
     def work(ranks: "Ranks") -> None:
         folder = train_on_rank(resolved, ranks)
