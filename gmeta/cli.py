@@ -156,9 +156,12 @@ def _is_of_memory(error: Exception) -> bool:
 def _fail(message: str, code: int) -> None:
     rank = os.environ.get("RANK")
     prefix = "error" if rank is None else f"error on rank {rank}"
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]{prefix}[/]: ", end="")
-    # Not through rich, to which brackets in a message are markup.
-    print(message, file=sys.stderr)
+    console = Console(stderr=True, soft_wrap=True)
+    with console.capture() as styled:
+        console.print(f"[bold red]{prefix}[/]: ", end="")
+    # Not through rich, to which brackets in a message are markup; and in one piece, because other
+    # ranks write to the same place.
+    sys.stderr.write(f"{styled.get()}{message}\n")
     _leave(code)
 
 

@@ -2,6 +2,7 @@
 
 import shutil
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from gmeta import cli
 from gmeta.build import check_labels
 from gmeta.commands.antdt import antdt_sim
 from gmeta.commands.evaluate import evaluate
@@ -271,3 +273,15 @@ def test_ratings_are_not_trained_as_clicks() -> None:
         '"mse" or "huber" for ratings, or give the label a threshold in the schema and prepare '
         "again"
     )
+
+
+def test_an_error_is_written_in_one_piece_beside_those_of_other_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pieces: list[str] = []
+    stderr = SimpleNamespace(write=pieces.append, flush=lambda: None, isatty=lambda: False)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(cli, "_leave", lambda code: None)
+    monkeypatch.setenv("RANK", "1")
+    cli._fail("no [bold] /data/[x]", 2)
+    assert [piece for piece in pieces if piece] == ["error on rank 1: no [bold] /data/[x]\n"]
