@@ -16,10 +16,9 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gmeta.episodes import Episodes, RowFetch
-from gmeta.learner import MetaLearner
 from metaio.batch import TaskBatch
 
 
@@ -105,7 +104,7 @@ def split_tasks(batch: TaskBatch, num_parts: int) -> list[TaskBatch]:
 
 
 def accumulated_loss(
-    learner: MetaLearner, rows_UD: Tensor, micro_batches: MicroBatches, weight: float
+    learner: nn.Module, rows_UD: Tensor, micro_batches: MicroBatches, weight: float
 ) -> Tensor:
     """What `learner(rows_UD, episodes, weight)` is for all parts together, in value and gradient.
 

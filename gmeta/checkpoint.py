@@ -14,11 +14,10 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torchrec.distributed import DistributedModelParallel
-from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
-from gmeta.optimizers import create_state
 from gmeta.parallel import Ranks
 from gmeta.progress import Progress
 
@@ -55,7 +54,7 @@ def load_checkpoint(
     """
     if optimizer is not None:
         # torch makes it at the first step, and only what is there can be filled.
-        create_state(optimizer)
+        _create_state(optimizer)
     state = state_of(sharded, optimizer)
     progress = read_progress(path)
     try:
@@ -149,3 +148,15 @@ def state_of(
         # key, which the other ranks did not write.
         state["optimizer"] = kept
     return state
+
+
+def _create_state(optimizer: CombinedOptimizer) -> None:
+    """Make the layers' optimizer hold all the state it will have, so that a checkpoint can fill it.
+
+    torch's optimizers create state at their first step: this takes one with zero gradients. It may
+    move the layers (weight decay), so load them afterwards.
+    """
+    for _, part in optimizer.optimizers:
+        if isinstance(part, KeyedOptimizerWrapper):
+            part.init_state()
+            part.zero_grad()

@@ -124,15 +124,3 @@ class OuterOptimizer(CombinedOptimizer):
 def build_optimizer(sharded: DistributedModelParallel, outer: OuterConfig) -> OuterOptimizer:
     """The optimizer of a sharded learner; make it before the learner's first step."""
     return OuterOptimizer(sharded, outer)
-
-
-def create_state(optimizer: CombinedOptimizer) -> None:
-    """Make the layers' optimizer hold all the state it will have, so that a checkpoint can fill it.
-
-    torch's optimizers create state at their first step: this takes one with zero gradients. It may
-    move the layers (weight decay), so load them afterwards.
-    """
-    for _, part in optimizer.optimizers:
-        if isinstance(part, KeyedOptimizerWrapper):
-            part.init_state()
-            part.zero_grad()

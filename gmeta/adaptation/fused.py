@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from gmeta.adaptation.blocks import BlockGroup, BlockRows, BlockSide, StackedBlocks, TaskBlocks
 from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.costs import PathCosts
 from gmeta.adaptation.fixed_inputs import query_loss_sum
 from gmeta.adaptation.fixed_state import FixedLoop
 from gmeta.adaptation.fused_mlp import AdaptedMlp, Factors
 from gmeta.adaptation.inner_loop import WorkingRows
-from gmeta.adaptation.linear import PathCosts, adaptable_layers
+from gmeta.adaptation.linear import adaptable_layers
 from gmeta.adaptation.losses import row_losses_N
 from gmeta.adaptation.paths import Path, cheaper_path
 from gmeta.adaptation.rates import InnerRates, WeightRates

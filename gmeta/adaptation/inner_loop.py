@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.costs import PathCosts
 from gmeta.adaptation.layout import RowLayout
-from gmeta.adaptation.linear import AdaptedLayers, PathCosts, adaptable_layers, row_layers
+from gmeta.adaptation.linear import AdaptedLayers, adaptable_layers, row_layers
 from gmeta.adaptation.losses import row_losses_N
 from gmeta.adaptation.rates import InnerRates
 from gmeta.adaptation.side import Side

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Literal
 
 from gmeta.adaptation.config import InnerPath
-from gmeta.adaptation.linear import PathCosts
+from gmeta.adaptation.costs import PathCosts
 
 Path = Literal["fixed", "low_rank", "materialised"]
 

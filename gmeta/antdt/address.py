@@ -7,6 +7,7 @@ import socket
 from gmeta.antdt.errors import AntdtError
 from gmeta.errors import UserError
 
+DEFAULT_ADDRESS = "127.0.0.1:7070"  # of a service, and where its callers look for one
 HIGHEST_PORT = 65535
 
 

@@ -8,7 +8,7 @@ serves.
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 from gmeta.antdt import commands as cmd
 from gmeta.antdt.errors import (
@@ -19,22 +19,14 @@ from gmeta.antdt.errors import (
     StoreTakenError,
 )
 from gmeta.antdt.ledger import DEFAULT_LEASE_TTL_S, Ledger, chained
+from gmeta.antdt.request import Answer, Read, Request
 from gmeta.antdt.snapshot import load_ledger, mark_stored, take_snapshot
-from gmeta.antdt.store import Batch, Store
+from gmeta.antdt.store import Store
+from gmeta.antdt.stored import Batch
 
 SNAPSHOT_EVERY_EVENTS = 20_000  # so many are replayed in about 0.2 s after a crash
 
 _log = logging.getLogger("gmeta.antdt")
-
-
-class Read(NamedTuple):
-    """A question that changes nothing, answered in turn with the commands."""
-
-    view: Callable[[Ledger, float], Any]
-
-
-Request = cmd.Command | Read
-Answer = Any  # a Reply, what a view returned, or a RefusedError
 
 
 class Group(NamedTuple):

@@ -15,13 +15,13 @@ import grpc
 
 from gmeta.antdt import views
 from gmeta.antdt.auth import Guard, abort
-from gmeta.antdt.committer import Answer, Read, Request
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.ledger import Ledger
 from gmeta.antdt.log import event
 from gmeta.antdt.loop import event_loop
 from gmeta.antdt.metrics import ServiceMetrics
 from gmeta.antdt.model import bad_argument, check_range
+from gmeta.antdt.request import Answer, Read, Request
 from gmeta.antdt.tickets import ANSWER_TIMEOUT_S, Ticket, hung_disk, resolve, told
 from gmeta.antdt.wire import CODECS, STREAMED, refusal_to
 from gmeta.antdt.writer import Writer

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
 from gmeta.antdt import commands as cmd
-from gmeta.antdt.committer import Read, Request
 from gmeta.antdt.controller import Controller, PolicyError, Ruling
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.ledger import Ledger
@@ -19,6 +18,7 @@ from gmeta.antdt.model import ShardState
 from gmeta.antdt.monitor import CUT_AFTER, Monitor, Report, WorkerHealth
 from gmeta.antdt.policies import find_policy
 from gmeta.antdt.policies.interface import Decision
+from gmeta.antdt.request import Read, Request
 from gmeta.antdt.settings import StragglerConfig
 from gmeta.antdt.state import LedgerState
 from protos.antdt.v1 import shard_service_pb2 as pb

@@ -17,6 +17,7 @@ from gmeta.antdt.fences import check_caller, check_process, check_registration
 from gmeta.antdt.model import Grant, Outcome, Worker
 from gmeta.antdt.numbers import CallNumbers, crc_of
 from gmeta.antdt.state import LedgerState
+from gmeta.antdt.table import find_table
 
 # What a dead worker held, whose agent is silent too, is handed out again within this time.
 DEFAULT_LEASE_TTL_S = 30.0
@@ -192,7 +193,7 @@ class Ledger:
         return again
 
     def _offer(self, worker: Worker, command: cmd.LeaseShards, call_crc: int) -> cmd.Reply:
-        table = offers.find_table(self.state, command.dataset)
+        table = find_table(self.state.tables, command.dataset)
         nothing = offers.hold_back(self.state, worker, table, command.epoch, command.seq)
         if nothing is None:
             if command.epoch > table.epoch:

@@ -21,20 +21,6 @@ WAIT_RETRY_MS = 200  # the longest a worker sits idle after the last shard of a 
 OPERATOR_RETRY_MS = 1000  # waiting for a person
 
 
-def find_table(state: LedgerState, dataset: str) -> ShardTable:
-    """The dataset's table. Raises RefusedError for an unknown name."""
-    table = state.tables.get(dataset)
-    if table is None:
-        raise RefusedError(
-            "NOT_FOUND",
-            "UNKNOWN_DATASET",
-            f"dataset {dataset!r} is unknown; registered: "
-            # All of them could be more than a status may carry.
-            f"{', '.join(sorted(state.tables)[:20]) or 'none'}. Name one of these, or register it.",
-        )
-    return table
-
-
 def is_new_dataset(state: LedgerState, spec: DatasetSpec) -> bool:
     """False for the same spec again. Raises RefusedError for another spec under the name."""
     table = state.tables.get(spec.name)

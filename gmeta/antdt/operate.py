@@ -5,9 +5,8 @@ from gmeta.antdt import commands as cmd
 from gmeta.antdt import events as ev
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.model import ShardState, Worker, bad_argument
-from gmeta.antdt.offers import find_table
 from gmeta.antdt.state import MAX_ACTIONS, LedgerState
-from gmeta.antdt.table import ShardTable
+from gmeta.antdt.table import ShardTable, find_table
 
 _REQUEUE_FROM = (ShardState.QUARANTINED, ShardState.SKIPPED)
 _SKIP_FROM = (ShardState.READY, ShardState.DOING, ShardState.QUARANTINED)
@@ -17,7 +16,7 @@ def decide(state: LedgerState, command: cmd.Requeue | cmd.Skip | cmd.Drain) -> e
     """The event of an operator's request. Raises RefusedError."""
     if isinstance(command, cmd.Drain):
         return _drain(state, command)
-    table = find_table(state, command.dataset)
+    table = find_table(state.tables, command.dataset)
     if table.finished:
         raise RefusedError(
             "FAILED_PRECONDITION",

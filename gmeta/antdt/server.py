@@ -17,7 +17,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from gmeta.antdt.address import check_free, split_address
+from gmeta.antdt.address import DEFAULT_ADDRESS, check_free, split_address
 from gmeta.antdt.auth import Guard, Tokens
 from gmeta.antdt.committer import Committer
 from gmeta.antdt.credentials import ServerTls, is_loopback, server_credentials
@@ -66,7 +66,7 @@ _TLS_OPTIONS = (
 class ServiceConfig:
     """How one service runs; `gmeta shard-service --help` explains each."""
 
-    listen: str = "127.0.0.1:7070"
+    listen: str = DEFAULT_ADDRESS
     store_url: str = "memory:"
     job: str = "default"
     lease_ttl_s: float = DEFAULT_LEASE_TTL_S

@@ -2,7 +2,7 @@
 since the last one."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from gmeta.antdt import events as ev
@@ -10,6 +10,7 @@ from gmeta.antdt.errors import StoreFailedError
 from gmeta.antdt.ledger import GENESIS, Ledger
 from gmeta.antdt.model import Checkpoint, DatasetSpec, Lease, Worker
 from gmeta.antdt.state import LedgerState
+from gmeta.antdt.stored import Snapshot
 from gmeta.antdt.table import ShardTable
 
 # Attributes of LedgerState that are JSON as they are.
@@ -25,21 +26,6 @@ _PLAIN = (
     "requests",
     "acked",
 )
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The state after `num_events` events; `pages` maps (dataset, page number) to bytes.
-
-    To be written: pages of the datasets in `cleared` are dropped first, then the given pages
-    replace theirs. As read back: `pages` are all pages, `cleared` is empty.
-    """
-
-    num_events: int
-    head: bytes
-    document: str
-    pages: dict[tuple[str, int], bytes] = field(default_factory=dict)
-    cleared: frozenset[str] = frozenset()
 
 
 def take_snapshot(ledger: Ledger) -> Snapshot:

@@ -10,11 +10,11 @@ import abc
 import fcntl
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import final
 
 from gmeta.antdt.errors import (
     StoreFailedError,
@@ -23,7 +23,7 @@ from gmeta.antdt.errors import (
     StoreTakenError,
     StoreVersionError,
 )
-from gmeta.antdt.snapshot import Snapshot
+from gmeta.antdt.stored import Batch, Snapshot
 
 STORE_VERSION = 2  # 2: second leases of a shard; a store of version 1 has none
 TAKEN = "is held by another service"  # also read from the log of a service that could not start
@@ -44,14 +44,6 @@ INSERT INTO meta VALUES ('service_epoch', 0);
 _APPEND = """
 INSERT INTO log SELECT ?, ?, ? FROM meta WHERE key = 'service_epoch' AND value = ?
 """
-
-
-class Batch(NamedTuple):
-    """Consecutive records, the number of the first one, and the chain's head after the last one."""
-
-    first_event: int
-    records: Sequence[bytes]
-    head: bytes
 
 
 class Store(abc.ABC):

@@ -6,9 +6,10 @@ decides the order and there is no queue that could disagree with it.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
+from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.model import DatasetSpec, Grant, ShardState
 from gmeta.antdt.order import ShardOrder
 
@@ -151,3 +152,17 @@ class ShardTable:
         """Derives counts and search hint from the states."""
         self.counts = [self.states.count(bytes([state])) for state in ShardState]
         self.first_ready = 0
+
+
+def find_table(tables: Mapping[str, ShardTable], dataset: str) -> ShardTable:
+    """The dataset's table. Raises RefusedError for an unknown name."""
+    table = tables.get(dataset)
+    if table is None:
+        raise RefusedError(
+            "NOT_FOUND",
+            "UNKNOWN_DATASET",
+            f"dataset {dataset!r} is unknown; registered: "
+            # All of them could be more than a status may carry.
+            f"{', '.join(sorted(tables)[:20]) or 'none'}. Name one of these, or register it.",
+        )
+    return table

@@ -3,10 +3,9 @@
 import threading
 from typing import Any, final
 
-from gmeta.antdt.committer import Answer
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.loop import event_loop
-from gmeta.antdt.writer import Answered
+from gmeta.antdt.request import Answer, Answered
 
 ANSWER_TIMEOUT_S = 60.0  # a commit that takes longer means a hung disk
 

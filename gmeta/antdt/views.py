@@ -11,9 +11,8 @@ from gmeta.antdt.checkpoints import find_checkpoint
 from gmeta.antdt.ledger import Ledger
 from gmeta.antdt.manifest import parse_manifest
 from gmeta.antdt.model import MAX_SHARDS, ShardState, bad_argument
-from gmeta.antdt.offers import find_table
 from gmeta.antdt.state import LedgerState
-from gmeta.antdt.table import ShardTable
+from gmeta.antdt.table import ShardTable, find_table
 from gmeta.antdt.wire import spec_to
 from protos.antdt.v1 import shard_service_pb2 as pb
 
@@ -120,7 +119,7 @@ REPORT_FIELDS = (
 
 def list_shards(ledger: Ledger, dataset: str, state: int, page_size: int, page_token: str) -> Any:
     """ListShardsResponse; the page token is the next position. Raises RefusedError."""
-    table = find_table(ledger.state, dataset)
+    table = find_table(ledger.state.tables, dataset)
     size = page_size or DEFAULT_PAGE
     # A token is a position: more digits are no number of a shard, nor one that int() takes.
     is_token = (page_token or "0").isdecimal() and len(page_token) <= len(str(MAX_SHARDS))

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
 from gmeta.antdt import commands as cmd
-from gmeta.antdt.committer import Answer, Committer, Request, is_early
+from gmeta.antdt.committer import Committer, is_early
 from gmeta.antdt.errors import RefusedError, StoreError
 from gmeta.antdt.log import event
+from gmeta.antdt.request import Answered, Request
 
 MAX_GROUP = 256  # operations in one transaction; SQLite gains little above 128
 # How long a small group waits for more. 1 ms makes larger groups for a few per cent less CPU, but
@@ -24,13 +25,6 @@ GATHER_S = 0.0002
 GATHER_ENOUGH = 32  # a group of this size goes at once
 MAX_QUEUED = 16_384  # more callers than this at once are told to come back
 TICK_S = 0.1  # how late an expiry may be noticed when nobody calls
-
-
-class Answered(NamedTuple):
-    """One request's answer with the ticket that `submit` was given."""
-
-    ticket: Any
-    answer: Answer
 
 
 class GroupStats(NamedTuple):

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
+from gmeta.antdt.address import DEFAULT_ADDRESS
 from gmeta.antdt.log import configure_logging
 from gmeta.antdt.server import ServiceConfig, ServiceStartError, serve_until_signal
 from gmeta.antdt.settings import load_straggler_config
 
-DEFAULT_ADDRESS = "127.0.0.1:7070"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 

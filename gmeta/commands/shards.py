@@ -10,12 +10,12 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
+from gmeta.antdt.address import DEFAULT_ADDRESS
 from gmeta.antdt.audit import audit_manifest, check_descends
 from gmeta.antdt.errors import AntdtError
 from gmeta.antdt.manifest import load_manifest
 from gmeta.commands.screen import screen, show_table
 from gmeta.commands.shard_caller import Address, Call, TlsCa, TlsCert, TlsKey, TokenFile, caller_of
-from gmeta.commands.shard_service import DEFAULT_ADDRESS
 from gmeta.errors import UserError
 from protos.antdt.v1 import shard_service_pb2 as pb
 

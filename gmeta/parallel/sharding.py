@@ -6,7 +6,7 @@ Tables are spread over the ranks (AlltoAll of ids and rows), dense layers are re
 Shape suffixes: U fetched rows, B tables, D embedding width.
 """
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from gmeta.accumulate import Arranged, MicroBatches, accumulated_loss
 from gmeta.config import TrainConfig
 from gmeta.episodes import Episodes
 from gmeta.errors import ConfigError
-from gmeta.learner import MetaLearner, QueryPrediction
 from gmeta.numerics import autocast, threads_for
 from gmeta.parallel.averaging import LayerAverage
 from gmeta.parallel.exchange import Exchange, TorchRecExchange, WireExchange
@@ -40,6 +39,9 @@ from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.shared_memory import SharedMemory
 from gmeta.table_sharding import WireDtype
 from metaio.features import Features
+
+if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business
+    from gmeta.learner import MetaLearner, QueryPrediction
 
 SPARSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -79,7 +81,7 @@ class ShardedLearner(nn.Module):
     """
 
     def __init__(
-        self, tables: EmbeddingCollection, learner: MetaLearner, precision: str = "float32"
+        self, tables: EmbeddingCollection, learner: "MetaLearner", precision: str = "float32"
     ) -> None:
         super().__init__()
         self.tables = tables
@@ -124,14 +126,14 @@ class ShardedLearner(nn.Module):
         return episodes, episodes.fetch.rows_UD(gradient_unit)
 
     @torch.no_grad()
-    def predict(self, episodes: Episodes) -> QueryPrediction:
+    def predict(self, episodes: Episodes) -> "QueryPrediction":
         """See MetaLearner.predict; every rank must call it for each step, also without episodes."""
         episodes, rows_UD = self.fetch(episodes)
         return self.learner.predict(rows_UD, episodes)
 
 
 def shard_learner(
-    learner: MetaLearner,
+    learner: "MetaLearner",
     features: Features,
     config: TrainConfig,
     ranks: Ranks,

@@ -19,7 +19,7 @@ from gmeta.adaptation.blocks import (
     group_tasks,
 )
 from gmeta.adaptation.config import AlgorithmConfig, InnerPath
-from gmeta.adaptation.linear import PathCosts
+from gmeta.adaptation.costs import PathCosts
 from gmeta.adaptation.paths import cheaper_path
 from gmeta.adaptation.side import Sides, TaskGroups
 from gmeta.build import build_learner

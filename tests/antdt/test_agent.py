@@ -8,9 +8,9 @@ import pytest
 from gmeta.antdt import commands as cmd
 from gmeta.antdt.agent import WorkerAgent
 from gmeta.antdt.client import ShardClient
-from gmeta.antdt.committer import Read
 from gmeta.antdt.model import DatasetSpec
 from gmeta.antdt.monitor import MonitorConfig, Report
+from gmeta.antdt.request import Read
 from gmeta.antdt.server import ServiceConfig, ShardServer
 from gmeta.antdt.settings import StragglerConfig
 from tests.waiting import wait_until

@@ -22,8 +22,8 @@ from gmeta.antdt.errors import (
     StoreVersionError,
 )
 from gmeta.antdt.model import Caller, DatasetSpec
-from gmeta.antdt.snapshot import Snapshot
-from gmeta.antdt.store import Batch, MemoryDisk, MemoryStore, SqliteStore, Store, open_store
+from gmeta.antdt.store import MemoryDisk, MemoryStore, SqliteStore, Store, open_store
+from gmeta.antdt.stored import Batch, Snapshot
 from tests.antdt.driver import FakeClock
 
 Open = Callable[[], Store]

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from gmeta.antdt import commands as cmd
-from gmeta.antdt.committer import Committer, Read
+from gmeta.antdt.committer import Committer
 from gmeta.antdt.errors import RefusedError, StoreFailedError
 from gmeta.antdt.ledger import Ledger
 from gmeta.antdt.log import JsonFormatter
 from gmeta.antdt.model import Caller, DatasetSpec
+from gmeta.antdt.request import Read
 from gmeta.antdt.store import MemoryStore
 from gmeta.antdt.tickets import Ticket, deliver
 from gmeta.antdt.writer import Writer

@@ -9,7 +9,6 @@ from typing import Any, final
 
 from gmeta.antdt import views
 from gmeta.antdt.audit import audit_manifest
-from gmeta.antdt.committer import Read, Request
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.governor import Governor, Spoken
 from gmeta.antdt.http_edge import HttpRequest
@@ -17,6 +16,7 @@ from gmeta.antdt.ledger import Ledger
 from gmeta.antdt.manifest import parse_manifest
 from gmeta.antdt.model import Checkpoint
 from gmeta.antdt.monitor import STRAGGLERS, WorkerHealth
+from gmeta.antdt.request import Read, Request
 
 EVERY_S = 1.0
 MAX_WATCHERS = 16  # each holds a thread

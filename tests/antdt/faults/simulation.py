@@ -17,8 +17,8 @@ from gmeta.antdt.committer import Committer
 from gmeta.antdt.errors import RefusedError, StoreFullError
 from gmeta.antdt.manifest import parse_manifest
 from gmeta.antdt.model import Caller, DatasetSpec, Grant, Outcome
-from gmeta.antdt.snapshot import Snapshot
-from gmeta.antdt.store import Batch, MemoryDisk, MemoryStore, Store
+from gmeta.antdt.store import MemoryDisk, MemoryStore, Store
+from gmeta.antdt.stored import Batch, Snapshot
 from tests.antdt.driver import TTL_S, FakeClock
 
 CRASH_POINTS = ("before_append", "after_append", "before_sync", "after_sync", "before_snapshot")

@@ -1,0 +1,25 @@
+"""What the ledger's one thread is asked, and what it answers: commands, and questions between
+them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from gmeta.antdt import commands as cmd
+from gmeta.antdt.ledger import Ledger
+
+
+class Read(NamedTuple):
+    """A question that changes nothing, answered in turn with the commands."""
+
+    view: Callable[[Ledger, float], Any]
+
+
+Request = cmd.Command | Read
+Answer = Any  # a Reply, what a view returned, or a RefusedError
+
+
+class Answered(NamedTuple):
+    """One request's answer with the ticket that `submit` was given."""
+
+    ticket: Any
+    answer: Answer

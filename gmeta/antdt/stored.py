@@ -1,0 +1,28 @@
+"""What a store keeps of a ledger, as bytes: batches of records, and a snapshot of the state."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Batch(NamedTuple):
+    """Consecutive records, the number of the first one, and the chain's head after the last one."""
+
+    first_event: int
+    records: Sequence[bytes]
+    head: bytes
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state after `num_events` events; `pages` maps (dataset, page number) to bytes.
+
+    To be written: pages of the datasets in `cleared` are dropped first, then the given pages
+    replace theirs. As read back: `pages` are all pages, `cleared` is empty.
+    """
+
+    num_events: int
+    head: bytes
+    document: str
+    pages: dict[tuple[str, int], bytes] = field(default_factory=dict)
+    cleared: frozenset[str] = frozenset()
