@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -21,10 +22,22 @@ MOST_INT = 2**63 - 1
 def describe_settings(kind: Any) -> list[tuple[str, str, str]]:
     """(section.key, default as JSON, help) of every key of a dataclass of sections, in order."""
     return [
-        (f"{section}.{item.name}", _shown(item.default), item.metadata["help"])
+        (
+            f"{section}.{item.name}",
+            _shown(item.default),
+            _with_choices(item.metadata["help"], get_type_hints(fields)[item.name]),
+        )
         for section, fields in get_type_hints(kind).items()
         for item in dataclasses.fields(fields)
     ]
+
+
+def _with_choices(text: str, hint: Any) -> str:
+    """The help, with the values there are to choose from unless it names all of them."""
+    choices = get_args(hint) if get_origin(hint) is Literal else ()
+    if all(re.search(rf"\b{re.escape(choice)}\b", text) for choice in choices):
+        return text
+    return f"{text} (one of {', '.join(choices)})"
 
 
 def _shown(value: object) -> str:

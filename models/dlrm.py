@@ -19,6 +19,9 @@ class DLRM(DecisionModel):
     The dense columns become one more vector v_0 = MLP(dense) beside the features' embeddings; the
     top MLP sees v_0 and the dot products v_i . v_j of all pairs i > j (`dot`), or all vectors side
     by side (`cat`). Without dense columns there is no v_0.
+
+    Raises:
+        ValueError: `dot` of a single vector, which has no pair: every row would score the same.
     """
 
     pairs: Tensor
@@ -33,6 +36,12 @@ class DLRM(DecisionModel):
         if sizes.num_dense:
             self.bottom = mlp([sizes.num_dense, *config.bottom, width], activate_last=True)
             num_vectors += 1
+        if config.interaction == "dot" and num_vectors < 2:
+            raise ValueError(
+                'model.interaction = "dot" takes the dot products of pairs of columns: this '
+                "dataset has 1 column, so no row would differ from another. "
+                'Set model.interaction = "cat", or add a column to the schema and prepare again'
+            )
         top_width = num_vectors * width
         if config.interaction == "dot":
             top_width = num_vectors * (num_vectors - 1) // 2 + (

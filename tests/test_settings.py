@@ -24,9 +24,15 @@ class Engine:
 
 
 @dataclasses.dataclass(frozen=True)
+class Order:
+    by: Literal["time", "hash"] = setting("time", "time, or hash: a shuffle")
+
+
+@dataclasses.dataclass(frozen=True)
 class Settings:
     engine: Engine = dataclasses.field(default_factory=Engine)
     spare: Engine = dataclasses.field(default_factory=Engine)
+    order: Order = dataclasses.field(default_factory=Order)
 
 
 def settings(**engine: Any) -> Settings:
@@ -91,9 +97,11 @@ def test_the_description_is_every_key_in_order_with_its_default_as_json() -> Non
     rows = describe_settings(Settings)
     assert rows[:2] == [("engine.rate", "0.1", "step size"), ("engine.steps", "1", "inner steps")]
     assert ("engine.exact", "true", "about it") in rows
-    assert ("engine.kind", '"maml"', "about it") in rows
+    # What there is to choose from, where the help does not say it.
+    assert ("engine.kind", '"maml"', "about it (one of maml, reptile)") in rows
+    assert ("order.by", '"time"', "time, or hash: a shuffle") in rows
     assert ("spare.hidden", "[8, 4]", "about it") in rows
-    assert len(rows) == 10
+    assert len(rows) == 11
 
 
 def test_a_field_of_several_types_is_a_mistake_of_the_program() -> None:

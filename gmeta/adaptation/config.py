@@ -59,6 +59,14 @@ class AlgorithmConfig:
     inner_path: InnerPath = field(
         default="auto",
         metadata={
-            "help": "how a layer's adaptation is held; auto: whichever needs fewer multiply-adds"
+            "help": "how a layer's adaptation is held: as factors (low_rank), or as a matrix a "
+            "task (materialised); auto: whichever needs fewer multiply-adds"
+        },
+    )
+    layer_paths: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": 'exceptions to inner_path, e.g. ["top.*=low_rank", "top.0=materialised"]; of '
+            "two that match a layer the later counts"
         },
     )

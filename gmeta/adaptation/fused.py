@@ -25,7 +25,7 @@ from gmeta.adaptation.fused_mlp import AdaptedMlp, Factors
 from gmeta.adaptation.inner_loop import WorkingRows
 from gmeta.adaptation.linear import adaptable_layers
 from gmeta.adaptation.losses import row_losses_N
-from gmeta.adaptation.paths import Path, cheaper_path
+from gmeta.adaptation.paths import Path, cheaper_path, paths_of_layers
 from gmeta.adaptation.rates import InnerRates, WeightRates
 from models.decision import DecisionModel
 from models.gated import GatedModel
@@ -47,6 +47,7 @@ class FusedLoop:
         self._layers = _linear_layers(model)
         # None: the layer does not adapt.
         self._names = [names.get(layer) for layer in self._layers]
+        self._path_of = paths_of_layers(config, list(adapts))
 
     @property
     def pooling(self) -> Pooling:
@@ -65,9 +66,10 @@ class FusedLoop:
         """
         if not isinstance(model, DecisionModel):
             return False
-        if config.inner_path == "materialised" and config.adapt_embeddings:
-            return False
         adapts = adaptable_layers(model, config.adapt_layers)
+        paths = paths_of_layers(config, list(adapts)).values()
+        if config.adapt_embeddings and "materialised" in paths:
+            return False
         inside = _linear_layers(model)
         return all(
             layer in inside and not isinstance(rates.of_layer(name), WeightRates)
@@ -78,13 +80,14 @@ class FusedLoop:
         """Whether the general loop would need more operations for these tasks: it may hold the
         changes as matrices, which this one cannot where embedding rows adapt.
         """
-        if not self._config.adapt_embeddings or self._config.inner_path == "low_rank":
+        if not self._config.adapt_embeddings:
             return True
         low_rank = materialised = 0
         for tasks, support_rows, query_rows in groups:
             costs = PathCosts(support_rows, query_rows, self._config.inner_steps)
             for layer, name in zip(self._layers, self._names, strict=True):
-                if name is not None:
+                # The general loop, too, holds a layer of which the config says low rank so.
+                if name is not None and self._path_of[name] == "auto":
                     width = layer.in_features, layer.out_features
                     low_rank += len(tasks) * costs.low_rank(*width, uses=1)
                     materialised += len(tasks) * costs.materialised(*width, uses=1)
@@ -176,17 +179,19 @@ class FusedLoop:
 
     def _paths(self, support: BlockRows, query: BlockRows) -> tuple[tuple[Path, ...], ...]:
         """How each layer's change is held in each rectangle; none where it does not adapt."""
-        steps, path = self._config.inner_steps, self._config.inner_path
         costs = [
-            (mine.tasks, PathCosts(mine.rows, other.rows, steps))
+            (mine.tasks, PathCosts(mine.rows, other.rows, self._config.inner_steps))
             for mine, other in zip(support.rectangles, query.rectangles, strict=True)
         ]
         widths = [(layer.in_features, layer.out_features) for layer in self._layers]
         return tuple(
             ()
-            if self._names[at] is None
-            else tuple(cheaper_path(tasks, cost, *width, at == 0, path) for tasks, cost in costs)
-            for at, width in enumerate(widths)
+            if name is None
+            else tuple(
+                cheaper_path(tasks, cost, *width, at == 0, self._path_of[name])
+                for tasks, cost in costs
+            )
+            for at, (name, width) in enumerate(zip(self._names, widths, strict=True))
         )
 
     def _step(

@@ -17,6 +17,7 @@ from gmeta.adaptation.costs import PathCosts
 from gmeta.adaptation.layout import RowLayout
 from gmeta.adaptation.linear import AdaptedLayers, adaptable_layers, row_layers
 from gmeta.adaptation.losses import row_losses_N
+from gmeta.adaptation.paths import paths_of_layers
 from gmeta.adaptation.rates import InnerRates
 from gmeta.adaptation.side import Side
 from models.gated import GatedModel
@@ -57,6 +58,7 @@ class InnerLoop:
         self._rates = rates
         self._row_layers = row_layers(model)
         self._layers = adaptable_layers(model, config.adapt_layers)
+        self._paths = paths_of_layers(config, list(self._layers))
         if not self._layers and not config.adapt_embeddings:
             raise ValueError(
                 "algorithm.adapt_layers = [] and algorithm.adapt_embeddings = false: "
@@ -81,7 +83,7 @@ class InnerLoop:
         steps = self.config.inner_steps
         costs = PathCosts(support.layout.longest, query_rows, steps)
         gated = self._gated(support.inputs(rows.values_PD), support.layout)
-        layers = AdaptedLayers(self._layers, self._rates, self.config.inner_path, costs, gated)
+        layers = AdaptedLayers(self._layers, self._rates, self._paths, costs, gated)
         adapted = Adapted(layers, rows.values_PD)
         for _ in range(steps if support.layout.num_rows else 0):
             adapted = self._step(adapted, rows.rate, support, second_order, keep_path)

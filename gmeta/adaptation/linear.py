@@ -146,13 +146,13 @@ class AdaptedLayers:
         self,
         layers: Mapping[str, nn.Linear],
         rates: InnerRates,
-        path: InnerPath,
+        paths: Mapping[str, InnerPath],
         costs: PathCosts,
         gated: Mapping[str, tuple[nn.Linear, Tensor]],
     ) -> None:
         self._layers = layers
         self._rates = rates
-        self._path = path
+        self._paths = paths
         self._costs = costs
         self._gated = gated
         self._changes: dict[str, LowRankChange | MaterialisedChange] = {}
@@ -160,7 +160,7 @@ class AdaptedLayers:
     @classmethod
     def unadapted(cls, gated: Mapping[str, tuple[nn.Linear, Tensor]]) -> "AdaptedLayers":
         """Layers that only their gates tell from the meta-parameters."""
-        return cls({}, FixedRates(0.0), "auto", PathCosts(0, 0, 0), gated)
+        return cls({}, FixedRates(0.0), {}, PathCosts(0, 0, 0), gated)
 
     @contextmanager
     def applied(self, layout: RowLayout) -> Iterator[Tape]:
@@ -199,7 +199,7 @@ class AdaptedLayers:
             return before.then(LowRankChange.of(activations_TSI, grads_TSO, rate))
         if isinstance(before, MaterialisedChange):
             return before.then(MaterialisedChange.of(activations_TSI, grads_TSO, rate))
-        path = self._path
+        path = self._paths[name]
         if path == "auto":
             uses = math.prod(seen.shape[1:-1])
             path = self._costs.cheaper(seen.shape[-1], grads_TSO.shape[-1], uses)

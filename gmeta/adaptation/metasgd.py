@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from gmeta.adaptation.algorithm import Algorithm, TableSizes
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.adaptation.maml import maml_loss_sum
+from gmeta.adaptation.paths import paths_of_layers
 from gmeta.adaptation.rates import LayerRate, WeightRates
 
 
@@ -51,11 +52,12 @@ class LearnedRates(nn.Module):
         self, layers: Mapping[str, nn.Linear], config: AlgorithmConfig, tables: TableSizes
     ) -> None:
         super().__init__()
-        if config.learned_rates == "weight" and config.inner_path == "low_rank":
+        paths = paths_of_layers(config, list(layers))
+        if config.learned_rates == "weight" and "low_rank" in paths.values():
             raise ValueError(
-                'algorithm.inner_path = "low_rank" with algorithm.learned_rates = "weight": a rate '
-                "for each weight leaves a change no low rank. "
-                'Set inner_path = "auto", or learned_rates = "layer" or "output"'
+                'algorithm.inner_path or layer_paths says "low_rank" with algorithm.learned_rates '
+                '= "weight": a rate for each weight leaves a change no low rank. '
+                'Set "auto" in its place, or learned_rates = "layer" or "output"'
             )
         if config.adapt_embeddings and not tables.num_tables:
             raise ValueError(

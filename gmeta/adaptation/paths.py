@@ -1,17 +1,43 @@
-"""How the change of a layer is held in the fused loop with fixed inputs: the cheapest way, by what
-its products and its calls cost.
+"""How the change of each layer is held: as the config says, or in the cheapest way; here that of
+the fused loop with fixed inputs, by what its products and its calls cost.
 """
 
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from functools import cache
-from typing import Literal
+from typing import Literal, cast, get_args
 
-from gmeta.adaptation.config import InnerPath
+from gmeta.adaptation.config import AlgorithmConfig, InnerPath
 from gmeta.adaptation.costs import PathCosts
 
 Path = Literal["fixed", "low_rank", "materialised"]
 
 # Multiply-adds of small products that take as long as calling one more does: 6 us on one core.
 CALL = 75_000
+
+
+def paths_of_layers(config: AlgorithmConfig, layers: Sequence[str]) -> dict[str, InnerPath]:
+    """What the config says of each adapted layer, by name.
+
+    Raises:
+        ValueError: an entry of `layer_paths` matches none of them, or names no path.
+    """
+    paths = dict.fromkeys(layers, config.inner_path)
+    for entry in config.layer_paths:
+        pattern, _, path = entry.partition("=")
+        if path not in get_args(InnerPath):
+            raise ValueError(
+                f"algorithm.layer_paths has {entry!r}: write layer=path with one of the paths "
+                f"{', '.join(get_args(InnerPath))}"
+            )
+        matched = [name for name in layers if fnmatchcase(name, pattern)]
+        if not matched:
+            raise ValueError(
+                f"algorithm.layer_paths: {pattern!r} matches no layer that adapts; those are "
+                f"{', '.join(layers) or 'none'}. Name one of them, or remove the entry"
+            )
+        paths |= dict.fromkeys(matched, cast(InnerPath, path))
+    return paths
 
 
 @cache

@@ -114,6 +114,7 @@ def test_the_fused_step_equals_the_general_one(
     [
         (AlgorithmConfig(name="reptile"), MELU),
         (AlgorithmConfig(name="maml", inner_path="materialised"), MELU),
+        (AlgorithmConfig(name="maml", layer_paths=("decision.0=materialised",)), MELU),
         (AlgorithmConfig(name="metasgd", learned_rates="weight"), MELU),
         (AlgorithmConfig(name="maml"), replace(MELU, name="din", history="m0")),
     ],

@@ -2,14 +2,18 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from gmeta.adaptation.algorithm import TableSizes
 from gmeta.adaptation.config import AlgorithmConfig, InnerPath, LearnedRates
+from gmeta.adaptation.linear import LowRankChange, MaterialisedChange
+from gmeta.adaptation.paths import paths_of_layers
 from gmeta.build import input_sizes
 from gmeta.learner import MetaLearner
 from models import InputSizes, ModelConfig, build_model
@@ -194,10 +198,84 @@ def test_learned_rates_of_rows_need_to_know_the_tables() -> None:
     )
 
 
-def test_a_rate_for_each_weight_refuses_the_low_rank_path() -> None:
-    config = AlgorithmConfig(name="metasgd", learned_rates="weight", inner_path="low_rank")
+@pytest.mark.parametrize(
+    "paths", [{"inner_path": "low_rank"}, {"layer_paths": ("decision.2=low_rank",)}]
+)
+def test_a_rate_for_each_weight_refuses_the_low_rank_path(paths: dict[str, Any]) -> None:
+    config = AlgorithmConfig(name="metasgd", learned_rates="weight", **paths)
     assert refusal(config) == (
-        'algorithm.inner_path = "low_rank" with algorithm.learned_rates = "weight": '
-        "a rate for each weight leaves a change no low rank. "
-        'Set inner_path = "auto", or learned_rates = "layer" or "output"'
+        'algorithm.inner_path or layer_paths says "low_rank" with algorithm.learned_rates = '
+        '"weight": a rate for each weight leaves a change no low rank. '
+        'Set "auto" in its place, or learned_rates = "layer" or "output"'
     )
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(["maml", "fomaml", "reptile", "metasgd"]),
+    model=st.sampled_from(sorted(HEADS)),
+    entries=st.lists(
+        st.sampled_from(["*.0=materialised", "*.2=low_rank", "*.4=materialised", "*=auto"]),
+        max_size=3,
+    ),
+    path=st.sampled_from(["auto", "low_rank", "materialised"]),
+    embeddings=st.booleans(),
+)
+def test_each_layer_may_have_a_path_of_its_own(
+    name: str, model: str, entries: list[str], path: InnerPath, embeddings: bool
+) -> None:
+    config = ModelConfig(name=model, embedding_dim=4, hidden=(5, 3), history="m0", attention=(6,))
+    algorithm = AlgorithmConfig(
+        name=name,
+        inner_steps=2,
+        inner_path=path,
+        layer_paths=tuple(entries),
+        adapt_embeddings=embeddings,
+    )
+    compare([(3, 2), (0, 1), (1, 4)], (2, 1, 1), config, algorithm, "bce", seed=3)
+
+
+def test_layers_are_held_as_their_paths_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[tuple[str, int]] = []
+    for kind in (LowRankChange, MaterialisedChange):
+        made = kind.of
+
+        def noted(
+            seen_TSI: Tensor, grads_TSO: Tensor, rate: float, made: Any = made, kind: type = kind
+        ) -> Any:
+            held.append((kind.__name__, grads_TSO.shape[-1]))
+            return made(seen_TSI, grads_TSO, rate)
+
+        monkeypatch.setattr(kind, "of", noted)
+    config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5, 3))
+    paths = ("*=low_rank", "top.2=materialised")
+    algorithm = AlgorithmConfig(name="maml", layer_paths=paths)
+    compare([(3, 2), (2, 4)], (2, 0, 0), config, algorithm, "bce", seed=0)
+    assert set(held) == {("LowRankChange", 5), ("MaterialisedChange", 3), ("LowRankChange", 1)}
+
+
+def test_the_later_entry_that_matches_a_layer_says_its_path() -> None:
+    entries = ("decision.*=low_rank", "*.2=materialised", "decision.4=auto")
+    config = AlgorithmConfig(layer_paths=entries)
+    layers = ["attention.0", "decision.0", "decision.2", "decision.4"]
+    paths = ["auto", "low_rank", "materialised", "auto"]
+    assert paths_of_layers(config, layers) == dict(zip(layers, paths, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("entry", "complaint"),
+    [
+        (
+            "decision.1=low_rank",
+            "algorithm.layer_paths: 'decision.1' matches no layer that adapts; those are "
+            "decision.0, decision.2. Name one of them, or remove the entry",
+        ),
+        (
+            "decision.0=lowrank",
+            "algorithm.layer_paths has 'decision.0=lowrank': write layer=path with one of the "
+            "paths auto, low_rank, materialised",
+        ),
+    ],
+)
+def test_a_path_of_no_layer_and_no_path_of_a_layer_are_refused(entry: str, complaint: str) -> None:
+    assert refusal(AlgorithmConfig(layer_paths=(entry,))) == complaint

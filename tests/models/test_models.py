@@ -104,6 +104,20 @@ def test_an_unknown_model_lists_the_known_ones() -> None:
     )
 
 
+def test_dlrm_refuses_dot_products_of_a_single_column() -> None:
+    """All that its top MLP saw would be nothing: a model of one number."""
+    config = ModelConfig(name="dlrm", embedding_dim=4)
+    with pytest.raises(ValueError) as caught:
+        build_model(config, InputSizes(1, 0, 0))
+    assert str(caught.value) == (
+        'model.interaction = "dot" takes the dot products of pairs of columns: this dataset has 1 '
+        "column, so no row would differ from another. "
+        'Set model.interaction = "cat", or add a column to the schema and prepare again'
+    )
+    build_model(config, InputSizes(1, 0, 1))
+    build_model(replace(config, interaction="cat"), InputSizes(1, 0, 0))
+
+
 def test_a_dataset_without_sparse_columns_is_refused() -> None:
     with pytest.raises(ValueError) as caught:
         build_model(ModelConfig(), InputSizes(0, 0, 3))
