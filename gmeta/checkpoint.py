@@ -1,45 +1,30 @@
 """Checkpoints of a sharded run: what they hold, where they lie, how one is loaded.
 
-torch.distributed.checkpoint's format, with progress.json beside it. Any world size reads what any
-other wrote.
+Any world size reads what any other wrote.
 """
 
-import json
-import pickle
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
+from gmeta.checkpoint_files import (
+    DAMAGE,
+    FALL_BACK,
+    check_files,
+    read_progress,
+    reason_of,
+)
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
-from gmeta.parallel import Ranks
+from gmeta.parallel import Ranks, gather_to_first, value_of_first
 from gmeta.progress import Progress
 
-PROGRESS_FILE = "progress.json"
 TEMPORARY_PREFIX = "tmp-"  # of a folder that is being written
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"  # of one that a new one of its step replaces
-# What reading a checkpoint's index raises where a bit of it is wrong: it is a pickle, and by
-# pickle's documentation that may be nearly anything.
-DAMAGE = (
-    OSError,
-    ValueError,
-    RuntimeError,
-    EOFError,
-    LookupError,
-    AttributeError,
-    TypeError,
-    ImportError,
-    OverflowError,
-    MemoryError,
-    pickle.UnpicklingError,
-    CheckpointException,
-)
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
 
@@ -50,19 +35,20 @@ def load_checkpoint(
     written it.
 
     Raises:
-        GMetaError: the folder is incomplete or fits another model.
+        GMetaError: the folder is incomplete, damaged or fits another model; on every rank alike.
     """
     if optimizer is not None:
         # torch makes it at the first step, and only what is there can be filled.
         _create_state(optimizer)
     state = state_of(sharded, optimizer)
+    _check_together(path, ranks)
     progress = read_progress(path)
     try:
         load_shards(state, checkpoint_id=str(path), process_group=ranks.control)
-    except (OSError, ValueError, RuntimeError, KeyError, CheckpointException) as error:
+    except DAMAGE as error:
         raise GMetaError(
             f"checkpoint {path} cannot be loaded: {reason_of(error)}. It must come from a run of "
-            "the same model on the same dataset; remove it to fall back to the one before"
+            f"the same model on the same dataset. {FALL_BACK}"
         ) from error
     sharded.load_state_dict(state["model"])
     if optimizer is not None and "optimizer" in state:
@@ -70,20 +56,18 @@ def load_checkpoint(
     return progress
 
 
-def read_progress(path: Path) -> Progress:
-    """Where a checkpoint stands; its file also says who wrote it.
-
-    Raises:
-        GMetaError: the file is missing or broken.
-    """
+def _check_together(path: Path, ranks: Ranks) -> None:
+    """Hold the files against their checksums, each rank its share of them: all of it is read once,
+    whatever the number of ranks, and all ranks refuse what one of them finds."""
     try:
-        about = json.loads((path / PROGRESS_FILE).read_text())
-        return Progress(**{item.name: about[item.name] for item in fields(Progress)})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise GMetaError(
-            f"checkpoint {path} cannot be loaded: its {PROGRESS_FILE} is missing or broken "
-            f"({error!r}). Remove it to fall back to the one before"
-        ) from error
+        check_files(path, ranks.rank, ranks.world_size)
+        mine = ""
+    except GMetaError as error:
+        mine = str(error)
+    found = gather_to_first(mine, ranks) or []
+    first = value_of_first(next((one for one in found if one), ""), ranks)
+    if first:
+        raise GMetaError(first)
 
 
 def checkpoint_to_use(folder: Path, config: TrainConfig) -> Path | None:
@@ -128,13 +112,6 @@ def restore_replaced(folder: Path) -> None:
         # Else the new one has its name, and this one goes with all that was left over.
         if not final.exists():
             put_aside.rename(final)
-
-
-def reason_of(error: BaseException) -> str:
-    """The first line of what went wrong, on the first rank where it did."""
-    failures = error.failures if isinstance(error, CheckpointException) else {}
-    first = next((failure for failure, _ in failures.values()), error)
-    return (str(first).splitlines() or [type(first).__name__])[0]
 
 
 def state_of(

@@ -1,18 +1,15 @@
 """What a checkpoint holds, and whether all of it is there: from its index and the sizes of its
-files, without reading a tensor.
+files, without reading a tensor unless checksums are asked for.
 """
 
-import json
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from gmeta.checkpoint import DAMAGE, PROGRESS_FILE, read_progress
-from gmeta.errors import GMetaError
+from gmeta.checkpoint_files import damage_told, file_problems, read_about, read_index
 
 # How torchrec names what state_of gives to torch's checkpoints.
 _TABLES = "model.tables.embeddings."
@@ -47,7 +44,7 @@ class LayerSummary:
 @dataclass(frozen=True)
 class CheckpointSummary:
     """`about` is progress.json: step, epoch, and who wrote it; `problems` is empty if nothing is
-    missing.
+    missing. `has_checksums` is False of what older releases wrote.
     """
 
     path: Path
@@ -56,25 +53,22 @@ class CheckpointSummary:
     layers: tuple[LayerSummary, ...]
     disk_bytes: int
     problems: tuple[str, ...]
+    has_checksums: bool
 
 
-def summarise_checkpoint(path: Path) -> CheckpointSummary:
-    """Read what a checkpoint folder says of itself.
+def summarise_checkpoint(path: Path, verify: bool = False) -> CheckpointSummary:
+    """Read what a checkpoint folder says of itself; with `verify` hold all of it against its
+    checksums.
 
     Raises:
         GMetaError: its index or progress.json is missing or broken: nothing of it can be loaded.
     """
-    read_progress(path)
-    try:
-        return _summary(path, FileSystemReader(str(path)).read_metadata())
-    except DAMAGE as error:
-        raise GMetaError(
-            f"checkpoint {path} cannot be read: {error}. Nothing of it can be loaded: remove it, "
-            "then --resume goes on from the one before"
-        ) from error
+    about = read_about(path)
+    with damage_told(path):
+        return _summary(path, about, read_index(path, about), verify)
 
 
-def _summary(path: Path, index: Metadata) -> CheckpointSummary:
+def _summary(path: Path, about: dict[str, Any], index: Metadata, verify: bool) -> CheckpointSummary:
     tensors = {
         name: entry
         for name, entry in index.state_dict_metadata.items()
@@ -82,11 +76,12 @@ def _summary(path: Path, index: Metadata) -> CheckpointSummary:
     }
     return CheckpointSummary(
         path=path,
-        about=json.loads((path / PROGRESS_FILE).read_text()),
+        about=about,
         tables=tuple(_table(name, tensors) for name in sorted(tensors) if name.startswith(_TABLES)),
         layers=tuple(_layer(name, tensors) for name in sorted(tensors) if name.startswith(_LAYERS)),
         disk_bytes=sum(file.stat().st_size for file in path.iterdir()),
-        problems=tuple(_missing(path, index)),
+        problems=tuple(file_problems(path, about, index, contents=verify)),
+        has_checksums="files" in about,
     )
 
 
@@ -127,23 +122,3 @@ def _dtype(entry: TensorStorageMetadata) -> str:
 
 def _bytes(entry: TensorStorageMetadata) -> int:
     return int(prod(entry.size) * entry.properties.dtype.itemsize)
-
-
-def _missing(path: Path, index: Metadata) -> list[str]:
-    """Files that the index names and that are not there, or shorter than it says."""
-    needed: dict[str, int] = {}
-    for place in (index.storage_data or {}).values():
-        end = place.offset + place.length
-        # A file holds the parts of many tensors, one after another.
-        needed[place.relative_path] = max(needed.get(place.relative_path, 0), end)
-    problems = []
-    for name, num_bytes in sorted(needed.items()):
-        file = path / name
-        if not file.exists():
-            problems.append(f"{file} is missing")
-        elif file.stat().st_size < num_bytes:
-            problems.append(
-                f"{file} holds {file.stat().st_size:,} bytes, the index says {num_bytes:,}: it was "
-                "cut short"
-            )
-    return problems

@@ -5,12 +5,11 @@ A checkpoint appears whole or not at all: the rename of its temporary folder, af
 it is on disk, is the one commit point. At most one is being written; the next waits for it.
 """
 
-import json
 import shutil
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,17 +24,17 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
 from gmeta.checkpoint import (
-    PROGRESS_FILE,
     REPLACED_PREFIX,
     TEMPORARY_PREFIX,
     checkpoint_name,
     list_checkpoints,
-    reason_of,
     state_of,
 )
+from gmeta.checkpoint_files import PROGRESS_FILE, describe, reason_of
+from gmeta.checksums import FileEntry, describe_file
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
-from gmeta.parallel import Ranks, new_control_group, value_of_first
+from gmeta.parallel import Ranks, gather_to_first, new_control_group, value_of_first
 from gmeta.progress import Progress
 from metaio.destination import flush_to_disk
 
@@ -67,7 +66,7 @@ class CheckpointWriter:
         self._optimizer = optimizer
         # Its own group: the thread's messages must not meet those of the steps.
         self._ranks = replace(ranks, control=new_control_group())
-        self._about = {"world_size": ranks.world_size, "config_digest": config.digest}
+        self._writer = {"world_size": ranks.world_size, "config_digest": config.digest}
         self._keep_last = config.run.keep_last
         self._keep_best = config.run.keep_best
         self._committed = committed
@@ -158,7 +157,8 @@ class CheckpointWriter:
         try:
             self._by_first(lambda: _make_empty(temporary))
             save_shards(state, checkpoint_id=str(temporary), process_group=self._ranks.control)
-            self._by_first(lambda: self._commit(temporary, final, progress, files))
+            described = gather_to_first(_described(temporary, self._ranks.rank), self._ranks) or []
+            self._by_first(lambda: self._commit(temporary, final, progress, files, described))
         except (OSError, RuntimeError, CheckpointException) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             self._error = GMetaError(
@@ -183,11 +183,25 @@ class CheckpointWriter:
             raise OSError(problem)
 
     def _commit(
-        self, temporary: Path, final: Path, progress: Progress, files: Mapping[str, str]
+        self,
+        temporary: Path,
+        final: Path,
+        progress: Progress,
+        files: Mapping[str, str],
+        described: list[dict[str, FileEntry] | OSError],
     ) -> None:
-        (temporary / PROGRESS_FILE).write_text(json.dumps({**asdict(progress), **self._about}))
+        entries: dict[str, FileEntry] = {}
+        for of_rank in described:
+            if isinstance(of_rank, OSError):
+                raise of_rank
+            entries.update(of_rank)
         for name, text in files.items():
             (temporary / name).write_text(text, encoding="utf-8")
+        # Those, and the index, are of no rank.
+        for path in temporary.iterdir():
+            if path.name not in entries:
+                entries[path.name] = describe_file(path)
+        (temporary / PROGRESS_FILE).write_text(describe(progress, self._writer, entries))
         # Files before the rename and the folder behind it: a power cut leaves all of it or nothing.
         flush_to_disk((*temporary.iterdir(), temporary))
         # There already where a step that was saved ends its epoch too. Put aside, not removed:
@@ -203,6 +217,15 @@ class CheckpointWriter:
         for old in list_checkpoints(self._folder)[: -self._keep_last]:
             if old.name != best:
                 _discard(old)
+
+
+def _described(folder: Path, rank: int) -> dict[str, FileEntry] | OSError:
+    """Checksums of what this rank wrote, while its machine still has it in memory; or why not, for
+    rank 0 to tell: a rank that raised here would leave the others in a collective."""
+    try:
+        return {path.name: describe_file(path) for path in folder.glob(f"__{rank}_*")}
+    except OSError as error:
+        return error
 
 
 def _buffers_for(value: Any) -> Any:

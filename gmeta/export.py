@@ -4,8 +4,7 @@ Reads what any number of ranks wrote, one table at a time, in one process.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -20,7 +19,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from gmeta.build import build
-from gmeta.checkpoint import DAMAGE, checkpoint_to_use, list_checkpoints, reason_of, step_of
+from gmeta.checkpoint import checkpoint_to_use, list_checkpoints, step_of
+from gmeta.checkpoint_files import check_files, damage_told
+from gmeta.checksums import describe_file
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError, UserError
 from gmeta.run_folder import RunFolder
@@ -28,7 +29,6 @@ from gmeta.serving.folder import (
     LAYERS_FILE,
     Columns,
     ExportedConfig,
-    describe_file,
     new_folder,
     table_file,
     vocabulary_file,
@@ -42,6 +42,7 @@ from metaio.schema import parse_schema
 # How ShardedLearner names its parts in the state dict of a checkpoint.
 _LAYER_KEY = "model.learner.{}"
 _TABLE_KEY = "model.tables.embeddings.{}.weight"
+_REMEDY = "Export an earlier one with --step, or remove it and train on from the one before"
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,14 @@ class Exported:
 
 
 class CheckpointReader:
-    """Whole tensors of a checkpoint, however many ranks they were sharded over."""
+    """Whole tensors of a checkpoint, however many ranks they were sharded over. Its files are held
+    against their checksums first."""
 
     def __init__(self, path: Path) -> None:
+        check_files(path, remedy=_REMEDY)
         self._path = path
         self._reader = FileSystemReader(str(path))
-        with self._told_in_one_line():
+        with damage_told(path, _REMEDY):
             self._metadata = self._reader.read_metadata().state_dict_metadata
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
@@ -69,10 +72,10 @@ class CheckpointReader:
         Raises:
             GMetaError: the checkpoint lacks one of them, or is damaged.
         """
-        with self._told_in_one_line():
+        with damage_told(self._path, _REMEDY):
             found = {name: self._empty(name) for name in names}
         # torch warns that it loads in a single process, which is what was asked for.
-        with self._told_in_one_line(), warnings.catch_warnings():
+        with damage_told(self._path, _REMEDY), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load_shards(found, storage_reader=self._reader, no_dist=True)
         return found
@@ -86,16 +89,6 @@ class CheckpointReader:
                 "the run's config. Export a step of the same run"
             )
         return torch.empty(entry.size, dtype=entry.properties.dtype)
-
-    @contextmanager
-    def _told_in_one_line(self) -> Iterator[None]:
-        try:
-            yield
-        except DAMAGE as error:
-            raise GMetaError(
-                f"checkpoint {self._path} cannot be read: {reason_of(error)}. "
-                "Export an earlier one with --step, or remove it and train on from the one before"
-            ) from error
 
 
 def export_run(

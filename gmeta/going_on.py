@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gmeta.checkpoint import read_progress
+from gmeta.checkpoint_files import read_progress
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.run_folder import CONFIG_FILE, RunFolder

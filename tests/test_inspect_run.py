@@ -1,6 +1,7 @@
 """`gmeta inspect` on a run and on a checkpoint: what is in it, and whether all of it is there."""
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -8,10 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 
-from gmeta.checkpoint import list_checkpoints, read_progress
+from gmeta.checkpoint import list_checkpoints
+from gmeta.checkpoint_files import read_about, read_progress
 from gmeta.checkpoint_summary import summarise_checkpoint
 from gmeta.checkpoint_writer import _discard
+from gmeta.commands.inspect_run import inspect_checkpoint, inspect_run
 from gmeta.config import config_from_dict
 from gmeta.errors import GMetaError, UserError
 from gmeta.evaluate import splits_to_score
@@ -19,14 +23,24 @@ from gmeta.run_folder import RunFolder
 from tests.commands import SMALL_MODEL, gmeta, write_config
 
 
-def test_a_run_and_its_checkpoints_are_described_and_a_cut_file_is_found(
-    tmp_path: Path, click_logs: Path
-) -> None:
-    run = tmp_path / "run"
-    config = write_config(tmp_path / "train.toml", click_logs, run)
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory, click_logs: Path) -> Path:
+    """A run of 8 steps with checkpoints of steps 4 and 8."""
+    folder = tmp_path_factory.mktemp("inspect-run")
+    config = write_config(folder / "train.toml", click_logs, folder / "run")
     trained = gmeta("train", config, *SMALL_MODEL, "run.checkpoint_every_steps=4")
     assert trained.returncode == 0, trained.stderr
+    return folder / "run"
 
+
+@pytest.fixture
+def run(tmp_path: Path, trained_once: Path) -> Path:
+    return Path(shutil.copytree(trained_once, tmp_path / "run"))
+
+
+def test_a_run_and_its_checkpoints_are_described_and_a_cut_file_is_found(
+    run: Path, tmp_path: Path
+) -> None:
     of_run = gmeta("inspect", run)
     assert of_run.returncode == 0, of_run.stderr
     rows = [line.split() for line in of_run.stdout.splitlines()]
@@ -46,7 +60,9 @@ def test_a_run_and_its_checkpoints_are_described_and_a_cut_file_is_found(
     assert whole.stdout.startswith(
         f"checkpoint {newest}: step 8, epoch 1, 8 steps into it, written by 1 ranks, config "
     )
-    assert whole.stdout.endswith("complete: every file that its index names is there in full\n")
+    assert whole.stdout.endswith(
+        "complete: every file is there in full; --verify reads them and checks checksums\n"
+    )
 
     file = newest / "__0_0.distcp"
     num_bytes = file.stat().st_size
@@ -54,13 +70,58 @@ def test_a_run_and_its_checkpoints_are_described_and_a_cut_file_is_found(
     cut = gmeta("inspect", run)
     assert cut.returncode == 1
     assert cut.stdout.splitlines()[-1] == (
-        f"{file} holds {num_bytes - 1:,} bytes, the index says {num_bytes:,}: it was cut short"
+        f"{file} has {num_bytes - 1:,} bytes, progress.json says {num_bytes:,}: it was cut short "
+        "or rewritten"
     )
-    refused = gmeta("inspect", run, "--verify")
+    refused = gmeta("inspect", run, "--picture", tmp_path / "sizes.png")
     assert refused.returncode == 2
     assert refused.stderr.strip() == (
-        f"error: {run} is no dataset: --verify and --picture are for datasets. Leave them out"
+        f"error: {run} is no dataset: --picture is for datasets. Leave it out"
     )
+
+
+def test_checksums_of_a_checkpoint_are_checked_where_asked_for(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = list_checkpoints(run / "checkpoints")[-1]
+    inspect_checkpoint(checkpoint, verify=True)
+    assert last_line(capsys) == "complete: every file is there, and as its checksum says"
+    file = checkpoint / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    inspect_run(run, verify=False)  # by sizes alone it is whole
+    capsys.readouterr()
+    with pytest.raises(typer.Exit):
+        inspect_run(run, verify=True)
+    assert last_line(capsys) == (
+        f"{file} differs from the checksum in progress.json: it was altered"
+    )
+
+
+def test_a_checkpoint_without_checksums_is_held_against_its_index(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = list_checkpoints(run / "checkpoints")[-1]
+    about = read_about(checkpoint)
+    del about["files"]
+    (checkpoint / "progress.json").write_text(json.dumps(about))
+    inspect_checkpoint(checkpoint, verify=True)
+    assert last_line(capsys) == (
+        f"complete: every file is there in full; {checkpoint.name} came without checksums, from an "
+        "older release"
+    )
+    file = checkpoint / "__0_0.distcp"
+    num_bytes = file.stat().st_size
+    file.write_bytes(file.read_bytes()[:-1])
+    (problem,) = summarise_checkpoint(checkpoint).problems
+    assert problem == (
+        f"{file} holds {num_bytes - 1:,} bytes, the index says {num_bytes:,}: it was cut short"
+    )
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_resumed_run_reads_past_a_half_written_line_and_needs_none(

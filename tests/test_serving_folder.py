@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 import gmeta
+from gmeta.checksums import describe_file
 from gmeta.errors import GMetaError, UserError
-from gmeta.serving.folder import describe_file, new_folder
+from gmeta.serving.folder import new_folder
 from gmeta.serving.tables import TableFormat, store_table
 from metaio.manifest import canonical_json, xxh3_hex
 from models import MODELS

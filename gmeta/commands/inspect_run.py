@@ -25,8 +25,9 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_dir() and path.name.startswith("step-") and path.parent.name == "checkpoints"
 
 
-def inspect_run(root: Path) -> None:
-    """Show a run's checkpoints and what is in the newest; exit code 1 if one is not complete."""
+def inspect_run(root: Path, verify: bool) -> None:
+    """Show a run's checkpoints and what is in the newest; exit code 1 if one is not complete, or
+    with `verify` differs from its checksums."""
     from gmeta.checkpoint import list_checkpoints
     from gmeta.checkpoint_summary import summarise_checkpoint
     from gmeta.run_folder import RunFolder
@@ -38,7 +39,8 @@ def inspect_run(root: Path) -> None:
         f"run {root}: {config.algorithm.name} with {config.model.name} on {config.data.path}, "
         f"config {config.digest}"
     )
-    summaries = [summarise_checkpoint(path) for path in list_checkpoints(folder.checkpoints)]
+    paths = list_checkpoints(folder.checkpoints)
+    summaries = [summarise_checkpoint(path, verify) for path in paths]
     if not summaries:
         console.print("no checkpoint yet")
         return
@@ -52,20 +54,21 @@ def inspect_run(root: Path) -> None:
             str(about.get("world_size", "?")),
             "same" if written_with == config.digest else written_with,
             _size(summary.disk_bytes),
-            "incomplete" if summary.problems else "complete",
+            "damaged" if summary.problems else "complete",
             "best" if about.get("best_step") == about["step"] > 0 else "",
         )
     show_table(console, table)
     _show(console, summaries[-1])
     # Last, behind the tables: a terminal shows what is wrong without scrolling.
-    _end([problem for summary in summaries for problem in summary.problems])
+    _end(summaries, verify)
 
 
-def inspect_checkpoint(path: Path) -> None:
-    """Show what is in one checkpoint; exit code 1 if it is not complete."""
+def inspect_checkpoint(path: Path, verify: bool) -> None:
+    """Show what is in one checkpoint; exit code 1 if it is not complete, or with `verify` differs
+    from its checksums."""
     from gmeta.checkpoint_summary import summarise_checkpoint
 
-    summary = summarise_checkpoint(path)
+    summary = summarise_checkpoint(path, verify)
     about = summary.about
     console = screen()
     console.print(
@@ -74,8 +77,7 @@ def inspect_checkpoint(path: Path) -> None:
         f"config {about.get('config_digest', '?')}, {_size(summary.disk_bytes)}"
     )
     _show(console, summary)
-    _end(list(summary.problems))
-    console.print("complete: every file that its index names is there in full")
+    _end([summary], verify)
 
 
 def _show(console: Console, summary: "CheckpointSummary") -> None:
@@ -107,11 +109,25 @@ def _show(console: Console, summary: "CheckpointSummary") -> None:
     show_table(console, layers)
 
 
-def _end(problems: list[str]) -> None:
+def _end(summaries: "list[CheckpointSummary]", verify: bool) -> None:
+    """What is wrong, or how much was looked at."""
+    problems = [problem for summary in summaries for problem in summary.problems]
     for problem in problems:
         typer.echo(problem)
     if problems:
         raise typer.Exit(1)
+    without = [summary.path.name for summary in summaries if not summary.has_checksums]
+    if without:
+        typer.echo(
+            f"complete: every file is there in full; {', '.join(without)} came without checksums, "
+            "from an older release"
+        )
+    elif verify:
+        typer.echo("complete: every file is there, and as its checksum says")
+    else:
+        typer.echo(
+            "complete: every file is there in full; --verify reads them and checks checksums"
+        )
 
 
 def _table(title: str, *heads: str) -> Table:

@@ -248,7 +248,7 @@ def inspect(
     ],
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="dataset: check every checksum; exit code 1 if one differs"),
+        typer.Option("--verify", help="check every checksum; exit code 1 if one differs"),
     ] = False,
     picture: Annotated[
         Path | None, typer.Option(help="dataset: write a PNG of episode sizes and id skew")
@@ -267,11 +267,9 @@ def inspect(
     """
     # A URL is neither, and goes on to the datasets.
     if is_run(Path(path)) or is_checkpoint(Path(path)):
-        if verify or picture is not None:
-            raise UserError(
-                f"{path} is no dataset: --verify and --picture are for datasets. Leave them out"
-            )
-        (inspect_run if is_run(Path(path)) else inspect_checkpoint)(Path(path))
+        if picture is not None:
+            raise UserError(f"{path} is no dataset: --picture is for datasets. Leave it out")
+        (inspect_run if is_run(Path(path)) else inspect_checkpoint)(Path(path), verify)
         return
     from metaio import open_dataset
     from metaio.inspection import damage, summarise

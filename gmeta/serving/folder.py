@@ -4,7 +4,6 @@ config.json names every other file with its size and checksum; docs/serving.md d
 """
 
 import json
-import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.checksums import FileEntry, differences
 from gmeta.config import config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.serving.tables import TABLE_FORMATS, TableFormat
@@ -49,14 +47,6 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class FileEntry:
-    """Size and checksum (xxh3_64) of one file."""
-
-    num_bytes: int
-    xxh3: str
-
-
-@dataclass(frozen=True)
 class ExportedConfig:
     """Everything in config.json but its own checksum; `source` says where the model comes from."""
 
@@ -78,18 +68,6 @@ def table_file(index: int) -> str:
 def vocabulary_file(table: str) -> str:
     """Path of the vocabulary of a table, as in the dataset that it was copied from."""
     return f"vocabulary/{table}.parquet"
-
-
-def describe_file(path: Path) -> FileEntry:
-    """Size and checksum of a file."""
-    digest = xxhash.xxh3_64()
-    num_bytes = path.stat().st_size
-    # Mapped: a table may be larger than memory.
-    with path.open("rb") as file:
-        if num_bytes:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                digest.update(mapped)
-    return FileEntry(num_bytes, digest.hexdigest())
 
 
 def write_config(folder: Path, config: ExportedConfig) -> None:
@@ -174,20 +152,8 @@ def check_files(folder: Path, config: ExportedConfig, checksums: bool) -> None:
     Raises:
         GMetaError: a file is missing, cut short or altered.
     """
-    for name, entry in config.files.items():
-        path = folder / name
-        if not path.is_file():
-            raise GMetaError(f"{path} does not exist, {CONFIG_FILE} lists it. {_REMEDY}")
-        num_bytes = path.stat().st_size
-        if num_bytes != entry.num_bytes:
-            raise GMetaError(
-                f"{path} has {num_bytes:,} bytes, {CONFIG_FILE} says {entry.num_bytes:,}: "
-                f"it was cut short or rewritten. {_REMEDY}"
-            )
-        if checksums and describe_file(path) != entry:
-            raise GMetaError(
-                f"{path} differs from the checksum in {CONFIG_FILE}: it was altered. {_REMEDY}"
-            )
+    for difference in differences(folder, config.files, CONFIG_FILE, contents=checksums):
+        raise GMetaError(f"{difference}. {_REMEDY}")
 
 
 @contextmanager

@@ -3,8 +3,10 @@ any number of ranks.
 """
 
 import errno
+import json
 import random
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,12 +19,16 @@ from torchrec.distributed import DistributedModelParallel
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.checkpoint import list_checkpoints, load_checkpoint
+from gmeta.checkpoint_files import read_about
+from gmeta.checkpoint_summary import summarise_checkpoint
 from gmeta.checkpoint_writer import CheckpointWriter
+from gmeta.checksums import FileEntry, describe_file
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.errors import GMetaError
+from gmeta.export import CheckpointReader
 from gmeta.learner import MetaLearner
 from gmeta.optimizers import OuterOptimizer, build_optimizer
-from gmeta.parallel import Ranks, in_step, shard_learner, table_shards
+from gmeta.parallel import Ranks, barrier, in_step, shard_learner, table_shards
 from gmeta.progress import Progress
 from gmeta.table_sharding import ShardingConfig
 from models import ModelConfig
@@ -152,10 +158,11 @@ def test_a_checkpoint_is_of_its_step_whole_or_not_at_all_and_says_why(tmp_path: 
     assert written.endswith(
         " bytes were free there. Free some, then go on from the checkpoint before with --resume"
     )
-    assert read.startswith(f"checkpoint {tmp_path}/a/step-00000003 cannot be loaded: ")
-    assert read.endswith(
-        "It must come from a run of the same model on the same dataset; "
-        "remove it to fall back to the one before"
+    newest = tmp_path / "a" / "step-00000003"
+    num_bytes = read_about(newest)["files"][".metadata"]["num_bytes"]
+    assert read == (
+        f"checkpoint {newest} cannot be read: {newest}/.metadata has 0 bytes, progress.json says "
+        f"{num_bytes:,}: it was cut short or rewritten. Remove it to fall back to the one before"
     )
     # What training did after `save` returned is in neither; the second waited for the first.
     assert race["loaded"] == [[1.0], [2.0]]
@@ -243,3 +250,137 @@ def save_and_load_without_tables_on_one_rank(ranks: Ranks, folder: Path) -> list
 @pytest.mark.distributed
 def test_a_rank_that_keeps_no_optimizer_state_saves_and_loads(tmp_path: Path) -> None:
     assert on_ranks(2, save_and_load_without_tables_on_one_rank, tmp_path) == [[7, 1], [7, 0]]
+
+
+def without_checksums(checkpoint: Path) -> None:
+    """Make it one that an older release wrote."""
+    about = read_about(checkpoint)
+    del about["files"]
+    (checkpoint / "progress.json").write_text(json.dumps(about))
+
+
+def damages(data: bytes, rng: random.Random) -> list[bytes | None]:
+    """What a disk may give back for a file: nothing, a part of it, one bit of it wrong."""
+    found: list[bytes | None] = [None, data[: rng.randrange(len(data))], data + b"\0"]
+    for _ in range(12):
+        flipped = bytearray(data)
+        flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        found.append(bytes(flipped))
+    return found
+
+
+def damage_and_load(ranks: Ranks, folder: Path) -> dict[str, list[str]]:
+    """What loading, exporting and inspecting say of each damage; then of those of an index without
+    checksums."""
+    learner, sharded, optimizer = fresh(ranks)
+    train_steps(ranks, learner, sharded, optimizer, range(1))
+    with CheckpointWriter(folder, sharded, optimizer, CONFIG, ranks) as writer:
+        writer.save(Progress(step=1), {"shards.json": "{}"})
+    (path,) = list_checkpoints(folder)
+    ways: dict[str, Any] = {
+        "load": lambda: load_checkpoint(path, sharded, optimizer, ranks),
+        "export": lambda: CheckpointReader(path),
+        "inspect": lambda: inspected(path),
+    }
+    said: dict[str, list[str]] = {name: [message_of(way)] for name, way in ways.items()}
+    rng = random.Random(0)
+    for file in sorted(path.iterdir()):
+        data = file.read_bytes()
+        for damaged in damages(data, rng):
+            file.unlink() if damaged is None else file.write_bytes(damaged)
+            for name, way in ways.items():
+                said[name].append(message_of(way))
+        file.write_bytes(data)
+    without_checksums(path)
+    said["old"] = [message_of(ways["load"])]
+    index = path / ".metadata"
+    data = index.read_bytes()
+    for damaged in damages(data, rng)[1:]:
+        index.write_bytes(damaged or b"")
+        said["old"].append(message_of(ways["load"]))
+    return said
+
+
+def inspected(path: Path) -> None:
+    for problem in summarise_checkpoint(path, verify=True).problems:
+        raise GMetaError(problem)
+
+
+@pytest.mark.distributed
+def test_no_wrong_bit_of_a_checkpoint_is_loaded_exported_or_inspected_in_silence(
+    tmp_path: Path,
+) -> None:
+    (said,) = on_ranks(1, damage_and_load, tmp_path)
+    old = said.pop("old")
+    for messages in said.values():
+        assert messages[0] == "no error"
+        assert len(messages) == 1 + 4 * 15  # tables and layers, index, manifest, progress.json
+        assert "no error" not in messages[1:]
+        assert all(len(message.splitlines()) == 1 for message in messages)
+    # Without checksums some damage shows in nothing, and what shows is one line.
+    assert old[0] == "no error"
+    for message in old[1:]:
+        assert message == "no error" or message.endswith("Remove it to fall back to the one before")
+        assert len(message.splitlines()) == 1
+
+
+def refuse_together(ranks: Ranks, folder: Path) -> list[str]:
+    """A file of rank 1 that it cannot read once it is written, then one with a flipped bit."""
+    learner, sharded, optimizer = fresh(ranks)
+    train_steps(ranks, learner, sharded, optimizer, range(1))
+    writer = CheckpointWriter(folder, sharded, optimizer, CONFIG, ranks)
+
+    def failing(path: Path) -> FileEntry:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    patched = mock.patch("gmeta.checkpoint_writer.describe_file", failing)
+    with patched if ranks.rank == 1 else nullcontext():
+        writer.save(Progress(step=1))
+        said = [message_of(writer.finish)]
+    writer.save(Progress(step=2))
+    writer.finish()
+    (path,) = list_checkpoints(folder)
+    if ranks.rank == 0:
+        (name, *_) = (name for name in read_about(path)["files"] if name.startswith("__1_"))
+        data = bytearray((path / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (path / name).write_bytes(data)
+    barrier(ranks)
+    said.append(message_of(lambda: load_checkpoint(path, sharded, optimizer, ranks)))
+    return said
+
+
+@pytest.mark.distributed
+def test_all_ranks_refuse_what_one_of_them_finds(tmp_path: Path) -> None:
+    first, second = on_ranks(2, refuse_together, tmp_path)
+    assert first == second
+    written, loaded = first
+    temporary = tmp_path / "tmp-step-00000001"
+    assert written.startswith(
+        f"checkpoint {tmp_path}/step-00000001 cannot be written: [Errno 5] Input/output error: "
+        f"'{temporary}/__1_0.distcp'; "
+    )
+    checkpoint = tmp_path / "step-00000002"
+    assert loaded == (
+        f"checkpoint {checkpoint} cannot be read: {checkpoint}/__1_0.distcp differs from the "
+        "checksum in progress.json: it was altered. Remove it to fall back to the one before"
+    )
+
+
+def save_once(ranks: Ranks, folder: Path) -> None:
+    _, sharded, optimizer = fresh(ranks)
+    with CheckpointWriter(folder, sharded, optimizer, CONFIG, ranks) as writer:
+        writer.save(Progress(step=1), {"shards.json": "{}"})
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_lists_every_other_file_whoever_wrote_it(tmp_path: Path) -> None:
+    on_ranks(2, save_once, tmp_path)
+    (path,) = list_checkpoints(tmp_path)
+    listed = read_about(path)["files"]
+    assert listed == {
+        file.name: vars(describe_file(file))
+        for file in path.iterdir()
+        if file.name != "progress.json"
+    }
+    assert {".metadata", "shards.json"} < set(listed)

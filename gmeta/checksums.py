@@ -1,0 +1,47 @@
+"""Sizes and checksums of files, and what is wrong with files that do not have theirs."""
+
+import mmap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size and checksum (xxh3_64) of one file."""
+
+    num_bytes: int
+    xxh3: str
+
+
+def describe_file(path: Path) -> FileEntry:
+    """Size and checksum of a file; reads all of it, at several GB/s where it is in memory."""
+    digest = xxhash.xxh3_64()
+    num_bytes = path.stat().st_size
+    # Mapped: a table may be larger than memory, and beside training other threads go on.
+    with path.open("rb") as file:
+        if num_bytes:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                digest.update(mapped)
+    return FileEntry(num_bytes, digest.hexdigest())
+
+
+def differences(
+    folder: Path, files: Mapping[str, FileEntry], listed_in: str, *, contents: bool
+) -> Iterator[str]:
+    """One line for each file of `folder` that is not as `listed_in` lists it; without `contents`
+    only what sizes tell.
+    """
+    for name, entry in sorted(files.items()):
+        path = folder / name
+        if not path.is_file():
+            yield f"{path} does not exist, {listed_in} lists it"
+        elif (num_bytes := path.stat().st_size) != entry.num_bytes:
+            yield (
+                f"{path} has {num_bytes:,} bytes, {listed_in} says {entry.num_bytes:,}: it was cut "
+                "short or rewritten"
+            )
+        elif contents and describe_file(path) != entry:
+            yield f"{path} differs from the checksum in {listed_in}: it was altered"
