@@ -15,10 +15,9 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import final
 
-from gmeta.antdt import DatasetSpec, ShardManifest, load_manifest
 from gmeta.antdt.errors import RefusedError
-from gmeta.antdt.manifest import MANIFEST_FILE_NAME
-from gmeta.antdt.model import MAX_EPOCHS, MAX_SHARDS_PER_LEASE_CALL
+from gmeta.antdt.manifest import MANIFEST_FILE_NAME, ShardManifest, load_manifest
+from gmeta.antdt.model import MAX_EPOCHS, MAX_SHARDS_PER_LEASE_CALL, DatasetSpec
 from gmeta.antdt.stream import UnitStream
 from gmeta.build import open_reader
 from gmeta.config import TrainConfig

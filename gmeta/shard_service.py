@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from gmeta.antdt import ShardClient
+from gmeta.antdt.client import ShardClient
 from gmeta.antdt.embedded import EmbeddedService
 from gmeta.config import TrainConfig
 
