@@ -8,12 +8,13 @@ Shape suffixes: T episodes, N rows, V ids of all multi-id features, B tables, U 
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from gmeta.augment_config import AugmentConfig
 from metaio.batch import TaskBatch
 from metaio.features import Features
 from metaio.hashing import splitmix64
@@ -25,42 +26,6 @@ UInt64 = npt.NDArray[np.uint64]
 OOV_ROW = 0
 # What keeps the random streams of different purposes apart.
 _SHARE_STREAM, _ROW_STREAM, _ID_STREAM = 1, 2, 3
-
-
-@dataclass(frozen=True)
-class AugmentConfig:
-    """How training batches differ from the stored ones; the [augment] section of a config."""
-
-    resplit_support: bool = field(
-        default=False,
-        metadata={
-            "help": "draw every task's support rows anew each epoch; not for a split by time"
-        },
-    )
-    min_support_share: float = field(
-        default=0.2,
-        metadata={
-            "help": "resplit_support: least share of a task's rows that support it",
-            "min": 0.0,
-            "max": 1.0,
-        },
-    )
-    max_support_share: float = field(
-        default=0.8,
-        metadata={"help": "resplit_support: greatest such share", "min": 0.0, "max": 1.0},
-    )
-    oov_dropout: float = field(
-        default=0.0,
-        metadata={
-            "help": "chance that an id counts as unknown for a whole step, as new ids will",
-            "min": 0.0,
-            "max": 1.0,
-        },
-    )
-    oov_tables: tuple[str, ...] = field(
-        default=(),
-        metadata={"help": "tables whose ids oov_dropout may take; []: all of them"},
-    )
 
 
 def augmented(

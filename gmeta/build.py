@@ -17,7 +17,8 @@ from gmeta.numerics import BF16
 from gmeta.table_sharding import check_sharding
 from metaio import BatchReader, Dataset, open_dataset
 from metaio.features import Features
-from models import InputSizes, ModelConfig, SparseColumn, build_model
+from models.config import InputSizes, ModelConfig, SparseColumn
+from models.registry import build_model
 
 
 def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:

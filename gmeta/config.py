@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.augment import AugmentConfig
+from gmeta.augment_config import AugmentConfig
 from gmeta.errors import ConfigError
 from gmeta.local_paths import check_local
 from gmeta.settings import describe_settings, settings_from_dict

@@ -33,7 +33,7 @@ from gmeta.adaptation.layout import RowLayout
 from gmeta.adaptation.side import Side, Sides, TaskGroups
 from metaio.batch import TaskBatch
 from metaio.task_rows import task_rows
-from models.inputs import Pooling
+from models.config import Pooling
 
 Ints = npt.NDArray[np.int64]
 ArrangedRows = Side | Sides | TaskGroups | TaskBlocks | StackedBlocks

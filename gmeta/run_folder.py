@@ -4,15 +4,10 @@ checkpoints.
 
 import json
 import os
-import platform
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import GMetaError, UserError
@@ -21,7 +16,6 @@ CONFIG_FILE = "config.json"
 ENVIRONMENT_FILE = "environment.json"
 METRICS_FILE = "metrics.jsonl"
 PLAN_FILE = "plan.json"
-PACKAGES = ("gmeta", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "pyarrow", "numpy")
 
 
 @dataclass(frozen=True)
@@ -114,33 +108,13 @@ class RunFolder:
         return found
 
 
-def create_run_folder(config: TrainConfig, world_size: int, fingerprint: str) -> RunFolder:
-    """Make the folder and write what describes the run (rank 0 only)."""
+def create_run_folder(config: TrainConfig, environment: dict[str, Any]) -> RunFolder:
+    """Make the folder and write what describes the run, of `describe_environment` (rank 0 only)."""
     folder = RunFolder(Path(config.run.dir))
     folder.root.mkdir(parents=True, exist_ok=True)
-    write_json(folder.root / ENVIRONMENT_FILE, describe_environment(world_size, fingerprint))
+    write_json(folder.root / ENVIRONMENT_FILE, environment)
     write_json(folder.root / CONFIG_FILE, config.to_json())
     return folder
-
-
-def describe_environment(world_size: int, fingerprint: str) -> dict[str, Any]:
-    """What a run ran on."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return {
-        "world_size": world_size,
-        "dataset_fingerprint": fingerprint,
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "threads_per_rank": torch.get_num_threads(),
-        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
-        "packages": versions,
-    }
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -18,6 +18,7 @@ from gmeta.checkpoint import list_checkpoints, load_checkpoint, restore_replaced
 from gmeta.checkpoint_writer import CheckpointWriter
 from gmeta.config import TrainConfig
 from gmeta.early_stop import early_stop_of
+from gmeta.environment import describe_environment
 from gmeta.episodes import Episodes
 from gmeta.evaluate import score_split
 from gmeta.feed import open_feed
@@ -90,7 +91,8 @@ class TrainingRun:
         if newest is not None:
             self._progress = load_checkpoint(newest, self._sharded, self._optimizer, ranks)
         if ranks.rank == 0:
-            create_run_folder(config, ranks.world_size, self._dataset.fingerprint)
+            ran_on = describe_environment(ranks.world_size, self._dataset.fingerprint)
+            create_run_folder(config, ran_on)
             write_json(self.folder.plan, plan)
             # Steps beyond the checkpoint are taken, and logged, again.
             keep_metrics_up_to(self.folder, self._progress.step)

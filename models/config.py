@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from models.inputs import Pooling
+Pooling = Literal["mean", "sum"]
 
 
 @dataclass(frozen=True)

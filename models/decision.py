@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
-from models.inputs import Pooling, RowFeatures, RowInputs
+from models.config import Pooling
+from models.inputs import RowFeatures, RowInputs
 
 
 class DecisionModel(nn.Module, ABC):

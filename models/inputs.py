@@ -6,12 +6,12 @@ D embedding width, K dense columns.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Pooling = Literal["mean", "sum"]
+from models.config import Pooling
 
 
 class History(NamedTuple):

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from gmeta.augment import OOV_ROW, AugmentConfig, augmented, check_augment, drop_ids, resplit
+from gmeta.augment import OOV_ROW, augmented, check_augment, drop_ids, resplit
+from gmeta.augment_config import AugmentConfig
 from metaio.batch import TaskBatch, empty_batch
 from metaio.features import Features
 from tests.commands import SMALL_MODEL, gmeta, losses, write_config

@@ -8,6 +8,7 @@ import pytest
 
 from gmeta.checkpoint import list_checkpoints, restore_replaced
 from gmeta.config import TrainConfig, config_from_dict
+from gmeta.environment import describe_environment
 from gmeta.errors import GMetaError, UserError
 from gmeta.going_on import check_goes_on
 from gmeta.progress import Progress
@@ -28,7 +29,7 @@ def dataset(click_logs: Path) -> Dataset:
 
 def begun(config: TrainConfig, fingerprint: str, epoch_step: int) -> tuple[RunFolder, Path]:
     """A run of this config that was left so many steps into its first epoch."""
-    folder = create_run_folder(config, 1, fingerprint)
+    folder = create_run_folder(config, describe_environment(1, fingerprint))
     checkpoint = folder.checkpoints / f"step-{epoch_step:08d}"
     checkpoint.mkdir(parents=True)
     (checkpoint / "progress.json").write_text(

@@ -123,7 +123,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         unknown_model,
         "{model} cannot be built (model.name = 'dlrm2' is unknown: "
         f"known are {', '.join(sorted(MODELS))}. "
-        "Choose one of them, or register yours in models/__init__.py). "
+        "Choose one of them, or register yours in models/registry.py). "
         "Load it with the release that wrote it",
     ),
     "a table of another type": (

@@ -21,6 +21,7 @@ from gmeta.commands.evaluate import evaluate
 from gmeta.commands.export import export, predict
 from gmeta.commands.prepare import Recipe, prepare
 from gmeta.config import config_from_dict, load_config
+from gmeta.environment import describe_environment
 from gmeta.errors import ConfigError, UserError
 from gmeta.feed import StaticFeed
 from gmeta.parallel import Ranks
@@ -205,7 +206,7 @@ def test_a_run_lives_on_this_machine(config: Path) -> None:
 def test_what_cannot_be_compared_is_told_before_anything_is_evaluated(tmp_path: Path) -> None:
     for name, loss in (("a", "bce"), ("b", "mse")):
         described = {"outer": {"loss": loss}, "run": {"dir": str(tmp_path / name)}}
-        create_run_folder(config_from_dict(described), 1, "0" * 32)
+        create_run_folder(config_from_dict(described), describe_environment(1, "0" * 32))
     with pytest.raises(UserError) as caught:
         evaluate(tmp_path / "a", [tmp_path / "b"])
     assert str(caught.value) == (

@@ -27,9 +27,9 @@ from gmeta.adaptation.linear import adaptable_layers
 from gmeta.adaptation.losses import row_losses_N
 from gmeta.adaptation.paths import Path, cheaper_path, paths_of_layers
 from gmeta.adaptation.rates import InnerRates, WeightRates
+from models.config import Pooling
 from models.decision import DecisionModel
 from models.gated import GatedModel
-from models.inputs import Pooling
 
 
 class FusedLoop:

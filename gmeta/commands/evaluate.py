@@ -7,11 +7,12 @@ import typer
 
 from gmeta.commands import on_ranks
 from gmeta.commands.screen import screen, show_table
+from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.local_paths import check_local
+from gmeta.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from gmeta.config import TrainConfig
     from gmeta.parallel import Ranks
 
 
@@ -37,8 +38,6 @@ def evaluate(
     Writes evaluation.json, a self-contained report.html, its pictures and the predictions; prints a
     table.
     """
-    from gmeta.run_folder import RunFolder
-
     out = out or run / "evaluation"
     check_local("--out", out)
     roots = [run, *(against or [])]
@@ -78,7 +77,7 @@ def evaluate(
     on_ranks.be_rank(device, config.run.collective_timeout_s, work)
 
 
-def _check_comparable(roots: list[Path], configs: "list[TrainConfig]") -> None:
+def _check_comparable(roots: list[Path], configs: list[TrainConfig]) -> None:
     """Before any of them is evaluated, which takes minutes."""
     for root, config in zip(roots[1:], configs[1:], strict=True):
         if roots.count(root) > 1:

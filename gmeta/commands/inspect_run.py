@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gmeta.commands.screen import screen, show_table
+from gmeta.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from gmeta.checkpoint_summary import CheckpointSummary
@@ -30,7 +31,6 @@ def inspect_run(root: Path, verify: bool) -> None:
     with `verify` differs from its checksums."""
     from gmeta.checkpoint import list_checkpoints
     from gmeta.checkpoint_summary import summarise_checkpoint
-    from gmeta.run_folder import RunFolder
 
     folder = RunFolder(root)
     config = folder.read_config()

@@ -13,10 +13,10 @@ from gmeta.commands import on_ranks
 from gmeta.commands.screen import screen, show_table
 from gmeta.config import TrainConfig, describe_config, load_config
 from gmeta.errors import UserError
+from gmeta.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from gmeta.parallel import Ranks
-    from gmeta.run_folder import RunFolder
 
 
 def train(
@@ -82,7 +82,7 @@ def train(
     )
 
 
-def _tell(folder: "RunFolder") -> None:
+def _tell(folder: RunFolder) -> None:
     readings = [line for line in folder.read_metrics() if "loss" in line]
     lines = [f"\ntrained: {folder.root}  (metrics.jsonl, tensorboard/, checkpoints/)"]
     if readings:  # a finished run that is resumed takes no step, and its log may be gone

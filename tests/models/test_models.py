@@ -100,7 +100,7 @@ def test_an_unknown_model_lists_the_known_ones() -> None:
         build_model(ModelConfig(name="dlmr"), InputSizes(1, 0, 0))
     assert str(caught.value) == (
         f"model.name = 'dlmr' is unknown: known are {', '.join(sorted(MODELS))}. "
-        "Choose one of them, or register yours in models/__init__.py"
+        "Choose one of them, or register yours in models/registry.py"
     )
 
 

@@ -1,0 +1,31 @@
+"""What a run ran on: machine, data and versions."""
+
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+PACKAGES = ("gmeta", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "pyarrow", "numpy")
+
+
+def describe_environment(world_size: int, fingerprint: str) -> dict[str, Any]:
+    """As a run folder keeps it; `fingerprint` is that of the dataset."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "world_size": world_size,
+        "dataset_fingerprint": fingerprint,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "threads_per_rank": torch.get_num_threads(),
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "packages": versions,
+    }
