@@ -1,4 +1,4 @@
-"""From a config to its dataset, model and readers.
+"""From a config to its dataset and model.
 
 Needs neither ranks nor TorchRec: a launcher finds what is wrong before it starts anything.
 """
@@ -15,7 +15,7 @@ from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner
 from gmeta.numerics import BF16
 from gmeta.table_sharding import check_sharding
-from metaio import BatchReader, Dataset, open_dataset
+from metaio import Dataset, open_dataset
 from metaio.features import Features
 from models.config import InputSizes, ModelConfig, SparseColumn
 from models.registry import build_model
@@ -126,38 +126,4 @@ def input_sizes(features: Features) -> InputSizes:
         len(features.dense),
         tuple(SparseColumn(feature.name, feature.table) for feature in features.single),
         tuple(SparseColumn(feature.name, feature.table) for feature in features.multi),
-    )
-
-
-def open_reader(
-    config: TrainConfig, dataset: Dataset, split: str, rank: int, world_size: int
-) -> BatchReader:
-    """A rank's share of a split; the training split in the config's order, others as stored.
-
-    Raises:
-        ConfigError: the order does not suit itself or the number of ranks.
-    """
-    training = split == config.data.train_split
-    try:
-        return _reader(config, dataset, split, training, rank, world_size)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _reader(
-    config: TrainConfig, dataset: Dataset, split: str, training: bool, rank: int, world_size: int
-) -> BatchReader:
-    return BatchReader(
-        dataset,
-        split,
-        tasks_per_step=config.data.tasks_per_step,
-        rank=rank,
-        world_size=world_size,
-        seed=config.run.seed,
-        shuffle=training and config.data.shuffle,
-        lanes=config.data.lanes,
-        window_blocks=config.data.window_blocks or None,
-        drop_last=training and config.data.drop_last,
-        blocks_per_step=config.data.blocks_per_step if training else 0,
-        threads=config.data.threads,
     )

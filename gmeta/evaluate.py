@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 from torchrec.distributed import DistributedModelParallel
 
-from gmeta.build import build, open_reader
+from gmeta.build import build
 from gmeta.checkpoint import checkpoint_to_use, load_checkpoint
 from gmeta.config import TrainConfig
 from gmeta.episodes import Episodes
@@ -29,6 +29,7 @@ from gmeta.parallel import (
     local_learner,
     shard_learner,
 )
+from gmeta.reading import open_reader
 from gmeta.report.runs import EvaluatedRun
 from gmeta.run_folder import ENVIRONMENT_FILE, RunFolder
 from gmeta.table_sharding import ShardingConfig

@@ -19,10 +19,10 @@ from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.manifest import MANIFEST_FILE_NAME, ShardManifest, load_manifest
 from gmeta.antdt.model import MAX_EPOCHS, MAX_SHARDS_PER_LEASE_CALL, DatasetSpec
 from gmeta.antdt.stream import UnitStream
-from gmeta.build import open_reader
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.parallel import Ranks, barrier, value_of_first
+from gmeta.reading import open_reader
 from gmeta.shard_service import connect, own_service, service_address
 from metaio import Dataset, EpisodeRange, RangeReader, TaskBatch
 from metaio.reader import DEFAULT_CACHE_BYTES

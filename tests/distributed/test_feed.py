@@ -10,12 +10,13 @@ import pytest
 
 from gmeta.antdt import ShardClient
 from gmeta.antdt.server import ServiceConfig, ShardServer
-from gmeta.build import check_source, open_reader
+from gmeta.build import check_source
 from gmeta.config import DataConfig, RunConfig, TrainConfig
 from gmeta.episodes import support_and_query
 from gmeta.errors import ConfigError, UserError
 from gmeta.feed import ServiceFeed, open_feed, tasks_per_shard
 from gmeta.parallel import Ranks, in_step
+from gmeta.reading import open_reader
 from metaio import open_dataset
 from tests.distributed.harness import on_ranks
 
