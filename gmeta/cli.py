@@ -21,7 +21,7 @@ from gmeta.errors import GMetaError
 # torch, and nobody waits seconds for the help of `prepare`.
 COMMANDS = {
     "prepare": ("gmeta.commands.prepare", "prepare"),
-    "inspect": ("gmeta.commands.prepare", "inspect"),
+    "inspect": ("gmeta.commands.inspect", "inspect"),
     "train": ("gmeta.commands.train", "train"),
     "config": ("gmeta.commands.train", "show_config"),
     "evaluate": ("gmeta.commands.evaluate", "evaluate"),

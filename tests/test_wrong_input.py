@@ -19,7 +19,6 @@ from gmeta.build import check_labels
 from gmeta.commands.antdt import antdt_sim
 from gmeta.commands.evaluate import evaluate
 from gmeta.commands.export import export, predict
-from gmeta.commands.prepare import Recipe, prepare
 from gmeta.config import config_from_dict, load_config
 from gmeta.environment import describe_environment
 from gmeta.errors import ConfigError, UserError
@@ -182,10 +181,6 @@ IS_URL = (
         (
             partial(predict, Path("model"), "s.parquet", "q.parquet", Path("/")),
             "--out = '/' is a folder: a file is needed. Name one in it",
-        ),
-        (
-            partial(prepare, ["out"], Path("schema.toml"), Recipe.SYNTHETIC),
-            "both --schema and --recipe are given: a dataset comes of one. Leave one out",
         ),
     ],
 )

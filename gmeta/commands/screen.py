@@ -4,6 +4,7 @@ import os
 import sys
 
 from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 # In a file or a pipe rich takes 80 columns for granted, and folds: a cell that is folded can
 # neither be read nor found by a script.
@@ -28,3 +29,14 @@ def screen(*, stderr: bool = False) -> Console:
 def show_table(console: Console, table: RenderableType) -> None:
     """One or several; cells are folded where a terminal is too narrow for them."""
     console.print(table, soft_wrap=False)
+
+
+def progress_bars() -> Progress:
+    """On standard error, gone when the work is done."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True), transient=True)

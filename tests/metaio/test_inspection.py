@@ -2,14 +2,17 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from gmeta.cli import app
+from gmeta.commands.prepare import OPTIONS
 from metaio import open_dataset
 from metaio.inspection import damage, summarise
 from tests.metaio.conftest import FEATURES, WriteFn, make_rows
@@ -66,6 +69,11 @@ def test_inspect_prints_tables_and_draws(write: WriteFn, tmp_path: Path) -> None
 
 def test_inspect_verify_ends_with_code_1_on_damage(write: WriteFn) -> None:
     path = write({"train": make_rows(40)})
+    code, output = run("inspect", path, "--verify", "--picture", "x.png")
+    assert (code, output) == (
+        1,
+        "--picture has no effect with --verify, which draws none. Leave one out",
+    )
     code, output = run("inspect", path, "--verify")
     assert code == 0
     assert "is intact: 8 files, every checksum matches." in output
@@ -107,6 +115,29 @@ def test_prepare_by_schema_from_the_command_line(tmp_path: Path) -> None:
             "only OUT is given. Run: gmeta prepare --schema FILE INPUT... OUT",
         ),
         (
+            ["out", "--schema", "s.toml", "--recipe", "synthetic"],
+            "both --schema and --recipe are given: a dataset comes of one. Leave one out",
+        ),
+        (
+            ["in", "out", "--schema", "s.toml", "--seed", "1"],
+            "--seed has no effect with --schema: it is for --recipe synthetic and --recipe "
+            "movielens-1m. Leave it out",
+        ),
+        (
+            ["out", "--recipe", "synthetic", "--block-rows", "65536"],  # its default, but given
+            "--block-rows has no effect with --recipe synthetic: it is for --schema and --schema "
+            "--spark. Leave it out",
+        ),
+        (
+            ["in", "out", "--recipe", "movielens-1m", "--rows", "5", "9"],
+            "--rows has no effect with --recipe movielens-1m: it is for --recipe synthetic. "
+            "Leave it out",
+        ),
+        (
+            ["in", "out", "--schema", "s.toml", "--spark", "--threads", "2"],
+            "--threads has no effect with --schema --spark: it is for --schema. Leave it out",
+        ),
+        (
             ["in", "out", "--schema", "s.toml", "--memory", "lots"],
             "--memory is 'lots'; a size such as 512MB or 2GB is needed. Correct it",
         ),
@@ -114,6 +145,12 @@ def test_prepare_by_schema_from_the_command_line(tmp_path: Path) -> None:
 )
 def test_wrong_arguments_are_one_line(arguments: list[str], message: str) -> None:
     assert run("prepare", *arguments) == (1, message)
+
+
+def test_every_option_of_prepare_is_used_by_something() -> None:
+    command: Any = typer.main.get_command(app)
+    names = {option.name for option in command.get_command(None, "prepare").params}
+    assert names - {"paths", "overwrite"} == set.union(*OPTIONS.values())
 
 
 def test_prepare_synthetic_from_the_command_line(tmp_path: Path) -> None:

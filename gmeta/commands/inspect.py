@@ -1,0 +1,159 @@
+"""`gmeta inspect`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from gmeta.commands.inspect_run import inspect_checkpoint, inspect_run, is_checkpoint, is_run
+from gmeta.commands.screen import progress_bars, screen, show_table
+from gmeta.errors import UserError
+from gmeta.local_paths import check_local
+
+if TYPE_CHECKING:
+    from metaio import Dataset
+    from metaio.inspection import SplitSummary
+
+
+def inspect(
+    path: Annotated[
+        str, typer.Argument(help="a prepared dataset (folder or URL), a run or a checkpoint")
+    ],
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="check every checksum; exit code 1 if one differs"),
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="dataset: write a PNG of episode sizes and id skew")
+    ] = None,
+) -> None:
+    """Show what a dataset holds: tasks, rows, support and query sizes, ids in use and their skew.
+
+    Of a run or a checkpoint: which step, who wrote it, tables, layers, and whether all of it is
+    there.
+
+    gmeta inspect data/ml --picture data/ml.png
+
+    gmeta inspect s3://bucket/clicks --verify
+
+    gmeta inspect runs/demo/maml
+    """
+    # A URL is neither, and goes on to the datasets.
+    if is_run(Path(path)) or is_checkpoint(Path(path)):
+        if picture is not None:
+            raise UserError(f"{path} is no dataset: --picture is for datasets. Leave it out")
+        (inspect_run if is_run(Path(path)) else inspect_checkpoint)(Path(path), verify)
+        return
+    from metaio import open_dataset
+    from metaio.inspection import damage, summarise
+
+    if picture is not None:
+        check_local("--picture", picture)
+        if verify:
+            raise UserError(
+                "--picture has no effect with --verify, which draws none. Leave one out"
+            )
+    dataset = open_dataset(path)
+    console = screen()
+    with progress_bars() as progress:
+        bar = progress.add_task("reading", total=None)
+
+        def advance(done: int, total: int) -> None:
+            progress.update(bar, completed=done, total=total)
+
+        if verify:
+            messages = damage(dataset, advance)
+        else:
+            summaries = summarise(dataset, advance)
+    if verify:
+        _verdict(console, dataset, messages)
+        return
+    _describe(console, dataset, summaries)
+    if picture is not None:
+        from metaio.picture import draw
+
+        draw(summaries, picture)
+        console.print(f"picture: {picture}")
+
+
+def _verdict(console: Console, dataset: "Dataset", messages: list[str]) -> None:
+    for message in messages:
+        console.print(message)
+    if messages:
+        raise typer.Exit(1)
+    num_files = 1 + sum(1 for _ in dataset.files())
+    console.print(f"{dataset.url} is intact: {num_files} files, every checksum matches.")
+
+
+def _describe(console: Console, dataset: "Dataset", summaries: list["SplitSummary"]) -> None:
+    manifest = dataset.manifest
+    console.print(
+        f"task {dataset.task}, label {dataset.label}, seed {manifest.seed}, "
+        f"protocol: {manifest.protocol or 'none'}\nfingerprint {dataset.fingerprint}"
+    )
+    show_table(console, _sizes(summaries))
+    if summaries:
+        show_table(console, _tables(summaries[0]))
+        console.print(_unknown(summaries))
+
+
+def _table(title: str, *heads: str) -> Table:
+    """Narrow enough for 80 columns: no rules between columns, numbers to the right."""
+    table = Table(*heads, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns:
+        column.no_wrap = True
+        column.justify = "left" if column is table.columns[0] else "right"
+    return table
+
+
+def _sizes(summaries: list["SplitSummary"]) -> Table:
+    title = "Episodes (support and query rows: least / median / most)"
+    heads = ("split", "tasks", "episodes", "rows", "support", "query", "label")
+    table = _table(title, *heads)
+    for summary in summaries:
+        table.add_row(
+            summary.name,
+            f"{summary.num_tasks:,}",
+            f"{len(summary.support_T):,}",
+            f"{summary.num_rows:,}",
+            _spread(summary.support_T.tolist()),
+            _spread(summary.query_T.tolist()),
+            f"{summary.label_mean:.3f}",
+        )
+    return table
+
+
+def _spread(sizes: list[int]) -> str:
+    if not sizes:
+        return "-"
+    return f"{min(sizes):,} / {sorted(sizes)[len(sizes) // 2]:,} / {max(sizes):,}"
+
+
+def _tables(summary: "SplitSummary") -> Table:
+    from metaio.inspection import SKEW_PERCENT
+
+    skew = [f"top {percent} %" for percent in SKEW_PERCENT]
+    title = f"Embedding tables in {summary.name} (share of uses by the most used ids)"
+    table = _table(title, "table", "rows", "ids used", *skew)
+    for use in summary.tables:
+        shares = [_percent(use.top_share(percent)) for percent in SKEW_PERCENT]
+        table.add_row(use.name, f"{use.num_rows:,}", f"{use.num_used:,}", *shares)
+    return table
+
+
+def _unknown(summaries: list["SplitSummary"]) -> str:
+    """Tables whose row 0 is used, and by how much of each split: what a model could not learn."""
+    lines = []
+    for index, table in enumerate(summaries[0].tables):
+        shares = {s.name: s.tables[index].unknown_share for s in summaries}
+        told = [f"{name} {_percent(share)}" for name, share in shares.items() if share > 0]
+        if told:
+            lines.append(f"  {table.name}: {', '.join(told)}")
+    return "\n".join(["Ids outside the vocabulary (row 0):", *lines]) if lines else ""
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
