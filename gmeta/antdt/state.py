@@ -107,7 +107,8 @@ class LedgerState:
             table.set_state(position, ShardState.DOING)
             self.leases[token] = Lease(token, event.dataset, position, event.worker_id)
             worker.tokens.add(token)
-        self.token_counter = (event.first_token & TOKEN_COUNTER_MASK) + len(event.items)
+        last_token = event.first_token + len(event.items) - 1
+        self.token_counter = last_token & TOKEN_COUNTER_MASK
         self._record_call(event)
 
     def _backup_granted(self, event: ev.BackupGranted) -> None:
