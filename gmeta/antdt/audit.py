@@ -60,9 +60,16 @@ def _before(new: DatasetManifest, old: DatasetManifest) -> bool:
     """Whether `new` lacks something that `old` has trained."""
     if new.epoch != old.epoch:
         return new.epoch < old.epoch
-    return any(
-        not any(left <= start and end <= right for left, right in new.done)
-        for start, end in old.done
+
+    def is_done(start: int, end: int) -> bool:
+        return any(left <= start and end <= right for left, right in new.done)
+
+    # Shards that are in the model in part: as much of each, or all of it by now.
+    units_done = {item.position: item.units_done for item in new.exceptions}
+    return not all(is_done(start, end) for start, end in old.done) or any(
+        item.units_done > units_done.get(item.position, 0)
+        and not is_done(item.position, item.position + 1)
+        for item in old.exceptions
     )
 
 

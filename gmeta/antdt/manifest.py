@@ -47,6 +47,11 @@ class DatasetManifest:
     quarantined: tuple[Exceptional, ...] = ()
 
     @property
+    def exceptions(self) -> tuple[Exceptional, ...]:
+        """Every shard that has something to remember."""
+        return (*self.partial, *self.skipped, *self.quarantined)
+
+    @property
     def num_done(self) -> int:
         """Shards that are in the model as a whole."""
         return sum(end - start for start, end in self.done)
@@ -59,7 +64,7 @@ class DatasetManifest:
             for index in map(order.index_of, range(start, end)):
                 first = self.spec.start_of(index)
                 yield first, first + self.spec.length_of(index)
-        for item in (*self.partial, *self.skipped, *self.quarantined):
+        for item in self.exceptions:
             if item.units_done:
                 first = self.spec.start_of(order.index_of(item.position))
                 yield first, first + item.units_done
@@ -200,7 +205,7 @@ def restore_table(table: ShardTable, entry: DatasetManifest | None) -> None:
     ):
         for item in items:
             table.states[item.position] = state
-    for item in (*entry.partial, *entry.skipped, *entry.quarantined):
+    for item in entry.exceptions:
         if item.units_done:
             table.units_done[item.position] = item.units_done
         if item.attempts:
@@ -225,8 +230,8 @@ def _check_positions(dataset: DatasetManifest, source: str) -> None:
     """Every position at most once and inside the dataset, every offset inside its shard."""
     spec = dataset.spec
     order = ShardOrder(spec.num_shards, spec.seed, dataset.epoch, spec.shuffle)
-    exceptions = (*dataset.partial, *dataset.skipped, *dataset.quarantined)
-    runs = sorted([*dataset.done, *((item.position, item.position + 1) for item in exceptions)])
+    exceptions = ((item.position, item.position + 1) for item in dataset.exceptions)
+    runs = sorted([*dataset.done, *exceptions])
     # Sorted runs that neither overlap nor leave the dataset give edges that never fall.
     edges = [0, *(edge for run in runs for edge in run), spec.num_shards]
     if any(left > right for left, right in itertools.pairwise(edges)):
@@ -235,7 +240,7 @@ def _check_positions(dataset: DatasetManifest, source: str) -> None:
             f"0..{spec.num_shards - 1}: "
             "a unit would be trained twice or never. Use a manifest that the service wrote."
         )
-    for item in exceptions:
+    for item in dataset.exceptions:
         length = spec.length_of(order.index_of(item.position))
         if not 0 <= item.units_done <= length:
             raise ManifestError(

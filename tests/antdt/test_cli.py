@@ -100,6 +100,34 @@ def test_an_operator_command_without_a_dataset_name_asks_for_one(server: ShardSe
     )
 
 
+def test_a_command_about_one_of_two_datasets_asks_which(
+    server: ShardServer, client: ShardClient
+) -> None:
+    client.register_dataset(DatasetSpec("valid", 10, 4))
+    with pytest.raises(AntdtError) as unnamed:
+        run(server, "requeue", "1")
+    assert str(unnamed.value) == (
+        "the service has 2 datasets, train, valid; a command is about one. Pass --dataset NAME."
+    )
+
+
+def test_a_state_that_no_shard_has_is_named_with_those_that_there_are() -> None:
+    result = CliRunner().invoke(shards, ["ls", "--state", "lost"])
+    assert result.exit_code == 2
+    # In a frame that is as wide as the terminal.
+    told = " ".join(result.output.replace("\u2502", " ").split())
+    assert (
+        "'lost' is no shard state; known are todo, doing, done_open, done_committed, skipped, "
+        "quarantined"
+    ) in told
+
+
+def test_ls_says_when_it_leaves_shards_out(server: ShardServer, client: ShardClient) -> None:
+    shown = run(server, "ls", "--limit", "2").splitlines()
+    assert shown[-1] == "more follow; this is --limit 2"
+    assert len(shown) == len(run(server, "ls").splitlines())  # one shard less, one line more
+
+
 def checkpoint(client: ShardClient, folder: Path, name: str) -> Path:
     client.flush()
     path = folder / name

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from gmeta.antdt.auth import Tokens
 from gmeta.antdt.client import ShardClient
 from gmeta.antdt.connection import Connection, ConnectionConfig
-from gmeta.antdt.credentials import CredentialError
+from gmeta.antdt.credentials import CredentialError, ServerTls
 from gmeta.antdt.errors import RefusedError, ServiceUnavailableError
 from gmeta.antdt.log import LOGGER_NAME
 from gmeta.antdt.rate import CallLimits, RateLimit
@@ -350,6 +350,38 @@ def test_tokens_without_tls_do_not_leave_this_machine(tokens: Path) -> None:
         "--listen 0.0.0.0:0 can be reached from other machines, and of what protects a service "
         f"there is --tokens {tokens}; --tls-cert, --tls-key and one of --tls-client-ca and "
         "--tokens are needed. Pass them, or listen on 127.0.0.1."
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({"cert": Path("c")}, "--tls-key"),
+        ({"key": Path("k")}, "--tls-cert"),
+        ({"client_ca": Path("a")}, "--tls-cert and --tls-key"),
+    ],
+)
+def test_half_of_a_services_tls_is_refused(given: dict[str, Path], missing: str) -> None:
+    with pytest.raises(CredentialError) as half:
+        ServerTls.of(**{"cert": None, "key": None, "client_ca": None, **given})
+    assert str(half.value) == (
+        f"TLS needs a certificate and its key; not given: {missing}. Pass both."
+    )
+
+
+@pytest.mark.parametrize("half", [{"tls_cert": Path("c")}, {"tls_key": Path("c")}])
+def test_half_of_a_clients_certificate_is_refused(half: dict[str, Path], pki: Authority) -> None:
+    with pytest.raises(CredentialError) as bad:
+        Connection(ConnectionConfig("127.0.0.1:1", tls_ca=pki.ca, **half))
+    assert str(bad.value) == (
+        "a client certificate needs its key; only c is given. Pass both, --tls-cert and --tls-key "
+        "(in Python, tls_cert and tls_key), or neither."
+    )
+    with pytest.raises(CredentialError) as bare:
+        Connection(ConnectionConfig("127.0.0.1:1", **half))
+    assert str(bare.value) == (
+        "a client certificate (c) needs TLS, and no certificate authority is given. Name the file "
+        "with the service's: --tls-ca (in Python, tls_ca)."
     )
 
 

@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from gmeta.antdt import commands as cmd
 from gmeta.antdt.address import AddressError, check_free
 from gmeta.antdt.client import ShardClient
-from gmeta.antdt.errors import FencedError, StoreTakenError
+from gmeta.antdt.edge import Edge
+from gmeta.antdt.errors import FencedError, RefusedError, StoreTakenError
 from gmeta.antdt.model import Caller, DatasetSpec
 from gmeta.antdt.server import SERVICE_NAME, ServiceConfig, ShardServer
 from gmeta.cli import app
@@ -331,6 +332,41 @@ def test_an_address_of_another_machine_is_named() -> None:
         "cannot serve at --listen 192.0.2.1:7070: cannot assign requested address. Name an "
         "address of this machine."
     )
+
+
+def test_metrics_that_cannot_be_served_end_the_start_and_free_the_store(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 's.db'}"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(UserError) as busy:
+            ShardServer(ServiceConfig("127.0.0.1:0", url, metrics_listen=address))
+    assert str(busy.value) == (
+        f"cannot listen on {address} for metrics: Address already in use. Choose another "
+        "--metrics-listen."
+    )
+    ShardServer(ServiceConfig("127.0.0.1:0", url)).stop(0.0)
+
+
+@pytest.mark.parametrize("compute_ms", [-1.0, float("inf"), float("nan")])
+def test_a_report_with_a_time_that_is_none_is_refused(stub: Any, compute_ms: float) -> None:
+    report = pb.WorkerReport(step=1, tasks_done=1, compute_ms=compute_ms)
+    beat = pb.HeartbeatRequest(caller=caller(stub), report=report)
+    assert refused(lambda: stub.Heartbeat(beat)) == (
+        "INVALID_ARGUMENT",
+        "BAD_ARGUMENT",
+        f"the report's times are ({compute_ms}, 0.0, 0.0, 0.0) ms; allowed are finite numbers from "
+        "0. Correct it.",
+    )
+
+
+def test_a_service_that_still_reads_its_store_asks_for_a_moment() -> None:
+    with pytest.raises(RefusedError) as early:
+        Edge(lease_ttl_s=30.0).ask(cmd.Tick())
+    assert (early.value.code, early.value.reason) == ("UNAVAILABLE", "SHUTTING_DOWN")
+    assert str(early.value) == "the service is recovering its store; retry in a moment."
+    assert Edge(lease_ttl_s=30.0).read_status() is None
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from gmeta.antdt.simulation.traces import (
     recorded_trace,
     synthetic_trace,
 )
+from gmeta.commands.antdt import antdt_replay
 from gmeta.errors import UserError
 from tests.commands import gmeta
 
@@ -193,6 +194,50 @@ def test_a_recording_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"line 2 of {file} says time_s = 0 and slowdown = -1; both are numbers, slowdown above 0. "
         "Correct the line"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "time_s,worker,slowdown\n",
+            "{file} holds no line after its header: nothing to simulate",
+        ),
+        (
+            "time_s,worker\n0,a\n",
+            "{file} has the columns ['time_s', 'worker']; slowdown is missing. Write "
+            "time_s,worker,slowdown in the first line",
+        ),
+        (
+            "",
+            "{file} has the columns None; slowdown, time_s, worker is missing. Write "
+            "time_s,worker,slowdown in the first line",
+        ),
+        (
+            "time_s,worker,slowdown\n0,a\n",
+            "line 2 of {file} says time_s = 0 and slowdown = None; both are numbers, slowdown "
+            "above 0. Correct the line",
+        ),
+    ],
+)
+def test_a_recording_without_what_it_needs_is_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text(text)
+    with pytest.raises(TraceError) as caught:
+        recorded_trace(file, seed=0)
+    assert str(caught.value) == message.format(file=file)
+
+
+def test_a_log_without_a_decision_cannot_be_replayed(tmp_path: Path) -> None:
+    log = tmp_path / "decisions.jsonl"
+    log.write_text("\n")
+    with pytest.raises(UserError) as caught:
+        antdt_replay(log)
+    assert str(caught.value) == (
+        f"{log} is empty: the service decided nothing yet. Nothing to replay"
     )
 
 

@@ -234,6 +234,42 @@ def test_a_full_disk_rolls_the_batch_back_and_later_appends_work(tmp_path: Path)
     assert plain(store.load()[1]) == plain([batch(0, b"kept"), batch(1, b"after")])
 
 
+def test_a_disk_that_fails_to_write_is_told_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SqliteStore(tmp_path / "s.db")
+    store.claim()
+    store.append(batch(0, b"a"))
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    with pytest.raises(StoreFailedError) as failed:
+        store.sync()
+    assert str(failed.value) == (
+        f"the disk under {tmp_path / 's.db'} failed to write: Input/output error. What was not yet "
+        "acknowledged may be lost. Check the disk, then start the service again."
+    )
+
+
+def test_a_missing_record_is_found_before_anything_is_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    store = SqliteStore(path)
+    committer = Committer(store, FakeClock())
+    for worker_id in ("a", "b"):
+        committer.commit([cmd.Register(worker_id, "p", None)])
+    store.close()
+    with closing(sqlite3.connect(path)) as database, database:
+        assert database.execute("DELETE FROM log WHERE first_event = 1").rowcount == 1
+    with pytest.raises(StoreFailedError) as caught:
+        Committer(SqliteStore(path), FakeClock())
+    assert str(caught.value) == (
+        "the ledger's hash chain is broken: event 1 is missing. The store was damaged or edited: "
+        "restore it from a backup, or delete it: the manifest in a checkpoint rebuilds the service."
+    )
+
+
 @pytest.mark.parametrize("url", ["", "sqlite://", "sqlite:///", "postgres://x", "file.db"])
 def test_an_unknown_store_names_the_known_ones(url: str) -> None:
     with pytest.raises(StoreError) as unknown:

@@ -95,7 +95,8 @@ def test_a_failed_fsync_ends_the_service_without_an_answer(harness: Harness) -> 
     assert not completing.lock.acquire(timeout=0.1)
     with pytest.raises(RefusedError) as refused:
         harness.send(cmd.Tick())
-    assert refused.value.reason == "SHUTTING_DOWN"
+    assert (refused.value.code, refused.value.reason) == ("UNAVAILABLE", "SHUTTING_DOWN")
+    assert str(refused.value) == "the service is shutting down; retry: its successor answers."
 
 
 def test_stop_answers_what_is_queued(harness: Harness) -> None:
