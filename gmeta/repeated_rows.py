@@ -12,6 +12,9 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
+# Marks for so many rows of the tables take no more memory than one row that is asked for, 32 wide.
+MARKS_OF_A_ROW = 32
+
 
 @final
 class RepeatedRows:
@@ -19,33 +22,34 @@ class RepeatedRows:
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
-        # The last place of a row is written before it is read, whatever stands here. Only rows out
-        # of order need it.
+        # The last place of a row is written before it is read, whatever stands here.
         self._last_R: npt.NDArray[np.int32] | None = None
 
     def places(self, parts: Sequence[Ints]) -> tuple[Ints, Ints]:
         """In parts that are not empty, one behind the other: the places of rows that stand again
         later, ascending, and the last place of each of these rows.
         """
-        # As every rank asks for the ids of a batch of one block.
-        if all((part[1:] > part[:-1]).all() for part in parts):
+        # Every rank asks for the ids of a batch of one block in order.
+        in_order = all((part[1:] > part[:-1]).all() for part in parts)
+        if in_order and len(parts) == 1:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        num_places = sum(part.size for part in parts)
+        if in_order and self._num_rows > MARKS_OF_A_ROW * num_places:
             return _places_in_order(parts)
         if self._last_R is None:
             self._last_R = np.empty(self._num_rows, np.int32)
         rows_N = np.concatenate(parts)
-        places_N = np.arange(rows_N.size, dtype=np.int32)
+        places_N = np.arange(num_places, dtype=np.int32)
         self._last_R[rows_N] = places_N
-        last_N = self._last_R[rows_N]
+        last_N = self._last_R.take(rows_N)
         again_A = np.flatnonzero(last_N != places_N)
-        return again_A, last_N[again_A].astype(np.int64)
+        return again_A, last_N.take(again_A).astype(np.int64)
 
 
 def _places_in_order(parts: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """The same where the rows of every part ascend: merging them takes a third of the time of
-    reading and writing memory of all rows of the tables.
+    """The same where the rows of every part ascend, by merging them, without memory of all rows of
+    the tables; where few rows stand again it takes no longer.
     """
-    if len(parts) == 1:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
     merged_N = np.sort(np.concatenate(parts), kind="stable")  # merges runs
     row_C = np.unique(merged_N[1:][merged_N[1:] == merged_N[:-1]])
     last_C = np.full(row_C.size, -1)

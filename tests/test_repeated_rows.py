@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from gmeta.repeated_rows import Ints, RepeatedRows
+from gmeta.repeated_rows import MARKS_OF_A_ROW, Ints, RepeatedRows
 
 NUM_ROWS = 90
+# Too many for marks of all of them, whatever is asked for here.
+MANY_ROWS = 1 + MARKS_OF_A_ROW * 8 * NUM_ROWS
 
 
 def expected_places(rows: list[int]) -> list[tuple[int, int]]:
@@ -22,11 +24,14 @@ def some_parts(ranks: int, ascending: bool) -> list[Ints]:
     return parts if ascending else [generator.permutation(part) for part in parts]
 
 
+@pytest.mark.parametrize("num_rows", [NUM_ROWS, MANY_ROWS])
 @pytest.mark.parametrize("ascending", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_places_of_rows_that_stand_again_are_found(ranks: int, ascending: bool) -> None:
+def test_places_of_rows_that_stand_again_are_found(
+    ranks: int, ascending: bool, num_rows: int
+) -> None:
     parts = some_parts(ranks, ascending)
-    repeated = RepeatedRows(NUM_ROWS)
+    repeated = RepeatedRows(num_rows)
     for _ in range(2):  # whatever the first search left behind
         again_A, last_A = repeated.places(parts)
         found = list(zip(again_A.tolist(), last_A.tolist(), strict=True))
@@ -40,7 +45,8 @@ def test_rows_of_one_part_may_repeat() -> None:
     assert last_A.tolist() == [5, 4, 5]
 
 
-def test_rows_that_stand_once_have_no_places() -> None:
+@pytest.mark.parametrize("num_rows", [NUM_ROWS, MANY_ROWS])
+def test_rows_that_stand_once_have_no_places(num_rows: int) -> None:
     for parts in ([np.arange(5)], [np.arange(5), np.arange(5, 9)], [np.arange(9)[::-1]]):
-        again_A, last_A = RepeatedRows(NUM_ROWS).places(parts)
+        again_A, last_A = RepeatedRows(num_rows).places(parts)
         assert again_A.size == last_A.size == 0
