@@ -3,8 +3,9 @@
 Counted by the kernel: the bytes that TCP received on the sockets of every process group, the
 headers of gloo's messages included, summed over all ranks. The bound is what a step of this data
 must move if it moves each row once: deduplicated rows x width x bytes x (N-1)/N out and their
-gradients back, and 2 K (N-1)/N values a rank for the AllReduce of K layer weights. It counts no
-ids, numbers of ids or totals. The naive scheme looks up support and query rows apart, an id for
+gradients back, and 2 K (N-1)/N values a rank for the AllReduce of K layer weights. In first order
+(fomaml) only rows that query rows use have a gradient to send back. It counts no ids, numbers of
+ids or totals. The naive scheme looks up support and query rows apart, an id for
 every row and feature, in 8 bytes each and float32, and gathers the layers' gradients at one rank,
 which sends the sums back.
 
@@ -15,6 +16,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +87,14 @@ class WireCount:
 class TensorCount:
     """Bytes of the tensors given to AlltoAll, without a rank's own part, by kind."""
 
-    def __init__(self, rows: dist.ProcessGroup) -> None:
+    def __init__(self) -> None:
         self.bytes = {"ids": 0, "rows": 0, "gradients": 0}
-        self._rows = rows
         self._swap = dist.all_to_all_single
-        self._kinds = iter(())
+        # No step looks up its rows before the one before it has sent its gradients.
+        self._kinds = cycle(("rows", "gradients"))
 
-    def step(self, work: Callable[[], object]) -> None:
-        """Count a step: how many ids, the ids, rows, gradients, in this order."""
-        self._kinds = iter(("ids", "ids", "rows", "gradients"))
+    def of(self, work: Callable[[], object]) -> None:
+        """Count these steps."""
         dist.all_to_all_single = self._counted
         try:
             work()
@@ -101,7 +102,8 @@ class TensorCount:
             dist.all_to_all_single = self._swap
 
     def _counted(self, taken: torch.Tensor, given: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        self.bytes[next(self._kinds)] += given.numel() * given.element_size()
+        kind = next(self._kinds) if given.is_floating_point() else "ids"
+        self.bytes[kind] += given.numel() * given.element_size()
         return self._swap(taken, given, *rest, **named)
 
 
@@ -128,12 +130,13 @@ def naive_step(batch: Any, num_layer_weights: int, ranks: Any) -> None:
     dist.broadcast(layers, src=0)
 
 
-def count_on_rank(rank: int, world_size: int, folder: str, wire_dtype: str) -> None:
+def count_on_rank(rank: int, world_size: int, folder: str, wire_dtype: str, algorithm: str) -> None:
     """One rank; rank 0 saves mean bytes a step of all ranks together."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     from gmeta.adaptation.config import AlgorithmConfig
     from gmeta.config import TrainConfig
+    from gmeta.episodes import ids_of_query_rows
     from gmeta.learner import MetaLearner
     from gmeta.optimizers import build_optimizer
     from gmeta.parallel import in_step, shard_learner, start_ranks
@@ -146,7 +149,7 @@ def count_on_rank(rank: int, world_size: int, folder: str, wire_dtype: str) -> N
     model = ModelConfig(name="dlrm", embedding_dim=WIDTH, hidden=(256, 128), interaction="cat")
     config = TrainConfig(
         model=model,
-        algorithm=AlgorithmConfig(name="fomaml"),
+        algorithm=AlgorithmConfig(name=algorithm),
         sharding=ShardingConfig(wire_dtype=wire_dtype, dense_wire_dtype=wire_dtype),
     )
     learner = MetaLearner(
@@ -160,39 +163,33 @@ def count_on_rank(rank: int, world_size: int, folder: str, wire_dtype: str) -> N
         random_batch(features, share, share, seed=100 * rank + i, skew=SKEW) for i in range(STEPS)
     ]
 
-    def train(one_by_one: Callable[[Callable[[], object]], object] | None = None) -> None:
-        steps = in_step(
-            iter(batches),
-            learner.arrange,
-            features,
-            ranks,
-            sharded=None if one_by_one else sharded,
-        )
+    def train() -> None:
+        steps = in_step(iter(batches), learner.arrange, features, ranks, sharded=sharded)
         for episodes, totals in steps:
-
-            def work(
-                episodes: Any = episodes, weight: float = world_size / totals.num_terms
-            ) -> None:
-                sharded(episodes, weight).backward()
-                optimizer.step()
-
-            one_by_one(work) if one_by_one else work()
+            sharded(episodes, world_size / totals.num_terms).backward()
+            optimizer.step()
 
     train()
     wire = WireCount({"control": ranks.control, "rows": ranks.rows, "dense": dist.group.WORLD})
-    tensors = TensorCount(ranks.rows)
-    train(tensors.step)
+    tensors = TensorCount()
+    tensors.of(train)
     counted = torch.tensor(list(tensors.bytes.values()))
     dist.all_reduce(counted, group=ranks.control)
     by_kind = dict(zip(tensors.bytes, counted.tolist(), strict=True))
     ours = wire.of(train)
     naive = wire.of(lambda: [naive_step(batch, num_weights, ranks) for batch in batches])
-    fetched = torch.tensor([sum(batch.unique_ids_U.numel() for batch in batches)])
-    dist.all_reduce(fetched, group=ranks.control)
+    fetched = sum(batch.unique_ids_U.numel() for batch in batches)
+    learning = (
+        sum(int(ids_of_query_rows(batch).sum()) for batch in batches)
+        if algorithm == "fomaml"
+        else fetched
+    )
+    moved = torch.tensor([fetched + learning])  # rows out, gradients back
+    dist.all_reduce(moved, group=ranks.control)
     remote = (world_size - 1) / world_size
     bytes_of = {"float32": FLOAT_BYTES}.get(wire_dtype, FLOAT_BYTES // 2)
     if rank == 0:
-        bound_rows = 2 * fetched.item() * WIDTH * bytes_of * remote
+        bound_rows = moved.item() * WIDTH * bytes_of * remote
         bound_dense = STEPS * world_size * 2 * num_weights * bytes_of * remote
         result = {
             **by_kind,
@@ -207,36 +204,39 @@ def count_on_rank(rank: int, world_size: int, folder: str, wire_dtype: str) -> N
     os._exit(0)
 
 
-def count(world_size: int, wire_dtype: str) -> dict[str, float]:
+def count(world_size: int, wire_dtype: str, algorithm: str) -> dict[str, float]:
     """Mean bytes a step of all ranks together, by kind."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(count_on_rank, (world_size, folder, wire_dtype), nprocs=world_size)
+        mp.spawn(count_on_rank, (world_size, folder, wire_dtype, algorithm), nprocs=world_size)
         result: dict[str, float] = torch.load(Path(folder) / "out.pt")
         return result
 
 
 def main() -> None:
     options = make_parser(__doc__).parse_args()
-    exact_sizes, half_sizes = ([2, 4], [2]) if options.quick else ([2, 4, 8], [2, 4, 8])
+    sizes, half_sizes = ([2, 4], [2]) if options.quick else ([2, 4, 8], [2, 4, 8])
     print(
         f"{len(ROWS_OF_TABLES)} tables of {ROWS_OF_TABLES[0]} to {ROWS_OF_TABLES[-1]:,} rows "
         f"x {WIDTH}, {TASKS} tasks of {ROWS} + {ROWS} rows a step; KB a step, all ranks together"
     )
     kinds = ["ids", "rows", "gradients", "dense", "rest", "total", "bound", "naive"]
-    found = {(n, "float32"): count(n, "float32") for n in exact_sizes}
-    found |= {(n, "bfloat16"): count(n, "bfloat16") for n in half_sizes}
+    cases = [(n, "float32", "maml") for n in sizes]
+    cases += [(n, "float32", "fomaml") for n in half_sizes]
+    cases += [(n, "bfloat16", "maml") for n in half_sizes]
+    found = {case: count(*case) for case in cases}
     lines = []
-    for (n, dtype), kb in found.items():
+    for (n, *how), kb in found.items():
         ratios = [f"{kb['total'] / kb['bound']:.3f}", f"{kb['naive'] / kb['total']:.2f}"]
-        lines.append([f"{n} {dtype}", *(f"{kb[kind] / 1e3:,.0f}" for kind in kinds), *ratios])
+        name = " ".join([str(n), *how])
+        lines.append([name, *(f"{kb[kind] / 1e3:,.0f}" for kind in kinds), *ratios])
     print_table(["ranks", *kinds, "to bound", "naive to ours"], lines)
-    exact = {n: kb for (n, dtype), kb in found.items() if dtype == "float32"}
+    exact = [kb for (_, dtype, _), kb in found.items() if dtype == "float32"]
     finish(
         "wire",
         {
-            "ratio_to_bound": max(kb["total"] / kb["bound"] for kb in exact.values()),
-            "naive_to_bound": min(kb["naive"] / kb["bound"] for kb in exact.values()),
-            "bytes_a_step": {f"{n} {dtype}": kb for (n, dtype), kb in found.items()},
+            "ratio_to_bound": max(kb["total"] / kb["bound"] for kb in exact),
+            "naive_to_bound": min(kb["naive"] / kb["bound"] for kb in exact),
+            "bytes_a_step": {" ".join(map(str, case)): kb for case, kb in found.items()},
             "environment": environment(("torch", "torchrec")),
         },
     )

@@ -114,6 +114,21 @@ class Episodes:
         return rows_UD if self.copies is None else self.copies.pool(rows_UD)
 
 
+def ids_of_query_rows(batch: TaskBatch) -> Tensor:
+    """Which of the batch's unique ids a query row uses: bool [U]."""
+    lengths = np.stack(_side_lengths(batch), axis=1).ravel()  # support, query, support, ...
+    is_query_N = np.repeat(np.arange(lengths.size) % 2 == 1, lengths)
+    query_N = torch.from_numpy(np.flatnonzero(is_query_N))
+    is_used_U = torch.zeros(batch.unique_ids_U.numel(), dtype=torch.bool)
+    used = [batch.positions_NF.index_select(0, query_N).flatten()]
+    if batch.multi_positions_V.numel():
+        values_N = batch.multi_lengths_NM.sum(dim=1).numpy()
+        used.append(batch.multi_positions_V[torch.from_numpy(np.repeat(is_query_N, values_N))])
+    for positions in used:
+        is_used_U.index_fill_(0, positions.to(torch.int64), True)
+    return is_used_U
+
+
 def plain_rows(batch: TaskBatch) -> Episodes:
     """Every row of the batch on its own, whatever its task and side."""
     return _episodes(batch, None, every_row(batch), batch.num_rows)

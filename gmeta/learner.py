@@ -32,6 +32,7 @@ from gmeta.episodes import (
 )
 from metaio.batch import TaskBatch
 from models.decision import DecisionModel
+from models.gated import GatedModel
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,18 @@ class MetaLearner(nn.Module):
         self._fused = None
         if isinstance(model, DecisionModel) and FusedLoop.suits(model, self._config, self.rates):
             self._fused = FusedLoop(model, self._config, loss, self.rates)
+
+    @property
+    def support_rows_learn(self) -> bool:
+        """Whether the outer gradient reaches embedding rows through the support rows that use them.
+
+        Not in first order: the inner gradients are constants then. But the rows may set gates.
+        """
+        return (
+            self._config.name == PLAIN
+            or self._algorithm.query_loss_of != "first order"
+            or isinstance(self.model, GatedModel)
+        )
 
     def use_general_loop(self) -> None:
         """Never take the fused inner loop: its written-out derivatives know one type of number."""

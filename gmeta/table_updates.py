@@ -157,9 +157,9 @@ class FastGroup:
         weights: Tensor = self.group.weights_host
         return weights
 
-    def rows_ND(self, row_N: Tensor) -> Tensor:
-        """Rows for this rank itself, differentiable."""
-        rows_ND: Tensor = _Lookup.apply(self.weights, self, row_N)
+    def rows_ND(self, row_N: Tensor, num_learning: int) -> Tensor:
+        """Rows for this rank itself; the first so many are differentiable."""
+        rows_ND: Tensor = _Lookup.apply(self.weights, self, row_N, num_learning)
         return rows_ND
 
     def look_up(self, row_N: Tensor, rows_ND: Tensor) -> None:
@@ -231,20 +231,23 @@ class _Lookup(torch.autograd.Function):
     """Rows of a group; backward gives their gradients to it, and none to the weights."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, group: FastGroup, row_N: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, weights: Tensor, group: FastGroup, row_N: Tensor, num_learning: int
+    ) -> Tensor:
         rows_ND = weights.view(-1, group.width).index_select(0, row_N)
-        ctx.group, ctx.version = group, weights._version
+        ctx.group, ctx.version, ctx.num_learning = group, weights._version, num_learning
         ctx.save_for_backward(row_N, rows_ND)
         return rows_ND
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        row_N, rows_ND = ctx.saved_tensors
-        grad_ND = grads[0].contiguous()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+        row_N, rows_ND, grad_ND = (
+            x[: ctx.num_learning] for x in (*ctx.saved_tensors, grads[0].contiguous())
+        )
         given = GivenRows(row_N, rows_ND, lambda: grad_ND, ctx.version, None)
         ctx.group.take([given], 1.0)
-        return None, None, None
+        return None, None, None, None
 
 
 def _gathered(parts: Sequence[Tensor], place_A: Tensor) -> Tensor:

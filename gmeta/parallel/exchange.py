@@ -25,10 +25,10 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from gmeta.accumulate import Arranged
-from gmeta.episodes import RowFetch
+from gmeta.episodes import RowFetch, ids_of_query_rows
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.routes import Asked, Ints, Routes, Shard
-from gmeta.parallel.row_swap import RowSwap
+from gmeta.parallel.row_swap import Learning, RowSwap
 from gmeta.parallel.transport import Swap
 from gmeta.table_sharding import WireDtype
 from gmeta.table_updates import FastGroup, table_kernels
@@ -112,6 +112,7 @@ class WireExchange(Exchange):
         width: int,
         wire_dtype: WireDtype,
         ranks: Ranks,
+        support_learns: bool,
     ) -> None:
         shards = [
             Shard(
@@ -127,18 +128,31 @@ class WireExchange(Exchange):
             for shard in sharding.sharding_spec.shards
         ]
         self.ranks = ranks
-        self.routes = Routes(shards, ranks.rank, ranks.world_size, width)
+        self.support_learns = support_learns
+        self.routes = Routes(
+            shards, ranks.rank, ranks.world_size, width, some_only_read=not support_learns
+        )
         self.wire_dtype = WIRE_DTYPES.get(wire_dtype)
         places = _places_of_shards(tables, list(plan))
         mine = [places[s.table, s.first_row, s.first_column] for s in self.routes.of_peer[-1]]
-        # Shards of one group stand together, because a group serves one kind of sharding.
-        self.groups = list(dict.fromkeys(group for group, _ in mine))
+        # Shards of one group stand together, because a group serves one kind of sharding. It comes
+        # a second time for rows that are only read.
+        group_S = [
+            (group, shard.only_read)
+            for (group, _), shard in zip(mine, self.routes.of_peer[-1], strict=True)
+        ]
+        groups = list(dict.fromkeys(group_S))
+        self.groups = [group for group, _ in groups]
+        self.num_learning_groups = sum(not only_read for _, only_read in groups)
         self.is_of_group_SG = np.array(
-            [[group is one for one in self.groups] for group, _ in mine], np.int64
-        ).reshape(len(mine), len(self.groups))
+            [[one == other for other in groups] for one in group_S], np.int64
+        ).reshape(len(mine), len(groups))
         # Of this rank's shards, once for every rank that asks.
         self.first_row_WS = np.tile(np.array([row for _, row in mine], np.int64), ranks.world_size)
-        self.columns_S = np.array([s.num_columns for s in self.routes.of_peer[-1]], np.int64)
+        self.columns_S, self.gradient_columns_S = (
+            values_S[len(values_S) - len(mine) :]
+            for values_S in (self.routes.columns_S, self.routes.gradient_columns_S)
+        )
 
     def __call__(self, episodes: Arranged) -> Arranged:
         """See Exchange."""
@@ -149,7 +163,8 @@ class WireExchange(Exchange):
         self, batch: TaskBatch, arrange: Callable[[TaskBatch], Arranged], device: torch.device
     ) -> Arranged:
         """See Exchange. Positions that follow the wire cost less than rows moved to their order."""
-        asked = self.routes.ask(batch.unique_ids_U, batch.unique_lengths_B)
+        learns_U = None if self.support_learns else ids_of_query_rows(batch)
+        asked = self.routes.ask(batch.unique_ids_U, batch.unique_lengths_B, learns_U)
         if asked.place_U is not None:
             moved_NF, moved_V = (
                 asked.place_U.index_select(0, positions.flatten()).view_as(positions)
@@ -170,9 +185,9 @@ class _WireFetch(RowFetch):
         self._swap: Swap | None = None  # what is under way: the counts, then the ids
         self._sent = False
         self._rows: RowSwap | None = None
-        # One rank, and its rows stand as they are asked for: nothing travels.
-        self._in_order = asked.place_U is None and len(exchange.groups) == 1
         others = len(routes.of_peer) - 1
+        # Nothing travels.
+        self._stays = not others and len(set(exchange.groups)) == 1
         if not others:
             self._counts_WS, self._own_ids = asked.counts_S.reshape(1, -1), asked.row_of_shard
             return
@@ -205,28 +220,36 @@ class _WireFetch(RowFetch):
         """See RowFetch."""
         if not self._sent:
             self.send()
-        if self._in_order:
+        if self._stays:
             return
-        exchange = self._exchange
+        exchange, routes = self._exchange, self._exchange.routes
         self._rows = RowSwap(
             exchange.ranks.transport,
             exchange.groups,
             exchange.wire_dtype,
             self._rows_to_give_WG(),
             (self._counts_WS @ exchange.columns_S).tolist(),
-            self._asked_of_peer(exchange.routes.columns_S),
+            self._asked_of_peer(routes.columns_S),
+            Learning(
+                exchange.num_learning_groups,
+                (self._counts_WS @ exchange.gradient_columns_S).tolist(),
+                self._asked_of_peer(routes.gradient_columns_S),
+            ),
         )
 
     def rows_UD(self, gradient_unit: float) -> Tensor:
         """See RowFetch."""
         if self._rows is None:
             self.look_up()
-        if self._in_order:
-            return self._exchange.groups[0].rows_ND(self._row_numbers_N())
-        rows, self._rows = self._rows, None
-        assert rows is not None
-        # A power of two changes no digit.
-        rows_UD = self._put_together(rows.values(2.0 ** -round(math.log2(gradient_unit))))
+        if self._stays:
+            routes, counts_S = self._exchange.routes, self._counts_WS[0]
+            num_learning = int(counts_S[~routes.only_read_S].sum())
+            rows_UD = self._exchange.groups[0].rows_ND(self._row_numbers_N(), num_learning)
+        else:
+            rows, self._rows = self._rows, None
+            assert rows is not None
+            # A power of two changes no digit.
+            rows_UD = self._put_together(rows.values(2.0 ** -round(math.log2(gradient_unit))))
         if self._asked.place_U is None or self.id_of_row_U is not None:
             return rows_UD
         in_order_UD: Tensor = _Permuted.apply(rows_UD, self._asked.place_U, self._asked.id_U)
@@ -265,7 +288,7 @@ class _WireFetch(RowFetch):
             rows = of_shard.view(-1, shard.num_columns)
             if shard.num_columns == routes.width:
                 whole.append(rows)
-            else:
+            elif not shard.only_read:
                 parts[shard.table].append((shard.first_column, rows))
         joined = [
             torch.cat([rows for _, rows in sorted(parts[table], key=lambda part: part[0])], dim=1)

@@ -25,6 +25,7 @@ class Shard(NamedTuple):
     first_row: int
     num_rows: int
     rank: int
+    only_read: bool = False  # no gradient of these rows comes back
 
 
 @dataclass(frozen=True)
@@ -44,19 +45,36 @@ class Routes:
 
     Answers come rank by rank, so the fetched rows stand in the order of the wire. Rows that are cut
     by columns are put together from several answers: they follow the others, table by table.
+
+    With `some_only_read` a rank's shards are named twice: for rows that learn, then for rows that
+    are only read.
     """
 
-    def __init__(self, shards: Sequence[Shard], rank: int, world_size: int, width: int) -> None:
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        rank: int,
+        world_size: int,
+        width: int,
+        some_only_read: bool = False,
+    ) -> None:
         others = [peer for peer in range(world_size) if peer != rank]
         self.width = width
         self.of_peer = [
-            sorted(s for s in shards if s.rank == peer and s.num_rows) for peer in (*others, rank)
+            [
+                shard._replace(only_read=only_read)
+                for only_read in (False, True)[: 1 + some_only_read]
+                for shard in sorted(s for s in shards if s.rank == peer and s.num_rows)
+            ]
+            for peer in (*others, rank)
         ]
         self.shards = [shard for of_peer in self.of_peer for shard in of_peer]
         self.num_local = len(self.of_peer[-1])
         self.id_dtype = torch.int32 if max(s.num_rows for s in shards) < 2**31 else torch.int64
         self.columns_S = np.array([s.num_columns for s in self.shards])
         self.is_cut_S = self.columns_S < width
+        self.only_read_S = np.array([s.only_read for s in self.shards], bool)
+        self.gradient_columns_S = self.columns_S * ~self.only_read_S
         num_rows_B: dict[int, int] = {}
         for shard in shards:
             end = shard.first_row + shard.num_rows
@@ -66,14 +84,24 @@ class Routes:
         self._first_B = np.cumsum([0] + [num_rows_B[table] for table in sorted(num_rows_B)])[:-1]
         self._start_S = np.array([self._first_B[s.table] + s.first_row for s in self.shards])
         self._rows_S = np.array([s.num_rows for s in self.shards])
+        # Rows that are only read are numbered behind all others.
+        self._num_rows = sum(num_rows_B.values())
+        self._start_S += self._num_rows * self.only_read_S
         # One rank and one kind: ids arrive in the order of the wire.
-        self._in_order = world_size == 1 and [s.table for s in self.shards] == sorted(num_rows_B)
+        tables = [s.table for s in self.shards if not s.only_read]
+        self._in_order = world_size == 1 and tables == sorted(num_rows_B)
 
-    def ask(self, unique_ids_U: Tensor, unique_lengths_B: Tensor) -> Asked:
-        """Sort the ids of a step, table by table as a batch holds them, by the shard to ask."""
+    def ask(
+        self, unique_ids_U: Tensor, unique_lengths_B: Tensor, learns_U: Tensor | None = None
+    ) -> Asked:
+        """Sort the ids of a step, table by table as a batch holds them, by the shard to ask; rows
+        beside those of `learns_U` are only read, but for the ones that are cut by columns.
+        """
         lengths_B = unique_lengths_B.numpy()
-        if self._in_order:
-            return Asked(lengths_B, unique_ids_U.to(self.id_dtype))
+        if self._in_order and learns_U is None:
+            counts_S = np.zeros(len(self.shards), np.int64)
+            counts_S[: lengths_B.size] = lengths_B
+            return Asked(counts_S, unique_ids_U.to(self.id_dtype))
         row_U = np.repeat(self._first_B, lengths_B)
         row_U += unique_ids_U.numpy()
         ends_B = np.cumsum(lengths_B)
@@ -82,24 +110,33 @@ class Routes:
             whole_U[ends_B[table] - lengths_B[table] : ends_B[table]] = False
         # Passes over all ids are what this costs: none that the usual case can do without.
         index_U = np.flatnonzero(whole_U) if self.cut_tables else None
-        whole_rows = row_U if index_U is None else row_U[index_U]
+        if learns_U is not None:
+            learns = learns_U.numpy()
+            parts = [part & whole_U if self.cut_tables else part for part in (learns, ~learns)]
+            learning, read = (np.flatnonzero(part) for part in parts)
+            index_U = np.concatenate([learning, read])
+        whole_rows = row_U if index_U is None else row_U.take(index_U)
+        if learns_U is not None:
+            whole_rows[learning.size :] += self._num_rows
         if (whole_rows[1:] < whole_rows[:-1]).any():
             order = np.argsort(whole_rows)
-            whole_rows = whole_rows[order]
-            index_U = order if index_U is None else index_U[order]
+            whole_rows = whole_rows.take(order)
+            index_U = order if index_U is None else index_U.take(order)
         # Ascending: what a shard is asked for is one range.
         begin_S = np.searchsorted(whole_rows, self._start_S)
         end_S = np.searchsorted(whole_rows, self._start_S + self._rows_S)
         counts_S = np.where(self.is_cut_S, 0, end_S - begin_S)
-        order = np.repeat(begin_S - (np.cumsum(counts_S) - counts_S), counts_S)
-        order += np.arange(order.size)
-        id_U = order if index_U is None else index_U[order]
-        row_of_shard = whole_rows.take(order)
-        row_of_shard -= np.repeat(self._start_S, counts_S)
+        shift_S = np.where(counts_S, begin_S - (np.cumsum(counts_S) - counts_S), 0)
+        id_U = np.arange(whole_rows.size) if index_U is None else index_U
+        if shift_S.any():
+            order = np.repeat(shift_S, counts_S)
+            order += np.arange(order.size)
+            id_U, whole_rows = id_U.take(order), whole_rows.take(order)
+        row_of_shard = whole_rows - np.repeat(self._start_S, counts_S)
         if self.cut_tables:
             id_U = np.concatenate([id_U, np.flatnonzero(~whole_U)])
             by_slot = np.split(row_of_shard, np.cumsum(counts_S)[:-1])
-            for slot_of_part in np.flatnonzero(self.is_cut_S):
+            for slot_of_part in np.flatnonzero(self.is_cut_S & ~self.only_read_S):
                 table = self.shards[slot_of_part].table
                 first, counts_S[slot_of_part] = ends_B[table] - lengths_B[table], lengths_B[table]
                 by_slot[slot_of_part] = unique_ids_U.numpy()[first : ends_B[table]]

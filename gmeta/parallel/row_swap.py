@@ -9,7 +9,8 @@ Shape suffixes: N rows, D embedding width, W ranks, G groups of tables.
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,16 @@ from gmeta.parallel.transport import Swap, Transport
 from gmeta.table_updates import FastGroup, GivenRows
 
 FLOAT16_MAX = 65_504.0
+
+
+class Learning(NamedTuple):
+    """The rows whose gradients travel back: they are the first of each peer's, in groups of their
+    own.
+    """
+
+    num_groups: int
+    num_given: list[int]  # values, by peer
+    num_asked: list[int]
 
 
 class RowSwap:
@@ -36,8 +47,9 @@ class RowSwap:
         row_WG: list[list[Tensor]],
         num_given: list[int],
         num_asked: list[int],
+        learning: Learning,
     ) -> None:
-        self.groups, self.row_WG = groups, row_WG
+        self.groups, self.row_WG, self.learning = groups, row_WG, learning
         self.wire_dtype = wire_dtype  # None: as they are
         self.num_given, self.num_asked = num_given, num_asked
         self._transport = transport
@@ -59,7 +71,8 @@ class RowSwap:
         `gradient_scale` brings gradients to the middle of float16's range.
         """
         # Where this rank holds no table, backward must join the AlltoAll nevertheless.
-        roots = [group.weights for group in self.groups] or [torch.zeros(0, requires_grad=True)]
+        learning = self.groups[: self.learning.num_groups]
+        roots = [group.weights for group in learning] or [torch.zeros(0, requires_grad=True)]
         asked: Tensor = _Swapped.apply(self, gradient_scale, *roots)
         return asked
 
@@ -88,11 +101,21 @@ class RowSwap:
         return [self.rows_G(*of_peer) for of_peer in zip(values_W, self.row_WG, strict=False)]
 
     def rows_G(self, values: Tensor, row_G: list[Tensor]) -> list[Tensor]:
-        """The same of one peer, which asks for these rows."""
-        widths = [group.width for group in self.groups]
+        """The same of one peer, which asks for these rows of the first groups."""
+        widths = [group.width for group in self.groups[: len(row_G)]]
         sizes = [row_N.numel() * width for row_N, width in zip(row_G, widths, strict=True)]
         cut = zip(values.split(sizes), widths, strict=True)
         return [part.view(-1, width) for part, width in cut]
+
+    def learning_parts(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the gradient of all values, what the others are sent, and what stays here."""
+        num_asked = self.learning.num_asked
+        if num_asked == self.num_asked:
+            to_others, own = grad.split([self.taken.numel(), num_asked[-1]])
+            return to_others, own
+        sections = zip(grad.split(self.num_asked), num_asked, strict=True)
+        *of_others, own = [section[:count] for section, count in sections]
+        return of_others[0] if len(of_others) == 1 else torch.cat([grad[:0], *of_others]), own
 
     def _look_up(self, row_WG: list[list[Tensor]], rows_WG: list[list[Tensor]]) -> None:
         """Copy rows to where they are asked for."""
@@ -120,15 +143,17 @@ class _Swapped(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         (asked,), swap, scale = ctx.saved_tensors, ctx.swap, ctx.scale
         ctx.swap = None  # the graph may outlive the step, but not what the rows lie in
-        num_remote = swap.taken.numel()
-        to_others, own_grad = grads[0].contiguous().split([num_remote, swap.num_asked[-1]])
+        learning = swap.learning
+        to_others, own_grad = swap.learning_parts(grads[0].contiguous())
         if scale != 1.0:
             to_others = to_others * scale
-        message = swap.send(to_others, swap.num_asked, swap.num_given)
-        rows_WG = swap.rows_WG([*swap.given.split(swap.num_given[:-1]), asked[num_remote:]])
+        message = swap.send(to_others, learning.num_asked, learning.num_given)
+        own_rows = asked[swap.taken.numel() :]
+        rows_WG = swap.rows_WG([*swap.given.split(swap.num_given[:-1]), own_rows])
         returned, memory = _Gradients(swap, message, own_grad, scale), (swap.message, message)
         own = len(rows_WG) - 1
-        for index, (group, version) in enumerate(zip(swap.groups, swap.versions, strict=True)):
+        groups = zip(swap.groups, swap.versions, strict=True)
+        for index, (group, version) in enumerate(islice(groups, learning.num_groups)):
             # Its own rows first: the gradients of the others arrive meanwhile.
             parts = [
                 GivenRows(
@@ -160,10 +185,14 @@ class _Gradients:
 
     @cached_property
     def _own_G(self) -> list[Tensor]:
-        return self._swap.rows_G(self._own_grad, self._swap.row_WG[-1])
+        return self._swap.rows_G(self._own_grad, self._learning_G(self._swap.row_WG[-1]))
 
     @cached_property
     def _of_others_WG(self) -> list[list[Tensor]]:
         parts = self._swap.received(self._message)
         grad_W = [part if self._scale == 1.0 else part / self._scale for part in parts]
-        return self._swap.rows_WG(grad_W)
+        row_WG = [self._learning_G(row_G) for row_G in self._swap.row_WG[:-1]]
+        return [self._swap.rows_G(*of_peer) for of_peer in zip(grad_W, row_WG, strict=True)]
+
+    def _learning_G(self, row_G: list[Tensor]) -> list[Tensor]:
+        return row_G[: self._swap.learning.num_groups]

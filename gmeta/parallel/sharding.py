@@ -170,6 +170,7 @@ def shard_learner(
         tables.parameters(),
         {"lr": outer.sparse_lr, **epsilon},
     )
+    is_ours = ranks.device.type == "cpu" and not stock_kernels
     plan = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks)
     through_memory = (
         isinstance(ranks.transport, SharedMemory)
@@ -181,7 +182,8 @@ def shard_learner(
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=ranks.device,
         plan=ShardingPlan({"tables": plan}),
-        sharders=[_sharder(config.sharding.wire_dtype, ranks.device)],
+        # Ours has codecs of its own, and TorchRec warns of those that gloo does without.
+        sharders=[_sharder("float32" if is_ours else config.sharding.wire_dtype, ranks.device)],
         data_parallel_wrapper=_Alone() if ranks.world_size == 1 or through_memory else None,
     )
     if through_memory:
@@ -189,9 +191,11 @@ def shard_learner(
     elif config.sharding.dense_wire_dtype == "bfloat16" and ranks.world_size > 1:
         _data_parallel(sharded).register_comm_hook(None, _bfloat16_allreduce)
     inner = local_learner(sharded)
-    if ranks.device.type == "cpu" and not stock_kernels:
+    if is_ours:
         width, wire_dtype = config.model.embedding_dim, config.sharding.wire_dtype
-        inner.announce = WireExchange(inner.tables, plan, width, wire_dtype, ranks)
+        inner.announce = WireExchange(
+            inner.tables, plan, width, wire_dtype, ranks, learner.support_rows_learn
+        )
     else:
         inner.announce = TorchRecExchange(inner.tables, list(plan))
     initialise_tables(sharded, outer.embedding_init_std, config.run.seed)

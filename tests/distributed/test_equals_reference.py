@@ -34,6 +34,18 @@ CASES = {
         "adagrad",
     ),
     "fomaml, rowwise adagrad": (AlgorithmConfig(name="fomaml", inner_lr=0.1), "rowwise_adagrad"),
+    "fomaml, layers only, adagrad": (
+        AlgorithmConfig(name="fomaml", inner_lr=0.1, adapt_embeddings=False),
+        "adagrad",
+    ),
+    "fomaml, layers only, clipped, in parts, rowwise adagrad": (
+        AlgorithmConfig(name="fomaml", inner_steps=2, inner_lr=0.1, adapt_embeddings=False),
+        "rowwise_adagrad",
+    ),
+    "fomaml with cbml, layers only, sgd": (
+        AlgorithmConfig(name="fomaml", inner_lr=0.1, adapt_embeddings=False),
+        "sgd",
+    ),
     "none, sgd": (AlgorithmConfig(name="none"), "sgd"),
     "anil, sgd": (AlgorithmConfig(name="anil", inner_lr=0.1), "sgd"),
     "reptile, sgd": (AlgorithmConfig(name="reptile", inner_steps=2, inner_lr=0.1), "sgd"),
@@ -56,6 +68,10 @@ CASES = {
 OUTER = {
     "maml, clipped, sgd": {"dense_optimizer": "sgd", "dense_lr": 0.2, "clip_norm": 0.3},
     "maml, clipped, adagrad": {"clip_norm": 0.25, "accumulate_steps": 2},
+    "fomaml, layers only, clipped, in parts, rowwise adagrad": {
+        "clip_norm": 0.25,
+        "accumulate_steps": 2,
+    },
     "none, clipped adamw, rowwise adagrad": {
         "dense_optimizer": "adamw",
         "weight_decay": 0.3,
@@ -120,7 +136,7 @@ def train_on_rank(ranks: Ranks, cases: list[str]) -> dict[str, dict[str, Any]]:
             for step in range(num_steps)
         )
         losses = []
-        for episodes, totals in in_step(batches, arrange, features, ranks):
+        for episodes, totals in in_step(batches, arrange, features, ranks, sharded=sharded):
             loss = sharded(episodes, ranks.world_size / totals.num_terms)
             optimizer.zero_grad()
             loss.backward()

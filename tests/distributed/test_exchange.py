@@ -4,14 +4,17 @@ a step of the format.
 
 from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.config import OuterConfig, TrainConfig
+from gmeta.episodes import ids_of_query_rows
 from gmeta.parallel import Ranks, in_step, local_learner, shard_learner
 from gmeta.table_sharding import ShardingConfig
 from tests.distributed.harness import on_ranks
@@ -34,8 +37,13 @@ LEARNING_RATE = 1e7
 GRADIENT_UNIT = 1e-7
 
 
-# The second learns a rate for each table: it must know which table a row is of.
-ALGORITHMS = (ALGORITHM, AlgorithmConfig(name="metasgd", inner_lr=0.1, learned_rates="layer"))
+# The second learns a rate for each table: it must know which table a row is of. With the third no
+# gradient reaches the rows of the support side: overlapped they are only read.
+ALGORITHMS = (
+    ALGORITHM,
+    AlgorithmConfig(name="metasgd", inner_lr=0.1, learned_rates="layer"),
+    AlgorithmConfig(name="fomaml", inner_lr=0.1, adapt_embeddings=False),
+)
 
 
 def train_with_and_without_overlap(ranks: Ranks) -> list[list[dict[str, Any]]]:
@@ -77,6 +85,46 @@ def test_ids_that_travel_a_step_ahead_change_no_bit() -> None:
                 assert torch.equal(values, expected)
         for name, value in serial["layers"].items():
             assert torch.equal(overlapped["layers"][name], value)
+
+
+def values_sent(ranks: Ranks) -> list[tuple[int, int]]:
+    """Of the only step of each algorithm, how many values of rows and of gradients this rank took
+    from the others and gave back.
+    """
+    found = []
+    for algorithm in ALGORITHMS:
+        run = Run(ranks, "row_wise", algorithm=algorithm)
+        batches = iter([batches_of_rank(ranks)[0].tasks(0, 1)])
+        transport = ranks.transport
+        with mock.patch.object(type(transport), "swap", wraps=transport.swap) as swap:
+            steps = in_step(batches, run.learner.arrange, FEATURES, ranks, sharded=run.sharded)
+            for episodes, totals in steps:
+                run.sharded(episodes, ranks.world_size / totals.num_terms).backward()
+        _, of_gradients = [
+            call.args for call in swap.call_args_list if call.args[0].dtype == torch.float32
+        ]
+        rows = next(call.args for call in swap.call_args_list if len(call.args) == 4)
+        found.append((sum(rows[2]), sum(of_gradients[1])))
+    return found
+
+
+@pytest.mark.distributed
+def test_gradients_travel_back_only_for_rows_that_can_have_one() -> None:
+    for rank, by_algorithm in enumerate(on_ranks(2, values_sent)):
+        batch = batches_of_rank(SimpleNamespace(rank=rank, world_size=2))[0].tasks(0, 1)
+        sizes = [table.num_rows for table in FEATURES.tables]
+        ids = zip(
+            batch.unique_ids_U.tolist(),
+            np.repeat(sizes, batch.unique_lengths_B),
+            ids_of_query_rows(batch).tolist(),
+            strict=True,
+        )
+        remote = [is_query for row, size, is_query in ids if (row >= -(-size // 2)) != rank]
+        maml, metasgd, fomaml = by_algorithm
+        asked, back = len(remote) * MODEL.embedding_dim, sum(remote) * MODEL.embedding_dim
+        assert maml == metasgd == (asked, asked)
+        assert fomaml == (asked, back)
+        assert back < asked
 
 
 def exchange_on_rank(ranks: Ranks) -> dict[str, Any]:
