@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import socket
 import sys
 import uuid
@@ -55,11 +56,18 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
     except SignalException as stopped:
         return 128 + stopped.sigval  # the ranks have told what they kept
     except ChildFailedError as error:
+        failures = error.failures
         # A killed rank is the cause even where a survivor that lost contact with it was seen first.
-        killed = {rank: one for rank, one in error.failures.items() if one.exitcode < 0}
-        if not killed:
-            return int(error.get_first_failure()[1].exitcode)
-        rank, failure = min(killed.items(), key=lambda item: item[1].timestamp)
+        # SIGTERM is none: once a rank has failed, the agent ends the others by it.
+        killed = {
+            rank: one
+            for rank, one in failures.items()
+            if one.exitcode < 0 and one.exitcode != -signal.SIGTERM
+        }
+        told = [one for one in failures.values() if one.exitcode > 0]
+        if told and not killed:
+            return int(min(told, key=lambda one: one.timestamp).exitcode)
+        rank, failure = min((killed or failures).items(), key=lambda item: item[1].timestamp)
         raise GMetaError(
             f"rank {rank} was ended by signal {-failure.exitcode}: the other ranks were stopped. "
             "Run the same command with --resume: it goes on from the newest checkpoint"

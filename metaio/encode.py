@@ -18,7 +18,15 @@ from metaio.block import offsets, ragged_indices, row_sums
 from metaio.errors import DataError
 from metaio.hashing import splitmix64
 from metaio.schema import DenseColumn, Schema, SparseColumn
-from metaio.values import Kind, as_numbers, hash_values, integer_values, kind_of, time_values
+from metaio.values import (
+    Kind,
+    as_float32,
+    as_numbers,
+    hash_values,
+    integer_values,
+    kind_of,
+    time_values,
+)
 from metaio.vocabulary import TextIndex
 
 Int64 = npt.NDArray[np.int64]
@@ -172,7 +180,8 @@ class Encoder:
         """The batch with its columns encoded.
 
         Raises:
-            DataError: a column has the wrong type, or a null where none is allowed.
+            DataError: a column has the wrong type, a null where none is allowed, or a number that
+                is not finite.
         """
         schema, types = self.schema, self._types
         refuse_nulls(schema, {name: batch[name].null_count for name in batch.schema.names})
@@ -185,14 +194,15 @@ class Encoder:
         if with_label:
             names = self.fitted.split_names
             split_N = split_of(schema, batch, task_hash_N, names).astype(np.int32)
-            label_N = self._label(batch).astype(np.float32)
+            label_N = self._label(batch)
         # Column by column into row-major arrays: rows are what is dealt to buckets and sorted.
         ids_NF = np.empty((num_rows, len(schema.single)), dtype=types["ids_NF"][0])
         for index, single in enumerate(schema.single):
             ids_NF[:, index] = self._ids(single, batch[single.column])
         dense_NK = np.empty((num_rows, len(schema.dense)), dtype=np.float32)
         for index, dense in enumerate(schema.dense):
-            dense_NK[:, index] = self._dense(dense, batch[dense.column])
+            dense_N = self._dense(dense, batch[dense.column])
+            dense_NK[:, index] = as_float32(dense.column, dense_N, "dense")
         lengths_NM = np.zeros((num_rows, len(schema.multi)), dtype=np.int32)
         values_V, sums_N = self._multi(batch, lengths_NM)
         # The task is left out: the hash orders rows within a task, where it is always the same.
@@ -211,12 +221,14 @@ class Encoder:
             values_V.astype(types["values_V"][0]),
         )
 
-    def _label(self, batch: pa.RecordBatch) -> npt.NDArray[np.float64]:
+    def _label(self, batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
         rule = self.schema.label
         numbers = as_numbers(rule.column, batch[rule.column], "label")
+        # Before the threshold: NaN is not above it, but no click of 0 either.
+        label_N = as_float32(rule.column, numbers, "label")
         if rule.threshold is not None:
-            return (numbers >= rule.threshold).astype(np.float64)
-        return numbers
+            return (numbers >= rule.threshold).astype(np.float32)
+        return label_N
 
     def _ids(self, rule: SparseColumn, column: pa.Array) -> Int64:
         kind = kind_of(rule.column, column.type, "sparse")

@@ -53,6 +53,25 @@ def as_numbers(name: str, column: pa.Array, role: str) -> npt.NDArray[np.float64
     return numbers
 
 
+def as_float32(
+    name: str, numbers_N: npt.NDArray[np.float64], role: str
+) -> npt.NDArray[np.float32]:
+    """The numbers as they are stored and trained on.
+
+    Raises:
+        DataError: one of them is NaN, infinite, or larger than float32 holds.
+    """
+    with np.errstate(over="ignore"):  # what overflows is refused by its value
+        stored_N = numbers_N.astype(np.float32)
+    wrong_N = ~np.isfinite(stored_N)
+    if wrong_N.any():
+        raise DataError(
+            f"{role} column {name} holds {numbers_N[wrong_N][0]:g}; finite numbers up to 3.4e38 "
+            "are needed. Replace those values"
+        )
+    return stored_N
+
+
 def hash_values(column: pa.Array, kind: Kind) -> UInt64:
     """A stable 64-bit hash of each value, no nulls: splitmix64 input for integers, xxh3_64 of UTF-8
     for text.

@@ -91,6 +91,21 @@ def test_a_killed_rank_is_named_though_a_survivor_was_seen_first(
         launch([], nproc_per_node=4, port=0, max_restarts=0)
 
 
+def test_ranks_that_the_agent_ended_do_not_hide_the_error_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A config that no rank can run with: the first to say so takes the others with it."""
+    failures = {0: failure(-15, 5), 1: failure(-15, 6), 2: failure(2, 7)}
+    Agent(monkeypatch, ChildFailedError("gmeta", failures))
+    assert launch([], nproc_per_node=3, port=0, max_restarts=0) == 2
+
+
+def test_a_rank_that_alone_was_ended_by_sigterm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    Agent(monkeypatch, ChildFailedError("gmeta", {1: failure(-15, 5)}))
+    with pytest.raises(GMetaError, match=r"rank 1 was ended by signal 15"):
+        launch([], nproc_per_node=2, port=0, max_restarts=0)
+
+
 def test_a_port_in_use_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = Agent(monkeypatch)
     with socket.socket() as taken:

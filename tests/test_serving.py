@@ -286,7 +286,8 @@ WRONG_ROWS: dict[str, tuple[Callable[[pa.Table], object], type[Exception], str]]
     "no number": (
         lambda rows: rows.set_column(5, "price", pa.array([1.0, float("nan"), 2.0])),
         DataError,
-        "dense column price holds nan; finite numbers are needed. Replace those values",
+        "dense column price holds nan; finite numbers up to 3.4e38 are needed. "
+        "Replace those values",
     ),
     "a label that is no click": (
         lambda rows: rows.set_column(6, "click", pa.array([0, 5, 1])),

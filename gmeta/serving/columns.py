@@ -23,7 +23,7 @@ from metaio.encode import Encoder, Fitted
 from metaio.errors import DataError
 from metaio.features import Features, FeatureSpec
 from metaio.schema import Schema, SplitRule
-from metaio.values import as_numbers, hash_values, integer_values, kind_of
+from metaio.values import as_float32, as_numbers, hash_values, integer_values, kind_of
 
 
 class ColumnEncoder(Protocol):
@@ -174,13 +174,7 @@ def _inputs(schema: Schema) -> set[str]:
 
 
 def _finite(name: str, batch: pa.RecordBatch, role: str) -> Float32:
-    numbers = as_numbers(name, batch[name], role).astype(np.float32)
-    if not np.isfinite(numbers).all():
-        raise DataError(
-            f"{role} column {name} holds {numbers[~np.isfinite(numbers)][0]}; finite numbers are "
-            "needed. Replace those values"
-        )
-    return numbers
+    return as_float32(name, as_numbers(name, batch[name], role), role)
 
 
 def as_table(rows: object, what: str) -> pa.Table:

@@ -465,6 +465,27 @@ def test_labels_and_dense_values_must_be_numbers(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("threshold", [{}, {"threshold": 0.5}])
+def test_a_label_that_is_no_number_is_refused_and_no_click_of_0(
+    tmp_path: Path, threshold: dict[str, float]
+) -> None:
+    table = with_column("clicked", [math.nan, *[1.0] * 39])
+    label = {"column": "clicked", **threshold}
+    assert refused(tmp_path, table, changed(label=label)) == (
+        "label column clicked holds nan; finite numbers up to 3.4e38 are needed. "
+        "Replace those values"
+    )
+
+
+def test_a_number_beyond_float32_is_refused(tmp_path: Path) -> None:
+    """Not stored as infinite: it would make every prediction of its row NaN."""
+    table = with_column("price", [1e39, *[1.0] * 39])
+    assert refused(tmp_path, table, changed(dense=[{"column": "price"}])) == (
+        "dense column price holds 1e+39; finite numbers up to 3.4e38 are needed. "
+        "Replace those values"
+    )
+
+
 def test_a_list_column_needs_lists_or_a_separator(tmp_path: Path) -> None:
     multi = [{"column": "tags", "hash": 9, "null": "unknown"}]
     assert refused(tmp_path, raw_table(40), changed(multi=multi)) == (
