@@ -53,9 +53,7 @@ def as_numbers(name: str, column: pa.Array, role: str) -> npt.NDArray[np.float64
     return numbers
 
 
-def as_float32(
-    name: str, numbers_N: npt.NDArray[np.float64], role: str
-) -> npt.NDArray[np.float32]:
+def as_float32(name: str, numbers_N: npt.NDArray[np.float64], role: str) -> npt.NDArray[np.float32]:
     """The numbers as they are stored and trained on.
 
     Raises:

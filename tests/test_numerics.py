@@ -64,8 +64,9 @@ def test_bf16_is_close_to_float32(algorithm: str, model: str) -> None:
     loss_16, gradient_16 = loss_and_gradient(learner, "bf16")
     assert gradient_16.dtype == torch.float32
     assert loss_16 != loss  # it does something
-    # bfloat16 keeps 8 bits: 0.4 % a product.
-    assert loss_16 == pytest.approx(loss, rel=0.01)
+    # bfloat16 keeps 8 bits, 0.4 % a product; errors of many rows cancel in a loss of float32.
+    assert loss_16 == pytest.approx(loss, rel=0.001)
+    assert loss_16 != torch.tensor(loss_16).bfloat16().item()
     assert torch.cosine_similarity(gradient, gradient_16, dim=0) > 0.995
 
 

@@ -24,7 +24,7 @@ from gmeta.adaptation.fixed_state import FixedLoop
 from gmeta.adaptation.fused_mlp import AdaptedMlp, Factors
 from gmeta.adaptation.inner_loop import WorkingRows
 from gmeta.adaptation.linear import adaptable_layers
-from gmeta.adaptation.losses import row_losses_N
+from gmeta.adaptation.losses import row_losses_N, weighted_sum
 from gmeta.adaptation.paths import Path, cheaper_path, paths_of_layers
 from gmeta.adaptation.rates import InnerRates, WeightRates
 from models.config import Pooling
@@ -271,11 +271,8 @@ class FusedLoop:
 
     def _weighted_loss(self, output_NO: Tensor, side: BlockRows, prior: float) -> Tensor:
         """Sum over the tasks of the (shrunken) mean loss of their rows: a scalar."""
-        output_N = output_NO.squeeze(1)
-        if output_N.dtype in (torch.bfloat16, torch.float16):
-            output_N = output_N.float()
-        losses_N = row_losses_N(self._loss, output_N, side.label_N)
-        return losses_N @ side.mean_weights_N(losses_N.dtype, prior)
+        losses_N = row_losses_N(self._loss, output_NO.squeeze(1), side.label_N)
+        return weighted_sum(losses_N, side.mean_weights_N(losses_N.dtype, prior))
 
 
 def _linear_layers(model: DecisionModel) -> list[nn.Linear]:

@@ -16,7 +16,7 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.adaptation.costs import PathCosts
 from gmeta.adaptation.layout import RowLayout
 from gmeta.adaptation.linear import AdaptedLayers, adaptable_layers, row_layers
-from gmeta.adaptation.losses import row_losses_N
+from gmeta.adaptation.losses import row_losses_N, weighted_sum
 from gmeta.adaptation.paths import paths_of_layers
 from gmeta.adaptation.rates import InnerRates
 from gmeta.adaptation.side import Side
@@ -112,7 +112,7 @@ class InnerLoop:
         A task without rows counts 0.
         """
         losses_N = self.losses_N(adapted, side)
-        return losses_N @ side.layout.mean_weights_N(losses_N.dtype)
+        return weighted_sum(losses_N, side.layout.mean_weights_N(losses_N.dtype))
 
     def _gated(self, seen: RowInputs, layout: RowLayout) -> dict[str, tuple[nn.Linear, Tensor]]:
         """Every gated layer with the gates that the seen rows ask for, by name."""
@@ -142,7 +142,7 @@ class InnerLoop:
         # The tasks share no adapted value, so the gradient of the sum is every task's own gradient.
         losses_N = row_losses_N(self._loss, output_N, support.label_N)
         prior = self.config.support_prior
-        loss_sum = losses_N @ support.layout.mean_weights_N(losses_N.dtype, prior)
+        loss_sum = weighted_sum(losses_N, support.layout.mean_weights_N(losses_N.dtype, prior))
         wanted = [*tape.outputs, rows_PD] if adapts_rows else tape.outputs
         grads = torch.autograd.grad(
             loss_sum, wanted, create_graph=second_order, retain_graph=second_order or keep_path

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gmeta.adaptation.algorithm import Algorithm
 from gmeta.adaptation.inner_loop import InnerLoop, WorkingRows
+from gmeta.adaptation.losses import weighted_sum
 from gmeta.adaptation.side import Side
 
 
@@ -29,7 +30,8 @@ def reptile_loss_sum(inner: InnerLoop, rows: WorkingRows, support: Side, query: 
     with torch.no_grad():
         losses_N = inner.losses_N(adapted, query)
         counted_N = query.layout.spread(support.layout.lengths_T > 0)
-        shown = (losses_N * counted_N) @ query.layout.mean_weights_N(losses_N.dtype)
+        weights_N = query.layout.mean_weights_N(losses_N.dtype)
+        shown = weighted_sum(losses_N * counted_N, weights_N)
     pull = sum(adapted.support_loss_sums, shown * 0.0) * inner.config.inner_lr
     return shown + pull - pull.detach()
 
