@@ -128,6 +128,23 @@ def test_one_pair_of_factors_stands_for_all_steps_on_the_same_activations(
         torch.testing.assert_close(value, expected)
 
 
+def test_the_support_rows_keep_their_product_from_step_to_step() -> None:
+    torch.manual_seed(0)
+    steps, out = draw_steps(3, 4, fixed=True), drawn(TASKS, SUPPORT, 4)
+    own = steps[0][0].detach()
+    change = new_change("fixed", ONE)
+    for taken, (_, scaled) in enumerate(steps, 1):
+        change.add(own, scaled.detach())
+        found = out.detach().clone()
+        change.subtract(found, own)
+        torch.testing.assert_close(found, slow_subtract(out, own, steps[:taken]).detach())
+        # Rows of another side in between must not be taken for them.
+        other = drawn(TASKS, SUPPORT, WIDTH_IN).detach()
+        found = out.detach().clone()
+        change.subtract(found, other)
+        torch.testing.assert_close(found, slow_subtract(out, other, steps[:taken]).detach())
+
+
 @pytest.mark.parametrize("path", ["low_rank", "materialised", "fixed"])
 def test_a_second_pass_over_other_rows_adds_to_the_gradients_of_the_first(path: Path) -> None:
     torch.manual_seed(0)

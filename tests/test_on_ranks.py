@@ -1,0 +1,66 @@
+"""How a subcommand comes to its ranks, without starting any."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from gmeta.commands import on_ranks
+from gmeta.errors import GMetaError, UserError
+
+
+@pytest.fixture(autouse=True)
+def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_one_rank_is_this_process_and_several_are_started() -> None:
+    assert not on_ranks.starts_ranks(1)
+    assert on_ranks.starts_ranks(2)
+
+
+@pytest.mark.parametrize(
+    "environment", [{"TORCHELASTIC_RUN_ID": "r"}, {"RANK": "0", "WORLD_SIZE": "2"}]
+)
+def test_under_torchrun_no_process_starts_ranks_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert not on_ranks.starts_ranks(2)
+
+
+def test_the_exit_code_of_the_ranks_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = iter((0, 3))
+    monkeypatch.setattr(on_ranks, "launch", lambda *given: next(codes))
+    on_ranks.start(["train"], 2, 0, 0)
+    with pytest.raises(SystemExit) as ended:
+        on_ranks.start(["train"], 2, 0, 0)
+    assert ended.value.code == 3
+
+
+class _NoDriver(ModuleType):
+    def __getattr__(self, name: str) -> object:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+
+def test_kernels_that_miss_the_driver_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gmeta.parallel", _NoDriver("gmeta.parallel"))
+    with pytest.raises(GMetaError) as missing:
+        on_ranks.be_rank("cpu", 60, lambda ranks: None)
+    assert str(missing.value) == (
+        "fbgemm-gpu cannot be loaded: libcuda.so.1: cannot open shared object file. On a machine "
+        "without an NVIDIA driver install deploy/requirements/cpu.txt into a fresh environment; "
+        "see docs/install.md"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
+def test_cuda_without_a_gpu_is_refused_before_any_rank_waits() -> None:
+    with pytest.raises(UserError) as refused:
+        on_ranks.be_rank("cuda", 60, lambda ranks: None)
+    assert str(refused.value) == (
+        'run.device = "cuda", but torch sees no GPU. Set run.device = "cpu" or install the driver'
+    )
