@@ -7,7 +7,6 @@ import torch
 
 from gmeta.adaptation.algorithm import TableSizes
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.losses import labels_not_taken
 from gmeta.augment import check_augment
 from gmeta.config import DataConfig, TrainConfig
 from gmeta.early_stop import early_stop_of
@@ -37,6 +36,11 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
                 f"data.{key} = {split!r} is not in {config.data.path}: "
                 f"it has {', '.join(dataset.splits)}. Name one of them"
             )
+        if split and not dataset.splits[split].num_episodes:
+            raise ConfigError(
+                f"data.{key} = {split!r} has 0 episodes in {config.data.path}: at least one is "
+                "needed. Name another split, or prepare data with tasks in this one"
+            )
     check_source(config.data)
     # Only for what it refuses: the launcher must find it before any rank starts.
     early_stop_of(config)
@@ -52,27 +56,6 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     if config.run.precision == BF16:
         learner.use_general_loop()
     return dataset, learner
-
-
-def check_labels(config: TrainConfig, dataset: Dataset) -> None:
-    """Hold the labels of the first training block against the loss: ratings that are taken for
-    clicks would train to the end, and mean nothing.
-
-    Raises:
-        ConfigError: a label is none that the loss takes.
-        FormatError: the block is damaged.
-    """
-    split = config.data.train_split
-    held = dataset.splits.get(split)  # one that is not there `build` refuses
-    if config.outer.loss != "bce" or held is None or not held.num_blocks:
-        return
-    wrong_N = labels_not_taken("bce", dataset.read_block(split, 0).label_N)
-    if wrong_N.size:
-        raise ConfigError(
-            f'outer.loss = "bce", but label column {dataset.label} holds {wrong_N[0]:g}: bce takes '
-            '0 to 1. Set outer.loss = "mse" or "huber" for ratings, or give the label a threshold '
-            "in the schema and prepare again"
-        )
 
 
 def check_source(data: DataConfig) -> None:

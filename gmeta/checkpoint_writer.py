@@ -34,8 +34,9 @@ from gmeta.checkpoint_files import PROGRESS_FILE, describe, reason_of
 from gmeta.checksums import FileEntry, describe_file
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
-from gmeta.parallel import Ranks, gather_to_first, new_control_group, value_of_first
+from gmeta.parallel import Ranks, gather_to_first, new_control_group
 from gmeta.progress import Progress
+from gmeta.together import by_first
 from metaio.destination import flush_to_disk
 
 
@@ -155,32 +156,20 @@ class CheckpointWriter:
             "writing. Go on from the checkpoint before with --resume"
         )
         try:
-            self._by_first(lambda: _make_empty(temporary))
+            by_first(lambda: _make_empty(temporary), self._ranks)
             save_shards(state, checkpoint_id=str(temporary), process_group=self._ranks.control)
             described = gather_to_first(_described(temporary, self._ranks.rank), self._ranks) or []
-            self._by_first(lambda: self._commit(temporary, final, progress, files, described))
+            by_first(
+                lambda: self._commit(temporary, final, progress, files, described), self._ranks
+            )
         except (OSError, RuntimeError, CheckpointException) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             self._error = GMetaError(
                 f"checkpoint {final} cannot be written: {reason_of(error)}; {_free(self._folder)} "
-                "bytes were free there. Free some, then go on from the checkpoint before with "
-                "--resume"
+                "were free there. Free some, then go on from the checkpoint before with --resume"
             )
         else:
             self._error = None
-
-    def _by_first(self, work: Callable[[], None]) -> None:
-        """Rank 0 does it; every rank waits, and raises OSError if it failed."""
-        problem = ""
-        if self._ranks.rank == 0:
-            try:
-                work()
-            except OSError as error:
-                problem = str(error)
-        # Also a failure is shared: a rank alone with it would leave the others in a collective.
-        problem = value_of_first(problem, self._ranks)
-        if problem:
-            raise OSError(problem)
 
     def _commit(
         self,
@@ -262,7 +251,8 @@ def _make_empty(folder: Path) -> None:
 
 
 def _free(folder: Path) -> str:
+    """In coarse units: ranks look at different moments, and are to say the same."""
     try:
-        return f"{shutil.disk_usage(folder).free:,}"
+        return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB"
     except OSError:
-        return "an unknown number of"
+        return "an unknown number of bytes"

@@ -20,6 +20,7 @@ from gmeta.checkpoint import checkpoint_to_use, load_checkpoint
 from gmeta.config import TrainConfig
 from gmeta.episodes import Episodes
 from gmeta.errors import UserError
+from gmeta.labels import labels_checked
 from gmeta.metrics import evaluate_split
 from gmeta.parallel import (
     Ranks,
@@ -136,9 +137,8 @@ def predict_split(
     columns: list[dict[str, np.ndarray]] = []
     with open_reader(config, dataset, split, ranks.rank, ranks.world_size) as reader:
         arrange = learner.learner.arrange_to_predict
-        for episodes, _ in in_step(
-            reader.batches(0), arrange, dataset.features, ranks, sharded=sharded
-        ):
+        batches = labels_checked(reader.batches(0), config.outer.loss, dataset, split)
+        for episodes, _ in in_step(batches, arrange, dataset.features, ranks, sharded=sharded):
             columns.append(_predict(learner, episodes, config.outer.loss))
     gathered = gather_to_first(columns, ranks)
     if gathered is None:

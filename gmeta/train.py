@@ -6,7 +6,7 @@ Every rank runs this; what differs between them is inside `parallel` and the fee
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
@@ -24,12 +24,12 @@ from gmeta.evaluate import score_split
 from gmeta.feed import open_feed
 from gmeta.going_on import check_goes_on
 from gmeta.guards import StepGuard
+from gmeta.labels import check_first_labels, labels_checked
 from gmeta.numerics import make_deterministic
 from gmeta.optimizers import build_optimizer
 from gmeta.parallel import (
     Ranks,
     StepTotals,
-    barrier,
     described_plan,
     in_step,
     local_learner,
@@ -42,6 +42,7 @@ from gmeta.progress import Progress
 from gmeta.run_folder import RunFolder, create_run_folder, keep_metrics_up_to, write_json
 from gmeta.run_log import RunLog, StepMeter
 from gmeta.stopping import Stop, StoppedError, stop_on_sigterm
+from gmeta.together import by_first
 
 
 def is_due(every_steps: int, step: int) -> bool:
@@ -74,15 +75,15 @@ class TrainingRun:
         self._config = config
         self._ranks = ranks
         self._dataset, self._learner = build(config)
+        # By one rank for all: what it reads is not its own part of the data.
+        by_first(lambda: check_first_labels(config, self._dataset), ranks)
         self._sharded = shard_learner(self._learner, self._dataset.features, config, ranks)
         plan = described_plan(self._sharded, ranks)
         self._told_plan = plan_lines(plan)
         self._optimizer = build_optimizer(self._sharded, config.outer)
         self.folder = RunFolder(Path(config.run.dir))
         self._progress = Progress()
-        if ranks.rank == 0:
-            restore_replaced(self.folder.checkpoints)
-        barrier(ranks)
+        by_first(lambda: restore_replaced(self.folder.checkpoints), ranks)
         checkpoints = list_checkpoints(self.folder.checkpoints)
         newest = checkpoints[-1] if checkpoints else None
         if newest is not None:
@@ -90,13 +91,7 @@ class TrainingRun:
         self.feed = open_feed(config, self._dataset, ranks, newest)
         if newest is not None:
             self._progress = load_checkpoint(newest, self._sharded, self._optimizer, ranks)
-        if ranks.rank == 0:
-            ran_on = describe_environment(ranks.world_size, self._dataset.fingerprint)
-            create_run_folder(config, ran_on)
-            write_json(self.folder.plan, plan)
-            # Steps beyond the checkpoint are taken, and logged, again.
-            keep_metrics_up_to(self.folder, self._progress.step)
-        barrier(ranks)
+        by_first(lambda: self._describe_run(plan), ranks)
 
         self._step_limit = config.run.max_steps or sys.maxsize
         self._total_steps = min(self.feed.num_steps * config.run.epochs, self._step_limit)
@@ -116,6 +111,14 @@ class TrainingRun:
         self._meter = StepMeter(ranks)
         self.log = RunLog(self.folder, ranks, self._total_steps, self._progress.step)
         self.profiler = StepProfiler(self.folder.profile, config.run.profile_steps, ranks)
+
+    def _describe_run(self, plan: dict[str, Any]) -> None:
+        """Make the run folder, or bring it to where the checkpoint stands."""
+        ran_on = describe_environment(self._ranks.world_size, self._dataset.fingerprint)
+        create_run_folder(self._config, ran_on)
+        write_json(self.folder.plan, plan)
+        # Steps beyond the checkpoint are taken, and logged, again.
+        keep_metrics_up_to(self.folder, self._progress.step)
 
     def work(self, stop: Stop) -> None:
         """Epoch after epoch, to the end of the run.
@@ -144,8 +147,9 @@ class TrainingRun:
     def _take_steps(self, agent: Agent, stop: Stop) -> None:
         """The steps of an epoch, until it ends, or the run does."""
         config, features, progress = self._config, self._dataset.features, self._progress
+        stored = self.feed.batches(progress.epoch, progress.epoch_step)
         batches = augmented(
-            self.feed.batches(progress.epoch, progress.epoch_step),
+            labels_checked(stored, config.outer.loss, self._dataset, config.data.train_split),
             config.augment,
             features,
             config.run.seed,

@@ -11,21 +11,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from gmeta import cli
-from gmeta.build import check_labels
 from gmeta.commands.antdt import antdt_sim
 from gmeta.commands.evaluate import evaluate
 from gmeta.commands.export import export, predict
 from gmeta.config import config_from_dict, load_config
 from gmeta.environment import describe_environment
-from gmeta.errors import ConfigError, UserError
+from gmeta.errors import UserError
 from gmeta.feed import StaticFeed
 from gmeta.parallel import Ranks
 from gmeta.run_folder import create_run_folder
-from metaio import Dataset, open_dataset
+from metaio import open_dataset
 from tests.commands import SMALL_MODEL, gmeta, write_config
 
 
@@ -251,23 +249,6 @@ def test_memory_that_is_not_there_is_one_line(config: Path) -> None:
     assert message.endswith(
         "Less is needed with narrower or smaller tables (model.embedding_dim, hash), smaller steps "
         "(data.tasks_per_step, outer.accumulate_steps) or more ranks"
-    )
-
-
-def test_ratings_are_not_trained_as_clicks() -> None:
-    block = SimpleNamespace(label_N=np.array([0.0, 1.0, 4.0, 5.0]))
-    ratings = SimpleNamespace(
-        splits={"train": SimpleNamespace(num_blocks=1)},
-        read_block=lambda split, number: block,
-        label="stars",
-    )
-    check_labels(config_from_dict({"outer": {"loss": "mse"}}), cast(Dataset, ratings))
-    with pytest.raises(ConfigError) as caught:
-        check_labels(config_from_dict({}), cast(Dataset, ratings))
-    assert str(caught.value) == (
-        'outer.loss = "bce", but label column stars holds 4: bce takes 0 to 1. Set outer.loss = '
-        '"mse" or "huber" for ratings, or give the label a threshold in the schema and prepare '
-        "again"
     )
 
 

@@ -10,12 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def labels_not_taken(kind: str, label_N: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Those that the loss is not defined for: `bce` takes 0 to 1, the others finite numbers."""
-    if kind == "bce":
-        # Written so that NaN, which is neither below nor above, is among them.
-        return label_N[~((label_N >= 0) & (label_N <= 1))]
-    return label_N[~np.isfinite(label_N)]
+def labels_taken_N(kind: str, label_N: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+    """Where the loss is defined: `bce` takes labels from 0 to 1, the others finite numbers."""
+    # NaN is neither below nor above anything.
+    return (label_N >= 0) & (label_N <= 1) if kind == "bce" else np.isfinite(label_N)
 
 
 def row_losses_N(kind: str, output_N: Tensor, label_N: Tensor) -> Tensor:

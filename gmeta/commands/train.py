@@ -48,11 +48,12 @@ def train(
     _check_run_folder(resolved, resume)
     if on_ranks.starts_ranks(nproc_per_node):
         # Loading torch takes seconds: not before the config is known to be right.
-        from gmeta.build import build, check_labels
+        from gmeta.build import build
+        from gmeta.labels import check_first_labels
         from gmeta.shard_service import SERVICE_VARIABLE, needs_own_service, own_service
 
         dataset, _ = build(resolved)
-        check_labels(resolved, dataset)
+        check_first_labels(resolved, dataset)
         # The run folder was checked above; by the time a rank looks, the service's store is in it.
         arguments = ["train", str(config), *(overrides or []), "--resume"]
         with ExitStack() as stack:
@@ -61,13 +62,7 @@ def train(
                 os.environ[SERVICE_VARIABLE] = stack.enter_context(own_service(resolved)).address
             on_ranks.start(arguments, nproc_per_node, master_port, max_restarts)
         return
-    from gmeta.build import check_labels
     from gmeta.train import train as train_on_rank
-    from metaio import open_dataset
-
-    # One rank for all: what it reads of the data is not its own part of them.
-    if os.environ.get("RANK", "0") == "0":
-        check_labels(resolved, open_dataset(resolved.data.path))
 
     def work(ranks: "Ranks") -> None:
         folder = train_on_rank(resolved, ranks)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from gmeta.adaptation.losses import labels_not_taken
+from gmeta.adaptation.losses import labels_taken_N
 from gmeta.errors import UserError
 from gmeta.serving.folder import Columns
 from gmeta.serving.rows import EncodedColumns, Float32, Int64
@@ -243,9 +243,10 @@ def _known_type(column: pa.Array) -> pa.Array:
 
 def check_labels(label_N: Float32, name: str, loss: str) -> None:
     """Raise UserError for a label that the model's loss cannot take."""
-    wrong = labels_not_taken(loss, label_N)
-    if wrong.size:
+    wrong_N = label_N[~labels_taken_N(loss, label_N)]
+    if wrong_N.size:
         allowed = "0 to 1, since it predicts clicks" if loss == "bce" else "finite numbers"
         raise UserError(
-            f"label column {name} holds {wrong[0]:g}: this model takes {allowed}. Correct the label"
+            f"label column {name} holds {wrong_N[0]:g}: this model takes {allowed}. Correct the "
+            "label"
         )

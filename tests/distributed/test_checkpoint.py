@@ -156,7 +156,7 @@ def test_a_checkpoint_is_of_its_step_whole_or_not_at_all_and_says_why(tmp_path: 
         "[Errno 28] No space left on device; "
     )
     assert written.endswith(
-        " bytes were free there. Free some, then go on from the checkpoint before with --resume"
+        " GB were free there. Free some, then go on from the checkpoint before with --resume"
     )
     newest = tmp_path / "a" / "step-00000003"
     num_bytes = read_about(newest)["files"][".metadata"]["num_bytes"]
@@ -352,19 +352,16 @@ def refuse_together(ranks: Ranks, folder: Path) -> list[str]:
 
 @pytest.mark.distributed
 def test_all_ranks_refuse_what_one_of_them_finds(tmp_path: Path) -> None:
-    first, second = on_ranks(2, refuse_together, tmp_path)
-    assert first == second
-    written, loaded = first
-    temporary = tmp_path / "tmp-step-00000001"
-    assert written.startswith(
-        f"checkpoint {tmp_path}/step-00000001 cannot be written: [Errno 5] Input/output error: "
-        f"'{temporary}/__1_0.distcp'; "
-    )
-    checkpoint = tmp_path / "step-00000002"
-    assert loaded == (
-        f"checkpoint {checkpoint} cannot be read: {checkpoint}/__1_0.distcp differs from the "
-        "checksum in progress.json: it was altered. Remove it to fall back to the one before"
-    )
+    temporary, checkpoint = tmp_path / "tmp-step-00000001", tmp_path / "step-00000002"
+    for written, loaded in on_ranks(2, refuse_together, tmp_path):
+        assert written.startswith(
+            f"checkpoint {tmp_path}/step-00000001 cannot be written: [Errno 5] Input/output error: "
+            f"'{temporary}/__1_0.distcp'; "
+        )
+        assert loaded == (
+            f"checkpoint {checkpoint} cannot be read: {checkpoint}/__1_0.distcp differs from the "
+            "checksum in progress.json: it was altered. Remove it to fall back to the one before"
+        )
 
 
 def save_once(ranks: Ranks, folder: Path) -> None:
