@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from gmeta.adaptation.algorithm import TableSizes
 from gmeta.adaptation.config import AlgorithmConfig, InnerPath, LearnedRates
@@ -16,7 +16,8 @@ from gmeta.adaptation.linear import LowRankChange, MaterialisedChange
 from gmeta.adaptation.paths import paths_of_layers
 from gmeta.build import input_sizes
 from gmeta.learner import MetaLearner
-from models import InputSizes, ModelConfig, build_model
+from metaio.batch import TaskBatch
+from models import InputSizes, ModelConfig, RowInputs, build_model
 from tests import reference
 from tests.adaptation.agreement import assert_equals_loop
 
@@ -279,3 +280,55 @@ def test_the_later_entry_that_matches_a_layer_says_its_path() -> None:
 )
 def test_a_path_of_no_layer_and_no_path_of_a_layer_are_refused(entry: str, complaint: str) -> None:
     assert refusal(AlgorithmConfig(layer_paths=(entry,))) == complaint
+
+
+class OverTasks(nn.Module):
+    """One layer that does not work on rows: on their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, inputs: RowInputs) -> Tensor:
+        mean = inputs.single_NFD.mean(dim=(0, 1, 2)).reshape(1, 1)
+        return self.layer(mean).expand(inputs.num_rows, 1).squeeze(1)
+
+
+def one_task() -> tuple[TaskBatch, Tensor]:
+    features = reference.some_features(1, 0, 0)
+    batch = reference.batch_of([reference.random_task(features, 2, 2, random.Random(0))], features)
+    return batch, torch.randn(batch.unique_ids_U.numel(), 4)
+
+
+def test_a_layer_that_works_on_no_rows_is_refused_by_name() -> None:
+    learner = MetaLearner(OverTasks(), AlgorithmConfig(name="maml"), "bce")
+    batch, rows_UD = one_task()
+    with pytest.raises(ValueError) as caught:
+        learner(rows_UD, learner.arrange(batch), 1.0)
+    assert str(caught.value) == (
+        "layer 'layer' works on 1 rows, the tasks have 2: only layers applied row by row can "
+        "adapt. Leave it out of algorithm.adapt_layers"
+    )
+
+
+def test_episodes_of_another_arrangement_are_refused() -> None:
+    model = build_model(ModelConfig(name="melu", embedding_dim=4, hidden=(5,)), InputSizes(1, 0, 0))
+    batch, rows_UD = one_task()
+    fused, general = (
+        MetaLearner(model, AlgorithmConfig(name="maml", adapt_embeddings=False), "bce")
+        for _ in range(2)
+    )
+    general.use_general_loop()
+    arranged = fused.arrange(batch)
+    with pytest.raises(ValueError) as caught:
+        general(rows_UD, arranged, 1.0)
+    assert str(caught.value) == "blocks, but this learner has no fused loop: use its own arrange"
+    with pytest.raises(ValueError) as caught:
+        fused.predict(rows_UD, arranged)
+    assert str(caught.value) == (
+        "episodes arranged for training have no sides of all tasks: use arrange_to_predict"
+    )
+    # Of one learner either arrangement is the same step.
+    torch.testing.assert_close(
+        fused(rows_UD, arranged, 1.0), fused(rows_UD, general.arrange(batch), 1.0)
+    )

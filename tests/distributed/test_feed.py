@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from gmeta.errors import ConfigError, UserError
 from gmeta.feed import ServiceFeed, open_feed, tasks_per_shard
 from gmeta.parallel import Ranks, in_step
 from gmeta.reading import open_reader
+from gmeta.shard_service import SERVICE_VARIABLE
 from metaio import open_dataset
 from tests.distributed.harness import on_ranks
 
@@ -234,3 +236,18 @@ def test_shards_are_small_where_the_split_fits_in_memory_else_a_block(
     assert tasks_per_shard(config, dataset) == NUM_TASKS // dataset.split("train").num_blocks
     asked = TrainConfig(data=DataConfig(source="service", tasks_per_shard=7))
     assert tasks_per_shard(asked, dataset) == 7
+
+
+def test_ranks_of_several_machines_need_a_service_that_was_named(
+    click_logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.delenv(SERVICE_VARIABLE, raising=False)
+    ranks: Any = SimpleNamespace(rank=0, world_size=2)
+    config = leased(click_logs, service="")
+    with pytest.raises(UserError) as caught:
+        ServiceFeed(config, open_dataset(str(click_logs)), ranks, None)
+    assert str(caught.value) == (
+        "the 2 ranks are on several machines, and none of them was named to run the data-shard "
+        "service. Start `gmeta shard-service` where all reach it and set data.service = HOST:PORT"
+    )

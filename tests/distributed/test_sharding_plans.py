@@ -3,11 +3,13 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
+from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
@@ -16,7 +18,8 @@ from gmeta.checkpoint_writer import CheckpointWriter
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.errors import ConfigError
 from gmeta.optimizers import build_optimizer
-from gmeta.parallel import Ranks, in_step, shard_learner, table_shards
+from gmeta.parallel import Ranks, in_step, plan_lines, shard_learner, table_shards
+from gmeta.parallel.plan import make_plan
 from gmeta.progress import Progress
 from gmeta.table_sharding import ShardingConfig, check_sharding
 from metaio.batch import TaskBatch
@@ -183,3 +186,66 @@ def test_columns_are_refused_where_the_optimizer_needs_whole_rows() -> None:
         "columns, and train another model. "
         'Set outer.sparse_optimizer = "adagrad", or another kind of sharding'
     )
+
+
+def ranks_on(device: str, world_size: int) -> Any:
+    return SimpleNamespace(rank=0, world_size=world_size, device=torch.device(device))
+
+
+def tables_of(width: int) -> EmbeddingCollection:
+    return EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(
+                name="item", embedding_dim=width, num_embeddings=8, feature_names=["item"]
+            )
+        ],
+        device=torch.device("meta"),
+    )
+
+
+def test_a_copy_on_every_rank_is_refused_on_the_cpu() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_plan(tables_of(4), ShardingConfig(default="data_parallel"), 16, ranks_on("cpu", 1))
+    assert str(caught.value) == (
+        "table 'item' is to be data_parallel on the CPU: TorchRec's kernel for it corrupts memory "
+        "there. Choose row_wise, table_wise or column_wise, or run on CUDA"
+    )
+
+
+@pytest.mark.parametrize(("width", "world_size"), [(4, 2), (12, 2), (24, 4)])
+def test_columns_that_ranks_cannot_share_evenly_are_refused(width: int, world_size: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_plan(
+            tables_of(width), ShardingConfig(default="column_wise"), 16, ranks_on("cpu", world_size)
+        )
+    assert str(caught.value) == (
+        f"table 'item' is to be column_wise over {world_size} ranks, but model.embedding_dim = "
+        f"{width} is no multiple of {world_size * 4}. Choose another width, or another kind of "
+        "sharding"
+    )
+
+
+def described(kind: str, *shards: tuple[int, int, int]) -> dict[str, Any]:
+    """(rank, rows, columns) of each shard, from the table's first row and column on."""
+    return {
+        "kind": kind,
+        "shards": [
+            {"rank": rank, "rows": [0, rows], "columns": [0, columns]}
+            for rank, rows, columns in shards
+        ],
+    }
+
+
+def test_the_short_form_of_a_plan_names_six_tables_and_what_each_rank_holds() -> None:
+    by_rows = {f"t{i}": described("row_wise", (0, 500_000, 16), (1, 250_000, 16)) for i in range(8)}
+    city = described("table_wise", (1, 1000, 16))
+    assert plan_lines({"world_size": 2, "tables": {**by_rows, "city": city}}) == [
+        "tables row_wise: 8 (t0, t1, t2, t3, t4, t5 and 2 more)",
+        "tables table_wise: 1 (city on rank 1)",
+        "weights held: rank 0 256.0 MB, rank 1 128.1 MB",
+    ]
+
+
+def test_the_short_form_of_a_plan_of_no_shards_holds_nothing() -> None:
+    copied = {"item": described("data_parallel")}
+    assert plan_lines({"world_size": 1, "tables": copied}) == ["tables data_parallel: 1 (item)"]

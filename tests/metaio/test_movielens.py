@@ -17,6 +17,7 @@ from metaio import (
     read_ranges,
 )
 from metaio.recipes.movielens import MovieLensConfig, prepare_movielens
+from metaio.recipes.movielens_files import read_melu_split
 from tests.metaio.conftest import episodes_of_batch, whole_split
 
 SHARED = Path(__file__).parents[2] / "../shared/data"
@@ -230,3 +231,63 @@ def test_impossible_numbers_are_refused() -> None:
         "min_ratings 13, max_ratings 100, query_rows 20: 1 <= query < min <= max is needed. "
         "Change them"
     )
+
+
+def test_ratings_of_a_user_without_attributes_are_refused(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "raw")
+    users = (folder / "users.dat").read_text().splitlines(keepends=True)
+    (folder / "users.dat").write_text("".join(users[1:]))
+    with pytest.raises(DataError) as caught:
+        prepare_movielens(str(folder), str(tmp_path / "out"), MovieLensConfig())
+    assert str(caught.value) == (
+        "user 1 has ratings but is not in users.dat. Download both files again"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["raw"]
+
+
+def melu_split(folder: Path, **changed: str) -> Path:
+    """Four states of one user and two movies, in MeLU's files."""
+    split = folder / "melu_split"
+    split.mkdir()
+    for state in NAMES:
+        for suffix, values in (("", [1, 2]), ("_y", [3, 5])):
+            name = f"{state}{suffix}"
+            (split / f"{name}.json").write_text(changed.get(name, json.dumps({"7": values})))
+    return folder
+
+
+def test_melus_split_is_read_in_its_order(tmp_path: Path) -> None:
+    assert read_melu_split(tmp_path) is None
+    states = read_melu_split(melu_split(tmp_path))
+    assert states is not None
+    assert [
+        {user: (movies.tolist(), ratings.tolist()) for user, (movies, ratings) in state.items()}
+        for state in states
+    ] == [{7: ([1, 2], [3, 5])}] * 4
+
+
+@pytest.mark.parametrize("ratings", ['{"7": [3]}', '{"8": [3, 5]}', "{}"])
+def test_ratings_of_melus_split_that_are_of_other_movies_are_refused(
+    tmp_path: Path, ratings: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        read_melu_split(melu_split(tmp_path, warm_state_y=ratings))
+    assert str(caught.value) == (
+        f"{tmp_path / 'melu_split'}: warm_state.json and warm_state_y.json hold different users or "
+        "counts. Copy both from the same place"
+    )
+
+
+def test_a_file_of_melus_split_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
+    folder = melu_split(tmp_path, user_cold_state="{")
+    path = folder / "melu_split" / "user_cold_state.json"
+    told = f"{path} cannot be read: {{}}. Copy MeLU's split again, or remove the folder"
+    with pytest.raises(DataError) as caught:
+        read_melu_split(folder)
+    assert str(caught.value) == told.format(
+        "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
+    )
+    path.unlink()
+    with pytest.raises(DataError) as caught:
+        read_melu_split(folder)
+    assert str(caught.value) == told.format(f"[Errno 2] No such file or directory: '{path}'")

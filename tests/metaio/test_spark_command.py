@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,8 +14,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from gmeta.commands.spark import prepare_on_spark
+from gmeta.errors import UserError
 from metaio.prepare import PrepareOptions, prepare
-from metaio.schema import load_schema
+from metaio.schema import load_schema, parse_schema
 from tests.antdt.faults.service_process import free_port
 from tests.commands import environment
 from tests.metaio.test_prepare import raw_table
@@ -172,3 +175,11 @@ def test_what_spark_is_not_for_is_refused_before_anything_starts(tmp_path: Path)
         f"error: --spark was given {tmp_path}/logs.csv; it reads Parquet tables. Convert it, or "
         "leave out --spark\n",
     )
+
+
+def test_spark_that_is_not_installed_is_said_how_to_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = parse_schema(tomllib.loads(SCHEMA))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError) as caught:
+        prepare_on_spark(["logs.parquet"], "out", schema, PrepareOptions())
+    assert str(caught.value) == "--spark needs pyspark. Run: pip install 'gmeta[spark]'"
