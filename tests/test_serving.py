@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -310,6 +311,36 @@ WRONG_ROWS: dict[str, tuple[Callable[[pa.Table], object], type[Exception], str]]
 }
 
 
+@pytest.mark.parametrize("values", [3.0, np.ones((3, 1)), torch.ones(3, 1)])
+def test_a_column_of_other_dimensions_is_refused_by_its_name(
+    served: ServedModel, values: object
+) -> None:
+    with pytest.raises(UserError) as caught:
+        served.predict({**random_rows(3).to_pydict(), "price": values})
+    told = str(caught.value)
+    assert told.startswith("column price of the query rows, of type ")
+    assert told.endswith(
+        ". Give a list or an array of one dimension, with a value for each row; of a column with "
+        "several ids, a list of lists"
+    )
+
+
+def test_tasks_that_are_integers_on_one_side_and_text_on_the_other_are_refused(
+    served: ServedModel,
+) -> None:
+    """Not taken for tasks without support, which --allow-no-support would let pass."""
+    support, query = random_rows(9, num_tasks=2), random_rows(9, num_tasks=2)
+    text = query.set_column(0, "user", query["user"].cast(pa.string()))
+    with pytest.raises(UserError) as caught:
+        served.predict_tasks(support, text, allow_no_support=True)
+    assert str(caught.value) == (
+        "task column user holds integer in the support rows and text in the query rows: no task "
+        "would find its support. Cast one of them"
+    )
+    nobody = {name: [] for name in support.column_names}  # of no type at all
+    assert served.predict_tasks(nobody, query, allow_no_support=True).support_rows_N.sum() == 0
+
+
 @pytest.mark.parametrize("fault", WRONG_ROWS)
 def test_wrong_rows_are_refused_in_one_line(served: ServedModel, fault: str) -> None:
     damage, kind, message = WRONG_ROWS[fault]
@@ -364,6 +395,15 @@ def test_predict_says_what_is_wrong_with_its_files(exported: Path, tmp_path: Pat
     told = str(result.exception)
     assert told.startswith(f"{cut_short} cannot be read as Parquet: ")  # then pyarrow's reason
     assert told.endswith(" is not a parquet file. Give a Parquet file that is whole")
+    for what, own in (("SUPPORT", support), ("QUERY", query)):
+        before = own.read_bytes()
+        result = runner.invoke(
+            app, ["predict", *map(str, (exported, support, query)), "--out", str(own)]
+        )
+        assert str(result.exception) == (
+            f"--out = {str(own)!r} is {what}, whose rows would be replaced. Name another file"
+        )
+        assert own.read_bytes() == before
     arguments = ["predict", *map(str, (exported, empty, query)), "--allow-no-support", "--out"]
     result = runner.invoke(app, [*arguments, str(tmp_path / "out.parquet")])
     assert result.exit_code == 0, result.exception
@@ -382,7 +422,7 @@ def test_an_integer_beyond_64_bits_is_refused_and_a_parameter_is_read(served: Se
     with pytest.raises(UserError) as caught:
         served.predict({**rows, "item": [2**70, 1]})
     assert str(caught.value).startswith(
-        "query rows of type dict cannot be read as columns: Python int too large to convert"
+        "column item of the query rows, of type list, cannot be read: Python int too large to "
     )
     price = torch.tensor(rows["price"], requires_grad=True)
     assert torch.equal(served.predict({**rows, "price": price}), served.predict(rows))

@@ -82,6 +82,11 @@ def predict(
     check_local("--out", out)
     if out.is_dir():
         raise UserError(f"--out = {str(out)!r} is a folder: a file is needed. Name one in it")
+    for what, url in (("SUPPORT", support), ("QUERY", query)):
+        if out.exists() and Path(url).exists() and out.samefile(url):
+            raise UserError(
+                f"--out = {str(out)!r} is {what}, whose rows would be replaced. Name another file"
+            )
     from gmeta.serving import load
     from gmeta.serving.files import read_rows, write_rows
 

@@ -25,6 +25,9 @@ from metaio.features import Features, FeatureSpec
 from metaio.schema import Schema, SplitRule
 from metaio.values import as_float32, as_numbers, hash_values, integer_values, kind_of
 
+# What Arrow raises for what it cannot read; OverflowError: a Python integer beyond 64 bits.
+_NOT_READ = (pa.ArrowException, TypeError, ValueError, OverflowError)
+
 
 class ColumnEncoder(Protocol):
     """Turns a record batch that holds `names(...)` into ids; the task column may be left out."""
@@ -185,24 +188,52 @@ def as_table(rows: object, what: str) -> pa.Table:
     """
     if isinstance(rows, pa.Table):
         return rows
+    if isinstance(rows, Mapping):
+        rows = {str(name): _as_column(str(name), values, what) for name, values in rows.items()}
     try:
-        if isinstance(rows, Mapping):
-            return pa.table(
-                {
-                    str(name): values.detach().numpy()
-                    if isinstance(values, torch.Tensor)
-                    else values
-                    for name, values in rows.items()
-                }
-            )
         return pa.table(rows)
-    # OverflowError: a Python integer beyond 64 bits.
-    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+    except _NOT_READ as error:
         raise UserError(
             f"{what} rows of type {type(rows).__name__} cannot be read as columns: "
-            f"{str(error).splitlines()[0]}. Give a mapping of column names to equally long lists "
+            f"{_reason(error)}. Give a mapping of column names to equally long lists "
             "or arrays, or an Arrow, pandas or polars table"
         ) from error
+
+
+def _as_column(name: str, values: object, what: str) -> pa.Array | pa.ChunkedArray:
+    try:
+        if isinstance(values, torch.Tensor):
+            values = values.detach().numpy()
+        is_arrow = isinstance(values, pa.Array | pa.ChunkedArray)
+        return values if is_arrow else pa.array(values)
+    except _NOT_READ as error:
+        raise UserError(
+            f"column {name} of the {what} rows, of type {type(values).__name__}, cannot be read: "
+            f"{_reason(error)}. Give a list or an array of one dimension, with a value for each "
+            "row; of a column with several ids, a list of lists"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0].rstrip(".")
+
+
+def check_task_kinds(name: str, support: pa.Table, query: pa.Table) -> None:
+    """Raise UserError where the task column holds integers on one side and text on the other: 7 and
+    "7" are different tasks, so none would find its support rows.
+    """
+    types = {"support": support.schema.field(name).type, "query": query.schema.field(name).type}
+    # A side without rows may have no type, and matches nothing anyway.
+    kinds = {
+        side: kind_of(name, kind, "task")
+        for side, kind in types.items()
+        if not pa.types.is_null(kind)
+    }
+    if len(set(kinds.values())) > 1:
+        raise UserError(
+            f"task column {name} holds {kinds['support']} in the support rows and "
+            f"{kinds['query']} in the query rows: no task would find its support. Cast one of them"
+        )
 
 
 def select(table: pa.Table, names: list[str], optional: list[str], what: str) -> pa.RecordBatch:

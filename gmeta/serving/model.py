@@ -18,7 +18,13 @@ from gmeta.adaptation.inner_loop import Adapted, InnerLoop, WorkingRows
 from gmeta.episodes import every_row
 from gmeta.errors import UserError
 from gmeta.learner import MetaLearner, QueryPrediction
-from gmeta.serving.columns import ColumnEncoder, as_table, check_labels, select
+from gmeta.serving.columns import (
+    ColumnEncoder,
+    as_table,
+    check_labels,
+    check_task_kinds,
+    select,
+)
 from gmeta.serving.folder import ExportedConfig
 from gmeta.serving.rows import EncodedColumns, task_batch
 from gmeta.serving.tables import StoredTable, fetch_UD
@@ -93,10 +99,13 @@ class ServedModel:
         Both need the task column. Many tasks at once take a fraction of the time of one by one.
 
         Raises:
-            UserError: a task has no support rows and that is not allowed.
+            UserError: a task has no support rows and that is not allowed; the task column holds
+                integers on one side and text on the other.
         """
+        support, query = as_table(support, "support"), as_table(query, "query")
         encoded = self._encode(support, "support", with_label=True, with_task=True)
         wanted = self._encode(query, "query", with_label=False, with_task=True)
+        check_task_kinds(self.config.columns.task, support, query)
 
         def run(batch: TaskBatch) -> tuple[Tensor, Tensor]:
             prediction = self.predict_batch(batch)
