@@ -72,13 +72,7 @@ class RawColumns:
         # The encoder hashes tasks, which a caller with rows of one need not name.
         if self._task not in batch.schema.names:
             batch = batch.append_column(self._task, pa.array(np.zeros(batch.num_rows, np.int64)))
-        arrays = [
-            column.cast(self._null_types.get(name, pa.string()))
-            if pa.types.is_null(column.type)
-            else column
-            for name, column in zip(batch.schema.names, batch.columns, strict=True)
-        ]
-        batch = pa.record_batch(arrays, batch.schema.names)
+        batch = _typed(batch, self._null_types, pa.string())
         rows = self._encoder.encode(batch, with_label)
         return EncodedColumns(
             rows.task_N, rows.label_N, rows.ids_NF, rows.dense_NK, rows.lengths_NM, rows.values_V
@@ -110,6 +104,8 @@ class IdColumns:
                     f"column {name} has {batch[name].null_count:,} nulls; none are allowed. "
                     "Remove those rows, or use id 0, which stands for unknown values"
                 )
+        lists = {feature.name: pa.list_(pa.int64()) for feature in features.multi}
+        batch = _typed(batch, lists, pa.int64())
         task_N, label_N = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.float32)
         if self._columns.task in batch.schema.names:
             task = batch[self._columns.task]
@@ -169,6 +165,17 @@ class IdColumns:
                 part
             )
         return lengths_NM, values_V
+
+
+def _typed(
+    batch: pa.RecordBatch, types: Mapping[str, pa.DataType], otherwise: pa.DataType
+) -> pa.RecordBatch:
+    """The batch with a type for the columns that have none of their own: without a value."""
+    arrays = [
+        column.cast(types.get(name, otherwise)) if pa.types.is_null(column.type) else column
+        for name, column in zip(batch.schema.names, batch.columns, strict=True)
+    ]
+    return pa.record_batch(arrays, batch.schema.names)
 
 
 def _inputs(schema: Schema) -> set[str]:
