@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import pytest
 
-from gmeta import cli
 from gmeta.commands.antdt import antdt_sim
 from gmeta.commands.evaluate import evaluate
 from gmeta.commands.export import export, predict
+from gmeta.commands.telling import write_error
 from gmeta.config import config_from_dict, load_config
 from gmeta.environment import describe_environment
 from gmeta.errors import UserError
@@ -258,7 +258,6 @@ def test_an_error_is_written_in_one_piece_beside_those_of_other_ranks(
     pieces: list[str] = []
     stderr = SimpleNamespace(write=pieces.append, flush=lambda: None, isatty=lambda: False)
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr(cli, "_leave", lambda code: None)
     monkeypatch.setenv("RANK", "1")
-    cli._fail("no [bold] /data/[x]", 2)
+    write_error("no [bold] /data/[x]")
     assert [piece for piece in pieces if piece] == ["error on rank 1: no [bold] /data/[x]\n"]

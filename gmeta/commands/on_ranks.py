@@ -36,6 +36,7 @@ def be_rank(
 ) -> None:
     """Join the other ranks, do the work, leave; see start_ranks."""
     try:
+        from gmeta.commands.told_once import told_once
         from gmeta.parallel import lost_peers_explained, start_ranks, stop_ranks
     except OSError as error:
         # The CUDA build of fbgemm loads the driver's libraries when it is imported.
@@ -46,5 +47,6 @@ def be_rank(
 
     with lost_peers_explained():
         ranks = start_ranks(device, timeout_s, shared_memory=shared_memory)
-        work(ranks)
+        with told_once(ranks):
+            work(ranks)
         stop_ranks()
