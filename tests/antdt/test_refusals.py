@@ -130,6 +130,29 @@ def test_a_process_of_an_earlier_rendezvous_round_is_told_to_stop(scene: Scene) 
     )
 
 
+def test_a_process_that_was_replaced_cannot_take_its_worker_back(scene: Scene) -> None:
+    scene[0].worker("a", "p1")
+    assert refused(scene, lambda service, _: service.worker("a", "p0")) == (
+        "ABORTED",
+        "FENCED_INCARNATION",
+        "process 'p0' of worker 'a' was replaced by 'p1'; one process speaks for a worker. Stop "
+        "this process, or give it a worker id of its own.",
+    )
+
+
+def test_a_process_from_before_a_restart_of_the_job_cannot_join_it_again(scene: Scene) -> None:
+    service, worker = scene
+    service.worker("b", rdzv_round=1)
+    assert refused(scene, lambda _, worker: worker.register()) == (
+        "ABORTED",
+        "FENCED_GENERATION",
+        "worker 'a' is of generation 1, the job is at 2: it was restarted or rolled back. Stop "
+        "this process; the restarted job has its own.",
+    )
+    # One that knows the round it comes from is of the new job.
+    assert worker.register(rdzv_round=1).run_generation == 2
+
+
 def test_an_id_of_a_checkpoint_stands_for_one_step_and_one_manifest(scene: Scene) -> None:
     service, worker = scene
     prepared = worker.prepare("c", step=1)
