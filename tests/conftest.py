@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 # Before torch is loaded: the suite's tensors are small, and two threads that share two cores with
 # the ranks it starts wait for each other most of the time.
@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from gmeta.antdt.log import LOGGER_NAME
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
+from tests.processes import skipping_what_may_not_start
 
 # No test calls beyond this machine; a proxy of the network around it would be asked for it too.
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
@@ -55,6 +56,20 @@ def logging_as_before() -> Iterator[None]:
     before = logger.handlers, logger.level, logger.propagate
     yield
     logger.handlers, logger.level, logger.propagate = before
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    """What may be skipped in a fixture."""
+    with skipping_what_may_not_start():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """What may be skipped in a test."""
+    with skipping_what_may_not_start():
+        return (yield)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

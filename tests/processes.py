@@ -1,10 +1,18 @@
-"""The server that test processes are forked from, with everything imported: one for the suite."""
+"""Processes of tests: the server that ranks are forked from, with everything imported, and what
+holds where a test may start none.
+"""
 
 import multiprocessing as mp
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import util
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import pytest
 
 PRELOADED = ["gmeta.antdt.server", "gmeta.train"]
 LONGEST_SOCKET_PATH = 107  # bytes, by unix(7)
@@ -31,3 +39,17 @@ def keep_socket_paths_short() -> None:
         util.get_temp_dir()  # keeps what it finds, for the life of this process
     finally:
         tempfile.tempdir = folder
+
+
+@contextmanager
+def skipping_what_may_not_start() -> Iterator[None]:
+    """Skip a test that starts this interpreter, or a program beside it, where its user may not: as
+    under a root that gave up its rights, whose interpreter lies in /root.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        beside = Path(sys.executable).parent
+        if Path(error.filename or "").parent != beside or os.access(sys.executable, os.X_OK):
+            raise
+        pytest.skip(f"this user may not start {error.filename}: give them a Python that they may")

@@ -1,7 +1,10 @@
-"""The suite's processes start wherever TMPDIR is."""
+"""The suite's processes start wherever TMPDIR is; where none may start, their tests are skipped."""
 
+import errno
 import multiprocessing
 import shutil
+import subprocess
+import sys
 import tempfile
 from multiprocessing import util
 from multiprocessing.connection import Listener
@@ -13,6 +16,7 @@ from tests.processes import (
     LONGEST_SOCKET_NAME,
     LONGEST_SOCKET_PATH,
     keep_socket_paths_short,
+    skipping_what_may_not_start,
 )
 
 
@@ -35,3 +39,24 @@ def test_sockets_are_made_where_their_paths_fit(
             assert str(listener.address).startswith(str(folder)) != too_long
         assert tempfile.gettempdir() == str(folder)
         shutil.rmtree(util.get_temp_dir())
+
+
+def test_a_test_that_may_not_start_the_interpreter_is_skipped_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbidden = tmp_path / "bin" / "python"
+    forbidden.parent.mkdir()
+    forbidden.write_text("#!/bin/sh\n")
+    forbidden.chmod(0o644)  # nobody may start it, root included
+    monkeypatch.setattr(sys, "executable", str(forbidden))
+    with pytest.raises(pytest.skip.Exception) as skipped, skipping_what_may_not_start():
+        subprocess.run([sys.executable], check=True)
+    assert skipped.value.msg == (
+        f"this user may not start {forbidden}: give them a Python that they may"
+    )
+    # Any other program, and one that may be started, is the test's own matter.
+    for program, mode in ((tmp_path / "other", 0o644), (forbidden.with_name("tool"), 0o755)):
+        program.touch()
+        forbidden.chmod(mode)
+        with pytest.raises(PermissionError), skipping_what_may_not_start():
+            raise PermissionError(errno.EACCES, "Permission denied", str(program))
