@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import models
 from models import MODELS, InputSizes, ModelConfig, RowInputs, build_model
 from tests.models.inputs import named_sizes, row, some_inputs
 
@@ -93,6 +94,13 @@ def test_dlrm_takes_the_dot_products_of_all_pairs_in_the_papers_order() -> None:
     pairs = [(1, 0), (2, 0), (2, 1)]
     dots = torch.stack([(vectors[:, i] * vectors[:, j]).sum(1) for i, j in pairs], dim=1)
     torch.testing.assert_close(model(inputs), model.top(dots).squeeze(1))
+
+
+def test_the_package_has_what_it_names_and_nothing_else() -> None:
+    assert [name for name in models.__all__ if not hasattr(models, name)] == []
+    with pytest.raises(AttributeError) as caught:
+        models.DLRN  # noqa: B018
+    assert str(caught.value) == "module 'models' has no attribute 'DLRN'"
 
 
 def test_an_unknown_model_lists_the_known_ones() -> None:
