@@ -58,7 +58,7 @@ def test_a_run_and_its_checkpoints_are_described_and_a_cut_file_is_found(
     newest = run / "checkpoints" / "step-00000008"
     whole = gmeta("inspect", newest)
     assert whole.stdout.startswith(
-        f"checkpoint {newest}: step 8, epoch 1, 8 steps into it, written by 1 ranks, config "
+        f"checkpoint {newest}: step 8, epoch 1, 8 steps into it, written by 1 rank, config "
     )
     assert whole.stdout.endswith(
         "complete: every file is there in full; --verify reads them and checks checksums\n"

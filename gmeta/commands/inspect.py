@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from gmeta.commands.inspect_model import inspect_model, is_model
 from gmeta.commands.inspect_run import inspect_checkpoint, inspect_run, is_checkpoint, is_run
 from gmeta.commands.screen import progress_bars, screen, show_table
 from gmeta.errors import UserError
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
 def inspect(
     path: Annotated[
-        str, typer.Argument(help="a prepared dataset (folder or URL), a run or a checkpoint")
+        str,
+        typer.Argument(
+            help="a prepared dataset (folder or URL), a run, a checkpoint or an exported model"
+        ),
     ],
     verify: Annotated[
         bool,
@@ -33,20 +37,24 @@ def inspect(
     """Show what a dataset holds: tasks, rows, support and query sizes, ids in use and their skew.
 
     Of a run or a checkpoint: which step, who wrote it, tables, layers, and whether all of it is
-    there.
+    there. Of an exported model: which columns it reads, and what they hold.
 
     gmeta inspect data/ml --picture data/ml.png
 
     gmeta inspect s3://bucket/clicks --verify
 
     gmeta inspect runs/demo/maml
+
+    gmeta inspect models/clicks
     """
-    # A URL is neither, and goes on to the datasets.
-    if is_run(Path(path)) or is_checkpoint(Path(path)):
-        if picture is not None:
-            raise UserError(f"{path} is no dataset: --picture is for datasets. Leave it out")
-        (inspect_run if is_run(Path(path)) else inspect_checkpoint)(Path(path), verify)
-        return
+    # A URL is none of them, and goes on to the datasets.
+    kinds = ((is_run, inspect_run), (is_checkpoint, inspect_checkpoint), (is_model, inspect_model))
+    for is_kind, inspect_kind in kinds:
+        if is_kind(Path(path)):
+            if picture is not None:
+                raise UserError(f"{path} is no dataset: --picture is for datasets. Leave it out")
+            inspect_kind(Path(path), verify)
+            return
     from metaio import open_dataset
     from metaio.inspection import damage, summarise
 

@@ -44,7 +44,7 @@ def inspect_run(root: Path, verify: bool) -> None:
     if not summaries:
         console.print("no checkpoint yet")
         return
-    table = _table("Checkpoints", "step", "epoch", "ranks", "config", "size", "", "")
+    table = table_of("Checkpoints", "step", "epoch", "ranks", "config", "size", "", "")
     for summary in summaries:
         about = summary.about
         written_with = about.get("config_digest", "?")
@@ -53,7 +53,7 @@ def inspect_run(root: Path, verify: bool) -> None:
             f"{about['epoch'] + 1} + {about['epoch_step']:,} steps",
             str(about.get("world_size", "?")),
             "same" if written_with == config.digest else written_with,
-            _size(summary.disk_bytes),
+            size_text(summary.disk_bytes),
             "damaged" if summary.problems else "complete",
             "best" if about.get("best_step") == about["step"] > 0 else "",
         )
@@ -70,18 +70,19 @@ def inspect_checkpoint(path: Path, verify: bool) -> None:
 
     summary = summarise_checkpoint(path, verify)
     about = summary.about
-    console = screen()
+    console, num_ranks = screen(), about.get("world_size", "?")
     console.print(
         f"checkpoint {path}: step {about['step']:,}, epoch {about['epoch'] + 1}, "
-        f"{about['epoch_step']:,} steps into it, written by {about.get('world_size', '?')} ranks, "
-        f"config {about.get('config_digest', '?')}, {_size(summary.disk_bytes)}"
+        f"{about['epoch_step']:,} steps into it, written by {num_ranks} "
+        f"{'rank' if num_ranks == 1 else 'ranks'}, "
+        f"config {about.get('config_digest', '?')}, {size_text(summary.disk_bytes)}"
     )
     _show(console, summary)
     _end([summary], verify)
 
 
 def _show(console: Console, summary: "CheckpointSummary") -> None:
-    tables = _table(
+    tables = table_of(
         f"Tables of {summary.path.name}",
         "table",
         "rows",
@@ -91,21 +92,21 @@ def _show(console: Console, summary: "CheckpointSummary") -> None:
         "optimizer state",
     )
     for table in summary.tables:
-        state = ", ".join(f"{name} {_size(size)}" for name, size in table.state_bytes.items())
+        state = ", ".join(f"{name} {size_text(size)}" for name, size in table.state_bytes.items())
         tables.add_row(
             table.name,
             f"{table.num_rows:,}",
             str(table.width),
             table.dtype,
-            _size(table.num_bytes),
+            size_text(table.num_bytes),
             state or "none",
         )
     show_table(console, tables)
-    layers = _table("Layers", "tensor", "shape", "type", "bytes", "optimizer state")
+    layers = table_of("Layers", "tensor", "shape", "type", "bytes", "optimizer state")
     for layer in summary.layers:
         shape = " x ".join(map(str, layer.shape)) or "1"
         state = ", ".join(layer.state) or "none"
-        layers.add_row(layer.name, shape, layer.dtype, _size(layer.num_bytes), state)
+        layers.add_row(layer.name, shape, layer.dtype, size_text(layer.num_bytes), state)
     show_table(console, layers)
 
 
@@ -130,14 +131,16 @@ def _end(summaries: "list[CheckpointSummary]", verify: bool) -> None:
         )
 
 
-def _table(title: str, *heads: str) -> Table:
+def table_of(title: str, *heads: str) -> Table:
+    """A titled table, numbers to the right between its first and last column."""
     table = Table(*heads, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in table.columns[1:-1]:
         column.justify = "right"
     return table
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """A number of bytes in the largest unit that leaves at least one."""
     size, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:

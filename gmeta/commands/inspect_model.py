@@ -1,0 +1,83 @@
+"""`gmeta inspect` on an exported model: which columns it reads, and whether all of it is there."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from gmeta.commands.inspect_run import size_text, table_of
+from gmeta.commands.screen import screen, show_table
+
+if TYPE_CHECKING:
+    from gmeta.serving.folder import ExportedConfig
+
+
+def is_model(path: Path) -> bool:
+    """Whether an export wrote this folder, be it damaged: its config says so."""
+    try:
+        return '"gmeta-model"' in (path / "config.json").read_text(encoding="utf-8")[:100]
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def inspect_model(folder: Path, verify: bool) -> None:
+    """Show the columns and tables of an exported model; GMetaError where a file is missing or cut
+    short, or with `verify` differs from its checksum.
+    """
+    from gmeta.serving.folder import check_files, read_config, table_file
+
+    config = read_config(folder)
+    source, console = config.source, screen()
+    console.print(
+        f"model {folder}: {config.algorithm.name} with {config.model.name}, predicts "
+        f"{'clicks' if config.loss == 'bce' else 'ratings'}; step {source.get('step', '?')} of "
+        f"{source.get('run', '?')}, exported {source.get('exported_at', '?')}"
+    )
+    columns = table_of("Columns", "column", "used as", "table", "values")
+    for column in columns.columns:
+        column.justify = "left"
+    for row in _columns(config):
+        columns.add_row(*row)
+    show_table(console, columns)
+    tables = table_of("Tables", "table", "rows", "width", "type", "bytes")
+    for index, table in enumerate(config.features.tables):
+        stored = config.files.get(table_file(index))
+        tables.add_row(
+            table.name,
+            f"{table.num_rows:,}",
+            str(config.model.embedding_dim),
+            config.table_format,
+            size_text(stored.num_bytes) if stored else "?",
+        )
+    show_table(console, tables)
+    check_files(folder, config, checksums=verify)
+    typer.echo(
+        "complete: every file is there, and as its checksum says"
+        if verify
+        else "complete: every file is there in full; --verify reads them and checks checksums"
+    )
+
+
+def _columns(config: "ExportedConfig") -> Iterator[tuple[str, str, str, str]]:
+    """What rows must hold: name, role, table, values."""
+    given, features = config.columns, config.features
+    yield given.task, "task", "", "integer or text; tells tasks apart in `gmeta predict`"
+    yield given.label, "label", "", "0 to 1" if config.loss == "bce" else "a number"
+    schema = given.schema
+    if schema is None:
+        rows = {table.name: table.num_rows for table in features.tables}
+        for role, sparse in (("single", features.single), ("multi", features.multi)):
+            for one in sparse:
+                yield one.name, role, one.table, f"ids 0 to {rows[one.table] - 1:,}; 0: unknown"
+        for name in features.dense:
+            yield name, "dense", "", "a number"
+        return
+    for role, described in (("single", schema.single), ("multi", schema.multi)):
+        for column in described:
+            nulls = "; nulls allowed" if column.null == "unknown" else ""
+            kind = given.kinds.get(column.column, "integer or text")
+            yield column.column, role, column.table_name, kind + nulls
+    for dense in schema.dense:
+        fill = "" if dense.fill is None else f"; nulls become {dense.fill:g}"
+        yield dense.column, "dense", "", f"a number{fill}"
