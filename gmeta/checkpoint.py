@@ -15,11 +15,14 @@ from gmeta.checkpoint_files import (
     DAMAGE,
     FALL_BACK,
     check_files,
+    files_of,
+    first_failure,
+    read_about,
     read_progress,
     reason_of,
 )
 from gmeta.config import TrainConfig
-from gmeta.errors import GMetaError
+from gmeta.errors import GMetaError, UserError
 from gmeta.parallel import Ranks, gather_to_first, value_of_first
 from gmeta.progress import Progress
 
@@ -35,7 +38,8 @@ def load_checkpoint(
     written it.
 
     Raises:
-        GMetaError: the folder is incomplete, damaged or fits another model; on every rank alike.
+        GMetaError: the folder is incomplete or damaged; on every rank alike.
+        UserError: it is whole, and of another model.
     """
     if optimizer is not None:
         # torch makes it at the first step, and only what is there can be filled.
@@ -46,9 +50,16 @@ def load_checkpoint(
     try:
         load_shards(state, checkpoint_id=str(path), process_group=ranks.control)
     except DAMAGE as error:
+        reason = reason_of(error).rstrip(".")
+        if files_of(read_about(path)) and not isinstance(first_failure(error), OSError):
+            # It is what was written: to remove it would lose a good checkpoint.
+            raise UserError(
+                f"checkpoint {path} does not fit the config: {reason}. Set model, algorithm and "
+                "outer as they were in the run that wrote it, or choose another run.dir"
+            ) from error
         raise GMetaError(
-            f"checkpoint {path} cannot be loaded: {reason_of(error)}. It must come from a run of "
-            f"the same model on the same dataset. {FALL_BACK}"
+            f"checkpoint {path} cannot be loaded: {reason}. It must come from a run of the same "
+            f"model on the same dataset. {FALL_BACK}"
         ) from error
     sharded.load_state_dict(state["model"])
     if optimizer is not None and "optimizer" in state:

@@ -163,6 +163,11 @@ def _missing(path: Path, index: Metadata) -> Iterator[str]:
 
 def reason_of(error: BaseException) -> str:
     """The first line of what went wrong, on the first rank where it did."""
-    failures = error.failures if isinstance(error, CheckpointException) else {}
-    first = next((failure for failure, _ in failures.values()), error)
+    first = first_failure(error)
     return (str(first).splitlines() or [type(first).__name__])[0]
+
+
+def first_failure(error: BaseException) -> BaseException:
+    """What a rank raised, where torch tells of the failures of all."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    return next((failure for failure, _ in failures.values()), error)

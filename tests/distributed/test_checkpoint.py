@@ -7,6 +7,7 @@ import json
 import random
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +25,7 @@ from gmeta.checkpoint_summary import summarise_checkpoint
 from gmeta.checkpoint_writer import CheckpointWriter
 from gmeta.checksums import FileEntry, describe_file
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
-from gmeta.errors import GMetaError
+from gmeta.errors import GMetaError, UserError
 from gmeta.export import CheckpointReader
 from gmeta.learner import MetaLearner
 from gmeta.optimizers import OuterOptimizer, build_optimizer
@@ -361,6 +362,33 @@ def test_all_ranks_refuse_what_one_of_them_finds(tmp_path: Path) -> None:
         assert loaded == (
             f"checkpoint {checkpoint} cannot be read: {checkpoint}/__1_0.distcp differs from the "
             "checksum in progress.json: it was altered. Remove it to fall back to the one before"
+        )
+
+
+def load_into_a_wider_model(ranks: Ranks, folder: Path) -> str:
+    save_once(ranks, folder)
+    (path,) = list_checkpoints(folder)
+    model = replace(MODEL, embedding_dim=8)
+    learner = build_learner(FEATURES, model, AlgorithmConfig(), "bce")
+    wider = shard_learner(learner, FEATURES, replace(CONFIG, model=model), ranks)
+    try:
+        load_checkpoint(path, wider, None, ranks)
+    except UserError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.distributed
+def test_a_whole_checkpoint_of_another_model_is_the_configs_matter_and_not_to_be_removed(
+    tmp_path: Path,
+) -> None:
+    for told in on_ranks(2, load_into_a_wider_model, tmp_path):
+        assert told.startswith(
+            f"checkpoint {tmp_path}/step-00000001 does not fit the config: Size mismatch between "
+        )
+        assert told.endswith(
+            ". Set model, algorithm and outer as they were in the run that wrote it, or choose "
+            "another run.dir"
         )
 
 
