@@ -6,8 +6,8 @@ whether any rank is to blame. The ranks' answers travel while the next step comp
 costs no waiting and speaks one step late, but always before a checkpoint.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
 import torch
@@ -112,7 +112,8 @@ class StepGuard:
         blamed = [one for one in everyone or [] if one]
         told = blamed[0] if blamed else "the gradient of the layers is not finite on any rank"
         if len(blamed) > 1:
-            told += f" (and so on {len(blamed) - 1} more ranks)"
+            others = len(blamed) - 1
+            told += f" ({others} more {'rank has' if others == 1 else 'ranks have'} such a batch)"
         before = step.before
         return value_of_first(
             f"step {before.step + 1} (step {before.epoch_step + 1} of epoch {before.epoch + 1}): "
@@ -145,3 +146,21 @@ def load_batch(path: Path) -> list[Episodes]:
     """
     parts: list[Episodes] = torch.load(path, weights_only=False)
     return parts
+
+
+def named_tensors(part: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a loaded batch with where it stands, such as "rows.query.label_N": what a
+    batch is made of depends on the loop that trains it.
+    """
+    if isinstance(part, Tensor):
+        yield name, part
+        return
+    if is_dataclass(part):
+        inside = [(field.name, getattr(part, field.name)) for field in fields(part)]
+    elif isinstance(part, tuple):
+        names = getattr(part, "_fields", map(str, range(len(part))))
+        inside = list(zip(names, part, strict=True))
+    else:
+        return
+    for inner_name, inner in inside:
+        yield from named_tensors(inner, f"{name}.{inner_name}" if name else inner_name)
