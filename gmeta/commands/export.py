@@ -30,7 +30,11 @@ def export(
         typer.Option(help="embedding tables: as trained, half the size, or a scale a row and int8"),
     ] = Tables.FLOAT32,
     step: Annotated[
-        int | None, typer.Option(min=0, help="checkpoint to export; default: the newest")
+        int | None,
+        typer.Option(
+            min=0,
+            help="checkpoint to export; default: the newest, with early stopping the best",
+        ),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace the exported model at OUT")
