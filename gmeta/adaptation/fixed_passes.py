@@ -22,9 +22,8 @@ from gmeta.adaptation.fixed_state import (
     Pass,
     plus,
 )
-from gmeta.adaptation.losses import row_curvatures_N, row_losses_N, row_slopes_N
+from gmeta.adaptation.losses import HALVES, row_curvatures_N, row_losses_N, row_slopes_N
 
-HALVES = (torch.bfloat16, torch.float16)
 _threshold_backward = torch.ops.aten.threshold_backward.grad_input
 
 

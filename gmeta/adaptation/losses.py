@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+HALVES = (torch.bfloat16, torch.float16)
+
 
 def labels_taken_N(kind: str, label_N: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
     """Where the loss is defined: `bce` takes labels from 0 to 1, the others finite numbers."""
@@ -23,7 +25,7 @@ def row_losses_N(kind: str, output_N: Tensor, label_N: Tensor) -> Tensor:
     then |e| - 1/2. Its minimiser lies between the mean and the median, so it serves a mean absolute
     error better.
     """
-    if output_N.dtype in (torch.bfloat16, torch.float16):
+    if output_N.dtype in HALVES:
         output_N = output_N.float()  # under autocast: a loss of 8 bits moves in steps of 0.4 %
     label_N = label_N.to(output_N.dtype)
     if kind == "bce":
