@@ -67,7 +67,9 @@ WORKLOADS = (
     LARGE,
     replace(DEMO, tasks=256),
     replace(LARGE, tasks=256),
-    replace(LARGE, name="26x32 maml", algorithm="maml"),
+    replace(LARGE, name="26x32 maml", algorithm="maml", tasks=256),
+    replace(DEMO, tasks=512),
+    replace(LARGE, tasks=512),
 )
 QUICK_WORKLOADS = 4
 
