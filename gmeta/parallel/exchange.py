@@ -134,13 +134,11 @@ class WireExchange(Exchange):
         )
         self.wire_dtype = WIRE_DTYPES.get(wire_dtype)
         places = _places_of_shards(tables, list(plan))
-        mine = [places[s.table, s.first_row, s.first_column] for s in self.routes.of_peer[-1]]
+        own = self.routes.of_peer[-1]
+        mine = [places[s.table, s.first_row, s.first_column] for s in own]
         # Shards of one group stand together, because a group serves one kind of sharding. It comes
         # a second time for rows that are only read.
-        group_S = [
-            (group, shard.only_read)
-            for (group, _), shard in zip(mine, self.routes.of_peer[-1], strict=True)
-        ]
+        group_S = [(group, shard.only_read) for (group, _), shard in zip(mine, own, strict=True)]
         groups = list(dict.fromkeys(group_S))
         self.groups = [group for group, _ in groups]
         self.num_learning_groups = sum(not only_read for _, only_read in groups)
@@ -149,10 +147,9 @@ class WireExchange(Exchange):
         ).reshape(len(mine), len(groups))
         # Of this rank's shards, once for every rank that asks.
         self.first_row_WS = np.tile(np.array([row for _, row in mine], np.int64), ranks.world_size)
-        self.columns_S, self.gradient_columns_S = (
-            values_S[len(values_S) - len(mine) :]
-            for values_S in (self.routes.columns_S, self.routes.gradient_columns_S)
-        )
+        self.columns_S = np.array([s.num_columns for s in own], np.int64)
+        learns_S = np.array([not s.only_read for s in own], bool)
+        self.gradient_columns_S = self.columns_S * learns_S
 
     def __call__(self, episodes: Arranged) -> Arranged:
         """See Exchange."""

@@ -109,14 +109,15 @@ class Routes:
         for table in self.cut_tables:
             whole_U[ends_B[table] - lengths_B[table] : ends_B[table]] = False
         # Passes over all ids are what this costs: none that the usual case can do without.
-        index_U = np.flatnonzero(whole_U) if self.cut_tables else None
-        if learns_U is not None:
+        if learns_U is None:
+            index_U = np.flatnonzero(whole_U) if self.cut_tables else None
+            whole_rows = row_U if index_U is None else row_U.take(index_U)
+        else:
             learns = learns_U.numpy()
             parts = [part & whole_U if self.cut_tables else part for part in (learns, ~learns)]
             learning, read = (np.flatnonzero(part) for part in parts)
             index_U = np.concatenate([learning, read])
-        whole_rows = row_U if index_U is None else row_U.take(index_U)
-        if learns_U is not None:
+            whole_rows = row_U.take(index_U)
             whole_rows[learning.size :] += self._num_rows
         if (whole_rows[1:] < whole_rows[:-1]).any():
             order = np.argsort(whole_rows)

@@ -9,7 +9,6 @@ Shape suffixes: N rows, D embedding width, W ranks, G groups of tables.
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +49,7 @@ class RowSwap:
         learning: Learning,
     ) -> None:
         self.groups, self.row_WG, self.learning = groups, row_WG, learning
+        self.learning_groups = groups[: learning.num_groups]
         self.wire_dtype = wire_dtype  # None: as they are
         self.num_given, self.num_asked = num_given, num_asked
         self._transport = transport
@@ -64,15 +64,15 @@ class RowSwap:
         self._look_up(row_WG[:-1], rows_WG[:-1])
         self.message = self.send(self.given, num_given, num_asked, self.taken)
         self._look_up(row_WG[-1:], rows_WG[-1:])
-        self.versions = [group.weights._version for group in groups]
+        self.versions = [group.weights._version for group in self.learning_groups]
 
     def values(self, gradient_scale: float) -> Tensor:
         """All that this rank asks for, flat, peer by peer; differentiable, into the tables.
         `gradient_scale` brings gradients to the middle of float16's range.
         """
         # Where this rank holds no table, backward must join the AlltoAll nevertheless.
-        learning = self.groups[: self.learning.num_groups]
-        roots = [group.weights for group in learning] or [torch.zeros(0, requires_grad=True)]
+        weights = [group.weights for group in self.learning_groups]
+        roots = weights or [torch.zeros(0, requires_grad=True)]
         asked: Tensor = _Swapped.apply(self, gradient_scale, *roots)
         return asked
 
@@ -152,8 +152,8 @@ class _Swapped(torch.autograd.Function):
         rows_WG = swap.rows_WG([*swap.given.split(swap.num_given[:-1]), own_rows])
         returned, memory = _Gradients(swap, message, own_grad, scale), (swap.message, message)
         own = len(rows_WG) - 1
-        groups = zip(swap.groups, swap.versions, strict=True)
-        for index, (group, version) in enumerate(islice(groups, learning.num_groups)):
+        groups = zip(swap.learning_groups, swap.versions, strict=True)
+        for index, (group, version) in enumerate(groups):
             # Its own rows first: the gradients of the others arrive meanwhile.
             parts = [
                 GivenRows(
@@ -185,14 +185,14 @@ class _Gradients:
 
     @cached_property
     def _own_G(self) -> list[Tensor]:
-        return self._swap.rows_G(self._own_grad, self._learning_G(self._swap.row_WG[-1]))
+        return self._rows_G(self._own_grad, self._swap.row_WG[-1])
 
     @cached_property
     def _of_others_WG(self) -> list[list[Tensor]]:
         parts = self._swap.received(self._message)
         grad_W = [part if self._scale == 1.0 else part / self._scale for part in parts]
-        row_WG = [self._learning_G(row_G) for row_G in self._swap.row_WG[:-1]]
-        return [self._swap.rows_G(*of_peer) for of_peer in zip(grad_W, row_WG, strict=True)]
+        peers = zip(grad_W, self._swap.row_WG[:-1], strict=True)
+        return [self._rows_G(*of_peer) for of_peer in peers]
 
-    def _learning_G(self, row_G: list[Tensor]) -> list[Tensor]:
-        return row_G[: self._swap.learning.num_groups]
+    def _rows_G(self, grad: Tensor, row_G: list[Tensor]) -> list[Tensor]:
+        return self._swap.rows_G(grad, row_G[: self._swap.learning.num_groups])

@@ -57,6 +57,13 @@ def answered_ids(routes: Routes, asked: Asked) -> list[tuple[Shard, list[int]]]:
     ]
 
 
+def fetched_rows(routes: Routes, asked: Asked, ids_B: list[list[int]]) -> list[tuple[int, int]]:
+    """(table, row): whole ones in the order of the wire, then those put together from parts."""
+    answered = answered_ids(routes, asked)
+    whole = [(s.table, row) for s, ids in answered if s.num_columns == WIDTH for row in ids]
+    return whole + [(table, row) for table in routes.cut_tables for row in ids_B[table]]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("seed", range(12))
 def test_every_shard_is_asked_for_its_own_ids(world_size: int, seed: int) -> None:
@@ -89,15 +96,7 @@ def test_places_lead_every_id_to_its_own_row(world_size: int, seed: int) -> None
     for rank in range(world_size):
         routes = Routes(shards, rank, world_size, WIDTH)
         asked = ask(routes, ids_B)
-        # Fetched rows: whole ones in the order of the wire, then those put together from parts.
-        fetched = [
-            (shard.table, number)
-            for shard, ids in answered_ids(routes, asked)
-            if shard.num_columns == WIDTH
-            for number in ids
-        ]
-        cut = sorted({s.table for s in shards if s.num_columns < WIDTH})
-        fetched += [(table, number) for table in cut for number in ids_B[table]]
+        fetched = fetched_rows(routes, asked, ids_B)
         wanted = [(table, number) for table, ids in enumerate(ids_B) for number in ids]
         if asked.place_U is None or asked.id_U is None:
             assert fetched == wanted
@@ -131,8 +130,7 @@ def test_rows_that_are_only_read_follow_those_that_learn(world_size: int, seed: 
         for peer in range(world_size):
             only_read = [shard.only_read for shard, _ in answered if shard.rank == peer]
             assert only_read == sorted(only_read)
-        whole = [(s.table, n) for s, ids in answered if s.num_columns == WIDTH for n in ids]
-        fetched = whole + [(table, number) for table in cut for number in ids_B[table]]
+        fetched = fetched_rows(routes, asked, ids_B)
         assert asked.place_U is not None
         assert asked.id_U is not None
         assert [fetched[place] for place in asked.place_U.tolist()] == wanted
