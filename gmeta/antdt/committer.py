@@ -20,7 +20,8 @@ from gmeta.antdt.errors import (
 )
 from gmeta.antdt.ledger import DEFAULT_LEASE_TTL_S, Ledger, chained
 from gmeta.antdt.request import Answer, Read, Request
-from gmeta.antdt.snapshot import load_ledger, mark_stored, take_snapshot
+from gmeta.antdt.snapshot import load_state, mark_stored, take_snapshot
+from gmeta.antdt.state import LedgerState
 from gmeta.antdt.store import Store
 from gmeta.antdt.stored import Batch
 
@@ -34,15 +35,6 @@ class Group(NamedTuple):
 
     answers: list[Answer]
     needs_sync: bool
-
-
-def is_early(answer: Answer) -> bool:
-    """Whether an answer needs no durability: a grant lost in a power cut is fenced by the next
-    service epoch.
-
-    END and WAIT are not early: they speak of completions that may not be durable yet.
-    """
-    return isinstance(answer, cmd.Granted | cmd.Beat)
 
 
 @final
@@ -103,9 +95,10 @@ class Committer:
 
     def snapshot(self) -> None:
         """Stores a snapshot, so that the next start replays nothing. Raises StoreError."""
-        self._store.write_snapshot(take_snapshot(self.ledger))
-        mark_stored(self.ledger)
-        self._snapshot_at = self.ledger.num_events
+        ledger = self.ledger
+        self._store.write_snapshot(take_snapshot(ledger.state, ledger.num_events, ledger.head))
+        mark_stored(ledger.state)
+        self._snapshot_at = ledger.num_events
 
     def _apply_all(self, requests: Sequence[Request]) -> tuple[list[Answer], list[bytes], bool]:
         answers: list[Answer] = []
@@ -151,7 +144,11 @@ class Committer:
     def _recovered(self) -> Ledger:
         """The ledger as the store has it; the chain of everything replayed is checked."""
         snapshot, batches = self._store.load()
-        ledger = load_ledger(snapshot, self._job, self._lease_ttl_s)
+        if snapshot is None:
+            ledger = Ledger(LedgerState(self._job), self._lease_ttl_s)
+        else:
+            state = load_state(snapshot)
+            ledger = Ledger(state, self._lease_ttl_s, snapshot.num_events, snapshot.head)
         for batch in batches:
             if batch.first_event != ledger.num_events:
                 raise _broken_chain(f"event {ledger.num_events} is missing")

@@ -22,6 +22,10 @@ MAX_OPERATOR_SHARDS = 1000
 MAX_LEASES_PER_WORKER = 4096  # so that one heartbeat can name all of them
 MAX_WORKERS = 65_536
 MAX_DATASETS = 1024
+MAX_ACTIONS = 1024
+# The lower bits of a token count the grants of one service start, those above are its epoch.
+TOKEN_COUNTER_BITS = 40  # 1e12 grants a service start
+TOKEN_COUNTER_MASK = (1 << TOKEN_COUNTER_BITS) - 1
 
 # No spaces or quotes: names stand in logs, metrics and shell commands as they are.
 _NAME = re.compile(r"[A-Za-z0-9_.:@/-]{1,128}")

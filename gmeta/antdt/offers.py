@@ -9,12 +9,14 @@ from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.model import (
     MAX_DATASETS,
     MAX_LEASES_PER_WORKER,
+    TOKEN_COUNTER_BITS,
+    TOKEN_COUNTER_MASK,
     DatasetSpec,
     ShardState,
     Worker,
     bad_argument,
 )
-from gmeta.antdt.state import TOKEN_COUNTER_BITS, TOKEN_COUNTER_MASK, LedgerState
+from gmeta.antdt.state import LedgerState
 from gmeta.antdt.table import ShardTable
 
 WAIT_RETRY_MS = 200  # the longest a worker sits idle after the last shard of a slower one came back

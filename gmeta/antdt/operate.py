@@ -4,8 +4,8 @@ the agents."""
 from gmeta.antdt import commands as cmd
 from gmeta.antdt import events as ev
 from gmeta.antdt.errors import RefusedError
-from gmeta.antdt.model import ShardState, Worker, bad_argument
-from gmeta.antdt.state import MAX_ACTIONS, LedgerState
+from gmeta.antdt.model import MAX_ACTIONS, ShardState, Worker, bad_argument
+from gmeta.antdt.state import LedgerState
 from gmeta.antdt.table import ShardTable, find_table
 
 _REQUEUE_FROM = (ShardState.QUARANTINED, ShardState.SKIPPED)

@@ -23,3 +23,12 @@ class Answered(NamedTuple):
 
     ticket: Any
     answer: Answer
+
+
+def is_early(answer: Answer) -> bool:
+    """Whether an answer needs no durability: a grant lost in a power cut is fenced by the next
+    service epoch.
+
+    END and WAIT are not early: they speak of completions that may not be durable yet.
+    """
+    return isinstance(answer, cmd.Granted | cmd.Beat)

@@ -1,4 +1,4 @@
-"""A Ledger as bytes and back: one JSON document for everything small, and the pages that changed
+"""A ledger's state as bytes and back: one JSON document for everything small, and the pages that changed
 since the last one."""
 
 import json
@@ -7,7 +7,6 @@ from typing import Any
 
 from gmeta.antdt import events as ev
 from gmeta.antdt.errors import StoreFailedError
-from gmeta.antdt.ledger import GENESIS, Ledger
 from gmeta.antdt.model import Checkpoint, DatasetSpec, Lease, Worker
 from gmeta.antdt.state import LedgerState
 from gmeta.antdt.stored import Snapshot
@@ -28,9 +27,9 @@ _PLAIN = (
 )
 
 
-def take_snapshot(ledger: Ledger) -> Snapshot:
-    """Reads, changes nothing; call `mark_stored` once the snapshot is durable."""
-    state = ledger.state
+def take_snapshot(state: LedgerState, num_events: int, head: bytes) -> Snapshot:
+    """The state after `num_events` events, whose chain ends in `head`. Reads, changes nothing; call
+    `mark_stored` once the snapshot is durable."""
     document: dict[str, Any] = {name: getattr(state, name) for name in _PLAIN}
     document["job"] = state.job
     document["tables"] = [_table_document(table) for table in state.tables.values()]
@@ -46,8 +45,8 @@ def take_snapshot(ledger: Ledger) -> Snapshot:
     document["actions"] = list(state.actions.values())
     tables = state.tables.items()
     return Snapshot(
-        ledger.num_events,
-        ledger.head,
+        num_events,
+        head,
         json.dumps(document, separators=(",", ":")),
         {
             (name, number): table.page(number)
@@ -58,27 +57,24 @@ def take_snapshot(ledger: Ledger) -> Snapshot:
     )
 
 
-def mark_stored(ledger: Ledger) -> None:
+def mark_stored(state: LedgerState) -> None:
     """The last snapshot is durable: its pages are clean."""
-    for table in ledger.state.tables.values():
+    for table in state.tables.values():
         table.dirty_pages.clear()
         table.cleared = False
 
 
-def load_ledger(snapshot: Snapshot | None, job: str, lease_ttl_s: float) -> Ledger:
-    """The ledger of a snapshot (None: a new one). Leases have no deadline until StartService gives
-    them one. Raises StoreFailedError for a document that is none of ours."""
-    if snapshot is None:
-        return Ledger(LedgerState(job), lease_ttl_s, 0, GENESIS)
+def load_state(snapshot: Snapshot) -> LedgerState:
+    """The state of a snapshot. Leases have no deadline until StartService gives them one.
+    Raises StoreFailedError for a document that is none of ours."""
     try:
-        state = _load_state(snapshot)
+        return _load_state(snapshot)
     except (ValueError, KeyError, TypeError) as error:
         raise StoreFailedError(
             f"the snapshot of the store after {snapshot.num_events} events cannot be read "
             f"({error!r}): the store is damaged. Restore it from a backup, or delete it: the "
             "manifest in a checkpoint rebuilds the service."
         ) from error
-    return Ledger(state, lease_ttl_s, snapshot.num_events, snapshot.head)
 
 
 def _load_state(snapshot: Snapshot) -> LedgerState:

@@ -9,7 +9,16 @@ from typing import final
 from gmeta.antdt import events as ev
 from gmeta.antdt.backups import Backups
 from gmeta.antdt.manifest import parse_manifest, restore_table
-from gmeta.antdt.model import Checkpoint, DatasetSpec, Lease, Outcome, ShardState, Worker
+from gmeta.antdt.model import (
+    MAX_ACTIONS,
+    TOKEN_COUNTER_MASK,
+    Checkpoint,
+    DatasetSpec,
+    Lease,
+    Outcome,
+    ShardState,
+    Worker,
+)
 from gmeta.antdt.table import ShardTable
 
 MAX_CHECKPOINTS = 16  # manifests kept for Audit and for a retried Prepare
@@ -17,7 +26,6 @@ MAX_CHECKPOINTS = 16  # manifests kept for Audit and for a retried Prepare
 MAX_CLOSED_TOKENS = 16_384
 MAX_RETIRED = 256  # earlier incarnations remembered for each worker
 MAX_REQUESTS = 256  # operator requests remembered for retries
-MAX_ACTIONS = 1024
 
 
 @final
@@ -253,9 +261,6 @@ class LedgerState:
             self.draining = event.draining
         self._record_request(event.request_id, num_released)
 
-
-TOKEN_COUNTER_BITS = 40  # 1e12 grants a service start
-TOKEN_COUNTER_MASK = (1 << TOKEN_COUNTER_BITS) - 1
 
 _EVOLVE: dict[type[ev.Event], Callable[..., None]] = {
     ev.ServiceStarted: LedgerState._service_started,

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
 from gmeta.antdt import commands as cmd
-from gmeta.antdt.committer import Committer, is_early
+from gmeta.antdt.committer import Committer
 from gmeta.antdt.errors import RefusedError, StoreError
 from gmeta.antdt.log import event
-from gmeta.antdt.request import Answered, Request
+from gmeta.antdt.request import Answered, Request, is_early
 
 MAX_GROUP = 256  # operations in one transaction; SQLite gains little above 128
 # How long a small group waits for more. 1 ms makes larger groups for a few per cent less CPU, but
