@@ -5,11 +5,15 @@ Two leases of a shard are equals: either may complete it, and the first one does
 another way the other is the only one, as if it had always been.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from gmeta.antdt.model import Lease, ShardState, Worker
-from gmeta.antdt.table import ShardTable
+
+if TYPE_CHECKING:
+    from gmeta.antdt.table import ShardTable
 
 
 @final

@@ -1,11 +1,17 @@
 """Prepare, Commit and Restore: when a manifest may be made, confirmed and taken back."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from gmeta.antdt import commands as cmd
 from gmeta.antdt import events as ev
 from gmeta.antdt.errors import ManifestError, RefusedError
 from gmeta.antdt.manifest import ShardManifest, describe_table, parse_manifest
-from gmeta.antdt.model import Checkpoint
-from gmeta.antdt.state import LedgerState
+
+if TYPE_CHECKING:
+    from gmeta.antdt.model import Checkpoint
+    from gmeta.antdt.state import LedgerState
 
 
 def prepared_before(

@@ -1,9 +1,12 @@
 """Everything that can be asked of the ledger, and its replies. Values are checked at the edges,
 before they get here."""
 
-from typing import NamedTuple
+from __future__ import annotations
 
-from gmeta.antdt.model import Caller, DatasetSpec, Grant, Outcome
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from gmeta.antdt.model import Caller, DatasetSpec, Grant, Outcome
 
 
 class StartService(NamedTuple):

@@ -5,13 +5,17 @@ workers. A rank without a shard feeds an empty batch, and all ranks stop at the 
 one of them has seen `ended`.
 """
 
+from __future__ import annotations
+
 import threading
 from collections import deque
-from typing import final
+from typing import TYPE_CHECKING, final
 
-from gmeta.antdt.client import ShardClient
 from gmeta.antdt.errors import AntdtError
 from gmeta.antdt.lease import EndOfEpoch, Lease, WaitFor
+
+if TYPE_CHECKING:
+    from gmeta.antdt.client import ShardClient
 
 
 @final

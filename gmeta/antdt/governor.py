@@ -2,26 +2,30 @@
 controller, its actions back into the ledger, from where heartbeats carry them.
 """
 
+from __future__ import annotations
+
 import logging
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from gmeta.antdt import commands as cmd
 from gmeta.antdt.controller import Controller, PolicyError, Ruling
 from gmeta.antdt.errors import RefusedError
-from gmeta.antdt.ledger import Ledger
 from gmeta.antdt.log import event
 from gmeta.antdt.model import ShardState
 from gmeta.antdt.monitor import CUT_AFTER, Monitor, Report, WorkerHealth
 from gmeta.antdt.policies import find_policy
-from gmeta.antdt.policies.interface import Decision
 from gmeta.antdt.request import Read, Request
-from gmeta.antdt.settings import StragglerConfig
-from gmeta.antdt.state import LedgerState
 from protos.antdt.v1 import shard_service_pb2 as pb
+
+if TYPE_CHECKING:
+    from gmeta.antdt.ledger import Ledger
+    from gmeta.antdt.policies.interface import Decision
+    from gmeta.antdt.settings import StragglerConfig
+    from gmeta.antdt.state import LedgerState
 
 MAX_TICK_S = 0.2  # within DECIDED_AFTER_S of the client
 STEPS_AHEAD = 1  # a global action takes effect after the newest step that anybody reported

@@ -5,19 +5,23 @@ Who looks shows a token of the role operator or viewer (Bearer, or as the passwo
 client certificate of one; either is enough, so that a browser and a scraper need only one of them.
 """
 
+from __future__ import annotations
+
 import logging
 import socket
 import ssl
 import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 from urllib.parse import urlsplit
 
-from gmeta.antdt.auth import Tokens
 from gmeta.antdt.credentials import CredentialError, ServerTls, WatchedFiles
 from gmeta.antdt.log import event
 from gmeta.antdt.roles import Role, role_of_certificate
+
+if TYPE_CHECKING:
+    from gmeta.antdt.auth import Tokens
 
 MAX_REQUESTS = 64  # answered at once; the connections of more are closed without an answer
 REQUEST_TIMEOUT_S = 10.0  # for the handshake, and for a caller to send its request
@@ -29,7 +33,7 @@ Route = Callable[["HttpRequest"], None]
 class HttpRequest(BaseHTTPRequestHandler):
     """One request. A route answers it with `send`, or writes a stream to `wfile` by itself."""
 
-    server: "HttpServer"
+    server: HttpServer
     server_version = "gmeta"
     sys_version = ""
     timeout = REQUEST_TIMEOUT_S

@@ -6,18 +6,22 @@ seeded order (order.py), so an epoch in progress is one interval and a few excep
 offline by audit.py.
 """
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gmeta.antdt.errors import ManifestError, RefusedError
 from gmeta.antdt.model import DatasetSpec, ShardState
 from gmeta.antdt.order import ORDER_NAME, ShardOrder
-from gmeta.antdt.table import ShardTable
+
+if TYPE_CHECKING:
+    from gmeta.antdt.table import ShardTable
 
 SCHEMA_VERSION = 1
 MANIFEST_FILE_NAME = "shards.json"

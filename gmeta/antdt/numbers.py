@@ -5,14 +5,18 @@ A worker's calls are numbered by the worker, one by one, so that a lost answer n
 doubles a shard.
 """
 
+from __future__ import annotations
+
 import zlib
-from typing import Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from gmeta.antdt import commands as cmd
 from gmeta.antdt import events as ev
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.model import Outcome, Worker
-from gmeta.antdt.state import LedgerState
+
+if TYPE_CHECKING:
+    from gmeta.antdt.state import LedgerState
 
 
 class Unrecorded(NamedTuple):
@@ -35,7 +39,7 @@ class CallNumbers:
         # takes the ledger's.
         self._unrecorded: dict[str, Unrecorded] = {}
 
-    def take_over(self, older: "CallNumbers") -> None:
+    def take_over(self, older: CallNumbers) -> None:
         """The ledger was read back from its store within one service epoch: what left no event
         is still known."""
         self._unrecorded = older._unrecorded

@@ -1,7 +1,10 @@
 """What a Lease call may be answered with: shards, WAIT with its cause, or END, and when END is
 allowed."""
 
+from __future__ import annotations
+
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from gmeta.antdt import commands as cmd
 from gmeta.antdt import events as ev
@@ -16,8 +19,10 @@ from gmeta.antdt.model import (
     Worker,
     bad_argument,
 )
-from gmeta.antdt.state import LedgerState
-from gmeta.antdt.table import ShardTable
+
+if TYPE_CHECKING:
+    from gmeta.antdt.state import LedgerState
+    from gmeta.antdt.table import ShardTable
 
 WAIT_RETRY_MS = 200  # the longest a worker sits idle after the last shard of a slower one came back
 OPERATOR_RETRY_MS = 1000  # waiting for a person

@@ -1,11 +1,15 @@
 """What the ledger's one thread is asked, and what it answers: commands, and questions between
 them."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gmeta.antdt import commands as cmd
-from gmeta.antdt.ledger import Ledger
+
+if TYPE_CHECKING:
+    from gmeta.antdt.ledger import Ledger
 
 
 class Read(NamedTuple):

@@ -1,5 +1,5 @@
-"""A ledger's state as bytes and back: one JSON document for everything small, and the pages that changed
-since the last one."""
+"""A ledger's state as bytes and back: one JSON document for everything small, and the pages that
+changed since the last one."""
 
 import json
 from dataclasses import asdict

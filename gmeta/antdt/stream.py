@@ -2,14 +2,18 @@
 the model, reported behind the training loop's back.
 """
 
+from __future__ import annotations
+
 import threading
 from collections import deque
-from typing import NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
-from gmeta.antdt.client import ShardClient
 from gmeta.antdt.errors import AntdtError
 from gmeta.antdt.feed import ShardFeed
-from gmeta.antdt.lease import Lease
+
+if TYPE_CHECKING:
+    from gmeta.antdt.client import ShardClient
+    from gmeta.antdt.lease import Lease
 
 REPORT_EVERY_S = 0.25  # two durable calls a rank: 0.4 % of a core, and END comes no later for it
 

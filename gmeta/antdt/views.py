@@ -1,20 +1,24 @@
 """What operators see: status, shards one by one, and audits, read from the ledger as protobuf.
 Nothing here changes it."""
 
+from __future__ import annotations
+
 import bisect
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gmeta.antdt.audit import audit_manifest
 from gmeta.antdt.checkpoints import find_checkpoint
-from gmeta.antdt.ledger import Ledger
 from gmeta.antdt.manifest import parse_manifest
 from gmeta.antdt.model import MAX_SHARDS, ShardState, bad_argument
-from gmeta.antdt.state import LedgerState
 from gmeta.antdt.table import ShardTable, find_table
 from gmeta.antdt.wire import spec_to
 from protos.antdt.v1 import shard_service_pb2 as pb
+
+if TYPE_CHECKING:
+    from gmeta.antdt.ledger import Ledger
+    from gmeta.antdt.state import LedgerState
 
 MAX_WORKERS_SHOWN = 1000
 MAX_PAGE = 1000

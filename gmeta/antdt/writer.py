@@ -5,18 +5,22 @@ groups so far durable with one fsync, and only then hands their answers back. Wh
 writer goes on.
 """
 
+from __future__ import annotations
+
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from gmeta.antdt import commands as cmd
-from gmeta.antdt.committer import Committer
 from gmeta.antdt.errors import RefusedError, StoreError
 from gmeta.antdt.log import event
 from gmeta.antdt.request import Answered, Request, is_early
+
+if TYPE_CHECKING:
+    from gmeta.antdt.committer import Committer
 
 MAX_GROUP = 256  # operations in one transaction; SQLite gains little above 128
 # How long a small group waits for more. 1 ms makes larger groups for a few per cent less CPU, but
