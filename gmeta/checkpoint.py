@@ -53,9 +53,14 @@ def load_checkpoint(
         reason = reason_of(error).rstrip(".")
         if files_of(read_about(path)) and not isinstance(first_failure(error), OSError):
             # It is what was written: to remove it would lose a good checkpoint.
+            remedy = (
+                "Set model and algorithm as they were in the run that wrote it"
+                if optimizer is None
+                else "Set model, algorithm and outer as they were in the run that wrote it, or "
+                "choose another run.dir"
+            )
             raise UserError(
-                f"checkpoint {path} does not fit the config: {reason}. Set model, algorithm and "
-                "outer as they were in the run that wrote it, or choose another run.dir"
+                f"checkpoint {path} does not fit the config: {reason}. {remedy}"
             ) from error
         raise GMetaError(
             f"checkpoint {path} cannot be loaded: {reason}. It must come from a run of the same "

@@ -164,6 +164,13 @@ class RunConfig:
     """Where a run goes, how long it lasts, what it writes."""
 
     dir: str = field(default="", metadata={"help": "run folder, made by the run (required)"})
+    start_from: str = field(
+        default="",
+        metadata={
+            "help": "run, or checkpoint of one, whose weights a new run begins with; its "
+            "optimizers begin anew"
+        },
+    )
     seed: int = field(
         default=0,
         # As much as torch's generators take.

@@ -1,10 +1,16 @@
-"""Whether a run can go on from a checkpoint with the config and the data that it is given now."""
+"""Whether a run can go on from a checkpoint with the config and the data that it is given now, and
+what a new run begins with.
+"""
 
 from pathlib import Path
 
+from gmeta.checkpoint import STEP_FOLDER, checkpoint_to_use
 from gmeta.checkpoint_files import read_progress
-from gmeta.config import TrainConfig
+from gmeta.config import OuterConfig, TrainConfig
+from gmeta.early_stop import early_stop_of
 from gmeta.errors import UserError
+from gmeta.local_paths import check_local
+from gmeta.progress import Progress
 from gmeta.run_folder import CONFIG_FILE, RunFolder
 from metaio import Dataset
 
@@ -25,24 +31,101 @@ def check_goes_on(
     folder: RunFolder, checkpoint: Path, config: TrainConfig, dataset: Dataset
 ) -> None:
     """Refuse what would train some episodes twice and others never, or on ids that mean something
-    else. A run folder that does not say what it was trained with is taken at its word.
+    else, or lose what the optimizers have gathered. A run folder that does not say what it was
+    trained with is taken at its word.
 
     Raises:
-        UserError: the order of a half-done epoch was changed.
+        UserError: an optimizer, what is judged, or the order of a half-done epoch was changed.
         GMetaError: the dataset is another.
     """
     if folder.trained_on():
         folder.check_dataset(dataset.url, dataset.fingerprint)
-    in_epoch = read_progress(checkpoint).epoch_step
-    if config.data.source != "static" or not in_epoch or not (folder.root / CONFIG_FILE).exists():
+    if not (folder.root / CONFIG_FILE).exists():
         return
-    before, now = folder.read_config().to_json(), config.to_json()
+    before, progress = folder.read_config(), read_progress(checkpoint)
+    _check_optimizers(folder, before.outer, config.outer)
+    _check_scores(folder, before, config, progress)
+    if config.data.source == "static" and progress.epoch_step:
+        _check_order(folder, before, config, progress.epoch_step)
+
+
+def _check_optimizers(folder: RunFolder, before: OuterConfig, now: OuterConfig) -> None:
+    """Each keeps something else of every weight; torch would drop what it does not know."""
+    for key, was, asked in (
+        ("dense_optimizer", _layers_state(before), _layers_state(now)),
+        ("momentum", before.momentum > 0, now.momentum > 0),
+        ("sparse_optimizer", before.sparse_optimizer, now.sparse_optimizer),
+    ):
+        if was != asked:
+            raise UserError(
+                f"outer.{key} = {getattr(now, key)!r}, but run {folder.root} was trained with "
+                f"{getattr(before, key)!r}, whose state is of no use to the other. Set it as it "
+                f"was, or begin a new run with the weights alone: add run.start_from={folder.root} "
+                "and choose another run.dir"
+            )
+
+
+def _layers_state(outer: OuterConfig) -> str:
+    """What stands for the state that the layers' optimizer keeps: AdamW's is Adam's."""
+    return "adam" if outer.dense_optimizer == "adamw" else outer.dense_optimizer
+
+
+def _check_scores(
+    folder: RunFolder, before: TrainConfig, now: TrainConfig, progress: Progress
+) -> None:
+    """The best score so far says nothing to those of another metric, or of other data."""
+    if progress.best_score is None:
+        return
+    for key, was, asked in (
+        ("run.early_stop_metric", early_stop_of(before).metric, early_stop_of(now).metric),
+        ("data.valid_split", before.data.valid_split, now.data.valid_split),
+    ):
+        if was != asked:
+            raise UserError(
+                f"{key} = {asked!r}, but run {folder.root} holds its best {was!r} so far "
+                f"({progress.best_score:.4g}), with which no other can be compared. Set it as it "
+                f"was, or begin a new run with the weights: add run.start_from={folder.root} and "
+                "choose another run.dir"
+            )
+
+
+def _check_order(
+    folder: RunFolder, config_before: TrainConfig, config: TrainConfig, epoch_step: int
+) -> None:
+    before, now = config_before.to_json(), config.to_json()
     for name in ORDER_KEYS:
         section, key = name.split(".")
         if before[section][key] != now[section][key]:
             raise UserError(
-                f"{name} = {now[section][key]!r}, but run {folder.root} stands {in_epoch} steps "
+                f"{name} = {now[section][key]!r}, but run {folder.root} stands {epoch_step} steps "
                 f"into an epoch that began with {before[section][key]!r}: the rest of it would "
                 "train some episodes twice and others never. Set it as it was until the epoch is "
                 "over, or choose another run.dir"
             )
+
+
+def checkpoint_to_start_from(config: TrainConfig, dataset: Dataset) -> Path | None:
+    """The checkpoint whose weights a new run begins with; None if `run.start_from` names none.
+
+    Raises:
+        UserError: there is no checkpoint.
+        GMetaError: it was trained on another dataset, in which an id may mean another value.
+    """
+    named = config.run.start_from
+    if not named:
+        return None
+    check_local("run.start_from", named)
+    path = Path(named)
+    if STEP_FOLDER.fullmatch(path.name):
+        # runs/demo/checkpoints/step-00000400
+        folder, found = RunFolder(path.parent.parent), path if path.is_dir() else None
+    else:
+        folder = RunFolder(path)
+        found = checkpoint_to_use(folder.checkpoints, folder.read_config())
+    if found is None:
+        raise UserError(
+            f"run.start_from = {named!r} has no checkpoint: a run folder that has one, or one of "
+            "its checkpoints is needed. Correct it, or leave it empty"
+        )
+    folder.check_dataset(dataset.url, dataset.fingerprint)
+    return found

@@ -22,7 +22,7 @@ from gmeta.environment import describe_environment
 from gmeta.episodes import Episodes
 from gmeta.evaluate import score_split
 from gmeta.feed import open_feed
-from gmeta.going_on import check_goes_on
+from gmeta.going_on import check_goes_on, checkpoint_to_start_from
 from gmeta.guards import StepGuard
 from gmeta.labels import check_first_labels, labels_checked
 from gmeta.numerics import make_deterministic
@@ -91,6 +91,8 @@ class TrainingRun:
         self.feed = open_feed(config, self._dataset, ranks, newest)
         if newest is not None:
             self._progress = load_checkpoint(newest, self._sharded, self._optimizer, ranks)
+        elif start := checkpoint_to_start_from(config, self._dataset):
+            load_checkpoint(start, self._sharded, None, ranks)
         by_first(lambda: self._describe_run(plan), ranks)
 
         self._step_limit = config.run.max_steps or sys.maxsize

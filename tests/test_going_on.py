@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -10,7 +11,7 @@ from gmeta.checkpoint import list_checkpoints, restore_replaced
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.environment import describe_environment
 from gmeta.errors import GMetaError, UserError
-from gmeta.going_on import check_goes_on
+from gmeta.going_on import check_goes_on, checkpoint_to_start_from
 from gmeta.progress import Progress
 from gmeta.run_folder import RunFolder, create_run_folder
 from metaio import Dataset, open_dataset
@@ -27,13 +28,15 @@ def dataset(click_logs: Path) -> Dataset:
     return open_dataset(str(click_logs))
 
 
-def begun(config: TrainConfig, fingerprint: str, epoch_step: int) -> tuple[RunFolder, Path]:
+def begun(
+    config: TrainConfig, fingerprint: str, epoch_step: int, best_score: float | None = None
+) -> tuple[RunFolder, Path]:
     """A run of this config that was left so many steps into its first epoch."""
     folder = create_run_folder(config, describe_environment(1, fingerprint))
     checkpoint = folder.checkpoints / f"step-{epoch_step:08d}"
-    checkpoint.mkdir(parents=True)
+    checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / "progress.json").write_text(
-        json.dumps(asdict(Progress(step=epoch_step, epoch_step=epoch_step)))
+        json.dumps(asdict(Progress(step=epoch_step, epoch_step=epoch_step, best_score=best_score)))
     )
     return folder, checkpoint
 
@@ -63,6 +66,102 @@ def test_between_epochs_the_order_may_change_and_rates_at_any_time(
     check_goes_on(
         folder, within, replace(config, outer=replace(config.outer, dense_lr=0.5)), dataset
     )
+
+
+ADAM = {"dense_optimizer": "adam"}
+SGD = {"dense_optimizer": "sgd"}
+HEAVY = {**SGD, "momentum": 0.9}
+
+
+def with_outer(config: TrainConfig, **outer: Any) -> TrainConfig:
+    return replace(config, outer=replace(config.outer, **outer))
+
+
+@pytest.mark.parametrize(
+    ("was", "asked", "named"),
+    [
+        (ADAM, SGD, "outer.dense_optimizer = 'sgd', but run {run} was trained with 'adam'"),
+        (SGD, ADAM, "outer.dense_optimizer = 'adam', but run {run} was trained with 'sgd'"),
+        (HEAVY, SGD, "outer.momentum = 0.0, but run {run} was trained with 0.9"),
+        (
+            {"sparse_optimizer": "adagrad"},
+            {"sparse_optimizer": "sgd"},
+            "outer.sparse_optimizer = 'sgd', but run {run} was trained with 'adagrad'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("source", ["static", "service"])
+def test_the_state_of_an_optimizer_is_not_dropped_for_another(
+    config: TrainConfig,
+    dataset: Dataset,
+    source: str,
+    was: dict[str, Any],
+    asked: dict[str, Any],
+    named: str,
+) -> None:
+    config = replace(config, data=replace(config.data, source=cast(Any, source)))
+    folder, checkpoint = begun(with_outer(config, **was), dataset.fingerprint, epoch_step=0)
+    with pytest.raises(UserError) as caught:
+        check_goes_on(folder, checkpoint, with_outer(config, **asked), dataset)
+    assert str(caught.value) == (
+        f"{named.format(run=folder.root)}, whose state is of no use to the other. Set it as it "
+        "was, or begin a new run with the weights alone: add "
+        f"run.start_from={folder.root} and choose another run.dir"
+    )
+
+
+def test_adam_goes_on_as_adamw_and_momentum_may_change_its_size(
+    config: TrainConfig, dataset: Dataset
+) -> None:
+    folder, checkpoint = begun(with_outer(config, **ADAM), dataset.fingerprint, epoch_step=5)
+    check_goes_on(folder, checkpoint, with_outer(config, dense_optimizer="adamw"), dataset)
+    folder, checkpoint = begun(with_outer(config, **HEAVY), dataset.fingerprint, epoch_step=5)
+    check_goes_on(folder, checkpoint, with_outer(config, **{**HEAVY, "momentum": 0.5}), dataset)
+
+
+def test_scores_of_two_metrics_or_splits_are_not_compared(
+    config: TrainConfig, dataset: Dataset
+) -> None:
+    config = replace(config, data=replace(config.data, valid_split="valid"))
+    by_loss = replace(config, run=replace(config.run, early_stop_metric="logloss"))
+    folder, checkpoint = begun(config, dataset.fingerprint, epoch_step=0, best_score=0.61234)
+    with pytest.raises(UserError) as caught:
+        check_goes_on(folder, checkpoint, by_loss, dataset)
+    assert str(caught.value) == (
+        f"run.early_stop_metric = 'logloss', but run {folder.root} holds its best 'auc' so far "
+        "(0.6123), with which no other can be compared. Set it as it was, or begin a new run with "
+        f"the weights: add run.start_from={folder.root} and choose another run.dir"
+    )
+    cold = replace(config, data=replace(config.data, valid_split="user-cold"))
+    with pytest.raises(UserError, match=r"^data.valid_split = 'user-cold', but .* best 'valid' so"):
+        check_goes_on(folder, checkpoint, cold, dataset)
+    # Nothing was scored yet.
+    folder, checkpoint = begun(config, dataset.fingerprint, epoch_step=5)
+    check_goes_on(folder, checkpoint, by_loss, dataset)
+
+
+def starting_from(config: TrainConfig, path: Path) -> TrainConfig:
+    return replace(config, run=replace(config.run, start_from=str(path)))
+
+
+def test_a_new_run_starts_from_a_run_or_from_one_of_its_checkpoints(
+    config: TrainConfig, dataset: Dataset
+) -> None:
+    assert checkpoint_to_start_from(config, dataset) is None
+    folder, older = begun(config, dataset.fingerprint, epoch_step=5)
+    _, newest = begun(config, dataset.fingerprint, epoch_step=9)
+    assert checkpoint_to_start_from(starting_from(config, folder.root), dataset) == newest
+    assert checkpoint_to_start_from(starting_from(config, older), dataset) == older
+    missing = folder.checkpoints / "step-00000007"
+    with pytest.raises(UserError) as caught:
+        checkpoint_to_start_from(starting_from(config, missing), dataset)
+    assert str(caught.value) == (
+        f"run.start_from = '{missing}' has no checkpoint: a run folder that has one, or one of its "
+        "checkpoints is needed. Correct it, or leave it empty"
+    )
+    begun(config, "0" * 32, epoch_step=9)
+    with pytest.raises(GMetaError, match="has fingerprint"):
+        checkpoint_to_start_from(starting_from(config, folder.root), dataset)
 
 
 def test_a_run_goes_on_with_the_data_that_it_began_with(

@@ -1,0 +1,56 @@
+"""A run that starts from another takes its weights, and nothing else."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gmeta.checkpoint import list_checkpoints
+from gmeta.checkpoint_summary import summarise_checkpoint
+from gmeta.config import TrainConfig, config_from_dict
+from gmeta.export import CheckpointReader
+from gmeta.parallel import Ranks
+from gmeta.run_folder import RunFolder
+from gmeta.train import train
+from tests.distributed.harness import on_ranks
+
+
+def begin_and_begin_anew(ranks: Ranks, config: TrainConfig, anew: TrainConfig) -> None:
+    train(config, ranks)
+    train(anew, ranks)
+
+
+@pytest.mark.distributed
+def test_a_run_starts_with_the_weights_of_another_at_step_0_with_any_optimizer(
+    tmp_path: Path, click_logs: Path
+) -> None:
+    config = config_from_dict(
+        {
+            "data": {"path": str(click_logs), "tasks_per_step": 16},
+            "model": {"name": "melu", "hidden": [4], "embedding_dim": 4},
+            "run": {"dir": str(tmp_path / "first"), "device": "cpu", "max_steps": 3},
+        }
+    )
+    # Without rates the weights stay what they are at the beginning.
+    outer = replace(
+        config.outer,
+        dense_optimizer="sgd",
+        dense_lr=0.0,
+        sparse_optimizer="adagrad",
+        sparse_lr=0.0,
+    )
+    run = replace(config.run, dir=str(tmp_path / "second"), start_from=config.run.dir, max_steps=1)
+    # Another seed would draw other weights, if any were drawn.
+    anew = replace(config, outer=outer, run=replace(run, seed=7))
+    on_ranks(2, begin_and_begin_anew, config, anew)
+    (first,) = list_checkpoints(RunFolder(tmp_path / "first").checkpoints)
+    (second,) = list_checkpoints(RunFolder(tmp_path / "second").checkpoints)
+    assert second.name == "step-00000001"
+    before, after = CheckpointReader(first), CheckpointReader(second)
+    summary = summarise_checkpoint(second)
+    names = [f"model.learner.{layer.name}" for layer in summary.layers]
+    names += [f"model.tables.embeddings.{table.name}.weight" for table in summary.tables]
+    weights = after.read(names)
+    for name, values in before.read(names).items():
+        assert torch.equal(values, weights[name]), name
