@@ -1,12 +1,14 @@
-"""Runs the command line as a user does: a fresh process, its exit code and what it printed."""
+"""Runs the command line as a user does: a process, its exit code and what it printed."""
 
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.forked import forked_gmeta
 from tests.waiting import PATIENCE_S
 
 SMALL_MODEL = ["model.hidden=[16]", "model.bottom=[8]", "model.embedding_dim=4"]
@@ -17,10 +19,17 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
-def gmeta(
-    *arguments: str | Path, timeout_s: float = 2 * PATIENCE_S
-) -> subprocess.CompletedProcess[str]:
-    """`python -m gmeta ARGUMENTS`, waited for."""
+def gmeta(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`gmeta ARGUMENTS`, waited for: it and its ranks are forked, see tests/forked.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*map(str, arguments)]
+        with forked_gmeta(command, environment(), Path(folder), cwd) as running:
+            code = running.wait(2 * PATIENCE_S)
+        return subprocess.CompletedProcess(command, code, running.stdout, running.stderr)
+
+
+def fresh_gmeta(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """`python -m gmeta ARGUMENTS`, waited for: a fresh interpreter."""
     return subprocess.run(
         [sys.executable, "-m", "gmeta", *map(str, arguments)],
         capture_output=True,

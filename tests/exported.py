@@ -1,25 +1,23 @@
 """Exported models and rows for the tests of export and serving."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
+from gmeta.evaluate import evaluate_run
 from gmeta.export import write_model
+from gmeta.parallel import Ranks
 from gmeta.serving.folder import Columns, ExportedConfig
 from gmeta.serving.tables import TableFormat
 from metaio import open_dataset
 from metaio.block import Block, offsets
 from metaio.features import Features, FeatureSpec, TableSpec
 from models import ModelConfig
-from tests.commands import environment
-from tests.waiting import PATIENCE_S
+from tests.distributed.harness import on_ranks
 
 FEATURES = Features(
     tables=(TableSpec("item", 50), TableSpec("city", 8), TableSpec("tag", 12)),
@@ -27,17 +25,6 @@ FEATURES = Features(
     multi=(FeatureSpec("tags", "tag"), FeatureSpec("seen", "item")),
     dense=("price",),
 )
-EVALUATE = """
-import sys
-from pathlib import Path
-import pyarrow.parquet as pq
-from gmeta.evaluate import evaluate_run
-from gmeta.parallel import start_ranks, stop_ranks
-run, split, out = sys.argv[1:]
-ranks = start_ranks("cpu", 600)
-pq.write_table(evaluate_run(Path(run), "run", [split], ranks).predictions, out)
-stop_ranks()
-"""
 
 
 def write_random_model(
@@ -116,8 +103,11 @@ def _sides(features: Features, task: str, label: str, block: Block) -> tuple[pa.
     return table.filter(is_support_N), table.filter(pa.compute.invert(is_support_N))
 
 
-def evaluated(run: Path, split: str, out: Path) -> pa.Table:
-    """What `gmeta evaluate` predicts on a split, in a process of its own, through TorchRec."""
-    command = [sys.executable, "-c", EVALUATE, str(run), split, str(out)]
-    subprocess.run(command, check=True, env=environment(), timeout=PATIENCE_S, capture_output=True)
-    return pq.read_table(out)
+def evaluated(run: Path, split: str) -> pa.Table:
+    """What `gmeta evaluate` predicts on a split, on a rank of its own, through TorchRec."""
+    (predictions,) = on_ranks(1, _evaluated, run, split)
+    return predictions
+
+
+def _evaluated(ranks: Ranks, run: Path, split: str) -> pa.Table:
+    return evaluate_run(run, "run", [split], ranks).predictions

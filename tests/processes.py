@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-PRELOADED = ["gmeta.antdt.server", "gmeta.train"]
+PRELOADED = ["gmeta.antdt.server", "tests.preloaded"]
 LONGEST_SOCKET_PATH = 107  # bytes, by unix(7)
 LONGEST_SOCKET_NAME = len("/pymp-12345678/listener-12345678")
 

@@ -5,9 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,6 +16,7 @@ from gmeta.antdt.manifest import load_manifest
 from gmeta.checkpoint import list_checkpoints
 from tests.antdt.faults.test_training_job import process_of
 from tests.commands import SMALL_MODEL, environment, gmeta, losses, metrics, write_config
+from tests.forked import ForkedProcess, forked_gmeta
 from tests.waiting import PATIENCE_S, wait_until
 
 
@@ -91,39 +92,40 @@ def test_a_resumed_run_on_other_ranks_goes_on_as_if_never_stopped(config: Path) 
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
 
 
-def start_and_wait_for_checkpoint(config: Path, *arguments: str) -> subprocess.Popen[str]:
-    """A long run in the background, once it has written its first checkpoint."""
-    command = [sys.executable, "-m", "gmeta", "train", str(config), *SMALL_MODEL, *arguments]
-    job = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
-    until(lambda: bool(list_checkpoints(config.parent / "run" / "checkpoints")), job)
-    return job
+@contextmanager
+def training(config: Path, *arguments: str) -> Iterator[ForkedProcess]:
+    """A run on two ranks in the background."""
+    command = ["train", str(config), *SMALL_MODEL, "--nproc-per-node=2", *arguments]
+    told = config.parent / "told"
+    told.mkdir()
+    with forked_gmeta(command, environment(), told) as job:
+        yield job
 
 
-def until(reached: Callable[[], bool], job: subprocess.Popen[str]) -> None:
-    """Wait for what the job does; it must not end before."""
+def wait_for_checkpoint(config: Path, has_ended: Callable[[], bool]) -> None:
+    """Until the run has written one; it must not end before."""
 
-    def so_far() -> bool:
-        if reached():
+    def reached() -> bool:
+        if list_checkpoints(config.parent / "run" / "checkpoints"):
             return True
-        assert job.poll() is None, job.communicate()[1]
+        assert not has_ended()
         return False
 
-    wait_until(so_far, pause_s=0.05)
+    wait_until(reached, "a checkpoint", pause_s=0.05)
 
 
-def rank_of(job: subprocess.Popen[str], rank: int) -> int:
-    """The process of a rank that the job's launcher started."""
-    return process_of(job.pid, "train", rank)
-
-
-LONG = ["run.epochs=1000", "run.max_steps=400", "run.checkpoint_every_steps=5"]
+ENDLESS = ["run.epochs=1000", "run.max_steps=0"]
 
 
 @pytest.mark.distributed
 def test_a_killed_rank_ends_the_job_in_one_line_and_resume_finishes_it(config: Path) -> None:
-    job = start_and_wait_for_checkpoint(config, *LONG, "--nproc-per-node=2")
-    os.kill(rank_of(job, 1), signal.SIGKILL)
-    _, stderr = job.communicate(timeout=PATIENCE_S)
+    # Fresh interpreters: whoever starts a job in a shell has those.
+    command = [sys.executable, "-m", "gmeta", "train", str(config), *SMALL_MODEL, *ENDLESS]
+    command += ["run.checkpoint_every_steps=5", "--nproc-per-node=2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as job:
+        wait_for_checkpoint(config, lambda: job.poll() is not None)
+        os.kill(process_of(job.pid, "train", 1), signal.SIGKILL)
+        _, stderr = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 1
     last_line = stderr.strip().splitlines()[-1]
     assert last_line.startswith("error: rank ")
@@ -132,47 +134,54 @@ def test_a_killed_rank_ends_the_job_in_one_line_and_resume_finishes_it(config: P
         "Run the same command with --resume: it goes on from the newest checkpoint"
     )
     assert "Traceback" not in stderr
-    run = train(config, *LONG, "--resume", "--nproc-per-node=2")
-    assert [line["step"] for line in metrics(run)] == list(range(1, 401))
+    newest = list_checkpoints(config.parent / "run" / "checkpoints")[-1]
+    last = int(newest.name.removeprefix("step-")) + 7
+    ends = ["run.epochs=1000", f"run.max_steps={last}", "run.checkpoint_every_steps=5"]
+    run = train(config, *ends, "--resume", "--nproc-per-node=2")
+    assert [line["step"] for line in metrics(run)] == list(range(1, last + 1))
 
 
 @pytest.mark.distributed
 def test_a_killed_rank_is_restarted_when_restarts_are_allowed(config: Path) -> None:
-    job = start_and_wait_for_checkpoint(
-        config, *LONG, "sharding.shared_memory=true", "--nproc-per-node=2", "--max-restarts=1"
-    )
-    os.kill(rank_of(job, 0), signal.SIGKILL)
-    _, stderr = job.communicate(timeout=PATIENCE_S)
-    assert job.returncode == 0, stderr
-    assert [line["step"] for line in metrics(config.parent / "run")] == list(range(1, 401))
+    long = ["run.epochs=1000", "run.max_steps=200", "run.checkpoint_every_steps=20"]
+    shared = "sharding.shared_memory=true"
+    with training(config, *long, shared, "--max-restarts=1") as job:
+        wait_for_checkpoint(config, lambda: job.poll() is not None)
+        killed = job.pid_of(0)
+        os.kill(killed, signal.SIGKILL)
+        assert job.wait(PATIENCE_S) == 0, job.stderr
+        assert job.pid_of(0) != killed
+    assert [line["step"] for line in metrics(config.parent / "run")] == list(range(1, 201))
 
 
-def stop_by_sigterm(config: Path, arguments: list[str], whom: Callable[[Any], int]) -> int:
+def stop_by_sigterm(
+    config: Path, arguments: list[str], whom: Callable[[ForkedProcess], int]
+) -> int:
     """Start a run on two ranks, end it by SIGTERM after some steps; the steps that it kept."""
-    command = [sys.executable, "-m", "gmeta", "train", str(config), *SMALL_MODEL, *arguments]
-    job = subprocess.Popen(
-        [*command, "--nproc-per-node=2"], stderr=subprocess.PIPE, text=True, env=environment()
-    )
     run = config.parent / "run"
-    until(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) > 2, job)
-    os.kill(whom(job), signal.SIGTERM)
-    _, stderr = job.communicate(timeout=PATIENCE_S)
-    assert job.returncode == 143, stderr
+
+    def trains() -> bool:
+        assert job.poll() is None, job.stderr
+        return (run / "metrics.jsonl").exists() and len(metrics(run)) > 2
+
+    with training(config, *arguments, "run.checkpoint_every_steps=100000") as job:
+        wait_until(trains, "three steps", pause_s=0.05)
+        os.kill(whom(job), signal.SIGTERM)
+        assert job.wait(PATIENCE_S) == 143, job.stderr
     done = int(metrics(run)[-1]["step"])
     told = (
         f"stopped by SIGTERM behind step {done}, and nothing of it is lost. "
         "Run the same command with --resume to go on"
     )
-    assert f"error on rank 0: {told}\n" in stderr
-    assert "Traceback" not in stderr
+    assert f"error on rank 0: {told}\n" in job.stderr
+    assert "Traceback" not in job.stderr
     assert [c.name for c in list_checkpoints(run / "checkpoints")] == [f"step-{done:08d}"]
     return done
 
 
 @pytest.mark.distributed
 def test_sigterm_to_the_job_loses_no_step(config: Path) -> None:
-    endless = ["run.epochs=1000", "run.max_steps=0", "run.checkpoint_every_steps=100000"]
-    done = stop_by_sigterm(config, endless, lambda job: job.pid)
+    done = stop_by_sigterm(config, ENDLESS, lambda job: job.pid)
     until = ["run.epochs=1000", f"run.max_steps={done + 3}"]
     run = train(config, *until, "--resume")
     assert [line["step"] for line in metrics(run)] == list(range(1, done + 4))
@@ -182,11 +191,11 @@ def test_sigterm_to_the_job_loses_no_step(config: Path) -> None:
 
 @pytest.mark.distributed
 def test_sigterm_to_one_rank_of_a_leased_epoch_loses_no_episode(config: Path) -> None:
-    leased = ["data.source=service", "data.tasks_per_step=2", "run.max_steps=0"]
-    endless = ["run.epochs=1000", "run.checkpoint_every_steps=100000"]
-    stop_by_sigterm(config, [*leased, *endless], lambda job: rank_of(job, 1))
+    leased = ["data.source=service", "data.tasks_per_step=2"]
+    stop_by_sigterm(config, [*leased, *ENDLESS], lambda job: job.pid_of(1))
     num_epochs = metrics(config.parent / "run")[-1]["epoch"] + 1
-    run = train(config, *leased, f"run.epochs={num_epochs + 1}", "--resume")
+    ends = ["run.max_steps=0", f"run.epochs={num_epochs + 1}"]
+    run = train(config, *leased, *ends, "--resume")
     newest = list_checkpoints(run / "checkpoints")[-1]
     report = audit_manifest(load_manifest(newest))
     assert report.ok

@@ -103,9 +103,9 @@ def difference(ours: object, theirs: pa.ChunkedArray) -> float:
 
 @pytest.mark.distributed
 def test_a_served_model_predicts_what_evaluate_does(
-    run: Path, model: Path, click_logs: Path, tmp_path: Path
+    run: Path, model: Path, click_logs: Path
 ) -> None:
-    expected = evaluated(run, SPLIT, tmp_path / "expected.parquet")
+    expected = evaluated(run, SPLIT)
     support, query = rows_of_split(click_logs, SPLIT)
     served = gmeta.load(model)
     found = served.predict_tasks(support, query)
@@ -128,7 +128,7 @@ def test_raw_columns_are_encoded_as_prepare_did(
 ) -> None:
     exported = CliRunner().invoke(app, ["export", str(raw_run), str(tmp_path / "model")])
     assert exported.exit_code == 0, exported.exception
-    expected = evaluated(raw_run, "test", tmp_path / "expected.parquet")
+    expected = evaluated(raw_run, "test")
     shutil.move(raw_run.parent / "data", tmp_path / "gone")  # the model must not need it
     tasks = expected["task"].unique()
     ordered = raw_rows.sort_by([("user", "ascending"), ("at", "ascending")])

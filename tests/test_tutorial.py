@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import environment
+from tests.commands import environment, gmeta
 
 TUTORIAL = Path(__file__).parents[1] / "docs" / "tutorial.md"
 STEP = re.compile(r"(?:<!-- file: (\S+) -->\n)?```(\w+)\n(.*?)```", flags=re.DOTALL)
@@ -16,16 +16,18 @@ STEP = re.compile(r"(?:<!-- file: (\S+) -->\n)?```(\w+)\n(.*?)```", flags=re.DOT
 def run(line: str, folder: Path) -> str:
     """A line of a bash block; what it printed."""
     program, *arguments = line.split()
-    command = [sys.executable, *(["-m", "gmeta"] if program == "gmeta" else []), *arguments]
     assert program in ("gmeta", "python")
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**environment(), "PYTHONPATH": str(TUTORIAL.parents[1])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    if program == "gmeta":
+        done = gmeta(*arguments, cwd=folder)
+    else:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=folder,
+            env={**environment(), "PYTHONPATH": str(TUTORIAL.parents[1])},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     assert done.returncode == 0, f"{line}\n{done.stderr}"
     return done.stdout
 

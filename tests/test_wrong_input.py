@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,7 +25,10 @@ from gmeta.feed import StaticFeed
 from gmeta.parallel import Ranks
 from gmeta.run_folder import create_run_folder
 from metaio import open_dataset
-from tests.commands import SMALL_MODEL, gmeta, write_config
+from tests.commands import SMALL_MODEL, fresh_gmeta, gmeta, write_config
+
+# `gmeta` or `fresh_gmeta`: what the libraries say when they are imported is no line of ours.
+Command = Callable[..., CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -32,9 +36,9 @@ def config(tmp_path: Path, click_logs: Path) -> Path:
     return write_config(tmp_path / "train.toml", click_logs, tmp_path / "run")
 
 
-def refused(code: int, *arguments: str | Path) -> str:
+def refused(code: int, *arguments: str | Path, start: Command = gmeta) -> str:
     """The one line that the command ends with."""
-    result = gmeta(*arguments)
+    result = start(*arguments)
     assert result.returncode == code, result.stderr
     assert "Traceback" not in result.stderr
     lines = result.stderr.strip().splitlines()
@@ -75,7 +79,9 @@ def test_a_port_in_use_is_named(config: Path) -> None:
         taken.bind(("localhost", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        message = refused(2, "train", config, "--nproc-per-node=2", f"--master-port={port}")
+        message = refused(
+            2, "train", config, "--nproc-per-node=2", f"--master-port={port}", start=fresh_gmeta
+        )
     assert message == (
         f"error: --master-port {port} cannot be used: Address already in use. "
         "Choose another, or 0 for any"
@@ -244,7 +250,7 @@ def test_what_a_remote_store_says_is_one_line() -> None:
 
 
 def test_memory_that_is_not_there_is_one_line(config: Path) -> None:
-    message = refused(1, "train", config, "model.hidden=[1000000000000]")
+    message = refused(1, "train", config, "model.hidden=[1000000000000]", start=fresh_gmeta)
     assert message.startswith("error: out of memory: ")
     assert message.endswith(
         "Less is needed with narrower or smaller tables (model.embedding_dim, hash), smaller steps "
