@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from gmeta.checkpoint_files import damage_told, file_problems, read_about, read_index
+from gmeta.table_names import table_of
 
 # How torchrec names what state_of gives to torch's checkpoints.
 _TABLES = "model.tables.embeddings."
@@ -86,12 +87,12 @@ def _summary(path: Path, about: dict[str, Any], index: Metadata, verify: bool) -
 
 
 def _table(name: str, tensors: dict[str, TensorStorageMetadata]) -> TableSummary:
-    table = name.removeprefix(_TABLES).removesuffix(".weight")
+    module = name.removeprefix(_TABLES).removesuffix(".weight")
     num_rows, width = tensors[name].size
     # torchrec names state TABLE.weight.TABLE.STATE.
-    prefix = f"{_TABLE_STATE}{table}.weight.{table}."
+    prefix = f"{_TABLE_STATE}{module}.weight.{module}."
     return TableSummary(
-        table,
+        table_of(module),
         num_rows,
         width,
         _dtype(tensors[name]),

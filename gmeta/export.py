@@ -35,6 +35,7 @@ from gmeta.serving.folder import (
     write_config,
 )
 from gmeta.serving.tables import TableFormat, store_table
+from gmeta.table_names import module_name
 from metaio import Dataset
 from metaio.dataset import verify_file
 from metaio.schema import parse_schema
@@ -119,7 +120,7 @@ def export_run(
 
     # Asked for one by one: the largest table, not the model, must fit into memory.
     def table(name: str) -> Tensor:
-        key = _TABLE_KEY.format(name)
+        key = _TABLE_KEY.format(module_name(name))
         return reader.read([key])[key]
 
     with new_folder(out, overwrite) as partial:

@@ -277,6 +277,12 @@ def _check(schema: Schema) -> None:
                 f"column {column.column} has hash {column.hash}; 2 to 2^40 rows are allowed. "
                 "Change it"
             )
+        if column.vocabulary is not None and "/" in column.table_name:
+            raise SchemaError(
+                f"table {column.table_name} has a vocabulary, which becomes a file of that name: "
+                'no "/" is allowed in it. Give the column another, such as '
+                f'table = "{column.table_name.replace("/", "-")}"'
+            )
         # One table has one way from values to rows, or equal values would meet in different rows.
         if by_table.setdefault(column.table_name, how) != how:
             raise SchemaError(

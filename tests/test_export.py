@@ -32,11 +32,12 @@ SCHEMA = {
     "label": {"column": "stars", "threshold": 4.0},
     "time": {"column": "at"},
     "single": [
-        {"column": "shop", "vocabulary": 2, "null": "unknown"},
-        {"column": "item", "hash": 64},
+        # Names that no module of torch can have.
+        {"column": "shop.name", "vocabulary": 2, "null": "unknown"},
+        {"column": "type", "hash": 64},
         {"column": "user", "hash": 32},
     ],
-    "multi": [{"column": "tags", "vocabulary": 1, "separator": "|"}],
+    "multi": [{"column": "items", "vocabulary": 1, "separator": "|"}],
     "dense": [{"column": "price", "log1p": True, "standardise": True, "fill": 5.0}],
     "episodes": {"by": "last", "query_rows": 3, "min_rows": 5},
     "splits": {"shares": {"train": 0.7, "test": 0.3}},
@@ -65,9 +66,9 @@ def raw_rows() -> pa.Table:
             "user": user,
             "stars": rng.integers(1, 6, count),
             "at": rng.permutation(count),
-            "shop": shops,
-            "item": rng.integers(0, 500, count),
-            "tags": tags,
+            "shop.name": shops,
+            "type": rng.integers(0, 500, count),
+            "items": tags,
             "price": pa.array(price, mask=rng.random(count) < 0.1),
         }
     )

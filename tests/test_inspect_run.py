@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import typer
 
 from gmeta.checkpoint import list_checkpoints
-from gmeta.checkpoint_files import read_about, read_progress
+from gmeta.checkpoint_files import describe, files_of, read_about, read_progress
 from gmeta.checkpoint_summary import summarise_checkpoint
 from gmeta.checkpoint_writer import _discard
 from gmeta.commands.inspect_run import inspect_checkpoint, inspect_run
@@ -78,6 +79,28 @@ def test_a_run_and_its_checkpoints_are_described_and_a_cut_file_is_found(
     assert refused.stderr.strip() == (
         f"error: {run} is no dataset: --picture is for datasets. Leave it out"
     )
+
+
+def test_one_checkpoint_is_the_best_and_one_behind_an_epoch_says_so(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Step 4 was the best when it was written; step 8, which ended the epoch, was better.
+    for path, epoch, epoch_step in zip(
+        list_checkpoints(run / "checkpoints"), (0, 1), (4, 0), strict=True
+    ):
+        about = read_about(path)
+        progress = replace(read_progress(path), epoch=epoch, epoch_step=epoch_step)
+        progress = replace(progress, best_step=progress.step, best_score=0.5)
+        written = describe(progress, {}, files_of(about))
+        (path / "progress.json").write_text(written)
+    inspect_run(run, verify=False)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [(*row[:3], row[-1]) for row in rows if "complete" in row] == [
+        ("4", "1", "+", "complete"),
+        ("8", "1", "done", "best"),
+    ]
+    inspect_checkpoint(path, verify=False)
+    assert ": step 8, behind epoch 1, written by ? ranks, " in capsys.readouterr().out
 
 
 def test_checksums_of_a_checkpoint_are_checked_where_asked_for(

@@ -44,18 +44,22 @@ def inspect_run(root: Path, verify: bool) -> None:
     if not summaries:
         console.print("no checkpoint yet")
         return
+    # As the newest knows it: each was written while it, too, may have been the best so far.
+    best_step = summaries[-1].about.get("best_step")
     table = table_of("Checkpoints", "step", "epoch", "ranks", "config", "size", "", "")
     for summary in summaries:
         about = summary.about
         written_with = about.get("config_digest", "?")
         table.add_row(
             f"{about['step']:,}",
-            f"{about['epoch'] + 1} + {about['epoch_step']:,} steps",
+            f"{about['epoch'] + 1} + {about['epoch_step']:,} steps"
+            if about["epoch_step"]
+            else f"{about['epoch']} done",
             str(about.get("world_size", "?")),
             "same" if written_with == config.digest else written_with,
             size_text(summary.disk_bytes),
             "damaged" if summary.problems else "complete",
-            "best" if about.get("best_step") == about["step"] > 0 else "",
+            "best" if best_step == about["step"] > 0 else "",
         )
     show_table(console, table)
     _show(console, summaries[-1])
@@ -71,9 +75,11 @@ def inspect_checkpoint(path: Path, verify: bool) -> None:
     summary = summarise_checkpoint(path, verify)
     about = summary.about
     console, num_ranks = screen(), about.get("world_size", "?")
+    place = f"epoch {about['epoch'] + 1}, {about['epoch_step']:,} steps into it"
+    if not about["epoch_step"]:
+        place = f"behind epoch {about['epoch']}"
     console.print(
-        f"checkpoint {path}: step {about['step']:,}, epoch {about['epoch'] + 1}, "
-        f"{about['epoch_step']:,} steps into it, written by {num_ranks} "
+        f"checkpoint {path}: step {about['step']:,}, {place}, written by {num_ranks} "
         f"{'rank' if num_ranks == 1 else 'ranks'}, "
         f"config {about.get('config_digest', '?')}, {size_text(summary.disk_bytes)}"
     )

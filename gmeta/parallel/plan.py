@@ -26,6 +26,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from gmeta.errors import ConfigError
 from gmeta.parallel.ranks import Ranks
+from gmeta.table_names import module_name, table_of
 from gmeta.table_sharding import Kind, ShardingConfig, kinds_of_tables
 
 # What the planner may choose from: by columns only where the config says so.
@@ -46,9 +47,10 @@ def make_plan(
         ConfigError: a kind does not fit the device, the width or the number of ranks.
     """
     sizes = {table.name: table.num_embeddings for table in tables.embedding_configs()}
-    kinds = kinds_of_tables(config, list(sizes))
-    for name, kind in kinds.items():
-        _check_kind(name, kind, tables.embedding_dim(), ranks)
+    kinds: dict[str, Kind | None] = {}
+    for table, kind in kinds_of_tables(config, [table_of(name) for name in sizes]).items():
+        _check_kind(table, kind, tables.embedding_dim(), ranks)
+        kinds[module_name(table)] = kind
     if any(kind is None for kind in kinds.values()):
         return _planned(tables, kinds, tasks_per_step, ranks)
     return construct_module_sharding_plan(
@@ -66,7 +68,7 @@ def describe_plan(plan: EmbeddingModuleShardingPlan, world_size: int) -> dict[st
     for name, sharding in plan.items():
         spec = sharding.sharding_spec
         shards = [] if spec is None else spec.shards
-        tables[name] = {
+        tables[table_of(name)] = {
             "kind": sharding.sharding_type,
             "shards": [
                 {

@@ -37,6 +37,7 @@ from gmeta.parallel.exchange import Exchange, TorchRecExchange, WireExchange
 from gmeta.parallel.plan import describe_plan, make_plan
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.shared_memory import SharedMemory
+from gmeta.table_names import module_name
 from gmeta.table_sharding import WireDtype
 from metaio.features import Features
 
@@ -155,10 +156,10 @@ def shard_learner(
     tables = EmbeddingCollection(
         tables=[
             EmbeddingConfig(
-                name=table.name,
+                name=module_name(table.name),
                 embedding_dim=config.model.embedding_dim,
                 num_embeddings=table.num_rows,
-                feature_names=[table.name],
+                feature_names=[module_name(table.name)],
             )
             for table in features.tables
         ],

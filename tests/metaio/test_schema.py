@@ -66,6 +66,11 @@ def test_columns_are_listed_once() -> None:
             "Change it",
         ),
         (
+            {"single": [{"column": "a/b", "vocabulary": 2}]},
+            'table a/b has a vocabulary, which becomes a file of that name: no "/" is allowed in '
+            'it. Give the column another, such as table = "a-b"',
+        ),
+        (
             {"seed": True},
             "schema key seed is True; it must be a whole number. Correct it",
         ),

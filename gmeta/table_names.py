@@ -1,0 +1,23 @@
+"""What an embedding table is called inside torch, where not every column's name can stand."""
+
+from torch import nn
+
+_OF_EVERY_DICT = nn.ModuleDict()
+
+
+def module_name(table: str) -> str:
+    """The table's name as that of a module; the name itself, but for a percent sign, wherever torch
+    takes it.
+
+    It takes no dot, and none that a ModuleDict has for itself, such as "type" and "items".
+
+    >>> [module_name(table) for table in ("item", "user.id", "type", "50%")]
+    ['item', 'user%2Eid', 'type%', '50%25']
+    """
+    escaped = table.replace("%", "%25").replace(".", "%2E")
+    return f"{escaped}%" if hasattr(_OF_EVERY_DICT, escaped) else escaped
+
+
+def table_of(module: str) -> str:
+    """Inverse of `module_name`."""
+    return module.removesuffix("%").replace("%2E", ".").replace("%25", "%")
