@@ -1,5 +1,6 @@
 """A small prepared dataset that every end-to-end test shares, and how the suite leaves."""
 
+import gc
 import logging
 import os
 import sys
@@ -17,6 +18,9 @@ from hypothesis import HealthCheck, settings
 from gmeta.antdt.log import LOGGER_NAME
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from tests.processes import skipping_what_may_not_start
+
+# Until the tests are collected: a million objects are imported, and none of them is garbage.
+gc.disable()
 
 # No test calls beyond this machine; a proxy of the network around it would be asked for it too.
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
@@ -36,6 +40,12 @@ settings.register_profile(
 settings.load_profile("steady")
 
 EXIT_STATUS = pytest.StashKey[int]()
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: no collection during the tests needs to look at it again."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,11 @@
 when it is needed, each of it some tenths of a second that every rank would spend again.
 """
 
-# ruff: noqa: F401
+# ruff: noqa: E402, F401
+import gc
+
+gc.disable()  # it would look for garbage among a million new objects, again and again
+
 import pyarrow.dataset
 import torch.distributed.launcher.api
 import torch.distributed.optim
@@ -16,3 +20,7 @@ import gmeta.commands.train
 import gmeta.train
 import tests.distributed.harness
 import tests.forked
+
+# Out of sight of the processes' own collections, which would write to the pages they share.
+gc.freeze()
+gc.enable()
