@@ -4,11 +4,10 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.forked import forked_gmeta
+from tests.forked import run_forked
 from tests.waiting import PATIENCE_S
 
 SMALL_MODEL = ["model.hidden=[16]", "model.bottom=[8]", "model.embedding_dim=4"]
@@ -21,11 +20,7 @@ def environment() -> dict[str, str]:
 
 def gmeta(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """`gmeta ARGUMENTS`, waited for: it and its ranks are forked, see tests/forked.py."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [*map(str, arguments)]
-        with forked_gmeta(command, environment(), Path(folder), cwd) as running:
-            code = running.wait(2 * PATIENCE_S)
-        return subprocess.CompletedProcess(command, code, running.stdout, running.stderr)
+    return run_forked("gmeta", *arguments, env=environment(), cwd=cwd)
 
 
 def fresh_gmeta(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

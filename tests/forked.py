@@ -1,12 +1,14 @@
-"""The command line in processes that are forked with everything imported: so are the ranks that it
-starts. A fresh interpreter imports for seconds, three of them a run of two ranks; nothing else
-differs from `python -m gmeta`, which some tests start all the same.
+"""`python -m PROGRAM` in processes that are forked with everything imported: so are the ranks that
+`gmeta` starts. A fresh interpreter imports for seconds, three of them a run of two ranks; nothing
+else differs, and some tests start a fresh one all the same.
 """
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
@@ -15,38 +17,34 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.processes import with_imports_ready
+from tests.waiting import PATIENCE_S
 
 
-class _Task(NamedTuple):
+class Task(NamedTuple):
+    """What a process is to become."""
+
+    program: str
     arguments: tuple[str, ...]
-    env: dict[str, str]
-    folder: Path
-    cwd: Path | None
-    new_session: bool
+    env: Mapping[str, str]
+    folder: Path  # of its stdout and stderr
+    cwd: Path | None = None
+    anew: tuple[str, ...] = ()  # packages that it imports itself, those in `cwd`
+    new_session: bool = False
 
 
 class ForkedProcess:
-    """`gmeta ARGUMENTS`, with as much of Popen as tests and torchrun's agent ask of it; it and its
-    ranks write to the files `stdout` and `stderr` of `folder`.
+    """A program, with as much of Popen as tests and torchrun's agent ask of it; it and its ranks
+    write to the same two files.
     """
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        env: Mapping[str, str],
-        folder: Path,
-        *,
-        cwd: Path | None = None,
-        new_session: bool = False,
-    ) -> None:
+    def __init__(self, task: Task) -> None:
         context = with_imports_ready()
         ready, sign = context.Pipe(duplex=False)
-        task = _Task(tuple(arguments), dict(env), folder, cwd, new_session)
-        self._process = context.Process(target=_become_gmeta, args=(task, sign))
+        self._process = context.Process(target=_become, args=(task, sign))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
-        self._folder = folder
+        self._folder = task.folder
         sign.close()
         with ready, suppress(EOFError):
             ready.recv()  # its session is made: a signal to the group reaches it
@@ -59,7 +57,7 @@ class ForkedProcess:
         """The exit code. Raises subprocess.TimeoutExpired."""
         self._process.join(timeout)
         if (code := self.poll()) is None:
-            raise subprocess.TimeoutExpired("gmeta", timeout or 0.0)
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return code
 
     @property
@@ -85,11 +83,9 @@ class ForkedProcess:
 
 
 @contextmanager
-def forked_gmeta(
-    arguments: Sequence[str], env: Mapping[str, str], folder: Path, cwd: Path | None = None
-) -> Iterator[ForkedProcess]:
+def forked(task: Task) -> Iterator[ForkedProcess]:
     """It runs as long as the block does, and what is left then is killed."""
-    process = ForkedProcess(arguments, env, folder, cwd=cwd)
+    process = ForkedProcess(task)
     try:
         yield process
     finally:
@@ -97,8 +93,24 @@ def forked_gmeta(
             process.kill()
 
 
-def _become_gmeta(task: _Task, sign: Connection) -> None:
-    """The command line, from its environment to its exit."""
+def run_forked(
+    program: str,
+    *arguments: str | Path,
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    anew: tuple[str, ...] = (),
+    timeout_s: float = 2 * PATIENCE_S,
+) -> subprocess.CompletedProcess[str]:
+    """As subprocess.run of `python -m PROGRAM ARGUMENTS`."""
+    command = tuple(map(str, arguments))
+    with tempfile.TemporaryDirectory() as folder:
+        with forked(Task(program, command, env, Path(folder), cwd, anew)) as running:
+            code = running.wait(timeout_s)
+        return subprocess.CompletedProcess(command, code, running.stdout, running.stderr)
+
+
+def _become(task: Task, sign: Connection) -> None:
+    """The program, from its environment to its exit."""
     if task.new_session:
         os.setsid()
     for name, number in (("stdout", 1), ("stderr", 2)):
@@ -114,24 +126,27 @@ def _become_gmeta(task: _Task, sign: Connection) -> None:
         (task.folder / f"rank-{task.env['RANK']}").write_text(str(os.getpid()))
     sign.send(None)
     sign.close()
-    _fork_ranks_too(task.folder)
-    sys.argv = ["gmeta", *task.arguments]
-    from gmeta.cli import main
+    if not task.anew:  # what the fork server has imported is then another code
+        _fork_ranks_too(task)
+    else:
+        sys.path.insert(0, str(task.cwd))
+        for name in [name for name in sys.modules if name.partition(".")[0] in task.anew]:
+            del sys.modules[name]
+    sys.argv = [task.program, *task.arguments]
+    runpy.run_module(task.program, run_name="__main__", alter_sys=True)
 
-    main()
 
-
-def _fork_ranks_too(folder: Path) -> None:
+def _fork_ranks_too(task: Task) -> None:
     """From the fork server of the tests: multiprocessing would start another for this process."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     server: Any = forkserver
     server._forkserver.ensure_running = resource_tracker.ensure_running
 
-    def forked(args: Sequence[str], env: Mapping[str, str], **asked: object) -> ForkedProcess:
-        assert args[:3] == (sys.executable, "-m", "gmeta"), args
+    def rank(args: Sequence[str], env: Mapping[str, str], **asked: object) -> ForkedProcess:
+        assert args[:3] == (sys.executable, "-m", task.program), args
         assert asked == {"stdout": None, "stderr": None, "start_new_session": True}, asked
-        return ForkedProcess(args[3:], env, folder, new_session=True)
+        return ForkedProcess(task._replace(arguments=tuple(args[3:]), env=env, new_session=True))
 
     handler: Any = subprocess_handler
-    handler.Popen = forked
+    handler.Popen = rank

@@ -7,7 +7,9 @@ import gc
 
 gc.disable()  # it would look for garbage among a million new objects, again and again
 
+import hypothesis
 import pyarrow.dataset
+import pytest
 import torch.distributed.launcher.api
 import torch.distributed.optim
 import torch.profiler

@@ -16,7 +16,7 @@ from gmeta.antdt.manifest import load_manifest
 from gmeta.checkpoint import list_checkpoints
 from tests.antdt.faults.test_training_job import process_of
 from tests.commands import SMALL_MODEL, environment, gmeta, losses, metrics, write_config
-from tests.forked import ForkedProcess, forked_gmeta
+from tests.forked import ForkedProcess, Task, forked
 from tests.waiting import PATIENCE_S, wait_until
 
 
@@ -95,10 +95,10 @@ def test_a_resumed_run_on_other_ranks_goes_on_as_if_never_stopped(config: Path) 
 @contextmanager
 def training(config: Path, *arguments: str) -> Iterator[ForkedProcess]:
     """A run on two ranks in the background."""
-    command = ["train", str(config), *SMALL_MODEL, "--nproc-per-node=2", *arguments]
+    command = ("train", str(config), *SMALL_MODEL, "--nproc-per-node=2", *arguments)
     told = config.parent / "told"
     told.mkdir()
-    with forked_gmeta(command, environment(), told) as job:
+    with forked(Task("gmeta", command, environment(), told)) as job:
         yield job
 
 

@@ -2,17 +2,16 @@
 
 import re
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from gmeta.adaptation.algorithms import ALGORITHMS
 from models import MODELS
 from tests.commands import SMALL_MODEL, environment, metrics, write_config
-from tests.waiting import PATIENCE_S
+from tests.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("gmeta", "metaio", "models", "protos", "tests")
@@ -52,16 +51,8 @@ def register(path: Path, registry: str, block: str) -> None:
     path.write_text(text[: first_import.start()] + imported + "\n" + text[first_import.start() :])
 
 
-def run(extended: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=extended,
-        env={**environment(), "PYTHONPATH": str(extended)},
-        timeout=2 * PATIENCE_S,
-        check=False,
-    )
+def run(extended: Path, program: str, *arguments: str | Path) -> CompletedProcess[str]:
+    return run_forked(program, *arguments, env=environment(), cwd=extended, anew=PACKAGES)
 
 
 def test_the_new_model_and_algorithm_pass_their_tests_and_those_of_all(extended: Path) -> None:

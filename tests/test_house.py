@@ -14,6 +14,7 @@ from rich.text import Text
 from gmeta.cli import COMMANDS, app
 from gmeta.config import describe_config
 from metaio.schema import parse_schema
+from tests.antdt.faults.mutants import MUTANTS, mutated
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -28,6 +29,10 @@ def test_imports_point_one_way() -> None:
     linter = Path(sys.executable).with_name("lint-imports")
     result = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
+
+
+def test_every_mutant_of_the_service_has_its_place_in_the_code() -> None:
+    assert all(mutant.new in mutated(mutant) for mutant in MUTANTS)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.forked import run_forked
+
 ROOT = Path(__file__).parents[3]
 COPIED = (
     "gmeta/__init__.py",
@@ -109,7 +111,7 @@ MUTANTS = (
     ),
     Mutant(
         "END before the disk has it",
-        "committer.py",
+        "request.py",
         "isinstance(answer, cmd.Granted | cmd.Beat)",
         "isinstance(answer, cmd.Granted | cmd.Beat | cmd.End)",
     ),
@@ -180,11 +182,29 @@ METHODS: dict[str, Sequence[str]] = {
     "schedules": ("tests/antdt/faults/test_simulated_schedules.py",),
 }
 MUTANT_SCHEDULES = "600"
+# The same examples each time; the first that fails is enough.
+CONFTEST = """
+from hypothesis import Phase, settings
+
+phases = [Phase.explicit, Phase.generate]
+settings.register_profile("mutants", deadline=None, derandomize=True, database=None, phases=phases)
+settings.load_profile("mutants")
+"""
+
+
+def mutated(mutant: Mutant) -> str:
+    """The file's text with the mutation. Raises ValueError when its text is not found once."""
+    text = (ROOT / "gmeta/antdt" / mutant.file).read_text()
+    if text.count(mutant.old) != 1:
+        raise ValueError(
+            f"mutant {mutant.name!r}: its text occurs {text.count(mutant.old)} times in "
+            f"{mutant.file}; once is needed. Adapt the mutant to the code."
+        )
+    return text.replace(mutant.old, mutant.new)
 
 
 def make_copy(folder: Path, mutant: Mutant | None) -> None:
-    """The package and its tests with the mutation in place. Raises ValueError when its text is
-    not found once."""
+    """The package and its tests, with the mutation in place."""
     for name in COPIED:
         source, target = ROOT / name, folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -193,24 +213,21 @@ def make_copy(folder: Path, mutant: Mutant | None) -> None:
         else:
             shutil.copy(source, target)
     (folder / "tests/__init__.py").touch()
+    (folder / "tests/conftest.py").write_text(CONFTEST)
     if mutant is not None:
-        path = folder / "gmeta/antdt" / mutant.file
-        text = path.read_text()
-        if text.count(mutant.old) != 1:
-            raise ValueError(
-                f"mutant {mutant.name!r}: its text occurs {text.count(mutant.old)} times in "
-                f"{mutant.file}; once is needed. Adapt the mutant to the code."
-            )
-        path.write_text(text.replace(mutant.old, mutant.new))
+        (folder / "gmeta/antdt" / mutant.file).write_text(mutated(mutant))
 
 
 def survives(folder: Path, files: Sequence[str]) -> bool:
     """Whether the tests all pass in the copy; a hang counts as caught."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "ANTDT_SCHEDULES": MUTANT_SCHEDULES}
     try:
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+        done = run_forked(
+            "pytest",
+            *("-x", "-q", "-p", "no:cacheprovider", *files),
+            env={**os.environ, "PYTHONPATH": str(folder), "ANTDT_SCHEDULES": MUTANT_SCHEDULES},
+            cwd=folder,
+            anew=("gmeta", "protos", "tests"),
+            timeout_s=600,
         )
     except subprocess.TimeoutExpired:
         return False
