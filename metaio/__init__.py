@@ -1,14 +1,21 @@
-"""Task-grouped training data: prepare it, store it, and stream it as batches of whole episodes."""
+"""Task-grouped training data: prepare it, store it, and stream it as batches of whole episodes.
 
-from metaio.batch import TaskBatch, empty_batch
+Importing the package alone loads no torch: only reading batches needs it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from metaio.block import Rows
 from metaio.dataset import Dataset, Split, open_dataset
 from metaio.errors import DataError, FormatError, MetaIOError, SchemaError
 from metaio.features import Features, FeatureSpec, TableSpec
 from metaio.order import BlockEpisodes, EpisodeOrder, OrderConfig
-from metaio.reader import BatchReader, EpisodeRange, RangeReader, read_ranges
-from metaio.task_rows import task_rows
 from metaio.writer import Provenance, write_dataset
+
+if TYPE_CHECKING:
+    from metaio.batch import TaskBatch, empty_batch
+    from metaio.reader import BatchReader, EpisodeRange, RangeReader, read_ranges
 
 __all__ = [
     "BatchReader",
@@ -32,6 +39,21 @@ __all__ = [
     "empty_batch",
     "open_dataset",
     "read_ranges",
-    "task_rows",
     "write_dataset",
 ]
+
+_TORCH = {
+    "TaskBatch": "metaio.batch",
+    "empty_batch": "metaio.batch",
+    "BatchReader": "metaio.reader",
+    "EpisodeRange": "metaio.reader",
+    "RangeReader": "metaio.reader",
+    "read_ranges": "metaio.reader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch at its first use."""
+    if name not in _TORCH:
+        raise AttributeError(f"module 'metaio' has no attribute {name!r}")
+    return getattr(importlib.import_module(_TORCH[name]), name)

@@ -44,7 +44,9 @@ def test_every_mutant_of_the_service_has_its_place_in_the_code() -> None:
         *((module, ("torch", "metaio", "matplotlib", "duckdb")) for module in COMMAND_MODULES),
         ("gmeta.shard_service", ("torch", "metaio")),
         ("gmeta.build", ("torchrec", "matplotlib", "duckdb")),
-        ("metaio", ("gmeta", "models", "torchrec")),
+        ("metaio", ("gmeta", "models", "torch", "duckdb", "matplotlib")),
+        ("metaio.prepare", ("gmeta", "models", "torch", "matplotlib")),
+        ("metaio.inspection", ("gmeta", "models", "torch", "matplotlib")),
         ("models", ("gmeta", "metaio", "torch", "torchrec")),
     ],
 )

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from metaio import BatchReader, TaskBatch, open_dataset, task_rows
-from metaio import task_rows as module_function  # the package exports the function
+from metaio import BatchReader, TaskBatch, open_dataset
+from metaio.task_rows import task_rows
 from tests.metaio.conftest import WriteFn, make_rows
 
 
@@ -25,7 +25,7 @@ def slow_pairs(batch: TaskBatch) -> dict[tuple[int, int], None]:
 def test_pairs_are_the_distinct_episode_and_position_pairs(
     write: WriteFn, mark_ratio: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(module_function.__globals__, "_MARK_RATIO", mark_ratio)
+    monkeypatch.setattr("metaio.task_rows._MARK_RATIO", mark_ratio)
     dataset = open_dataset(write({"train": make_rows(40)}, block_rows=50))
     with BatchReader(dataset, "train", tasks_per_step=9) as reader:
         for batch in reader.batches(0):
