@@ -6,7 +6,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gmeta.serving import load
+    from gmeta.serving.load import load
 
 __all__ = ["load"]
 
@@ -15,6 +15,6 @@ def __getattr__(name: str) -> Any:
     """Import what is asked for at its first use: the data-shard service must not load torch."""
     if name != "load":
         raise AttributeError(f"module 'gmeta' has no attribute {name!r}")
-    from gmeta.serving import load
+    from gmeta.serving.load import load
 
     return load

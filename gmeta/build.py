@@ -11,6 +11,7 @@ from gmeta.augment import check_augment
 from gmeta.config import DataConfig, TrainConfig
 from gmeta.early_stop import early_stop_of
 from gmeta.errors import ConfigError
+from gmeta.labels import check_first_labels
 from gmeta.learner import MetaLearner
 from gmeta.numerics import BF16
 from gmeta.table_sharding import check_sharding
@@ -56,6 +57,17 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     if config.run.precision == BF16:
         learner.use_general_loop()
     return dataset, learner
+
+
+def check_on_data(config: TrainConfig) -> None:
+    """All that can be wrong with a config and its dataset without a rank.
+
+    Raises:
+        ConfigError: see build and check_first_labels.
+        FormatError: the first block is damaged.
+    """
+    dataset, _ = build(config)
+    check_first_labels(config, dataset)
 
 
 def check_source(data: DataConfig) -> None:

@@ -3,7 +3,6 @@
 Any world size reads what any other wrote.
 """
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,10 @@ from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError, UserError
 from gmeta.parallel import Ranks, gather_to_first, value_of_first
 from gmeta.progress import Progress
+from gmeta.run_folder import checkpoint_name, list_checkpoints
 
 TEMPORARY_PREFIX = "tmp-"  # of a folder that is being written
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"  # of one that a new one of its step replaces
-STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
 
 def load_checkpoint(
@@ -98,24 +97,6 @@ def checkpoint_to_use(folder: Path, config: TrainConfig) -> Path | None:
         if best in checkpoints:
             return best
     return checkpoints[-1]
-
-
-def checkpoint_name(step: int) -> str:
-    """The folder of a step's checkpoint."""
-    return f"step-{step:08d}"
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name."""
-    return int(checkpoint.name.removeprefix("step-"))
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)]
-    return sorted(found, key=step_of)  # by name step-100000000 would stand before step-99999999
 
 
 def restore_replaced(folder: Path) -> None:

@@ -26,8 +26,6 @@ from torchrec.optim.keyed import CombinedOptimizer
 from gmeta.checkpoint import (
     REPLACED_PREFIX,
     TEMPORARY_PREFIX,
-    checkpoint_name,
-    list_checkpoints,
     state_of,
 )
 from gmeta.checkpoint_files import PROGRESS_FILE, describe, reason_of
@@ -36,6 +34,7 @@ from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
 from gmeta.parallel import Ranks, gather_to_first, new_control_group
 from gmeta.progress import Progress
+from gmeta.run_folder import checkpoint_name, list_checkpoints
 from gmeta.together import by_first
 from metaio.destination import flush_to_disk
 

@@ -8,34 +8,110 @@ import importlib
 import logging
 import os
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 
 from gmeta.commands.telling import told, told_errors, write_error
 
-# Where each subcommand is. Loaded when it is asked for: the data-shard service must start without
-# torch, and nobody waits seconds for the help of `prepare`.
+
+class Place(NamedTuple):
+    """Where a subcommand is, and what `gmeta --help` says of it: its own help's first sentence."""
+
+    module: str
+    attribute: str
+    line: str
+
+
+# Loaded when it is asked for: the data-shard service must start without torch, and nobody waits
+# seconds for the help of `prepare`.
 COMMANDS = {
-    "prepare": ("gmeta.commands.prepare", "prepare"),
-    "inspect": ("gmeta.commands.inspect", "inspect"),
-    "train": ("gmeta.commands.train", "train"),
-    "config": ("gmeta.commands.train", "show_config"),
-    "evaluate": ("gmeta.commands.evaluate", "evaluate"),
-    "export": ("gmeta.commands.export", "export"),
-    "predict": ("gmeta.commands.export", "predict"),
-    "shard-service": ("gmeta.commands.shard_service", "shard_service"),
-    "shards": ("gmeta.commands.shards", "shards"),
-    "antdt-sim": ("gmeta.commands.antdt", "antdt_sim"),
-    "antdt-replay": ("gmeta.commands.antdt", "antdt_replay"),
+    "prepare": Place(
+        "gmeta.commands.prepare",
+        "prepare",
+        "Turn raw tables into a dataset of tasks, each with a support and a query set.",
+    ),
+    "inspect": Place(
+        "gmeta.commands.inspect",
+        "inspect",
+        "Show what a dataset holds: tasks, rows, support and query sizes, ids in use and their "
+        "skew.",
+    ),
+    "train": Place(
+        "gmeta.commands.train",
+        "train",
+        "Train a model; on several ranks with --nproc-per-node, or under torchrun.",
+    ),
+    "config": Place(
+        "gmeta.commands.train",
+        "show_config",
+        "List every config key with its default and meaning.",
+    ),
+    "evaluate": Place(
+        "gmeta.commands.evaluate",
+        "evaluate",
+        "Adapt to every unseen task's support set and score its query set, before and after.",
+    ),
+    "export": Place(
+        "gmeta.commands.export",
+        "export",
+        "Make a trained run one folder that adapts and predicts alone: gmeta.load(OUT).",
+    ),
+    "predict": Place(
+        "gmeta.commands.export",
+        "predict",
+        "Adapt to every task of QUERY by its rows in SUPPORT, and predict its rows.",
+    ),
+    "shard-service": Place(
+        "gmeta.commands.shard_service",
+        "shard_service",
+        "Hand out the shards of a job's data to its workers, each exactly once an epoch.",
+    ),
+    "shards": Place(
+        "gmeta.commands.shards",
+        "shards",
+        "Look into and operate a running data-shard service; audit checkpoints offline.",
+    ),
+    "antdt-sim": Place(
+        "gmeta.commands.antdt_sim",
+        "antdt_sim",
+        "How long a job takes with each way of dealing with stragglers, in simulated time.",
+    ),
+    "antdt-replay": Place(
+        "gmeta.commands.antdt_replay",
+        "antdt_replay",
+        "Decide once more from the logged inputs, and say where it comes out differently.",
+    ),
 }
 
 
-class _LazyCommands(typer.core.TyperGroup):
-    """A command group that imports a command's module when the command is asked for.
+def load_command(name: str) -> Any:
+    """A subcommand with its options; imports its module.
 
     Any stands for click's types: some versions of typer bring a click of their own.
     """
+    module, attribute, _ = COMMANDS[name]
+    found: Any = getattr(importlib.import_module(module), attribute)
+    if isinstance(found, typer.Typer):
+        command = typer.main.get_command(found)
+        command.name = name
+        return command
+    alone = typer.Typer(rich_markup_mode="rich", add_completion=False)
+    alone.command(name)(found)
+    return typer.main.get_command(alone)
+
+
+class _Unloaded(typer.core.TyperCommand):
+    """A subcommand by its line in the help: what it is of is loaded when it is run."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        return load_command(str(self.name)).make_context(info_name, args, parent, **extra)
+
+
+class _Subcommands(typer.core.TyperGroup):
+    """All of COMMANDS, none of them loaded."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -43,20 +119,12 @@ class _LazyCommands(typer.core.TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        module, attribute = COMMANDS[cmd_name]
-        found: Any = getattr(importlib.import_module(module), attribute)
-        if isinstance(found, typer.Typer):
-            command = typer.main.get_command(found)
-            command.name = cmd_name
-            return command
-        alone = typer.Typer(rich_markup_mode="rich", add_completion=False)
-        alone.command(cmd_name)(found)
-        return typer.main.get_command(alone)
+        return _Unloaded(cmd_name, help=COMMANDS[cmd_name].line, rich_markup_mode="rich")
 
 
 app = typer.Typer(
     name="gmeta",
-    cls=_LazyCommands,
+    cls=_Subcommands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

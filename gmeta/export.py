@@ -19,22 +19,23 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from gmeta.build import build
-from gmeta.checkpoint import checkpoint_to_use, list_checkpoints, step_of
+from gmeta.checkpoint import checkpoint_to_use
 from gmeta.checkpoint_files import check_files, damage_told
 from gmeta.checksums import describe_file
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError, UserError
-from gmeta.run_folder import RunFolder
+from gmeta.run_folder import RunFolder, list_checkpoints, step_of
 from gmeta.serving.folder import (
     LAYERS_FILE,
     Columns,
     ExportedConfig,
+    TableFormat,
     new_folder,
     table_file,
     vocabulary_file,
     write_config,
 )
-from gmeta.serving.tables import TableFormat, store_table
+from gmeta.serving.tables import store_table
 from gmeta.table_names import module_name
 from metaio import Dataset
 from metaio.dataset import verify_file

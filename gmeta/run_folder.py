@@ -4,6 +4,7 @@ checkpoints.
 
 import json
 import os
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ CONFIG_FILE = "config.json"
 ENVIRONMENT_FILE = "environment.json"
 METRICS_FILE = "metrics.jsonl"
 PLAN_FILE = "plan.json"
+STEP_FOLDER = re.compile(r"step-(\d{8,})")  # of a checkpoint that is complete
 
 
 @dataclass(frozen=True)
@@ -134,3 +136,21 @@ def keep_metrics_up_to(folder: RunFolder, step: int) -> None:
     temporary = folder.metrics.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
     temporary.replace(folder.metrics)
+
+
+def checkpoint_name(step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)]
+    return sorted(found, key=step_of)  # by name step-100000000 would stand before step-99999999

@@ -14,7 +14,7 @@ from gmeta.accumulate import MicroBatches
 from gmeta.agent import Agent, open_agent
 from gmeta.augment import augmented
 from gmeta.build import build
-from gmeta.checkpoint import list_checkpoints, load_checkpoint, restore_replaced
+from gmeta.checkpoint import load_checkpoint, restore_replaced
 from gmeta.checkpoint_writer import CheckpointWriter
 from gmeta.config import TrainConfig
 from gmeta.early_stop import early_stop_of
@@ -39,7 +39,13 @@ from gmeta.parallel import (
 )
 from gmeta.profiler import StepProfiler
 from gmeta.progress import Progress
-from gmeta.run_folder import RunFolder, create_run_folder, keep_metrics_up_to, write_json
+from gmeta.run_folder import (
+    RunFolder,
+    create_run_folder,
+    keep_metrics_up_to,
+    list_checkpoints,
+    write_json,
+)
 from gmeta.run_log import RunLog, StepMeter
 from gmeta.stopping import Stop, StoppedError, stop_on_sigterm
 from gmeta.together import by_first

@@ -2,14 +2,18 @@
 used.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from metaio.errors import DataError
 from metaio.inspection import SplitSummary
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Tables drawn: the largest say most about skew, and more lines cannot be told apart.
 _MAX_CURVES = 8
@@ -17,6 +21,9 @@ _MAX_CURVES = 8
 
 def draw(summaries: list[SplitSummary], path: Path) -> None:
     """Write a PNG: one row a split, sizes on the left, cumulative use of ids on the right."""
+    # Half a second to import, and most who inspect want no picture.
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11, 2.6 * max(len(summaries), 1)), layout="constrained")
     kinds = figure.canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in ("", *kinds):

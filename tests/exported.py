@@ -11,8 +11,7 @@ from gmeta.build import build_learner
 from gmeta.evaluate import evaluate_run
 from gmeta.export import write_model
 from gmeta.parallel import Ranks
-from gmeta.serving.folder import Columns, ExportedConfig
-from gmeta.serving.tables import TableFormat
+from gmeta.serving.folder import Columns, ExportedConfig, TableFormat
 from metaio import open_dataset
 from metaio.block import Block, offsets
 from metaio.features import Features, FeatureSpec, TableSpec

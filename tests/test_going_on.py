@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import pytest
 
-from gmeta.checkpoint import list_checkpoints, restore_replaced
+from gmeta.checkpoint import restore_replaced
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.environment import describe_environment
 from gmeta.errors import GMetaError, UserError
 from gmeta.going_on import check_goes_on, checkpoint_to_start_from
 from gmeta.progress import Progress
-from gmeta.run_folder import RunFolder, create_run_folder
+from gmeta.run_folder import RunFolder, create_run_folder, list_checkpoints
 from metaio import Dataset, open_dataset
 
 

@@ -1,24 +1,22 @@
 """The rules of the house: what may import what, how long files grow, what the docs promise."""
 
+import inspect
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 from rich.text import Text
 
-from gmeta.cli import COMMANDS, app
+from gmeta.cli import COMMANDS, load_command
 from gmeta.config import describe_config
 from metaio.schema import parse_schema
 from tests.antdt.faults.mutants import MUTANTS, mutated
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-COMMAND_MODULES = sorted({module for module, _ in COMMANDS.values()})
 
 
 def test_training_stays_on_two_screens() -> None:
@@ -40,8 +38,14 @@ def test_every_mutant_of_the_service_has_its_place_in_the_code() -> None:
     [
         ("gmeta.antdt", ("torch", "metaio", "models")),
         ("gmeta.cli", ("torch", "metaio", "matplotlib", "duckdb")),
-        # All of them stand behind `gmeta --help`, and tell of a wrong option before they load more.
-        *((module, ("torch", "metaio", "matplotlib", "duckdb")) for module in COMMAND_MODULES),
+        # They tell of a wrong option before they load more.
+        *((f"gmeta.commands.{name}", ("torch", "matplotlib")) for name in ("prepare", "inspect")),
+        *(
+            (f"gmeta.commands.{name}", ("torch", "metaio", "matplotlib", "duckdb"))
+            for name in ("train", "evaluate", "export", "shard_service", "shards", "antdt_replay")
+        ),
+        ("gmeta.commands.antdt_sim", ("torch", "metaio", "duckdb")),
+        ("gmeta.commands.work.predict", ("torchrec", "duckdb", "matplotlib")),
         ("gmeta.shard_service", ("torch", "metaio")),
         ("gmeta.build", ("torchrec", "matplotlib", "duckdb")),
         ("metaio", ("gmeta", "models", "torch", "duckdb", "matplotlib")),
@@ -58,6 +62,26 @@ def test_a_fresh_import_loads_no_more_than_it_should(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.split() == []
+
+
+def test_the_list_of_commands_loads_none_of_them() -> None:
+    code = (
+        "import sys, gmeta.cli; gmeta.cli.app(['--help'], standalone_mode=False); "
+        "loaded = [m for m in sys.modules if m.startswith('gmeta.commands.')]; "
+        "sys.exit(loaded != ['gmeta.commands.telling'])"
+    )
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+
+
+def test_a_dataset_is_prepared_and_inspected_without_torch(tmp_path: Path) -> None:
+    without = "import sys; sys.modules['torch'] = None; import gmeta.cli; gmeta.cli.main()"
+    path = str(tmp_path / "data")
+    sizes = ("--recipe", "synthetic", "--tasks", "20", "--items", "20")
+    for arguments in (("prepare", *sizes, path), ("inspect", path), ("inspect", path, "--verify")):
+        result = subprocess.run(
+            [sys.executable, "-c", without, *arguments], capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 0, result.stderr
 
 
 def test_the_readme_lists_every_config_key_with_its_default() -> None:
@@ -103,9 +127,14 @@ def test_the_schema_in_the_readme_is_one_that_prepare_takes() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_says_the_same_of_itself_in_the_list_and_in_its_help(name: str) -> None:
+    first = inspect.cleandoc(load_command(name).help).split("\n\n")[0]
+    assert COMMANDS[name].line == " ".join(first.split())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_shows_brackets_and_takes_them_for_no_markup(name: str) -> None:
-    group: Any = typer.main.get_command(app)
-    found = group.get_command(None, name)
+    found = load_command(name)
     for command in getattr(found, "commands", {name: found}).values():
         for text in (command.help, *(getattr(option, "help", "") for option in command.params)):
             assert Text.from_markup(text or "").plain == (text or "").replace("\\[", "[")

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import typer
 
-from gmeta.checkpoint import list_checkpoints
 from gmeta.checkpoint_files import describe, files_of, read_about, read_progress
 from gmeta.checkpoint_summary import summarise_checkpoint
 from gmeta.checkpoint_writer import _discard
@@ -20,7 +19,7 @@ from gmeta.commands.inspect_run import inspect_checkpoint, inspect_run
 from gmeta.config import config_from_dict
 from gmeta.errors import GMetaError, UserError
 from gmeta.evaluate import splits_to_score
-from gmeta.run_folder import RunFolder
+from gmeta.run_folder import RunFolder, list_checkpoints
 from tests.commands import SMALL_MODEL, gmeta, write_config
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gmeta.commands import on_ranks
+from gmeta.commands.work.rank import be_rank
 from gmeta.errors import GMetaError, UserError
 
 
@@ -47,9 +48,9 @@ class _NoDriver(ModuleType):
 
 
 def test_kernels_that_miss_the_driver_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gmeta.parallel", _NoDriver("gmeta.parallel"))
-    with pytest.raises(GMetaError) as missing:
-        on_ranks.be_rank("cpu", 60, lambda ranks: None)
+    monkeypatch.setitem(sys.modules, "fbgemm_gpu", _NoDriver("fbgemm_gpu"))
+    with pytest.raises(GMetaError) as missing, on_ranks.driver_explained():
+        from fbgemm_gpu import split_table_batched_embeddings_ops_training  # noqa: F401
     assert str(missing.value) == (
         "fbgemm-gpu cannot be loaded: libcuda.so.1: cannot open shared object file. On a machine "
         "without an NVIDIA driver install deploy/requirements/cpu.txt into a fresh environment; "
@@ -60,7 +61,7 @@ def test_kernels_that_miss_the_driver_are_explained(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
 def test_cuda_without_a_gpu_is_refused_before_any_rank_waits() -> None:
     with pytest.raises(UserError) as refused:
-        on_ranks.be_rank("cuda", 60, lambda ranks: None)
+        be_rank("cuda", 60, lambda ranks: None)
     assert str(refused.value) == (
         'run.device = "cuda", but torch sees no GPU. Set run.device = "cpu" or install the driver'
     )

@@ -20,10 +20,11 @@ import gmeta
 from gmeta.adaptation.algorithms import ALGORITHMS
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.cli import app
-from gmeta.commands.export import OUTPUT_COLUMNS
+from gmeta.commands.work.predict import OUTPUT_COLUMNS
 from gmeta.errors import UserError
-from gmeta.serving import ServedModel, tasks
-from gmeta.serving.tables import TableFormat
+from gmeta.serving import tasks
+from gmeta.serving.folder import TableFormat
+from gmeta.serving.model import ServedModel
 from metaio.errors import DataError
 from models import MODELS, ModelConfig
 from tests.commands import environment

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 import gmeta
 from gmeta.checksums import describe_file
 from gmeta.errors import GMetaError, UserError
-from gmeta.serving.folder import new_folder
-from gmeta.serving.tables import TableFormat, store_table
+from gmeta.serving.folder import TableFormat, new_folder
+from gmeta.serving.tables import store_table
 from metaio.manifest import canonical_json, xxh3_hex
 from models import MODELS
 from tests.exported import random_rows, write_random_model

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from gmeta.commands.antdt import antdt_sim
+from gmeta.commands.antdt_sim import antdt_sim
 from gmeta.commands.evaluate import evaluate
 from gmeta.commands.export import export, predict
 from gmeta.commands.telling import write_error

@@ -1,19 +1,15 @@
 """`gmeta evaluate`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from gmeta.commands import on_ranks
-from gmeta.commands.screen import screen, show_table
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.local_paths import check_local
 from gmeta.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from gmeta.parallel import Ranks
 
 
 def evaluate(
@@ -54,27 +50,10 @@ def evaluate(
         # No restarts: an evaluation keeps nothing that a second try could go on from.
         on_ranks.start(arguments, nproc_per_node, master_port=0, max_restarts=0)
         return
-    from gmeta.evaluate import evaluate_run
-    from gmeta.report.console import console_table
-    from gmeta.report.files import write
-
-    def work(ranks: "Ranks") -> None:
-        # Folders of the same name in different places are told apart by their paths.
-        short = len({root.name for root in roots}) == len(roots)
-        runs = [
-            evaluate_run(root, root.name if short else str(root), splits or [], ranks)
-            for root in roots
-        ]
-        if ranks.rank == 0:
-            evaluated = [each for each in runs if each is not None]
-            paths = write(out, evaluated)
-            console = screen()
-            show_table(console, console_table(paths.evaluation))
-            console.print(f"report: {paths.html}   figures: {paths.evaluation_json}")
-
-    # A run that was trained on a GPU is evaluated on what is here.
-    device = "cpu" if config.run.device == "cpu" else "auto"
-    on_ranks.be_rank(device, config.run.collective_timeout_s, work)
+    # Loading torch takes seconds: not before the folders are known to be right.
+    with on_ranks.driver_explained():
+        from gmeta.commands.work.evaluate import evaluate_on_rank
+    evaluate_on_rank(roots, splits or [], out, config)
 
 
 def _check_comparable(roots: list[Path], configs: list[TrainConfig]) -> None:

@@ -1,6 +1,5 @@
 """`gmeta export` and `gmeta predict`."""
 
-import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -10,8 +9,6 @@ import typer
 from gmeta.commands.screen import screen
 from gmeta.errors import UserError
 from gmeta.local_paths import check_local
-
-OUTPUT_COLUMNS = ("prediction", "prediction_before", "support_rows")
 
 
 class Tables(StrEnum):
@@ -45,6 +42,7 @@ def export(
     gmeta export runs/demo/maml models/clicks --tables int8
     """
     check_local("OUT", out)
+    # Loading torch takes seconds: not before the options are known to be right.
     from gmeta.export import export_run
 
     written = export_run(run, out, tables.value, step, overwrite)
@@ -91,30 +89,9 @@ def predict(
             raise UserError(
                 f"--out = {str(out)!r} is {what}, whose rows would be replaced. Name another file"
             )
-    from gmeta.serving import load
-    from gmeta.serving.files import read_rows, write_rows
+    from gmeta.commands.work.predict import predict_rows
 
-    served = load(model, verify)
-    support_rows, query_rows = read_rows(support), read_rows(query)
-    for name in OUTPUT_COLUMNS:
-        if name in query_rows.column_names:
-            raise UserError(
-                f"{query} has a column {name} already: the output would have two of them. "
-                "Rename or drop it"
-            )
-    # Without reading and writing: what is told is the model's own time.
-    begin_s = time.perf_counter()
-    found = served.predict_tasks(support_rows, query_rows, allow_no_support)
-    spent_s = time.perf_counter() - begin_s
-    values = (found.after_N, found.before_N, found.support_rows_N)
-    for name, column in zip(OUTPUT_COLUMNS, values, strict=True):
-        query_rows = query_rows.append_column(name, [column.numpy()])
-    write_rows(query_rows, out)
-    without = int((found.support_rows_N == 0).sum())
-    told = f", {without:,} of them without support rows and so not adapted" if without else ""
-    screen(stderr=True).print(
-        f"predicted: {out}  ({query_rows.num_rows:,} rows{told}, in {spent_s:.2f} s)",
-    )
+    predict_rows(model, support, query, out, allow_no_support, verify)
 
 
 def _size(num_bytes: int) -> str:

@@ -1,7 +1,8 @@
 """`gmeta inspect`."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich import box
@@ -9,14 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from gmeta.commands.inspect_model import inspect_model, is_model
-from gmeta.commands.inspect_run import inspect_checkpoint, inspect_run, is_checkpoint, is_run
 from gmeta.commands.screen import progress_bars, screen, show_table
 from gmeta.errors import UserError
 from gmeta.local_paths import check_local
-
-if TYPE_CHECKING:
-    from metaio import Dataset
-    from metaio.inspection import SplitSummary
+from metaio.dataset import Dataset, open_dataset
+from metaio.inspection import SKEW_PERCENT, SplitSummary, damage, summarise
+from metaio.picture import draw
 
 
 def inspect(
@@ -47,17 +46,12 @@ def inspect(
 
     gmeta inspect models/clicks
     """
-    # A URL is none of them, and goes on to the datasets.
-    kinds = ((is_run, inspect_run), (is_checkpoint, inspect_checkpoint), (is_model, inspect_model))
-    for is_kind, inspect_kind in kinds:
-        if is_kind(Path(path)):
-            if picture is not None:
-                raise UserError(f"{path} is no dataset: --picture is for datasets. Leave it out")
-            inspect_kind(Path(path), verify)
-            return
-    from metaio import open_dataset
-    from metaio.inspection import damage, summarise
-
+    inspect_other = _other_kind(Path(path))
+    if inspect_other is not None:
+        if picture is not None:
+            raise UserError(f"{path} is no dataset: --picture is for datasets. Leave it out")
+        inspect_other(Path(path), verify)
+        return
     if picture is not None:
         check_local("--picture", picture)
         if verify:
@@ -81,13 +75,34 @@ def inspect(
         return
     _describe(console, dataset, summaries)
     if picture is not None:
-        from metaio.picture import draw
-
         draw(summaries, picture)
         console.print(f"picture: {picture}")
 
 
-def _verdict(console: Console, dataset: "Dataset", messages: list[str]) -> None:
+def _other_kind(path: Path) -> Callable[[Path, bool], None] | None:
+    """What shows this path, where it is no dataset. A URL is one."""
+    if is_model(path):
+        return inspect_model
+    if not (is_run(path) or is_checkpoint(path)):
+        return None
+    # The index of a checkpoint is torch's, which a dataset need not wait for: it takes seconds.
+    from gmeta.commands.inspect_run import inspect_checkpoint, inspect_run
+
+    return inspect_run if is_run(path) else inspect_checkpoint
+
+
+def is_run(path: Path) -> bool:
+    """Whether a run was trained there. A dataset has a manifest instead."""
+    return (path / "config.json").is_file() and (path / "checkpoints").is_dir()
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether this folder is one checkpoint of a run."""
+    # By where it lies: a damaged one must be recognised too.
+    return path.is_dir() and path.name.startswith("step-") and path.parent.name == "checkpoints"
+
+
+def _verdict(console: Console, dataset: Dataset, messages: list[str]) -> None:
     for message in messages:
         console.print(message)
     if messages:
@@ -96,7 +111,7 @@ def _verdict(console: Console, dataset: "Dataset", messages: list[str]) -> None:
     console.print(f"{dataset.url} is intact: {num_files} files, every checksum matches.")
 
 
-def _describe(console: Console, dataset: "Dataset", summaries: list["SplitSummary"]) -> None:
+def _describe(console: Console, dataset: Dataset, summaries: list[SplitSummary]) -> None:
     manifest = dataset.manifest
     console.print(
         f"task {dataset.task}, label {dataset.label}, seed {manifest.seed}, "
@@ -117,7 +132,7 @@ def _table(title: str, *heads: str) -> Table:
     return table
 
 
-def _sizes(summaries: list["SplitSummary"]) -> Table:
+def _sizes(summaries: list[SplitSummary]) -> Table:
     title = "Episodes (support and query rows: least / median / most)"
     heads = ("split", "tasks", "episodes", "rows", "support", "query", "label")
     table = _table(title, *heads)
@@ -140,9 +155,7 @@ def _spread(sizes: list[int]) -> str:
     return f"{min(sizes):,} / {sorted(sizes)[len(sizes) // 2]:,} / {max(sizes):,}"
 
 
-def _tables(summary: "SplitSummary") -> Table:
-    from metaio.inspection import SKEW_PERCENT
-
+def _tables(summary: SplitSummary) -> Table:
     skew = [f"top {percent} %" for percent in SKEW_PERCENT]
     title = f"Embedding tables in {summary.name} (share of uses by the most used ids)"
     table = _table(title, "table", "rows", "ids used", *skew)
@@ -152,7 +165,7 @@ def _tables(summary: "SplitSummary") -> Table:
     return table
 
 
-def _unknown(summaries: list["SplitSummary"]) -> str:
+def _unknown(summaries: list[SplitSummary]) -> str:
     """Tables whose row 0 is used, and by how much of each split: what a model could not learn."""
     lines = []
     for index, table in enumerate(summaries[0].tables):

@@ -2,15 +2,11 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
-from gmeta.commands.inspect_run import size_text, table_of
-from gmeta.commands.screen import screen, show_table
-
-if TYPE_CHECKING:
-    from gmeta.serving.folder import ExportedConfig
+from gmeta.commands.screen import screen, show_table, size_text, table_of
+from gmeta.serving.folder import ExportedConfig, check_files, read_config, table_file
 
 
 def is_model(path: Path) -> bool:
@@ -25,8 +21,6 @@ def inspect_model(folder: Path, verify: bool) -> None:
     """Show the columns and tables of an exported model; GMetaError where a file is missing or cut
     short, or with `verify` differs from its checksum.
     """
-    from gmeta.serving.folder import check_files, read_config, table_file
-
     config = read_config(folder)
     source, console = config.source, screen()
     console.print(
@@ -59,7 +53,7 @@ def inspect_model(folder: Path, verify: bool) -> None:
     )
 
 
-def _columns(config: "ExportedConfig") -> Iterator[tuple[str, str, str, str]]:
+def _columns(config: ExportedConfig) -> Iterator[tuple[str, str, str, str]]:
     """What rows must hold: name, role, table, values."""
     given, features = config.columns, config.features
     yield given.task, "task", "", "integer or text; tells tasks apart in `gmeta predict`"

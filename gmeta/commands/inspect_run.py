@@ -1,37 +1,18 @@
 """`gmeta inspect` on a run folder or a checkpoint."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from gmeta.commands.screen import screen, show_table
-from gmeta.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from gmeta.checkpoint_summary import CheckpointSummary
-
-
-def is_run(path: Path) -> bool:
-    """Whether a run was trained there. A dataset has a manifest instead."""
-    return (path / "config.json").is_file() and (path / "checkpoints").is_dir()
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether this folder is one checkpoint of a run."""
-    # By where it lies: a damaged one must be recognised too.
-    return path.is_dir() and path.name.startswith("step-") and path.parent.name == "checkpoints"
+from gmeta.checkpoint_summary import CheckpointSummary, summarise_checkpoint
+from gmeta.commands.screen import screen, show_table, size_text, table_of
+from gmeta.run_folder import RunFolder, list_checkpoints
 
 
 def inspect_run(root: Path, verify: bool) -> None:
     """Show a run's checkpoints and what is in the newest; exit code 1 if one is not complete, or
     with `verify` differs from its checksums."""
-    from gmeta.checkpoint import list_checkpoints
-    from gmeta.checkpoint_summary import summarise_checkpoint
-
     folder = RunFolder(root)
     config = folder.read_config()
     console = screen()
@@ -70,8 +51,6 @@ def inspect_run(root: Path, verify: bool) -> None:
 def inspect_checkpoint(path: Path, verify: bool) -> None:
     """Show what is in one checkpoint; exit code 1 if it is not complete, or with `verify` differs
     from its checksums."""
-    from gmeta.checkpoint_summary import summarise_checkpoint
-
     summary = summarise_checkpoint(path, verify)
     about = summary.about
     console, num_ranks = screen(), about.get("world_size", "?")
@@ -87,7 +66,7 @@ def inspect_checkpoint(path: Path, verify: bool) -> None:
     _end([summary], verify)
 
 
-def _show(console: Console, summary: "CheckpointSummary") -> None:
+def _show(console: Console, summary: CheckpointSummary) -> None:
     tables = table_of(
         f"Tables of {summary.path.name}",
         "table",
@@ -116,7 +95,7 @@ def _show(console: Console, summary: "CheckpointSummary") -> None:
     show_table(console, layers)
 
 
-def _end(summaries: "list[CheckpointSummary]", verify: bool) -> None:
+def _end(summaries: list[CheckpointSummary], verify: bool) -> None:
     """What is wrong, or how much was looked at."""
     problems = [problem for summary in summaries for problem in summary.problems]
     for problem in problems:
@@ -135,21 +114,3 @@ def _end(summaries: "list[CheckpointSummary]", verify: bool) -> None:
         typer.echo(
             "complete: every file is there in full; --verify reads them and checks checksums"
         )
-
-
-def table_of(title: str, *heads: str) -> Table:
-    """A titled table, numbers to the right between its first and last column."""
-    table = Table(*heads, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in table.columns[1:-1]:
-        column.justify = "right"
-    return table
-
-
-def size_text(num_bytes: int) -> str:
-    """A number of bytes in the largest unit that leaves at least one."""
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"

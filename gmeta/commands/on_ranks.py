@@ -1,14 +1,11 @@
-"""How a subcommand runs on ranks: alone in this process, under torchrun, or as its starter."""
+"""How a subcommand comes to its ranks: it is one, alone or under torchrun, or it starts them."""
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from gmeta.errors import GMetaError
 from gmeta.launch import launch, under_torchrun
-
-if TYPE_CHECKING:
-    from gmeta.parallel import Ranks
 
 
 def starts_ranks(nproc_per_node: int) -> bool:
@@ -27,26 +24,18 @@ def start(
         sys.exit(code)
 
 
-def be_rank(
-    device: str,
-    timeout_s: int,
-    work: "Callable[[Ranks], None]",
-    *,
-    shared_memory: bool = False,
-) -> None:
-    """Join the other ranks, do the work, leave; see start_ranks."""
+@contextmanager
+def driver_explained() -> Iterator[None]:
+    """Around the import of what a rank runs.
+
+    Raises:
+        GMetaError: the CUDA build of fbgemm found none of the driver's libraries, which it loads
+            when it is imported.
+    """
     try:
-        from gmeta.commands.told_once import told_once
-        from gmeta.parallel import lost_peers_explained, start_ranks, stop_ranks
+        yield
     except OSError as error:
-        # The CUDA build of fbgemm loads the driver's libraries when it is imported.
         raise GMetaError(
             f"fbgemm-gpu cannot be loaded: {error}. On a machine without an NVIDIA driver install "
             "deploy/requirements/cpu.txt into a fresh environment; see docs/install.md"
         ) from error
-
-    with lost_peers_explained():
-        ranks = start_ranks(device, timeout_s, shared_memory=shared_memory)
-        with told_once(ranks):
-            work(ranks)
-        stop_ranks()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.progress import TaskID
@@ -15,11 +15,13 @@ from rich.table import Table
 from gmeta.commands.screen import progress_bars, screen, show_table
 from gmeta.commands.spark import prepare_on_spark
 from gmeta.errors import UserError
-
-if TYPE_CHECKING:
-    from metaio import Dataset
-    from metaio.prepare import PrepareOptions
-
+from metaio.dataset import Dataset, open_dataset
+from metaio.destination import unfinished
+from metaio.prepare import PrepareOptions
+from metaio.prepare import prepare as prepare_on_one_machine
+from metaio.recipes.movielens import MovieLensConfig, prepare_movielens
+from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
+from metaio.schema import load_schema
 
 # What each way of preparing looks at, beside --overwrite.
 OPTIONS = {
@@ -105,22 +107,16 @@ def prepare(
     _check_options(context, schema, recipe, spark)
     _tell_of_leftovers(out)
     if recipe is Recipe.SYNTHETIC:
-        from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
-
         _expect_inputs(recipe, inputs, 0)
         config = SyntheticConfig(
             num_tasks=tasks, num_items=items, min_rows=rows[0], max_rows=rows[1], seed=seed
         )
         prepare_synthetic(out, config, overwrite)
     elif recipe is Recipe.MOVIELENS_1M:
-        from metaio.recipes.movielens import MovieLensConfig, prepare_movielens
-
         _expect_inputs(recipe, inputs, 1)
         melu = MovieLensConfig(seed=seed, order=order, validation=validation, history=history)
         prepare_movielens(inputs[0], out, melu, overwrite)
     elif schema is not None:
-        from metaio.prepare import PrepareOptions
-
         if not inputs:
             raise UserError("only OUT is given. Run: gmeta prepare --schema FILE INPUT... OUT")
         options = PrepareOptions(
@@ -159,12 +155,9 @@ def _check_options(
 
 
 def _prepare_tables(
-    inputs: list[str], out: str, schema: Path, options: "PrepareOptions", spark: bool
+    inputs: list[str], out: str, schema: Path, options: PrepareOptions, spark: bool
 ) -> None:
     """By a schema, on this machine or on Spark."""
-    from metaio.prepare import prepare as prepare_on_one_machine
-    from metaio.schema import load_schema
-
     if spark:
         prepare_on_spark(inputs, out, load_schema(schema), options)
     else:
@@ -173,8 +166,6 @@ def _prepare_tables(
 
 
 def _tell_of_leftovers(out: str) -> None:
-    from metaio.destination import unfinished
-
     left = unfinished(out)
     if left is not None:
         screen(stderr=True).print(
@@ -214,8 +205,6 @@ def _expect_inputs(recipe: Recipe, inputs: list[str], count: int) -> None:
 
 
 def _report(out: str) -> None:
-    from metaio import open_dataset
-
     console = screen(stderr=True)
     # Opened anew: what is told is what a reader will find.
     dataset = open_dataset(out)
@@ -235,7 +224,7 @@ def _report(out: str) -> None:
     console.print(f"prepared: {out}  (look inside: gmeta inspect {out})")
 
 
-def _counts(dataset: "Dataset") -> Table:
+def _counts(dataset: Dataset) -> Table:
     table = Table(
         "split",
         "episodes",

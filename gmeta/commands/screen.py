@@ -3,8 +3,10 @@
 import os
 import sys
 
+from rich import box
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 # In a file or a pipe rich takes 80 columns for granted, and folds: a cell that is folded can
 # neither be read nor found by a script.
@@ -29,6 +31,24 @@ def screen(*, stderr: bool = False) -> Console:
 def show_table(console: Console, table: RenderableType) -> None:
     """One or several; cells are folded where a terminal is too narrow for them."""
     console.print(table, soft_wrap=False)
+
+
+def table_of(title: str, *heads: str) -> Table:
+    """A titled table, numbers to the right between its first and last column."""
+    table = Table(*heads, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns[1:-1]:
+        column.justify = "right"
+    return table
+
+
+def size_text(num_bytes: int) -> str:
+    """A number of bytes in the largest unit that leaves at least one."""
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
 
 
 def progress_bars() -> Progress:

@@ -8,17 +8,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gmeta.errors import UserError
+from metaio.job import PrepareOptions
+from metaio.schema import Schema
+from metaio.spark import prepare_with_spark
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from metaio.job import PrepareOptions
-    from metaio.schema import Schema
 
-
-def prepare_on_spark(
-    inputs: list[str], out: str, schema: "Schema", options: "PrepareOptions"
-) -> None:
+def prepare_on_spark(inputs: list[str], out: str, schema: Schema, options: PrepareOptions) -> None:
     """Write a dataset at `out` from the Parquet tables at `inputs`.
 
     Raises:
@@ -34,8 +32,6 @@ def prepare_on_spark(
     # Behind the check of the inputs: what is wrong with them is so with pyspark too.
     if importlib.util.find_spec("pyspark") is None:
         raise UserError("--spark needs pyspark. Run: pip install 'gmeta[spark]'")
-    from metaio.spark import prepare_with_spark
-
     with _session(out) as session:
         prepare_with_spark(_read(session, inputs), out, schema, options)
 

@@ -1,10 +1,9 @@
 """`gmeta train` and `gmeta config`."""
 
 import os
-import statistics
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -13,10 +12,7 @@ from gmeta.commands import on_ranks
 from gmeta.commands.screen import screen, show_table
 from gmeta.config import TrainConfig, describe_config, load_config
 from gmeta.errors import UserError
-from gmeta.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from gmeta.parallel import Ranks
+from gmeta.shard_service import SERVICE_VARIABLE, needs_own_service, own_service
 
 
 def train(
@@ -46,46 +42,22 @@ def train(
     """
     resolved = load_config(config, overrides or [])
     _check_run_folder(resolved, resume)
-    if on_ranks.starts_ranks(nproc_per_node):
-        # Loading torch takes seconds: not before the config is known to be right.
-        from gmeta.build import build
-        from gmeta.labels import check_first_labels
-        from gmeta.shard_service import SERVICE_VARIABLE, needs_own_service, own_service
-
-        dataset, _ = build(resolved)
-        check_first_labels(resolved, dataset)
-        # The run folder was checked above; by the time a rank looks, the service's store is in it.
-        arguments = ["train", str(config), *(overrides or []), "--resume"]
-        with ExitStack() as stack:
-            if needs_own_service(resolved):
-                # Here, not in a rank: it lives through the restarts of all ranks.
-                os.environ[SERVICE_VARIABLE] = stack.enter_context(own_service(resolved)).address
-            on_ranks.start(arguments, nproc_per_node, master_port, max_restarts)
+    # Loading torch takes seconds: not before the config is known to be right.
+    if not on_ranks.starts_ranks(nproc_per_node):
+        with on_ranks.driver_explained():
+            from gmeta.commands.work.train import train_on_rank
+        train_on_rank(resolved)
         return
-    from gmeta.train import train as train_on_rank
+    from gmeta.build import check_on_data
 
-    def work(ranks: "Ranks") -> None:
-        folder = train_on_rank(resolved, ranks)
-        if ranks.rank == 0:
-            _tell(folder)
-
-    on_ranks.be_rank(
-        resolved.run.device,
-        resolved.run.collective_timeout_s,
-        work,
-        shared_memory=resolved.sharding.shared_memory,
-    )
-
-
-def _tell(folder: RunFolder) -> None:
-    readings = [line for line in folder.read_metrics() if "loss" in line]
-    lines = [f"\ntrained: {folder.root}  (metrics.jsonl, tensorboard/, checkpoints/)"]
-    if readings:  # a finished run that is resumed takes no step, and its log may be gone
-        speed = statistics.median(line["samples_per_s"] for line in readings)
-        wait = statistics.mean(line["data_wait_share"] for line in readings)
-        lines += [f"speed: {speed:,.0f} samples/s, {wait:.1%} of the time waiting for data"]
-    lines += [f"evaluate it: gmeta evaluate {folder.root}"]
-    screen(stderr=True).print("\n".join(lines))
+    check_on_data(resolved)
+    # The run folder was checked above; by the time a rank looks, the service's store is in it.
+    arguments = ["train", str(config), *(overrides or []), "--resume"]
+    with ExitStack() as stack:
+        if needs_own_service(resolved):
+            # Here, not in a rank: it lives through the restarts of all ranks.
+            os.environ[SERVICE_VARIABLE] = stack.enter_context(own_service(resolved)).address
+        on_ranks.start(arguments, nproc_per_node, master_port, max_restarts)
 
 
 def show_config() -> None:

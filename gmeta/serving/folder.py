@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.checksums import FileEntry, differences
 from gmeta.config import config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
-from gmeta.serving.tables import TABLE_FORMATS, TableFormat
 from metaio.destination import flush_to_disk, folder_of_one_writer, replace_folder
 from metaio.errors import MetaIOError
 from metaio.features import Features
@@ -28,6 +27,8 @@ FORMAT_NAME = "gmeta-model"
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 LAYERS_FILE = "layers.safetensors"
+TableFormat = Literal["float32", "float16", "int8"]
+TABLE_FORMATS: tuple[TableFormat, ...] = get_args(TableFormat)
 _REMEDY = "Copy the folder again, or export the run again"
 
 

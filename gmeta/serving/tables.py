@@ -5,15 +5,13 @@ Shape suffixes: R rows of a table, D embedding width, U fetched rows of all tabl
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from gmeta.errors import GMetaError
+from gmeta.serving.folder import TableFormat
 
-TableFormat = Literal["float32", "float16", "int8"]
-TABLE_FORMATS: tuple[TableFormat, ...] = get_args(TableFormat)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 _Description = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _INT8_LEVELS = 127  # -128 stays unused: the codes of w and -w are then each other's negative

@@ -20,7 +20,7 @@ from gmeta.antdt.simulation.traces import (
     recorded_trace,
     synthetic_trace,
 )
-from gmeta.commands.antdt import antdt_replay
+from gmeta.commands.antdt_replay import antdt_replay
 from gmeta.errors import UserError
 from tests.commands import gmeta
 

@@ -19,7 +19,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
-from gmeta.checkpoint import list_checkpoints, load_checkpoint
+from gmeta.checkpoint import load_checkpoint
 from gmeta.checkpoint_files import read_about
 from gmeta.checkpoint_summary import summarise_checkpoint
 from gmeta.checkpoint_writer import CheckpointWriter
@@ -31,6 +31,7 @@ from gmeta.learner import MetaLearner
 from gmeta.optimizers import OuterOptimizer, build_optimizer
 from gmeta.parallel import Ranks, barrier, in_step, shard_learner, table_shards
 from gmeta.progress import Progress
+from gmeta.run_folder import list_checkpoints
 from gmeta.table_sharding import ShardingConfig
 from models import ModelConfig
 from tests import reference

@@ -5,7 +5,7 @@ from contextlib import redirect_stderr
 
 import pytest
 
-from gmeta.commands.told_once import told_once
+from gmeta.commands.work.told_once import told_once
 from gmeta.errors import GMetaError, UserError
 from gmeta.parallel import Ranks, barrier
 from metaio import FormatError

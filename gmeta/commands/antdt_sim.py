@@ -1,7 +1,7 @@
-"""`gmeta antdt-sim` and `gmeta antdt-replay`: what a policy would do, and what it did."""
+"""`gmeta antdt-sim`: what each way of dealing with stragglers would do for a job."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -9,16 +9,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gmeta.antdt.controller import replayed
-from gmeta.antdt.policies import find_policy
 from gmeta.antdt.settings import load_straggler_config
+from gmeta.antdt.simulation.job import JobConfig
+from gmeta.antdt.simulation.study import run_study
+from gmeta.antdt.simulation.traces import recorded_trace
 from gmeta.commands.screen import screen, show_table
-from gmeta.errors import UserError
 from gmeta.local_paths import check_local
+from gmeta.report.render import png_sheet
+from gmeta.report.stragglers import completion_chart
 
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="TOML with \\[monitor] and \\[controller]")
-]
 MAX_WORKERS = 4096
 
 
@@ -40,7 +39,9 @@ def antdt_sim(
         bool, typer.Option("--restart-stops-job", help="as torchrun: one restart stops all ranks")
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="of stragglers and noise")] = 0,
-    config: ConfigFile = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML with \\[monitor] and \\[controller]")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="folder for results.json and completion.png")
     ] = None,
@@ -49,10 +50,6 @@ def antdt_sim(
 
     gmeta antdt-sim --workers 200 --steps 900 --scenario mixed
     """
-    from gmeta.antdt.simulation.job import JobConfig
-    from gmeta.antdt.simulation.study import run_study
-    from gmeta.antdt.simulation.traces import recorded_trace
-
     if out is not None:
         check_local("--out", out)
         out.mkdir(parents=True, exist_ok=True)  # before the work: a wrong place costs minutes there
@@ -87,9 +84,6 @@ def antdt_sim(
         )
     show_table(screen(), table)
     if out is not None:
-        from gmeta.report.render import png_sheet
-        from gmeta.report.stragglers import completion_chart
-
         rows = [
             {"scenario": r.scenario, "method": r.method, **r.outcome._asdict()} for r in results
         ]
@@ -97,44 +91,3 @@ def antdt_sim(
         (out / "results.json").write_text(json.dumps(written, indent=1) + "\n")
         chart = completion_chart(results, f"{workers} workers, seed {seed}")
         (out / "completion.png").write_bytes(png_sheet(chart))
-
-
-def antdt_replay(
-    log: Annotated[Path, typer.Argument(help="decision log of gmeta shard-service --decisions")],
-    config: ConfigFile = None,
-    policy: Annotated[
-        str, typer.Option(help="another policy than the config's: what would it have done?")
-    ] = "",
-) -> None:
-    """Decide once more from the logged inputs, and say where it comes out differently.
-
-    Exit code 1 when a decision differs.
-    """
-    controller = load_straggler_config(config).controller
-    if policy:
-        controller = replace(controller, policy=policy)
-    function = find_policy(controller.policy)
-    lines = [
-        line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line
-    ]
-    if not lines:
-        raise UserError(f"{log} is empty: the service decided nothing yet. Nothing to replay")
-    num_different = 0
-    for number, line in enumerate(lines, 1):
-        logged, now = replayed(line, controller, function)
-        if logged != now:
-            num_different += 1
-            typer.echo(f"line {number}\n  logged: {_told(logged)}\n  now:    {_told(now)}")
-    typer.echo(f"{len(lines)} evaluations replayed, {num_different} different")
-    if num_different:
-        raise typer.Exit(1)
-
-
-def _told(rulings: list[dict[str, object]]) -> str:
-    return (
-        "; ".join(
-            f"{r['kind']} {r['worker_id']}".strip() + ("" if r["allowed"] else f" ({r['note']})")
-            for r in rulings
-        )
-        or "nothing"
-    )

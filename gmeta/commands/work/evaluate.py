@@ -1,0 +1,32 @@
+"""`gmeta evaluate` as a rank; rank 0 writes the report and tells of it."""
+
+from pathlib import Path
+
+from gmeta.commands.screen import screen, show_table
+from gmeta.commands.work.rank import be_rank
+from gmeta.config import TrainConfig
+from gmeta.evaluate import evaluate_run
+from gmeta.parallel import Ranks
+from gmeta.report.console import console_table
+from gmeta.report.files import write
+
+
+def evaluate_on_rank(roots: list[Path], splits: list[str], out: Path, config: TrainConfig) -> None:
+    """Score the runs at `roots` together with the other ranks; `config` is the first run's."""
+
+    def work(ranks: Ranks) -> None:
+        # Folders of the same name in different places are told apart by their paths.
+        short = len({root.name for root in roots}) == len(roots)
+        runs = [
+            evaluate_run(root, root.name if short else str(root), splits, ranks) for root in roots
+        ]
+        if ranks.rank == 0:
+            evaluated = [each for each in runs if each is not None]
+            paths = write(out, evaluated)
+            console = screen()
+            show_table(console, console_table(paths.evaluation))
+            console.print(f"report: {paths.html}   figures: {paths.evaluation_json}")
+
+    # A run that was trained on a GPU is evaluated on what is here.
+    device = "cpu" if config.run.device == "cpu" else "auto"
+    be_rank(device, config.run.collective_timeout_s, work)
