@@ -3,12 +3,16 @@
 Shape suffixes: N rows, X inputs of the decision layers.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from models.config import Pooling
-from models.inputs import RowFeatures, RowInputs
+if TYPE_CHECKING:
+    from models.config import Pooling
+    from models.inputs import RowFeatures, RowInputs
 
 
 class DecisionModel(nn.Module, ABC):

@@ -25,3 +25,13 @@ class GatedModel(DecisionModel):
 
         A task is known by the mean of its support rows' decision inputs; 0 if it has none.
         """
+
+
+def row_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of `model` that work on rows, by name, in the order of definition."""
+    of_tasks = set(model.gate.modules()) if isinstance(model, GatedModel) else set()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module not in of_tasks
+    }

@@ -5,13 +5,16 @@ Shape suffixes: N rows, F single-id features, M multi-id features, V ids of all 
 D embedding width, K dense columns.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from models.config import Pooling
+if TYPE_CHECKING:
+    from models.config import Pooling
 
 
 class History(NamedTuple):
@@ -57,7 +60,7 @@ class RowInputs:
         """N."""
         return self.single_NFD.shape[0]
 
-    def no_rows(self) -> "RowInputs":
+    def no_rows(self) -> RowInputs:
         """The same columns without a row."""
         return RowInputs(
             single_NFD=self.single_NFD[:0],

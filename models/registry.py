@@ -9,7 +9,7 @@ from models.cbml import CBML
 from models.config import InputSizes, ModelConfig
 from models.din import DIN
 from models.dlrm import DLRM
-from models.gated import GatedModel
+from models.gated import row_layers
 from models.melu import MeLU
 
 MODELS: dict[str, Callable[[ModelConfig, InputSizes], nn.Module]] = {
@@ -45,6 +45,4 @@ def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
 
 def head(model: nn.Module) -> nn.Linear:
     """The layer that gives a row's output: the last linear one that works on rows."""
-    of_tasks = set(model.gate.modules()) if isinstance(model, GatedModel) else set()
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    return [layer for layer in linears if layer not in of_tasks][-1]
+    return list(row_layers(model).values())[-1]

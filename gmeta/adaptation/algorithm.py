@@ -1,15 +1,19 @@
 """What tells one meta-learning algorithm from another; each has a file and a line in ALGORITHMS."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor, nn
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.inner_loop import InnerLoop, WorkingRows
 from gmeta.adaptation.rates import FixedRates, InnerRates
-from gmeta.adaptation.side import Side
+
+if TYPE_CHECKING:
+    from gmeta.adaptation.config import AlgorithmConfig
+    from gmeta.adaptation.inner_loop import InnerLoop, WorkingRows
+    from gmeta.adaptation.side import Side
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch import nn
 
 from gmeta.adaptation.algorithm import Algorithm
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.linear import row_layers
 from gmeta.adaptation.maml import maml_loss_sum
+from models.gated import row_layers
 
 
 def head_only(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:

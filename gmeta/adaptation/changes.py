@@ -9,13 +9,16 @@ taken in reverse order: all uses after a step come before the step is undone.
 Shape suffixes: T tasks, L rows of a task, S its support rows, I input width, O output width.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from gmeta.adaptation.paths import Path
+if TYPE_CHECKING:
+    from gmeta.adaptation.paths import Path
 
 
 class StepGrads(NamedTuple):

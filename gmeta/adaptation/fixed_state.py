@@ -4,15 +4,18 @@ gradients, and what a pass over rows saw.
 Shape suffixes: N rows of one side, R of both, I and O widths of a layer.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gmeta.adaptation.blocks import BlockRows
-from gmeta.adaptation.changes import Change, StepGrads
-from gmeta.adaptation.paths import Path
+if TYPE_CHECKING:
+    from gmeta.adaptation.blocks import BlockRows
+    from gmeta.adaptation.changes import Change, StepGrads
+    from gmeta.adaptation.paths import Path
 
 SUPPORT, QUERY = 0, 1  # the sides
 Views = list[Tensor]

@@ -7,11 +7,17 @@ gradients is dropped, so a step costs what plain training on the same rows costs
 1703.03400, section 5.2. A parameter that does not adapt gets the query loss's gradient alone.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from gmeta.adaptation.algorithm import Algorithm
-from gmeta.adaptation.inner_loop import InnerLoop, WorkingRows
-from gmeta.adaptation.side import Side
+
+if TYPE_CHECKING:
+    from gmeta.adaptation.inner_loop import InnerLoop, WorkingRows
+    from gmeta.adaptation.side import Side
 
 
 def fomaml_loss_sum(inner: InnerLoop, rows: WorkingRows, support: Side, query: Side) -> Tensor:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.adaptation.costs import PathCosts
 from gmeta.adaptation.layout import RowLayout
-from gmeta.adaptation.linear import AdaptedLayers, adaptable_layers, row_layers
+from gmeta.adaptation.linear import AdaptedLayers, adaptable_layers
 from gmeta.adaptation.losses import row_losses_N, weighted_sum
 from gmeta.adaptation.paths import paths_of_layers
 from gmeta.adaptation.rates import InnerRates
 from gmeta.adaptation.side import Side
-from models.gated import GatedModel
+from models.gated import GatedModel, row_layers
 from models.inputs import RowInputs
 
 

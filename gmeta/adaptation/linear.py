@@ -28,17 +28,7 @@ from gmeta.adaptation.config import InnerPath
 from gmeta.adaptation.costs import PathCosts
 from gmeta.adaptation.layout import RowLayout
 from gmeta.adaptation.rates import FixedRates, InnerRates, LayerRate, WeightRates
-from models.gated import GatedModel
-
-
-def row_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of `model` that work on rows, by name, in the order of definition."""
-    of_tasks = set(model.gate.modules()) if isinstance(model, GatedModel) else set()
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module not in of_tasks
-    }
+from models.gated import row_layers
 
 
 def adaptable_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear]:

@@ -8,11 +8,17 @@ Departs from the paper in nothing; adapt_layers and adapt_embeddings can leave p
 inner steps, which are then meta-parameters only.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from gmeta.adaptation.algorithm import Algorithm
-from gmeta.adaptation.inner_loop import InnerLoop, WorkingRows
-from gmeta.adaptation.side import Side
+
+if TYPE_CHECKING:
+    from gmeta.adaptation.inner_loop import InnerLoop, WorkingRows
+    from gmeta.adaptation.side import Side
 
 
 def maml_loss_sum(inner: InnerLoop, rows: WorkingRows, support: Side, query: Side) -> Tensor:

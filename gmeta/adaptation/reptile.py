@@ -13,13 +13,19 @@ adapt_embeddings, gates) would stand still; it takes the gradient of the same su
 have gone.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from gmeta.adaptation.algorithm import Algorithm
-from gmeta.adaptation.inner_loop import InnerLoop, WorkingRows
 from gmeta.adaptation.losses import weighted_sum
-from gmeta.adaptation.side import Side
+
+if TYPE_CHECKING:
+    from gmeta.adaptation.inner_loop import InnerLoop, WorkingRows
+    from gmeta.adaptation.side import Side
 
 
 def reptile_loss_sum(inner: InnerLoop, rows: WorkingRows, support: Side, query: Side) -> Tensor:
