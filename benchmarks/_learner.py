@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gmeta.learner import MetaLearner
-from gmeta.parallel import choose_cpu_matmul
+from gmeta.parallel.ranks import choose_cpu_matmul
 from metaio.batch import TaskBatch
 
 Step = Callable[[], Tensor]

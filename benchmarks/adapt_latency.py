@@ -22,7 +22,7 @@ import gmeta
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.export import write_model
-from gmeta.serving import ServedModel
+from gmeta.serving.model import ServedModel
 from gmeta.serving.folder import Columns, ExportedConfig, TableFormat, vocabulary_file
 from metaio.schema import Schema, features_of, parse_schema
 from models import ModelConfig

@@ -29,7 +29,8 @@ from gmeta.build import build_learner
 from gmeta.checkpoint_writer import CheckpointWriter
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.optimizers import build_optimizer
-from gmeta.parallel import shard_learner, start_ranks, table_shards
+from gmeta.parallel.ranks import start_ranks
+from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta.progress import Progress
 from models import ModelConfig
 

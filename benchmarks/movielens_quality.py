@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from _common import REPOSITORY, environment, finish, make_parser, positive_int
 
 if TYPE_CHECKING:
-    from gmeta.parallel import Ranks
+    from gmeta.parallel.ranks import Ranks
 
 DATA = REPOSITORY.parent / "shared" / "data" / "ml-1m"
 CONFIG = REPOSITORY / "examples" / "movielens-1m.toml"
@@ -158,7 +158,7 @@ def scores_of(cell: Cell, work: Path, extra: Sequence[str], groups: Sequence[str
 @functools.cache
 def the_rank() -> "Ranks":
     """This process, as the only rank of every run."""
-    from gmeta.parallel import start_ranks
+    from gmeta.parallel.ranks import start_ranks
 
     return start_ranks("cpu", timeout_s=300)
 

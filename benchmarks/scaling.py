@@ -83,7 +83,7 @@ class Rank:
         from gmeta.config import TrainConfig
         from gmeta.learner import MetaLearner
         from gmeta.optimizers import build_optimizer
-        from gmeta.parallel import shard_learner
+        from gmeta.parallel.sharding import shard_learner
         from gmeta.table_sharding import ShardingConfig
         from models import InputSizes, ModelConfig, build_model
 
@@ -118,7 +118,8 @@ class Rank:
 
     def run(self, shares: list[Any]) -> tuple[float, float, list[float]]:
         """Seconds a step, seconds that the processor worked for it, and the losses."""
-        from gmeta.parallel import barrier, in_step
+        from gmeta.parallel.ranks import barrier
+        from gmeta.parallel.steps import in_step
 
         losses = []
         barrier(self.ranks)
@@ -171,7 +172,7 @@ def work_in_turns(
     torch.set_num_threads(1)
     import torch.distributed as dist
 
-    from gmeta.parallel import start_ranks
+    from gmeta.parallel.ranks import start_ranks
     from gmeta.parallel.transport import Gloo
 
     group = f"store-of-{index}" if alone else "store-of-two"

@@ -51,7 +51,9 @@ from gmeta.build import build_learner
 from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
 from gmeta.feed import ServiceFeed
 from gmeta.optimizers import build_optimizer
-from gmeta.parallel import in_step, shard_learner, start_ranks, stop_ranks
+from gmeta.parallel.ranks import start_ranks, stop_ranks
+from gmeta.parallel.sharding import shard_learner
+from gmeta.parallel.steps import in_step
 from gmeta.stopping import Stop
 from metaio import open_dataset
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic

@@ -32,7 +32,8 @@ def step_seconds(rank: int, world_size: int, folder: str, sizes: list[int], roun
     from gmeta.config import OuterConfig, TrainConfig
     from gmeta.learner import MetaLearner
     from gmeta.optimizers import build_optimizer
-    from gmeta.parallel import shard_learner, start_ranks
+    from gmeta.parallel.ranks import start_ranks
+    from gmeta.parallel.sharding import shard_learner
     from models import InputSizes, ModelConfig, build_model
 
     ranks = start_ranks("cpu", 300, store=dist.FileStore(os.path.join(folder, "store"), world_size))

@@ -139,7 +139,9 @@ def count_on_rank(rank: int, world_size: int, folder: str, wire_dtype: str, algo
     from gmeta.episodes import ids_of_query_rows
     from gmeta.learner import MetaLearner
     from gmeta.optimizers import build_optimizer
-    from gmeta.parallel import in_step, shard_learner, start_ranks
+    from gmeta.parallel.ranks import start_ranks
+    from gmeta.parallel.sharding import shard_learner
+    from gmeta.parallel.steps import in_step
     from gmeta.table_sharding import ShardingConfig
     from models import InputSizes, ModelConfig, build_model
 

@@ -23,7 +23,10 @@ from gmeta.antdt.agent import Plan, WorkerAgent
 from gmeta.config import TrainConfig
 from gmeta.episodes import Episodes
 from gmeta.feed import PREFETCH_BATCHES, Feed, ServiceFeed
-from gmeta.parallel import LinkProbe, Ranks, Swap, local_learner
+from gmeta.parallel.links import LinkProbe
+from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.sharding import local_learner
+from gmeta.parallel.transport import Swap
 from gmeta.stopping import Stop
 from metaio.batch import TaskBatch
 

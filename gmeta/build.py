@@ -15,7 +15,7 @@ from gmeta.labels import check_first_labels
 from gmeta.learner import MetaLearner
 from gmeta.numerics import BF16
 from gmeta.table_sharding import check_sharding
-from metaio import Dataset, open_dataset
+from metaio.dataset import Dataset, open_dataset
 from metaio.features import Features
 from models.config import InputSizes, ModelConfig, SparseColumn
 from models.registry import build_model

@@ -22,7 +22,7 @@ from gmeta.checkpoint_files import (
 )
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError, UserError
-from gmeta.parallel import Ranks, gather_to_first, value_of_first
+from gmeta.parallel.ranks import Ranks, gather_to_first, value_of_first
 from gmeta.progress import Progress
 from gmeta.run_folder import checkpoint_name, list_checkpoints
 

@@ -32,7 +32,7 @@ from gmeta.checkpoint_files import PROGRESS_FILE, describe, reason_of
 from gmeta.checksums import FileEntry, describe_file
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
-from gmeta.parallel import Ranks, gather_to_first, new_control_group
+from gmeta.parallel.ranks import Ranks, gather_to_first, new_control_group
 from gmeta.progress import Progress
 from gmeta.run_folder import checkpoint_name, list_checkpoints
 from gmeta.together import by_first

@@ -21,7 +21,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 
-from gmeta.parallel import WireExchange, add_over_ranks, local_learner
+from gmeta.parallel.exchange import WireExchange
+from gmeta.parallel.ranks import add_over_ranks
+from gmeta.parallel.sharding import local_learner
 from gmeta.table_updates import (
     FastGroup,
     GivenRows,

@@ -22,19 +22,14 @@ from gmeta.episodes import Episodes
 from gmeta.errors import UserError
 from gmeta.labels import labels_checked
 from gmeta.metrics import evaluate_split
-from gmeta.parallel import (
-    Ranks,
-    ShardedLearner,
-    gather_to_first,
-    in_step,
-    local_learner,
-    shard_learner,
-)
+from gmeta.parallel.ranks import Ranks, gather_to_first
+from gmeta.parallel.sharding import ShardedLearner, local_learner, shard_learner
+from gmeta.parallel.steps import in_step
 from gmeta.reading import open_reader
 from gmeta.report.runs import EvaluatedRun
 from gmeta.run_folder import ENVIRONMENT_FILE, RunFolder
 from gmeta.table_sharding import ShardingConfig
-from metaio import Dataset
+from metaio.dataset import Dataset
 
 
 def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> EvaluatedRun | None:

@@ -37,8 +37,7 @@ from gmeta.serving.folder import (
 )
 from gmeta.serving.tables import store_table
 from gmeta.table_names import module_name
-from metaio import Dataset
-from metaio.dataset import verify_file
+from metaio.dataset import Dataset, verify_file
 from metaio.schema import parse_schema
 
 # How ShardedLearner names its parts in the state dict of a checkpoint.

@@ -21,11 +21,12 @@ from gmeta.antdt.model import MAX_EPOCHS, MAX_SHARDS_PER_LEASE_CALL, DatasetSpec
 from gmeta.antdt.stream import UnitStream
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
-from gmeta.parallel import Ranks, barrier, value_of_first
+from gmeta.parallel.ranks import Ranks, barrier, value_of_first
 from gmeta.reading import open_reader
 from gmeta.shard_service import connect, own_service, service_address
-from metaio import Dataset, EpisodeRange, RangeReader, TaskBatch
-from metaio.reader import DEFAULT_CACHE_BYTES
+from metaio.batch import TaskBatch
+from metaio.dataset import Dataset
+from metaio.reader import DEFAULT_CACHE_BYTES, EpisodeRange, RangeReader
 
 # Shards of a split that a reader can hold decoded: small, so that steps mix tasks from all over it.
 SMALL_SHARD_TASKS = 16

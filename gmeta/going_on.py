@@ -12,7 +12,7 @@ from gmeta.errors import UserError
 from gmeta.local_paths import check_local
 from gmeta.progress import Progress
 from gmeta.run_folder import CONFIG_FILE, RunFolder
-from metaio import Dataset
+from metaio.dataset import Dataset
 
 # What decides which episodes a static step of an epoch holds. The service keeps its own account.
 ORDER_KEYS = (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gmeta.accumulate import MicroBatches
 from gmeta.episodes import Episodes
 from gmeta.errors import GMetaError
-from gmeta.parallel import Ranks, any_rank_later, gather_to_first, value_of_first
+from gmeta.parallel.ranks import Ranks, any_rank_later, gather_to_first, value_of_first
 from gmeta.progress import Progress
 
 NAMED_TASKS = 5  # in a message; the saved batch has all of them

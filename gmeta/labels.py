@@ -12,7 +12,8 @@ import torch
 from gmeta.adaptation.losses import labels_taken_N
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError
-from metaio import Dataset, TaskBatch
+from metaio.batch import TaskBatch
+from metaio.dataset import Dataset
 
 
 def check_first_labels(config: TrainConfig, dataset: Dataset) -> None:

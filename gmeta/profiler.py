@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from gmeta.parallel import Ranks
+from gmeta.parallel.ranks import Ranks
 
 TRACE_FILE = "trace.json"  # opens in https://ui.perfetto.dev and chrome://tracing
 SUMMARY_FILE = "summary.txt"

@@ -2,7 +2,8 @@
 
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError
-from metaio import BatchReader, Dataset
+from metaio.dataset import Dataset
+from metaio.reader import BatchReader
 
 
 def open_reader(

@@ -14,7 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from gmeta.parallel import Ranks, StepTotals, sum_over_ranks
+from gmeta.parallel.ranks import Ranks, sum_over_ranks
+from gmeta.parallel.steps import StepTotals
 from gmeta.run_folder import RunFolder
 
 

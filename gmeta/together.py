@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from gmeta.errors import GMetaError
-from gmeta.parallel import Ranks, value_of_first
-from metaio import MetaIOError
+from gmeta.parallel.ranks import Ranks, value_of_first
+from metaio.errors import MetaIOError
 
 
 def by_first(work: Callable[[], object], ranks: Ranks) -> None:

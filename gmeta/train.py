@@ -27,16 +27,10 @@ from gmeta.guards import StepGuard
 from gmeta.labels import check_first_labels, labels_checked
 from gmeta.numerics import make_deterministic
 from gmeta.optimizers import build_optimizer
-from gmeta.parallel import (
-    Ranks,
-    StepTotals,
-    described_plan,
-    in_step,
-    local_learner,
-    plan_lines,
-    shard_learner,
-    value_of_first,
-)
+from gmeta.parallel.plan import plan_lines
+from gmeta.parallel.ranks import Ranks, value_of_first
+from gmeta.parallel.sharding import described_plan, local_learner, shard_learner
+from gmeta.parallel.steps import StepTotals, in_step
 from gmeta.profiler import StepProfiler
 from gmeta.progress import Progress
 from gmeta.run_folder import (

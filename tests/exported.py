@@ -10,7 +10,7 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.evaluate import evaluate_run
 from gmeta.export import write_model
-from gmeta.parallel import Ranks
+from gmeta.parallel.ranks import Ranks
 from gmeta.serving.folder import Columns, ExportedConfig, TableFormat
 from metaio import open_dataset
 from metaio.block import Block, offsets

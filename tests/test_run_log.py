@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer import event_file_writer
 
 from gmeta import run_log
-from gmeta.parallel import StepTotals
+from gmeta.parallel.steps import StepTotals
 from gmeta.run_folder import RunFolder
 from gmeta.run_log import RunLog, StepMeter
 

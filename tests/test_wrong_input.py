@@ -22,7 +22,7 @@ from gmeta.config import config_from_dict, load_config
 from gmeta.environment import describe_environment
 from gmeta.errors import UserError
 from gmeta.feed import StaticFeed
-from gmeta.parallel import Ranks
+from gmeta.parallel.ranks import Ranks
 from gmeta.run_folder import create_run_folder
 from metaio import open_dataset
 from tests.commands import SMALL_MODEL, fresh_gmeta, gmeta, write_config

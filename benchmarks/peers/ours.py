@@ -17,7 +17,8 @@ from gmeta.config import OuterConfig, TrainConfig
 from gmeta.episodes import Episodes
 from gmeta.learner import MetaLearner
 from gmeta.optimizers import build_optimizer
-from gmeta.parallel import Ranks, local_learner, shard_learner, start_ranks, table_shards
+from gmeta.parallel.ranks import Ranks, start_ranks
+from gmeta.parallel.sharding import local_learner, shard_learner, table_shards
 from metaio.batch import TaskBatch
 from metaio.features import Features, FeatureSpec, TableSpec
 from models import InputSizes, ModelConfig, build_model

@@ -18,7 +18,8 @@ from tests.waiting import PATIENCE_S
 NUM_RANKS, SLOW_RANK = 3, 2
 PROBE = """
 import json, sys, torch.distributed as dist
-from gmeta.parallel import LinkProbe, start_ranks, stop_ranks
+from gmeta.parallel.links import LinkProbe
+from gmeta.parallel.ranks import start_ranks, stop_ranks
 store, out, world_size = sys.argv[1], sys.argv[2], int(sys.argv[3])
 ranks = start_ranks("cpu", 240, dist.FileStore(store, world_size))
 probe = LinkProbe(ranks)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from gmeta.parallel import Ranks, start_ranks, stop_ranks
+from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
 from tests.processes import with_imports_ready
 from tests.waiting import PATIENCE_S
 

@@ -15,7 +15,9 @@ from gmeta.antdt.settings import StragglerConfig
 from gmeta.build import build_learner
 from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
 from gmeta.feed import ServiceFeed
-from gmeta.parallel import Ranks, in_step, shard_learner
+from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.sharding import shard_learner
+from gmeta.parallel.steps import in_step
 from gmeta.stopping import Stop
 from metaio import open_dataset
 from models import ModelConfig

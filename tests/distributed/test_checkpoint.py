@@ -29,7 +29,9 @@ from gmeta.errors import GMetaError, UserError
 from gmeta.export import CheckpointReader
 from gmeta.learner import MetaLearner
 from gmeta.optimizers import OuterOptimizer, build_optimizer
-from gmeta.parallel import Ranks, barrier, in_step, shard_learner, table_shards
+from gmeta.parallel.ranks import Ranks, barrier
+from gmeta.parallel.sharding import shard_learner, table_shards
+from gmeta.parallel.steps import in_step
 from gmeta.progress import Progress
 from gmeta.run_folder import list_checkpoints
 from gmeta.table_sharding import ShardingConfig

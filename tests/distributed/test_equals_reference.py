@@ -15,7 +15,9 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.optimizers import build_optimizer
-from gmeta.parallel import Ranks, in_step, shard_learner, table_shards
+from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.sharding import shard_learner, table_shards
+from gmeta.parallel.steps import in_step
 from metaio.features import Features
 from models import ModelConfig
 from tests import reference

@@ -15,7 +15,9 @@ import torch
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.config import OuterConfig, TrainConfig
 from gmeta.episodes import ids_of_query_rows
-from gmeta.parallel import Ranks, in_step, local_learner, shard_learner
+from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.sharding import local_learner, shard_learner
+from gmeta.parallel.steps import in_step
 from gmeta.table_sharding import ShardingConfig
 from tests.distributed.harness import on_ranks
 from tests.distributed.test_sharding_plans import (

@@ -16,7 +16,8 @@ from gmeta.config import DataConfig, RunConfig, TrainConfig
 from gmeta.episodes import support_and_query
 from gmeta.errors import ConfigError, UserError
 from gmeta.feed import ServiceFeed, open_feed, tasks_per_shard
-from gmeta.parallel import Ranks, in_step
+from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.steps import in_step
 from gmeta.reading import open_reader
 from gmeta.shard_service import SERVICE_VARIABLE
 from metaio import open_dataset

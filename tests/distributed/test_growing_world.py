@@ -12,7 +12,7 @@ import pytest
 from gmeta.antdt.manifest import load_manifest
 from gmeta.antdt.server import ServiceConfig, ShardServer
 from gmeta.config import DataConfig, ModelConfig, OuterConfig, RunConfig, TrainConfig
-from gmeta.parallel import Ranks
+from gmeta.parallel.ranks import Ranks
 from gmeta.train import train
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from tests.antdt.faults.counting.sitecustomize import COUNTS_FILE, count_tasks

@@ -15,7 +15,9 @@ from gmeta.config import RunConfig, TrainConfig
 from gmeta.errors import GMetaError
 from gmeta.guards import StepGuard, load_batch
 from gmeta.optimizers import build_optimizer
-from gmeta.parallel import Ranks, in_step, local_learner, shard_learner
+from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.sharding import local_learner, shard_learner
+from gmeta.parallel.steps import in_step
 from gmeta.progress import Progress
 from metaio.batch import TaskBatch
 from models import ModelConfig

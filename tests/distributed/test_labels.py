@@ -12,7 +12,7 @@ from gmeta.build import build
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import ConfigError
 from gmeta.labels import check_first_labels, labels_checked
-from gmeta.parallel import Ranks
+from gmeta.parallel.ranks import Ranks
 from gmeta.train import train
 from metaio import BatchReader, Provenance, Rows, open_dataset, write_dataset
 from tests.distributed.harness import on_ranks

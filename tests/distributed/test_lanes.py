@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from gmeta.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from gmeta.parallel import Ranks
+from gmeta.parallel.ranks import Ranks
 from gmeta.train import train
 from metaio import Dataset, open_dataset
 from metaio.block import Block

@@ -18,8 +18,10 @@ from gmeta.checkpoint_writer import CheckpointWriter
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.errors import ConfigError
 from gmeta.optimizers import build_optimizer
-from gmeta.parallel import Ranks, in_step, plan_lines, shard_learner, table_shards
-from gmeta.parallel.plan import make_plan
+from gmeta.parallel.plan import make_plan, plan_lines
+from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.sharding import shard_learner, table_shards
+from gmeta.parallel.steps import in_step
 from gmeta.progress import Progress
 from gmeta.table_sharding import ShardingConfig, check_sharding
 from metaio.batch import TaskBatch

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gmeta.parallel import Ranks
 from gmeta.parallel.averaging import LayerAverage
+from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.shared_memory import FIRST_BYTES, SharedMemory, open_shared_memory
 from gmeta.parallel.transport import Gloo, Swap, Transport
 from tests.distributed.harness import on_ranks

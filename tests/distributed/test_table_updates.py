@@ -9,7 +9,9 @@ import torch
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.learner import MetaLearner
 from gmeta.optimizers import build_optimizer
-from gmeta.parallel import Ranks, WireExchange, local_learner, shard_learner
+from gmeta.parallel.exchange import WireExchange
+from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.sharding import local_learner, shard_learner
 from models import InputSizes, ModelConfig, build_model
 from tests import reference
 from tests.distributed.harness import on_ranks

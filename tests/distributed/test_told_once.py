@@ -7,7 +7,7 @@ import pytest
 
 from gmeta.commands.work.told_once import told_once
 from gmeta.errors import GMetaError, UserError
-from gmeta.parallel import Ranks, barrier
+from gmeta.parallel.ranks import Ranks, barrier
 from metaio import FormatError
 from tests.distributed.harness import on_ranks
 from tests.waiting import PATIENCE_S

@@ -6,7 +6,7 @@ from gmeta.commands.screen import screen, show_table
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig
 from gmeta.evaluate import evaluate_run
-from gmeta.parallel import Ranks
+from gmeta.parallel.ranks import Ranks
 from gmeta.report.console import console_table
 from gmeta.report.files import write
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from gmeta.commands.work.told_once import told_once
-from gmeta.parallel import Ranks, lost_peers_explained, start_ranks, stop_ranks
+from gmeta.parallel.ranks import Ranks, lost_peers_explained, start_ranks, stop_ranks
 
 
 def be_rank(

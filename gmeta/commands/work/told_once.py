@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from gmeta.commands.telling import told, told_errors, write_error
-from gmeta.parallel import Ranks
+from gmeta.parallel.ranks import Ranks
 
 # Ranks that refuse the same are at the same place of the same work. A rank that is alone with what
 # it says delays its exit by so much.

@@ -5,7 +5,7 @@ import statistics
 from gmeta.commands.screen import screen
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig
-from gmeta.parallel import Ranks
+from gmeta.parallel.ranks import Ranks
 from gmeta.run_folder import RunFolder
 from gmeta.train import train
 

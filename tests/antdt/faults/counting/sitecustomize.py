@@ -19,7 +19,7 @@ COUNTS_FILE = "counts.json"
 def count_tasks() -> None:
     """Wrap what `gmeta.train` calls: the steps, and the feed that writes into checkpoints."""
     import gmeta.train
-    from gmeta.parallel import gather_to_first
+    from gmeta.parallel.ranks import gather_to_first
 
     counts: Counter[int] = Counter()
     real_in_step, real_open_feed = gmeta.train.in_step, gmeta.train.open_feed
