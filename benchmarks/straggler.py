@@ -45,7 +45,8 @@ from gmeta.antdt.monitor import STRAGGLERS, MonitorConfig
 from gmeta.antdt.policies.interface import ControllerConfig, Decision, Snapshot
 from gmeta.antdt.server import ServiceConfig, ShardServer
 from gmeta.antdt.settings import StragglerConfig
-from gmeta.antdt.simulation.job import JobConfig, Outcome, run_antdt, run_static
+from gmeta.antdt.simulation.config import JobConfig, Outcome
+from gmeta.antdt.simulation.job import run_antdt, run_static
 from gmeta.antdt.simulation.traces import Change, Trace
 from gmeta.build import build_learner
 from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig

@@ -1,9 +1,15 @@
 """From a config to what reads a split for a rank. Knows nothing of models."""
 
-from gmeta.config import TrainConfig
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from gmeta.errors import ConfigError
-from metaio.dataset import Dataset
 from metaio.reader import BatchReader
+
+if TYPE_CHECKING:
+    from gmeta.config import TrainConfig
+    from metaio.dataset import Dataset
 
 
 def open_reader(

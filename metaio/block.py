@@ -4,16 +4,19 @@ Shape suffixes: T episodes, N rows, F single-id features, M multi-id features, K
 ids of all multi-id features, B tables, U unique ids of all tables; T1 = T + 1, B1 = B + 1.
 """
 
+from __future__ import annotations
+
 import itertools
 import threading
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from metaio.features import Features
+if TYPE_CHECKING:
+    from metaio.features import Features
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]

@@ -25,10 +25,10 @@ from metaio.layout import (
     MANIFEST_NAME,
     VOCABULARY_FOLDER,
     checksum_columns,
+    chunk_ranges,
     streams,
 )
 from metaio.manifest import FileEntry, Manifest, ShardEntry, decode_manifest, xxh3_hex
-from metaio.shard_writer import chunk_ranges
 from metaio.storage import ByteRange, Storage
 
 Int64 = npt.NDArray[np.int64]

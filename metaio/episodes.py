@@ -3,16 +3,20 @@
 Shape suffixes: N rows, T tasks or episodes, V ids of all multi-id features; T1 = T + 1.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from metaio.block import Rows, offsets, ragged_indices, row_sums
-from metaio.encode import EncodedRows
 from metaio.errors import DataError
-from metaio.schema import EpisodeRule, Schema
+
+if TYPE_CHECKING:
+    from metaio.encode import EncodedRows
+    from metaio.schema import EpisodeRule, Schema
 
 Int64 = npt.NDArray[np.int64]
 
@@ -29,7 +33,7 @@ class Dropped:
     one_sided_rows: int = 0
     truncated_rows: int = 0
 
-    def __add__(self, other: "Dropped") -> "Dropped":
+    def __add__(self, other: Dropped) -> Dropped:
         return Dropped(
             *(own + its for own, its in zip(vars(self).values(), vars(other).values(), strict=True))
         )

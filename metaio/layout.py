@@ -4,11 +4,16 @@ Shape suffixes: T episodes, N rows, F single-id features, M multi-id features, K
 ids of all multi-id features, B tables, U unique ids of all tables; all of one block.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from metaio.features import Features
+if TYPE_CHECKING:
+    from metaio.features import Features
 
 FORMAT_NAME = "gmeta-metaio"
 FORMAT_VERSION = 1
@@ -113,3 +118,17 @@ def encodings(stream: Stream, compact: bool) -> dict[str, object]:
         encoding = "DELTA_BINARY_PACKED" if stream.name in packed else "PLAIN"
         options["column_encoding"] = dict.fromkeys(columns, encoding)
     return options
+
+
+def chunk_ranges(metadata: pq.FileMetaData, row_group: int) -> list[tuple[int, int]]:
+    """Byte range [begin, end) of each column chunk of a row group."""
+    group = metadata.row_group(row_group)
+    ranges = []
+    for index in range(group.num_columns):
+        chunk = group.column(index)
+        begin = chunk.data_page_offset
+        # Writers put the dictionary before the data pages; older ones leave its offset at 0.
+        if chunk.has_dictionary_page:
+            begin = min(begin, chunk.dictionary_page_offset)
+        ranges.append((begin, begin + chunk.total_compressed_size))
+    return ranges

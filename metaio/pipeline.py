@@ -2,17 +2,22 @@
 in order.
 """
 
+from __future__ import annotations
+
 import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from metaio.batch import TaskBatch
 from metaio.block import Block
 from metaio.compose import compose
-from metaio.dataset import Dataset
 from metaio.order import BlockEpisodes
+
+if TYPE_CHECKING:
+    from metaio.dataset import Dataset
 
 Plan = list[tuple[str, BlockEpisodes]]
 _BlockKey = tuple[str, int]

@@ -1,18 +1,22 @@
 """Streams TaskBatches: background threads decode and compose, a bounded queue keeps the order."""
 
+from __future__ import annotations
+
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from metaio.batch import TaskBatch
-from metaio.dataset import Dataset
 from metaio.errors import FormatError
 from metaio.order import BlockEpisodes, BlockOrder, EpisodeOrder, OrderConfig, order_of
 from metaio.pipeline import BatchPipeline, Plan
+
+if TYPE_CHECKING:
+    from metaio.batch import TaskBatch
+    from metaio.dataset import Dataset
 
 DEFAULT_CACHE_BYTES = 1 << 30
 # Splits that decode to no more than this are shuffled as one window: a full shuffle.

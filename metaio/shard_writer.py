@@ -12,7 +12,7 @@ import xxhash
 from metaio.block import Block, content_digest
 from metaio.errors import DataError
 from metaio.features import Features
-from metaio.layout import Stream, block_table_schema, encodings, streams
+from metaio.layout import Stream, block_table_schema, chunk_ranges, encodings, streams
 from metaio.manifest import FileEntry, ShardEntry, xxh3_hex
 
 _FOOTER_TAIL_BYTES = 8  # the footer's length and the magic "PAR1"
@@ -50,20 +50,6 @@ def _table(block: Block, stream: Stream) -> pa.Table:
         for column, kind in zip(columns, stream.schema.types, strict=True)
     ]
     return pa.Table.from_arrays(arrays, schema=stream.schema)
-
-
-def chunk_ranges(metadata: pq.FileMetaData, row_group: int) -> list[tuple[int, int]]:
-    """Byte range [begin, end) of each column chunk of a row group."""
-    group = metadata.row_group(row_group)
-    ranges = []
-    for index in range(group.num_columns):
-        chunk = group.column(index)
-        begin = chunk.data_page_offset
-        # Writers put the dictionary before the data pages; older ones leave its offset at 0.
-        if chunk.has_dictionary_page:
-            begin = min(begin, chunk.dictionary_page_offset)
-        ranges.append((begin, begin + chunk.total_compressed_size))
-    return ranges
 
 
 def file_entry(data: memoryview) -> FileEntry:

@@ -21,11 +21,10 @@ from gmeta.antdt.credentials import (
     end_of_certificate,
     read_tokens,
 )
-from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.errors import REASON_KEY, RefusedError
 from gmeta.antdt.log import event
 from gmeta.antdt.rate import CallLimits
 from gmeta.antdt.roles import ALLOWED, SERVICE_PREFIX, Role, may_call, role_of_certificate
-from gmeta.antdt.wire import REASON_KEY
 
 MIN_TOKEN_LENGTH = 16
 _OPEN_PREFIX = "/grpc.health."  # probes show no proof

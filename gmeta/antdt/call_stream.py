@@ -10,10 +10,15 @@ from typing import Any, final
 
 import grpc
 
+from gmeta.antdt.errors import REASON_KEY
 from gmeta.antdt.loop import event_loop
-from gmeta.antdt.wire import REASON_KEY, STREAMED
 from protos.antdt.v1 import shard_service_pb2 as pb
 
+# The calls that a stream carries, and their fields in its requests and responses.
+STREAMED = {
+    field.message_type.name.removesuffix("Request"): field.name
+    for field in pb.StreamRequest.DESCRIPTOR.oneofs_by_name["call"].fields
+}
 # What gRPC calls a connection that broke at the wrong moment: in a write, or between two frames.
 _CUT_CODES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
 _CUT = "Stream removed"

@@ -17,7 +17,7 @@ from typing import Any, final
 import grpc
 
 from gmeta.antdt.address import check_target
-from gmeta.antdt.call_stream import CallError, CallStream
+from gmeta.antdt.call_stream import STREAMED, CallError, CallStream
 from gmeta.antdt.credentials import (
     Bearer,
     CredentialError,
@@ -27,7 +27,6 @@ from gmeta.antdt.credentials import (
 )
 from gmeta.antdt.errors import FencedError, RefusedError, ServiceUnavailableError
 from gmeta.antdt.loop import wait_for
-from gmeta.antdt.wire import STREAMED
 from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
 MAX_MESSAGE_BYTES = 16 << 20

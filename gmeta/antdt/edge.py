@@ -15,6 +15,7 @@ import grpc
 
 from gmeta.antdt import views
 from gmeta.antdt.auth import Guard, abort
+from gmeta.antdt.call_stream import STREAMED
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.ledger import Ledger
 from gmeta.antdt.log import event
@@ -23,7 +24,7 @@ from gmeta.antdt.metrics import ServiceMetrics
 from gmeta.antdt.model import bad_argument, check_range
 from gmeta.antdt.request import Answer, Read, Request
 from gmeta.antdt.tickets import ANSWER_TIMEOUT_S, Ticket, hung_disk, resolve, told
-from gmeta.antdt.wire import CODECS, STREAMED, refusal_to
+from gmeta.antdt.wire import CODECS, refusal_to
 from gmeta.antdt.writer import Writer
 from protos.antdt.v1 import shard_service_pb2 as pb
 from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc

@@ -10,6 +10,7 @@ class AntdtError(GMetaError):
     """Base of every error that this package raises on purpose."""
 
 
+REASON_KEY = "gmeta-reason"  # of the trailing metadata that name a refusal's Reason
 # Status codes by which the service says that the call was wrong, not that it failed.
 _USERS_TO_MEND = (
     "INVALID_ARGUMENT",

@@ -29,13 +29,6 @@ from gmeta.antdt.model import (
 )
 from protos.antdt.v1 import shard_service_pb2 as pb
 
-REASON_KEY = "gmeta-reason"  # of the trailing metadata that name a refusal's Reason
-# The calls that a stream carries, and their fields in its requests and responses.
-STREAMED = {
-    field.message_type.name.removesuffix("Request"): field.name
-    for field in pb.StreamRequest.DESCRIPTOR.oneofs_by_name["call"].fields
-}
-
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
 
 

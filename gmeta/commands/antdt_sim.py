@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gmeta.antdt.settings import load_straggler_config
-from gmeta.antdt.simulation.job import JobConfig
+from gmeta.antdt.simulation.config import JobConfig
 from gmeta.antdt.simulation.study import run_study
 from gmeta.antdt.simulation.traces import recorded_trace
 from gmeta.commands.screen import screen, show_table

@@ -1,10 +1,15 @@
 """The picture of a straggler study: one panel a scenario, one bar a method."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
-from gmeta.antdt.simulation.study import Result
 from gmeta.report.render import Axes, Chart, Panel, light
+
+if TYPE_CHECKING:
+    from gmeta.antdt.simulation.study import Result
 
 
 def completion_chart(results: Sequence[Result], subtitle: str) -> Chart:

@@ -16,7 +16,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 
-from gmeta.antdt.call_stream import CallError, CallStream
+from gmeta.antdt.call_stream import STREAMED, CallError, CallStream
 from gmeta.antdt.client import ShardClient
 from gmeta.antdt.connection import MAX_STREAMED_BYTES
 from gmeta.antdt.credentials import end_of_certificate
@@ -25,7 +25,6 @@ from gmeta.antdt.errors import FencedError, RefusedError
 from gmeta.antdt.lease import EndOfEpoch
 from gmeta.antdt.model import DatasetSpec
 from gmeta.antdt.server import ServiceConfig, ShardServer
-from gmeta.antdt.wire import STREAMED
 from protos.antdt.v1 import shard_service_pb2 as pb
 from tests.antdt.faults.test_network import Proxy
 from tests.antdt.pki import Authority

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from gmeta.antdt.model import ShardState
+from gmeta.antdt.simulation.config import JobConfig
 from gmeta.antdt.simulation.data import DATASET, SimulatedData
-from gmeta.antdt.simulation.job import JobConfig, run_antdt
+from gmeta.antdt.simulation.job import run_antdt
 from gmeta.antdt.simulation.study import METHODS, find_methods, run_study
 from gmeta.antdt.simulation.traces import (
     SCENARIOS,

@@ -2,16 +2,14 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from gmeta.cli import app
+from gmeta.cli import app, load_command
 from gmeta.commands.prepare import OPTIONS
 from metaio import open_dataset
 from metaio.inspection import damage, summarise
@@ -148,8 +146,7 @@ def test_wrong_arguments_are_one_line(arguments: list[str], message: str) -> Non
 
 
 def test_every_option_of_prepare_is_used_by_something() -> None:
-    command: Any = typer.main.get_command(app)
-    names = {option.name for option in command.get_command(None, "prepare").params}
+    names = {option.name for option in load_command("prepare").params}
     assert names - {"paths", "overwrite"} == set.union(*OPTIONS.values())
 
 

@@ -5,63 +5,22 @@ Shape suffix: W workers.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gmeta.antdt.agent import CHANGE_AFTER_S, CHANGE_RATIO
 from gmeta.antdt.controller import Controller, equal_shares
-from gmeta.antdt.monitor import Monitor, MonitorConfig, Report
+from gmeta.antdt.monitor import Monitor, Report
 from gmeta.antdt.policies import find_policy
 from gmeta.antdt.policies.interface import ControllerConfig, Decision
 from gmeta.antdt.policies.split import proportional_split
+from gmeta.antdt.simulation.config import JobConfig, Outcome
 from gmeta.antdt.simulation.data import SimulatedData
 from gmeta.antdt.simulation.traces import Floats, Trace
 
 Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class JobConfig:
-    """The job and the cluster; times are of a healthy worker."""
-
-    num_workers: int = 1000
-    tasks_per_worker: int = 32  # of a step with equal shares
-    num_steps: int = 3600  # with equal shares
-    task_ms: float = 30.0
-    read_ms: float = 0.0  # of a task, behind the computation's back
-    overhead_ms: float = 40.0  # of a step, whatever its tasks
-    jitter: float = 0.05  # standard deviation of the logarithm of each step's time
-    steps_per_shard: int = 4  # tasks of a shard = so many steps of an equal share
-    heartbeat_s: float = 2.5
-    actions_take_steps: int = 2  # under the old shares, from a decision on: as in the trainer
-    restart_cost_s: float = 90.0
-    restart_stops_job: bool = False
-    backup_share: float = 0.05  # of the workers: so many of the last ones are not waited for
-    min_tasks: int = 1
-    seed: int = 0
-    monitor: MonitorConfig = field(default_factory=MonitorConfig)
-
-    @property
-    def tasks_per_step(self) -> int:
-        """All workers together."""
-        return self.num_workers * self.tasks_per_worker
-
-    @property
-    def healthy_s(self) -> float:
-        """Job completion time without stragglers, noise or tail."""
-        return self.num_steps * (self.overhead_ms + self.tasks_per_worker * self.task_ms) / 1000
-
-
-class Outcome(NamedTuple):
-    """What became of a job."""
-
-    completion_s: float
-    num_steps: int
-    num_adjustments: int
-    num_restarts: int
 
 
 @final

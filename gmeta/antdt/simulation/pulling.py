@@ -16,8 +16,8 @@ from gmeta.antdt.monitor import Monitor, Report
 from gmeta.antdt.offers import WAIT_RETRY_MS
 from gmeta.antdt.policies import find_policy
 from gmeta.antdt.policies.interface import ControllerConfig
+from gmeta.antdt.simulation.config import JobConfig, Outcome
 from gmeta.antdt.simulation.data import SimulatedData
-from gmeta.antdt.simulation.job import JobConfig, Outcome
 from gmeta.antdt.simulation.traces import Trace
 
 HEARTBEAT = -1  # in the place of a worker

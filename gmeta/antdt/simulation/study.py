@@ -5,9 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from gmeta.antdt.simulation.config import JobConfig, Outcome
 from gmeta.antdt.simulation.job import (
-    JobConfig,
-    Outcome,
     run_antdt,
     run_backup_workers,
     run_lb_bsp,
