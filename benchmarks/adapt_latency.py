@@ -22,8 +22,8 @@ import gmeta
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.export import write_model
-from gmeta.serving.model import ServedModel
 from gmeta.serving.folder import Columns, ExportedConfig, TableFormat, vocabulary_file
+from gmeta.serving.model import ServedModel
 from metaio.schema import Schema, features_of, parse_schema
 from models import ModelConfig
 

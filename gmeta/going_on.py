@@ -4,14 +4,14 @@ what a new run begins with.
 
 from pathlib import Path
 
-from gmeta.checkpoint import STEP_FOLDER, checkpoint_to_use
+from gmeta.checkpoint import checkpoint_to_use
 from gmeta.checkpoint_files import read_progress
 from gmeta.config import OuterConfig, TrainConfig
 from gmeta.early_stop import early_stop_of
 from gmeta.errors import UserError
 from gmeta.local_paths import check_local
 from gmeta.progress import Progress
-from gmeta.run_folder import CONFIG_FILE, RunFolder
+from gmeta.run_folder import CONFIG_FILE, STEP_FOLDER, RunFolder
 from metaio.dataset import Dataset
 
 # What decides which episodes a static step of an epoch holds. The service keeps its own account.

@@ -19,6 +19,8 @@ import torchrec.optim.apply_optimizer_in_backward
 import gmeta.cli
 import gmeta.commands.evaluate
 import gmeta.commands.train
+import gmeta.commands.work.evaluate
+import gmeta.commands.work.train
 import gmeta.train
 import tests.distributed.harness
 import tests.forked
