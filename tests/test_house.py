@@ -1,12 +1,15 @@
 """The rules of the house: what may import what, how long files grow, what the docs promise."""
 
+import ast
 import inspect
 import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
+import grimp
 import pytest
 from rich.text import Text
 
@@ -17,6 +20,17 @@ from tests.antdt.faults.mutants import MUTANTS, mutated
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+PACKAGES = ("gmeta", "metaio", "models")
+
+
+def is_function(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+def is_own(module: str | None) -> bool:
+    return (module or "").split(".")[0] in PACKAGES
 
 
 def test_training_stays_on_two_screens() -> None:
@@ -31,6 +45,29 @@ def test_imports_point_one_way() -> None:
 
 def test_every_mutant_of_the_service_has_its_place_in_the_code() -> None:
     assert all(mutant.new in mutated(mutant) for mutant in MUTANTS)
+
+
+def test_no_chain_of_imports_is_long() -> None:
+    graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
+
+    @cache
+    def depth(module: str) -> int:
+        below = graph.find_modules_directly_imported_by(module)
+        return 1 + max(map(depth, below), default=0)
+
+    deepest = max(graph.modules, key=depth)
+    assert depth(deepest) <= 11, f"{deepest} stands {depth(deepest)} imports deep"
+
+
+def test_own_modules_are_imported_late_only_to_start_without_torch() -> None:
+    late = set()
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        functions = (node for node in ast.walk(ast.parse(path.read_text())) if is_function(node))
+        inside = (node for function in functions for node in ast.walk(function))
+        if any(isinstance(node, ast.ImportFrom) and is_own(node.module) for node in inside):
+            late.add(str(path.relative_to(ROOT)))
+    commands = ("evaluate", "export", "inspect", "train")
+    assert late == {"gmeta/__init__.py", *(f"gmeta/commands/{name}.py" for name in commands)}
 
 
 @pytest.mark.parametrize(

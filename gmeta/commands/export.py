@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gmeta.commands.screen import screen
+from gmeta.commands.screen import screen, size_text
 from gmeta.errors import UserError
 from gmeta.local_paths import check_local
 
@@ -48,8 +48,8 @@ def export(
     written = export_run(run, out, tables.value, step, overwrite)
     share = written.table_bytes / max(written.float32_table_bytes, 1)
     screen(stderr=True).print(
-        f"exported: {out}  (step {written.step}, {_size(written.num_bytes)}; tables "
-        f"{tables.value}, {_size(written.table_bytes)}, {share:.2f} of what was trained)\n"
+        f"exported: {out}  (step {written.step}, {size_text(written.num_bytes)}; tables "
+        f"{tables.value}, {size_text(written.table_bytes)}, {share:.2f} of what was trained)\n"
         f'use it: gmeta.load("{out}"), or gmeta predict {out} SUPPORT.parquet QUERY.parquet',
     )
 
@@ -92,12 +92,3 @@ def predict(
     from gmeta.commands.work.predict import predict_rows
 
     predict_rows(model, support, query, out, allow_no_support, verify)
-
-
-def _size(num_bytes: int) -> str:
-    value = float(num_bytes)
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} GB"

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from gmeta.commands.inspect_model import inspect_model, is_model
-from gmeta.commands.screen import progress_bars, screen, show_table
+from gmeta.commands.screen import progress_bars, screen, show_table, table_of
 from gmeta.errors import UserError
 from gmeta.local_paths import check_local
 from metaio.dataset import Dataset, open_dataset
@@ -125,10 +124,10 @@ def _describe(console: Console, dataset: Dataset, summaries: list[SplitSummary])
 
 def _table(title: str, *heads: str) -> Table:
     """Narrow enough for 80 columns: no rules between columns, numbers to the right."""
-    table = Table(*heads, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = table_of(title, *heads)
     for column in table.columns:
         column.no_wrap = True
-        column.justify = "left" if column is table.columns[0] else "right"
+    table.columns[-1].justify = "right"
     return table
 
 
