@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from gmeta.commands.telling import told, told_errors, write_error
+from gmeta.commands.telling import let_others_tell, told, told_errors, write_error
 
 
 class Place(NamedTuple):
@@ -145,6 +145,7 @@ def main() -> None:
     except told_errors() as error:
         if os.environ.get("GMETA_TRACEBACK"):
             raise
+        let_others_tell(error)
         _fail(*told(error))
     except (MemoryError, RuntimeError) as error:
         if os.environ.get("GMETA_TRACEBACK") or not _is_of_memory(error):

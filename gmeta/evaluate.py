@@ -28,7 +28,9 @@ from gmeta.parallel.steps import in_step
 from gmeta.reading import open_reader
 from gmeta.report.runs import EvaluatedRun
 from gmeta.run_folder import ENVIRONMENT_FILE, RunFolder
+from gmeta.stopping import Stop
 from gmeta.table_sharding import ShardingConfig
+from gmeta.together import raise_first_problem, stopping_if_wrong
 from metaio.dataset import Dataset
 
 
@@ -132,9 +134,13 @@ def predict_split(
     columns: list[dict[str, np.ndarray]] = []
     with open_reader(config, dataset, split, ranks.rank, ranks.world_size) as reader:
         arrange = learner.learner.arrange_to_predict
-        batches = labels_checked(reader.batches(0), config.outer.loss, dataset, split)
-        for episodes, _ in in_step(batches, arrange, dataset.features, ranks, sharded=sharded):
+        stop, features = Stop(), dataset.features
+        stored = labels_checked(reader.batches(0), config.outer.loss, dataset, split)
+        batches = stopping_if_wrong(stored, features, stop)
+        for episodes, _ in in_step(batches, arrange, features, ranks, stop, sharded):
             columns.append(_predict(learner, episodes, config.outer.loss))
+        if stop.agreed:
+            raise_first_problem(stop, ranks)
     gathered = gather_to_first(columns, ranks)
     if gathered is None:
         return None

@@ -21,10 +21,13 @@ class StoppedError(GMetaError):
 
 @dataclass
 class Stop:
-    """Whether this rank was asked to stop, and whether all ranks know that one was."""
+    """Whether this rank was asked to stop, and whether all ranks know that one was; `problem` is
+    what asked this rank, if not SIGTERM.
+    """
 
     asked: bool = False
     agreed: bool = False
+    problem: Exception | None = None
 
 
 @contextmanager

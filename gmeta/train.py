@@ -42,7 +42,7 @@ from gmeta.run_folder import (
 )
 from gmeta.run_log import RunLog, StepMeter
 from gmeta.stopping import Stop, StoppedError, stop_on_sigterm
-from gmeta.together import by_first
+from gmeta.together import by_first, raise_first_problem, stopping_if_wrong
 
 
 def is_due(every_steps: int, step: int) -> bool:
@@ -135,6 +135,8 @@ class TrainingRun:
         while self._progress.epoch < self._config.run.epochs and not self._steps_are_over():
             self._take_steps(agent, stop)
             if stop.agreed:
+                self.writer.finish()  # what is being written still gets its name
+                raise_first_problem(stop, self._ranks)
                 self._leave()
             self._end_epoch()
         if self._early_stop.is_over(self._progress):
@@ -159,7 +161,7 @@ class TrainingRun:
             progress.epoch_step,
         )
         for episodes, totals in in_step(
-            batches,
+            stopping_if_wrong(batches, features, stop),
             agent.arrange,
             features,
             self._ranks,
@@ -232,7 +234,7 @@ class TrainingRun:
         # Equal where the stop came right behind a checkpoint, or before a resumed run's first step.
         if self._progress.step != self._saved_step:
             self._save()
-        self.writer.finish()
+            self.writer.finish()
         raise StoppedError(
             f"stopped by SIGTERM behind step {self._progress.step}, and nothing of it is lost. "
             "Run the same command with --resume to go on"

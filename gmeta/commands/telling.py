@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -19,6 +20,8 @@ STORE_ERRORS = (
     ("azure.core.exceptions", "AzureError"),
     ("aiohttp", "ClientError"),
 )
+# Some times what the agent of torchrun takes to see that a rank has ended, and to end the others.
+TURN_S = 2.0
 # The user can mend them: another path, or its permissions.
 WRONG_PATHS = (
     FileNotFoundError,
@@ -41,6 +44,12 @@ def _loaded(names: Sequence[tuple[str, str]]) -> list[type[Exception]]:
 
 def told(error: Exception) -> tuple[str, int]:
     """The line to print and the exit code."""
+    line, code = _told(error)
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return line + notes, code
+
+
+def _told(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError):
         where = f": {error.filename}" if error.filename else ""
         if error.errno == errno.ENOSPC:
@@ -61,6 +70,19 @@ def told(error: Exception) -> tuple[str, int]:
         )
     # Of metaio's: a damaged dataset is a failure, a wrong description or input the user can mend.
     return str(error), 1 if type(error).__name__ == "FormatError" else 2
+
+
+def let_others_tell(error: Exception) -> None:
+    """Under torchrun, wait where another rank of this machine tells the same, or why: once that one
+    has ended, torchrun's agent ends this one, in silence. Whoever is left tells what it met.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return  # nobody would end it
+    # What lost_peers_explained explains is never the cause: the others may still be telling theirs.
+    turns = int(os.environ.get("LOCAL_RANK", "0") != "0") + isinstance(
+        error.__cause__, RuntimeError
+    )
+    time.sleep(turns * TURN_S)
 
 
 def write_error(message: str) -> None:

@@ -1,6 +1,8 @@
 """Labels that the loss is not defined for end a run before their step, whichever block they are in
 and whoever called train()."""
 
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -9,12 +11,24 @@ import numpy as np
 import pytest
 
 from gmeta.build import build
+from gmeta.commands.telling import told
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import ConfigError
 from gmeta.labels import check_first_labels, labels_checked
 from gmeta.parallel.ranks import Ranks
+from gmeta.stopping import Stop
+from gmeta.together import stopping_if_wrong
 from gmeta.train import train
-from metaio import BatchReader, Provenance, Rows, open_dataset, write_dataset
+from metaio import (
+    BatchReader,
+    FormatError,
+    Provenance,
+    Rows,
+    TaskBatch,
+    open_dataset,
+    write_dataset,
+)
+from metaio.batch import empty_batch
 from tests.distributed.harness import on_ranks
 from tests.metaio.conftest import FEATURES, make_rows
 
@@ -61,7 +75,7 @@ def refusal_of_training(ranks: Ranks, config: TrainConfig) -> str:
     try:
         train(config, ranks)
     except ConfigError as error:
-        return str(error)
+        return told(error)[0]
     return "trained"
 
 
@@ -69,11 +83,42 @@ def refusal_of_training(ranks: Ranks, config: TrainConfig) -> str:
 def test_a_caller_of_train_is_told_the_row_and_task_of_a_wrong_label(tmp_path: Path) -> None:
     config = config_of(written(tmp_path, train=clicks(wrong=4.0)), tmp_path)
     check_first_labels(config, open_dataset(config.data.path))  # as the first block has none
-    (told,) = on_ranks(1, refusal_of_training, config)
-    assert told == (
+    (line,) = on_ranks(1, refusal_of_training, config)
+    assert line == (
         f'outer.loss = "bce", but row {ROW} of task {1000 + TASK} in split train has label 4 '
         f"(column stars): {REMEDY}"
     )
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_ranks_end_with_the_wrong_label_that_one_of_them_meets(
+    tmp_path: Path, world_size: int
+) -> None:
+    """Without it the others would end with a broken collective."""
+    config = config_of(written(tmp_path, train=clicks(wrong=4.0)), tmp_path)
+    (line,) = set(on_ranks(world_size, refusal_of_training, config))
+    assert re.fullmatch(
+        f'outer.loss = "bce", but row {ROW} of task {1000 + TASK} in split train has label 4 '
+        rf"\(column stars\): {re.escape(REMEDY)} \(met by rank \d\)",
+        line,
+    )
+
+
+def test_a_block_that_cannot_be_read_asks_all_ranks_to_stop_before_its_step() -> None:
+    batch, stop = empty_batch(1, 1, 0, 0), Stop()
+
+    def stored() -> Iterator[TaskBatch]:
+        yield batch
+        raise FormatError("block 7 is damaged. Copy it again")
+
+    batches = stopping_if_wrong(stored(), FEATURES, stop)
+    assert next(batches) is batch
+    assert not stop.asked
+    # Every batch from here on is there, and empty: the ranks agree before they take a step.
+    assert [next(batches).num_rows for _ in range(3)] == [0, 0, 0]
+    assert stop.asked
+    assert str(stop.problem) == "block 7 is damaged. Copy it again"
 
 
 @pytest.mark.distributed
@@ -92,8 +137,8 @@ def test_all_ranks_refuse_what_is_wrong_with_the_first_block_and_make_no_folder(
 @pytest.mark.distributed
 def test_a_wrong_label_of_a_split_that_is_scored_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, train=clicks(), valid=clicks(wrong=-1.0))
-    (told,) = on_ranks(1, refusal_of_training, config_of(path, tmp_path, valid_split="valid"))
-    assert told.startswith(
+    (line,) = on_ranks(1, refusal_of_training, config_of(path, tmp_path, valid_split="valid"))
+    assert line.startswith(
         f'outer.loss = "bce", but row {ROW} of task {1000 + TASK} in split valid has label -1 '
     )
 

@@ -1,0 +1,45 @@
+"""Which rank tells an error, and when: what others end by is told by none of them."""
+
+import pytest
+
+from gmeta.commands import telling
+from gmeta.errors import GMetaError, UserError
+
+
+def waited_turns(monkeypatch: pytest.MonkeyPatch, error: Exception, **environment: str) -> float:
+    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    waited: list[float] = []
+    monkeypatch.setattr(telling.time, "sleep", waited.append)
+    telling.let_others_tell(error)
+    return sum(waited) / telling.TURN_S
+
+
+def lost_contact() -> GMetaError:
+    error = GMetaError("lost contact with the other ranks")
+    error.__cause__ = RuntimeError("gloo: connection closed by peer")
+    return error
+
+
+def test_a_process_of_its_own_tells_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert waited_turns(monkeypatch, UserError("no such file")) == 0
+    # Ranks of a starter that ends none of them.
+    assert waited_turns(monkeypatch, UserError("no such file"), LOCAL_RANK="3") == 0
+
+
+def test_of_the_ranks_of_a_machine_the_first_tells_while_the_others_wait_to_be_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrong = UserError("no such file")
+    assert waited_turns(monkeypatch, wrong, TORCHELASTIC_RUN_ID="a", LOCAL_RANK="0") == 0
+    assert waited_turns(monkeypatch, wrong, TORCHELASTIC_RUN_ID="a", LOCAL_RANK="5") == 1
+
+
+def test_a_rank_that_lost_contact_lets_the_one_tell_that_knows_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost = lost_contact()
+    assert waited_turns(monkeypatch, lost, TORCHELASTIC_RUN_ID="a", LOCAL_RANK="0") == 1
+    assert waited_turns(monkeypatch, lost, TORCHELASTIC_RUN_ID="a", LOCAL_RANK="5") == 2
