@@ -18,6 +18,7 @@ from gmeta.episodes import Episodes
 from gmeta.errors import GMetaError
 from gmeta.parallel.ranks import Ranks, any_rank_later, gather_to_first, value_of_first
 from gmeta.progress import Progress
+from gmeta.whole_files import whole_file
 
 NAMED_TASKS = 5  # in a message; the saved batch has all of them
 
@@ -134,9 +135,8 @@ def save_batch(path: Path, episodes: Episodes | MicroBatches) -> None:
     parts = episodes.parts if isinstance(episodes, MicroBatches) else (episodes,)
     # Without the fetch: what is under way between ranks cannot lie in a file.
     on_host = [replace(part, fetch=None).to(torch.device("cpu")) for part in parts]
-    temporary = path.with_suffix(".tmp")
-    torch.save(on_host, temporary)
-    temporary.replace(path)
+    with whole_file(path) as file:
+        torch.save(on_host, file)
 
 
 def load_batch(path: Path) -> list[Episodes]:

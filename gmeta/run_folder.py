@@ -3,7 +3,6 @@ checkpoints.
 """
 
 import json
-import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import GMetaError, UserError
+from gmeta.whole_files import write_whole
 
 CONFIG_FILE = "config.json"
 ENVIRONMENT_FILE = "environment.json"
@@ -121,21 +121,13 @@ def create_run_folder(config: TrainConfig, environment: dict[str, Any]) -> RunFo
 
 def write_json(path: Path, value: Any) -> None:
     """Write whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w") as file:
-        json.dump(value, file, indent=2)
-        file.flush()
-        # Before the rename, or a power cut could leave the name with nothing in it.
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_whole(path, json.dumps(value, indent=2).encode())
 
 
 def keep_metrics_up_to(folder: RunFolder, step: int) -> None:
     """Drop the lines that a resumed run will write again."""
     kept = [line for line in folder.read_metrics() if line["step"] <= step]
-    temporary = folder.metrics.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    temporary.replace(folder.metrics)
+    write_whole(folder.metrics, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
 
 def checkpoint_name(step: int) -> str:

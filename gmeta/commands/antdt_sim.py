@@ -17,6 +17,7 @@ from gmeta.commands.screen import screen, show_table
 from gmeta.local_paths import check_local
 from gmeta.report.render import png_sheet
 from gmeta.report.stragglers import completion_chart
+from gmeta.whole_files import write_whole
 
 MAX_WORKERS = 4096
 
@@ -88,6 +89,6 @@ def antdt_sim(
             {"scenario": r.scenario, "method": r.method, **r.outcome._asdict()} for r in results
         ]
         written = {"job": asdict(job), "healthy_s": job.healthy_s, "results": rows}
-        (out / "results.json").write_text(json.dumps(written, indent=1) + "\n")
+        write_whole(out / "results.json", f"{json.dumps(written, indent=1)}\n".encode())
         chart = completion_chart(results, f"{workers} workers, seed {seed}")
-        (out / "completion.png").write_bytes(png_sheet(chart))
+        write_whole(out / "completion.png", png_sheet(chart))

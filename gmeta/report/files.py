@@ -1,8 +1,6 @@
 """Writing a report: every file whole or not at all, the same bytes for the same runs."""
 
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from gmeta.report.page import page
 from gmeta.report.render import png_sheet
 from gmeta.report.runs import EvaluatedRun
 from gmeta.report.summarise import summarise
+from gmeta.whole_files import write_whole
 
 CHART_NAMES = ("groups", "support_size", "calibration", "learning_curve")
 
@@ -54,24 +53,3 @@ def write(folder: Path, runs: Sequence[EvaluatedRun]) -> ReportPaths:
         if (path := chart_folder / f"{name}.png") not in pictures:
             path.unlink(missing_ok=True)
     return ReportPaths(json_path, html_path, tuple(pictures), evaluation)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write under a temporary name, make it durable, rename it; a failure leaves nothing behind."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o644)  # mkstemp makes private files; a report is passed around
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

@@ -1,6 +1,5 @@
 """Rows as whole Parquet files: what `gmeta predict` reads and writes."""
 
-import os
 from pathlib import Path
 
 import fsspec
@@ -8,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gmeta.errors import UserError
+from gmeta.whole_files import whole_file
 
 
 def read_rows(url: str) -> pa.Table:
@@ -32,13 +32,6 @@ def read_rows(url: str) -> pa.Table:
 
 def write_rows(table: pa.Table, out: Path) -> None:
     """Write a Parquet file whole or not at all."""
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with temporary.open("wb") as file:
-            pq.write_table(table, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(out) as file:
+        pq.write_table(table, file)
