@@ -11,7 +11,7 @@ from rich.table import Table
 
 from gmeta.antdt.settings import load_straggler_config
 from gmeta.antdt.simulation.config import JobConfig
-from gmeta.antdt.simulation.study import run_study
+from gmeta.antdt.simulation.study import Result, run_study
 from gmeta.antdt.simulation.traces import recorded_trace
 from gmeta.commands.screen import screen, show_table
 from gmeta.local_paths import check_local
@@ -69,6 +69,12 @@ def antdt_sim(
         for result in run_study(job, scenario or [], method or [], trace):
             results.append(result)
             status.update(f"{result.scenario}: {result.method} {result.slowdown:.2f}")
+    show_table(screen(), _table(job, results))
+    if out is not None:
+        _write(out, job, results)
+
+
+def _table(job: JobConfig, results: list[Result]) -> Table:
     bsp_s = {r.scenario: r.outcome.completion_s for r in results if r.method == "BSP"}
     table = Table("stragglers", "method", "completion", "times healthy", "faster than BSP",
                   "adjustments", "restarts", box=None, pad_edge=False)  # fmt: skip
@@ -83,12 +89,12 @@ def antdt_sim(
             str(outcome.num_adjustments),
             str(outcome.num_restarts),
         )
-    show_table(screen(), table)
-    if out is not None:
-        rows = [
-            {"scenario": r.scenario, "method": r.method, **r.outcome._asdict()} for r in results
-        ]
-        written = {"job": asdict(job), "healthy_s": job.healthy_s, "results": rows}
-        write_whole(out / "results.json", f"{json.dumps(written, indent=1)}\n".encode())
-        chart = completion_chart(results, f"{workers} workers, seed {seed}")
-        write_whole(out / "completion.png", png_sheet(chart))
+    return table
+
+
+def _write(out: Path, job: JobConfig, results: list[Result]) -> None:
+    rows = [{"scenario": r.scenario, "method": r.method, **r.outcome._asdict()} for r in results]
+    written = {"job": asdict(job), "healthy_s": job.healthy_s, "results": rows}
+    write_whole(out / "results.json", f"{json.dumps(written, indent=1)}\n".encode())
+    chart = completion_chart(results, f"{job.num_workers} workers, seed {job.seed}")
+    write_whole(out / "completion.png", png_sheet(chart))
