@@ -1,6 +1,7 @@
 """Several hosts on one machine: network namespaces on a bridge, and cables that can be pulled."""
 
 import contextlib
+import ctypes
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 INTERFACE = "eth0"
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
 class NoNamespacesError(Exception):
@@ -32,6 +34,13 @@ class Host:
     def command(self, *arguments: str) -> list[str]:
         """A command line that runs in this host."""
         return ["ip", "netns", "exec", self.namespace, *arguments]
+
+    def enter(self) -> None:
+        """From now on the network of this thread, and of those that it starts, is this host's."""
+        libc = ctypes.CDLL(None, use_errno=True)  # os.setns came with Python 3.12
+        with open(f"/var/run/netns/{self.namespace}") as file:
+            if libc.setns(file.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"setns to {self.namespace} failed")
 
     def pull_cable(self) -> None:
         """From now on nothing arrives and nothing leaves, and nobody is told."""

@@ -5,7 +5,7 @@ The processes are forked from one that has the imports ready: they cost seconds 
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,26 @@ import torch
 import torch.multiprocessing as mp
 
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
+from tests.deploy.network import INTERFACE, Host
 from tests.processes import with_imports_ready
 from tests.waiting import PATIENCE_S
 
 
-def on_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """`work(ranks, *arguments)` on every rank; the results in the order of ranks."""
+def on_ranks(
+    world_size: int, work: Callable[..., Any], *arguments: Any, hosts: Sequence[Host] = ()
+) -> list[Any]:
+    """`work(ranks, *arguments)` on every rank; the results in the order of ranks.
+
+    Args:
+        hosts: where the ranks are, one on each; all on this machine without.
+    """
     with tempfile.TemporaryDirectory() as folder:
         with_imports_ready()
         mp.start_processes(
-            _rank, (world_size, folder, work, arguments), world_size, start_method="forkserver"
+            _rank,
+            (world_size, folder, work, arguments, tuple(hosts)),
+            world_size,
+            start_method="forkserver",
         )
         return [
             torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
@@ -31,9 +41,17 @@ def on_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> list
 
 
 def _rank(
-    rank: int, world_size: int, folder: str, work: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    folder: str,
+    work: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    hosts: tuple[Host, ...],
 ) -> None:
     torch.set_num_threads(1)
+    if hosts:
+        hosts[rank].enter()
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

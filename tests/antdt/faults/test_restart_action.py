@@ -11,8 +11,8 @@ from gmeta.antdt import commands as cmd
 from gmeta.antdt.monitor import MonitorConfig
 from gmeta.antdt.server import ServiceConfig, ShardServer
 from gmeta.antdt.settings import StragglerConfig
-from tests.antdt.faults.test_training_job import job
-from tests.commands import SMALL_MODEL, metrics, write_config
+from tests.commands import SMALL_MODEL, environment, metrics, write_config
+from tests.forked import Task, forked
 from tests.waiting import wait_until
 
 KILL_RESTART = 5
@@ -26,16 +26,19 @@ def test_a_restart_that_the_controller_asks_for_loses_no_step(
     server = ShardServer(ServiceConfig("127.0.0.1:0", stragglers=watched))
     run = tmp_path / "run"
     config = str(write_config(tmp_path / "train.toml", click_logs, run))
+    told = tmp_path / "told"
+    told.mkdir()
     endless = ["run.max_steps=0", "run.epochs=1000", "run.checkpoint_every_steps=100000"]
     leased = ["data.source=service", f"data.service={server.address}"]
-    train = ["gmeta", "train", config, *SMALL_MODEL, *leased, *endless]
-    with job(run, *train, "--nproc-per-node=2", "--max-restarts=1") as running:
+    ranks = ["--nproc-per-node=2", "--max-restarts=1"]
+    command = ("train", config, *SMALL_MODEL, *leased, *endless, *ranks)
+    with forked(Task("gmeta", command, environment(), told)) as running:
 
         def until(holds: Callable[[Any], bool]) -> Any:
             seen: list[Any] = []
 
             def reached() -> bool:
-                assert running.poll() is None, (tmp_path / "job.log").read_text()[-2000:]
+                assert running.poll() is None, running.stderr[-2000:]
                 seen.append(server.edge.read_status())
                 return holds(seen[-1])
 
@@ -56,4 +59,4 @@ def test_a_restart_that_the_controller_asks_for_loses_no_step(
     server.stop(0.0)
     steps = [line["step"] for line in metrics(run)]
     assert all(later == earlier + 1 for earlier, later in itertools.pairwise(steps))
-    assert "Traceback" not in (tmp_path / "job.log").read_text()
+    assert "Traceback" not in running.stderr
