@@ -42,6 +42,18 @@ settings.load_profile("steady")
 EXIT_STATUS = pytest.StashKey[int]()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: a worker that began one last would keep all others waiting. Those with a
+    test that was given more time are the longest, then come those that start ranks.
+    """
+    long, ranks = (
+        {item.path for item in items if item.get_closest_marker(name)}
+        for name in ("timeout", "distributed")
+    )
+    items.sort(key=lambda item: (item.path not in long, item.path not in ranks))
+
+
 def pytest_collection_finish() -> None:
     """What is imported stays: no collection during the tests needs to look at it again."""
     gc.freeze()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,20 @@ def names_of(kind: Any) -> list[str]:
     return [item.name for item in dataclasses.fields(kind)]
 
 
-def test_a_report_is_one_page_one_json_and_its_pictures(tmp_path: Path) -> None:
-    paths = files.write(tmp_path / "run", [run_of("bce"), baseline_of("bce")])
-    assert sorted(contents(tmp_path / "run")) == [
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Loss, files.ReportPaths]:
+    """The report of a run and its baseline, for two losses."""
+    folder = tmp_path_factory.mktemp("reports")
+    losses: tuple[Loss, ...] = ("bce", "mse")
+    return {loss: files.write(folder / loss, [run_of(loss), baseline_of(loss)]) for loss in losses}
+
+
+def test_a_report_is_one_page_one_json_and_its_pictures(
+    written: dict[Loss, files.ReportPaths],
+) -> None:
+    paths = written["bce"]
+    folder = paths.html.parent
+    assert sorted(contents(folder)) == [
         "charts/calibration.png",
         "charts/groups.png",
         "charts/learning_curve.png",
@@ -36,15 +48,16 @@ def test_a_report_is_one_page_one_json_and_its_pictures(tmp_path: Path) -> None:
         "evaluation.json",
         "report.html",
     ]
-    assert paths.html == tmp_path / "run" / "report.html"
+    assert paths.html == folder / "report.html"
     assert all(path.exists() for path in (paths.html, paths.evaluation_json, *paths.charts))
 
 
 @pytest.mark.parametrize("loss", ["bce", "mse"])
-def test_equal_runs_give_equal_bytes(tmp_path: Path, loss: Loss) -> None:
-    for name in ("one", "two"):
-        files.write(tmp_path / name, [run_of(loss), baseline_of(loss)])
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+def test_equal_runs_give_equal_bytes(
+    tmp_path: Path, written: dict[Loss, files.ReportPaths], loss: Loss
+) -> None:
+    files.write(tmp_path, [run_of(loss), baseline_of(loss)])
+    assert contents(tmp_path) == contents(written[loss].html.parent)
 
 
 def test_the_json_is_the_documented_schema_without_nan(tmp_path: Path) -> None:
@@ -63,8 +76,10 @@ def test_the_json_is_the_documented_schema_without_nan(tmp_path: Path) -> None:
     assert estimate["reason"] == "only 5 tasks count: too few to resample"
 
 
-def test_json_numbers_are_those_of_the_evaluation(tmp_path: Path) -> None:
-    paths = files.write(tmp_path, [run_of("mse")])
+def test_json_numbers_are_those_of_the_evaluation(
+    written: dict[Loss, files.ReportPaths],
+) -> None:
+    paths = written["mse"]
     value = json.loads(paths.evaluation_json.read_text())
     for group, found in zip(paths.evaluation.groups, value["groups"], strict=True):
         for result, shown in zip(group.results, found["results"], strict=True):
@@ -72,10 +87,12 @@ def test_json_numbers_are_those_of_the_evaluation(tmp_path: Path) -> None:
                 assert shown["metrics"][name]["value"] == pytest.approx(estimate.value, rel=1e-8)
 
 
-def test_pictures_of_an_earlier_evaluation_do_not_stay(tmp_path: Path) -> None:
-    files.write(tmp_path, [run_of("bce")])
-    files.write(tmp_path, [run_of("mse", support_rows=5)])
-    assert sorted(contents(tmp_path)) == [
+def test_pictures_of_an_earlier_evaluation_do_not_stay(
+    tmp_path: Path, written: dict[Loss, files.ReportPaths]
+) -> None:
+    folder = Path(shutil.copytree(written["bce"].html.parent, tmp_path / "report"))
+    files.write(folder, [run_of("mse", support_rows=5)])
+    assert sorted(contents(folder)) == [
         "charts/groups.png",
         "charts/learning_curve.png",
         "evaluation.json",

@@ -2,12 +2,14 @@
 
 import re
 from dataclasses import replace
+from functools import cache
 from html.parser import HTMLParser
 
 import pytest
 
 from gmeta.metrics import Loss
 from gmeta.report.charts import charts_of
+from gmeta.report.evaluation import Evaluation
 from gmeta.report.history import curves_of
 from gmeta.report.page import page
 from gmeta.report.runs import EvaluatedRun
@@ -46,11 +48,26 @@ class Outline(HTMLParser):
 
 
 def html_of(*runs: EvaluatedRun) -> str:
-    evaluation = summarise(runs)
-    return page(
-        evaluation,
-        charts_of(evaluation, curves_of(runs[0].history, evaluation.loss, evaluation.headline)),
-    )
+    return _drawn(summarise(runs), runs[0])
+
+
+def _drawn(evaluation: Evaluation, first: EvaluatedRun) -> str:
+    curves = curves_of(first.history, evaluation.loss, evaluation.headline)
+    return page(evaluation, charts_of(evaluation, curves))
+
+
+@cache
+def compared(loss: Loss) -> tuple[Evaluation, str]:
+    """A run beside its baseline, and their page."""
+    run = run_of(loss)
+    evaluation = summarise([run, baseline_of(loss)])
+    return evaluation, _drawn(evaluation, run)
+
+
+@cache
+def alone(loss: Loss) -> str:
+    """The page of a run without a baseline."""
+    return html_of(run_of(loss))
 
 
 def text_of(html: str) -> str:
@@ -61,7 +78,7 @@ def text_of(html: str) -> str:
 
 @pytest.mark.parametrize("loss", ["bce", "mse"])
 def test_the_page_is_balanced_and_asks_nothing_of_the_network(loss: Loss) -> None:
-    html = html_of(run_of(loss), baseline_of(loss))
+    _, html = compared(loss)
     outline = Outline()
     outline.feed(html)
     assert (outline.open, outline.broken) == ([], [])
@@ -72,7 +89,7 @@ def test_the_page_is_balanced_and_asks_nothing_of_the_network(loss: Loss) -> Non
 
 
 def test_the_header_says_what_was_evaluated() -> None:
-    text = text_of(html_of(run_of("mse"), baseline_of("mse")))
+    text = text_of(compared("mse")[1])
     for fact in (
         "melu-maml",
         "movielens-1m",
@@ -86,9 +103,8 @@ def test_the_header_says_what_was_evaluated() -> None:
 
 
 def test_the_headline_holds_both_stages_the_change_and_the_better_baseline() -> None:
-    run, baseline = run_of("mse"), baseline_of("mse")
-    evaluation = summarise([run, baseline])
-    text = text_of(html_of(run, baseline))
+    evaluation, html = compared("mse")
+    text = text_of(html)
     assert "MAE: does adapting help, and does it beat plain-dlrm?" in text
     for group in evaluation.groups:
         line = line_of(evaluation, group, "mae")
@@ -100,8 +116,8 @@ def test_the_headline_holds_both_stages_the_change_and_the_better_baseline() -> 
 
 
 def test_every_metric_of_every_stage_is_in_the_tables() -> None:
-    evaluation = summarise([run_of("mse"), baseline_of("mse")])
-    text = text_of(html_of(run_of("mse"), baseline_of("mse")))
+    evaluation, html = compared("mse")
+    text = text_of(html)
     for group in evaluation.groups:
         for result in group.results:
             for estimate in result.metrics.values():
@@ -109,26 +125,26 @@ def test_every_metric_of_every_stage_is_in_the_tables() -> None:
 
 
 def test_the_direction_and_unit_of_the_headline_are_stated() -> None:
-    assert "In rating points. Lower is better." in text_of(html_of(run_of("mse")))
-    assert "Higher is better." in text_of(html_of(run_of("bce")))
+    assert "In rating points. Lower is better." in text_of(alone("mse"))
+    assert "Higher is better." in text_of(alone("bce"))
 
 
 def test_without_a_baseline_the_page_compares_nothing() -> None:
-    text = text_of(html_of(run_of("mse")))
+    text = text_of(alone("mse"))
     assert "MAE: does adapting help?" in text
     assert "no baseline" in text
     assert "Settings that differ" not in text
 
 
 def test_settings_that_differ_are_listed_and_equal_ones_are_not() -> None:
-    html = html_of(run_of("mse"), baseline_of("mse"))
+    _, html = compared("mse")
     table = html[html.index("Settings that differ") : html.index("How to read this")]
     assert "algorithm.name" in table
     assert "outer.dense_lr" not in table
 
 
 def test_config_and_environment_are_folded_in_the_form_of_overrides() -> None:
-    html = html_of(run_of("mse"))
+    html = alone("mse")
     folded = html[html.index("Config and environment of melu-maml") :]
     assert "outer.dense_lr = 0.001\n" in folded
     assert "packages.torch = 2.13.0\n" in folded
