@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from gmeta.antdt.log import LOGGER_NAME
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
-from tests.processes import skipping_what_may_not_start
+from tests.processes import remove_sockets, skipping_what_may_not_start
 
 # Until the tests are collected: a million objects are imported, and none of them is garbage.
 gc.disable()
@@ -103,6 +103,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Leave as the command line does: a native thread may abort the interpreter's normal exit."""
     if EXIT_STATUS in config.stash:
+        remove_sockets()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(config.stash[EXIT_STATUS])

@@ -41,6 +41,11 @@ def keep_socket_paths_short() -> None:
         tempfile.tempdir = folder
 
 
+def remove_sockets() -> None:
+    """Of multiprocessing, with their folder: a normal exit would do the same."""
+    util._run_finalizers()  # type: ignore[attr-defined]
+
+
 @contextmanager
 def skipping_what_may_not_start() -> Iterator[None]:
     """Skip a test that starts this interpreter, or a program beside it, where its user may not: as
