@@ -134,10 +134,13 @@ def plain_rows(batch: TaskBatch) -> Episodes:
     return _episodes(batch, None, every_row(batch), batch.num_rows)
 
 
-def every_row(batch: TaskBatch) -> Side:
-    """All rows of the batch as one side, which reads from the fetched rows."""
+def every_row(batch: TaskBatch, constant: bool = False) -> Side:
+    """All rows of the batch as one side, which reads from the fetched rows; of constant ones
+    nobody can ask for the gradient.
+    """
     every_row_N = torch.ones(batch.num_rows, dtype=torch.bool)
-    return _side(batch, every_row_N, batch.row_offsets_T1.diff(), batch.unique_ids_U.numel())
+    lengths_T = batch.row_offsets_T1.diff()
+    return _side(batch, every_row_N, lengths_T, batch.unique_ids_U.numel(), constant)
 
 
 def support_and_query(batch: TaskBatch, rows_per_task: bool) -> Episodes:
@@ -178,24 +181,26 @@ def task_blocks(
     stacked: bool,
     pooling: Pooling,
     history: int | None,
+    constant_support: bool = False,
 ) -> Episodes:
     """Both sides of these groups as blocks, for a model that sees pooled features, and the multi-id
-    feature `history` unpooled; `stacked` for one operation on both sides at a time.
+    feature `history` unpooled; `stacked` for one operation on both sides at a time. With
+    `constant_support` nobody can ask for the gradient of what the support rows use.
     """
     batch, fetched_row_P, num_rows = _reading_copies(batch, rows_per_task)
     starts_T, ends_T = batch.row_offsets_T1[:-1].numpy(), batch.row_offsets_T1[1:].numpy()
     middles_T = starts_T + batch.support_lengths_T.numpy()
     tasks = [group.tasks for group in groups]
 
-    def block_of(*bounds: tuple[Ints, Ints]) -> BlockSide:
-        return _block_side(batch, bounds, tasks, pooling, history, num_rows)
+    def block_of(*bounds: tuple[Ints, Ints], constant: bool = False) -> BlockSide:
+        return _block_side(batch, bounds, tasks, pooling, history, num_rows, constant)
 
     support, query = (starts_T, middles_T), (middles_T, ends_T)
     num_terms = sum(len(group.tasks) for group in groups)
     rows = (
         StackedBlocks.of(block_of(support, query))
         if stacked
-        else TaskBlocks(block_of(support), block_of(query))
+        else TaskBlocks(block_of(support, constant=constant_support), block_of(query))
     )
     return _episodes(batch, fetched_row_P, rows, num_terms)
 
@@ -258,18 +263,21 @@ def _sides(batch: TaskBatch, groups: Sequence[Ints], num_rows: int) -> tuple[Sid
     return tuple(found)
 
 
-def _side(batch: TaskBatch, mask_N: Tensor, lengths_T: Tensor, num_rows: int) -> Side:
+def _side(
+    batch: TaskBatch, mask_N: Tensor, lengths_T: Tensor, num_rows: int, constant: bool = False
+) -> Side:
     index = mask_N.nonzero().squeeze(1)
     bag_sizes = batch.multi_lengths_NM.index_select(0, index).reshape(-1).to(torch.int64)
     values_N = batch.multi_lengths_NM.sum(dim=1)
     bag_positions_V = batch.multi_positions_V[torch.repeat_interleave(mask_N, values_N)]
+    single_positions_V = batch.positions_NF.index_select(0, index).flatten()
     return Side(
         layout=RowLayout.of(lengths_T),
         label_N=batch.label_N.index_select(0, index),
         dense_NK=batch.dense_NK.index_select(0, index),
         num_single=batch.positions_NF.shape[1],
-        single_rows=Bags.single(batch.positions_NF.index_select(0, index).flatten(), num_rows),
-        bag_rows=Bags.single(bag_positions_V, num_rows),
+        single_rows=Bags.single(single_positions_V, num_rows, constant),
+        bag_rows=Bags.single(bag_positions_V, num_rows, constant),
         bag_index_V=torch.repeat_interleave(torch.arange(bag_sizes.numel()), bag_sizes),
         num_multi=batch.multi_lengths_NM.shape[1],
     )
@@ -282,6 +290,7 @@ def _block_side(
     pooling: Pooling,
     history: int | None,
     num_rows: int,
+    constant: bool,
 ) -> BlockSide:
     """Rows start to end of each task, for each of these bounds, group by group; row -1 stands for
     one that pads.
@@ -309,15 +318,20 @@ def _block_side(
             count_N=torch.from_numpy(np.concatenate(count_R)),
             task_N=torch.from_numpy(np.concatenate(task_R)),
         ),
-        bags=_pooled(batch, rows_R, pooling, history, num_rows),
+        bags=_pooled(batch, rows_R, pooling, history, num_rows, constant),
         num_features=batch.positions_NF.shape[1] + batch.multi_lengths_NM.shape[1],
-        history=None if history is None else _history(batch, rows_R, history, num_rows),
+        history=None if history is None else _history(batch, rows_R, history, num_rows, constant),
         dense_NK=batch.dense_NK.index_select(0, index_R) * there_R1,
     )
 
 
 def _pooled(
-    batch: TaskBatch, rows_R: Ints, pooling: Pooling, history: int | None, num_rows: int
+    batch: TaskBatch,
+    rows_R: Ints,
+    pooling: Pooling,
+    history: int | None,
+    num_rows: int,
+    constant: bool,
 ) -> Bags:
     """Bags of each row's features, single then multi-id; empty ones for a row of -1 and for the
     history.
@@ -333,7 +347,7 @@ def _pooled(
     lengths = torch.from_numpy(lengths_RC.ravel())
     single = batch.positions_NF.numpy()[rows_N].ravel()
     if not num_multi:
-        return Bags.of(torch.from_numpy(single), lengths, None, num_rows)
+        return Bags.of(torch.from_numpy(single), lengths, None, num_rows, constant)
     # Entries in the order of rows: each row's single ids, then its multi-id values.
     entries = np.empty(int(lengths_RC.sum()), single.dtype)
     is_single = np.repeat(
@@ -345,10 +359,12 @@ def _pooled(
     weight_V = None
     if pooling == "mean":
         weight_V = torch.repeat_interleave(lengths.to(torch.float64).reciprocal(), lengths)
-    return Bags.of(torch.from_numpy(entries), lengths, weight_V, num_rows)
+    return Bags.of(torch.from_numpy(entries), lengths, weight_V, num_rows, constant)
 
 
-def _history(batch: TaskBatch, rows_R: Ints, feature: int, num_rows: int) -> BlockHistory:
+def _history(
+    batch: TaskBatch, rows_R: Ints, feature: int, num_rows: int, constant: bool
+) -> BlockHistory:
     """The values of one multi-id feature, one by one; none for a row of -1."""
     there_R = rows_R >= 0
     values_V, lengths_N1 = _values(batch, rows_R[there_R], np.array([feature]))
@@ -356,7 +372,8 @@ def _history(batch: TaskBatch, rows_R: Ints, feature: int, num_rows: int) -> Blo
     lengths_R[there_R] = lengths_N1[:, 0]
     there_RH = torch.from_numpy(np.arange(lengths_R.max(initial=0)) < lengths_R[:, None])
     lengths = there_RH.flatten().to(torch.int64)
-    return BlockHistory(Bags.of(torch.from_numpy(values_V), lengths, None, num_rows), there_RH)
+    bags = Bags.of(torch.from_numpy(values_V), lengths, None, num_rows, constant)
+    return BlockHistory(bags, there_RH)
 
 
 def _values(batch: TaskBatch, rows_N: Ints, features_M: Ints) -> tuple[Ints, Ints]:

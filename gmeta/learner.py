@@ -102,7 +102,10 @@ class MetaLearner(nn.Module):
             if any(group.support_rows for group in groups) and self._fused.pays(groups):
                 stacked = not rows_per_task and self._algorithm.query_loss_of == "second order"
                 pooling, history = self._fused.pooling, self._fused.history
-                return task_blocks(batch, groups, rows_per_task, stacked, pooling, history)
+                constant_support = not rows_per_task and not self.support_rows_learn
+                return task_blocks(
+                    batch, groups, rows_per_task, stacked, pooling, history, constant_support
+                )
         episodes = task_groups(batch, rows_per_task, self._num_adapted)
         if self._algorithm.learns_from == "support":
             num_terms = int((batch.support_lengths_T > 0).sum())

@@ -29,6 +29,9 @@ from gmeta.repeated_rows import RepeatedRows
 
 # Share of the rows of an update below which those that stand again are updated once more.
 FEW_AGAIN = 0.1
+# Rows that take their step together. What Adagrad reads, makes and writes back of so many stays in
+# the processor's caches: two thirds of the time of 60,000 rows of 32 at once.
+ROWS_AT_ONCE = 16_384
 
 # Group, rows [U], their values and the sums of their gradients [U, D], the unit of these. Adagrad's
 # overwrites the values.
@@ -154,7 +157,7 @@ class FastGroup:
         self.width: int = group.max_D
         # What becomes of the gradients of given rows, in units of the second argument.
         self.take: Callable[[Sequence[GivenRows], float], None] = self.update
-        self._step = UPDATES[group.optimizer]
+        self._update_rows = UPDATES[group.optimizer]
         self._repeated = RepeatedRows(self.weights.numel() // self.width)
 
     @property
@@ -193,7 +196,7 @@ class FastGroup:
         sums_ND = grad_ND.index_add(0, last_A, grad_ND.index_select(0, again_A))
         rows_ND = _joined([self._values(part) for part in given])
         row_U, rows_UD, sums_UD = (x.index_select(0, once_U) for x in (row_N, rows_ND, sums_ND))
-        self._step(self.group, row_U, rows_UD, sums_UD, unit)
+        self._step(row_U, rows_UD, sums_UD, unit)
 
     def _update_where_they_lie(
         self,
@@ -214,13 +217,19 @@ class FastGroup:
             has_momentum = self.group.optimizer != EmbOptimType.EXACT_SGD
             momentum_CD = _momentum(self.group).index_select(0, row_C) if has_momentum else None
         for part, rows_ND in zip(given, values, strict=True):
-            self._step(self.group, part.row_N, rows_ND, part.grad_ND(), unit)
+            self._step(part.row_N, rows_ND, part.grad_ND(), unit)
         if again_A.numel():
             grads = [part.grad_ND() for part in given]
             sums_CD = _gathered(grads, last_C).index_add_(0, index_A, _gathered(grads, again_A))
             if momentum_CD is not None:
                 _write_rows(_momentum(self.group), row_C, momentum_CD)
-            self._step(self.group, row_C, rows_CD, sums_CD, unit)
+            self._step(row_C, rows_CD, sums_CD, unit)
+
+    def _step(self, row_U: Tensor, rows_UD: Tensor, grad_UD: Tensor, unit: float) -> None:
+        """See Update; no row stands twice."""
+        for first in range(0, row_U.numel(), ROWS_AT_ONCE):
+            some = slice(first, first + ROWS_AT_ONCE)
+            self._update_rows(self.group, row_U[some], rows_UD[some], grad_UD[some], unit)
 
     def _values(self, part: GivenRows) -> Tensor:
         """The rows as they are, for an update that may overwrite them."""

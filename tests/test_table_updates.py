@@ -11,6 +11,7 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 
+from gmeta import table_updates
 from gmeta.table_updates import FastGroup, GivenRows, summed_by_row
 
 NUM_ROWS, WIDTH = 90, 3
@@ -82,9 +83,15 @@ def rows_of_ranks(ranks: int, repeated: int) -> list[Tensor]:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("repeated", [0, 1, 3, 40])
 @pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("rows_at_once", [7, table_updates.ROWS_AT_ONCE])
 def test_rows_take_one_step_with_the_sum_of_their_gradients(
-    optimizer: EmbOptimType, ranks: int, repeated: int
+    optimizer: EmbOptimType,
+    ranks: int,
+    repeated: int,
+    rows_at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(table_updates, "ROWS_AT_ONCE", rows_at_once)
     stored = some_group(optimizer)
     group = FastGroup(stored)
     rows = rows_of_ranks(ranks, repeated)

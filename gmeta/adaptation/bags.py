@@ -3,7 +3,8 @@
 A gather is the case of one row a bag. torch's own backward of a gather clears a gradient of all
 rows and adds to it row by row, at 70 ns a row (280 with int32 positions); summing the bags of the
 transpose needs a fifth of that, and no clearing. The price is one sort on the host, paid where a
-batch is arranged.
+batch is arranged, unless nobody differentiates: in first order that is the support side of most
+models.
 
 Shape suffixes: V chosen rows of all bags, C bags, P rows chosen from, D row width; C1 = C + 1.
 """
@@ -65,29 +66,46 @@ class Bags:
     """Sums that are cheap to differentiate, any number of times."""
 
     forward: SparseRows
-    backward: SparseRows
+    backward: SparseRows | None  # None: the sums are constants
 
     @classmethod
     def of(
-        cls, index_V: Tensor, lengths_C: Tensor, weight_V: Tensor | None, num_rows: int
+        cls,
+        index_V: Tensor,
+        lengths_C: Tensor,
+        weight_V: Tensor | None,
+        num_rows: int,
+        constant: bool = False,
     ) -> "Bags":
         """Bags of these lengths over a block of `num_rows` rows."""
         forward = SparseRows(index_V.to(torch.int32), _offsets(lengths_C), weight_V)
-        return cls(forward, forward.transposed(num_rows))
+        return cls(forward, None if constant else forward.transposed(num_rows))
 
     @classmethod
-    def single(cls, index_V: Tensor, num_rows: int) -> "Bags":
+    def single(cls, index_V: Tensor, num_rows: int, constant: bool = False) -> "Bags":
         """A plain gather of rows."""
-        return cls.of(index_V, torch.ones_like(index_V), None, num_rows)
+        return cls.of(index_V, torch.ones_like(index_V), None, num_rows, constant)
 
     def pool(self, rows_PD: Tensor) -> Tensor:
-        """The bags' sums: [C, D]."""
-        pooled_CD: Tensor = _Pool.apply(rows_PD, self.forward, self.backward)
-        return pooled_CD
+        """The bags' sums: [C, D].
+
+        Raises:
+            ValueError: they are constants, and asked for where rows are differentiated.
+        """
+        if self.backward is not None:
+            pooled_CD: Tensor = _Pool.apply(rows_PD, self.forward, self.backward)
+            return pooled_CD
+        if torch.is_grad_enabled() and rows_PD.requires_grad:
+            raise ValueError(
+                "these bags were arranged as constants, but their rows are differentiated: "
+                "arrange them without `constant`"
+            )
+        return self.forward.times(rows_PD)
 
     def to(self, device: torch.device) -> "Bags":
         """Copy to a device."""
-        return Bags(self.forward.to(device), self.backward.to(device))
+        backward = self.backward
+        return Bags(self.forward.to(device), backward if backward is None else backward.to(device))
 
 
 class _Pool(torch.autograd.Function):

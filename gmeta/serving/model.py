@@ -87,7 +87,7 @@ class ServedModel:
         """Probabilities (bce) or ratings [N] from the meta-parameters, without adaptation."""
         batch = self._query(rows)
         with self._exclusive(), torch.no_grad():
-            query = every_row(batch)
+            query = every_row(batch, constant=True)
             unadapted = self._inner.unadapted(WorkingRows(self._fetch_UD(batch), 0.0), query)
             return self._shown_N(self._inner.output_N(unadapted, query))
 
@@ -129,7 +129,7 @@ class ServedModel:
             # Rows that the support did not use are the task's as they were trained.
             known_U = torch.isin(key_U, key_P)
             rows_UD[known_U] = adapted.rows_PD[torch.searchsorted(key_P, key_U[known_U])]
-            query = every_row(batch)
+            query = every_row(batch, constant=True)
             return self._shown_N(self._inner.output_N(Adapted(adapted.layers, rows_UD), query))
 
     @contextmanager
@@ -140,7 +140,7 @@ class ServedModel:
 
     def _adapt(self, batch: TaskBatch) -> tuple[Adapted, Tensor]:
         """The adapted parameters of a batch of one support set, and the keys of its rows."""
-        support = every_row(batch)
+        support = every_row(batch, constant=not self._inner.config.adapt_embeddings)
         # Of one task, the distinct (task, row) pairs are the fetched rows themselves.
         place_U = torch.arange(batch.unique_ids_U.numel())
         rate = self._learner.rates.of_rows(batch.unique_lengths_B, place_U)

@@ -33,6 +33,18 @@ def test_sums_and_first_and_second_derivatives_equal_a_loop(lengths: list[int]) 
     assert torch.autograd.gradgradcheck(lambda rows: bags.pool(rows).square(), rows_PD)
 
 
+def test_constant_sums_are_the_same_and_are_never_differentiated() -> None:
+    index_V, lengths_C, weight_V = some_bags([2, 0, 3, 1], 5)
+    rows_PD = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    bags = Bags.of(index_V, lengths_C, weight_V, 5, constant=True)
+    with torch.no_grad():
+        sums_CD = bags.pool(rows_PD)
+    torch.testing.assert_close(sums_CD, slow_sums(rows_PD, index_V, lengths_C, weight_V))
+    assert bags.to(torch.device("cpu")).backward is None
+    with pytest.raises(ValueError, match="arranged as constants"):
+        bags.pool(rows_PD)
+
+
 @pytest.mark.parametrize("num_rows", [40, 200_000])
 def test_the_transpose_sums_what_a_scatter_does(num_rows: int) -> None:
     generator = torch.Generator().manual_seed(0)
