@@ -18,6 +18,7 @@ ENVIRONMENT_FILE = "environment.json"
 METRICS_FILE = "metrics.jsonl"
 PLAN_FILE = "plan.json"
 STEP_FOLDER = re.compile(r"step-(\d{8,})")  # of a checkpoint that is complete
+LOCK_FILE = ".lock"  # while a run is trained
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ Every rank runs this; what differs between them is inside `parallel` and the fee
 """
 
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
@@ -40,6 +41,7 @@ from gmeta.run_folder import (
     list_checkpoints,
     write_json,
 )
+from gmeta.run_lock import held_alone
 from gmeta.run_log import RunLog, StepMeter
 from gmeta.stopping import Stop, StoppedError, stop_on_sigterm
 from gmeta.together import by_first, raise_first_problem, stopping_if_wrong
@@ -58,11 +60,12 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     """
     if config.run.deterministic:
         make_deterministic()
-    run = TrainingRun(config, ranks)
-    # Left from right to left: the last checkpoint is committed before the feed, which hears of it,
-    # closes.
-    with run.log, run.feed, run.writer, run.profiler, stop_on_sigterm() as stop:
-        run.work(stop)
+    with ExitStack() as held:
+        run = TrainingRun(config, ranks, held)
+        # Left from right to left: the last checkpoint is committed before the feed, which hears of
+        # it, closes.
+        with run.log, run.feed, run.writer, run.profiler, stop_on_sigterm() as stop:
+            run.work(stop)
     return run.folder
 
 
@@ -70,8 +73,10 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
 class TrainingRun:
     """One rank's part of a run; all ranks make one and call it in the same places."""
 
-    def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
-        """Build the learner, or take it from the newest checkpoint, and make the run folder."""
+    def __init__(self, config: TrainConfig, ranks: Ranks, held: ExitStack) -> None:
+        """Build the learner, or take it from the newest checkpoint, and make the run folder, which
+        is this run's alone until `held` closes.
+        """
         self._config = config
         self._ranks = ranks
         self._dataset, self._learner = build(config)
@@ -83,6 +88,7 @@ class TrainingRun:
         self._optimizer = build_optimizer(self._sharded, config.outer)
         self.folder = RunFolder(Path(config.run.dir))
         self._progress = Progress()
+        by_first(lambda: held.enter_context(held_alone(self.folder.root)), ranks)
         by_first(lambda: restore_replaced(self.folder.checkpoints), ranks)
         checkpoints = list_checkpoints(self.folder.checkpoints)
         newest = checkpoints[-1] if checkpoints else None

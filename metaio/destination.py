@@ -1,5 +1,6 @@
 """Makes a dataset appear at once or not at all, on a local disk or an object store."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -14,6 +15,10 @@ import xxhash
 from metaio.errors import DataError
 from metaio.layout import MANIFEST_NAME
 from metaio.storage import file_system, is_local
+
+# What flock says on a file system that has none, such as Lustre mounted without them: nothing tells
+# two writers apart there.
+WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -94,8 +99,7 @@ def folder_of_one_writer(partial: Path, name: str) -> Iterator[Path]:
     Raises:
         DataError: another process writes `name`, as messages call it, or the disk is full.
     """
-    with _lock_file(partial).open("w") as lock:
-        _lock(lock, name)
+    with one_writer(_lock_file(partial), name):
         try:
             # What a killed writer left: the lock says that nobody is at work on it.
             shutil.rmtree(partial, ignore_errors=True)
@@ -107,9 +111,23 @@ def folder_of_one_writer(partial: Path, name: str) -> Iterator[Path]:
             ) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def one_writer(lock_file: Path, name: str) -> Iterator[None]:
+    """Inside, no other process is; the file is gone behind it.
+
+    Raises:
+        DataError: another process writes `name`, as messages call it.
+    """
+    with lock_file.open("w") as lock:
+        _lock(lock, name)
+        try:
+            yield
+        finally:
             # While the lock is held: whoever opened it meanwhile finds another inode, or none, in
             # _lock.
-            Path(lock.name).unlink(missing_ok=True)
+            lock_file.unlink(missing_ok=True)
 
 
 def _upload(fs: Any, root: str, folder: Path, exists: bool) -> None:
@@ -135,6 +153,9 @@ def _lock(lock: IO[str], name: str) -> None:
         raise DataError(
             f"another process is writing {name}. Wait for it, or choose another place"
         ) from error
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise
 
 
 def replace_folder(partial: Path, target: Path) -> None:

@@ -24,6 +24,7 @@ from gmeta.errors import UserError
 from gmeta.feed import StaticFeed
 from gmeta.parallel.ranks import Ranks
 from gmeta.run_folder import create_run_folder
+from gmeta.run_lock import held_alone
 from metaio import open_dataset
 from tests.commands import SMALL_MODEL, fresh_gmeta, gmeta, write_config
 
@@ -72,6 +73,21 @@ def test_a_run_folder_in_use_is_not_overwritten(config: Path) -> None:
         "run.dir, or add --resume to go on from its newest checkpoint"
     )
     assert [path.name for path in run.iterdir()] == ["precious.txt"]
+
+
+def test_a_run_that_another_process_trains_is_left_alone(config: Path) -> None:
+    run = config.parent / "run"
+    with held_alone(run):
+        written = run / "checkpoints" / "tmp-step-00000004"
+        written.mkdir(parents=True)
+        message = refused(2, "train", config, "--resume")
+        assert message == (
+            f"error: another process is writing run folder {run}. Wait for it, or choose another "
+            "place"
+        )
+        assert {path.name for path in run.iterdir()} == {".lock", "checkpoints"}
+        assert written.exists()
+    assert {path.name for path in run.iterdir()} == {"checkpoints"}
 
 
 def test_a_port_in_use_is_named(config: Path) -> None:

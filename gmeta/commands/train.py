@@ -12,6 +12,7 @@ from gmeta.commands import on_ranks
 from gmeta.commands.screen import screen, show_table
 from gmeta.config import TrainConfig, describe_config, load_config
 from gmeta.errors import UserError
+from gmeta.run_folder import LOCK_FILE
 from gmeta.shard_service import SERVICE_VARIABLE, needs_own_service, own_service
 
 
@@ -76,7 +77,9 @@ def _check_run_folder(config: TrainConfig, resume: bool) -> None:
         raise UserError(
             f"run.dir = {str(root)!r} is a file: a folder is needed. Choose another run.dir"
         )
-    if root.is_dir() and any(root.iterdir()) and not (resume or restarted):
+    # A lock without a run is what a run left that was killed before it began.
+    holds_run = root.is_dir() and any(path.name != LOCK_FILE for path in root.iterdir())
+    if holds_run and not (resume or restarted):
         raise UserError(
             f"run.dir = {str(root)!r} is not empty: a new run needs a new folder. "
             "Choose another run.dir, or add --resume to go on from its newest checkpoint"

@@ -76,6 +76,13 @@ def _legend(evaluation: Evaluation) -> str:
         f"{evaluation.interval.level_percent:g} % interval over tasks excludes 0; "
         "noise: it does not.",
     ]
+    shown = [
+        line_of(evaluation, group, m) for group in evaluation.groups for m in evaluation.metrics
+    ]
+    differences = [line.change for line in shown]
+    differences += [rival.difference for line in shown for rival in line.rivals]
+    if any(one.verdict == "unknown" for one in differences):
+        lines.append("unknown: there is no such interval; the report says why.")
     if len(evaluation.runs) > 1:
         lines.append(
             "A baseline stands at the better of as trained and fine-tuned, metric by metric."

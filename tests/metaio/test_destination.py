@@ -1,5 +1,6 @@
 """Where a dataset appears: by one rename on a disk, by its manifest elsewhere, from one writer."""
 
+import errno
 import fcntl
 import uuid
 from pathlib import Path
@@ -117,6 +118,18 @@ def test_who_locked_a_file_that_the_last_writer_has_removed_is_refused(
     with pytest.raises(DataError, match="another process is writing"):
         folder_of_one_writer(partial, "data").__enter__()
     assert not partial.exists()
+
+
+def test_a_file_system_without_locks_is_written_to_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(file: Any, kind: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    with folder_of_one_writer(tmp_path / ".data.partial", "data") as folder:
+        assert folder.is_dir()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_is_told_with_what_was_being_written(tmp_path: Path) -> None:

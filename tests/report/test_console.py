@@ -64,9 +64,11 @@ def test_the_legend_tells_what_a_verdict_means() -> None:
     text = " ".join(printed(200, run_of("mse"), baseline_of("mse")))
     assert "better, worse: the 95 % interval over tasks excludes 0; noise: it does not." in text
     assert "A baseline stands at the better of as trained and fine-tuned, metric by metric." in text
+    assert "unknown:" not in text
 
 
 def test_a_baseline_without_the_group_is_a_dash_not_a_number() -> None:
     lines = printed(80, run_of("mse"), baseline_of("mse", groups=("user-cold",)))
     last = [line for line in lines if line.startswith("MAE")][-1]
     assert last.split()[-3:] == ["\N{EM DASH}", "\N{EM DASH}", "unknown"]
+    assert lines[-2].rstrip() == "unknown: there is no such interval; the report says why."
