@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from _common import environment, finish, make_parser
+from socket_paths import keep_socket_paths_short
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.agent import ServiceAgent
@@ -344,6 +345,7 @@ def compare_hardware(healthy: Job) -> dict[str, Any]:
 
 
 def main() -> None:
+    keep_socket_paths_short()
     # The imports cost seconds a rank: once is enough.
     multiprocessing.set_forkserver_preload(["gmeta.agent", "gmeta.build"])
     forkserver.ensure_running()  # beside the preparation of the data

@@ -260,10 +260,8 @@ class TrainConfig:
 
     @property
     def digest(self) -> str:
-        """Twelve hexadecimal digits that change with any value."""
-        # Sorted: in which order a file has its keys says nothing.
-        text = json.dumps(self.to_json(), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        """See digest_of; of all values, defaults too: a later release may have others."""
+        return digest_of(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars."""
@@ -304,6 +302,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
             f"{outer.dense_optimizer!r}: only sgd takes it. Leave it 0, or choose sgd"
         )
     return config
+
+
+def digest_of(config: Mapping[str, Any]) -> str:
+    """Twelve hexadecimal digits that change with any value of a resolved config."""
+    # Sorted: in which order a file has its keys says nothing.
+    text = json.dumps(config, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def config_from_dict(raw: Mapping[str, Any]) -> TrainConfig:

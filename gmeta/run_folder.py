@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gmeta.config import TrainConfig, config_from_dict
+from gmeta.config import TrainConfig, config_from_dict, digest_of
 from gmeta.errors import GMetaError, UserError
 from gmeta.whole_files import write_whole
 
@@ -63,10 +63,21 @@ class RunFolder:
         Raises:
             UserError: this is no run folder.
         """
-        path = self.root / CONFIG_FILE
+        return config_from_dict(self._saved_config())
+
+    def config_digest(self) -> str:
+        """What the checkpoints of that config say they were written with: of the file as it is, to
+        which a later release would add the keys that it has beyond.
+
+        Raises:
+            UserError: this is no run folder.
+        """
+        return digest_of(self._saved_config())
+
+    def _saved_config(self) -> dict[str, Any]:
         try:
-            return config_from_dict(json.loads(path.read_text()))
-        except (OSError, ValueError) as error:
+            return dict(json.loads((self.root / CONFIG_FILE).read_text()))
+        except (OSError, ValueError, TypeError) as error:
             raise UserError(
                 f"{self.root} is no run folder: {CONFIG_FILE} is missing or broken. "
                 "Give the run.dir of a training run"

@@ -5,7 +5,6 @@ holds where a test may start none.
 import multiprocessing as mp
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import util
@@ -14,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.socket_paths import keep_socket_paths_short
+
 PRELOADED = ["gmeta.antdt.server", "tests.preloaded"]
-LONGEST_SOCKET_PATH = 107  # bytes, by unix(7)
-LONGEST_SOCKET_NAME = len("/pymp-12345678/listener-12345678")
 
 
 def with_imports_ready() -> ForkServerContext:
@@ -25,20 +24,6 @@ def with_imports_ready() -> ForkServerContext:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
-
-
-def keep_socket_paths_short() -> None:
-    """Where TMPDIR is so long that no socket below it can have a name, multiprocessing makes its
-    own in /tmp; before its first socket, and as Python 3.14 does.
-    """
-    folder = tempfile.gettempdir()
-    if len(os.fsencode(folder)) + LONGEST_SOCKET_NAME <= LONGEST_SOCKET_PATH:
-        return
-    try:
-        tempfile.tempdir = "/tmp"
-        util.get_temp_dir()  # keeps what it finds, for the life of this process
-    finally:
-        tempfile.tempdir = folder
 
 
 def remove_sockets() -> None:

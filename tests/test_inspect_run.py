@@ -16,10 +16,10 @@ from gmeta.checkpoint_files import describe, files_of, read_about, read_progress
 from gmeta.checkpoint_summary import summarise_checkpoint
 from gmeta.checkpoint_writer import _discard
 from gmeta.commands.inspect_run import inspect_checkpoint, inspect_run
-from gmeta.config import config_from_dict
+from gmeta.config import config_from_dict, digest_of
 from gmeta.errors import GMetaError, UserError
 from gmeta.evaluate import splits_to_score
-from gmeta.run_folder import RunFolder, list_checkpoints
+from gmeta.run_folder import RunFolder, create_run_folder, list_checkpoints
 from tests.commands import SMALL_MODEL, gmeta, write_config
 
 
@@ -36,6 +36,18 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory, click_logs: Path) -> 
 @pytest.fixture
 def run(tmp_path: Path, trained_once: Path) -> Path:
     return Path(shutil.copytree(trained_once, tmp_path / "run"))
+
+
+def test_a_key_of_a_later_release_makes_no_other_config_of_a_run(tmp_path: Path) -> None:
+    config = config_from_dict({"run": {"dir": str(tmp_path / "run")}})
+    folder = create_run_folder(config, {})
+    assert folder.config_digest() == config.digest
+    # As written by a release that had one key less.
+    saved = config.to_json()
+    del saved["run"]["start_from"]
+    (folder.root / "config.json").write_text(json.dumps(saved))
+    assert folder.config_digest() == digest_of(saved) != config.digest
+    assert folder.read_config() == config
 
 
 def test_a_run_and_its_checkpoints_are_described_and_a_cut_file_is_found(

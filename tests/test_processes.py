@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import (
+from benchmarks.socket_paths import (
     LONGEST_SOCKET_NAME,
     LONGEST_SOCKET_PATH,
     keep_socket_paths_short,
-    skipping_what_may_not_start,
 )
+from tests.processes import skipping_what_may_not_start
 
 
 @pytest.mark.parametrize("too_long", [False, True])

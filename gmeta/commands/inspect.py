@@ -122,19 +122,10 @@ def _describe(console: Console, dataset: Dataset, summaries: list[SplitSummary])
         console.print(_unknown(summaries))
 
 
-def _table(title: str, *heads: str) -> Table:
-    """Narrow enough for 80 columns: no rules between columns, numbers to the right."""
-    table = table_of(title, *heads)
-    for column in table.columns:
-        column.no_wrap = True
-    table.columns[-1].justify = "right"
-    return table
-
-
 def _sizes(summaries: list[SplitSummary]) -> Table:
     title = "Episodes (support and query rows: least / median / most)"
     heads = ("split", "tasks", "episodes", "rows", "support", "query", "label")
-    table = _table(title, *heads)
+    table = table_of(title, *heads, text=("split",))
     for summary in summaries:
         table.add_row(
             summary.name,
@@ -157,7 +148,7 @@ def _spread(sizes: list[int]) -> str:
 def _tables(summary: SplitSummary) -> Table:
     skew = [f"top {percent} %" for percent in SKEW_PERCENT]
     title = f"Embedding tables in {summary.name} (share of uses by the most used ids)"
-    table = _table(title, "table", "rows", "ids used", *skew)
+    table = table_of(title, "table", "rows", "ids used", *skew, text=("table",))
     for use in summary.tables:
         shares = [_percent(use.top_share(percent)) for percent in SKEW_PERCENT]
         table.add_row(use.name, f"{use.num_rows:,}", f"{use.num_used:,}", *shares)

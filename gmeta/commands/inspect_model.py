@@ -28,13 +28,13 @@ def inspect_model(folder: Path, verify: bool) -> None:
         f"{'clicks' if config.loss == 'bce' else 'ratings'}; step {source.get('step', '?')} of "
         f"{source.get('run', '?')}, exported {source.get('exported_at', '?')}"
     )
-    columns = table_of("Columns", "column", "used as", "table", "values")
-    for column in columns.columns:
-        column.justify = "left"
+    heads = ("column", "used as", "table", "values")
+    columns = table_of("Columns", *heads, text=heads)
     for row in _columns(config):
         columns.add_row(*row)
     show_table(console, columns)
-    tables = table_of("Tables", "table", "rows", "width", "type", "bytes")
+    described = ("table", "rows", "width", "type", "bytes")
+    tables = table_of("Tables", *described, text=("table", "type"))
     for index, table in enumerate(config.features.tables):
         stored = config.files.get(table_file(index))
         tables.add_row(

@@ -14,11 +14,11 @@ def inspect_run(root: Path, verify: bool) -> None:
     """Show a run's checkpoints and what is in the newest; exit code 1 if one is not complete, or
     with `verify` differs from its checksums."""
     folder = RunFolder(root)
-    config = folder.read_config()
+    config, digest = folder.read_config(), folder.config_digest()
     console = screen()
     console.print(
         f"run {root}: {config.algorithm.name} with {config.model.name} on {config.data.path}, "
-        f"config {config.digest}"
+        f"config {digest}"
     )
     paths = list_checkpoints(folder.checkpoints)
     summaries = [summarise_checkpoint(path, verify) for path in paths]
@@ -27,7 +27,8 @@ def inspect_run(root: Path, verify: bool) -> None:
         return
     # As the newest knows it: each was written while it, too, may have been the best so far.
     best_step = summaries[-1].about.get("best_step")
-    table = table_of("Checkpoints", "step", "epoch", "ranks", "config", "size", "", "")
+    heads = ("step", "epoch", "ranks", "config", "size", "", "")
+    table = table_of("Checkpoints", *heads, text=("epoch", "config", ""))
     for summary in summaries:
         about = summary.about
         written_with = about.get("config_digest", "?")
@@ -37,7 +38,7 @@ def inspect_run(root: Path, verify: bool) -> None:
             if about["epoch_step"]
             else f"{about['epoch']} done",
             str(about.get("world_size", "?")),
-            "same" if written_with == config.digest else written_with,
+            "same" if written_with == digest else written_with,
             size_text(summary.disk_bytes),
             "damaged" if summary.problems else "complete",
             "best" if best_step == about["step"] > 0 else "",
@@ -67,15 +68,9 @@ def inspect_checkpoint(path: Path, verify: bool) -> None:
 
 
 def _show(console: Console, summary: CheckpointSummary) -> None:
-    tables = table_of(
-        f"Tables of {summary.path.name}",
-        "table",
-        "rows",
-        "width",
-        "type",
-        "bytes",
-        "optimizer state",
-    )
+    heads = ("table", "rows", "width", "type", "bytes", "optimizer state")
+    text = ("table", "tensor", "shape", "type", "optimizer state")
+    tables = table_of(f"Tables of {summary.path.name}", *heads, text=text)
     for table in summary.tables:
         state = ", ".join(f"{name} {size_text(size)}" for name, size in table.state_bytes.items())
         tables.add_row(
@@ -87,7 +82,7 @@ def _show(console: Console, summary: CheckpointSummary) -> None:
             state or "none",
         )
     show_table(console, tables)
-    layers = table_of("Layers", "tensor", "shape", "type", "bytes", "optimizer state")
+    layers = table_of("Layers", "tensor", "shape", "type", "bytes", "optimizer state", text=text)
     for layer in summary.layers:
         shape = " x ".join(map(str, layer.shape)) or "1"
         state = ", ".join(layer.state) or "none"

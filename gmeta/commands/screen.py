@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Collection
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -33,11 +34,14 @@ def show_table(console: Console, table: RenderableType) -> None:
     console.print(table, soft_wrap=False)
 
 
-def table_of(title: str, *heads: str) -> Table:
-    """A titled table, numbers to the right between its first and last column."""
-    table = Table(*heads, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in table.columns[1:-1]:
-        column.justify = "right"
+def table_of(title: str, *heads: str, text: Collection[str]) -> Table:
+    """A titled table. The columns of these heads are text, to the left and folded where there is no
+    room; all others are numbers, to the right and never folded.
+    """
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for head in heads:
+        is_text = head in text
+        table.add_column(head, justify="left" if is_text else "right", no_wrap=not is_text)
     return table
 
 
