@@ -7,6 +7,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Sequence
+from tempfile import TemporaryDirectory
 
 from gmeta.errors import GMetaError, UserError
 
@@ -27,7 +28,7 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
     # Not os.cpu_count(): a container may have been given fewer.
     cores = len(os.sched_getaffinity(0))
     # Imported here: a single rank, and --help, need no agent.
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -41,18 +42,21 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
     # The ranks tell their own story.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc_per_node,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"localhost:{port}",
-        max_restarts=max_restarts,
-        monitor_interval=0.2,
-    )
     try:
-        elastic_launch(config, sys.executable)("-m", "gmeta", *arguments)
+        # Its folder is for what ranks redirect and for their errors; left to itself it stays.
+        with TemporaryDirectory(prefix="gmeta-ranks-") as folder:
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=nproc_per_node,
+                run_id=uuid.uuid4().hex,
+                rdzv_backend="c10d",
+                rdzv_endpoint=f"localhost:{port}",
+                max_restarts=max_restarts,
+                monitor_interval=0.2,
+                logs_specs=DefaultLogsSpecs(folder),
+            )
+            elastic_launch(config, sys.executable)("-m", "gmeta", *arguments)
     except SignalException as stopped:
         return 128 + stopped.sigval  # the ranks have told what they kept
     except ChildFailedError as error:

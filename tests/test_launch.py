@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ class Agent:
         self.config: Any = None
         self.command: tuple[str, ...] = ()
         self.end = end
+        self.left_behind = Path()
         # What launch sets in the environment goes when the test ends.
         monkeypatch.setattr(os, "environ", dict(os.environ))
         monkeypatch.setattr(api, "elastic_launch", self.launched)
@@ -31,6 +33,8 @@ class Agent:
         self.config = config
 
         def run(*arguments: str) -> None:
+            self.left_behind = Path(config.logs_specs.root_log_dir)
+            (self.left_behind / "error.json").touch()
             self.command = (program, *arguments)
             if self.end is not None:
                 raise self.end
@@ -55,6 +59,15 @@ def test_ranks_run_this_command_line_and_share_the_cores(monkeypatch: pytest.Mon
     assert agent.command == (sys.executable, "-m", "gmeta", "train", "a.toml")
     assert (agent.config.nproc_per_node, agent.config.max_restarts) == (3, 2)
     assert os.environ["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize("end", [None, SignalException("stopped", sigval=signal.SIGTERM)])
+def test_nothing_of_the_agent_stays_in_tmpdir(
+    monkeypatch: pytest.MonkeyPatch, end: BaseException | None
+) -> None:
+    agent = Agent(monkeypatch, end)
+    launch([], nproc_per_node=2, port=0, max_restarts=0)
+    assert not agent.left_behind.exists()
 
 
 def test_more_ranks_than_cores_have_a_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
