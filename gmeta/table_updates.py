@@ -30,7 +30,7 @@ from gmeta.repeated_rows import RepeatedRows
 # Share of the rows of an update below which those that stand again are updated once more.
 FEW_AGAIN = 0.1
 # Rows that take their step together. What Adagrad reads, makes and writes back of so many stays in
-# the processor's caches: two thirds of the time of 60,000 rows of 32 at once.
+# the processor's caches: 60,000 rows of 32 take 2 to 30 % less time than at once, by the minute.
 ROWS_AT_ONCE = 16_384
 
 # Group, rows [U], their values and the sums of their gradients [U, D], the unit of these. Adagrad's
