@@ -110,8 +110,18 @@ class _Unloaded(typer.core.TyperCommand):
         return load_command(str(self.name)).make_context(info_name, args, parent, **extra)
 
 
+class _InterruptedError(Exception):
+    """Ctrl-C by a name that typer lets pass: KeyboardInterrupt it ends without a word."""
+
+
 class _Subcommands(typer.core.TyperGroup):
     """All of COMMANDS, none of them loaded."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise _InterruptedError from error
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -156,7 +166,9 @@ def main() -> None:
             "outer.accumulate_steps) or more ranks",
             1,
         )
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, _InterruptedError):
+        if os.environ.get("RANK", "0") != "0":
+            _leave(130)  # every rank is interrupted, and the first tells it
         _fail("interrupted: what was committed stays, what was half-written is dropped", 130)
 
 

@@ -120,7 +120,8 @@ class OuterConfig:
     lr_schedule: Literal["constant", "linear", "cosine"] = field(
         default="constant",
         metadata={
-            "help": "of layers and tables; linear, cosine: falls to 0 at the last step of the run"
+            "help": "of layers and tables; linear, cosine: falls to 0 behind the last step of "
+            "the run"
         },
     )
     warmup_steps: int = field(

@@ -50,8 +50,8 @@ class EarlyStop:
                 "data.valid_split is too small, or of one class"
             )
         return (
-            f"stopped early: {progress.stale} validations in a row were no better than "
-            f"{self.metric} {progress.best_score} after step {progress.best_step}"
+            f"stopped early: after step {progress.best_step} with {self.metric} "
+            f"{progress.best_score:.4f} no validation was better, {progress.stale} in a row"
         )
 
 

@@ -41,7 +41,10 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
     # The agent hands SIGTERM on, then waits so long for the ranks' checkpoint before it kills them.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
     # The ranks tell their own story.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in [*logging.root.manager.loggerDict]:
+        # Each has a level of its own.
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         # Its folder is for what ranks redirect and for their errors; left to itself it stays.
         with TemporaryDirectory(prefix="gmeta-ranks-") as folder:

@@ -95,7 +95,7 @@ def gauc(label: Array, score: Array, task: Array) -> float:
 
         GAUC = sum_t n_t AUC_t / sum_t n_t     over the tasks that hold both classes
 
-    Zhou et al., Deep Interest Network (KDD 2018), section 6.2. The paper is silent on tasks of one
+    Zhou et al., Deep Interest Network (KDD 2018), section 6.3. The paper is silent on tasks of one
     class, which have no AUC: they count neither above nor below. NaN when no task holds both.
 
     >>> score = np.array([0.1, 0.9, 0.8, 0.3, 0.4])

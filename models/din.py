@@ -24,8 +24,8 @@ class DIN(DecisionModel):
     interest = sum_h a(h, e) h over the history's entries h, with the target's embedding e and the
     activation unit a(h, e) = MLP([h, e, h - e, h * e]). The weights are not normalised, as in the
     paper: their sum tells how strong the interest is. The decision layers see all features, with
-    the history as its interest. Departures: ReLU in place of Dice, and the element-wise product in
-    place of the outer one.
+    the history as its interest. Departures: ReLU in place of Dice, and the difference and the
+    element-wise product (as in the authors' code) in place of the outer product.
 
     `model.history` names the multi-id column; the target is the single-id column that shares its
     table.

@@ -42,7 +42,7 @@ def test_a_score_is_better_by_more_than_the_least_difference(
 def test_a_run_ends_with_the_reason() -> None:
     stop = EarlyStop("auc", True, 2, 0.0)
     assert stop.told(judged(stop, [0.5, 0.4, 0.5])) == (
-        "stopped early: 2 validations in a row were no better than auc 0.5 after step 1"
+        "stopped early: after step 1 with auc 0.5000 no validation was better, 2 in a row"
     )
     assert stop.told(judged(stop, [None, None])) == (
         "stopped early: auc was undefined in all 2 validations: data.valid_split is too small, or "
@@ -99,7 +99,8 @@ def test_a_run_that_gets_no_better_stops_and_keeps_its_best_also_after_a_resume(
     assert rest.returncode == 0, rest.stderr
     assert [line["step"] for line in metrics(run) if "valid" in line] == [2, 4, 5, 6]
     assert max(line["step"] for line in metrics(run)) == 6
-    assert "stopped early: 3 validations in a row were no better than auc 0." in rest.stderr
+    assert "stopped early: after step 2 with auc 0." in rest.stderr
+    assert " no validation was better, 3 in a row\n" in rest.stderr
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["step-00000002", "step-00000005", "step-00000006"]
     newest = json.loads((run / "checkpoints" / names[-1] / "progress.json").read_text())

@@ -6,6 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from gmeta.cli import main
 from gmeta.commands import on_ranks
 from gmeta.commands.work.rank import be_rank
 from gmeta.errors import GMetaError, UserError
@@ -45,6 +46,30 @@ def test_the_exit_code_of_the_ranks_is_that_of_the_command(monkeypatch: pytest.M
 class _NoDriver(ModuleType):
     def __getattr__(self, name: str) -> object:
         raise OSError("libcuda.so.1: cannot open shared object file")
+
+
+@pytest.mark.parametrize(
+    ("rank", "line"), [(None, "error: "), ("0", "error on rank 0: "), ("1", "")]
+)
+def test_ctrl_c_ends_a_command_with_one_line_on_one_rank(
+    rank: str | None,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gmeta.commands.train.show_config", interrupted)
+    monkeypatch.setattr("gmeta.cli._leave", sys.exit)  # ends the process at once
+    monkeypatch.setattr(sys, "argv", ["gmeta", "config"])
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    told = "interrupted: what was committed stays, what was half-written is dropped\n"
+    assert capsys.readouterr().err == (f"{line}{told}" if line else "")
 
 
 def test_kernels_that_miss_the_driver_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,9 @@ def predict_tasks(
     sides = _match(support, query)
     without = int((sides.support_rows_T == 0).sum())
     if without and not allow_no_support:
-        first = int(np.argmax(sides.support_rows_T == 0))
-        row = int(sides.query_order_N[sides.query_first_T[first]])
+        # Tasks stand by their hash here, but a reader looks into the file.
+        first_rows_T = sides.query_order_N[sides.query_first_T]
+        row = int(first_rows_T[sides.support_rows_T == 0].min())
         raise UserError(
             f"{without:,} of the {len(sides.query_rows_T):,} query tasks have 0 support rows, "
             f"the first of them in query row {row}: they cannot adapt. Add their support rows, or "
