@@ -382,7 +382,7 @@ def test_predict_says_what_is_wrong_with_its_files(exported: Path, tmp_path: Pat
         (query, query): f"support rows have no column click; they have user, item, city, tags, "
         f"seen, price. This model reads user, {NEEDED}, click. Add the column",
         (empty, query): "2 of the 2 query tasks have 0 support rows, the first of them in query "
-        f"row {rows['user'].to_pylist().index(0)}: they cannot adapt. Add their support rows, or "
+        "row 0: they cannot adapt. Add their support rows, or "
         "allow them to be predicted without adaptation (--allow-no-support)",
     }
     runner = CliRunner()
