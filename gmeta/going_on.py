@@ -12,6 +12,7 @@ from gmeta.errors import UserError
 from gmeta.local_paths import check_local
 from gmeta.progress import Progress
 from gmeta.run_folder import CONFIG_FILE, STEP_FOLDER, RunFolder
+from metaio.counted import counted
 from metaio.dataset import Dataset
 
 # What decides which episodes a static step of an epoch holds. The service keeps its own account.
@@ -97,10 +98,10 @@ def _check_order(
         section, key = name.split(".")
         if before[section][key] != now[section][key]:
             raise UserError(
-                f"{name} = {now[section][key]!r}, but run {folder.root} stands {epoch_step} steps "
-                f"into an epoch that began with {before[section][key]!r}: the rest of it would "
-                "train some episodes twice and others never. Set it as it was until the epoch is "
-                "over, or choose another run.dir"
+                f"{name} = {now[section][key]!r}, but run {folder.root} stands "
+                f"{counted(epoch_step, 'step')} into an epoch that began with "
+                f"{before[section][key]!r}: the rest of it would train some episodes twice and "
+                "others never. Set it as it was until the epoch is over, or choose another run.dir"
             )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from gmeta.errors import UserError
 
 # Path("s3://bucket/run") is "s3:/bucket/run", which would become a folder of that name.
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:)/+")
 
 
 def check_local(what: str, place: str | Path) -> None:
@@ -16,7 +16,8 @@ def check_local(what: str, place: str | Path) -> None:
         UserError: it is one.
     """
     if _URL.match(str(place)):
+        given = _URL.sub(r"\1//", str(place), count=1)
         raise UserError(
-            f"{what} = {str(place)!r} is a URL: a path of this machine is needed, where nothing is "
+            f"{what} = {given!r} is a URL: a path of this machine is needed, where nothing is "
             "left half-written. Write to a path, then copy"
         )

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from metaio.block import offsets, ragged_indices, row_sums
+from metaio.counted import counted
 from metaio.errors import DataError
 from metaio.hashing import splitmix64
 from metaio.schema import DenseColumn, Schema, SparseColumn
@@ -162,7 +163,9 @@ def refuse_nulls(schema: Schema, nulls: dict[str, int]) -> None:
             if name not in required:
                 is_dense = any(column.column == name for column in schema.dense)
                 remedy += "fill = VALUE" if is_dense else 'null = "unknown"'
-            raise DataError(f"column {name} has {count:,} nulls; none are allowed. {remedy}")
+            raise DataError(
+                f"column {name} has {counted(count, 'null')}; none are allowed. {remedy}"
+            )
 
 
 class Encoder:

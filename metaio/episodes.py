@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metaio.block import Rows, offsets, ragged_indices, row_sums
+from metaio.counted import counted
 from metaio.errors import DataError
 
 if TYPE_CHECKING:
@@ -47,9 +48,9 @@ def check_some(num_episodes: int, dropped: Dropped) -> None:
     """
     if not num_episodes:
         raise DataError(
-            f"the inputs make 0 episodes: {dropped.short_tasks:,} tasks have fewer rows than "
-            f"min_rows, {dropped.one_sided_episodes:,} would lack support or query. Lower min_rows "
-            "or query_rows under [episodes], or look into the task column"
+            f"the inputs make 0 episodes: {counted(dropped.short_tasks, 'task')} with fewer rows "
+            f"than min_rows, {dropped.one_sided_episodes:,} without support or query. Lower "
+            "min_rows or query_rows under [episodes], or look into the task column"
         )
 
 

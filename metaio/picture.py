@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from metaio.counted import counted
 from metaio.errors import DataError
 from metaio.inspection import SplitSummary
 
@@ -43,7 +44,7 @@ def _draw_sizes(axes: Axes, summary: SplitSummary) -> None:
     axes.hist(summary.support_T, bins.tolist(), alpha=0.7, label="support")
     axes.hist(summary.query_T, bins.tolist(), alpha=0.7, label="query")
     axes.set(
-        title=f"{summary.name}: {len(summary.support_T):,} episodes",
+        title=f"{summary.name}: {counted(len(summary.support_T), 'episode')}",
         xlabel="rows",
         ylabel="episodes",
     )

@@ -34,6 +34,8 @@ def test_sockets_are_made_where_their_paths_fit(
         monkeypatch.setattr(
             multiprocessing.current_process(), "_config", {**config, "tempdir": None}
         )
+        # What it would remove at its end is removed here.
+        monkeypatch.setattr(util, "_finalizer_registry", {})
         keep_socket_paths_short()
         with Listener(family="AF_UNIX") as listener:
             assert str(listener.address).startswith(str(folder)) != too_long

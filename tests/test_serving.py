@@ -271,13 +271,13 @@ WRONG_ROWS: dict[str, tuple[Callable[[pa.Table], object], type[Exception], str]]
     "a null": (
         lambda rows: rows.set_column(2, "city", pa.array([1, None, 2])),
         DataError,
-        "column city has 1 nulls; none are allowed. "
+        "column city has 1 null; none are allowed. "
         "Remove those rows, or use id 0, which stands for unknown values",
     ),
     "a null in a list": (
         lambda rows: rows.set_column(3, "tags", pa.array([[1], [None, 2], []])),
         DataError,
-        "multi column tags has 1 nulls in its lists; none are allowed. "
+        "multi column tags has 1 null in its lists; none are allowed. "
         "Use id 0, which stands for unknown values",
     ),
     "text for a number": (

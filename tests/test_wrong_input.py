@@ -191,13 +191,13 @@ IS_URL = (
 @pytest.mark.parametrize(
     ("work", "message"),
     [
-        (partial(export, Path("run"), Path(URL)), f"OUT = 's3:/bucket/x' {IS_URL}"),
-        (partial(evaluate, Path("run"), out=Path(URL)), f"--out = 's3:/bucket/x' {IS_URL}"),
+        (partial(export, Path("run"), Path(URL)), f"OUT = 's3://bucket/x' {IS_URL}"),
+        (partial(evaluate, Path("run"), out=Path(URL)), f"--out = 's3://bucket/x' {IS_URL}"),
         (
             partial(predict, Path("model"), "s.parquet", "q.parquet", Path(URL)),
-            f"--out = 's3:/bucket/x' {IS_URL}",
+            f"--out = 's3://bucket/x' {IS_URL}",
         ),
-        (partial(antdt_sim, out=Path(URL)), f"--out = 's3:/bucket/x' {IS_URL}"),
+        (partial(antdt_sim, out=Path(URL)), f"--out = 's3://bucket/x' {IS_URL}"),
         (
             partial(predict, Path("model"), "s.parquet", "q.parquet", Path("/")),
             "--out = '/' is a folder: a file is needed. Name one in it",

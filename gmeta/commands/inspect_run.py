@@ -8,6 +8,7 @@ from rich.console import Console
 from gmeta.checkpoint_summary import CheckpointSummary, summarise_checkpoint
 from gmeta.commands.screen import screen, show_table, size_text, table_of
 from gmeta.run_folder import RunFolder, list_checkpoints
+from metaio.counted import counted
 
 
 def inspect_run(root: Path, verify: bool) -> None:
@@ -34,7 +35,7 @@ def inspect_run(root: Path, verify: bool) -> None:
         written_with = about.get("config_digest", "?")
         table.add_row(
             f"{about['step']:,}",
-            f"{about['epoch'] + 1} + {about['epoch_step']:,} steps"
+            f"{about['epoch'] + 1} + {counted(about['epoch_step'], 'step')}"
             if about["epoch_step"]
             else f"{about['epoch']} done",
             str(about.get("world_size", "?")),
@@ -55,7 +56,7 @@ def inspect_checkpoint(path: Path, verify: bool) -> None:
     summary = summarise_checkpoint(path, verify)
     about = summary.about
     console, num_ranks = screen(), about.get("world_size", "?")
-    place = f"epoch {about['epoch'] + 1}, {about['epoch_step']:,} steps into it"
+    place = f"epoch {about['epoch'] + 1}, {counted(about['epoch_step'], 'step')} into it"
     if not about["epoch_step"]:
         place = f"behind epoch {about['epoch']}"
     console.print(

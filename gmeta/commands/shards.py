@@ -189,7 +189,7 @@ def requeue(
     name = _only_dataset(call, dataset)
     # One id for all attempts of the call: an answer that was lost requeues nothing twice.
     request = pb.RequeueRequest(request_id=uuid.uuid4().hex, dataset=name, shard_indices=numbers)
-    typer.echo(f"{call('Requeue', request).num_changed} shards of {name} are offered again")
+    typer.echo(f"shards of {name} offered again: {call('Requeue', request).num_changed}")
 
 
 @shards.command()
@@ -210,7 +210,7 @@ def skip(
     request = pb.SkipRequest(
         request_id=uuid.uuid4().hex, dataset=name, shard_indices=numbers, reason=reason
     )
-    typer.echo(f"{call('Skip', request).num_changed} shards of {name} are skipped")
+    typer.echo(f"shards of {name} skipped: {call('Skip', request).num_changed}")
 
 
 @shards.command()
@@ -228,8 +228,8 @@ def drain(
     answer = caller_of(address, token_file, tls_ca, tls_cert, tls_key)("Drain", request)
     who = f"worker {worker}" if worker else "the service"
     typer.echo(
-        f"{who} {'hands out again' if undo else 'is draining'}; {answer.num_released} shards went "
-        "back"
+        f"{who} {'hands out again' if undo else 'is draining'}; shards that went back: "
+        f"{answer.num_released}"
     )
 
 

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from gmeta.errors import UserError
 from gmeta.metrics import Array, Loss
 from gmeta.report.evaluation import STAGES, Stage
+from metaio.counted import counted
 
 # N rows
 
@@ -136,7 +137,8 @@ def _check_table(run: EvaluatedRun) -> None:
         if table[name].null_count:
             raise UserError(
                 f"column '{name}' in the predictions of run '{run.name}' holds "
-                f"{table[name].null_count:,} nulls: every row needs a value. Evaluate the run again"
+                f"{counted(table[name].null_count, 'null')}: every row needs a value. "
+                "Evaluate the run again"
             )
     if table.num_rows == 0:
         raise UserError(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gmeta.report.evaluation import STAGES, Difference, Estimate, Evaluation, Group, RunFacts, Stage
+from metaio.counted import counted
 
 DASH = "\N{EM DASH}"
 MINUS = "\N{MINUS SIGN}"
@@ -106,7 +107,7 @@ def between(low: float, high: float, is_difference: bool = False) -> str:
 
 def size_of(group: Group) -> str:
     """Tasks, query rows and support rows of a group."""
-    support = f"{group.min_support_rows} support rows"
+    support = counted(group.min_support_rows, "support row")
     if group.min_support_rows < group.max_support_rows:
         low, high, median = (
             group.min_support_rows,
@@ -114,7 +115,8 @@ def size_of(group: Group) -> str:
             group.median_support_rows,
         )
         support = f"{low}\N{EN DASH}{high} support rows (median {median:g})"
-    return f"{group.num_tasks:,} tasks, {group.num_rows:,} query rows, {support}"
+    tasks, rows = counted(group.num_tasks, "task"), counted(group.num_rows, "query row")
+    return f"{tasks}, {rows}, {support}"
 
 
 def flattened(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -19,6 +19,7 @@ from gmeta.errors import UserError
 from gmeta.serving.folder import Columns
 from gmeta.serving.rows import EncodedColumns, Float32, Int64
 from metaio.block import offsets, ragged_indices
+from metaio.counted import counted
 from metaio.encode import Encoder, Fitted
 from metaio.errors import DataError
 from metaio.features import Features, FeatureSpec
@@ -101,7 +102,8 @@ class IdColumns:
         for name in batch.schema.names:
             if batch[name].null_count:
                 raise DataError(
-                    f"column {name} has {batch[name].null_count:,} nulls; none are allowed. "
+                    f"column {name} has {counted(batch[name].null_count, 'null')}; none are "
+                    "allowed. "
                     "Remove those rows, or use id 0, which stands for unknown values"
                 )
         lists = {feature.name: pa.list_(pa.int64()) for feature in features.multi}
@@ -154,8 +156,8 @@ class IdColumns:
             values = column.flatten()
             if values.null_count:
                 raise DataError(
-                    f"multi column {feature.name} has {values.null_count:,} nulls in its lists; "
-                    "none are allowed. Use id 0, which stands for unknown values"
+                    f"multi column {feature.name} has {counted(values.null_count, 'null')} in its "
+                    "lists; none are allowed. Use id 0, which stands for unknown values"
                 )
             parts.append(self._ids(feature, values))
         starts_NM = offsets(lengths_NM.ravel())[:-1].reshape(lengths_NM.shape)

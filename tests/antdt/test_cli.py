@@ -72,10 +72,10 @@ def test_a_quarantined_shard_is_requeued_or_skipped_with_a_reason(
     server: ShardServer, client: ShardClient
 ) -> None:
     shard = quarantine(client)
-    assert run(server, "requeue", str(shard)) == "1 shards of train are offered again\n"
+    assert run(server, "requeue", str(shard)) == "shards of train offered again: 1\n"
     quarantine(client)
     skipped = run(server, "skip", str(shard), "--reason", "page 3 is lost")
-    assert skipped == "1 shards of train are skipped\n"
+    assert skipped == "shards of train skipped: 1\n"
     for lease in client.shards("train"):
         assert lease.shard_index != shard
     status = json.loads(run(server, "status", "--json"))
@@ -86,9 +86,11 @@ def test_a_quarantined_shard_is_requeued_or_skipped_with_a_reason(
 def test_drain_and_undo(server: ShardServer, client: ShardClient) -> None:
     client.lease("train", 0)
     drained = run(server, "drain", "--worker", "rank0")
-    assert drained == "worker rank0 is draining; 1 shards went back\n"
-    assert run(server, "drain") == "the service is draining; 0 shards went back\n"
-    assert run(server, "drain", "--undo") == "the service hands out again; 0 shards went back\n"
+    assert drained == "worker rank0 is draining; shards that went back: 1\n"
+    assert run(server, "drain") == "the service is draining; shards that went back: 0\n"
+    assert (
+        run(server, "drain", "--undo") == "the service hands out again; shards that went back: 0\n"
+    )
 
 
 def test_an_operator_command_without_a_dataset_name_asks_for_one(server: ShardServer) -> None:

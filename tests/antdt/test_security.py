@@ -195,7 +195,7 @@ def test_a_workers_certificate_does_not_operate(serve: Serve, pki: Authority) ->
         ["drain", *options],
         env={"GMETA_SHARD_TLS_CERT": str(cert), "GMETA_SHARD_TLS_KEY": str(key)},
     )
-    assert done.output == "the service is draining; 0 shards went back\n"
+    assert done.output == "the service is draining; shards that went back: 0\n"
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_a_service_with_them_lets_each_role_do_its_work(made: Path) -> None:
         for text in (f"--{name.replace('_', '-')}", str(path))
     ]
     done = CliRunner().invoke(shards, ["drain", "--service", server.address, *flags])
-    assert done.output == "the service is draining; 0 shards went back\n"
+    assert done.output == "the service is draining; shards that went back: 0\n"
     server.stop(0.0)
 
 

@@ -386,12 +386,12 @@ def test_nulls_are_refused_with_column_and_count(tmp_path: Path) -> None:
     )
     table = with_column("shop", [None, *[1] * 39])
     assert refused(tmp_path, table, changed()) == (
-        "column shop has 1 nulls; none are allowed. Remove those rows, or allow it in the schema: "
+        "column shop has 1 null; none are allowed. Remove those rows, or allow it in the schema: "
         'null = "unknown"'
     )
     table = with_column("price", [None, *[1.0] * 39])
     assert refused(tmp_path, table, changed()) == (
-        "column price has 1 nulls; none are allowed. Remove those rows, or allow it in the schema: "
+        "column price has 1 null; none are allowed. Remove those rows, or allow it in the schema: "
         "fill = VALUE"
     )
 
@@ -508,8 +508,8 @@ def test_no_rows_and_no_train_rows_are_refused(tmp_path: Path) -> None:
 def test_inputs_that_make_no_episode_are_refused(tmp_path: Path) -> None:
     episodes = {"by": "last", "query_rows": 2, "min_rows": 50}
     assert refused(tmp_path, raw_table(40), changed(episodes=episodes)) == (
-        f"the inputs make 0 episodes: {len(set(raw_table(40)['user'].to_pylist()))} tasks have "
-        "fewer rows than min_rows, 0 would lack support or query. Lower min_rows or query_rows "
+        f"the inputs make 0 episodes: {len(set(raw_table(40)['user'].to_pylist()))} tasks with "
+        "fewer rows than min_rows, 0 without support or query. Lower min_rows or query_rows "
         "under [episodes], or look into the task column"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["raw.parquet"]

@@ -139,8 +139,8 @@ def test_a_single_row_is_no_episode_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         prepared(tmp_path, raw(1))
     assert str(caught.value) == (
-        "the inputs make 0 episodes: 1 tasks have fewer rows than min_rows, 0 would lack support "
-        "or query. Lower min_rows or query_rows under [episodes], or look into the task column"
+        "the inputs make 0 episodes: 1 task with fewer rows than min_rows, 0 without support or "
+        "query. Lower min_rows or query_rows under [episodes], or look into the task column"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["raw.parquet"]
 

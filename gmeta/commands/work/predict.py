@@ -7,6 +7,7 @@ from gmeta.commands.screen import screen
 from gmeta.errors import UserError
 from gmeta.serving.files import read_rows, write_rows
 from gmeta.serving.load import load
+from metaio.counted import counted
 
 OUTPUT_COLUMNS = ("prediction", "prediction_before", "support_rows")
 
@@ -34,5 +35,5 @@ def predict_rows(
     without = int((found.support_rows_N == 0).sum())
     told = f", {without:,} of them without support rows and so not adapted" if without else ""
     screen(stderr=True).print(
-        f"predicted: {out}  ({query_rows.num_rows:,} rows{told}, in {spent_s:.2f} s)",
+        f"predicted: {out}  ({counted(query_rows.num_rows, 'row')}{told}, in {spent_s:.2f} s)",
     )
