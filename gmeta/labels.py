@@ -18,7 +18,9 @@ from metaio.dataset import Dataset
 
 def check_first_labels(config: TrainConfig, dataset: Dataset) -> None:
     """Look at the first block of the training split: what is wrong with all labels is told before
-    any rank starts or any folder is made.
+    any rank starts or any folder is made. A launcher looks before it starts the job's own service,
+    whose store lies in the run folder; rank 0 again, as nothing looked for torchrun's ranks, nor
+    for a caller of train(). What only a later block shows is for `labels_checked`.
 
     Raises:
         ConfigError: a label is none that the loss takes.

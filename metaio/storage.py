@@ -166,7 +166,10 @@ class Storage:
                 f"{self.name(path)} does not exist. Prepare the dataset again"
             ) from error
         except OSError as error:
-            raise FormatError(f"{self.name(path)} cannot be read: {error}") from error
+            raise FormatError(
+                f"{self.name(path)} cannot be read: {error}. Check its permissions and the "
+                "network, then try again"
+            ) from error
         return data
 
     def windows(self, ranges: list[ByteRange]) -> list[Window]:

@@ -380,17 +380,22 @@ def test_a_policy_that_cannot_be_found_is_named(tmp_path: Path) -> None:
     (tmp_path / "p.py").write_text("x = 1\n")
     with pytest.raises(ConfigError) as caught:
         find_policy(f"{tmp_path}/p.py:decide")
-    assert str(caught.value) == f"the policy file {tmp_path}/p.py has no function 'decide'"
+    assert (
+        str(caught.value)
+        == f"the policy file {tmp_path}/p.py has no function 'decide'. Name one that it has"
+    )
     with pytest.raises(ConfigError) as caught:
         find_policy(f"{tmp_path}/none.py:decide")
     assert str(caught.value) == (
-        f"controller.policy names the file {tmp_path}/none.py, which does not exist"
+        f"controller.policy names the file {tmp_path}/none.py, which does not exist. "
+        "Correct the path"
     )
     (tmp_path / "broken.py").write_text("1 / 0\n")
     with pytest.raises(ConfigError) as caught:
         find_policy(f"{tmp_path}/broken.py:decide")
     assert str(caught.value) == (
-        f"the policy file {tmp_path}/broken.py does not load: ZeroDivisionError('division by zero')"
+        f"the policy file {tmp_path}/broken.py does not load: "
+        "ZeroDivisionError('division by zero'). Mend it"
     )
 
 

@@ -203,7 +203,7 @@ def test_a_recording_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
     [
         (
             "time_s,worker,slowdown\n",
-            "{file} holds no line after its header: nothing to simulate",
+            "{file} holds no line after its header: nothing to simulate. Give another recording",
         ),
         (
             "time_s,worker\n0,a\n",

@@ -79,6 +79,21 @@ def test_a_store_that_does_not_answer_is_no_damaged_dataset(
     )
 
 
+def test_a_small_file_that_cannot_be_read_is_told_with_what_to_look_at(
+    remote: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(path: str) -> bytes:
+        raise PermissionError("Forbidden")
+
+    monkeypatch.setattr(remote._fs, "cat_file", forbidden)
+    with pytest.raises(FormatError) as caught:
+        remote.read("manifest.json")
+    assert str(caught.value) == (
+        "memory://storage-test/manifest.json cannot be read: Forbidden. Check its permissions and "
+        "the network, then try again"
+    )
+
+
 def test_maps_that_were_let_go_are_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,9 @@ def find_policy(name: str) -> Policy:
             "name your own as FILE.py:FUNCTION"
         )
     if not Path(path).is_file():
-        raise ConfigError(f"controller.policy names the file {path}, which does not exist")
+        raise ConfigError(
+            f"controller.policy names the file {path}, which does not exist. Correct the path"
+        )
     spec = importlib.util.spec_from_file_location(f"gmeta_policy_{Path(path).stem}", path)
     assert spec is not None  # the name ends in .py
     assert spec.loader is not None
@@ -40,9 +42,11 @@ def find_policy(name: str) -> Policy:
         spec.loader.exec_module(module)
     # A user's file: importing it may raise anything.
     except Exception as error:
-        raise ConfigError(f"the policy file {path} does not load: {error!r}") from error
+        raise ConfigError(f"the policy file {path} does not load: {error!r}. Mend it") from error
     found = getattr(module, function, None)
     if not callable(found):
-        raise ConfigError(f"the policy file {path} has no function {function!r}")
+        raise ConfigError(
+            f"the policy file {path} has no function {function!r}. Name one that it has"
+        )
     policy: Policy = found
     return policy

@@ -150,7 +150,9 @@ def recorded_trace(path: Path, seed: int) -> tuple[Trace, int]:
         for time_s, worker, factor in rows
     ]
     if not names:
-        raise TraceError(f"{path} holds no line after its header: nothing to simulate")
+        raise TraceError(
+            f"{path} holds no line after its header: nothing to simulate. Give another recording"
+        )
     return Trace(np.ones(len(names)), changes, 0.0, seed), len(names)
 
 
