@@ -4,10 +4,10 @@ holds where a test may start none.
 
 import multiprocessing as mp
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import util
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -27,8 +27,12 @@ def with_imports_ready() -> ForkServerContext:
 
 
 def remove_sockets() -> None:
-    """Of multiprocessing, with their folder: a normal exit would do the same."""
-    util._run_finalizers()  # type: ignore[attr-defined]
+    """With their folder, unless it is that of the process which this one was forked for:
+    multiprocessing does so at a normal exit.
+    """
+    config = mp.current_process()._config  # type: ignore[attr-defined]
+    if mp.parent_process() is None and config.get("tempdir"):
+        shutil.rmtree(config["tempdir"], ignore_errors=True)
 
 
 @contextmanager

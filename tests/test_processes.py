@@ -17,7 +17,7 @@ from benchmarks.socket_paths import (
     LONGEST_SOCKET_PATH,
     keep_socket_paths_short,
 )
-from tests.processes import skipping_what_may_not_start
+from tests.processes import remove_sockets, skipping_what_may_not_start
 
 
 @pytest.mark.parametrize("too_long", [False, True])
@@ -41,6 +41,20 @@ def test_sockets_are_made_where_their_paths_fit(
             assert str(listener.address).startswith(str(folder)) != too_long
         assert tempfile.gettempdir() == str(folder)
         shutil.rmtree(util.get_temp_dir())
+
+
+def test_the_suite_leaves_no_folder_of_sockets_but_that_of_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {**multiprocessing.current_process()._config, "tempdir": str(tmp_path)}  # type: ignore[attr-defined]
+    monkeypatch.setattr(multiprocessing.current_process(), "_config", config)
+    monkeypatch.setattr(multiprocessing, "parent_process", object)
+    remove_sockets()
+    assert tmp_path.exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(multiprocessing.current_process(), "_config", config)
+    remove_sockets()
+    assert not tmp_path.exists()
 
 
 def test_a_test_that_may_not_start_the_interpreter_is_skipped_with_the_reason(
