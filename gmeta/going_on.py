@@ -75,8 +75,8 @@ def _check_scores(
     folder: RunFolder, before: TrainConfig, now: TrainConfig, progress: Progress
 ) -> None:
     """The best score so far says nothing to those of another metric, or of other data."""
-    if progress.best_score is None:
-        return
+    if progress.best_score is None or not now.data.valid_split:
+        return  # there is nothing to compare
     for key, was, asked in (
         ("run.early_stop_metric", early_stop_of(before).metric, early_stop_of(now).metric),
         ("data.valid_split", before.data.valid_split, now.data.valid_split),

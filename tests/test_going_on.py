@@ -135,6 +135,9 @@ def test_scores_of_two_metrics_or_splits_are_not_compared(
     cold = replace(config, data=replace(config.data, valid_split="user-cold"))
     with pytest.raises(UserError, match=r"^data.valid_split = 'user-cold', but .* best 'valid' so"):
         check_goes_on(folder, checkpoint, cold, dataset)
+    # Nothing is scored any more.
+    unscored = replace(by_loss, data=replace(config.data, valid_split=""))
+    check_goes_on(folder, checkpoint, unscored, dataset)
     # Nothing was scored yet.
     folder, checkpoint = begun(config, dataset.fingerprint, epoch_step=5)
     check_goes_on(folder, checkpoint, by_loss, dataset)
