@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -120,8 +121,11 @@ def one_writer(lock_file: Path, name: str) -> Iterator[None]:
     Raises:
         DataError: another process writes `name`, as messages call it.
     """
-    with lock_file.open("w") as lock:
+    with lock_file.open("a+") as lock:
         _lock(lock, name)
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")  # for who is refused
+        lock.flush()
         try:
             yield
         finally:
@@ -150,8 +154,10 @@ def _lock(lock: IO[str], name: str) -> None:
         if os.fstat(lock.fileno()).st_ino != os.stat(lock.name).st_ino:
             raise BlockingIOError
     except (BlockingIOError, FileNotFoundError) as error:
+        lock.seek(0)
         raise DataError(
-            f"another process is writing {name}. Wait for it, or choose another place"
+            f"{lock.read() or 'another process'} is writing {name}. Wait for it, or choose "
+            "another place"
         ) from error
     except OSError as error:
         if error.errno not in WITHOUT_LOCKS:

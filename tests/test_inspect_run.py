@@ -114,6 +114,20 @@ def test_one_checkpoint_is_the_best_and_one_behind_an_epoch_says_so(
     assert ": step 8, behind epoch 1, written by ? ranks, " in capsys.readouterr().out
 
 
+def test_a_checkpoint_that_cannot_be_read_hides_no_other(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, newest = list_checkpoints(run / "checkpoints")
+    (newest / "progress.json").write_text('{"step": 8')
+    with pytest.raises(typer.Exit) as ended:
+        inspect_run(run, verify=False)
+    assert ended.value.exit_code == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line.split()[-1:] == ["complete"]] == ["4"]
+    assert f"Tables of {older.name}" in map(str.strip, lines)
+    assert lines[-1].startswith(f"checkpoint {newest} cannot be loaded: its progress.json is ")
+
+
 def test_checksums_of_a_checkpoint_are_checked_where_asked_for(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """Mistakes on the command line: one clear line, the right exit code, nothing half-written."""
 
+import os
 import shutil
 import socket
 import sys
@@ -82,8 +83,8 @@ def test_a_run_that_another_process_trains_is_left_alone(config: Path) -> None:
         written.mkdir(parents=True)
         message = refused(2, "train", config, "--resume")
         assert message == (
-            f"error: another process is writing run folder {run}. Wait for it, or choose another "
-            "place"
+            f"error: process {os.getpid()} on {socket.gethostname()} is writing run folder {run}. "
+            "Wait for it, or choose another place"
         )
         assert {path.name for path in run.iterdir()} == {".lock", "checkpoints"}
         assert written.exists()

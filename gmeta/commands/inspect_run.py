@@ -1,5 +1,6 @@
 """`gmeta inspect` on a run folder or a checkpoint."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
@@ -7,6 +8,7 @@ from rich.console import Console
 
 from gmeta.checkpoint_summary import CheckpointSummary, summarise_checkpoint
 from gmeta.commands.screen import screen, show_table, size_text, table_of
+from gmeta.errors import GMetaError
 from gmeta.run_folder import RunFolder, list_checkpoints
 from metaio.counted import counted
 
@@ -22,10 +24,23 @@ def inspect_run(root: Path, verify: bool) -> None:
         f"config {digest}"
     )
     paths = list_checkpoints(folder.checkpoints)
-    summaries = [summarise_checkpoint(path, verify) for path in paths]
-    if not summaries:
+    if not paths:
         console.print("no checkpoint yet")
         return
+    summaries, unreadable = [], []
+    for path in paths:
+        try:
+            summaries.append(summarise_checkpoint(path, verify))
+        except GMetaError as error:
+            unreadable.append(str(error))  # the others may be what is looked for
+    if summaries:
+        _list(console, summaries, digest)
+        _show(console, summaries[-1])
+    # Last, behind the tables: a terminal shows what is wrong without scrolling.
+    _end(summaries, verify, unreadable)
+
+
+def _list(console: Console, summaries: list[CheckpointSummary], digest: str) -> None:
     # As the newest knows it: each was written while it, too, may have been the best so far.
     best_step = summaries[-1].about.get("best_step")
     heads = ("step", "epoch", "ranks", "config", "size", "", "")
@@ -45,9 +60,6 @@ def inspect_run(root: Path, verify: bool) -> None:
             "best" if best_step == about["step"] > 0 else "",
         )
     show_table(console, table)
-    _show(console, summaries[-1])
-    # Last, behind the tables: a terminal shows what is wrong without scrolling.
-    _end(summaries, verify)
 
 
 def inspect_checkpoint(path: Path, verify: bool) -> None:
@@ -91,9 +103,9 @@ def _show(console: Console, summary: CheckpointSummary) -> None:
     show_table(console, layers)
 
 
-def _end(summaries: list[CheckpointSummary], verify: bool) -> None:
+def _end(summaries: list[CheckpointSummary], verify: bool, unreadable: Sequence[str] = ()) -> None:
     """What is wrong, or how much was looked at."""
-    problems = [problem for summary in summaries for problem in summary.problems]
+    problems = [*unreadable, *(problem for summary in summaries for problem in summary.problems)]
     for problem in problems:
         typer.echo(problem)
     if problems:

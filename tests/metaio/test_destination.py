@@ -2,6 +2,8 @@
 
 import errno
 import fcntl
+import os
+import socket
 import uuid
 from pathlib import Path
 from typing import Any
@@ -99,7 +101,8 @@ def test_a_second_writer_is_refused_and_disturbs_nothing(tmp_path: Path) -> None
         with pytest.raises(DataError) as caught, folder_of_one_writer(partial, "data"):
             pass
         assert str(caught.value) == (
-            "another process is writing data. Wait for it, or choose another place"
+            f"process {os.getpid()} on {socket.gethostname()} is writing data. Wait for it, or "
+            "choose another place"
         )
         assert (folder / "mine").exists()
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -78,7 +79,8 @@ def test_two_writers_of_one_dataset_do_not_mix(tmp_path: Path) -> None:
         with pytest.raises(DataError) as caught, write_dataset(str(out), FEATURES, PROVENANCE):
             pass
         assert str(caught.value) == (
-            f"another process is writing {out}. Wait for it, or choose another place"
+            f"process {process.pid} on {socket.gethostname()} is writing {out}. Wait for it, or "
+            "choose another place"
         )
     finally:
         process.kill()
