@@ -1,5 +1,6 @@
 """How a subcommand comes to its ranks, without starting any."""
 
+import gc
 import sys
 from types import ModuleType
 
@@ -72,9 +73,17 @@ def test_ctrl_c_ends_a_command_with_one_line_on_one_rank(
     assert capsys.readouterr().err == (f"{line}{told}" if line else "")
 
 
+def test_what_a_rank_imports_is_never_searched_for_garbage() -> None:
+    with on_ranks.importing():
+        assert not gc.isenabled()
+        imported = [object()]
+    assert gc.isenabled()
+    assert not any(searched is imported for searched in gc.get_objects())
+
+
 def test_kernels_that_miss_the_driver_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fbgemm_gpu", _NoDriver("fbgemm_gpu"))
-    with pytest.raises(GMetaError) as missing, on_ranks.driver_explained():
+    with pytest.raises(GMetaError) as missing, on_ranks.importing():
         from fbgemm_gpu import split_table_batched_embeddings_ops_training  # noqa: F401
     assert str(missing.value) == (
         "fbgemm-gpu cannot be loaded: libcuda.so.1: cannot open shared object file. On a machine "

@@ -51,7 +51,7 @@ def evaluate(
         on_ranks.start(arguments, nproc_per_node, master_port=0, max_restarts=0)
         return
     # Loading torch takes seconds: not before the folders are known to be right.
-    with on_ranks.driver_explained():
+    with on_ranks.importing():
         from gmeta.commands.work.evaluate import evaluate_on_rank
     evaluate_on_rank(roots, splits or [], out, config)
 

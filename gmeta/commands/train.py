@@ -45,7 +45,7 @@ def train(
     _check_run_folder(resolved, resume)
     # Loading torch takes seconds: not before the config is known to be right.
     if not on_ranks.starts_ranks(nproc_per_node):
-        with on_ranks.driver_explained():
+        with on_ranks.importing():
             from gmeta.commands.work.train import train_on_rank
         train_on_rank(resolved)
         return
