@@ -2,7 +2,10 @@
 step.
 """
 
+import ctypes
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +13,8 @@ from dataclasses import dataclass
 from types import FrameType
 
 from gmeta.errors import GMetaError
+
+PR_SET_PDEATHSIG = 1
 
 
 class StoppedError(GMetaError):
@@ -28,6 +33,15 @@ class Stop:
     asked: bool = False
     agreed: bool = False
     problem: Exception | None = None
+
+
+def sigterm_when_agent_dies() -> None:
+    """Have Linux send this rank SIGTERM once the agent of torchrun that started it is gone, however
+    it ended. Its ranks would train on, where nobody sees them, and keep the run folder to
+    themselves.
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager
