@@ -15,6 +15,7 @@ from types import FrameType
 from gmeta.errors import GMetaError
 
 PR_SET_PDEATHSIG = 1
+AGENT_SERVES_VARIABLE = "GMETA_AGENT_SERVES"  # set: the job's shard service ends with its launcher
 
 
 class StoppedError(GMetaError):
@@ -35,13 +36,16 @@ class Stop:
     problem: Exception | None = None
 
 
-def sigterm_when_agent_dies() -> None:
-    """Have Linux send this rank SIGTERM once the agent of torchrun that started it is gone, however
-    it ended. Its ranks would train on, where nobody sees them, and keep the run folder to
-    themselves.
+def end_with_agent() -> None:
+    """Have Linux end this rank once the agent of torchrun that started it is gone, however it
+    ended. Its ranks would train on, where nobody sees them, and keep the run folder to themselves.
+
+    By SIGTERM, which keeps every step; by SIGKILL where the shard service went with the agent:
+    without it no checkpoint is written, and a rank would wait for it for minutes.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        number = signal.SIGKILL if AGENT_SERVES_VARIABLE in os.environ else signal.SIGTERM
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 @contextmanager

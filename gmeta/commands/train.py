@@ -14,6 +14,7 @@ from gmeta.config import TrainConfig, describe_config, load_config
 from gmeta.errors import UserError
 from gmeta.run_folder import LOCK_FILE
 from gmeta.shard_service import SERVICE_VARIABLE, needs_own_service, own_service
+from gmeta.stopping import AGENT_SERVES_VARIABLE
 
 
 def train(
@@ -58,6 +59,7 @@ def train(
         if needs_own_service(resolved):
             # Here, not in a rank: it lives through the restarts of all ranks.
             os.environ[SERVICE_VARIABLE] = stack.enter_context(own_service(resolved)).address
+            os.environ[AGENT_SERVES_VARIABLE] = "1"
         on_ranks.start(arguments, nproc_per_node, master_port, max_restarts)
 
 
