@@ -32,7 +32,7 @@ class Curve:
 def curves_of(history: Sequence[dict[str, Any]], loss: Loss, headline: str) -> list[Curve]:
     """Training loss, then the headline metric on the validation split, or the first one logged."""
     curves = []
-    if points := _points(history, "loss"):
+    if points := _without_short_end(_points(history, "loss")):
         steps, values = _thinned(points)
         curves.append(
             Curve(
@@ -69,6 +69,16 @@ def _points(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[float, flo
         for line in lines
         if _is_number(line.get("step")) and _is_number(line.get(name))
     ]
+
+
+def _without_short_end(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """A loss is the mean since the one before it: that of the few steps at the end of a run is
+    mostly noise, and would look like a fall or a leap.
+    """
+    if len(points) < 3:
+        return points
+    before, last = np.diff([step for step, _ in points[-3:]])
+    return points[:-1] if last < before / 2 else points
 
 
 def _is_number(value: Any) -> bool:

@@ -62,3 +62,10 @@ def test_the_running_mean_equals_a_loop_over_windows() -> None:
 def test_few_points_are_not_smoothed() -> None:
     (curve,) = curves_of(losses([1.0] * 39), "bce", "auc")
     assert curve.smooth.size == 0
+
+
+@pytest.mark.parametrize(("last", "drawn"), [(264, 3), (299, 3), (300, 4), (400, 4)])
+def test_the_mean_of_few_steps_at_the_end_is_left_out(last: int, drawn: int) -> None:
+    lines = [{"step": step, "loss": 0.4} for step in (50, 150, 250)]
+    (curve,) = curves_of([*lines, {"step": last, "loss": 0.1}], "bce", "auc")
+    assert curve.steps.tolist() == [50.0, 150.0, 250.0, last][:drawn]
