@@ -12,9 +12,14 @@ from tempfile import TemporaryDirectory
 from gmeta.errors import GMetaError, UserError
 
 
+def has_agent() -> bool:
+    """Whether an agent of torchrun, be it `launch`, started this process and looks after it."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def under_torchrun() -> bool:
     """Whether this process already is one rank of a job that torchrun started."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    return has_agent() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restarts: int) -> int:

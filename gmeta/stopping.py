@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from gmeta.errors import GMetaError
+from gmeta.launch import has_agent
 
 PR_SET_PDEATHSIG = 1
 AGENT_SERVES_VARIABLE = "GMETA_AGENT_SERVES"  # set: the job's shard service ends with its launcher
@@ -43,7 +44,7 @@ def end_with_agent() -> None:
     By SIGTERM, which keeps every step; by SIGKILL where the shard service went with the agent:
     without it no checkpoint is written, and a rank would wait for it for minutes.
     """
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+    if sys.platform == "linux" and has_agent():
         number = signal.SIGKILL if AGENT_SERVES_VARIABLE in os.environ else signal.SIGTERM
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 

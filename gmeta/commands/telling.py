@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from gmeta.errors import GMetaError
+from gmeta.launch import has_agent
 
 METAIO_ERRORS = (("metaio.errors", "MetaIOError"),)
 # What the file systems of fsspec raise beside OSError: s3fs, gcsfs, adlfs and http.
@@ -76,7 +77,7 @@ def let_others_tell(error: Exception) -> None:
     """Under torchrun, wait where another rank of this machine tells the same, or why: once that one
     has ended, torchrun's agent ends this one, in silence. Whoever is left tells what it met.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not has_agent():
         return  # nobody would end it
     # What lost_peers_explained explains is never the cause: the others may still be telling theirs.
     turns = int(os.environ.get("LOCAL_RANK", "0") != "0") + isinstance(
