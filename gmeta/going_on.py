@@ -36,7 +36,8 @@ def check_goes_on(
     trained with is taken at its word.
 
     Raises:
-        UserError: an optimizer, what is judged, or the order of a half-done epoch was changed.
+        UserError: the loss, an optimizer, what is judged, or the order of a half-done epoch was
+            changed.
         GMetaError: the dataset is another.
     """
     if folder.trained_on():
@@ -44,10 +45,22 @@ def check_goes_on(
     if not (folder.root / CONFIG_FILE).exists():
         return
     before, progress = folder.read_config(), read_progress(checkpoint)
+    _check_loss(folder, before.outer.loss, config.outer.loss)
     _check_optimizers(folder, before.outer, config.outer)
     _check_scores(folder, before, config, progress)
     if config.data.source == "static" and progress.epoch_step:
         _check_order(folder, before, config, progress.epoch_step)
+
+
+def _check_loss(folder: RunFolder, was: str, asked: str) -> None:
+    """What the optimizers gathered, and the losses that are logged, are of that one alone."""
+    if was != asked:
+        raise UserError(
+            f"outer.loss = {asked!r}, but run {folder.root} was trained with {was!r}: the state of "
+            "its optimizers and its metrics are of no use to the other. Set it as it was, or begin "
+            f"a new run with the weights alone: add run.start_from={folder.root} and choose "
+            "another run.dir"
+        )
 
 
 def _check_optimizers(folder: RunFolder, before: OuterConfig, now: OuterConfig) -> None:

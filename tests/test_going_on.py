@@ -110,6 +110,19 @@ def test_the_state_of_an_optimizer_is_not_dropped_for_another(
     )
 
 
+def test_a_run_goes_on_with_the_loss_that_it_began_with(
+    config: TrainConfig, dataset: Dataset
+) -> None:
+    folder, checkpoint = begun(config, dataset.fingerprint, epoch_step=0)
+    with pytest.raises(UserError) as caught:
+        check_goes_on(folder, checkpoint, with_outer(config, loss="mse"), dataset)
+    assert str(caught.value) == (
+        f"outer.loss = 'mse', but run {folder.root} was trained with 'bce': the state of its "
+        "optimizers and its metrics are of no use to the other. Set it as it was, or begin a new "
+        f"run with the weights alone: add run.start_from={folder.root} and choose another run.dir"
+    )
+
+
 def test_adam_goes_on_as_adamw_and_momentum_may_change_its_size(
     config: TrainConfig, dataset: Dataset
 ) -> None:
