@@ -63,16 +63,17 @@ class RunFolder:
         Raises:
             UserError: this is no run folder.
         """
-        return config_from_dict(self._saved_config())
+        return self.read_config_and_digest()[0]
 
-    def config_digest(self) -> str:
-        """What the checkpoints of that config say they were written with: of the file as it is, to
-        which a later release would add the keys that it has beyond.
+    def read_config_and_digest(self) -> tuple[TrainConfig, str]:
+        """The same, and what the checkpoints of that config say they were written with: of the file
+        as it is, to which a later release would add the keys that it has beyond.
 
         Raises:
             UserError: this is no run folder.
         """
-        return digest_of(self._saved_config())
+        saved = self._saved_config()
+        return config_from_dict(saved), digest_of(saved)
 
     def _saved_config(self) -> dict[str, Any]:
         try:

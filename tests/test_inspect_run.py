@@ -41,12 +41,13 @@ def run(tmp_path: Path, trained_once: Path) -> Path:
 def test_a_key_of_a_later_release_makes_no_other_config_of_a_run(tmp_path: Path) -> None:
     config = config_from_dict({"run": {"dir": str(tmp_path / "run")}})
     folder = create_run_folder(config, {})
-    assert folder.config_digest() == config.digest
+    assert folder.read_config_and_digest() == (config, config.digest)
     # As written by a release that had one key less.
     saved = config.to_json()
     del saved["run"]["start_from"]
     (folder.root / "config.json").write_text(json.dumps(saved))
-    assert folder.config_digest() == digest_of(saved) != config.digest
+    assert folder.read_config_and_digest() == (config, digest_of(saved))
+    assert digest_of(saved) != config.digest
     assert folder.read_config() == config
 
 

@@ -17,7 +17,7 @@ def inspect_run(root: Path, verify: bool) -> None:
     """Show a run's checkpoints and what is in the newest; exit code 1 if one is not complete, or
     with `verify` differs from its checksums."""
     folder = RunFolder(root)
-    config, digest = folder.read_config(), folder.config_digest()
+    config, digest = folder.read_config_and_digest()
     console = screen()
     console.print(
         f"run {root}: {config.algorithm.name} with {config.model.name} on {config.data.path}, "
