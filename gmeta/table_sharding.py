@@ -57,16 +57,16 @@ def kinds_of_tables(config: ShardingConfig, tables: list[str]) -> dict[str, Kind
     kinds: dict[str, Kind | None] = {}
     kinds |= dict.fromkeys(tables, default)
     for entry in config.tables:
-        name, _, kind = entry.partition("=")
-        if name not in kinds:
-            raise ConfigError(
-                f"sharding.tables names {name!r}, which is no table: the dataset has "
-                f"{', '.join(tables)}. Name one of them"
-            )
+        name, _, kind = entry.rpartition("=")  # a table may have one in its name
         if kind not in get_args(Kind):
             raise ConfigError(
                 f"sharding.tables has {entry!r}: write table=kind with one of the kinds "
                 f"{', '.join(get_args(Kind))}"
+            )
+        if name not in kinds:
+            raise ConfigError(
+                f"sharding.tables names {name!r}, which is no table: the dataset has "
+                f"{', '.join(tables)}. Name one of them"
             )
         kinds[name] = kind  # type: ignore[assignment]
     return kinds

@@ -23,7 +23,7 @@ from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta.parallel.steps import in_step
 from gmeta.progress import Progress
-from gmeta.table_sharding import ShardingConfig, check_sharding
+from gmeta.table_sharding import ShardingConfig, check_sharding, kinds_of_tables
 from metaio.batch import TaskBatch
 from models import ModelConfig
 from tests import reference
@@ -174,11 +174,17 @@ def test_a_plan_for_a_table_that_does_not_exist_is_refused() -> None:
     )
 
 
-def test_an_unknown_kind_is_refused() -> None:
-    assert refused(ShardingConfig(tables=("item=by_rows",))) == (
-        "sharding.tables has 'item=by_rows': write table=kind with one of the kinds "
+@pytest.mark.parametrize("entry", ["item=by_rows", "item"])
+def test_an_unknown_kind_is_refused(entry: str) -> None:
+    assert refused(ShardingConfig(tables=(entry,))) == (
+        f"sharding.tables has {entry!r}: write table=kind with one of the kinds "
         "row_wise, table_wise, column_wise, data_parallel"
     )
+
+
+def test_a_table_with_an_equals_sign_in_its_name_can_be_named() -> None:
+    config = ShardingConfig(tables=("utm=a=table_wise",))
+    assert kinds_of_tables(config, ["item", "utm=a"]) == {"item": "row_wise", "utm=a": "table_wise"}
 
 
 def test_columns_are_refused_where_the_optimizer_needs_whole_rows() -> None:
