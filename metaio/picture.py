@@ -4,6 +4,7 @@ used.
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,13 @@ if TYPE_CHECKING:
 _MAX_CURVES = 8
 
 
-def draw(summaries: list[SplitSummary], path: Path) -> None:
-    """Write a PNG: one row a split, sizes on the left, cumulative use of ids on the right."""
+def drawn(summaries: list[SplitSummary], path: Path) -> bytes:
+    """A picture of the kind that `path` names, PNG if it names none: one row a split, sizes on the
+    left, cumulative use of ids on the right.
+
+    Raises:
+        DataError: matplotlib writes no such kind.
+    """
     # Half a second to import, and most who inspect want no picture.
     from matplotlib.figure import Figure
 
@@ -33,8 +39,9 @@ def draw(summaries: list[SplitSummary], path: Path) -> None:
     for (sizes, skew), summary in zip(axes, summaries, strict=False):
         _draw_sizes(sizes, summary)
         _draw_skew(skew, summary)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=120, format=path.suffix[1:].lower() or "png")
+    return content.getvalue()
 
 
 def _draw_sizes(axes: Axes, summary: SplitSummary) -> None:

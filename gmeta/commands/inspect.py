@@ -12,9 +12,10 @@ from gmeta.commands.inspect_model import inspect_model, is_model
 from gmeta.commands.screen import progress_bars, screen, show_table, table_of
 from gmeta.errors import UserError
 from gmeta.local_paths import check_local
+from gmeta.whole_files import write_whole
 from metaio.dataset import Dataset, open_dataset
 from metaio.inspection import SKEW_PERCENT, SplitSummary, damage, summarise
-from metaio.picture import draw
+from metaio.picture import drawn
 
 
 def inspect(
@@ -74,7 +75,9 @@ def inspect(
         return
     _describe(console, dataset, summaries)
     if picture is not None:
-        draw(summaries, picture)
+        content = drawn(summaries, picture)
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(picture, content)
         console.print(f"picture: {picture}")
 
 

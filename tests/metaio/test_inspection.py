@@ -1,5 +1,6 @@
 """Counts of gmeta inspect against counting by hand; the commands end to end."""
 
+import errno
 from collections import Counter
 from pathlib import Path
 
@@ -63,6 +64,25 @@ def test_inspect_prints_tables_and_draws(write: WriteFn, tmp_path: Path) -> None
     assert code == 1
     assert output.startswith(f"picture {tmp_path}/picture.xyz is of no known kind: ")
     assert output.endswith(". Name it .png")
+
+
+def test_a_picture_that_cannot_be_written_whole_leaves_the_one_before(
+    write: WriteFn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, picture = write({"train": make_rows(40)}), tmp_path / "pictures" / "sizes.svg"
+    assert run("inspect", path, "--picture", str(picture))[0] == 0
+    before = picture.read_bytes()
+    assert before.startswith(b"<?xml")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    code, output = run("inspect", path, "--picture", str(picture))
+    assert (code, output) == (1, "[Errno 28] No space left on device")
+    assert [(file.name, file.read_bytes()) for file in picture.parent.iterdir()] == [
+        ("sizes.svg", before)
+    ]
 
 
 def test_inspect_verify_ends_with_code_1_on_damage(write: WriteFn) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from metaio import BatchReader, DataError, Features, FormatError, Rows, open_dataset
 from metaio.inspection import damage, summarise
-from metaio.picture import draw
+from metaio.picture import drawn
 from metaio.prepare import PrepareOptions, prepare
 from metaio.schema import parse_schema
 from tests.metaio.conftest import (
@@ -49,7 +49,7 @@ def test_a_dataset_without_columns_of_a_kind_reads_as_it_was_written(
 
 
 def test_a_split_without_episodes_is_read_inspected_and_drawn_beside_one_of_a_single_row(
-    write: WriteFn, tmp_path: Path
+    write: WriteFn,
 ) -> None:
     dataset = open_dataset(write({"train": ONE_ROW, "empty": make_rows(0)}))
     assert whole_split(dataset, "empty") == []
@@ -57,8 +57,7 @@ def test_a_split_without_episodes_is_read_inspected_and_drawn_beside_one_of_a_si
     summaries = summarise(dataset)
     assert [(each.name, each.num_rows) for each in summaries] == [("train", 1), ("empty", 0)]
     assert damage(dataset) == []
-    draw(summaries, tmp_path / "sizes.png")
-    assert (tmp_path / "sizes.png").read_bytes().startswith(b"\x89PNG")
+    assert drawn(summaries, Path("sizes.png")).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
