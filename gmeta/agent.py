@@ -174,7 +174,7 @@ class ServiceAgent(Agent):
         used = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         allowed = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
         if used >= allowed:
-            return f"torchrun restarted {used} times and may no more; raise --max-restarts"
+            return f"torchrun has used {used} of {allowed} restarts; raise --max-restarts"
         self._stop.asked = True
         return ""
 

@@ -46,8 +46,8 @@ class EarlyStop:
         """Why the run ends."""
         if progress.best_score is None:
             return (
-                f"stopped early: {self.metric} was undefined in all {progress.stale} validations: "
-                "data.valid_split is too small, or of one class"
+                f"stopped early: {self.metric} was undefined in every validation "
+                f"({progress.stale} so far): data.valid_split is too small, or of one class"
             )
         return (
             f"stopped early: after step {progress.best_step} with {self.metric} "

@@ -45,8 +45,8 @@ def test_a_run_ends_with_the_reason() -> None:
         "stopped early: after step 1 with auc 0.5000 no validation was better, 2 in a row"
     )
     assert stop.told(judged(stop, [None, None])) == (
-        "stopped early: auc was undefined in all 2 validations: data.valid_split is too small, or "
-        "of one class"
+        "stopped early: auc was undefined in every validation (2 so far): data.valid_split is too "
+        "small, or of one class"
     )
 
 

@@ -87,9 +87,12 @@ def _refusal(
     if decision.kind == "KILL_RESTART":
         allowed = config.restarts_per_hour(len(workers))
         if workers[decision.worker_id].restarts >= config.restarts_per_worker:
-            return f"the worker was restarted {config.restarts_per_worker} times already"
+            return (
+                "the worker may not be restarted again; restarts_per_worker is "
+                f"{config.restarts_per_worker}"
+            )
         if restarts >= allowed:
-            return f"{restarts} workers were restarted within the hour; {allowed} are allowed"
+            return f"workers restarted within the hour: {restarts}; allowed: {allowed}"
     return ""
 
 
@@ -109,7 +112,7 @@ def _refused_backup(
     others = len(backed_up - {worker.health.worker_id})
     allowed = max(1, int(config.backup_share * len(snapshot.workers)))
     if others >= allowed:
-        return f"{others} workers are backed up; {allowed} may be at a time"
+        return f"workers backed up now: {others}; allowed: {allowed}"
     return ""
 
 

@@ -92,11 +92,11 @@ def nothing_left(table: ShardTable, seq: int) -> cmd.Wait:
     doing, quarantined = table.counts[ShardState.DOING], table.counts[ShardState.QUARANTINED]
     # First: what is in hand may still come back, and needs nobody's decision.
     if doing:
-        text = f"{doing} shards of dataset {table.spec.name!r} are in workers' hands"
+        text = f"shards of dataset {table.spec.name!r} in workers' hands: {doing}"
         return cmd.Wait(seq, cmd.CAUSE_IN_FLIGHT, WAIT_RETRY_MS, text)
     text = (
-        f"{quarantined} shards of dataset {table.spec.name!r} failed too often and are "
-        "quarantined. Look with 'gmeta shards ls --state quarantined', then 'gmeta shards "
+        f"shards of dataset {table.spec.name!r} quarantined because they failed too often: "
+        f"{quarantined}. Look with 'gmeta shards ls --state quarantined', then 'gmeta shards "
         "requeue' or 'gmeta shards skip' them."
     )
     return cmd.Wait(seq, cmd.CAUSE_QUARANTINED, OPERATOR_RETRY_MS, text)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gmeta.metrics import Floats, Terms
+from metaio.counted import counted
 
 # T tasks, U units that are resampled, X columns (two a metric), M metrics, B resamples
 
@@ -64,7 +65,8 @@ def bootstrap_values(terms: Sequence[Terms], resamples: int = 1000, seed: int = 
 def percentile_interval(values_B: Floats, num_tasks: int) -> Interval:
     """The middle 95 % of the resampled values; none under ten tasks or with undefined draws."""
     if num_tasks < MIN_TASKS:
-        return Interval(np.nan, np.nan, f"only {num_tasks} tasks count: too few to resample")
+        few = counted(num_tasks, "task")
+        return Interval(np.nan, np.nan, f"only {few} to count: too few to resample")
     num_undefined = int(np.count_nonzero(~np.isfinite(values_B)))
     if num_undefined > 0.01 * values_B.size:
         return Interval(

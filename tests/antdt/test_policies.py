@@ -142,7 +142,10 @@ def test_a_worker_is_restarted_no_more_often_than_its_budget_allows() -> None:
     again = [*healthy(3), worker("w3", "persistent", 25.0, restarts=1)]
     assert kinds(snapshot(*again, remaining_s=1e6), ND) == ["ADJUST_BS"]
     (ruling,) = rule(snapshot(*again), ND, lambda s, c: [Decision("KILL_RESTART", "w3")])
-    assert (ruling.allowed, ruling.note) == (False, "the worker was restarted 1 times already")
+    assert (ruling.allowed, ruling.note) == (
+        False,
+        "the worker may not be restarted again; restarts_per_worker is 1",
+    )
 
 
 def test_the_hourly_budget_holds_back_the_restarts_beyond_it() -> None:
@@ -150,7 +153,7 @@ def test_the_hourly_budget_holds_back_the_restarts_beyond_it() -> None:
     snap = snapshot(*healthy(17), *slow, remaining_s=1e6, tasks_per_step=0)
     rulings = rule(snap, ND, find_policy("nd"))
     assert [r.allowed for r in rulings] == [True, True, False]
-    assert rulings[2].note == "2 workers were restarted within the hour; 2 are allowed"
+    assert rulings[2].note == "workers restarted within the hour: 2; allowed: 2"
 
 
 def test_batches_go_on_being_balanced_while_the_hours_restarts_are_used_up() -> None:
@@ -246,7 +249,7 @@ def test_a_quarter_of_the_workers_is_backed_up_at_a_time(backed_up: int) -> None
     snap = snapshot(*healthy(5), first, *others, tasks_per_step=0)
     rulings = rule(snap, ASYNC, find_policy("nd"))
     assert [r.allowed for r in rulings] == [True, True, False]
-    assert rulings[2].note == "2 workers are backed up; 2 may be at a time"
+    assert rulings[2].note == "workers backed up now: 2; allowed: 2"
 
 
 def test_a_logged_backup_replays_and_logs_of_earlier_versions_still_do() -> None:

@@ -61,7 +61,7 @@ def test_a_worker_is_told_what_keeps_the_epoch_from_ending(service: Service) -> 
     held = b.lease()
     assert (held.cause, held.message) == (
         cmd.CAUSE_IN_FLIGHT,
-        "5 shards of dataset 'd' are in workers' hands",
+        "shards of dataset 'd' in workers' hands: 5",
     )
     a.complete(*(grant.token for grant in grants[1:]))
     for _ in range(2):  # one attempt more than allowed
@@ -72,8 +72,8 @@ def test_a_worker_is_told_what_keeps_the_epoch_from_ending(service: Service) -> 
     stuck = b.lease()
     assert (stuck.cause, stuck.message) == (
         cmd.CAUSE_QUARANTINED,
-        "1 shards of dataset 'd' failed too often and are quarantined. Look with 'gmeta shards ls "
-        "--state quarantined', then 'gmeta shards requeue' or 'gmeta shards skip' them.",
+        "shards of dataset 'd' quarantined because they failed too often: 1. Look with 'gmeta "
+        "shards ls --state quarantined', then 'gmeta shards requeue' or 'gmeta shards skip' them.",
     )
 
 

@@ -169,9 +169,7 @@ def test_a_rank_says_why_it_cannot_go_on_from_a_checkpoint_or_has_no_shard(
         "To go on, set data.path, data.train_split, data.tasks_per_shard, data.shuffle and "
         "run.seed as they were"
     )
-    assert messages[3] == (
-        "rank 0 has no shard: 200 shards of dataset 'train' are in workers' hands"
-    )
+    assert messages[3] == ("rank 0 has no shard: shards of dataset 'train' in workers' hands: 200")
 
 
 @pytest.mark.parametrize(

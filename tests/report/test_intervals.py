@@ -102,7 +102,10 @@ def test_models_resampled_in_separate_calls_still_see_the_same_draws() -> None:
 def test_few_tasks_give_no_interval() -> None:
     interval = percentile_interval(np.ones(100), 9)
     assert math.isnan(interval.low)
-    assert interval.reason == "only 9 tasks count: too few to resample"
+    assert interval.reason == "only 9 tasks to count: too few to resample"
+    assert (
+        percentile_interval(np.ones(100), 1).reason == "only 1 task to count: too few to resample"
+    )
 
 
 def test_undefined_draws_give_no_interval() -> None:

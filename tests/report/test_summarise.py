@@ -129,7 +129,7 @@ def test_few_tasks_have_values_but_neither_interval_nor_verdict() -> None:
     estimate = result.metrics["mae"]
     assert math.isfinite(estimate.value)
     assert math.isnan(estimate.low)
-    assert estimate.reason == "only 5 tasks count: too few to resample"
+    assert estimate.reason == "only 5 tasks to count: too few to resample"
     assert adaptation_of(group).metrics["mae"].verdict == "unknown"
 
 

@@ -28,8 +28,8 @@ def test_a_shard_that_fails_too_often_is_kept_for_an_operator_and_the_epoch_does
     waiting = worker.lease()
     assert (waiting.cause, waiting.message) == (
         cmd.CAUSE_QUARANTINED,
-        "1 shards of dataset 'd' failed too often and are quarantined. Look with 'gmeta shards ls "
-        "--state quarantined', then 'gmeta shards requeue' or 'gmeta shards skip' them.",
+        "shards of dataset 'd' quarantined because they failed too often: 1. Look with 'gmeta "
+        "shards ls --state quarantined', then 'gmeta shards requeue' or 'gmeta shards skip' them.",
     )
     assert counts(service) == {"READY": 0, "DOING": 0, "DONE": 1, "SKIPPED": 0, "QUARANTINED": 1}
     service.call(cmd.Requeue("r1", "d", (poison.shard_index,)))
@@ -63,7 +63,7 @@ def test_nobody_is_told_the_data_ended_while_a_shard_is_in_someones_hands() -> N
     waiting = idle.lease()
     assert (waiting.cause, waiting.message) == (
         cmd.CAUSE_IN_FLIGHT,
-        "1 shards of dataset 'd' are in workers' hands",
+        "shards of dataset 'd' in workers' hands: 1",
     )
     service.clock.advance(TTL_S + 1)
     assert idle.complete(idle.grant().token) == (Outcome.ACCEPTED,)
