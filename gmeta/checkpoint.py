@@ -24,7 +24,7 @@ from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError, UserError
 from gmeta.parallel.ranks import Ranks, gather_to_first, value_of_first
 from gmeta.progress import Progress
-from gmeta.run_folder import checkpoint_name, list_checkpoints
+from gmeta.run_folder import RunFolder, checkpoint_name, list_checkpoints, step_of
 
 TEMPORARY_PREFIX = "tmp-"  # of a folder that is being written
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"  # of one that a new one of its step replaces
@@ -97,6 +97,23 @@ def checkpoint_to_use(folder: Path, config: TrainConfig) -> Path | None:
         if best in checkpoints:
             return best
     return checkpoints[-1]
+
+
+def best_not_kept(run: RunFolder) -> str:
+    """What to tell of a run whose newest checkpoint stands for it though it stops early: the best
+    is not there. Empty where it is, or there is none.
+    """
+    config, checkpoints = run.read_config(), list_checkpoints(run.checkpoints)
+    if not (config.run.early_stop_patience and checkpoints):
+        return ""
+    best_step = read_progress(checkpoints[-1]).best_step
+    if not best_step or run.checkpoints / checkpoint_name(best_step) in checkpoints:
+        return ""
+    why = "" if config.run.keep_best else " (run.keep_best = false)"
+    return (
+        f"run {run.root}: the checkpoint of the best validation, at step {best_step}, is not kept"
+        f"{why}; the newest, of step {step_of(checkpoints[-1])}, stands for the run"
+    )
 
 
 def restore_replaced(folder: Path) -> None:

@@ -106,6 +106,39 @@ def test_a_run_that_gets_no_better_stops_and_keeps_its_best_also_after_a_resume(
     newest = json.loads((run / "checkpoints" / names[-1] / "progress.json").read_text())
     assert (newest["best_step"], newest["stale"], newest["step"]) == (2, 3, 6)
 
-    assert gmeta("evaluate", run, "--split", "user-cold").returncode == 0
+    scored = gmeta("evaluate", run, "--split", "user-cold")
+    assert scored.returncode == 0
     evaluation = json.loads((run / "evaluation" / "evaluation.json").read_text())
     assert evaluation["runs"][0]["step"] == 2
+    assert "stands for the run" not in first.stderr + rest.stderr + scored.stderr
+
+
+def test_where_the_best_is_not_kept_every_command_says_which_checkpoint_it_takes(
+    tmp_path: Path, click_logs: Path
+) -> None:
+    run = tmp_path / "run"
+    trained = gmeta(
+        "train",
+        write_config(tmp_path / "train.toml", click_logs, run),
+        *SMALL_MODEL,
+        "data.valid_split=valid",
+        "run.valid_every_steps=2",
+        "run.early_stop_patience=2",
+        "run.checkpoint_every_steps=1",
+        "run.keep_last=1",
+        "run.keep_best=false",
+        "outer.dense_lr=0",  # every validation scores the same: the first is the best
+        "outer.sparse_lr=0",
+    )
+    told = (
+        f"run {run}: the checkpoint of the best validation, at step 2, is not kept "
+        "(run.keep_best = false); the newest, of step 6, stands for the run"
+    )
+    scored = gmeta("evaluate", run, "--split", "user-cold")
+    exported = gmeta("export", run, tmp_path / "model")
+    for command in (trained, scored, exported):
+        assert command.returncode == 0, command.stderr
+        assert told in command.stderr.splitlines()
+    named = gmeta("export", run, tmp_path / "named", "--step=6")
+    assert named.returncode == 0
+    assert told not in named.stderr

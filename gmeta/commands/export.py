@@ -9,6 +9,7 @@ import typer
 from gmeta.commands.screen import screen, size_text
 from gmeta.errors import UserError
 from gmeta.local_paths import check_local
+from gmeta.run_folder import RunFolder
 
 
 class Tables(StrEnum):
@@ -43,11 +44,15 @@ def export(
     """
     check_local("OUT", out)
     # Loading torch takes seconds: not before the options are known to be right.
+    from gmeta.checkpoint import best_not_kept
     from gmeta.export import export_run
 
     written = export_run(run, out, tables.value, step, overwrite)
     share = written.table_bytes / max(written.float32_table_bytes, 1)
-    screen(stderr=True).print(
+    console = screen(stderr=True)
+    if step is None and (line := best_not_kept(RunFolder(run))):
+        console.print(line)
+    console.print(
         f"exported: {out}  (step {written.step}, {size_text(written.num_bytes)}; tables "
         f"{tables.value}, {size_text(written.table_bytes)}, {share:.2f} of what was trained)\n"
         f'use it: gmeta.load("{out}"), or gmeta predict {out} SUPPORT.parquet QUERY.parquet',

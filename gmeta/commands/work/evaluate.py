@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from gmeta.checkpoint import best_not_kept
 from gmeta.commands.screen import screen, show_table
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig
@@ -9,6 +10,7 @@ from gmeta.evaluate import evaluate_run
 from gmeta.parallel.ranks import Ranks
 from gmeta.report.console import console_table
 from gmeta.report.files import write
+from gmeta.run_folder import RunFolder
 
 
 def evaluate_on_rank(roots: list[Path], splits: list[str], out: Path, config: TrainConfig) -> None:
@@ -25,6 +27,8 @@ def evaluate_on_rank(roots: list[Path], splits: list[str], out: Path, config: Tr
             paths = write(out, evaluated)
             console = screen()
             show_table(console, console_table(paths.evaluation))
+            for line in filter(None, (best_not_kept(RunFolder(root)) for root in roots)):
+                screen(stderr=True).print(line)
             console.print(f"report: {paths.html}   figures: {paths.evaluation_json}")
 
     # A run that was trained on a GPU is evaluated on what is here.

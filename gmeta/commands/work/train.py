@@ -2,6 +2,7 @@
 
 import statistics
 
+from gmeta.checkpoint import best_not_kept
 from gmeta.commands.screen import screen
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig
@@ -33,5 +34,7 @@ def _tell(folder: RunFolder) -> None:
         speed = statistics.median(line["samples_per_s"] for line in readings)
         wait = statistics.mean(line["data_wait_share"] for line in readings)
         lines += [f"speed: {speed:,.0f} samples/s, {wait:.1%} of the time waiting for data"]
+    if line := best_not_kept(folder):
+        lines += [line]
     lines += [f"evaluate it: gmeta evaluate {folder.root}"]
     screen(stderr=True).print("\n".join(lines))
