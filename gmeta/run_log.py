@@ -5,7 +5,8 @@ rank 0.
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from gmeta.run_folder import RunFolder
 
 
 class StepMeter:
-    """Loss, speed and data wait since the last reading, over all ranks."""
+    """Loss, speed and data wait of the steps since the last reading, over all ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -43,6 +44,14 @@ class StepMeter:
     def steps(self) -> int:
         """Steps since the last reading."""
         return self._steps
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done inside belongs to no step: the speed of steps leaves its time out."""
+        self._loss.item()  # what the device still has to do does
+        began = time.perf_counter()
+        yield
+        self._began += time.perf_counter() - began
 
     def read(self, wait_s: float) -> dict[str, float]:
         """Means since the last reading; every rank must call it. `wait_s` is the reader's running

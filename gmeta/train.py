@@ -250,15 +250,17 @@ class TrainingRun:
         self.log.write(self._progress.step, epoch, self._meter.read(self.feed.wait_s))
 
     def _save(self) -> None:
-        # What came from a value that is no number must not become a checkpoint.
-        self._guard.check()
-        self.writer.finish()
-        self.writer.save(self._progress, self.feed.checkpoint_files(self._progress.step))
+        with self._meter.paused():
+            # What came from a value that is no number must not become a checkpoint.
+            self._guard.check()
+            self.writer.finish()
+            self.writer.save(self._progress, self.feed.checkpoint_files(self._progress.step))
         self._saved_step = self._progress.step
 
     def _validate(self, epoch: int) -> None:
         split = self._config.data.valid_split
-        scores = score_split(self._config, self._dataset, split, self._sharded, self._ranks)
+        with self._meter.paused():
+            scores = score_split(self._config, self._dataset, split, self._sharded, self._ranks)
         self.log.write(self._progress.step, epoch, {"valid": scores})
         # Only rank 0 has scores; all must judge alike, or they would part at the next step.
         score = value_of_first(scores.get(self._early_stop.metric), self._ranks)

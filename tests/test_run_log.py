@@ -54,6 +54,21 @@ def test_a_reading_is_the_mean_of_the_steps_since_the_last(
     assert meter.steps == 0
 
 
+def test_what_is_done_between_steps_makes_them_no_slower(
+    monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
+) -> None:
+    monkeypatch.setattr(run_log, "sum_over_ranks", both_alike)
+    meter = StepMeter(of_rank(0))
+    with meter.paused():  # before the first step too
+        clock.s += 50.0
+    for _ in range(2):
+        clock.s += 1.0
+        meter.add(torch.tensor(1.0), totals(10))
+        with meter.paused():
+            clock.s += 100.0
+    assert meter.read(wait_s=0.5) == {"loss": 1.0, "samples_per_s": 10.0, "data_wait_share": 0.25}
+
+
 def test_a_loss_that_is_read_keeps_no_graph() -> None:
     meter = StepMeter(of_rank(0))
     weight = torch.ones((), requires_grad=True)
