@@ -26,12 +26,12 @@ from _synthetic import even_sizes, random_batch, single_id_features
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
-from gmeta.checkpoint_writer import CheckpointWriter
+from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
-from gmeta.optimizers import build_optimizer
+from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import start_ranks
 from gmeta.parallel.sharding import shard_learner, table_shards
-from gmeta.progress import Progress
+from gmeta.runs.progress import Progress
 from models import ModelConfig
 
 NUM_FEATURES, WIDTH, TASKS, ROWS = 10, 32, 64, 10

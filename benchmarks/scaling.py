@@ -82,9 +82,9 @@ class Rank:
         from gmeta.adaptation.config import AlgorithmConfig
         from gmeta.config import TrainConfig
         from gmeta.learner import MetaLearner
-        from gmeta.optimizers import build_optimizer
+        from gmeta.outer.optimizers import build_optimizer
         from gmeta.parallel.sharding import shard_learner
-        from gmeta.table_sharding import ShardingConfig
+        from gmeta.tables.sharding import ShardingConfig
         from models import InputSizes, ModelConfig, build_model
 
         self.ranks = ranks

@@ -39,7 +39,6 @@ from _common import environment, finish, make_parser
 from socket_paths import keep_socket_paths_short
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.agent import ServiceAgent
 from gmeta.antdt.audit import audit_manifest
 from gmeta.antdt.manifest import parse_manifest
 from gmeta.antdt.monitor import STRAGGLERS, MonitorConfig
@@ -51,12 +50,13 @@ from gmeta.antdt.simulation.job import run_antdt, run_static
 from gmeta.antdt.simulation.traces import Change, Trace
 from gmeta.build import build_learner
 from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
-from gmeta.feed import ServiceFeed
-from gmeta.optimizers import build_optimizer
+from gmeta.feeds.agent import ServiceAgent
+from gmeta.feeds.feed import ServiceFeed
+from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import start_ranks, stop_ranks
 from gmeta.parallel.sharding import shard_learner
 from gmeta.parallel.steps import in_step
-from gmeta.stopping import Stop
+from gmeta.parallel.stopping import Stop
 from metaio import open_dataset
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from models import ModelConfig
@@ -347,7 +347,7 @@ def compare_hardware(healthy: Job) -> dict[str, Any]:
 def main() -> None:
     keep_socket_paths_short()
     # The imports cost seconds a rank: once is enough.
-    multiprocessing.set_forkserver_preload(["gmeta.agent", "gmeta.build"])
+    multiprocessing.set_forkserver_preload(["gmeta.feeds.agent", "gmeta.build"])
     forkserver.ensure_running()  # beside the preparation of the data
     arguments = make_parser(__doc__ or "").parse_args()
     num_tasks = 1536 if arguments.quick else 2560

@@ -31,7 +31,7 @@ def step_seconds(rank: int, world_size: int, folder: str, sizes: list[int], roun
     from gmeta.adaptation.config import AlgorithmConfig
     from gmeta.config import OuterConfig, TrainConfig
     from gmeta.learner import MetaLearner
-    from gmeta.optimizers import build_optimizer
+    from gmeta.outer.optimizers import build_optimizer
     from gmeta.parallel.ranks import start_ranks
     from gmeta.parallel.sharding import shard_learner
     from models import InputSizes, ModelConfig, build_model

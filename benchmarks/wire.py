@@ -135,14 +135,14 @@ def count_on_rank(rank: int, world_size: int, folder: str, wire_dtype: str, algo
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     from gmeta.adaptation.config import AlgorithmConfig
+    from gmeta.batches.episodes import ids_of_query_rows
     from gmeta.config import TrainConfig
-    from gmeta.episodes import ids_of_query_rows
     from gmeta.learner import MetaLearner
-    from gmeta.optimizers import build_optimizer
+    from gmeta.outer.optimizers import build_optimizer
     from gmeta.parallel.ranks import start_ranks
     from gmeta.parallel.sharding import shard_learner
     from gmeta.parallel.steps import in_step
-    from gmeta.table_sharding import ShardingConfig
+    from gmeta.tables.sharding import ShardingConfig
     from models import InputSizes, ModelConfig, build_model
 
     store = dist.FileStore(os.path.join(folder, "store"), world_size)

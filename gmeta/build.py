@@ -7,14 +7,14 @@ import torch
 
 from gmeta.adaptation.algorithm import TableSizes
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.augment import check_augment
+from gmeta.batches.augment import check_augment
+from gmeta.batches.labels import check_first_labels
 from gmeta.config import DataConfig, TrainConfig
-from gmeta.early_stop import early_stop_of
 from gmeta.errors import ConfigError
-from gmeta.labels import check_first_labels
 from gmeta.learner import MetaLearner
 from gmeta.numerics import BF16
-from gmeta.table_sharding import check_sharding
+from gmeta.outer.early_stop import early_stop_of
+from gmeta.tables.sharding import check_sharding
 from metaio.dataset import Dataset, open_dataset
 from metaio.features import Features
 from models.config import InputSizes, ModelConfig, SparseColumn

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.augment_config import AugmentConfig
+from gmeta.batches.config import AugmentConfig
 from gmeta.errors import ConfigError
-from gmeta.local_paths import check_local
+from gmeta.files.local import check_local
 from gmeta.settings import describe_settings, settings_from_dict
-from gmeta.table_sharding import ShardingConfig
+from gmeta.tables.sharding import ShardingConfig
 from models.config import ModelConfig
 
 

@@ -15,22 +15,22 @@ import pyarrow as pa
 import torch
 from torchrec.distributed import DistributedModelParallel
 
+from gmeta.batches.episodes import Episodes
+from gmeta.batches.labels import labels_checked
 from gmeta.build import build
-from gmeta.checkpoint import checkpoint_to_use, load_checkpoint
+from gmeta.checkpoints.loader import checkpoint_to_use, load_checkpoint
 from gmeta.config import TrainConfig
-from gmeta.episodes import Episodes
 from gmeta.errors import UserError
-from gmeta.labels import labels_checked
+from gmeta.feeds.reader import open_reader
 from gmeta.metrics import evaluate_split
 from gmeta.parallel.ranks import Ranks, gather_to_first
 from gmeta.parallel.sharding import ShardedLearner, local_learner, shard_learner
 from gmeta.parallel.steps import in_step
-from gmeta.reading import open_reader
+from gmeta.parallel.stopping import Stop
+from gmeta.parallel.together import raise_first_problem, stopping_if_wrong
 from gmeta.report.runs import EvaluatedRun
-from gmeta.run_folder import ENVIRONMENT_FILE, RunFolder
-from gmeta.stopping import Stop
-from gmeta.table_sharding import ShardingConfig
-from gmeta.together import raise_first_problem, stopping_if_wrong
+from gmeta.runs.folder import ENVIRONMENT_FILE, RunFolder
+from gmeta.tables.sharding import ShardingConfig
 from metaio.dataset import Dataset
 
 

@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from gmeta.build import build
-from gmeta.checkpoint import checkpoint_to_use
-from gmeta.checkpoint_files import check_files, damage_told
-from gmeta.checksums import describe_file
+from gmeta.checkpoints.files import check_files, damage_told
+from gmeta.checkpoints.loader import checkpoint_to_use
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError, UserError
-from gmeta.run_folder import RunFolder, list_checkpoints, step_of
+from gmeta.files.checksums import describe_file
+from gmeta.runs.folder import RunFolder, list_checkpoints, step_of
 from gmeta.serving.folder import (
     LAYERS_FILE,
     Columns,
@@ -36,7 +36,7 @@ from gmeta.serving.folder import (
     write_config,
 )
 from gmeta.serving.tables import store_table
-from gmeta.table_names import module_name
+from gmeta.tables.names import module_name
 from metaio.dataset import Dataset, verify_file
 from metaio.schema import parse_schema
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gmeta.accumulate import MicroBatches
-from gmeta.episodes import Episodes
+from gmeta.batches.accumulate import MicroBatches
+from gmeta.batches.episodes import Episodes
 from gmeta.errors import GMetaError
+from gmeta.files.whole import whole_file
 from gmeta.parallel.ranks import Ranks, any_rank_later, gather_to_first, value_of_first
-from gmeta.progress import Progress
-from gmeta.whole_files import whole_file
+from gmeta.runs.progress import Progress
 
 NAMED_TASKS = 5  # in a message; the saved batch has all of them
 

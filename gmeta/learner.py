@@ -22,7 +22,7 @@ from gmeta.adaptation.inner_loop import InnerLoop, WorkingRows
 from gmeta.adaptation.layout import RowLayout
 from gmeta.adaptation.linear import adaptable_layers
 from gmeta.adaptation.side import Side, Sides, TaskGroups
-from gmeta.episodes import (
+from gmeta.batches.episodes import (
     Episodes,
     block_groups,
     plain_rows,

@@ -11,40 +11,40 @@ from typing import Any, final
 
 from torch import Tensor
 
-from gmeta.accumulate import MicroBatches
-from gmeta.agent import Agent, open_agent
-from gmeta.augment import augmented
+from gmeta.batches.accumulate import MicroBatches
+from gmeta.batches.augment import augmented
+from gmeta.batches.episodes import Episodes
+from gmeta.batches.labels import check_first_labels, labels_checked
 from gmeta.build import build
-from gmeta.checkpoint import load_checkpoint, restore_replaced
-from gmeta.checkpoint_writer import CheckpointWriter
+from gmeta.checkpoints.going_on import check_goes_on, checkpoint_to_start_from
+from gmeta.checkpoints.loader import load_checkpoint, restore_replaced
+from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import TrainConfig
-from gmeta.early_stop import early_stop_of
-from gmeta.environment import describe_environment
-from gmeta.episodes import Episodes
 from gmeta.evaluate import score_split
-from gmeta.feed import open_feed
-from gmeta.going_on import check_goes_on, checkpoint_to_start_from
+from gmeta.feeds.agent import Agent, open_agent
+from gmeta.feeds.feed import open_feed
 from gmeta.guards import StepGuard
-from gmeta.labels import check_first_labels, labels_checked
 from gmeta.numerics import make_deterministic
-from gmeta.optimizers import build_optimizer
+from gmeta.outer.early_stop import early_stop_of
+from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.plan import plan_lines
 from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.sharding import described_plan, local_learner, shard_learner
 from gmeta.parallel.steps import StepTotals, in_step
-from gmeta.profiler import StepProfiler
-from gmeta.progress import Progress
-from gmeta.run_folder import (
+from gmeta.parallel.stopping import Stop, StoppedError, stop_on_sigterm
+from gmeta.parallel.together import by_first, raise_first_problem, stopping_if_wrong
+from gmeta.runs.environment import describe_environment
+from gmeta.runs.folder import (
     RunFolder,
     create_run_folder,
     keep_metrics_up_to,
     list_checkpoints,
     write_json,
 )
-from gmeta.run_lock import held_alone
-from gmeta.run_log import RunLog, StepMeter
-from gmeta.stopping import Stop, StoppedError, stop_on_sigterm
-from gmeta.together import by_first, raise_first_problem, stopping_if_wrong
+from gmeta.runs.lock import held_alone
+from gmeta.runs.log import RunLog, StepMeter
+from gmeta.runs.profiler import StepProfiler
+from gmeta.runs.progress import Progress
 
 
 def is_due(every_steps: int, step: int) -> bool:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gmeta.accumulate import in_parts
 from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.batches.accumulate import in_parts
 from gmeta.build import build_learner
 from gmeta.guards import load_batch, named_tensors, save_batch
 from models import ModelConfig

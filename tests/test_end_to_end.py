@@ -13,7 +13,7 @@ import pytest
 
 from gmeta.antdt.audit import audit_manifest
 from gmeta.antdt.manifest import load_manifest
-from gmeta.run_folder import list_checkpoints
+from gmeta.runs.folder import list_checkpoints
 from tests.antdt.faults.test_training_job import process_of
 from tests.commands import SMALL_MODEL, environment, gmeta, losses, metrics, write_config
 from tests.forked import ForkedProcess, Task, forked

@@ -14,11 +14,11 @@ import torch
 from typer.testing import CliRunner
 
 import gmeta
-from gmeta.checkpoint_summary import summarise_checkpoint
+from gmeta.checkpoints.summary import summarise_checkpoint
 from gmeta.cli import app
 from gmeta.errors import GMetaError, UserError
 from gmeta.export import CheckpointReader, export_run
-from gmeta.run_folder import list_checkpoints
+from gmeta.runs.folder import list_checkpoints
 from metaio.prepare import prepare
 from metaio.schema import parse_schema
 from tests.commands import SMALL_MODEL, write_config

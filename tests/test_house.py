@@ -83,7 +83,7 @@ def test_own_modules_are_imported_late_only_to_start_without_torch() -> None:
         ),
         ("gmeta.commands.antdt_sim", ("torch", "metaio", "duckdb")),
         ("gmeta.commands.work.predict", ("torchrec", "duckdb", "matplotlib")),
-        ("gmeta.shard_service", ("torch", "metaio")),
+        ("gmeta.feeds.service", ("torch", "metaio")),
         ("gmeta.build", ("torchrec", "matplotlib", "duckdb")),
         ("metaio", ("gmeta", "models", "torch", "duckdb", "matplotlib")),
         ("metaio.prepare", ("gmeta", "models", "torch", "matplotlib")),

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import typer
 
-from gmeta.checkpoint_files import describe, files_of, read_about, read_progress
-from gmeta.checkpoint_summary import summarise_checkpoint
-from gmeta.checkpoint_writer import _discard
+from gmeta.checkpoints.files import describe, files_of, read_about, read_progress
+from gmeta.checkpoints.summary import summarise_checkpoint
+from gmeta.checkpoints.writer import _discard
 from gmeta.commands.inspect_run import inspect_checkpoint, inspect_run
 from gmeta.config import config_from_dict, digest_of
 from gmeta.errors import GMetaError, UserError
 from gmeta.evaluate import splits_to_score
-from gmeta.run_folder import RunFolder, create_run_folder, list_checkpoints
+from gmeta.runs.folder import RunFolder, create_run_folder, list_checkpoints
 from tests.commands import SMALL_MODEL, gmeta, write_config
 
 

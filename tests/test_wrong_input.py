@@ -20,12 +20,12 @@ from gmeta.commands.evaluate import evaluate
 from gmeta.commands.export import export, predict
 from gmeta.commands.telling import write_error
 from gmeta.config import config_from_dict, load_config
-from gmeta.environment import describe_environment
 from gmeta.errors import UserError
-from gmeta.feed import StaticFeed
+from gmeta.feeds.feed import StaticFeed
 from gmeta.parallel.ranks import Ranks
-from gmeta.run_folder import create_run_folder
-from gmeta.run_lock import held_alone
+from gmeta.runs.environment import describe_environment
+from gmeta.runs.folder import create_run_folder
+from gmeta.runs.lock import held_alone
 from metaio import open_dataset
 from tests.commands import SMALL_MODEL, fresh_gmeta, gmeta, write_config
 

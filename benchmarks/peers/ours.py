@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.batches.episodes import Episodes
 from gmeta.config import OuterConfig, TrainConfig
-from gmeta.episodes import Episodes
 from gmeta.learner import MetaLearner
-from gmeta.optimizers import build_optimizer
+from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import Ranks, start_ranks
 from gmeta.parallel.sharding import local_learner, shard_learner, table_shards
 from metaio.batch import TaskBatch

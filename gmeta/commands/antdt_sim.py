@@ -14,10 +14,10 @@ from gmeta.antdt.simulation.config import JobConfig
 from gmeta.antdt.simulation.study import Result, run_study
 from gmeta.antdt.simulation.traces import recorded_trace
 from gmeta.commands.screen import screen, show_table
-from gmeta.local_paths import check_local
+from gmeta.files.local import check_local
+from gmeta.files.whole import write_whole
 from gmeta.report.render import png_sheet
 from gmeta.report.stragglers import completion_chart
-from gmeta.whole_files import write_whole
 
 MAX_WORKERS = 4096
 

@@ -8,8 +8,8 @@ import typer
 from gmeta.commands import on_ranks
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
-from gmeta.local_paths import check_local
-from gmeta.run_folder import RunFolder
+from gmeta.files.local import check_local
+from gmeta.runs.folder import RunFolder
 
 
 def evaluate(

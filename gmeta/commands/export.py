@@ -8,8 +8,8 @@ import typer
 
 from gmeta.commands.screen import screen, size_text
 from gmeta.errors import UserError
-from gmeta.local_paths import check_local
-from gmeta.run_folder import RunFolder
+from gmeta.files.local import check_local
+from gmeta.runs.folder import RunFolder
 
 
 class Tables(StrEnum):
@@ -44,7 +44,7 @@ def export(
     """
     check_local("OUT", out)
     # Loading torch takes seconds: not before the options are known to be right.
-    from gmeta.checkpoint import best_not_kept
+    from gmeta.checkpoints.loader import best_not_kept
     from gmeta.export import export_run
 
     written = export_run(run, out, tables.value, step, overwrite)

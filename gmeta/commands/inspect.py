@@ -11,8 +11,8 @@ from rich.table import Table
 from gmeta.commands.inspect_model import inspect_model, is_model
 from gmeta.commands.screen import progress_bars, screen, show_table, table_of
 from gmeta.errors import UserError
-from gmeta.local_paths import check_local
-from gmeta.whole_files import write_whole
+from gmeta.files.local import check_local
+from gmeta.files.whole import write_whole
 from metaio.dataset import Dataset, open_dataset
 from metaio.inspection import SKEW_PERCENT, SplitSummary, damage, summarise
 from metaio.picture import drawn

@@ -6,10 +6,10 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from gmeta.checkpoint_summary import CheckpointSummary, summarise_checkpoint
+from gmeta.checkpoints.summary import CheckpointSummary, summarise_checkpoint
 from gmeta.commands.screen import screen, show_table, size_text, table_of
 from gmeta.errors import GMetaError
-from gmeta.run_folder import RunFolder, list_checkpoints
+from gmeta.runs.folder import RunFolder, list_checkpoints
 from metaio.counted import counted
 
 

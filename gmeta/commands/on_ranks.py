@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from gmeta.errors import GMetaError
-from gmeta.launch import launch, under_torchrun
+from gmeta.parallel.launch import launch, under_torchrun
 
 
 def starts_ranks(nproc_per_node: int) -> bool:

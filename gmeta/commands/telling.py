@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from gmeta.errors import GMetaError
-from gmeta.launch import has_agent
+from gmeta.parallel.launch import has_agent
 
 METAIO_ERRORS = (("metaio.errors", "MetaIOError"),)
 # What the file systems of fsspec raise beside OSError: s3fs, gcsfs, adlfs and http.

@@ -12,9 +12,9 @@ from gmeta.commands import on_ranks
 from gmeta.commands.screen import screen, show_table
 from gmeta.config import TrainConfig, describe_config, load_config
 from gmeta.errors import UserError
-from gmeta.run_folder import LOCK_FILE
-from gmeta.shard_service import SERVICE_VARIABLE, needs_own_service, own_service
-from gmeta.stopping import AGENT_SERVES_VARIABLE
+from gmeta.feeds.service import SERVICE_VARIABLE, needs_own_service, own_service
+from gmeta.parallel.stopping import AGENT_SERVES_VARIABLE
+from gmeta.runs.folder import LOCK_FILE
 
 
 def train(

@@ -24,14 +24,14 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
-from gmeta.accumulate import Arranged
-from gmeta.episodes import RowFetch, ids_of_query_rows
+from gmeta.batches.accumulate import Arranged
+from gmeta.batches.episodes import RowFetch, ids_of_query_rows
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.routes import Asked, Ints, Routes, Shard
 from gmeta.parallel.row_swap import Learning, RowSwap
 from gmeta.parallel.transport import Swap
-from gmeta.table_sharding import WireDtype
-from gmeta.table_updates import FastGroup, table_kernels
+from gmeta.tables.sharding import WireDtype
+from gmeta.tables.updates import FastGroup, table_kernels
 from metaio.batch import TaskBatch
 
 KINDS = ("row_wise", "table_wise", "column_wise")

@@ -26,8 +26,8 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from gmeta.errors import ConfigError
 from gmeta.parallel.ranks import Ranks
-from gmeta.table_names import module_name, table_of
-from gmeta.table_sharding import Kind, ShardingConfig, kinds_of_tables
+from gmeta.tables.names import module_name, table_of
+from gmeta.tables.sharding import Kind, ShardingConfig, kinds_of_tables
 
 # What the planner may choose from: by columns only where the config says so.
 PLANNED = ("row_wise", "table_wise")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gmeta.parallel.transport import Swap, Transport
-from gmeta.table_updates import FastGroup, GivenRows
+from gmeta.tables.updates import FastGroup, GivenRows
 
 FLOAT16_MAX = 65_504.0
 

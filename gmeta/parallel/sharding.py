@@ -27,9 +27,9 @@ from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from gmeta.accumulate import Arranged, MicroBatches, accumulated_loss
+from gmeta.batches.accumulate import Arranged, MicroBatches, accumulated_loss
+from gmeta.batches.episodes import Episodes
 from gmeta.config import TrainConfig
-from gmeta.episodes import Episodes
 from gmeta.errors import ConfigError
 from gmeta.numerics import autocast, threads_for
 from gmeta.parallel.averaging import LayerAverage
@@ -37,8 +37,8 @@ from gmeta.parallel.exchange import Exchange, TorchRecExchange, WireExchange
 from gmeta.parallel.plan import describe_plan, make_plan
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.shared_memory import SharedMemory
-from gmeta.table_names import module_name
-from gmeta.table_sharding import WireDtype
+from gmeta.tables.names import module_name
+from gmeta.tables.sharding import WireDtype
 from metaio.features import Features
 
 if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
 
-from gmeta.accumulate import Arranged
+from gmeta.batches.accumulate import Arranged
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import local_learner
+from gmeta.parallel.stopping import Stop
 from gmeta.parallel.transport import Pending
-from gmeta.stopping import Stop
 from metaio.batch import TaskBatch, empty_batch
 from metaio.features import Features
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gmeta.files.whole import write_whole
 from gmeta.report.charts import charts_of
 from gmeta.report.evaluation import Evaluation, to_json
 from gmeta.report.history import curves_of
@@ -12,7 +13,6 @@ from gmeta.report.page import page
 from gmeta.report.render import png_sheet
 from gmeta.report.runs import EvaluatedRun
 from gmeta.report.summarise import summarise
-from gmeta.whole_files import write_whole
 
 CHART_NAMES = ("groups", "support_size", "calibration", "learning_curve")
 

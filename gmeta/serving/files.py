@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gmeta.errors import UserError
-from gmeta.whole_files import whole_file
+from gmeta.files.whole import whole_file
 
 
 def read_rows(url: str) -> pa.Table:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.checksums import FileEntry, differences
 from gmeta.config import config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
+from gmeta.files.checksums import FileEntry, differences
 from metaio.destination import flush_to_disk, folder_of_one_writer, replace_folder
 from metaio.errors import MetaIOError
 from metaio.features import Features

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gmeta.adaptation.algorithms import find_algorithm
 from gmeta.adaptation.inner_loop import Adapted, InnerLoop, WorkingRows
-from gmeta.episodes import every_row
+from gmeta.batches.episodes import every_row
 from gmeta.errors import UserError
 from gmeta.learner import MetaLearner, QueryPrediction
 from gmeta.serving.columns import (

@@ -22,8 +22,8 @@ from gmeta.adaptation.config import AlgorithmConfig, InnerPath
 from gmeta.adaptation.costs import PathCosts
 from gmeta.adaptation.paths import cheaper_path
 from gmeta.adaptation.side import Sides, TaskGroups
+from gmeta.batches.episodes import Episodes
 from gmeta.build import build_learner
-from gmeta.episodes import Episodes
 from gmeta.learner import MetaLearner
 from models import ModelConfig
 from tests import reference

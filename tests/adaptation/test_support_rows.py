@@ -7,8 +7,8 @@ import torch
 
 from gmeta.adaptation.blocks import TaskBlocks
 from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.batches.episodes import ids_of_query_rows
 from gmeta.build import build_learner
-from gmeta.episodes import ids_of_query_rows
 from metaio.batch import TaskBatch, empty_batch
 from models import ModelConfig
 from tests import reference

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.run_folder import list_checkpoints
+from gmeta.runs.folder import list_checkpoints
 from tests.antdt.faults.service_process import free_port
 from tests.commands import SMALL_MODEL, environment, metrics, write_config
 from tests.deploy.rendering import ROOT

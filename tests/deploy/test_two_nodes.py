@@ -13,7 +13,7 @@ import pytest
 
 from gmeta.antdt.audit import audit_manifest
 from gmeta.antdt.manifest import load_manifest
-from gmeta.run_folder import list_checkpoints
+from gmeta.runs.folder import list_checkpoints
 from tests.antdt.pki import Authority
 from tests.commands import SMALL_MODEL, environment, metrics, write_config
 from tests.deploy.network import INTERFACE, Host, NoNamespacesError, hosts

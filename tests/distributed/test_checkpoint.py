@@ -19,22 +19,22 @@ from torchrec.distributed import DistributedModelParallel
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
-from gmeta.checkpoint import load_checkpoint
-from gmeta.checkpoint_files import read_about
-from gmeta.checkpoint_summary import summarise_checkpoint
-from gmeta.checkpoint_writer import CheckpointWriter
-from gmeta.checksums import FileEntry, describe_file
+from gmeta.checkpoints.files import read_about
+from gmeta.checkpoints.loader import load_checkpoint
+from gmeta.checkpoints.summary import summarise_checkpoint
+from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.errors import GMetaError, UserError
 from gmeta.export import CheckpointReader
+from gmeta.files.checksums import FileEntry, describe_file
 from gmeta.learner import MetaLearner
-from gmeta.optimizers import OuterOptimizer, build_optimizer
+from gmeta.outer.optimizers import OuterOptimizer, build_optimizer
 from gmeta.parallel.ranks import Ranks, barrier
 from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta.parallel.steps import in_step
-from gmeta.progress import Progress
-from gmeta.run_folder import list_checkpoints
-from gmeta.table_sharding import ShardingConfig
+from gmeta.runs.folder import list_checkpoints
+from gmeta.runs.progress import Progress
+from gmeta.tables.sharding import ShardingConfig
 from models import ModelConfig
 from tests import reference
 from tests.distributed.harness import on_ranks
@@ -84,7 +84,7 @@ def write_and_break(ranks: Ranks, folder: Path) -> dict[str, Any]:
         (Path(checkpoint_id) / "half.distcp").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with mock.patch("gmeta.checkpoint_writer.save_shards", disk_full):
+    with mock.patch("gmeta.checkpoints.writer.save_shards", disk_full):
         writer.save(Progress(step=4))
         writer._thread.join()  # as a later step finds it
         messages = [message_of(writer.poll)]
@@ -92,7 +92,7 @@ def write_and_break(ranks: Ranks, folder: Path) -> dict[str, Any]:
     def unforeseen(state: Any, *, checkpoint_id: str, process_group: Any) -> None:
         raise AttributeError("a thread may die of anything")
 
-    with mock.patch("gmeta.checkpoint_writer.save_shards", unforeseen):
+    with mock.patch("gmeta.checkpoints.writer.save_shards", unforeseen):
         writer.save(Progress(step=5))
         messages.append(message_of(writer.finish))
     newest = list_checkpoints(folder)[-1]
@@ -116,7 +116,7 @@ def save_while_training(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
     values = []
     with (
-        mock.patch("gmeta.checkpoint_writer.save_shards", slow),
+        mock.patch("gmeta.checkpoints.writer.save_shards", slow),
         CheckpointWriter(folder, sharded, optimizer, CONFIG, ranks) as writer,
     ):
         for step in (1, 2):
@@ -337,7 +337,7 @@ def refuse_together(ranks: Ranks, folder: Path) -> list[str]:
     def failing(path: Path) -> FileEntry:
         raise OSError(errno.EIO, "Input/output error", str(path))
 
-    patched = mock.patch("gmeta.checkpoint_writer.describe_file", failing)
+    patched = mock.patch("gmeta.checkpoints.writer.describe_file", failing)
     with patched if ranks.rank == 1 else nullcontext():
         writer.save(Progress(step=1))
         said = [message_of(writer.finish)]

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.agent import ServiceAgent
 from gmeta.antdt.monitor import MonitorConfig
 from gmeta.antdt.policies.interface import ControllerConfig
 from gmeta.antdt.server import ServiceConfig, ShardServer
 from gmeta.antdt.settings import StragglerConfig
 from gmeta.build import build_learner
 from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
-from gmeta.feed import ServiceFeed
+from gmeta.feeds.agent import ServiceAgent
+from gmeta.feeds.feed import ServiceFeed
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner
 from gmeta.parallel.steps import in_step
-from gmeta.stopping import Stop
+from gmeta.parallel.stopping import Stop
 from metaio import EpisodeRange, RangeReader, open_dataset
 from models import ModelConfig
 from tests.distributed.harness import on_ranks

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gmeta.accumulate import in_parts
 from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.batches.accumulate import in_parts
 from gmeta.build import build_learner
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
-from gmeta.optimizers import build_optimizer
+from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta.parallel.steps import in_step

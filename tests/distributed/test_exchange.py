@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.batches.episodes import ids_of_query_rows
 from gmeta.config import OuterConfig, TrainConfig
-from gmeta.episodes import ids_of_query_rows
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import local_learner, shard_learner
 from gmeta.parallel.steps import in_step
-from gmeta.table_sharding import ShardingConfig
+from gmeta.tables.sharding import ShardingConfig
 from tests.distributed.harness import on_ranks
 from tests.distributed.test_sharding_plans import (
     ALGORITHM,

@@ -11,15 +11,15 @@ import pytest
 
 from gmeta.antdt import ShardClient
 from gmeta.antdt.server import ServiceConfig, ShardServer
+from gmeta.batches.episodes import support_and_query
 from gmeta.build import check_source
 from gmeta.config import DataConfig, RunConfig, TrainConfig
-from gmeta.episodes import support_and_query
 from gmeta.errors import ConfigError, UserError
-from gmeta.feed import ServiceFeed, open_feed, tasks_per_shard
+from gmeta.feeds.feed import ServiceFeed, open_feed, tasks_per_shard
+from gmeta.feeds.reader import open_reader
+from gmeta.feeds.service import SERVICE_VARIABLE
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.steps import in_step
-from gmeta.reading import open_reader
-from gmeta.shard_service import SERVICE_VARIABLE
 from metaio import open_dataset
 from tests.distributed.harness import on_ranks
 
@@ -102,7 +102,7 @@ def wait_on_rank(ranks: Ranks, config: TrainConfig) -> str:
     watch.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("gmeta.feed").addHandler(watch)
     with (
-        mock.patch("gmeta.feed.WARN_AFTER_S", 0.1),
+        mock.patch("gmeta.feeds.feed.WARN_AFTER_S", 0.1),
         ServiceFeed(config, dataset, ranks, None) as feed,
         ShardClient(config.data.service, "greedy") as other,
     ):
@@ -229,9 +229,9 @@ def test_shards_are_small_where_the_split_fits_in_memory_else_a_block(
     dataset = open_dataset(str(click_logs))
     config = leased(click_logs, "")
     assert tasks_per_shard(config, dataset) == 1
-    monkeypatch.setattr("gmeta.feed.MIN_SHARDS", 10)
+    monkeypatch.setattr("gmeta.feeds.feed.MIN_SHARDS", 10)
     assert tasks_per_shard(config, dataset) == 16
-    monkeypatch.setattr("gmeta.feed.DEFAULT_CACHE_BYTES", 1)
+    monkeypatch.setattr("gmeta.feeds.feed.DEFAULT_CACHE_BYTES", 1)
     assert tasks_per_shard(config, dataset) == NUM_TASKS // dataset.split("train").num_blocks
     asked = TrainConfig(data=DataConfig(source="service", tasks_per_shard=7))
     assert tasks_per_shard(asked, dataset) == 7

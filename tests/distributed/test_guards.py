@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from gmeta.accumulate import in_parts
 from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.batches.accumulate import in_parts
 from gmeta.build import build_learner
 from gmeta.config import RunConfig, TrainConfig
 from gmeta.errors import GMetaError
 from gmeta.guards import StepGuard, load_batch
-from gmeta.optimizers import build_optimizer
+from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import local_learner, shard_learner
 from gmeta.parallel.steps import in_step
-from gmeta.progress import Progress
+from gmeta.runs.progress import Progress
 from metaio.batch import TaskBatch
 from models import ModelConfig
 from tests import reference

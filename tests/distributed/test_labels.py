@@ -10,14 +10,14 @@ from typing import cast
 import numpy as np
 import pytest
 
+from gmeta.batches.labels import check_first_labels, labels_checked
 from gmeta.build import build
 from gmeta.commands.telling import told
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import ConfigError
-from gmeta.labels import check_first_labels, labels_checked
 from gmeta.parallel.ranks import Ranks
-from gmeta.stopping import Stop
-from gmeta.together import stopping_if_wrong
+from gmeta.parallel.stopping import Stop
+from gmeta.parallel.together import stopping_if_wrong
 from gmeta.train import train
 from metaio import (
     BatchReader,

@@ -9,11 +9,11 @@ from torch import Tensor
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
-from gmeta.optimizers import build_optimizer
+from gmeta.outer.optimizers import build_optimizer
+from gmeta.outer.schedules import rate_scale
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner
 from gmeta.parallel.steps import in_step
-from gmeta.schedules import rate_scale
 from models import ModelConfig
 from tests import reference
 from tests.distributed.harness import on_ranks

@@ -13,17 +13,17 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
-from gmeta.checkpoint import load_checkpoint
-from gmeta.checkpoint_writer import CheckpointWriter
+from gmeta.checkpoints.loader import load_checkpoint
+from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.errors import ConfigError
-from gmeta.optimizers import build_optimizer
+from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.plan import make_plan, plan_lines
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta.parallel.steps import in_step
-from gmeta.progress import Progress
-from gmeta.table_sharding import ShardingConfig, check_sharding, kinds_of_tables
+from gmeta.runs.progress import Progress
+from gmeta.tables.sharding import ShardingConfig, check_sharding, kinds_of_tables
 from metaio.batch import TaskBatch
 from models import ModelConfig
 from tests import reference

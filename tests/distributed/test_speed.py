@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from gmeta.checkpoint_writer import CheckpointWriter
+from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.evaluate import score_split
 from gmeta.parallel.ranks import Ranks
@@ -32,7 +32,7 @@ def speeds(ranks: Ranks, config: TrainConfig) -> list[float]:
 
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + later_s)
     with (
-        mock.patch("gmeta.run_log.time", clock),
+        mock.patch("gmeta.runs.log.time", clock),
         mock.patch("gmeta.train.score_split", taking_long(score_split)),
         mock.patch.object(CheckpointWriter, "save", taking_long(CheckpointWriter.save)),
     ):

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gmeta.checkpoint_summary import summarise_checkpoint
+from gmeta.checkpoints.summary import summarise_checkpoint
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.export import CheckpointReader
 from gmeta.parallel.ranks import Ranks
-from gmeta.run_folder import RunFolder, list_checkpoints
+from gmeta.runs.folder import RunFolder, list_checkpoints
 from gmeta.train import train
 from tests.distributed.harness import on_ranks
 

@@ -8,7 +8,7 @@ import torch
 
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.learner import MetaLearner
-from gmeta.optimizers import build_optimizer
+from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.exchange import WireExchange
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import local_learner, shard_learner

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gmeta.checkpoint import best_not_kept
+from gmeta.checkpoints.loader import best_not_kept
 from gmeta.commands.screen import screen, show_table
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig
@@ -10,7 +10,7 @@ from gmeta.evaluate import evaluate_run
 from gmeta.parallel.ranks import Ranks
 from gmeta.report.console import console_table
 from gmeta.report.files import write
-from gmeta.run_folder import RunFolder
+from gmeta.runs.folder import RunFolder
 
 
 def evaluate_on_rank(roots: list[Path], splits: list[str], out: Path, config: TrainConfig) -> None:

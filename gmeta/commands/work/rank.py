@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from gmeta.commands.work.told_once import told_once
 from gmeta.parallel.ranks import Ranks, lost_peers_explained, start_ranks, stop_ranks
-from gmeta.stopping import end_with_agent
+from gmeta.parallel.stopping import end_with_agent
 
 
 def be_rank(

@@ -2,12 +2,12 @@
 
 import statistics
 
-from gmeta.checkpoint import best_not_kept
+from gmeta.checkpoints.loader import best_not_kept
 from gmeta.commands.screen import screen
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig
 from gmeta.parallel.ranks import Ranks
-from gmeta.run_folder import RunFolder
+from gmeta.runs.folder import RunFolder
 from gmeta.train import train
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from gmeta.antdt.audit import audit_manifest
 from gmeta.antdt.manifest import load_manifest
-from gmeta.run_folder import list_checkpoints
+from gmeta.runs.folder import list_checkpoints
 from tests.commands import metrics
 from tests.deploy.cluster.cluster import Cluster, running
 from tests.deploy.cluster.pods import Pod

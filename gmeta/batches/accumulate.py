@@ -1,0 +1,152 @@
+"""Gradient accumulation: a step's tasks in parts, one after the other, and still one exact step.
+
+The tables' update is fused into backward, so a backward per part would update them once per part:
+with Adagrad that is another algorithm. Instead the rows of all parts are fetched at once; each part
+is taken forward and backward on its own, down to the fetched rows and the layers; and only the sums
+of the parts' gradients go on into the step's one backward: one AllReduce of layers, one AlltoAll of
+rows, one update of the tables. The outer gradient is a sum over tasks, so this is the step itself,
+to rounding. Only one part's activations are alive at a time.
+
+Shape suffixes: T episodes, N rows, B tables, U fetched rows, D embedding width.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gmeta.batches.episodes import Episodes, RowFetch
+from metaio.batch import TaskBatch
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """A rank's share of a step in at least one part; all index the same fetched rows."""
+
+    parts: tuple[Episodes, ...]
+
+    @property
+    def unique_ids_U(self) -> Tensor:
+        """The ids to fetch for all parts."""
+        return self.parts[0].unique_ids_U
+
+    @property
+    def unique_lengths_B(self) -> Tensor:
+        """How many of them each table has."""
+        return self.parts[0].unique_lengths_B
+
+    @property
+    def task_T(self) -> Tensor:
+        """Which task each episode is of."""
+        return torch.cat([part.task_T for part in self.parts])
+
+    @property
+    def num_terms(self) -> int:
+        """Terms of the outer loss."""
+        return sum(part.num_terms for part in self.parts)
+
+    @property
+    def num_rows(self) -> int:
+        """Support and query rows."""
+        return sum(part.num_rows for part in self.parts)
+
+    @property
+    def fetch(self) -> RowFetch | None:
+        """The rows of all parts on their way, see Episodes."""
+        return self.parts[0].fetch
+
+    def fetched_by(self, fetch: RowFetch) -> "MicroBatches":
+        """See Episodes.fetched_by."""
+        return MicroBatches(tuple(part.fetched_by(fetch) for part in self.parts))
+
+    def to(self, device: torch.device) -> "MicroBatches":
+        """Copy to a device."""
+        ids_U = self.unique_ids_U.to(device, non_blocking=True)
+        lengths_B = self.unique_lengths_B.to(device, non_blocking=True)
+        shared = [
+            replace(part, unique_ids_U=ids_U, unique_lengths_B=lengths_B) for part in self.parts
+        ]
+        return MicroBatches(tuple(part.to(device) for part in shared))
+
+
+Arranged = TypeVar("Arranged", Episodes, Episodes | MicroBatches)
+
+
+def in_parts(
+    arrange: Callable[[TaskBatch], Episodes], num_parts: int
+) -> Callable[[TaskBatch], Episodes | MicroBatches]:
+    """`arrange` for steps that are worked through in `num_parts` parts."""
+    if num_parts == 1:
+        return arrange
+    return lambda batch: MicroBatches(
+        tuple(arrange(part) for part in split_tasks(batch, num_parts))
+    )
+
+
+def split_tasks(batch: TaskBatch, num_parts: int) -> list[TaskBatch]:
+    """The batch cut between tasks into at most `num_parts` of about as many rows each.
+
+    Every part keeps the whole batch's unique ids. A batch without tasks is one part.
+    """
+    offsets_T1 = batch.row_offsets_T1
+    num_parts = max(1, min(num_parts, batch.num_rows))  # no cut lies between two rows twice
+    targets = torch.arange(1, num_parts) * batch.num_rows / num_parts
+    # Where the rows of a part are reached; a task longer than a part makes two of them fall
+    # together.
+    cuts = torch.searchsorted(offsets_T1, targets.round().to(offsets_T1.dtype))
+    edges = sorted({0, *cuts.tolist(), batch.num_tasks})
+    if len(edges) == 1:
+        return [batch]
+    return [batch.tasks(begin, end) for begin, end in pairwise(edges)]
+
+
+def accumulated_loss(
+    learner: nn.Module, rows_UD: Tensor, micro_batches: MicroBatches, weight: float
+) -> Tensor:
+    """What `learner(rows_UD, episodes, weight)` is for all parts together, in value and gradient.
+
+    The gradient is worked out now and only scaled in backward, so it cannot be differentiated
+    again.
+    """
+
+    def loss_of(rows: Tensor, part: Episodes) -> Tensor:
+        loss: Tensor = learner(rows, part, weight)
+        return loss
+
+    layers = [parameter for parameter in learner.parameters() if parameter.requires_grad]
+    total: Tensor = _Accumulated.apply(loss_of, micro_batches.parts, rows_UD, *layers)
+    return total
+
+
+class _Accumulated(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss_of: Callable[[Tensor, Episodes], Tensor],
+        parts: Sequence[Episodes],
+        rows_UD: Tensor,
+        *layers: Tensor,
+    ) -> Tensor:
+        # A leaf of its own: the parts' graphs end at the fetched rows, and do not run into the
+        # fetch.
+        wanted = [rows_UD.detach().requires_grad_(), *layers]
+        total = torch.zeros((), device=rows_UD.device)
+        sums: tuple[Tensor, ...] = ()
+        for part in parts:
+            with torch.enable_grad():
+                loss = loss_of(wanted[0], part)
+            # Not into .grad: the step's own backward does that, and data parallelism listens there.
+            # Zeros for layers that a part does not use: sums need all of them.
+            grads = torch.autograd.grad(loss, wanted, materialize_grads=True)
+            sums = torch._foreach_add(sums, grads) if sums else grads
+            total = total + loss.detach()
+        ctx.save_for_backward(*sums)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (outer,) = grads
+        return None, None, *(grad * outer for grad in ctx.saved_tensors)

@@ -1,0 +1,157 @@
+"""What training changes about its batches so that cold tasks and cold ids hold no surprise.
+
+Every choice is a pure function of the seed and of what it is about (epoch, task, row; step, table,
+id), so it is the same at any number of ranks and after a resume. Evaluation sees the data as
+stored.
+
+Shape suffixes: T episodes, N rows, V ids of all multi-id features, B tables, U unique ids.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gmeta.batches.config import AugmentConfig
+from metaio.batch import TaskBatch
+from metaio.features import Features
+from metaio.hashing import splitmix64
+
+Ints = npt.NDArray[np.int64]
+UInt64 = npt.NDArray[np.uint64]
+
+# The row that every table keeps for ids outside its vocabulary.
+OOV_ROW = 0
+# What keeps the random streams of different purposes apart.
+_SHARE_STREAM, _ROW_STREAM, _ID_STREAM = 1, 2, 3
+
+
+def augmented(
+    batches: Iterable[TaskBatch],
+    config: AugmentConfig,
+    features: Features,
+    seed: int,
+    epoch: int,
+    first_step: int,
+) -> Iterator[TaskBatch]:
+    """The batches of an epoch's steps from `first_step` on, as training takes them."""
+    dropped_B = np.array(
+        [not config.oov_tables or table.name in config.oov_tables for table in features.tables]
+    )
+    for step, batch in enumerate(batches, start=first_step):
+        if config.resplit_support:
+            batch = resplit(
+                batch, config.min_support_share, config.max_support_share, _key(seed, epoch)
+            )
+        if config.oov_dropout > 0.0:
+            batch = drop_ids(batch, config.oov_dropout, dropped_B, _key(seed, epoch, step))
+        yield batch
+
+
+def check_augment(config: AugmentConfig, features: Features) -> None:
+    """Hold the config against the dataset's tables.
+
+    Raises:
+        ValueError: the shares are the wrong way round, or a table is unknown.
+    """
+    if config.min_support_share > config.max_support_share:
+        raise ValueError(
+            f"augment.min_support_share = {config.min_support_share} is above "
+            f"augment.max_support_share = {config.max_support_share}: a share between them is "
+            "drawn. Swap them"
+        )
+    known = [table.name for table in features.tables]
+    for name in config.oov_tables:
+        if name not in known:
+            raise ValueError(
+                f"augment.oov_tables names {name!r}, which is no table of the dataset: "
+                f"it has {', '.join(known)}. Name some of them, or [] for all"
+            )
+
+
+def resplit(batch: TaskBatch, min_share: float, max_share: float, key: int) -> TaskBatch:
+    """Permute the rows of every episode and draw how many of them come first, as its support.
+
+    The share is uniform in [min_share, max_share]. An episode of two rows or more keeps at least
+    one on each side; one of a single row stays as it is. `key` and the task's id decide, so an
+    episode is split the same way whatever it shares the batch with.
+    """
+    rows_T = np.diff(batch.row_offsets_T1.numpy())
+    task_T = splitmix64(batch.task_T.numpy().astype(np.uint64))
+    share_T = min_share + (max_share - min_share) * _uniform(task_T, key, _SHARE_STREAM)
+    support_T = np.clip(np.rint(share_T * rows_T).astype(np.int64), 1, np.maximum(rows_T - 1, 1))
+    # Of a single row neither side can be given up; it stays what it was.
+    support_T = np.where(rows_T > 1, support_T, batch.support_lengths_T.numpy())
+
+    task_N = np.repeat(np.arange(len(rows_T)), rows_T)
+    within_N = np.arange(len(task_N)) - np.repeat(batch.row_offsets_T1.numpy()[:-1], rows_T)
+    # Tasks were mixed before row numbers are added: row 1 of task 7 must not draw as row 0 of 8.
+    draw_N = _uniform(task_T[task_N] + within_N.astype(np.uint64), key, _ROW_STREAM)
+    order_N = np.lexsort((draw_N, task_N))
+    return _reordered(batch, order_N, support_T)
+
+
+def drop_ids(
+    batch: TaskBatch, rate: float, dropped_B: npt.NDArray[np.bool_], key: int
+) -> TaskBatch:
+    """Make each id of the chosen tables the unknown id with chance `rate`, in the whole batch.
+
+    `key`, the table and the id decide. All dropped ids of a table share one position with the
+    unknown id, if the batch holds it, because an episode must not see an id at two positions.
+    """
+    table_U = np.repeat(np.arange(len(dropped_B)), batch.unique_lengths_B.numpy())
+    ids_U = batch.unique_ids_U.numpy()
+    # Mixed before the table is added: id 7 of table 1 must not share the fate of id 8 of table 0.
+    named_U = splitmix64(ids_U.astype(np.uint64)) + table_U.astype(np.uint64)
+    is_oov_U = dropped_B[table_U] & (
+        (_uniform(named_U, key, _ID_STREAM) < rate) | (ids_U == OOV_ROW)
+    )
+    # The first of each table's unknown ids stands for all of them.
+    oov_tables, first_oov = np.unique(table_U[is_oov_U], return_index=True)
+    shared_B = np.zeros(len(dropped_B), dtype=np.int64)
+    shared_B[oov_tables] = np.flatnonzero(is_oov_U)[first_oov]
+    target_U = np.where(is_oov_U, shared_B[table_U], np.arange(len(ids_U)))
+    keep_U = target_U == np.arange(len(ids_U))
+    position_U = (np.cumsum(keep_U) - 1)[target_U].astype(np.int32)
+    return replace(
+        batch,
+        unique_ids_U=torch.from_numpy(np.where(is_oov_U, OOV_ROW, ids_U)[keep_U]),
+        unique_lengths_B=torch.from_numpy(np.bincount(table_U[keep_U], minlength=len(dropped_B))),
+        positions_NF=torch.from_numpy(position_U[batch.positions_NF.numpy()]),
+        multi_positions_V=torch.from_numpy(position_U[batch.multi_positions_V.numpy()]),
+    )
+
+
+def _reordered(batch: TaskBatch, order_N: Ints, support_T: Ints) -> TaskBatch:
+    """The batch with its rows in this order, which keeps every episode's rows together."""
+    values_N = batch.multi_lengths_NM.numpy().sum(axis=1, dtype=np.int64)
+    first_N = np.cumsum(values_N) - values_N
+    moved_N = values_N[order_N]
+    shift_N = first_N[order_N] - (np.cumsum(moved_N) - moved_N)
+    order_V = np.repeat(shift_N, moved_N) + np.arange(moved_N.sum())
+    rows = torch.from_numpy(order_N)
+    return replace(
+        batch,
+        support_lengths_T=torch.from_numpy(support_T),
+        label_N=batch.label_N[rows],
+        dense_NK=batch.dense_NK[rows],
+        positions_NF=batch.positions_NF[rows],
+        multi_positions_V=batch.multi_positions_V[torch.from_numpy(order_V)],
+        multi_lengths_NM=batch.multi_lengths_NM[rows],
+    )
+
+
+def _uniform(names: UInt64, key: int, stream: int) -> npt.NDArray[np.float64]:
+    """A number in [0, 1) for each name: the upper 53 bits of its hash under the key."""
+    mixed = splitmix64(names ^ splitmix64(np.uint64(_key(key, stream))))
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _key(*parts: int) -> int:
+    """One 64-bit number for several."""
+    mixed = np.zeros(1, dtype=np.uint64)
+    for part in parts:
+        mixed = splitmix64(mixed + np.uint64(part % 2**64))
+    return int(mixed[0])

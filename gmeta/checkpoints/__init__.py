@@ -1,0 +1,1 @@
+"""Checkpoints: written beside training, checked, loaded by any number of ranks."""

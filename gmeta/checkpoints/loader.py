@@ -1,0 +1,153 @@
+"""Checkpoints of a sharded run: what they hold, where they lie, how one is loaded.
+
+Any world size reads what any other wrote.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torchrec.distributed import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+
+from gmeta.checkpoints.files import (
+    DAMAGE,
+    FALL_BACK,
+    check_files,
+    files_of,
+    first_failure,
+    read_about,
+    read_progress,
+    reason_of,
+)
+from gmeta.config import TrainConfig
+from gmeta.errors import GMetaError, UserError
+from gmeta.parallel.ranks import Ranks, gather_to_first, value_of_first
+from gmeta.runs.folder import RunFolder, checkpoint_name, list_checkpoints, step_of
+from gmeta.runs.progress import Progress
+
+TEMPORARY_PREFIX = "tmp-"  # of a folder that is being written
+REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"  # of one that a new one of its step replaces
+
+
+def load_checkpoint(
+    path: Path, sharded: DistributedModelParallel, optimizer: CombinedOptimizer | None, ranks: Ranks
+) -> Progress:
+    """Fill the model, and the optimizer if given, from a checkpoint; any number of ranks may have
+    written it.
+
+    Raises:
+        GMetaError: the folder is incomplete or damaged; on every rank alike.
+        UserError: it is whole, and of another model.
+    """
+    if optimizer is not None:
+        # torch makes it at the first step, and only what is there can be filled.
+        _create_state(optimizer)
+    state = state_of(sharded, optimizer)
+    _check_together(path, ranks)
+    progress = read_progress(path)
+    try:
+        load_shards(state, checkpoint_id=str(path), process_group=ranks.control)
+    except DAMAGE as error:
+        reason = reason_of(error).rstrip(".")
+        if files_of(read_about(path)) and not isinstance(first_failure(error), OSError):
+            # It is what was written: to remove it would lose a good checkpoint.
+            remedy = (
+                "Set model and algorithm as they were in the run that wrote it"
+                if optimizer is None
+                else "Set model, algorithm and outer as they were in the run that wrote it, or "
+                "choose another run.dir"
+            )
+            raise UserError(
+                f"checkpoint {path} does not fit the config: {reason}. {remedy}"
+            ) from error
+        raise GMetaError(
+            f"checkpoint {path} cannot be loaded: {reason}. It must come from a run of the same "
+            f"model on the same dataset. {FALL_BACK}"
+        ) from error
+    sharded.load_state_dict(state["model"])
+    if optimizer is not None and "optimizer" in state:
+        optimizer.load_state_dict(state["optimizer"])
+    return progress
+
+
+def _check_together(path: Path, ranks: Ranks) -> None:
+    """Hold the files against their checksums, each rank its share of them: all of it is read once,
+    whatever the number of ranks, and all ranks refuse what one of them finds."""
+    try:
+        check_files(path, ranks.rank, ranks.world_size)
+        mine = ""
+    except GMetaError as error:
+        mine = str(error)
+    found = gather_to_first(mine, ranks) or []
+    first = value_of_first(next((one for one in found if one), ""), ranks)
+    if first:
+        raise GMetaError(first)
+
+
+def checkpoint_to_use(folder: Path, config: TrainConfig) -> Path | None:
+    """The checkpoint that stands for a run: of its best validation if it stops early, else the
+    newest.
+    """
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        return None
+    if config.run.early_stop_patience:
+        best = folder / checkpoint_name(read_progress(checkpoints[-1]).best_step)
+        if best in checkpoints:
+            return best
+    return checkpoints[-1]
+
+
+def best_not_kept(run: RunFolder) -> str:
+    """What to tell of a run whose newest checkpoint stands for it though it stops early: the best
+    is not there. Empty where it is, or there is none.
+    """
+    config, checkpoints = run.read_config(), list_checkpoints(run.checkpoints)
+    if not (config.run.early_stop_patience and checkpoints):
+        return ""
+    best_step = read_progress(checkpoints[-1]).best_step
+    if not best_step or run.checkpoints / checkpoint_name(best_step) in checkpoints:
+        return ""
+    why = "" if config.run.keep_best else " (run.keep_best = false)"
+    return (
+        f"run {run.root}: the checkpoint of the best validation, at step {best_step}, is not kept"
+        f"{why}; the newest, of step {step_of(checkpoints[-1])}, stands for the run"
+    )
+
+
+def restore_replaced(folder: Path) -> None:
+    """Give a checkpoint its name back whose writer was killed while it put another in its place.
+
+    One process calls it, before any lists the checkpoints.
+    """
+    for put_aside in folder.glob(f"{REPLACED_PREFIX}*"):
+        final = folder / put_aside.name.removeprefix(REPLACED_PREFIX)
+        # Else the new one has its name, and this one goes with all that was left over.
+        if not final.exists():
+            put_aside.rename(final)
+
+
+def state_of(
+    sharded: DistributedModelParallel, optimizer: CombinedOptimizer | None
+) -> dict[str, Any]:
+    """What a checkpoint holds: the live tensors, not copies."""
+    state: dict[str, Any] = {"model": sharded.state_dict()}
+    kept = optimizer.state_dict() if optimizer is not None else {"state": {}}
+    if kept["state"]:
+        # A rank without tables under an optimizer without state: an empty entry would be one more
+        # key, which the other ranks did not write.
+        state["optimizer"] = kept
+    return state
+
+
+def _create_state(optimizer: CombinedOptimizer) -> None:
+    """Make the layers' optimizer hold all the state it will have, so that a checkpoint can fill it.
+
+    torch's optimizers create state at their first step: this takes one with zero gradients. It may
+    move the layers (weight decay), so load them afterwards.
+    """
+    for _, part in optimizer.optimizers:
+        if isinstance(part, KeyedOptimizerWrapper):
+            part.init_state()
+            part.zero_grad()

@@ -1,0 +1,257 @@
+"""Writing checkpoints beside training: the step waits for a copy of the state in host memory, a
+thread writes it.
+
+A checkpoint appears whole or not at all: the rename of its temporary folder, after everything in
+it is on disk, is the one commit point. At most one is being written; the next waits for it.
+"""
+
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torchrec.distributed import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer
+
+from gmeta.checkpoints.files import PROGRESS_FILE, describe, reason_of
+from gmeta.checkpoints.loader import (
+    REPLACED_PREFIX,
+    TEMPORARY_PREFIX,
+    state_of,
+)
+from gmeta.config import TrainConfig
+from gmeta.errors import GMetaError
+from gmeta.files.checksums import FileEntry, describe_file
+from gmeta.parallel.ranks import Ranks, gather_to_first, new_control_group
+from gmeta.parallel.together import by_first
+from gmeta.runs.folder import checkpoint_name, list_checkpoints
+from gmeta.runs.progress import Progress
+from metaio.destination import flush_to_disk
+
+
+def _nothing() -> None:
+    """What follows a commit unless the caller has something to tell."""
+
+
+class CheckpointWriter:
+    """Writes a run's checkpoints to `folder`/step-N and keeps the `run.keep_last` newest and the
+    best. All ranks make one, and call it in the same places.
+
+    `committed` is called on every rank, by the training thread, once a checkpoint has its name.
+    Without `run.checkpoint_in_background` a step waits until its checkpoint is written, and no copy
+    is made.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        sharded: DistributedModelParallel,
+        optimizer: CombinedOptimizer,
+        config: TrainConfig,
+        ranks: Ranks,
+        committed: Callable[[], None] = _nothing,
+    ) -> None:
+        self._folder = folder
+        self._sharded = sharded
+        self._optimizer = optimizer
+        # Its own group: the thread's messages must not meet those of the steps.
+        self._ranks = replace(ranks, control=new_control_group())
+        self._writer = {"world_size": ranks.world_size, "config_digest": config.digest}
+        self._keep_last = config.run.keep_last
+        self._keep_best = config.run.keep_best
+        self._committed = committed
+        self._in_background = config.run.checkpoint_in_background
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=True)
+        self._thread: threading.Thread | None = None
+        self._error: GMetaError | None = None
+        if ranks.rank == 0:
+            for left_over in folder.glob(f"{TEMPORARY_PREFIX}*"):
+                shutil.rmtree(left_over, ignore_errors=True)
+
+    def save(self, progress: Progress, files: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Checkpoint the state as it is now, with rank 0's `files` (texts by name) beside it.
+
+        Waits for the checkpoint before, if that is still being written; call `finish` first to
+        know that it was committed.
+
+        Raises:
+            GMetaError: the checkpoint before could not be written.
+        """
+        self.finish()
+        state = state_of(self._sharded, self._optimizer)
+        if not self._in_background:
+            self._write(state, progress, files)
+            self._conclude()
+            return
+        staged = self._staged(state)
+        # A daemon: after an error the process ends, and does not wait for ranks that are gone.
+        self._thread = threading.Thread(
+            target=self._write, args=(staged, progress, files), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is on its way to the disk."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def poll(self) -> None:
+        """Once the one being written has ended: tell that it is committed, or what went wrong.
+
+        Raises:
+            GMetaError: it could not be written; nothing of it is kept.
+        """
+        if self._thread is not None and not self.is_writing:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the one being written, if any.
+
+        Raises:
+            GMetaError: it could not be written; nothing of it is kept.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self._conclude()
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error a rank may be gone, and the thread would wait for it.
+        if kind is None:
+            self.finish()
+
+    def _conclude(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        self._committed()
+
+    def _staged(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A copy of the state in host memory, in the same place every time: pinned for CUDA."""
+        if self._ranks.device.type == "cpu" and self._stager.state_dict_cache is None:
+            self._stager.state_dict_cache = _buffers_for(state)
+        return self._stager.stage(state)
+
+    def _write(self, state: dict[str, Any], progress: Progress, files: Mapping[str, str]) -> None:
+        """Write, and leave what went wrong in `_error`, on every rank alike."""
+        final = self._folder / checkpoint_name(progress.step)
+        temporary = self._folder / f"{TEMPORARY_PREFIX}{final.name}"
+        # Stands where the thread dies of what nobody foresaw: silence must not pass for a commit.
+        self._error = GMetaError(
+            f"checkpoint {final} cannot be written: what the traceback above says ended the "
+            "writing. Go on from the checkpoint before with --resume"
+        )
+        try:
+            by_first(lambda: _make_empty(temporary), self._ranks)
+            save_shards(state, checkpoint_id=str(temporary), process_group=self._ranks.control)
+            described = gather_to_first(_described(temporary, self._ranks.rank), self._ranks) or []
+            by_first(
+                lambda: self._commit(temporary, final, progress, files, described), self._ranks
+            )
+        except (OSError, RuntimeError, CheckpointException) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            self._error = GMetaError(
+                f"checkpoint {final} cannot be written: {reason_of(error)}; {_free(self._folder)} "
+                "were free there. Free some, then go on from the checkpoint before with --resume"
+            )
+        else:
+            self._error = None
+
+    def _commit(
+        self,
+        temporary: Path,
+        final: Path,
+        progress: Progress,
+        files: Mapping[str, str],
+        described: list[dict[str, FileEntry] | OSError],
+    ) -> None:
+        entries: dict[str, FileEntry] = {}
+        for of_rank in described:
+            if isinstance(of_rank, OSError):
+                raise of_rank
+            entries.update(of_rank)
+        for name, text in files.items():
+            (temporary / name).write_text(text, encoding="utf-8")
+        # Those, and the index, are of no rank.
+        for path in temporary.iterdir():
+            if path.name not in entries:
+                entries[path.name] = describe_file(path)
+        (temporary / PROGRESS_FILE).write_text(describe(progress, self._writer, entries))
+        # Files before the rename and the folder behind it: a power cut leaves all of it or nothing.
+        flush_to_disk((*temporary.iterdir(), temporary))
+        # There already where a step that was saved ends its epoch too. Put aside, not removed:
+        # until the new one has its name it may be the only checkpoint.
+        replaced = self._folder / f"{REPLACED_PREFIX}{final.name}"
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+        temporary.rename(final)
+        flush_to_disk([self._folder])
+        shutil.rmtree(replaced, ignore_errors=True)
+        best = checkpoint_name(progress.best_step) if self._keep_best else ""
+        for old in list_checkpoints(self._folder)[: -self._keep_last]:
+            if old.name != best:
+                _discard(old)
+
+
+def _described(folder: Path, rank: int) -> dict[str, FileEntry] | OSError:
+    """Checksums of what this rank wrote, while its machine still has it in memory; or why not, for
+    rank 0 to tell: a rank that raised here would leave the others in a collective."""
+    try:
+        return {path.name: describe_file(path) for path in folder.glob(f"__{rank}_*")}
+    except OSError as error:
+        return error
+
+
+def _buffers_for(value: Any) -> Any:
+    """Uninitialised tensors of the shapes and types in a state on the CPU.
+
+    torch's stager would make them by a deep copy: at the first checkpoint the tables would be in
+    memory three times.
+    """
+    if isinstance(value, dict):
+        return {key: _buffers_for(one) for key, one in value.items()}
+    if isinstance(value, ShardedTensor):
+        if not value.local_shards():
+            return value
+        return ShardedTensor._init_from_local_shards_and_global_metadata(
+            [Shard(torch.empty_like(s.tensor), s.metadata) for s in value.local_shards()],
+            value.metadata(),
+            process_group=value._process_group,
+        )
+    return torch.empty_like(value) if isinstance(value, torch.Tensor) else value
+
+
+def _discard(checkpoint: Path) -> None:
+    """Renamed first, since one that is there in part must not pass for a checkpoint. What cannot be
+    removed, as where another host reads it over NFS, ends no run: it goes at the next start."""
+    doomed = checkpoint.with_name(TEMPORARY_PREFIX + checkpoint.name)
+    with suppress(OSError):
+        checkpoint.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _free(folder: Path) -> str:
+    """In coarse units: ranks look at different moments, and are to say the same."""
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB"
+    except OSError:
+        return "an unknown number of bytes"

@@ -1,0 +1,267 @@
+"""What a rank tells the controller about its steps, and how a change of batches reaches all ranks
+in the same step (docs/stragglers.md).
+
+Ranks ask each other behind a step what is new and take the answer once the rows of the next one
+travel: they wait for both at a time.
+
+A change of batches is no change of the gradient: terms are weighted by their global number.
+"""
+
+import abc
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor
+from torchrec.distributed import DistributedModelParallel
+
+from gmeta.antdt.agent import Plan, WorkerAgent
+from gmeta.batches.accumulate import MicroBatches, in_parts
+from gmeta.batches.episodes import Episodes
+from gmeta.config import TrainConfig
+from gmeta.feeds.feed import PREFETCH_BATCHES, Feed, ServiceFeed
+from gmeta.parallel.links import LinkProbe
+from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.sharding import local_learner
+from gmeta.parallel.stopping import Stop
+from gmeta.parallel.transport import Swap
+from metaio.batch import TaskBatch
+
+PROBE_EVERY_STEPS = 16  # 1 ms each on one machine: 0.1 ms a step
+# The fastest of so many probes counts: a rank that was not scheduled once has no slow link.
+PROBES_KEPT = 4
+READING_KEPT = 0.75  # from step to step: a block is read in one and used in some
+# A step's collectives one after the other: numbers of ids, totals, ids, rows, gradients of rows and
+# of layers. Each takes a slow link at least as long as a swap.
+MEETINGS_PER_STEP = 6
+
+
+class Agent(abc.ABC):
+    """Called once a step, and for every batch."""
+
+    @abc.abstractmethod
+    def arrange(self, batch: TaskBatch) -> Episodes | MicroBatches:
+        """The batch as the learner takes it."""
+
+    @abc.abstractmethod
+    def stepped(self, num_tasks: int) -> None:
+        """The optimizer's step is done. Collective: every rank calls it for every step."""
+
+    def take_replanned(self) -> bool:
+        """Whether the shares changed behind the last step, so that the batch that was asked for
+        last is planned anew. Called in front of each step; the same on all ranks."""
+        return False
+
+
+@final
+class NoAgent(Agent):
+    """Shares are fixed and nobody watches."""
+
+    def __init__(self, arrange: Callable[[TaskBatch], Episodes], micro_batches: int) -> None:
+        self._arrange = in_parts(arrange, micro_batches)
+
+    def arrange(self, batch: TaskBatch) -> Episodes | MicroBatches:
+        """See Agent.arrange."""
+        return self._arrange(batch)
+
+    def stepped(self, num_tasks: int) -> None:
+        """See Agent.stepped."""
+
+
+def open_agent(
+    config: TrainConfig,
+    feed: Feed,
+    sharded: DistributedModelParallel,
+    arrange: Callable[[TaskBatch], Episodes],
+    ranks: Ranks,
+    stop: Stop,
+) -> Agent:
+    """An agent where ranks lease shards, and may therefore take unequal shares of a step."""
+    if not isinstance(feed, ServiceFeed):
+        return NoAgent(arrange, config.outer.accumulate_steps)
+    return ServiceAgent(config, feed, sharded, arrange, ranks, stop)
+
+
+@final
+class ServiceAgent(Agent):
+    """Measures, reports, and moves to a new share when every rank holds the same plan."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        feed: ServiceFeed,
+        sharded: DistributedModelParallel,
+        arrange: Callable[[TaskBatch], Episodes],
+        ranks: Ranks,
+        stop: Stop,
+    ) -> None:
+        self._feed = feed
+        self._ranks = ranks
+        self._arrange = arrange
+        self._stop = stop
+        self._worker = WorkerAgent(
+            feed.client, feed.share, self._end_for_restart, config.outer.accumulate_steps
+        )
+        self._clock = LocalClock()
+        local_learner(sharded).clock = self._clock
+        self._probe = LinkProbe(ranks)
+        self._swaps_s: deque[float] = deque(maxlen=PROBES_KEPT)
+        self._asked: tuple[Plan, Tensor, Swap] | None = None
+        self._arranged_s = 0.0  # since the last step
+        self._hiding = Hiding(PREFETCH_BATCHES)
+        self._reading = Reading()
+        self._wait_s = feed.wait_s
+        self._ended_s = time.perf_counter()
+
+    def arrange(self, batch: TaskBatch) -> Episodes | MicroBatches:
+        """See Agent.arrange."""
+        began_s = time.perf_counter()
+        arranged = in_parts(self._arrange, self._worker.plan.micro_batches)(batch)
+        self._arranged_s += time.perf_counter() - began_s
+        return arranged
+
+    def stepped(self, num_tasks: int) -> None:
+        """See Agent.stepped."""
+        now_s, wait_s = time.perf_counter(), self._feed.wait_s
+        compute_s = self._clock.take_s() + self._arranged_s
+        task_s = self._reading.task_s(self._feed.read_s, self._feed.tasks_read)
+        shown_s = self._hiding.shown_s(task_s * num_tasks, compute_s)
+        data_s = max(wait_s - self._wait_s, shown_s)
+        own_transfers_s = MEETINGS_PER_STEP * min(self._swaps_s, default=0.0)
+        peers_s = max(0.0, now_s - self._ended_s - compute_s - data_s - own_transfers_s)
+        times_s = (compute_s, data_s, own_transfers_s, peers_s)
+        changed = self._worker.stepped(num_tasks, *(1000 * seconds for seconds in times_s))
+        self._wait_s, self._ended_s, self._arranged_s = wait_s, now_s, 0.0
+        self._worker.take_actions()
+        self._ask(changed)
+        if self._worker.totals.step % PROBE_EVERY_STEPS == 0:
+            self._swaps_s.append(self._probe.swap_s())
+
+    def take_replanned(self) -> bool:
+        """Adopts the plan that was asked about if it is the newest of all ranks: behind the same
+        step, so it is in force for the same batch on all of them. If the speed of any changed, all
+        report at once: the controller then sees the same step of everybody."""
+        if self._asked is None:
+            return False
+        (plan, mine, swap), self._asked = self._asked, None
+        said = torch.stack([mine, *swap.parts()])
+        versions, any_changed = said[:, 0], bool(said[:, 1].any())
+        if any_changed:
+            self._feed.client.hurry()
+        if plan.version == self._worker.plan.version or bool((versions != plan.version).any()):
+            return False
+        read_ahead = (PREFETCH_BATCHES + 1) * self._feed.share
+        self._worker.adopt(plan)
+        self._feed.change_share(plan.tasks)
+        self._reading.skip(-(-read_ahead // max(1, self._feed.share)))
+        return True
+
+    def _ask(self, changed: bool) -> None:
+        """Ask all ranks which plan is their newest, and whether the speed of any changed."""
+        plan = self._worker.newest
+        mine = torch.tensor([plan.version, int(changed)])
+        # From each to each: an all-reduce of gloo goes round all of them, twice, and at every stop
+        # may wait for a rank that is not scheduled.
+        others = self._ranks.world_size - 1
+        counts = [mine.numel()] * others
+        self._asked = plan, mine, self._ranks.transport.swap(mine.repeat(others), counts, counts)
+
+    def _end_for_restart(self) -> str:
+        """All ranks keep the steps so far and end; torchrun starts them again."""
+        used = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        allowed = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+        if used >= allowed:
+            return f"torchrun has used {used} of {allowed} restarts; raise --max-restarts"
+        self._stop.asked = True
+        return ""
+
+
+@final
+class Reading:
+    """How long a rank reads a task, over the last steps.
+
+    By the tasks that were read, which are others than those of the step: batches are read ahead. A
+    change of the shares puts what was read ahead back, and it is read again out of memory; that
+    says nothing about the storage.
+    """
+
+    def __init__(self) -> None:
+        self._seen_s, self._seen = 0.0, 0  # totals
+        self._newest_s, self._newest = 0.0, 0.0  # the newest steps weigh most
+        self._steps_to_skip = 0
+
+    def skip(self, num_steps: int) -> None:
+        """The tasks of so many steps are in memory."""
+        self._steps_to_skip = max(self._steps_to_skip, num_steps)
+
+    def task_s(self, read_s: float, tasks_read: int) -> float:
+        """Seconds a task, once a step, from the totals of the rank's reader."""
+        if self._steps_to_skip:
+            self._steps_to_skip -= 1
+        else:
+            self._newest_s = READING_KEPT * self._newest_s + read_s - self._seen_s
+            self._newest = READING_KEPT * self._newest + tasks_read - self._seen
+        self._seen_s, self._seen = read_s, tasks_read
+        return self._newest_s / self._newest if self._newest else 0.0
+
+
+@final
+class Hiding:
+    """How much of the reading the rank's own computation does not hide.
+
+    Batches are read behind the computation's back, also while it waits for its peers. A slow reader
+    whose share has become small is waited for no more, because its peers' computation hides it; it
+    is as slow as before, and with its old share all would wait for it again. So a rank's own time
+    is max(reading, computing), whatever the others do.
+    """
+
+    def __init__(self, batches_ahead: int) -> None:
+        self._batches_ahead = batches_ahead
+        self._credit_s = 0.0  # computed while nothing was read: a later batch may take as long
+
+    def shown_s(self, read_s: float, compute_s: float) -> float:
+        """Of a step that read and computed for so long."""
+        shown_s = read_s - compute_s - self._credit_s
+        self._credit_s = min(max(0.0, -shown_s), self._batches_ahead * compute_s)
+        return max(0.0, shown_s)
+
+
+@final
+class LocalClock:
+    """Time from the rows' arrival to their gradient's departure: what this rank computes by
+    itself, whatever its peers do."""
+
+    def __init__(self) -> None:
+        self._spent_s = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def start(self, rows_UD: Tensor) -> None:
+        """The rows are here; the clock stops when backward reaches them."""
+        if not rows_UD.requires_grad:
+            return
+        if rows_UD.is_cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            rows_UD.register_hook(lambda _: self._events.append((begin, _recorded(end))))
+            return
+        began_s = time.perf_counter()
+        rows_UD.register_hook(lambda _: self._add(time.perf_counter() - began_s))
+
+    def _add(self, seconds: float) -> None:
+        self._spent_s += seconds
+
+    def take_s(self) -> float:
+        """Seconds since the last call; on CUDA those of kernels that are through."""
+        while self._events and self._events[0][1].query():
+            begin, end = self._events.pop(0)
+            self._spent_s += begin.elapsed_time(end) / 1000
+        spent_s, self._spent_s = self._spent_s, 0.0
+        return spent_s
+
+
+def _recorded(event: torch.cuda.Event) -> torch.cuda.Event:
+    event.record()
+    return event

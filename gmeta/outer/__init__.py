@@ -1,0 +1,1 @@
+"""The outer loop: its optimizers, and when it ends."""

@@ -1,0 +1,143 @@
+"""Clipping of a step's gradient by its global norm, over layers and tables together.
+
+The tables' optimizers are fused into backward, so without more a row would be updated before the
+norm is known. Here backward stops at the rows that this rank's tables gave out: every gradient is
+then known and none applied. The norm counts what the optimizers see: the layers' averaged
+gradients once, and each row's gradient summed over all ranks, once, by the rank that holds it. So
+it is the norm that one rank with dense gradients would find (Pascanu et al., arXiv 1211.5063,
+algorithm 1), at any number of ranks. The rest of backward then takes the scaled gradients to the
+tables.
+
+Shape suffixes: N rows given out (equal ids may repeat), U distinct rows, D embedding width.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel
+
+from gmeta.parallel.exchange import WireExchange
+from gmeta.parallel.ranks import add_over_ranks
+from gmeta.parallel.sharding import local_learner
+from gmeta.tables.updates import (
+    FastGroup,
+    GivenRows,
+    row_numbers_N,
+    summed_by_row,
+    table_groups,
+)
+
+# As in torch.nn.utils.clip_grad_norm_, whose results these are.
+NORM_EPSILON = 1e-6
+
+
+class _Given(NamedTuple):
+    """Rows that a lookup gave out, and the leaf that stands for them in the rest of the graph."""
+
+    row_N: Tensor
+    rows_ND: Tensor
+    leaf_ND: Tensor
+
+
+class _HoldingFastGroup:
+    """A table group on the CPU whose rows' gradients wait until they are released."""
+
+    def __init__(self, group: FastGroup) -> None:
+        self._group = group
+        self._held: list[tuple[Sequence[GivenRows], float]] = []
+        group.take = lambda given, unit: self._held.append((given, unit))
+
+    def squared_norm(self) -> Tensor:
+        """Of the gradient of this rank's rows, each summed over all who fetched it: a scalar."""
+        parts = [(part, unit) for given, unit in self._held for part in given]
+        if not parts:
+            return torch.zeros(())
+        row_N = torch.cat([part.row_N for part, _ in parts])
+        grad_ND = torch.cat([part.grad_ND() * unit for part, unit in parts])
+        return _squared_norm(row_N, grad_ND)
+
+    def release(self, scale: Tensor) -> None:
+        """Update the rows with `scale` times the gradients."""
+        held, self._held = self._held, []
+        for given, unit in held:
+            self._group.update(given, unit * scale.item())
+
+
+class _HoldingGroup:
+    """The same of TorchRec's exchange."""
+
+    def __init__(self, group: SplitTableBatchedEmbeddingBagsCodegen) -> None:
+        self._lookup = group.forward
+        self._first_row_F = group.hash_size_cumsum[:-1]
+        self._given: list[_Given] = []
+
+    def __call__(self, indices: Tensor, offsets: Tensor, *rest: Any, **named: Any) -> Tensor:
+        rows_ND: Tensor = self._lookup(indices, offsets, *rest, **named)
+        if not torch.is_grad_enabled():
+            return rows_ND
+        leaf_ND = rows_ND.detach().requires_grad_()
+        row_N = row_numbers_N(self._first_row_F, indices, offsets)
+        self._given.append(_Given(row_N, rows_ND, leaf_ND))
+        return leaf_ND
+
+    def squared_norm(self) -> Tensor:
+        """See _HoldingFastGroup."""
+        waiting = [given for given in self._given if given.leaf_ND.grad is not None]
+        if not waiting:
+            return torch.zeros((), device=self._first_row_F.device)
+        row_N = torch.cat([given.row_N for given in waiting])
+        grads = [given.leaf_ND.grad for given in waiting if given.leaf_ND.grad is not None]
+        return _squared_norm(row_N, torch.cat(grads))
+
+    def release(self, scale: Tensor) -> None:
+        """See _HoldingFastGroup."""
+        given, self._given = self._given, []
+        for _, rows_ND, leaf_ND in given:
+            if leaf_ND.grad is not None:
+                rows_ND.backward(leaf_ND.grad * scale)
+
+
+def _squared_norm(row_N: Tensor, grad_ND: Tensor) -> Tensor:
+    _, grad_UD = summed_by_row(row_N, grad_ND)
+    squared: Tensor = grad_UD.square().sum()
+    return squared
+
+
+class GradientClipping:
+    """Holds the tables' updates of a step back until `apply`; make it before the first step."""
+
+    def __init__(
+        self, sharded: DistributedModelParallel, layers: Iterable[nn.Parameter], max_norm: float
+    ) -> None:
+        self._layers = list(layers)
+        self._max_norm = max_norm
+        announce = local_learner(sharded).announce
+        self._groups: list[_HoldingFastGroup | _HoldingGroup] = []
+        if isinstance(announce, WireExchange):
+            self._groups += map(_HoldingFastGroup, announce.groups)
+            return
+        for group in table_groups(sharded):
+            held = _HoldingGroup(group)
+            group.forward = held
+            self._groups.append(held)
+
+    def apply(self) -> None:
+        """Scale the gradient of the step down to the norm allowed, and update the tables with it.
+
+        Call it after backward and before the layers' step, on every rank.
+        """
+        grads = [layer.grad for layer in self._layers if layer.grad is not None]
+        of_layers = torch.nn.utils.get_total_norm(grads)
+        # A rank may hold no table.
+        squared = sum((group.squared_norm() for group in self._groups), torch.zeros_like(of_layers))
+        add_over_ranks(squared)
+        norm = (squared + of_layers.square()).sqrt()
+        scale = (self._max_norm / (norm + NORM_EPSILON)).clamp(max=1.0)
+        torch._foreach_mul_(grads, scale)
+        for group in self._groups:
+            group.release(scale)

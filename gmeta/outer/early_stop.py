@@ -1,0 +1,82 @@
+"""Which validation score is the best so far, and when the scores have stopped getting better.
+
+The judgement is part of a run's progress and lies in every checkpoint, so a resumed run stops where
+it would have stopped.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import final
+
+from gmeta.config import TrainConfig
+from gmeta.errors import ConfigError
+from gmeta.metrics import metric_infos
+from gmeta.runs.progress import Progress
+
+
+@final
+@dataclass(frozen=True)
+class EarlyStop:
+    """`metric` decides; `patience` validations in a row without a score that is better by more
+    than `min_delta` end the run (0: never).
+    """
+
+    metric: str
+    higher_is_better: bool
+    patience: int
+    min_delta: float
+
+    def judged(self, progress: Progress, score: float | None) -> Progress:
+        """The progress after a validation at its step; an undefined score is none better."""
+        progress = replace(progress, scored_step=progress.step)
+        if score is None or math.isnan(score):
+            return replace(progress, stale=progress.stale + 1)
+        sign = 1.0 if self.higher_is_better else -1.0
+        best = progress.best_score
+        # The very first score is the best so far, however bad.
+        if best is not None and sign * (score - best) <= self.min_delta:
+            return replace(progress, stale=progress.stale + 1)
+        return replace(progress, stale=0, best_score=score, best_step=progress.step)
+
+    def is_over(self, progress: Progress) -> bool:
+        """Whether the run has waited long enough for a better score."""
+        return 0 < self.patience <= progress.stale
+
+    def told(self, progress: Progress) -> str:
+        """Why the run ends."""
+        if progress.best_score is None:
+            return (
+                f"stopped early: {self.metric} was undefined in every validation "
+                f"({progress.stale} so far): data.valid_split is too small, or of one class"
+            )
+        return (
+            f"stopped early: after step {progress.best_step} with {self.metric} "
+            f"{progress.best_score:.4f} no validation was better, {progress.stale} in a row"
+        )
+
+
+def early_stop_of(config: TrainConfig) -> EarlyStop:
+    """What the config asks for.
+
+    Raises:
+        ConfigError: there is no split to validate on, or the metric is none of the loss.
+    """
+    run = config.run
+    for key, value in (
+        ("early_stop_patience", run.early_stop_patience),
+        ("valid_every_steps", run.valid_every_steps),
+    ):
+        if value and not config.data.valid_split:
+            raise ConfigError(
+                f"run.{key} = {value}, but there is no split to score. Set data.valid_split"
+            )
+    infos = metric_infos(config.outer.loss)
+    metric = run.early_stop_metric or next(iter(infos))
+    if metric not in infos:
+        raise ConfigError(
+            f"run.early_stop_metric = {metric!r} is no metric of outer.loss = "
+            f"{config.outer.loss!r}: choose one of {', '.join(infos)}"
+        )
+    return EarlyStop(
+        metric, infos[metric].higher_is_better, run.early_stop_patience, run.early_stop_min_delta
+    )

@@ -1,0 +1,50 @@
+"""What a rank counts as its own time."""
+
+import pytest
+
+from gmeta.feeds.agent import Hiding, Reading
+
+
+def test_a_reader_as_slow_as_before_shows_the_same_whoever_waits() -> None:
+    hiding = Hiding(batches_ahead=2)
+    assert [hiding.shown_s(4.0, 1.0) for _ in range(3)] == [3.0, 3.0, 3.0]
+
+
+def test_reading_that_the_computation_hides_costs_nothing_also_when_it_comes_in_bursts() -> None:
+    hiding = Hiding(batches_ahead=2)
+    assert [hiding.shown_s(read_s, 1.0) for read_s in (0.0, 1.8) * 4] == [0.0] * 8
+
+
+def test_no_more_is_hidden_than_can_be_read_ahead() -> None:
+    hiding = Hiding(batches_ahead=2)
+    for _ in range(10):
+        hiding.shown_s(0.0, 1.0)
+    assert hiding.shown_s(5.0, 1.0) == pytest.approx(2.0)
+
+
+def test_what_is_read_ahead_in_the_first_step_does_not_make_a_task_slow() -> None:
+    reading = Reading()
+    assert reading.task_s(4.8, 48) == pytest.approx(0.1)
+    assert reading.task_s(6.4, 64) == pytest.approx(0.1)
+
+
+def test_tasks_that_are_read_again_out_of_memory_do_not_make_the_storage_fast() -> None:
+    reading = Reading()
+    reading.task_s(4.8, 48)
+    reading.skip(2)
+    assert [reading.task_s(4.8, 48 + 5 * step) for step in (1, 2)] == [pytest.approx(0.1)] * 2
+    assert reading.task_s(4.8 + 0.5, 63) == pytest.approx(0.1)
+
+
+def test_storage_that_becomes_slow_is_as_slow_within_some_steps() -> None:
+    reading = Reading()
+    for step in range(20):
+        reading.task_s(0.1 * step, 10 * step)
+    slow = [reading.task_s(2.0 + 0.4 * step, 200 + 10 * step) for step in range(10)]
+    assert slow == sorted(slow)
+    assert slow[1] > 0.015
+    assert slow[-1] == pytest.approx(0.04, rel=0.1)
+
+
+def test_nothing_read_yet_takes_no_time() -> None:
+    assert Reading().task_s(0.0, 0) == 0.0

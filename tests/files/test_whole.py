@@ -1,0 +1,54 @@
+"""A file is there whole, or as it was before."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gmeta.files.whole import whole_file, write_whole
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_write_replaces_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "report.html"
+    write_whole(target, b"a longer old one")
+    write_whole(target, b"new")
+    assert contents(tmp_path) == {"report.html": b"new"}
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "report.html"
+    write_whole(target, b"old")
+
+    def no_space(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space left on device"):
+        write_whole(target, b"new")
+    assert contents(tmp_path) == {"report.html": b"old"}
+
+
+def test_what_fails_half_way_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    target = tmp_path / "rows.parquet"
+    write_whole(target, b"old")
+
+    def fail_half_way() -> None:
+        with whole_file(target) as file:
+            file.write(b"half of it")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_half_way()
+    assert contents(tmp_path) == {"rows.parquet": b"old"}
+
+
+def test_a_file_is_readable_for_whom_others_of_its_writer_are(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_bytes(b"")
+    write_whole(tmp_path / "whole", b"")
+    assert (tmp_path / "whole").stat().st_mode == (tmp_path / "plain").stat().st_mode

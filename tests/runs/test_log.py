@@ -1,0 +1,144 @@
+"""What a run tells while it trains: readings, where they go, and who is silent."""
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
+
+from gmeta.parallel.steps import StepTotals
+from gmeta.runs import log as run_log
+from gmeta.runs.folder import RunFolder
+from gmeta.runs.log import RunLog, StepMeter
+
+
+def of_rank(rank: int, world_size: int = 1) -> Any:
+    return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
+
+
+def totals(num_rows: int) -> StepTotals:
+    return StepTotals(num_terms=1, num_rows=num_rows, ranks_with_data=1, ranks_asked_to_stop=0)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Seconds that pass when a test says so."""
+    now = SimpleNamespace(s=100.0)
+    monkeypatch.setattr(run_log, "time", SimpleNamespace(perf_counter=lambda: now.s))
+    return now
+
+
+def both_alike(values: list[float], ranks: Any) -> list[float]:
+    return [ranks.world_size * value for value in values]
+
+
+def test_a_reading_is_the_mean_of_the_steps_since_the_last(
+    monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
+) -> None:
+    monkeypatch.setattr(run_log, "sum_over_ranks", both_alike)
+    meter = StepMeter(of_rank(0, world_size=2))
+    for loss, num_rows in ((1.0, 30), (2.0, 50)):
+        meter.add(torch.tensor(loss), totals(num_rows))
+    clock.s += 4.0
+    assert meter.steps == 2
+    assert meter.read(wait_s=1.0) == {"loss": 1.5, "samples_per_s": 20.0, "data_wait_share": 0.25}
+    meter.add(torch.tensor(5.0), totals(10))
+    clock.s += 1.0
+    # The wait is a running total: what the first reading had is not counted again.
+    assert meter.read(wait_s=1.5) == {"loss": 5.0, "samples_per_s": 10.0, "data_wait_share": 0.5}
+    assert meter.steps == 0
+
+
+def test_what_is_done_between_steps_makes_them_no_slower(
+    monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
+) -> None:
+    monkeypatch.setattr(run_log, "sum_over_ranks", both_alike)
+    meter = StepMeter(of_rank(0))
+    with meter.paused():  # before the first step too
+        clock.s += 50.0
+    for _ in range(2):
+        clock.s += 1.0
+        meter.add(torch.tensor(1.0), totals(10))
+        with meter.paused():
+            clock.s += 100.0
+    assert meter.read(wait_s=0.5) == {"loss": 1.0, "samples_per_s": 10.0, "data_wait_share": 0.25}
+
+
+def test_a_loss_that_is_read_keeps_no_graph() -> None:
+    meter = StepMeter(of_rank(0))
+    weight = torch.ones((), requires_grad=True)
+    meter.add(2 * weight, totals(1))
+    assert not meter._loss.requires_grad
+
+
+def folder_of(path: Path) -> RunFolder:
+    path.mkdir()
+    return RunFolder(path)
+
+
+def test_readings_are_json_lines_and_scalars(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")  # lines are not cut: who greps a log finds whole readings
+    folder = folder_of(tmp_path / "run")
+    values = {"loss": 0.5, "samples_per_s": 12345.6, "data_wait_share": 0.25}
+    scores = {"valid": {"auc": 0.75, "gauc": None}}
+    with RunLog(folder, of_rank(0), total_steps=20, done_steps=0) as log:
+        log.write(10, 0, values)
+        log.write(20, 1, scores)
+    first, second = (json.loads(line) for line in folder.metrics.read_text().splitlines())
+    assert first == {"step": 10, "epoch": 0, **values}
+    assert second == {"step": 20, "epoch": 1, **scores}
+    board = EventAccumulator(str(folder.tensorboard)).Reload()
+    assert sorted(board.Tags()["scalars"]) == [
+        "data_wait_share",
+        "loss",
+        "samples_per_s",
+        "valid/auc",  # gauc is undefined: no point, instead of a zero
+    ]
+    assert [(point.step, point.value) for point in board.Scalars("valid/auc")] == [(20, 0.75)]
+    shown = capsys.readouterr().err
+    assert "epoch 1  step 10  loss 0.5000  samples_per_s 12,346  data_wait_share 25.0%" in shown
+    assert "epoch 2  step 20  valid auc 0.7500 gauc -" in shown
+
+
+def test_a_resumed_run_goes_on_in_its_file_and_drops_points_beyond_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(tmp_path / "run")
+    for done_steps, loss in ((0, 0.5), (10, 0.4)):
+        # TensorBoard reads files in the order of their names, which within one second is chance.
+        began_s = time.time() + done_steps
+        later = SimpleNamespace(time=lambda at_s=began_s: at_s)
+        monkeypatch.setattr(event_file_writer, "time", later)
+        with RunLog(folder, of_rank(0), total_steps=40, done_steps=done_steps) as log:
+            for step in range(done_steps + 10, 40, 10):
+                log.write(step, 0, {"loss": loss})
+    steps = [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()]
+    assert steps == [10, 20, 30, 20, 30]
+    board = EventAccumulator(str(folder.tensorboard)).Reload()
+    points = [(point.step, round(point.value, 4)) for point in board.Scalars("loss")]
+    assert points == [(10, 0.5), (20, 0.4), (30, 0.4)]
+
+
+def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of(tmp_path / "run")
+    with RunLog(folder, of_rank(1, world_size=2), total_steps=1, done_steps=0) as log:
+        log.tell(["nobody hears this"])
+        log.write(1, 0, {"loss": 1.0})
+    assert list(folder.root.iterdir()) == []
+    assert capsys.readouterr().err == ""
+
+
+def test_what_is_told_is_shown_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    with RunLog(folder_of(tmp_path / "run"), of_rank(0), total_steps=1, done_steps=0) as log:
+        log.tell(["table [bold] of /data/[x]"])
+    assert "table [bold] of /data/[x]" in capsys.readouterr().err

@@ -1,0 +1,211 @@
+"""The exported folder: damage is told in one line, tables keep their bounds, no half is seen."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import gmeta
+from gmeta.errors import GMetaError, UserError
+from gmeta.files.checksums import describe_file
+from gmeta.serving.folder import TableFormat, new_folder
+from gmeta.serving.tables import store_table
+from metaio.manifest import canonical_json, xxh3_hex
+from models import MODELS
+from tests.exported import random_rows, write_random_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_random_model(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change config.json as a release of that kind would have written it, checksum included."""
+    body = json.loads((folder / "config.json").read_text())
+    body |= changes
+    del body["checksum"]
+    body["checksum"] = xxh3_hex(canonical_json(body))
+    (folder / "config.json").write_text(json.dumps(body))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+
+def narrower_table(model: Path) -> None:
+    path = model / "table-00001.safetensors"
+    save_file({"values": torch.zeros(8, 4, dtype=torch.float16)}, path)
+    files = json.loads((model / "config.json").read_text())["files"]
+    edit_config(model, files=files | {path.name: vars(describe_file(path))})
+
+
+def other_layers(model: Path) -> None:
+    path = model / "layers.safetensors"
+    save_file({"model.top.0.weight": torch.zeros(2, 2)}, path)
+    files = json.loads((model / "config.json").read_text())["files"]
+    edit_config(model, files=files | {path.name: vars(describe_file(path))})
+
+
+def unknown_model(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())["model"]
+    edit_config(model, model=config | {"name": "dlrm2"})
+
+
+def unknown_option(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())["algorithm"]
+    edit_config(model, algorithm=config | {"inner_lrr": 1.0})
+
+
+COPY = "Copy the folder again, or export the run again"
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "layers cut short": (
+        lambda model: cut(model / "layers.safetensors"),
+        "{model}/layers.safetensors has 1,842 bytes, config.json says 1,852: "
+        f"it was cut short or rewritten. {COPY}",
+    ),
+    "a flipped bit": (
+        lambda model: flip(model / "table-00000.safetensors"),
+        "{model}/table-00000.safetensors differs from the checksum in config.json: "
+        f"it was altered. {COPY}",
+    ),
+    "a lost file": (
+        lambda model: (model / "table-00002.safetensors").unlink(),
+        f"{{model}}/table-00002.safetensors does not exist, config.json lists it. {COPY}",
+    ),
+    "a config cut short": (
+        lambda model: cut(model / "config.json"),
+        f"{{model}}/config.json is not JSON: it was cut short or edited. {COPY}",
+    ),
+    "an edited config": (
+        lambda model: (model / "config.json").write_text(
+            (model / "config.json").read_text().replace("0.3", "0.4")
+        ),
+        f"{{model}}/config.json does not match its own checksum: it was edited. {COPY}",
+    ),
+    "another version": (
+        lambda model: edit_config(model, version=2),
+        "{model}/config.json has format version 2: this release reads version 1. "
+        "Export the run again with this release, or load it with the one that wrote it",
+    ),
+    "another format": (
+        lambda model: edit_config(model, format="onnx"),
+        "{model}/config.json is not of format gmeta-model: {model} is no exported model. "
+        "Give a folder that `gmeta export` wrote",
+    ),
+    "no config": (
+        lambda model: (model / "config.json").unlink(),
+        "{model} is no exported model: it has no config.json. "
+        "Give a folder that `gmeta export` wrote",
+    ),
+    "an unknown option": (
+        unknown_option,
+        "{model}/config.json asks for what this release does not have (algorithm.inner_lrr is "
+        "unknown; did you mean algorithm.inner_lr?). Load it with the release that wrote it",
+    ),
+    "an unknown table format": (
+        lambda model: edit_config(model, table_format="int2"),
+        "{model}/config.json asks for what this release does not have (table_format 'int2' is "
+        "unknown). Load it with the release that wrote it",
+    ),
+    "an unknown model": (
+        unknown_model,
+        "{model} cannot be built (model.name = 'dlrm2' is unknown: "
+        f"known are {', '.join(sorted(MODELS))}. "
+        "Choose one of them, or register yours in models/registry.py). "
+        "Load it with the release that wrote it",
+    ),
+    "a table of another type": (
+        narrower_table,
+        "{model}/table-00001.safetensors holds values float16 [8, 4]; config.json promises values "
+        "float32 [8, 4]. The files come from different exports: export the run again",
+    ),
+    "layers of another model": (
+        other_layers,
+        "{model}/layers.safetensors does not fit config.json: it lacks model.bottom.0.weight and 7 "
+        "more. The files come from different exports: export the run again",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGE)
+def test_a_damaged_model_is_refused_in_one_line(model: Path, fault: str) -> None:
+    damage, message = DAMAGE[fault]
+    damage(model)
+    with pytest.raises(GMetaError) as caught:
+        gmeta.load(model)
+    assert str(caught.value) == message.format(model=model)
+
+
+def test_contents_are_not_read_where_no_verification_is_asked(
+    model: Path,
+) -> None:
+    flip(model / "table-00000.safetensors")
+    assert gmeta.load(model, verify=False).predict(random_rows(3)).shape == (3,)
+
+
+@pytest.mark.parametrize("table_format", ["float16", "int8"])
+def test_stored_tables_keep_their_error_bound(table_format: TableFormat) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scales = 10.0 ** torch.randint(-6, 4, (500, 1), generator=generator)
+    weight_RD = torch.randn(500, 16, generator=generator) * scales
+    weight_RD[7] = 0
+    stored = store_table("t", weight_RD, table_format)
+    error_RD = (stored.rows_UD(torch.arange(500)) - weight_RD).abs()
+    largest_R = weight_RD.abs().amax(dim=1, keepdim=True)
+    bound = largest_R / 254 if table_format == "int8" else weight_RD.abs() / 2048 + 2.0**-25
+    assert bool((error_RD <= bound * (1 + 1e-5)).all())
+    assert stored.rows_UD(torch.tensor([7])).tolist() == [[0.0] * 16]
+
+
+def test_tables_that_a_format_cannot_hold_are_refused() -> None:
+    weight_RD = torch.tensor([[1.0, 2.0], [3.0, 1e5]])
+    with pytest.raises(GMetaError) as caught:
+        store_table("item", weight_RD, "float16")
+    assert str(caught.value) == (
+        "table item holds 100000: float16 ends at 65504. Export with --tables float32 or int8"
+    )
+    weight_RD[1, 0] = float("nan")
+    with pytest.raises(GMetaError) as caught:
+        store_table("item", weight_RD, "float32")
+    assert str(caught.value) == (
+        "table item holds a value that is not finite in row 1: the run diverged. "
+        "Export an earlier checkpoint with --step, or train with lower rates"
+    )
+
+
+def fail_halfway(partial: Path, out: Path) -> None:
+    (partial / "half").write_text("x")
+    assert not out.exists()
+    raise GMetaError
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "model"
+    with pytest.raises(GMetaError), new_folder(out, overwrite=False) as partial:
+        fail_halfway(partial, out)
+    assert list(out.parent.iterdir()) == []
+    left = out.parent / ".model.partial" / "half"  # by a process that was killed
+    left.parent.mkdir()
+    left.touch()
+    with new_folder(out, overwrite=False) as partial:
+        (partial / "vocabulary").mkdir()
+        (partial / "vocabulary" / "a").write_text("x")
+    assert (out / "vocabulary" / "a").stat().st_mode & 0o777 == 0o644
+    assert [path.name for path in out.parent.iterdir()] == ["model"]
+    with pytest.raises(UserError) as caught, new_folder(out, overwrite=True):
+        pass
+    assert str(caught.value) == (
+        f"{out} exists and is no exported model: a new folder is needed. Choose another place"
+    )
