@@ -1,5 +1,6 @@
 """Reads an exported folder into a ServedModel; every way it can be damaged ends in one line."""
 
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -44,7 +45,19 @@ def load(path: str | Path, verify: bool = True) -> ServedModel:
         file = folder / table_file(index)
         shape = (table.num_rows, config.model.embedding_dim)
         tables.append(check_table(str(file), _tensors(file), shape, config.table_format))
-    return ServedModel(config, _learner(folder, config), tables, _encoder(folder, config))
+    reload = partial(_load_again, folder.absolute(), config)
+    return ServedModel(config, _learner(folder, config), tables, _encoder(folder, config), reload)
+
+
+def _load_again(folder: Path, config: ExportedConfig) -> ServedModel:
+    """What was pickled in another process, which has verified it if that was asked for."""
+    model = load(folder, verify=False)
+    if model.config != config:
+        raise GMetaError(
+            f"{folder} holds another model than the one that was pickled: it was replaced since. "
+            "Load it again with gmeta.load, or keep each export in a folder of its own"
+        )
+    return model
 
 
 def _learner(folder: Path, config: ExportedConfig) -> MetaLearner:

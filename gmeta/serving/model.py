@@ -8,6 +8,8 @@ Shape suffixes: N rows, T tasks, U fetched rows, P rows that adapted, D embeddin
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -36,7 +38,8 @@ _EXPECTED_QUERY_ROWS = 128
 
 
 class ServedModel:
-    """A trained model with its tables. Safe to use from several threads: they take turns.
+    """A trained model with its tables. Safe to use from several threads: they take turns. Pickled,
+    as for another process, it is the path of its folder, from which it is loaded again.
 
     Rows are columns: a mapping of names to equally long lists, arrays or tensors, or any Arrow,
     pandas or polars table. Columns that the model does not read are ignored. Every method raises
@@ -49,8 +52,11 @@ class ServedModel:
         learner: MetaLearner,
         tables: list[StoredTable],
         encoder: ColumnEncoder,
+        reload: "partial[ServedModel]",
     ) -> None:
+        """`reload` makes the same model again, in another process too."""
         self.config = config
+        self._reload = reload
         self._learner = learner.requires_grad_(False).eval()
         algorithm = find_algorithm(config.algorithm.name).preset(learner.model, config.algorithm)
         self._inner = InnerLoop(learner.model, algorithm, config.loss, learner.rates)
@@ -60,6 +66,10 @@ class ServedModel:
         self._first_key_B = rows_B.cumsum(0) - rows_B
         # Adapted layers act through hooks on the one model that all tasks share.
         self._lock = threading.Lock()
+
+    def __reduce__(self) -> "tuple[partial[ServedModel], tuple[()]]":
+        # Not the tensors: a process that maps the same files shares their memory.
+        return self._reload, ()
 
     def adapt(self, support: object) -> "AdaptedTask":
         """The model adapted to one task by its labelled rows; the task column may be left out.
@@ -187,6 +197,13 @@ class AdaptedTask:
         self._model = model
         self._adapted = adapted
         self._key_P = key_P
+
+    def __reduce__(self) -> NoReturn:
+        # A copy would adapt layers of its own, which no model runs through.
+        raise UserError(
+            "a task that a model was adapted to cannot be pickled or copied: its layers are those "
+            "of this process. Send the model and the support rows, and call adapt there"
+        )
 
     def predict(self, rows: object) -> Tensor:
         """Probabilities (bce) or ratings [N] of rows of the task; rows as ServedModel says.

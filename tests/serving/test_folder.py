@@ -1,6 +1,7 @@
 """The exported folder: damage is told in one line, tables keep their bounds, no half is seen."""
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,34 @@ def test_contents_are_not_read_where_no_verification_is_asked(
 ) -> None:
     flip(model / "table-00000.safetensors")
     assert gmeta.load(model, verify=False).predict(random_rows(3)).shape == (3,)
+
+
+def test_a_pickled_model_is_loaded_again_from_its_folder(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = random_rows(5)
+    monkeypatch.chdir(model.parent)
+    served = gmeta.load(model.name)
+    pickled = pickle.dumps(served)
+    assert len(pickled) < model.joinpath("config.json").stat().st_size + 4096  # no tensor is sent
+    monkeypatch.chdir("/")
+    again = pickle.loads(pickled)
+    assert torch.equal(again.predict(rows), served.predict(rows))
+    assert torch.equal(again.adapt(rows).predict(rows), served.adapt(rows).predict(rows))
+    assert pickle.dumps(again) == pickled
+    edit_config(model, source={"step": 8})
+    with pytest.raises(GMetaError) as caught:
+        pickle.loads(pickled)
+    assert str(caught.value) == (
+        f"{model} holds another model than the one that was pickled: it was replaced since. "
+        "Load it again with gmeta.load, or keep each export in a folder of its own"
+    )
+    with pytest.raises(UserError) as caught:
+        pickle.dumps(served.adapt(rows))
+    assert str(caught.value) == (
+        "a task that a model was adapted to cannot be pickled or copied: its layers are those of "
+        "this process. Send the model and the support rows, and call adapt there"
+    )
 
 
 @pytest.mark.parametrize("table_format", ["float16", "int8"])
