@@ -1,27 +1,31 @@
 """The learner's step by itself: no tables, no ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle
 
 import torch
 from torch import Tensor
 
 from gmeta.learner import MetaLearner
-from gmeta.parallel.ranks import choose_cpu_matmul
 from metaio.batch import TaskBatch
+from models.products import choose_precision
 
 Step = Callable[[], Tensor]
 
 
-def learner_step(learner: MetaLearner, batch: TaskBatch, width: int) -> Step:
-    """Forward and backward from fetched rows of this width, returning the loss; arranging the batch
-    is the host's work and not in it.
+def learner_step(learner: MetaLearner, batches: Sequence[TaskBatch], width: int) -> Step:
+    """Forward and backward from fetched rows of this width, returning the loss; every call takes
+    the next batch. Arranging them is the host's work and not in it.
     """
-    episodes = learner.arrange(batch)
-    rows_UD = torch.randn(batch.unique_ids_U.numel(), width).mul_(0.1).requires_grad_()
-    precision = choose_cpu_matmul()
+    steps = []
+    for batch in batches:
+        rows_UD = torch.randn(batch.unique_ids_U.numel(), width).mul_(0.1).requires_grad_()
+        steps.append((learner.arrange(batch), rows_UD))
+    upcoming = cycle(steps)
 
     def step() -> Tensor:
-        torch.set_float32_matmul_precision(precision)
+        episodes, rows_UD = next(upcoming)
+        choose_precision(rows_UD.device, episodes.sizes_recur)
         rows_UD.grad = None
         learner.zero_grad()
         loss: Tensor = learner(rows_UD, episodes, 1 / episodes.num_terms)

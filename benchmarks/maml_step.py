@@ -1,7 +1,9 @@
 """Exact MAML against plain training on the same rows, and against the usual ways to do it.
 
 Times the learner's step (forward and backward from fetched rows; no tables, no ranks) of an MLP
-over 26 features x 32. Variants of one size take turns in one process:
+over 26 features x 32. Where tasks are ragged every step has a batch of its own, as in training:
+sizes that never come again are what libraries that compile for a size pay for. Variants of one size
+take turns in one process:
 
   plain        the same model without an inner loop, on support and query rows together
   maml, fomaml ours, second and first order
@@ -39,6 +41,7 @@ from metaio.batch import TaskBatch
 from models import InputSizes, ModelConfig, build_model
 
 NUM_FEATURES, WIDTH, TASKS, INNER_LR = 26, 32, 128, 0.05
+CALLS = 2  # of a variant in a round
 MODELS = {"832-256-128-1": (256, 128), "832-512-256-1": (512, 256)}
 
 
@@ -49,20 +52,29 @@ def model_of(hidden: tuple[int, ...]) -> nn.Module:
     return build_model(config, InputSizes(NUM_FEATURES, 0, 0))
 
 
-def batch_of(rows: int, ragged: bool) -> TaskBatch:
-    """T tasks of `rows` support and `rows` query rows, exactly or on average."""
+def equal_batch(rows: int) -> TaskBatch:
+    """T tasks of `rows` support and `rows` query rows."""
     features = single_id_features(NUM_FEATURES, 100_000)
-    if ragged:
-        return random_batch(features, ragged_sizes(TASKS, rows, 1), ragged_sizes(TASKS, rows, 2), 0)
     return random_batch(features, even_sizes(TASKS, rows), even_sizes(TASKS, rows), 0)
 
 
-def ours(batch: TaskBatch, hidden: tuple[int, ...], name: str, steps: int) -> Step:
+def batches_of(rows: int, ragged: bool, calls: int) -> list[TaskBatch]:
+    """For so many steps: T tasks of `rows` support and `rows` query rows, exactly or on average."""
+    if not ragged:
+        return [equal_batch(rows)]
+    features = single_id_features(NUM_FEATURES, 100_000)
+    sizes = [
+        [ragged_sizes(TASKS, rows, 2 * call + side) for side in (1, 2)] for call in range(calls)
+    ]
+    return [random_batch(features, *of_call, call) for call, of_call in enumerate(sizes)]
+
+
+def ours(batches: list[TaskBatch], hidden: tuple[int, ...], name: str, steps: int) -> Step:
     """A step of the engine's learner; arranging the batch is the host's work and not in it."""
     algorithm = AlgorithmConfig(
         name=name, inner_steps=steps, inner_lr=INNER_LR, adapt_embeddings=False
     )
-    return learner_step(MetaLearner(model_of(hidden), algorithm, "bce"), batch, WIDTH)
+    return learner_step(MetaLearner(model_of(hidden), algorithm, "bce"), batches, WIDTH)
 
 
 def by_hand(batch: TaskBatch, hidden: tuple[int, ...], kind: str, steps: int) -> Step:
@@ -133,11 +145,11 @@ def by_hand(batch: TaskBatch, hidden: tuple[int, ...], kind: str, steps: int) ->
     return step
 
 
-def variant(name: str, batch: TaskBatch, hidden: tuple[int, ...], steps: int) -> Step:
+def variant(name: str, batches: list[TaskBatch], hidden: tuple[int, ...], steps: int) -> Step:
     """The step of a variant by its name in the table."""
     if name in ("loop", "vmap", "bmm"):
-        return by_hand(batch, hidden, name, steps)
-    return ours(batch, hidden, {"plain": "none"}.get(name, name), steps)
+        return by_hand(batches[0], hidden, name, steps)
+    return ours(batches, hidden, {"plain": "none"}.get(name, name), steps)
 
 
 def measure_sizes(
@@ -150,12 +162,12 @@ def measure_sizes(
         names = ["plain", "maml", "fomaml"]
         if peers and not ragged and steps == 1:
             names += ["loop", "vmap", "bmm"]
-        batch = batch_of(rows, ragged)
-        built = {name: variant(name, batch, MODELS[model], steps) for name in names}
+        batches = batches_of(rows, ragged, 1 + CALLS * rounds)
+        built = {name: variant(name, batches, MODELS[model], steps) for name in names}
         torch.manual_seed(0)
         for step in built.values():
             step()
-        timed = {name: (lambda step=step: seconds_of(step, 2)) for name, step in built.items()}
+        timed = {name: (lambda step=step: seconds_of(step, CALLS)) for name, step in built.items()}
         results[size] = {
             name: spread_of(values).median for name, values in interleaved(timed, rounds).items()
         }
@@ -176,7 +188,7 @@ def print_peak(name: str, model: str, rows: int) -> None:
         status = Path("/proc/self/status").read_text()
         return int(status.split(f"{field}:")[1].split()[0])
 
-    step = variant(name, batch_of(rows, ragged=False), MODELS[model], 1)
+    step = variant(name, [equal_batch(rows)], MODELS[model], 1)
     before = kilobytes("VmRSS")
     for _ in range(3):
         step()

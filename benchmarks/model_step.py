@@ -73,7 +73,7 @@ def step_of(model: str, variant: str, batch: TaskBatch, inner_steps: int) -> Ste
     learner = build_learner(features(), config, algorithm, "bce")
     if variant == "general":
         learner.use_general_loop()
-    return learner_step(learner, batch, WIDTH)
+    return learner_step(learner, [batch], WIDTH)
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from gmeta.adaptation.side import Side, Sides, TaskGroups
 from gmeta.batches.episodes import (
     Episodes,
     block_groups,
+    has_equal_tasks,
     plain_rows,
     support_and_query,
     task_blocks,
@@ -94,6 +95,11 @@ class MetaLearner(nn.Module):
 
     def arrange(self, batch: TaskBatch) -> Episodes:
         """What `forward` takes, from a batch on the host."""
+        # The longest history makes a size, too.
+        is_pooled = not isinstance(self.model, DecisionModel) or self.model.history is None
+        return replace(self._arranged(batch), sizes_recur=is_pooled and has_equal_tasks(batch))
+
+    def _arranged(self, batch: TaskBatch) -> Episodes:
         if self._config.name == PLAIN:
             return plain_rows(batch)
         rows_per_task = self._config.adapt_embeddings

@@ -23,6 +23,7 @@ from gmeta.adaptation.fixed_state import (
     plus,
 )
 from gmeta.adaptation.losses import HALVES, row_curvatures_N, row_losses_N, row_slopes_N
+from models.products import add_times, times
 
 _threshold_backward = torch.ops.aten.threshold_backward.grad_input
 
@@ -121,7 +122,7 @@ class Passes:
             if at == self.lowest:
                 break
             shared = grad * layer.gates[SUPPORT] if layer.gates else grad
-            below = torch.mm(shared, layer.weight_OI)
+            below = times(shared, layer.weight_OI)
             if layer.changes and taken:
                 cut = zip(layer.changes, rows.views(below), rows.views(grad), strict=True)
                 found.kept[at] = [change.turned(*views) for change, *views in cut]
@@ -198,11 +199,11 @@ class Passes:
             if at:
                 layer.add_weight_grad(shared, seen.seen[at])
                 layer.add_bias_grad(shared)
-                below = torch.mm(shared, layer.weight_OI)
+                below = times(shared, layer.weight_OI)
             elif seen.side == SUPPORT:
                 below = self.of_sides[SUPPORT]
             elif self.wants_inputs:
-                below = torch.mm(shared, layer.weight_OI, out=self.of_sides[QUERY])
+                below = times(shared, layer.weight_OI, out=self.of_sides[QUERY])
             if seen.kept[at]:
                 self._changes_backward(at, seen, grad, below)
             if not at:
@@ -239,7 +240,7 @@ class Passes:
                 # Not in its place: what the steps share may be asked for again.
                 below = _where_active(carried, seen.seen[at], torch.empty_like(carried))
                 layer.add_weight_grad(grads.shared[at], below)
-                carried = torch.mm(below, layer.weight_IO)
+                carried = times(below, layer.weight_IO)
                 if layer.gates:
                     layer.add_gate_grad(SUPPORT, grad * carried)
                     carried = carried * layer.gates[SUPPORT]
@@ -269,7 +270,7 @@ class Passes:
         first.add_bias_grad(grad)
         if self.wants_inputs and len(grads) > 1:
             of_support = self.of_sides[SUPPORT]
-            of_support.addmm_(grads[0], first.weight_OI, beta=1 if first.changes else 0)
+            add_times(of_support, grads[0], first.weight_OI, beta=1 if first.changes else 0)
 
 
 def _shared_rate(layers: Sequence[Layer]) -> float | None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from models.products import over_rows, times
+
 if TYPE_CHECKING:
     from gmeta.adaptation.blocks import BlockRows
     from gmeta.adaptation.changes import Change, StepGrads
@@ -58,14 +60,11 @@ class Layer:
 
     def linear(self, rows_NI: Tensor) -> Tensor:
         """Before gates and changes."""
-        return torch.addmm(self.bias_O, rows_NI, self.weight_IO)
+        return times(rows_NI, self.weight_IO, self.bias_O)
 
     def add_weight_grad(self, grad_NO: Tensor, rows_NI: Tensor) -> None:
         """Of one product grad^T rows more."""
-        if self.weight_grad is None:
-            self.weight_grad = torch.mm(grad_NO.mT, rows_NI)
-        else:
-            self.weight_grad.addmm_(grad_NO.mT, rows_NI)
+        self.weight_grad = over_rows(grad_NO, rows_NI, self.weight_grad)
 
     def add_bias_grad(self, grad_NO: Tensor) -> None:
         """Of outputs with this gradient."""

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gmeta.adaptation.blocks import Rectangle
+from models.products import over_rows, times
 
 Rectangles = tuple[Rectangle, ...]
 
@@ -122,7 +123,7 @@ class _Outputs(torch.autograd.Function):
         for at, (weight_OI, bias_O, gate_TO) in enumerate(zip(weights, biases, gates, strict=True)):
             if at:
                 seen[-1].relu_()
-            out_NO = torch.addmm(bias_O, seen[-1], weight_OI.mT)
+            out_NO = times(seen[-1], weight_OI.mT, bias_O)
             if gate_TO is not None:
                 ungated.append(out_NO)
                 out_NO = _gated(out_NO, gate_TO, plan.rows)
@@ -153,9 +154,9 @@ class _Outputs(torch.autograd.Function):
                     base_NO = ungated[plan.gated.index(at)]
                     found.gates[at] = _of_gate(grad, base_NO, plan.rows)
                     shared = _gated(grad, gate_TO, plan.rows)
-                found.weights[at] = shared.mT @ seen[at]
+                found.weights[at] = over_rows(shared, seen[at])
                 found.biases[at] = shared.sum(dim=0)
-                before = shared @ weights[at] if at or wants_inputs else None
+                before = times(shared, weights[at]) if at or wants_inputs else None
                 found.factors[at] = [
                     _subtract_backward(grad, seen[at], before, *pair, plan, wants_factors)
                     for pair in zip(factors[at], ctx.spreads[at], strict=True)
@@ -176,7 +177,7 @@ class _Grads(torch.autograd.Function):
         for at in reversed(range(len(weights))):
             gate_TO = gates[at]
             shared = grads[0] if gate_TO is None else _gated(grads[0], gate_TO, plan.rows)
-            below_NI = shared @ weights[at]
+            below_NI = times(shared, weights[at])
             # The roles of the factors are exchanged, and there is no bias.
             turned = [Factors(*reversed(step)) for step in factors[at]]
             spreads.insert(0, [_subtract(below_NI, grads[0], step, plan, 0.0) for step in turned])
@@ -203,12 +204,12 @@ class _Grads(torch.autograd.Function):
             if at:
                 below_NI = _where_active(below_NI, tensors[at - 1])
             grad, gate_TO = grads[at + 1], gates[at]
-            carried, shared = below_NI @ weights[at].mT, grad
+            carried, shared = times(below_NI, weights[at].mT), grad
             if gate_TO is not None:
                 found.gates[at] = _of_gate(grad, carried, plan.rows)
                 carried = _gated(carried, gate_TO, plan.rows)
                 shared = _gated(grad, gate_TO, plan.rows)
-            found.weights[at] = shared.mT @ below_NI
+            found.weights[at] = over_rows(shared, below_NI)
             for number, step in enumerate(factors[at]):
                 of_grads, of_activations = _subtract_backward(
                     below_NI,

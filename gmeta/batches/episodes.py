@@ -36,6 +36,9 @@ from metaio.task_rows import task_rows
 from models.config import Pooling
 
 Ints = npt.NDArray[np.int64]
+# Fewer may be equal by chance.
+MANY_TASKS = 8
+
 ArrangedRows = Side | Sides | TaskGroups | TaskBlocks | StackedBlocks
 
 
@@ -81,6 +84,8 @@ class Episodes:
     num_terms: int  # of the outer loss: tasks with query rows; rows if plain
     num_rows: int
     fetch: RowFetch | None = None  # None: no rank was told yet which rows are needed
+    # Whether the next batch probably makes tensors of the same sizes again.
+    sizes_recur: bool = False
 
     def fetched_by(self, fetch: RowFetch) -> "Episodes":
         """These episodes with their rows on the way."""
@@ -127,6 +132,15 @@ def ids_of_query_rows(batch: TaskBatch) -> Tensor:
     for positions in used:
         is_used_U.index_fill_(0, positions.to(torch.int64), True)
     return is_used_U
+
+
+def has_equal_tasks(batch: TaskBatch) -> bool:
+    """Whether all of many tasks have as many support rows, and as many query rows: probably those
+    of the next batch have them, too.
+    """
+    support_T, query_T = _side_lengths(batch)
+    many = len(support_T) >= MANY_TASKS
+    return many and bool((support_T == support_T[0]).all() and (query_T == query_T[0]).all())
 
 
 def plain_rows(batch: TaskBatch) -> Episodes:

@@ -21,9 +21,6 @@ from gmeta.parallel.transport import Alone, Gloo, Transport
 
 T = TypeVar("T")
 
-# float32 rounding gives about 5e-7 over 256 terms, bfloat16 about 5e-3.
-MATMUL_RELATIVE_ERROR = 5e-6
-
 
 @dataclass(frozen=True)
 class Ranks:
@@ -65,7 +62,6 @@ def start_ranks(
     if use_cuda:
         torch.cuda.set_device(where)
     else:
-        choose_cpu_matmul()
         keep_freed_memory()
     timeout = timedelta(seconds=timeout_s)
     backend = "nccl" if use_cuda else "gloo"
@@ -84,22 +80,6 @@ def start_ranks(
     elif shared_memory and not use_cuda:
         transport = open_shared_memory(control, timeout_s) or transport
     return Ranks(dist.get_rank(), dist.get_world_size(), where, control, rows, transport)
-
-
-def choose_cpu_matmul() -> str:
-    """Let float32 products run in oneDNN where that loses no accuracy; returns torch's precision.
-
-    MKL's sgemm runs at half speed on AMD processors. torch reaches oneDNN by the precision
-    "medium", which on processors with AMX really computes in bfloat16: one product tells.
-    """
-    generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(256, 256, generator=generator) for _ in range(2))
-    exact = left.double() @ right.double()
-    torch.set_float32_matmul_precision("medium")
-    error = ((left @ right).double() - exact).abs().max() / exact.abs().max()
-    if error > MATMUL_RELATIVE_ERROR:
-        torch.set_float32_matmul_precision("highest")
-    return torch.get_float32_matmul_precision()
 
 
 def _quieten() -> None:

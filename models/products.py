@@ -1,0 +1,120 @@
+"""Products of many rows with a matrix, in float32 on the CPU.
+
+MKL's sgemm runs at half speed on AMD processors, and torch reaches oneDNN, which does not, by its
+matmul precision "medium". But oneDNN generates code for every size that it has not seen: 0.5 ms for
+a plain product and 3 ms for a batched one, where the product itself takes less, and batches of
+ragged tasks bring new sizes with every step. So most of the rows go through oneDNN in a piece of
+one of few sizes, the rest through MKL (`ragged` in benchmarks/maml_step.py). Results depend on the
+sizes alone: a run that goes on from a checkpoint finds the same bits.
+
+Where all sizes recur, "medium" may be set for a whole step: everything here then is one product.
+
+Shape suffixes: N rows, I and O widths.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+# float32 rounding gives about 5e-7 over 256 terms, bfloat16 about 5e-3.
+RELATIVE_ERROR = 5e-6
+# Multiply-adds below which MKL is done before oneDNN has begun.
+LEAST_WORK = 4_000_000
+LEAST_PIECE = 64
+# The piece's rows have so many leading binary digits: 16 to 31 sizes from 1,024 rows to 2,047.
+DIGITS = 5
+
+
+@cache
+def onednn_is_exact() -> bool:
+    """Whether "medium" loses no accuracy here: on processors with AMX it means bfloat16. One
+    product tells.
+    """
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(256, 256, generator=generator) for _ in range(2))
+    exact = left.double() @ right.double()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    error = ((left @ right).double() - exact).abs().max() / exact.abs().max()
+    torch.set_float32_matmul_precision(before)
+    return bool(error < RELATIVE_ERROR)
+
+
+def choose_precision(device: torch.device, sizes_recur: bool) -> None:
+    """Tell torch by what all products on a CPU are computed from now on, as the top of the file
+    says.
+    """
+    if device.type == "cpu":
+        is_fast = sizes_recur and onednn_is_exact()
+        torch.set_float32_matmul_precision("medium" if is_fast else "highest")
+
+
+def first_piece(rows_NI: Tensor, width: int) -> int:
+    """How many rows oneDNN takes of a product of that much work a row and column; 0: none."""
+    num_rows, inner = rows_NI.shape
+    if (
+        num_rows * inner * width < LEAST_WORK
+        or num_rows < LEAST_PIECE
+        or rows_NI.dtype != torch.float32
+        or rows_NI.device.type != "cpu"
+        or torch.get_float32_matmul_precision() != "highest"
+        or not onednn_is_exact()
+    ):
+        return 0
+    return num_rows - num_rows % max(LEAST_PIECE, 1 << num_rows.bit_length() - DIGITS)
+
+
+def times(
+    rows_NI: Tensor, matrix_IO: Tensor, bias_O: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """rows matrix + bias: [N, O]. Not differentiable."""
+    first = first_piece(rows_NI, matrix_IO.shape[1])
+    if not first:
+        return _product(rows_NI, matrix_IO, bias_O, out)
+    if out is None:
+        out = rows_NI.new_empty(rows_NI.shape[0], matrix_IO.shape[1])
+    torch.set_float32_matmul_precision("medium")
+    _product(rows_NI[:first], matrix_IO, bias_O, out[:first])
+    torch.set_float32_matmul_precision("highest")
+    if first < rows_NI.shape[0]:
+        _product(rows_NI[first:], matrix_IO, bias_O, out[first:])
+    return out
+
+
+def add_times(into_NO: Tensor, rows_NI: Tensor, matrix_IO: Tensor, beta: float) -> None:
+    """into = beta into + rows matrix. Not differentiable."""
+    first = first_piece(rows_NI, matrix_IO.shape[1])
+    if first:
+        torch.set_float32_matmul_precision("medium")
+        into_NO[:first].addmm_(rows_NI[:first], matrix_IO, beta=beta)
+        torch.set_float32_matmul_precision("highest")
+    if first < rows_NI.shape[0]:
+        into_NO[first:].addmm_(rows_NI[first:], matrix_IO, beta=beta)
+
+
+def over_rows(left_NO: Tensor, right_NI: Tensor, into: Tensor | None = None) -> Tensor:
+    """left^T right, added to `into` if that is there: [O, I]. Not differentiable."""
+    first = first_piece(left_NO, right_NI.shape[1])
+    if not first:
+        return _sum(left_NO, right_NI, into)
+    torch.set_float32_matmul_precision("medium")
+    into = _sum(left_NO[:first], right_NI[:first], into)
+    torch.set_float32_matmul_precision("highest")
+    if first < left_NO.shape[0]:
+        into.addmm_(left_NO[first:].mT, right_NI[first:])
+    return into
+
+
+def _product(
+    rows_NI: Tensor, matrix_IO: Tensor, bias_O: Tensor | None, out: Tensor | None
+) -> Tensor:
+    if bias_O is None:
+        return torch.mm(rows_NI, matrix_IO, out=out)
+    return torch.addmm(bias_O, rows_NI, matrix_IO, out=out)
+
+
+def _sum(left_NO: Tensor, right_NI: Tensor, into: Tensor | None) -> Tensor:
+    if into is None:
+        return torch.mm(left_NO.mT, right_NI)
+    return into.addmm_(left_NO.mT, right_NI)
