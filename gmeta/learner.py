@@ -120,7 +120,9 @@ class MetaLearner(nn.Module):
 
     def arrange_to_predict(self, batch: TaskBatch) -> Episodes:
         """What `predict` takes, from a batch on the host."""
-        return support_and_query(batch, rows_per_task=self._config.adapt_embeddings)
+        return support_and_query(
+            batch, rows_per_task=self._config.adapt_embeddings, to_predict=True
+        )
 
     def forward(self, rows_UD: Tensor, episodes: Episodes, weight: float) -> Tensor:
         """`weight` times the sum of the loss terms, a scalar: backward gives the meta-gradient.

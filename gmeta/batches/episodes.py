@@ -157,13 +157,14 @@ def every_row(batch: TaskBatch, constant: bool = False) -> Side:
     return _side(batch, every_row_N, lengths_T, batch.unique_ids_U.numel(), constant)
 
 
-def support_and_query(batch: TaskBatch, rows_per_task: bool) -> Episodes:
+def support_and_query(batch: TaskBatch, rows_per_task: bool, to_predict: bool = False) -> Episodes:
     """Both sides of every task; with `rows_per_task` each task gets its own copy of the rows it
-    uses.
+    uses. `to_predict`: nobody can ask for a gradient but that of the copies that adapt.
     """
     batch, fetched_row_P, num_rows = _reading_copies(batch, rows_per_task)
-    (sides,) = _sides(batch, [np.arange(batch.num_tasks)], num_rows)
-    return _episodes(batch, fetched_row_P, sides, _num_with_query(batch))
+    constant_sides = to_predict and not rows_per_task, to_predict
+    (sides,) = _sides(batch, [np.arange(batch.num_tasks)], num_rows, constant_sides)
+    return _episodes(batch, fetched_row_P, sides, _num_with_query(batch), to_predict)
 
 
 def task_groups(batch: TaskBatch, rows_per_task: bool, num_weights: int) -> Episodes:
@@ -224,14 +225,17 @@ def _episodes(
     fetched_row_P: Tensor | None,
     rows: ArrangedRows,
     num_terms: int,
+    constant: bool = False,
 ) -> Episodes:
-    num_fetched = batch.unique_ids_U.numel()
+    copies = None
+    if fetched_row_P is not None:
+        copies = Bags.single(fetched_row_P, batch.unique_ids_U.numel(), constant)
     return Episodes(
         task_T=batch.task_T,
         unique_ids_U=batch.unique_ids_U,
         unique_lengths_B=batch.unique_lengths_B,
         fetched_row_P=fetched_row_P,
-        copies=None if fetched_row_P is None else Bags.single(fetched_row_P, num_fetched),
+        copies=copies,
         rows=rows,
         num_terms=num_terms,
         num_rows=batch.num_rows,
@@ -260,8 +264,13 @@ def _num_with_query(batch: TaskBatch) -> int:
     return int(np.count_nonzero(_side_lengths(batch)[1]))
 
 
-def _sides(batch: TaskBatch, groups: Sequence[Ints], num_rows: int) -> tuple[Sides, ...]:
-    """Both sides of each group's tasks, in the order of the batch."""
+def _sides(
+    batch: TaskBatch,
+    groups: Sequence[Ints],
+    num_rows: int,
+    constant_sides: tuple[bool, bool] = (False, False),
+) -> tuple[Sides, ...]:
+    """Both sides of each group's tasks, in the order of the batch; each may be constant."""
     support_T, rows_T = batch.support_lengths_T, batch.row_offsets_T1.diff()
     task_N = torch.repeat_interleave(torch.arange(batch.num_tasks), rows_T)
     within_N = torch.arange(batch.num_rows) - batch.row_offsets_T1[task_N]
@@ -271,9 +280,15 @@ def _sides(batch: TaskBatch, groups: Sequence[Ints], num_rows: int) -> tuple[Sid
         chosen_T = torch.zeros(batch.num_tasks, dtype=torch.bool)
         chosen_T[tasks] = True
         chosen_N = chosen_T[task_N]
-        query_T = (rows_T - support_T)[chosen_T]
-        support = _side(batch, chosen_N & is_support_N, support_T[chosen_T], num_rows)
-        found.append(Sides(support, _side(batch, chosen_N & ~is_support_N, query_T, num_rows)))
+        rows_of_sides = (
+            (chosen_N & is_support_N, support_T[chosen_T]),
+            (chosen_N & ~is_support_N, (rows_T - support_T)[chosen_T]),
+        )
+        sides = (
+            _side(batch, *rows, num_rows, constant)
+            for rows, constant in zip(rows_of_sides, constant_sides, strict=True)
+        )
+        found.append(Sides(*sides))
     return tuple(found)
 
 

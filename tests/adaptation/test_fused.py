@@ -22,7 +22,7 @@ from gmeta.adaptation.config import AlgorithmConfig, InnerPath
 from gmeta.adaptation.costs import PathCosts
 from gmeta.adaptation.paths import cheaper_path
 from gmeta.adaptation.side import Sides, TaskGroups
-from gmeta.batches.episodes import Episodes
+from gmeta.batches.episodes import Episodes, support_and_query
 from gmeta.build import build_learner
 from gmeta.learner import MetaLearner
 from models import ModelConfig
@@ -45,6 +45,11 @@ def batch_of(sizes: list[tuple[int, int]]) -> reference.TaskBatch:
     return reference.batch_of(
         [reference.random_task(FEATURES, *size, rng) for size in sizes], FEATURES
     )
+
+
+def arranged_together(learner: MetaLearner, batch: reference.TaskBatch) -> Episodes:
+    """Both sides of all tasks at once, to train on."""
+    return support_and_query(batch, rows_per_task=learner._config.adapt_embeddings)
 
 
 def assert_same_step(
@@ -101,7 +106,7 @@ def test_the_fused_step_equals_the_general_one(
     )
     learner = learner_of(algorithm, replace(MELU, name=model, history="m0"), loss)
     batch = batch_of(sizes)
-    fused, general = learner.arrange(batch), learner.arrange_to_predict(batch)
+    fused, general = learner.arrange(batch), arranged_together(learner, batch)
     assert isinstance(fused.rows, TaskBlocks | StackedBlocks)
     assert isinstance(general.rows, Sides)
     assert fused.num_terms == general.num_terms
@@ -134,7 +139,7 @@ def test_a_step_may_have_no_history_at_all(name: str) -> None:
     task = reference.random_task(FEATURES, 3, 2, random.Random(0))
     empty = replace(task, multi=[[[], *others] for _, *others in task.multi])
     batch = reference.batch_of([empty], FEATURES)
-    fused, general = learner.arrange(batch), learner.arrange_to_predict(batch)
+    fused, general = learner.arrange(batch), arranged_together(learner, batch)
     assert isinstance(fused.rows, TaskBlocks | StackedBlocks)
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
     assert_same_step(learner, rows_UD, fused, general)
@@ -187,7 +192,7 @@ def test_groups_of_similar_tasks_give_the_step_of_all_tasks_together(
 ) -> None:
     learner = learner_of(algorithm, replace(MELU, name=model, history="m0"))
     batch = batch_of(sizes)
-    grouped, together = learner.arrange(batch), learner.arrange_to_predict(batch)
+    grouped, together = learner.arrange(batch), arranged_together(learner, batch)
     assert isinstance(grouped.rows, TaskGroups)
     assert isinstance(together.rows, Sides)
     together = replace(together, num_terms=grouped.num_terms)

@@ -7,7 +7,8 @@ import torch
 
 from gmeta.adaptation.blocks import TaskBlocks
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.episodes import ids_of_query_rows
+from gmeta.adaptation.side import Sides
+from gmeta.batches.episodes import ids_of_query_rows, support_and_query
 from gmeta.build import build_learner
 from metaio.batch import TaskBatch, empty_batch
 from models import ModelConfig
@@ -81,3 +82,31 @@ def test_rows_of_the_support_side_get_no_gradient_where_the_learner_says_so(
     only_support_U = ~ids_of_query_rows(batch)
     assert (reached_U & only_support_U).any() == learner.support_rows_learn
     assert learner.support_rows_learn != (name == "fomaml" and model != "cbml")
+
+
+@pytest.mark.parametrize("model", ["dlrm", "cbml", "din"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("adapt_embeddings", [False, True])
+def test_predicting_prepares_no_derivative_but_that_of_rows_that_adapt(
+    name: str, model: str, adapt_embeddings: bool
+) -> None:
+    torch.manual_seed(0)
+    history = FEATURES.multi[0].name if model == "din" else ""
+    config = ModelConfig(name=model, embedding_dim=4, hidden=(6, 5), bottom=(3,), history=history)
+    algorithm = AlgorithmConfig(name=name, inner_steps=2, adapt_embeddings=adapt_embeddings)
+    learner = build_learner(FEATURES, config, algorithm, "bce").double()
+    batch = some_batch()
+    episodes = learner.arrange_to_predict(batch)
+    assert isinstance(episodes.rows, Sides)
+    support, query = episodes.rows
+    rows_adapt = learner._config.adapt_embeddings
+    assert (support.single_rows.backward is not None) == rows_adapt
+    assert (support.bag_rows.backward is not None) == rows_adapt
+    assert query.single_rows.backward is query.bag_rows.backward is None
+    assert episodes.copies is None or episodes.copies.backward is None
+    assert (episodes.copies is not None) == rows_adapt
+    rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
+    found = learner.predict(rows_UD, episodes)
+    wanted = learner.predict(rows_UD, support_and_query(batch, rows_adapt))
+    assert torch.equal(found.after_N, wanted.after_N)
+    assert torch.equal(found.before_N, wanted.before_N)
