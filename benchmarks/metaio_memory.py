@@ -14,7 +14,8 @@ from _common import environment, finish, make_parser, positive_int, print_table
 from metaio_logs import logs_schema, write_logs
 
 import metaio
-from metaio.prepare import PrepareOptions, prepare
+from metaio.job import PrepareOptions
+from metaio.prepare import prepare
 
 EPOCHS = 10
 CACHE_BYTES = 128 << 20

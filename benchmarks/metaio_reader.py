@@ -42,9 +42,10 @@ from peers.setup import set_up_data
 
 import metaio
 import metaio.layout
+from metaio.job import PrepareOptions
 from metaio.order import BlockEpisodes
 from metaio.pipeline import BatchPipeline, Plan
-from metaio.prepare import PrepareOptions, prepare
+from metaio.prepare import prepare
 
 DECODES = ("bare decode, read()", "bare decode, mmap")
 OURS, MOSAIC = "gmeta, a block a batch", "Mosaic, a block a sample"

@@ -10,8 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from metaio.decode import REMEDY
-from metaio.errors import FormatError
+from metaio.errors import REMEDY, FormatError
 from metaio.features import Features
 from metaio.layout import block_table_schema
 from metaio.manifest import SplitEntry, xxh3_hex

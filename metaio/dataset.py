@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 
 from metaio.block import Block, offsets
 from metaio.block_table import BlockTable, read_block_table
-from metaio.decode import REMEDY, RowGroup, assemble, check_counts
-from metaio.errors import FormatError, NoDatasetError
+from metaio.decode import RowGroup, assemble, check_counts
+from metaio.errors import REMEDY, FormatError, NoDatasetError
 from metaio.features import Features
 from metaio.layout import (
     BLOCK_TABLE_NAME,

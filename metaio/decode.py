@@ -14,13 +14,9 @@ import pyarrow.parquet as pq
 import xxhash
 
 from metaio.block import Block, Int64, offsets
-from metaio.errors import FormatError
+from metaio.errors import REMEDY, FormatError
 from metaio.features import Features
 from metaio.storage import Window
-
-REMEDY = (
-    "Copy the dataset again or prepare it again; gmeta inspect --verify lists every damaged file"
-)
 
 
 @dataclass(frozen=True)

@@ -27,3 +27,9 @@ class NoDatasetError(MetaIOError):
 
 class FormatError(MetaIOError):
     """A prepared dataset cannot be read: a missing, truncated, altered or too new file."""
+
+
+# Of a dataset whose files are damaged.
+REMEDY = (
+    "Copy the dataset again or prepare it again; gmeta inspect --verify lists every damaged file"
+)

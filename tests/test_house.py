@@ -8,6 +8,7 @@ import sys
 import tomllib
 from functools import cache
 from pathlib import Path
+from typing import TypeGuard
 
 import grimp
 import pytest
@@ -31,6 +32,10 @@ def is_function(node: ast.AST) -> bool:
 
 def is_own(module: str | None) -> bool:
     return (module or "").split(".")[0] in PACKAGES
+
+
+def is_own_import(node: ast.AST) -> TypeGuard[ast.ImportFrom]:
+    return isinstance(node, ast.ImportFrom) and is_own(node.module)
 
 
 def test_training_stays_on_two_screens() -> None:
@@ -59,12 +64,33 @@ def test_no_chain_of_imports_is_long() -> None:
     assert depth(deepest) <= 11, f"{deepest} stands {depth(deepest)} imports deep"
 
 
+def imported_names(path: Path) -> dict[str, str]:
+    """Each name that a file imports from one of our modules, and from which."""
+    froms = (node for node in ast.walk(ast.parse(path.read_text())) if is_own_import(node))
+    return {alias.name: node.module or "" for node in froms for alias in node.names}
+
+
+def test_a_name_is_imported_from_the_module_that_defines_it() -> None:
+    paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    imports = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): imported_names(path)
+        for path in paths
+    }
+    passed_on = [
+        f"{module} has {name} from {source}, which has it from {imports[source][name]}"
+        for module, names in imports.items()
+        for name, source in names.items()
+        if name in imports.get(source, {})
+    ]
+    assert passed_on == []
+
+
 def test_own_modules_are_imported_late_only_to_start_without_torch() -> None:
     late = set()
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         functions = (node for node in ast.walk(ast.parse(path.read_text())) if is_function(node))
         inside = (node for function in functions for node in ast.walk(function))
-        if any(isinstance(node, ast.ImportFrom) and is_own(node.module) for node in inside):
+        if any(map(is_own_import, inside)):
             late.add(str(path.relative_to(ROOT)))
     commands = ("evaluate", "export", "inspect", "train")
     assert late == {"gmeta/__init__.py", *(f"gmeta/commands/{name}.py" for name in commands)}

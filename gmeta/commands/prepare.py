@@ -17,7 +17,7 @@ from gmeta.commands.spark import prepare_on_spark
 from gmeta.errors import UserError
 from metaio.dataset import Dataset, open_dataset
 from metaio.destination import unfinished
-from metaio.prepare import PrepareOptions
+from metaio.job import PrepareOptions
 from metaio.prepare import prepare as prepare_on_one_machine
 from metaio.recipes.movielens import MovieLensConfig, prepare_movielens
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic

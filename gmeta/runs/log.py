@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from gmeta.parallel.ranks import Ranks, sum_over_ranks
-from gmeta.parallel.steps import StepTotals
 from gmeta.runs.folder import RunFolder
 
 
@@ -34,11 +33,11 @@ class StepMeter:
         self._rows = 0
         self._began = time.perf_counter()
 
-    def add(self, loss: Tensor, totals: StepTotals) -> None:
-        """Count one outer step; does not wait for the device."""
+    def add(self, loss: Tensor, num_rows: int) -> None:
+        """Count one outer step over all ranks' `num_rows`; does not wait for the device."""
         self._loss += loss.detach()
         self._steps += 1
-        self._rows += totals.num_rows
+        self._rows += num_rows
 
     @property
     def steps(self) -> int:

@@ -11,10 +11,11 @@ import pytest
 
 from gmeta.antdt.manifest import load_manifest
 from gmeta.antdt.server import ServiceConfig, ShardServer
-from gmeta.config import DataConfig, ModelConfig, OuterConfig, RunConfig, TrainConfig
+from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
 from gmeta.parallel.ranks import Ranks
 from gmeta.train import train
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
+from models.config import ModelConfig
 from tests.antdt.faults.counting.sitecustomize import COUNTS_FILE, count_tasks
 from tests.antdt.faults.test_training_job import check_lineage, checkpoints
 from tests.distributed.harness import on_ranks

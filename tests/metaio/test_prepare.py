@@ -14,7 +14,8 @@ import pytest
 
 from metaio import DataError, Dataset, open_dataset
 from metaio.errors import UrlError
-from metaio.prepare import PrepareOptions, prepare
+from metaio.job import PrepareOptions
+from metaio.prepare import prepare
 from metaio.schema import Schema, parse_schema
 from metaio.vocabulary import TextIndex
 from tests.metaio.conftest import Episode, episodes_of_batch, whole_split

@@ -10,8 +10,9 @@ import pytest
 
 from metaio import BatchReader, DataError, Features, FormatError, Rows, open_dataset
 from metaio.inspection import damage, summarise
+from metaio.job import PrepareOptions
 from metaio.picture import drawn
-from metaio.prepare import PrepareOptions, prepare
+from metaio.prepare import prepare
 from metaio.schema import parse_schema
 from tests.metaio.conftest import (
     FEATURES,

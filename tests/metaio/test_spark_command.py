@@ -16,7 +16,8 @@ import pytest
 
 from gmeta.commands.spark import prepare_on_spark
 from gmeta.errors import UserError
-from metaio.prepare import PrepareOptions, prepare
+from metaio.job import PrepareOptions
+from metaio.prepare import prepare
 from metaio.schema import load_schema, parse_schema
 from tests.antdt.faults.service_process import free_port
 from tests.commands import environment

@@ -11,7 +11,6 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
-from gmeta.parallel.steps import StepTotals
 from gmeta.runs import log as run_log
 from gmeta.runs.folder import RunFolder
 from gmeta.runs.log import RunLog, StepMeter
@@ -19,10 +18,6 @@ from gmeta.runs.log import RunLog, StepMeter
 
 def of_rank(rank: int, world_size: int = 1) -> Any:
     return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
-
-
-def totals(num_rows: int) -> StepTotals:
-    return StepTotals(num_terms=1, num_rows=num_rows, ranks_with_data=1, ranks_asked_to_stop=0)
 
 
 @pytest.fixture
@@ -43,11 +38,11 @@ def test_a_reading_is_the_mean_of_the_steps_since_the_last(
     monkeypatch.setattr(run_log, "sum_over_ranks", both_alike)
     meter = StepMeter(of_rank(0, world_size=2))
     for loss, num_rows in ((1.0, 30), (2.0, 50)):
-        meter.add(torch.tensor(loss), totals(num_rows))
+        meter.add(torch.tensor(loss), num_rows)
     clock.s += 4.0
     assert meter.steps == 2
     assert meter.read(wait_s=1.0) == {"loss": 1.5, "samples_per_s": 20.0, "data_wait_share": 0.25}
-    meter.add(torch.tensor(5.0), totals(10))
+    meter.add(torch.tensor(5.0), 10)
     clock.s += 1.0
     # The wait is a running total: what the first reading had is not counted again.
     assert meter.read(wait_s=1.5) == {"loss": 5.0, "samples_per_s": 10.0, "data_wait_share": 0.5}
@@ -63,7 +58,7 @@ def test_what_is_done_between_steps_makes_them_no_slower(
         clock.s += 50.0
     for _ in range(2):
         clock.s += 1.0
-        meter.add(torch.tensor(1.0), totals(10))
+        meter.add(torch.tensor(1.0), 10)
         with meter.paused():
             clock.s += 100.0
     assert meter.read(wait_s=0.5) == {"loss": 1.0, "samples_per_s": 10.0, "data_wait_share": 0.25}
@@ -72,7 +67,7 @@ def test_what_is_done_between_steps_makes_them_no_slower(
 def test_a_loss_that_is_read_keeps_no_graph() -> None:
     meter = StepMeter(of_rank(0))
     weight = torch.ones((), requires_grad=True)
-    meter.add(2 * weight, totals(1))
+    meter.add(2 * weight, 1)
     assert not meter._loss.requires_grad
 
 

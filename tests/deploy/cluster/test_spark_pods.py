@@ -8,7 +8,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from metaio.prepare import PrepareOptions, prepare
+from metaio.job import PrepareOptions
+from metaio.prepare import prepare
 from metaio.schema import load_schema
 from tests.deploy.cluster.cluster import Cluster, running
 from tests.deploy.network import NoNamespacesError
