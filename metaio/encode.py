@@ -276,6 +276,8 @@ class Encoder:
                 if len(values)
                 else np.zeros(len(wanted), np.int64)
             )
+        if kind == "integer":
+            column = pa.array(integer_values(column))  # written as they were counted
         # Two threads may both build an index; the first one stays.
         index = self._text.get(table) or self._text.setdefault(table, TextIndex(vocabulary))
         return index.rows(column)

@@ -15,15 +15,15 @@ import pyarrow as pa
 from metaio import parquet_files
 from metaio.encode import refuse_nulls
 from metaio.errors import DataError
-from metaio.schema import Schema, SparseColumn, TaskColumn
+from metaio.schema import Schema
 from metaio.storage import file_system, is_local
+from metaio.text_types import asked_types, declared_types, rounding_refusal, whole_columns
 
 # 16,384 rows of 41 encoded columns are 3 MB, which stay in the second-level cache while their
 # columns are filled in one by one: encoding takes 0.6 s a million rows, with 131,072 rows 1.5 s.
 _BATCH_ROWS = 16_384
 _REMEDY_FOR_TEXT = "Correct that row, or declare the column's type in the schema"
 _REMEDY_FOR_PARQUET = "Write that file again"
-_SQL_TYPES = {"integer": "BIGINT", "text": "VARCHAR"}
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ def _quote(text: str) -> str:
 
 def _name(column: str) -> str:
     return '"' + column.replace('"', '""') + '"'
+
+
+def _names_zone(kind: str) -> bool:
+    return kind == "TIMESTAMP WITH TIME ZONE"
 
 
 def _is_marker(path: str) -> bool:
@@ -87,8 +91,11 @@ class DuckSource:
         self._run(f"SET threads = {threads}")
         # The order is decided later, by sorting; keeping this one would cost memory.
         self._run("SET preserve_insertion_order = false")
+        # Times that name no zone are UTC on every machine.
+        self._run("SET TimeZone = 'UTC'")
         # gmeta has its own.
         self._run("SET enable_progress_bar = false")
+        self._time = None if schema.time is None else schema.time.column
         self._files = self._open(inputs)
         self._types = self._column_types(self._files.names[0], None)
         self._check_columns(self._files.names[0])
@@ -96,7 +103,8 @@ class DuckSource:
             self._check_drift(name)
         # The first file's types are asked of all: a row that does not fit is refused by name
         # instead of turning a whole column into text.
-        self._table = self._scan(self._files.names, {c: self._types[c] for c in schema.columns})
+        self._asked = {} if self._files.parquet else asked_types(schema, self._types)
+        self._table = self._scan(self._files.names, self._asked)
 
     def _open(self, inputs: list[str]) -> _Files:
         names: list[str] = []
@@ -118,16 +126,11 @@ class DuckSource:
         listed = "[" + ", ".join(_quote(name) for name in names) + "]"
         if self._files.parquet:
             return f"read_parquet({listed})"
-        options = {column: _SQL_TYPES[kind] for column, kind in self._declared().items()}
-        options |= types or {}
+        options = declared_types(self._schema) | (types or {})
         if not options:
             return f"read_csv({listed})"
         typed = ", ".join(f"{_quote(column)}: {_quote(kind)}" for column, kind in options.items())
         return f"read_csv({listed}, types = {{{typed}}})"
-
-    def _declared(self) -> dict[str, str]:
-        columns: list[TaskColumn | SparseColumn] = [self._schema.task, *self._schema.single]
-        return {column.column: column.type for column in columns if column.type is not None}
 
     def _column_types(self, name: str, types: dict[str, str] | None) -> dict[str, str]:
         rows = self._fetch(f"DESCRIBE SELECT * FROM {self._scan([name], types)}", name)
@@ -150,27 +153,39 @@ class DuckSource:
                     f"input {name} has no column {column}, but {first} has. Make the files agree"
                 )
             # Types of text files are guessed from the first rows; rows that do not fit are refused
-            # later.
-            if self._files.parquet and types[column] != kind:
+            # later. But the zone of a time would be dropped without a word.
+            zones = _names_zone(types[column]) != _names_zone(kind) and column == self._time
+            if types[column] != kind and (self._files.parquet or zones):
                 raise DataError(
                     f"column {column} is {types[column]} in {name} and {kind} in {first}. "
                     "Cast one of them, so that all files agree"
                 )
 
     def survey(self) -> int:
-        """Number of rows, once no column holds a null that it may not hold.
+        """Number of rows, once no column holds what it may not hold.
 
         Raises:
-            DataError: there are no rows, or nulls where none are allowed.
+            DataError: there are no rows, nulls where none are allowed, or decimals among the
+                integers of a text file.
         """
         columns = self._schema.columns
         counts = ", ".join(f"count({_name(column)})" for column in columns)
-        total, *present = self._fetch(f"SELECT count(*), {counts} FROM {self._table}")[0]
+        whole = whole_columns(self._asked)
+        broken = "".join(
+            f", min({_name(c)}) FILTER (WHERE {_name(c)} <> floor({_name(c)}))" for c in whole
+        )
+        # As integers they would come rounded.
+        table = self._scan(self._files.names, self._asked | dict.fromkeys(whole, "DOUBLE"))
+        total, *found = self._fetch(f"SELECT count(*), {counts}{broken} FROM {table}")[0]
+        present, decimals = found[: len(columns)], found[len(columns) :]
         if total == 0:
             raise DataError(
                 f"the inputs hold no rows: {', '.join(self._files.names)}. Check the path"
             )
         refuse_nulls(self._schema, {c: total - n for c, n in zip(columns, present, strict=True)})
+        for column, value in zip(whole, decimals, strict=True):
+            if value is not None:
+                raise DataError(rounding_refusal(self._schema, column, value))
         return int(total)
 
     def distinct(self, column: str) -> list[str]:

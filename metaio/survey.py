@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from metaio.encode import Fitted, as_lists, dense_input, split_of, task_keys
 from metaio.errors import DataError
 from metaio.schema import Schema
-from metaio.values import kind_of
+from metaio.values import integer_values, kind_of
 
 # Rounding gives a constant column a deviation of up to so much of its mean.
 _NOISE = 1e-10
@@ -69,9 +69,10 @@ def survey_batch(schema: Schema, batch: pa.RecordBatch, names: tuple[str, ...]) 
         if column in schema.multi:
             values = as_lists(column, values).flatten()
         # One type for each kind: counts of int32 and int64 batches must merge.
+        values = values.drop_null()
         text = kind_of(column.column, values.type, "sparse") == "text"
-        values = values.drop_null().cast(pa.string() if text else pa.int64())
-        counted = pc.value_counts(values)
+        known = values.cast(pa.string()) if text else pa.array(integer_values(values))
+        counted = pc.value_counts(known)
         table = pa.table({"value": counted.field(0), "count": counted.field(1)})
         found.counts.setdefault(column.table_name, []).append(table)
     for dense in schema.dense:

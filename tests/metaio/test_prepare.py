@@ -646,3 +646,32 @@ def test_a_bucket_is_one_shard_however_many_blocks_its_tasks_need(tmp_path: Path
     assert len(shards) == 5
     assert max(shard.num_blocks for shard in shards) > 16
     assert len(whole_split(dataset, "train")) == dataset.splits["train"].num_episodes == 41
+
+
+def test_ids_beyond_2_to_the_63_have_rows_of_their_own(tmp_path: Path) -> None:
+    table = raw_table(40)
+    large = [(1 << 63) + 5, 3] * 20
+    table = table.append_column("device", pa.array(large, pa.uint64()))
+    single = [{"column": "device", "vocabulary": 1}]
+    dataset = prepared(tmp_path, table, changed(single=single))
+    assert dataset.features.tables[0].num_rows == 3
+    values = pq.read_table(tmp_path / "out1" / "vocabulary" / "device.parquet")["value"]
+    assert values.to_pylist() == [5 - (1 << 63), 3]
+    block = dataset.read_block("train", 0)
+    assert 0 not in block.unique_ids_U[: int(block.unique_offsets_B1[1])]
+
+
+@pytest.mark.parametrize("kind", [pa.uint64(), pa.bool_()])
+def test_integers_of_a_table_with_text_are_found_as_they_were_counted(
+    tmp_path: Path, kind: pa.DataType
+) -> None:
+    table = raw_table(40)
+    large = (1 << 63) + 5 if pa.types.is_integer(kind) else True
+    table = table.append_column("device", pa.array([large] * 40, kind))
+    single = [
+        {"column": "device", "vocabulary": 1, "table": "any"},
+        {"column": "city", "vocabulary": 1, "table": "any"},
+    ]
+    dataset = prepared(tmp_path, table, changed(single=single))
+    block = dataset.read_block("train", 0)
+    assert 0 not in block.unique_ids_U[: int(block.unique_offsets_B1[1])]
