@@ -3,6 +3,8 @@
 Every message has four parts: what is wrong, the value, what is allowed, what to do.
 """
 
+from typing import Any
+
 from gmeta.errors import GMetaError, UserError
 
 
@@ -35,6 +37,10 @@ class RefusedError(AntdtError):
         if code in _USERS_TO_MEND:
             self.exit_code = UserError.exit_code
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickled, for the other ranks, an exception is called with its message alone.
+        return type(self), (self.code, self.reason, str(self)), vars(self)
+
 
 class FencedError(AntdtError):
     """This process belongs to the past (a newer process or generation took over): it must stop
@@ -43,6 +49,9 @@ class FencedError(AntdtError):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.reason, str(self)), vars(self)
 
 
 class LeaseLostError(AntdtError):

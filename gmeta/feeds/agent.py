@@ -27,6 +27,7 @@ from gmeta.parallel.links import LinkProbe
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import local_learner
 from gmeta.parallel.stopping import Stop
+from gmeta.parallel.together import asking_to_stop
 from gmeta.parallel.transport import Swap
 from metaio.batch import TaskBatch
 
@@ -135,7 +136,8 @@ class ServiceAgent(Agent):
         times_s = (compute_s, data_s, own_transfers_s, peers_s)
         changed = self._worker.stepped(num_tasks, *(1000 * seconds for seconds in times_s))
         self._wait_s, self._ended_s, self._arranged_s = wait_s, now_s, 0.0
-        self._worker.take_actions()
+        with asking_to_stop(self._stop):
+            self._worker.take_actions()
         self._ask(changed)
         if self._worker.totals.step % PROBE_EVERY_STEPS == 0:
             self._swaps_s.append(self._probe.swap_s())
@@ -154,7 +156,8 @@ class ServiceAgent(Agent):
         if plan.version == self._worker.plan.version or bool((versions != plan.version).any()):
             return False
         read_ahead = (PREFETCH_BATCHES + 1) * self._feed.share
-        self._worker.adopt(plan)
+        with asking_to_stop(self._stop):
+            self._worker.adopt(plan)
         self._feed.change_share(plan.tasks)
         self._reading.skip(-(-read_ahead // max(1, self._feed.share)))
         return True

@@ -11,11 +11,11 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import final
 
-from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.errors import AntdtError, RefusedError
 from gmeta.antdt.manifest import MANIFEST_FILE_NAME, ShardManifest, load_manifest
 from gmeta.antdt.model import MAX_EPOCHS, MAX_SHARDS_PER_LEASE_CALL, DatasetSpec
 from gmeta.antdt.stream import UnitStream
@@ -24,6 +24,7 @@ from gmeta.errors import UserError
 from gmeta.feeds.reader import open_reader
 from gmeta.feeds.service import connect, own_service, service_address
 from gmeta.parallel.ranks import Ranks, barrier, value_of_first
+from gmeta.parallel.together import by_all, by_first
 from metaio.batch import TaskBatch
 from metaio.dataset import Dataset
 from metaio.reader import DEFAULT_CACHE_BYTES, EpisodeRange, RangeReader
@@ -203,20 +204,29 @@ class ServiceFeed(Feed):
         )
         self._lease_wait_s = 0.0
         self._stream: UnitStream | None = None
+        self._epoch_ended = False
         self._manifest: ShardManifest | None = None
+        # What this rank alone met of the service, until all can hear of it.
+        self._problem: AntdtError | None = None
         with ExitStack() as undo:
             self._reader = undo.enter_context(
                 RangeReader(dataset, threads=data.threads, prefetch_batches=PREFETCH_BATCHES)
             )
             address = ""
-            if ranks.rank == 0:
-                address = service_address(config) or self._start_service(config, ranks, undo)
+
+            def join() -> None:
                 self.client = undo.enter_context(connect(address, ranks.rank))
+
+            def begin() -> None:
+                nonlocal address
+                address = service_address(config) or self._start_service(config, ranks, undo)
+                join()
                 self._restore(spec, checkpoint, config)
+
+            by_first(begin, ranks)
             # Behind the roll-back: who registers before it is of the generation that it ends.
             address = value_of_first(address, ranks)
-            if ranks.rank != 0:
-                self.client = undo.enter_context(connect(address, ranks.rank))
+            by_all(join if ranks.rank else lambda: None, ranks)
             self._closing = undo.pop_all()
 
     @staticmethod
@@ -245,11 +255,16 @@ class ServiceFeed(Feed):
             ) from error
 
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
-        """See Feed.batches. The service knows where in the epoch the model stands."""
+        """See Feed.batches. The service knows where in the epoch the model stands.
+
+        Raises:
+            AntdtError: of this rank alone: the others may be in a collective.
+        """
         self._close_stream()
-        self._replan = False
+        self._replan = self._epoch_ended = False
         self._stream = UnitStream(self.client, self._split, epoch, self._shards_ahead())
-        return self._batches_of(self._stream)
+        yield from self._batches_of(self._stream)
+        self._epoch_ended = True
 
     def change_share(self, num_tasks: int) -> None:
         """In force at once, whatever was read ahead: the batch that was asked for last is to be
@@ -269,6 +284,7 @@ class ServiceFeed(Feed):
             with closing(self._reader.batches(self._groups(stream, planned))) as batches:
                 for batch in batches:
                     yield batch
+                    self._raise_problem()
                     if self._replan:
                         break  # this batch is among those that were planned
                     planned.popleft()
@@ -295,31 +311,58 @@ class ServiceFeed(Feed):
             yield [EpisodeRange(self._split, part.first, part.number) for part in taken]
 
     def trained(self, num_tasks: int) -> None:
-        """See Feed.trained. Raises AntdtError when a lease was lost: this process must stop."""
+        """See Feed.trained. Where a lease was lost, the next batch and the next checkpoint tell."""
         if self._stream is None:
             raise RuntimeError("trained() needs an epoch: call batches() first")
-        self._stream.trained(num_tasks)
+        with self._noting_problems():
+            self._stream.trained(num_tasks)
 
     def epoch_over(self, epoch_step: int) -> bool:
         """See Feed.epoch_over."""
-        return self._stream is not None and self._stream.ended
+        if self._stream is not None and not self._epoch_ended:
+            # The last step of a run, and this rank has not asked for a batch since.
+            with self._noting_problems():
+                self._epoch_ended = self._stream.ended
+        return self._epoch_ended
 
     def checkpoint_files(self, step: int) -> Mapping[str, str]:
-        """The shard manifest: exactly what of the data is in the model of this step."""
-        self.client.flush()
-        barrier(self._ranks)  # every rank's progress is with the service
-        files = {}
-        if self._ranks.rank == 0:
+        """The shard manifest: exactly what of the data is in the model of this step.
+
+        Raises:
+            AntdtError: on all ranks; one of them lost a lease, or the service.
+        """
+        files: dict[str, str] = {}
+
+        def prepare() -> None:
             self._manifest = self.client.prepare_checkpoint(f"step-{step:08d}", step)
             files[MANIFEST_FILE_NAME] = self._manifest.to_json()
-        barrier(self._ranks)  # nobody reports the next step before the manifest is taken
+
+        by_all(self._flush, self._ranks)  # every rank's progress is with the service
+        by_first(prepare, self._ranks)  # nobody reports the next step before it is taken
         return files
+
+    def _flush(self) -> None:
+        self._raise_problem()
+        self.client.flush()
 
     def committed(self) -> None:
         """See Feed.committed."""
         if self._manifest is not None:
-            self.client.commit_checkpoint(self._manifest)
+            with self._noting_problems():
+                self.client.commit_checkpoint(self._manifest)
             self._manifest = None
+
+    @contextmanager
+    def _noting_problems(self) -> Iterator[None]:
+        """The others may be in a collective: they hear of it with the next batch or checkpoint."""
+        try:
+            yield
+        except AntdtError as error:
+            self._problem = self._problem or error
+
+    def _raise_problem(self) -> None:
+        if self._problem is not None:
+            raise self._problem
 
     @property
     def wait_s(self) -> float:
@@ -339,7 +382,7 @@ class ServiceFeed(Feed):
     def close(self) -> None:
         """Gives back what was not trained, and ends the service if it is this job's own.
         Collective."""
-        self._close_stream()
+        by_all(self._close_stream, self._ranks)
         self.client.close()
         barrier(self._ranks)  # rank 0 may own the service, and the others still say good-bye to it
         self._closing.close()

@@ -3,8 +3,9 @@ leave the others in a collective.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from gmeta.errors import ConfigError, GMetaError
+from gmeta.errors import GMetaError
 from gmeta.parallel.ranks import Ranks, gather_to_first, value_of_first
 from gmeta.parallel.stopping import Stop
 from metaio.batch import TaskBatch, empty_batch
@@ -29,16 +30,30 @@ def by_first(work: Callable[[], object], ranks: Ranks) -> None:
         raise problem
 
 
+def by_all(work: Callable[[], object], ranks: Ranks) -> None:
+    """Every rank does its part and waits for the others; all raise what the first of them raised.
+
+    Raises:
+        GMetaError, MetaIOError, OSError: as `work`.
+    """
+    problem: Exception | None = None
+    try:
+        work()
+    except (GMetaError, MetaIOError, OSError) as error:
+        problem = error
+    _raise_first(problem, ranks)
+
+
 def stopping_if_wrong(
     batches: Iterator[TaskBatch], features: Features, stop: Stop
 ) -> Iterator[TaskBatch]:
-    """The same batches. One that cannot be read, or that the config does not fit, asks all ranks to
-    stop before its step; `raise_first_problem` is to follow.
+    """The same batches. One that cannot be read or leased, or that the config does not fit, asks
+    all ranks to stop before its step; `raise_first_problem` is to follow.
     """
     try:
         yield from batches
         return
-    except (ConfigError, MetaIOError, OSError) as error:
+    except (GMetaError, MetaIOError, OSError) as error:
         stop.problem, stop.asked = error, True
     empty = empty_batch(
         len(features.tables), len(features.single), len(features.multi), len(features.dense)
@@ -47,15 +62,30 @@ def stopping_if_wrong(
         yield empty
 
 
+@contextmanager
+def asking_to_stop(stop: Stop) -> Iterator[None]:
+    """What this rank alone does inside a step that all take: if it fails, it asks all ranks to stop
+    before one of the next steps; `raise_first_problem` is to follow.
+    """
+    try:
+        yield
+    except (GMetaError, OSError) as error:
+        stop.problem, stop.asked = error, True
+
+
 def raise_first_problem(stop: Stop, ranks: Ranks) -> None:
     """On all ranks what asked the first of them to stop, if it was a problem. Collective.
 
     Raises:
-        ConfigError, MetaIOError, OSError: see `stopping_if_wrong`.
+        GMetaError, MetaIOError, OSError: see `stopping_if_wrong`.
     """
-    if stop.problem is not None and ranks.world_size > 1:
-        stop.problem.add_note(f"met by rank {ranks.rank}")
-    problems = gather_to_first(stop.problem, ranks) or []
+    _raise_first(stop.problem, ranks)
+
+
+def _raise_first(problem: Exception | None, ranks: Ranks) -> None:
+    if problem is not None and ranks.world_size > 1:
+        problem.add_note(f"met by rank {ranks.rank}")
+    problems = gather_to_first(problem, ranks) or []
     first = value_of_first(next((one for one in problems if one is not None), None), ranks)
     if first is not None:
         raise first

@@ -1,25 +1,38 @@
 """Leased shards on several ranks: each episode once, and all stop together, whatever the shares."""
 
 import logging
+import pickle
 from collections import Counter
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 
 from gmeta.antdt import ShardClient
+from gmeta.antdt.errors import (
+    AntdtError,
+    FencedError,
+    LeaseLostError,
+    RefusedError,
+    ServiceUnavailableError,
+)
+from gmeta.antdt.lease import Lease
 from gmeta.antdt.server import ServiceConfig, ShardServer
 from gmeta.batches.episodes import support_and_query
 from gmeta.build import check_source
-from gmeta.config import DataConfig, RunConfig, TrainConfig
+from gmeta.commands.telling import told
+from gmeta.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from gmeta.errors import ConfigError, UserError
 from gmeta.feeds.feed import ServiceFeed, open_feed, tasks_per_shard
 from gmeta.feeds.reader import open_reader
 from gmeta.feeds.service import SERVICE_VARIABLE
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.steps import in_step
+from gmeta.train import train
 from metaio import open_dataset
 from tests.distributed.harness import on_ranks
 
@@ -92,6 +105,67 @@ def test_each_task_is_trained_once_an_epoch_and_all_ranks_stop_at_one_step(
             # four steps more than the 13 of a static split.
             assert len(ranks[0]) <= 13 + 4
     assert results[0][0] != results[0][1]
+
+
+class Refusal(NamedTuple):
+    """From its fourth call on the service refuses `rank` this."""
+
+    rank: int
+    owner: type
+    call: str
+    error: AntdtError
+
+
+def train_refused(ranks: Ranks, config: TrainConfig, refusal: Refusal) -> str:
+    """What this rank ends with."""
+    as_ever, calls = getattr(refusal.owner, refusal.call), count()
+
+    def refused(*arguments: Any, **named: Any) -> Any:
+        if ranks.rank == refusal.rank and next(calls) >= 3:
+            raise refusal.error
+        return as_ever(*arguments, **named)
+
+    with mock.patch.object(refusal.owner, refusal.call, refused):
+        try:
+            train(config, ranks)
+        except AntdtError as error:
+            return f"{type(error).__name__}: {told(error)[0]}"
+    return "trained"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        Refusal(1, ShardClient, "lease", RefusedError("UNAUTHENTICATED", "TOKEN", "run out")),
+        Refusal(1, ShardClient, "flush", ServiceUnavailableError("no answer")),
+        Refusal(1, Lease, "advance", LeaseLostError("its lease is lost")),
+        Refusal(0, ShardClient, "prepare_checkpoint", FencedError("GENERATION", "rolled back")),
+        Refusal(0, ShardClient, "commit_checkpoint", FencedError("GENERATION", "rolled back")),
+    ],
+    ids=lambda refusal: refusal.call,
+)
+def test_what_the_service_refuses_one_rank_ends_all_with_the_same_line(
+    click_logs: Path, tmp_path: Path, refusal: Refusal
+) -> None:
+    server = ShardServer(ServiceConfig("127.0.0.1:0"))
+    config = leased(click_logs, server.address)
+    run = replace(config.run, dir=str(tmp_path / "run"), epochs=9, checkpoint_every_steps=2)
+    config = replace(config, model=ModelConfig("melu", 4, (4,)), run=run)
+    (line,) = set(on_ranks(2, train_refused, config, refusal))
+    server.stop(0.0)
+    met = "" if refusal.call == "prepare_checkpoint" else f" (met by rank {refusal.rank})"
+    assert line == f"{type(refusal.error).__name__}: {refusal.error}{met}"
+
+
+def test_what_the_service_refuses_is_the_same_on_another_rank() -> None:
+    refused = RefusedError("UNAUTHENTICATED", "TOKEN", "run out")
+    for error in (refused, FencedError("GENERATION", "rolled back")):
+        error.add_note("met by rank 1")
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), vars(again), str(again)) == (type(error), vars(error), str(error))
+    assert again.exit_code == 1
+    assert refused.exit_code == pickle.loads(pickle.dumps(refused)).exit_code == 2
 
 
 def wait_on_rank(ranks: Ranks, config: TrainConfig) -> str:
@@ -242,6 +316,7 @@ def test_ranks_of_several_machines_need_a_service_that_was_named(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.delenv(SERVICE_VARIABLE, raising=False)
+    monkeypatch.setattr("gmeta.parallel.together.value_of_first", lambda value, ranks: value)
     ranks: Any = SimpleNamespace(rank=0, world_size=2)
     config = leased(click_logs, service="")
     with pytest.raises(UserError) as caught:
