@@ -51,7 +51,7 @@ from gmeta.antdt.simulation.traces import Change, Trace
 from gmeta.build import build_learner
 from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
 from gmeta.feeds.agent import ServiceAgent
-from gmeta.feeds.feed import ServiceFeed
+from gmeta.feeds.leased import ServiceFeed
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import start_ranks, stop_ranks
 from gmeta.parallel.sharding import shard_learner

@@ -22,7 +22,7 @@ from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import TrainConfig
 from gmeta.evaluate import score_split
 from gmeta.feeds.agent import Agent, open_agent
-from gmeta.feeds.feed import open_feed
+from gmeta.feeds.source import open_feed
 from gmeta.guards import StepGuard
 from gmeta.numerics import make_deterministic
 from gmeta.outer.early_stop import early_stop_of

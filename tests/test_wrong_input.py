@@ -21,7 +21,7 @@ from gmeta.commands.export import export, predict
 from gmeta.commands.telling import write_error
 from gmeta.config import config_from_dict, load_config
 from gmeta.errors import UserError
-from gmeta.feeds.feed import StaticFeed
+from gmeta.feeds.static import StaticFeed
 from gmeta.parallel.ranks import Ranks
 from gmeta.runs.environment import describe_environment
 from gmeta.runs.folder import create_run_folder

@@ -22,7 +22,8 @@ from gmeta.antdt.agent import Plan, WorkerAgent
 from gmeta.batches.accumulate import MicroBatches, in_parts
 from gmeta.batches.episodes import Episodes
 from gmeta.config import TrainConfig
-from gmeta.feeds.feed import PREFETCH_BATCHES, Feed, ServiceFeed
+from gmeta.feeds.feed import Feed
+from gmeta.feeds.leased import PREFETCH_BATCHES, ServiceFeed
 from gmeta.parallel.links import LinkProbe
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import local_learner

@@ -14,7 +14,7 @@ from gmeta.antdt.settings import StragglerConfig
 from gmeta.build import build_learner
 from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
 from gmeta.feeds.agent import ServiceAgent
-from gmeta.feeds.feed import ServiceFeed
+from gmeta.feeds.leased import ServiceFeed
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner
 from gmeta.parallel.steps import in_step

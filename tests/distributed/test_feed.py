@@ -27,9 +27,10 @@ from gmeta.build import check_source
 from gmeta.commands.telling import told
 from gmeta.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from gmeta.errors import ConfigError, UserError
-from gmeta.feeds.feed import ServiceFeed, open_feed, tasks_per_shard
+from gmeta.feeds.leased import ServiceFeed, tasks_per_shard
 from gmeta.feeds.reader import open_reader
 from gmeta.feeds.service import SERVICE_VARIABLE
+from gmeta.feeds.source import open_feed
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.steps import in_step
 from gmeta.train import train
@@ -176,7 +177,7 @@ def wait_on_rank(ranks: Ranks, config: TrainConfig) -> str:
     watch.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("gmeta.feed").addHandler(watch)
     with (
-        mock.patch("gmeta.feeds.feed.WARN_AFTER_S", 0.1),
+        mock.patch("gmeta.feeds.leased.WARN_AFTER_S", 0.1),
         ServiceFeed(config, dataset, ranks, None) as feed,
         ShardClient(config.data.service, "greedy") as other,
     ):
@@ -303,9 +304,9 @@ def test_shards_are_small_where_the_split_fits_in_memory_else_a_block(
     dataset = open_dataset(str(click_logs))
     config = leased(click_logs, "")
     assert tasks_per_shard(config, dataset) == 1
-    monkeypatch.setattr("gmeta.feeds.feed.MIN_SHARDS", 10)
+    monkeypatch.setattr("gmeta.feeds.leased.MIN_SHARDS", 10)
     assert tasks_per_shard(config, dataset) == 16
-    monkeypatch.setattr("gmeta.feeds.feed.DEFAULT_CACHE_BYTES", 1)
+    monkeypatch.setattr("gmeta.feeds.leased.DEFAULT_CACHE_BYTES", 1)
     assert tasks_per_shard(config, dataset) == NUM_TASKS // dataset.split("train").num_blocks
     asked = TrainConfig(data=DataConfig(source="service", tasks_per_shard=7))
     assert tasks_per_shard(asked, dataset) == 7

@@ -28,7 +28,7 @@ TASKS_PER_BLOCK = 10
 def train_on_rank(ranks: Ranks, config: TrainConfig) -> int:
     """Trains with a count of each task's steps beside the weights; the ranks there were."""
     count_tasks()
-    with mock.patch("gmeta.feeds.feed.DEFAULT_CACHE_BYTES", 1):
+    with mock.patch("gmeta.feeds.leased.DEFAULT_CACHE_BYTES", 1):
         train(config, ranks)
     return ranks.world_size
 

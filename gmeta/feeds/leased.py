@@ -1,0 +1,279 @@
+"""Shards that a rank leases from the data-shard service, and who starts it (docs/antdt.md).
+
+What one rank alone meets of the service waits until all can hear of it.
+"""
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import final
+
+from gmeta.antdt.errors import AntdtError, RefusedError
+from gmeta.antdt.manifest import MANIFEST_FILE_NAME, ShardManifest, load_manifest
+from gmeta.antdt.model import MAX_EPOCHS, MAX_SHARDS_PER_LEASE_CALL, DatasetSpec
+from gmeta.antdt.stream import UnitStream
+from gmeta.config import TrainConfig
+from gmeta.errors import UserError
+from gmeta.feeds.feed import Feed
+from gmeta.feeds.service import connect, own_service, service_address
+from gmeta.parallel.ranks import Ranks, barrier, value_of_first
+from gmeta.parallel.together import by_all, by_first
+from metaio.batch import TaskBatch
+from metaio.dataset import Dataset
+from metaio.reader import DEFAULT_CACHE_BYTES, EpisodeRange, RangeReader
+
+# Shards of a split that a reader can hold decoded: small, so that steps mix tasks from all over it.
+SMALL_SHARD_TASKS = 16
+MIN_SHARDS = 4096  # of a split with enough episodes
+# Batches composed ahead. What a rank holds ahead its peers cannot take when the data runs out.
+PREFETCH_BATCHES = 2
+WARN_AFTER_S = 30.0  # without a shard; an operator may have drained the service, and forgotten it
+IDLE_PAUSE_S = 0.002  # between empty batches in a row: the others are at their last shards
+
+_log = logging.getLogger("gmeta.feed")
+
+
+def tasks_per_shard(config: TrainConfig, dataset: Dataset) -> int:
+    """`data.tasks_per_shard`, or a size that depends on the data alone: any run may go on with it.
+
+    Small where a reader holds the whole split decoded. Elsewhere one block's worth: a smaller shard
+    would decode the same block again and again, a larger one mixes tasks less.
+    """
+    split = dataset.split(config.data.train_split)
+    if config.data.tasks_per_shard:
+        return config.data.tasks_per_shard
+    if int(dataset.block_bytes(split.name).sum()) <= DEFAULT_CACHE_BYTES:
+        return max(1, min(SMALL_SHARD_TASKS, split.num_episodes // MIN_SHARDS))
+    return max(1, split.num_episodes // split.num_blocks)
+
+
+@final
+class ServiceFeed(Feed):
+    """Shards leased from the data-shard service: each rank takes the next ones when it needs them.
+
+    `share` is how many tasks this rank takes for each batch.
+    """
+
+    def __init__(
+        self, config: TrainConfig, dataset: Dataset, ranks: Ranks, checkpoint: Path | None
+    ) -> None:
+        """Rank 0 rolls the service to the checkpoint, then the others join."""
+        data, split = config.data, dataset.split(config.data.train_split)
+        self._ranks = ranks
+        self._split = split.name
+        self.num_steps = -(-split.num_episodes // data.tasks_per_step)
+        if data.tasks_per_step < ranks.world_size:
+            raise UserError(
+                f"data.tasks_per_step = {data.tasks_per_step} is less than the {ranks.world_size} "
+                "ranks: each needs a task a step to lease shards. Raise it, or start fewer ranks"
+            )
+        self.share = _share_of(data.tasks_per_step, ranks.rank, ranks.world_size)
+        self._replan = False
+        units_per_shard = tasks_per_shard(config, dataset)
+        self._units_per_shard = units_per_shard
+        spec = DatasetSpec(
+            split.name,
+            split.num_episodes,
+            units_per_shard,
+            config.run.seed,
+            MAX_EPOCHS,  # the run decides when to stop, and may be resumed for more
+            dataset.fingerprint,
+            data.shuffle,
+        )
+        self._lease_wait_s = 0.0
+        self._stream: UnitStream | None = None
+        self._epoch_ended = False
+        self._manifest: ShardManifest | None = None
+        # What this rank alone met of the service, until all can hear of it.
+        self._problem: AntdtError | None = None
+        with ExitStack() as undo:
+            self._reader = undo.enter_context(
+                RangeReader(dataset, threads=data.threads, prefetch_batches=PREFETCH_BATCHES)
+            )
+            address = ""
+
+            def join() -> None:
+                self.client = undo.enter_context(connect(address, ranks.rank))
+
+            def begin() -> None:
+                nonlocal address
+                address = service_address(config) or self._start_service(config, ranks, undo)
+                join()
+                self._restore(spec, checkpoint, config)
+
+            by_first(begin, ranks)
+            # Behind the roll-back: who registers before it is of the generation that it ends.
+            address = value_of_first(address, ranks)
+            by_all(join if ranks.rank else lambda: None, ranks)
+            self._closing = undo.pop_all()
+
+    @staticmethod
+    def _start_service(config: TrainConfig, ranks: Ranks, undo: ExitStack) -> str:
+        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) != ranks.world_size:
+            raise UserError(
+                f"the {ranks.world_size} ranks are on several machines, and none of them was named "
+                "to run the data-shard service. Start `gmeta shard-service` where all reach it and "
+                "set data.service = HOST:PORT"
+            )
+        return undo.enter_context(own_service(config)).address
+
+    def _restore(self, spec: DatasetSpec, checkpoint: Path | None, config: TrainConfig) -> None:
+        manifest = None if checkpoint is None else load_manifest(checkpoint)
+        try:
+            # First, so that other data under this name are refused before anything is rolled back.
+            self.client.register_dataset(spec)
+            self.client.restore(manifest)
+        except RefusedError as error:
+            if error.reason != "SPEC_CONFLICT":
+                raise
+            raise UserError(
+                f"run {config.run.dir} was begun with other data or other shards: {error} "
+                "To go on, set data.path, data.train_split, data.tasks_per_shard, data.shuffle and "
+                "run.seed as they were"
+            ) from error
+
+    def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
+        """See Feed.batches. The service knows where in the epoch the model stands.
+
+        Raises:
+            AntdtError: of this rank alone: the others may be in a collective.
+        """
+        self._close_stream()
+        self._replan = self._epoch_ended = False
+        self._stream = UnitStream(self.client, self._split, epoch, self._shards_ahead())
+        yield from self._batches_of(self._stream)
+        self._epoch_ended = True
+
+    def change_share(self, num_tasks: int) -> None:
+        """In force at once, whatever was read ahead: the batch that was asked for last is to be
+        dropped and asked for again, on every rank, so that their steps stay whole."""
+        self.share = num_tasks
+        self._replan = True
+
+    def _shards_ahead(self) -> int:
+        """A batch's worth is leased while another one is used up."""
+        return min(2 * -(-max(self.share, 1) // self._units_per_shard), MAX_SHARDS_PER_LEASE_CALL)
+
+    def _batches_of(self, stream: UnitStream) -> Iterator[TaskBatch]:
+        """What was planned with an old share is dropped and planned anew: its blocks are decoded
+        already."""
+        while not stream.ended:
+            planned: deque[int] = deque()  # tasks of each batch that is read ahead
+            with closing(self._reader.batches(self._groups(stream, planned))) as batches:
+                for batch in batches:
+                    yield batch
+                    self._raise_problem()
+                    if self._replan:
+                        break  # this batch is among those that were planned
+                    planned.popleft()
+            stream.put_back(sum(planned))
+            self._replan = False
+            stream.lease_ahead(self._shards_ahead())
+
+    def _groups(self, stream: UnitStream, planned: deque[int]) -> Iterator[list[EpisodeRange]]:
+        """The episodes of this rank's next batches, until the epoch has ended."""
+        warn_at_s = time.perf_counter() + WARN_AFTER_S
+        while not stream.ended:
+            began_s = time.perf_counter()
+            taken = stream.take(self.share)
+            if taken:
+                warn_at_s = began_s + WARN_AFTER_S
+            else:
+                # Its peers have data, or the end is being confirmed: they must not be held up.
+                time.sleep(IDLE_PAUSE_S)
+            if began_s > warn_at_s:
+                warn_at_s = began_s + WARN_AFTER_S
+                _log.warning("rank %d has no shard: %s", self._ranks.rank, stream.waiting_for)
+            self._lease_wait_s += time.perf_counter() - began_s
+            planned.append(sum(part.number for part in taken))
+            yield [EpisodeRange(self._split, part.first, part.number) for part in taken]
+
+    def trained(self, num_tasks: int) -> None:
+        """See Feed.trained. Where a lease was lost, the next batch and the next checkpoint tell."""
+        if self._stream is None:
+            raise RuntimeError("trained() needs an epoch: call batches() first")
+        with self._noting_problems():
+            self._stream.trained(num_tasks)
+
+    def epoch_over(self, epoch_step: int) -> bool:
+        """See Feed.epoch_over."""
+        if self._stream is not None and not self._epoch_ended:
+            # The last step of a run, and this rank has not asked for a batch since.
+            with self._noting_problems():
+                self._epoch_ended = self._stream.ended
+        return self._epoch_ended
+
+    def checkpoint_files(self, step: int) -> Mapping[str, str]:
+        """The shard manifest: exactly what of the data is in the model of this step.
+
+        Raises:
+            AntdtError: on all ranks; one of them lost a lease, or the service.
+        """
+        files: dict[str, str] = {}
+
+        def prepare() -> None:
+            self._manifest = self.client.prepare_checkpoint(f"step-{step:08d}", step)
+            files[MANIFEST_FILE_NAME] = self._manifest.to_json()
+
+        by_all(self._flush, self._ranks)  # every rank's progress is with the service
+        by_first(prepare, self._ranks)  # nobody reports the next step before it is taken
+        return files
+
+    def _flush(self) -> None:
+        self._raise_problem()
+        self.client.flush()
+
+    def committed(self) -> None:
+        """See Feed.committed."""
+        if self._manifest is not None:
+            with self._noting_problems():
+                self.client.commit_checkpoint(self._manifest)
+            self._manifest = None
+
+    @contextmanager
+    def _noting_problems(self) -> Iterator[None]:
+        """The others may be in a collective: they hear of it with the next batch or checkpoint."""
+        try:
+            yield
+        except AntdtError as error:
+            self._problem = self._problem or error
+
+    def _raise_problem(self) -> None:
+        if self._problem is not None:
+            raise self._problem
+
+    @property
+    def wait_s(self) -> float:
+        """See Feed.wait_s."""
+        return self._reader.wait_s + self._lease_wait_s
+
+    @property
+    def read_s(self) -> float:
+        """Seconds that reading has taken, also where nobody had to wait for it."""
+        return self._reader.busy_s + self._lease_wait_s
+
+    @property
+    def tasks_read(self) -> int:
+        """Tasks read in that time, also those that were read ahead and put back."""
+        return self._reader.num_tasks_composed
+
+    def close(self) -> None:
+        """Gives back what was not trained, and ends the service if it is this job's own.
+        Collective."""
+        by_all(self._close_stream, self._ranks)
+        self.client.close()
+        barrier(self._ranks)  # rank 0 may own the service, and the others still say good-bye to it
+        self._closing.close()
+
+    def _close_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+
+def _share_of(num_tasks: int, rank: int, world_size: int) -> int:
+    return (rank + 1) * num_tasks // world_size - rank * num_tasks // world_size

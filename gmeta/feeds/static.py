@@ -1,0 +1,64 @@
+"""A rank's fixed share of every step."""
+
+from collections.abc import Iterator, Mapping
+from typing import final
+
+from gmeta.config import TrainConfig
+from gmeta.errors import UserError
+from gmeta.feeds.feed import Feed
+from gmeta.feeds.reader import open_reader
+from gmeta.parallel.ranks import Ranks
+from metaio.batch import TaskBatch
+from metaio.dataset import Dataset
+
+
+@final
+class StaticFeed(Feed):
+    """Every rank its share of every step, worked out from the seed alone."""
+
+    def __init__(
+        self, config: TrainConfig, dataset: Dataset, ranks: Ranks, *, is_fresh: bool
+    ) -> None:
+        self._reader = open_reader(
+            config, dataset, config.data.train_split, ranks.rank, ranks.world_size
+        )
+        self._num_epochs = config.run.epochs
+        self.num_steps = self._reader.num_steps()
+        if not self.num_steps:
+            split = dataset.split(config.data.train_split)
+            raise UserError(
+                f"an epoch of split {split.name!r} has 0 steps: its {split.num_episodes:,} "
+                f"episodes in {split.num_blocks:,} blocks do not fill one. Lower "
+                "data.tasks_per_step or data.blocks_per_step, or set data.drop_last = false"
+            )
+        if is_fresh:
+            self._reader.prefetch(epoch=0)  # while the model and the run folder are made ready
+
+    def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
+        """See Feed.batches."""
+        yield from self._reader.batches(epoch, first_step=first_step)
+        if epoch + 1 < self._num_epochs:
+            self._reader.prefetch(epoch + 1)  # while this epoch is validated and saved
+
+    def trained(self, num_tasks: int) -> None:
+        """The step's number says it all."""
+
+    def epoch_over(self, epoch_step: int) -> bool:
+        """See Feed.epoch_over."""
+        return epoch_step >= self.num_steps
+
+    def checkpoint_files(self, step: int) -> Mapping[str, str]:
+        """None: progress.json says it all."""
+        return {}
+
+    def committed(self) -> None:
+        """Nobody waits for it."""
+
+    @property
+    def wait_s(self) -> float:
+        """See Feed.wait_s."""
+        return self._reader.wait_s
+
+    def close(self) -> None:
+        """See Feed.close."""
+        self._reader.close()
