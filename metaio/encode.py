@@ -371,10 +371,15 @@ def as_lists(rule: SparseColumn, column: pa.Array) -> pa.Array:
     """
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         return column
-    if rule.separator is None or kind_of(rule.column, column.type, "multi") != "text":
+    if rule.separator is None:
         raise DataError(
             f"multi column {rule.column} has type {column.type}; a list is needed, or text with a "
             "separator. Give separator in the schema"
+        )
+    if kind_of(rule.column, column.type, "multi") != "text":
+        raise DataError(
+            f"multi column {rule.column} has type {column.type}; a list is needed, or text to be "
+            f"split at {rule.separator!r}. Cast it to text"
         )
     text = pc.fill_null(column.cast(pa.string()), "")
     # Splitting "" gives [""], a list of one empty id, where none is meant.

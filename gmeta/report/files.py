@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from gmeta.files.whole import write_whole
 from gmeta.report.charts import charts_of
 from gmeta.report.evaluation import Evaluation, to_json
@@ -28,7 +31,8 @@ class ReportPaths:
 
 
 def write(folder: Path, runs: Sequence[EvaluatedRun]) -> ReportPaths:
-    """Write evaluation.json, report.html and charts/*.png; the first run is the one reported.
+    """Write evaluation.json, report.html, charts/*.png and predictions.parquet; the first run is
+    the one reported.
 
     Raises:
         UserError: the runs cannot be reported or compared; see check_runs. Nothing is written then.
@@ -43,13 +47,26 @@ def write(folder: Path, runs: Sequence[EvaluatedRun]) -> ReportPaths:
         to_json(evaluation), indent=1, ensure_ascii=False, allow_nan=False, default=str
     )
     html = page(evaluation, charts)
+    rows = _predictions(runs)
     # Everything is rendered before anything is written: a failure in between leaves the old report.
     chart_folder.mkdir(parents=True, exist_ok=True)
     for path, content in pictures.items():
         write_whole(path, content)
+    write_whole(folder / "predictions.parquet", rows)
     write_whole(html_path, html.encode())
     write_whole(json_path, f"{text}\n".encode())
     for name in CHART_NAMES:  # a picture of an earlier evaluation must not pass for one of this
         if (path := chart_folder / f"{name}.png") not in pictures:
             path.unlink(missing_ok=True)
     return ReportPaths(json_path, html_path, tuple(pictures), evaluation)
+
+
+def _predictions(runs: Sequence[EvaluatedRun]) -> bytes:
+    """What every run predicted of every query row, as a Parquet file."""
+    tables = [
+        run.predictions.add_column(0, "run", pa.array([run.name] * run.predictions.num_rows))
+        for run in runs
+    ]
+    out = pa.BufferOutputStream()
+    pq.write_table(pa.concat_tables(tables), out)
+    return out.getvalue().to_pybytes()  # type: ignore[no-any-return]

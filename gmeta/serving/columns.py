@@ -55,8 +55,9 @@ class RawColumns:
         self._schema = replace(schema, time=None, splits=SplitRule())
         fitted = Fitted(dict(vocabularies), dict(columns.moments), kinds=columns.kinds)
         self._encoder = Encoder(self._schema, fitted)
-        # A column of nulls alone says nothing of its type: the schema does.
+        # A column of nulls alone, or of no rows, says nothing of its type: the schema does.
         self._null_types = {
+            schema.label.column: pa.float64(),
             **{column.column: pa.float64() for column in schema.dense},
             **{c.column: pa.list_(pa.int64()) for c in schema.multi if c.separator is None},
         }
@@ -274,10 +275,15 @@ def select(table: pa.Table, names: list[str], optional: list[str], what: str) ->
 
 
 def _known_type(column: pa.Array) -> pa.Array:
-    """Lists that are all empty have no type of their own; any will do."""
+    """Lists that are all empty have no type of their own: any will do. To prepare, lists of one
+    length are lists.
+    """
+    kind = column.type
     # [[], []] says nothing of what its lists would hold.
-    if pa.types.is_list(column.type) and pa.types.is_null(column.type.value_type):
+    if pa.types.is_list(kind) and pa.types.is_null(kind.value_type):
         return column.cast(pa.list_(pa.int64()))
+    if pa.types.is_fixed_size_list(kind):
+        return column.cast(pa.list_(kind.value_type))
     return column
 
 

@@ -144,8 +144,9 @@ class ServedModel:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        # Under inference mode, where a caller may be, no inner gradient could be taken.
-        with self._lock, torch.inference_mode(False):
+        # A caller may be under inference mode, where no inner gradient could be taken, or under
+        # autocast, which would answer in 8 bits.
+        with self._lock, torch.inference_mode(False), torch.autocast("cpu", enabled=False):
             yield
 
     def _adapt(self, batch: TaskBatch) -> tuple[Adapted, Tensor]:

@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 from gmeta.errors import UserError
@@ -46,10 +48,20 @@ def test_a_report_is_one_page_one_json_and_its_pictures(
         "charts/learning_curve.png",
         "charts/support_size.png",
         "evaluation.json",
+        "predictions.parquet",
         "report.html",
     ]
     assert paths.html == folder / "report.html"
     assert all(path.exists() for path in (paths.html, paths.evaluation_json, *paths.charts))
+
+
+def test_predictions_are_those_of_every_run(written: dict[Loss, files.ReportPaths]) -> None:
+    table = pq.read_table(written["bce"].html.parent / "predictions.parquet")
+    runs = [run_of("bce"), baseline_of("bce")]
+    assert table["run"].unique().to_pylist() == [run.name for run in runs]
+    for run in runs:
+        own = table.filter(pc.equal(table["run"], run.name)).drop_columns("run")
+        assert own.equals(run.predictions)
 
 
 @pytest.mark.parametrize("loss", ["bce", "mse"])
@@ -96,6 +108,7 @@ def test_pictures_of_an_earlier_evaluation_do_not_stay(
         "charts/groups.png",
         "charts/learning_curve.png",
         "evaluation.json",
+        "predictions.parquet",
         "report.html",
     ]
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gmeta.serving.columns import RawColumns
+from gmeta.serving.columns import RawColumns, as_table, select
 from gmeta.serving.folder import Columns
 from gmeta.serving.rows import task_batch
 from metaio import DataError, Dataset
@@ -65,6 +65,41 @@ def test_text_where_the_training_data_had_integers_is_refused(tmp_path: Path) ->
             f"sparse column {name} holds {held} values; they were {wanted} when the data was "
             f"prepared, and would get other ids. Cast the column to {wanted}"
         )
+
+
+def test_lists_of_one_length_are_lists(tmp_path: Path) -> None:
+    """As they are to prepare: DuckDB reads the same file without their length."""
+    multi = [{"column": "pair", "hash": 30}]
+    pairs = [[row, row + 1] for row in range(40)]
+    table = raw_table(40).append_column("pair", pa.array(pairs, pa.list_(pa.int64(), 2)))
+    encoder = encoder_of(prepared(tmp_path, table, changed(multi=multi)))
+    plain = table.set_column(table.num_columns - 1, "pair", pa.array(pairs))
+    found, wanted = (
+        encoder.encode(select(given, encoder.names(True), [], "support"), True)
+        for given in (table.slice(3), plain.slice(3))
+    )
+    assert found.values_V.tolist() == wanted.values_V.tolist()
+    assert found.lengths_NM.tolist() == [[2]] * 37
+
+
+def test_integers_where_text_is_to_be_split_are_told_so(tmp_path: Path) -> None:
+    table = raw_table()
+    encoder = encoder_of(prepared(tmp_path, table, SCHEMA))
+    place = table.column_names.index("tags")
+    wrong = table.set_column(place, "tags", pa.array(range(table.num_rows))).combine_chunks()
+    with pytest.raises(DataError) as caught:
+        encoder.encode(wrong.to_batches()[0], True)
+    assert str(caught.value) == (
+        "multi column tags has type int64; a list is needed, or text to be split at '|'. Cast it "
+        "to text"
+    )
+
+
+def test_no_rows_of_plain_lists_are_no_rows(tmp_path: Path) -> None:
+    """Empty Python lists have no type, that of the label neither."""
+    encoder = encoder_of(prepared(tmp_path, raw_table(), SCHEMA))
+    none = as_table({name: [] for name in encoder.names(True)}, "support")
+    assert encoder.encode(select(none, encoder.names(True), [], "support"), True).num_rows == 0
 
 
 def test_a_column_without_values_has_no_kind(tmp_path: Path) -> None:

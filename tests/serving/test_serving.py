@@ -172,6 +172,14 @@ def test_a_model_serves_under_inference_mode_and_from_many_threads(served: Serve
             assert torch.equal(found, wanted)
 
 
+def test_a_caller_under_autocast_gets_the_same_numbers(served: ServedModel) -> None:
+    support, query = random_rows(8, seed=1), random_rows(9, seed=2)
+    expected = served.adapt(support).predict(query), served.predict(query)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = served.adapt(support).predict(query), served.predict(query)
+    assert all(map(torch.equal, found, expected))
+
+
 FRESH = """
 import sys
 import gmeta
