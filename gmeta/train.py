@@ -84,7 +84,7 @@ class TrainingRun:
         by_first(lambda: check_first_labels(config, self._dataset), ranks)
         self._sharded = shard_learner(self._learner, self._dataset.features, config, ranks)
         plan = described_plan(self._sharded, ranks)
-        self._told_plan = plan_lines(plan)
+        self._told_at_start = plan_lines(plan)
         self._optimizer = build_optimizer(self._sharded, config.outer)
         self.folder = RunFolder(Path(config.run.dir))
         self._progress = Progress()
@@ -99,6 +99,7 @@ class TrainingRun:
             self._progress = load_checkpoint(newest, self._sharded, self._optimizer, ranks)
         elif start := checkpoint_to_start_from(config, self._dataset):
             load_checkpoint(start, self._sharded, None, ranks)
+            self._told_at_start.append(f"begins with the weights of {start}")
         by_first(lambda: self._describe_run(plan), ranks)
 
         self._step_limit = config.run.max_steps or sys.maxsize
@@ -134,7 +135,7 @@ class TrainingRun:
         Raises:
             StoppedError: see train.
         """
-        self.log.tell(self._told_plan)
+        self.log.tell(self._told_at_start)
         agent = open_agent(
             self._config, self.feed, self._sharded, self._learner.arrange, self._ranks, stop
         )

@@ -1,5 +1,7 @@
-"""A run that starts from another takes its weights, and nothing else."""
+"""A run that starts from another takes its weights and nothing else, and says whose."""
 
+import io
+from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +17,13 @@ from gmeta.train import train
 from tests.distributed.harness import on_ranks
 
 
-def begin_and_begin_anew(ranks: Ranks, config: TrainConfig, anew: TrainConfig) -> None:
+def begin_and_begin_anew(ranks: Ranks, config: TrainConfig, anew: TrainConfig) -> str:
+    """What the second run says on the screen."""
     train(config, ranks)
-    train(anew, ranks)
+    screen = io.StringIO()
+    with redirect_stderr(screen):
+        train(anew, ranks)
+    return screen.getvalue()
 
 
 @pytest.mark.distributed
@@ -42,10 +48,12 @@ def test_a_run_starts_with_the_weights_of_another_at_step_0_with_any_optimizer(
     run = replace(config.run, dir=str(tmp_path / "second"), start_from=config.run.dir, max_steps=1)
     # Another seed would draw other weights, if any were drawn.
     anew = replace(config, outer=outer, run=replace(run, seed=7))
-    on_ranks(2, begin_and_begin_anew, config, anew)
+    said, silence = on_ranks(2, begin_and_begin_anew, config, anew)
     (first,) = list_checkpoints(RunFolder(tmp_path / "first").checkpoints)
     (second,) = list_checkpoints(RunFolder(tmp_path / "second").checkpoints)
     assert second.name == "step-00000001"
+    assert f"begins with the weights of {first}\n" in said
+    assert "begins with" not in silence
     before, after = CheckpointReader(first), CheckpointReader(second)
     summary = summarise_checkpoint(second)
     names = [f"model.learner.{layer.name}" for layer in summary.layers]
