@@ -7,7 +7,9 @@ ragged tasks bring new sizes with every step. So most of the rows go through one
 one of few sizes, the rest through MKL (`ragged` in benchmarks/maml_step.py). Results depend on the
 sizes alone: a run that goes on from a checkpoint finds the same bits.
 
-Where all sizes recur, "medium" may be set for a whole step: everything here then is one product.
+What torch's precision is says which way products go, and training alone sets it: "medium" where all
+sizes recur, then everything is one product in oneDNN; PIECES, which by itself is MKL's, for pieces;
+"highest", as torch is by itself, for none.
 
 Shape suffixes: N rows, I and O widths.
 """
@@ -17,6 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+PIECES = "high"
 # float32 rounding gives about 5e-7 over 256 terms, bfloat16 about 5e-3.
 RELATIVE_ERROR = 5e-6
 # Multiply-adds below which MKL is done before oneDNN has begun.
@@ -42,12 +45,13 @@ def onednn_is_exact() -> bool:
 
 
 def choose_precision(device: torch.device, sizes_recur: bool) -> None:
-    """Tell torch by what all products on a CPU are computed from now on, as the top of the file
-    says.
-    """
-    if device.type == "cpu":
-        is_fast = sizes_recur and onednn_is_exact()
-        torch.set_float32_matmul_precision("medium" if is_fast else "highest")
+    """Choose the way of all products on a CPU from now on."""
+    if device.type != "cpu":
+        return
+    precision = "highest"
+    if onednn_is_exact():
+        precision = "medium" if sizes_recur else PIECES
+    torch.set_float32_matmul_precision(precision)
 
 
 def first_piece(rows_NI: Tensor, width: int) -> int:
@@ -58,8 +62,7 @@ def first_piece(rows_NI: Tensor, width: int) -> int:
         or num_rows < LEAST_PIECE
         or rows_NI.dtype != torch.float32
         or rows_NI.device.type != "cpu"
-        or torch.get_float32_matmul_precision() != "highest"
-        or not onednn_is_exact()
+        or torch.get_float32_matmul_precision() != PIECES
     ):
         return 0
     return num_rows - num_rows % max(LEAST_PIECE, 1 << num_rows.bit_length() - DIGITS)
@@ -76,7 +79,7 @@ def times(
         out = rows_NI.new_empty(rows_NI.shape[0], matrix_IO.shape[1])
     torch.set_float32_matmul_precision("medium")
     _product(rows_NI[:first], matrix_IO, bias_O, out[:first])
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision(PIECES)
     if first < rows_NI.shape[0]:
         _product(rows_NI[first:], matrix_IO, bias_O, out[first:])
     return out
@@ -88,7 +91,7 @@ def add_times(into_NO: Tensor, rows_NI: Tensor, matrix_IO: Tensor, beta: float) 
     if first:
         torch.set_float32_matmul_precision("medium")
         into_NO[:first].addmm_(rows_NI[:first], matrix_IO, beta=beta)
-        torch.set_float32_matmul_precision("highest")
+        torch.set_float32_matmul_precision(PIECES)
     if first < rows_NI.shape[0]:
         into_NO[first:].addmm_(rows_NI[first:], matrix_IO, beta=beta)
 
@@ -100,7 +103,7 @@ def over_rows(left_NO: Tensor, right_NI: Tensor, into: Tensor | None = None) -> 
         return _sum(left_NO, right_NI, into)
     torch.set_float32_matmul_precision("medium")
     into = _sum(left_NO[:first], right_NI[:first], into)
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision(PIECES)
     if first < left_NO.shape[0]:
         into.addmm_(left_NO[first:].mT, right_NI[first:])
     return into

@@ -19,7 +19,7 @@ needs_onednn = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _torch_as_it_was() -> object:
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    products.choose_precision(torch.device("cpu"), False)
     yield
     torch.set_float32_matmul_precision(before)
 
@@ -54,7 +54,8 @@ def test_products_are_those_of_double_precision(num_rows: int, inner: int, width
     torch.testing.assert_close(products.over_rows(grad, rows).double(), exact, rtol=1e-4, atol=1e-3)
     before = summed.double()
     assert is_close(products.over_rows(grad, rows, summed), before + exact)
-    assert torch.get_float32_matmul_precision() == "highest"
+    if products.onednn_is_exact():
+        assert torch.get_float32_matmul_precision() == products.PIECES
 
 
 @needs_onednn
@@ -80,11 +81,23 @@ def test_other_numbers_and_a_whole_step_are_left_to_torch() -> None:
     assert products.first_piece(rows, 100)
 
 
-def test_where_onednn_is_not_exact_it_is_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sizes_recur", [False, True])
+def test_where_onednn_is_not_exact_it_is_never_taken(
+    sizes_recur: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(products, "onednn_is_exact", lambda: False)
-    assert not products.first_piece(torch.zeros(5_000, 100), 100)
-    products.choose_precision(torch.device("cpu"), True)
+    products.choose_precision(torch.device("cpu"), sizes_recur)
     assert torch.get_float32_matmul_precision() == "highest"
+    assert not products.first_piece(torch.zeros(5_000, 100), 100)
+
+
+def test_outside_of_training_torchs_precision_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It holds for all threads of a process that serves, and for its GPU."""
+    torch.set_float32_matmul_precision("highest")
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", pytest.fail)
+    RowLinear(200, 330)(torch.randn(1_000, 200)).sum().backward()
 
 
 @pytest.mark.parametrize("shape", [(300, 40), (60, 5, 40)])
