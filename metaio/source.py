@@ -17,7 +17,7 @@ from metaio.encode import refuse_nulls
 from metaio.errors import DataError
 from metaio.schema import Schema
 from metaio.storage import file_system, is_local
-from metaio.text_types import asked_types, declared_types, rounding_refusal, whole_columns
+from metaio.text_types import asked_types, declared_types, loss_refusal, revealing_types
 
 # 16,384 rows of 41 encoded columns are 3 MB, which stay in the second-level cache while their
 # columns are filled in one by one: encoding takes 0.6 s a million rows, with 131,072 rows 1.5 s.
@@ -165,27 +165,28 @@ class DuckSource:
         """Number of rows, once no column holds what it may not hold.
 
         Raises:
-            DataError: there are no rows, nulls where none are allowed, or decimals among the
-                integers of a text file.
+            DataError: there are no rows, nulls where none are allowed, or values of a text file
+                that its columns' types would cut.
         """
         columns = self._schema.columns
         counts = ", ".join(f"count({_name(column)})" for column in columns)
-        whole = whole_columns(self._asked)
-        broken = "".join(
-            f", min({_name(c)}) FILTER (WHERE {_name(c)} <> floor({_name(c)}))" for c in whole
+        revealing = revealing_types(self._asked)
+        lost = "".join(
+            f", min({_name(c)}) FILTER (WHERE {condition.format(_name(c))})"
+            for c, (_, condition) in revealing.items()
         )
-        # As integers they would come rounded.
-        table = self._scan(self._files.names, self._asked | dict.fromkeys(whole, "DOUBLE"))
-        total, *found = self._fetch(f"SELECT count(*), {counts}{broken} FROM {table}")[0]
-        present, decimals = found[: len(columns)], found[len(columns) :]
+        types = self._asked | {column: kind for column, (kind, _) in revealing.items()}
+        table = self._scan(self._files.names, types)
+        total, *found = self._fetch(f"SELECT count(*), {counts}{lost} FROM {table}")[0]
+        present, values = found[: len(columns)], found[len(columns) :]
         if total == 0:
             raise DataError(
                 f"the inputs hold no rows: {', '.join(self._files.names)}. Check the path"
             )
         refuse_nulls(self._schema, {c: total - n for c, n in zip(columns, present, strict=True)})
-        for column, value in zip(whole, decimals, strict=True):
+        for column, value in zip(revealing, values, strict=True):
             if value is not None:
-                raise DataError(rounding_refusal(self._schema, column, value))
+                raise DataError(loss_refusal(self._schema, column, value))
         return int(total)
 
     def distinct(self, column: str) -> list[str]:

@@ -1,5 +1,5 @@
 """Which types are asked of text files. DuckDB guesses them by the first rows of the first file and
-holds all rows to them: 9.5 among integers becomes 10, the hour of a time among dates is dropped.
+holds all rows to them: 9.5 among integers becomes 10, a time among dates loses its hour.
 Nothing may be lost that way.
 """
 
@@ -20,9 +20,7 @@ def declared_types(schema: Schema) -> dict[str, str]:
 
 
 def asked_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
-    """The guessed types, wider where a later row may hold more: numbers that are read as such may
-    have decimals, dates an hour.
-    """
+    """The guessed types, but for labels and dense columns, which may have decimals later."""
     asked = {column: guessed[column] for column in schema.columns}
     ids = {schema.task.column, schema.splits.column, *(c.column for c in schema.sparse)}
     numbers = {schema.label.column, *(c.column for c in schema.dense)}
@@ -30,18 +28,36 @@ def asked_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
     for column, kind in asked.items():
         if column in numbers - ids - {time} and kind in _WHOLE:
             asked[column] = "DOUBLE"
-        if column == time and column not in ids and kind == "DATE":
-            asked[column] = "TIMESTAMP"
     return asked
 
 
-def whole_columns(types: Mapping[str, str]) -> list[str]:
-    """The columns that are read as integers: ids, and times that began as such."""
-    return [column for column, kind in types.items() if kind in _WHOLE]
+def revealing_types(types: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """For each column of integers (ids, and times that began as such) or dates: as which type to
+    read it to see what would be lost, and the SQL condition that something would. Dates are no
+    timestamps: DuckDB finds out how they are written for the type that it guessed alone.
+    """
+    whole = {
+        column: ("DOUBLE", "{0} <> floor({0})") for column, kind in types.items() if kind in _WHOLE
+    }
+    dates = {
+        column: ("VARCHAR", "contains({0}, ':')")
+        for column, kind in types.items()
+        if kind == "DATE"
+    }
+    return whole | dates
 
 
-def rounding_refusal(schema: Schema, column: str, value: float) -> str:
-    """Why a number with decimals ends prepare in a column of integers."""
+def loss_refusal(schema: Schema, column: str, value: float | str) -> str:
+    """Why a value ends prepare among integers or dates that would lose a part of it."""
+    if isinstance(value, str):
+        return (
+            f"column {column} holds {value!r}, but its first rows hold dates, and as one it would "
+            "lose its hour. Write all of its times alike"
+        )
+    return _rounding_refusal(schema, column, value)
+
+
+def _rounding_refusal(schema: Schema, column: str, value: float) -> str:
     can_declare = column in {schema.task.column, *(c.column for c in schema.single)}
     remedy = (
         'declare the column as text in the schema (type = "text")'

@@ -77,15 +77,23 @@ def test_integers_written_with_a_decimal_point_stay_integers(tmp_path: Path) -> 
     assert dataset.features.tables[0].num_rows == 4  # 7, 8, the large one and the unknown
 
 
-def test_times_behind_dates_keep_their_hour(tmp_path: Path) -> None:
+def test_times_behind_dates_do_not_lose_their_hour(tmp_path: Path) -> None:
     texts = [
         "user,item,y,at\n1,7,1,2026-01-01\n1,8,0,2026-01-02\n",
-        "user,item,y,at\n2,7,0.25,2026-01-01 18:00:00\n2,8,0.75,2026-01-01 09:00:00\n",
+        "user,item,y,at\n2,7,1,2026-01-01 18:00:00\n2,8,0,2026-01-01 09:00:00\n",
     ]
-    block = prepared(tmp_path, texts, time={"column": "at"}).read_block("train", 0)
-    found = {int(task): block.label_N[2 * i : 2 * i + 2] for i, task in enumerate(block.task_T)}
-    assert found[1].tolist() == [1.0, 0.0]
-    assert found[2].tolist() == [0.75, 0.25]
+    assert refused(tmp_path, texts, time={"column": "at"}) == (
+        "column at holds '2026-01-01 09:00:00', but its first rows hold dates, and as one it would "
+        "lose its hour. Write all of its times alike"
+    )
+
+
+@pytest.mark.parametrize("dates", [("2026-01-02", "2026-01-15"), ("02.01.2026", "15.01.2026")])
+def test_dates_are_read_however_they_are_written(tmp_path: Path, dates: tuple[str, str]) -> None:
+    first, last = dates
+    text = f"user,item,y,at\n1,7,0.25,{last}\n1,8,0.75,{first}\n"
+    block = prepared(tmp_path, [text], time={"column": "at"}).read_block("train", 0)
+    assert block.label_N.tolist() == [0.75, 0.25]
 
 
 def test_times_with_a_zone_are_not_mixed_with_others(tmp_path: Path) -> None:
