@@ -22,13 +22,12 @@ from gmeta.adaptation.inner_loop import InnerLoop, WorkingRows
 from gmeta.adaptation.layout import RowLayout
 from gmeta.adaptation.linear import adaptable_layers
 from gmeta.adaptation.side import Side, Sides, TaskGroups
+from gmeta.batches.blocks import block_groups, task_blocks
 from gmeta.batches.episodes import (
     Episodes,
-    block_groups,
     has_equal_tasks,
     plain_rows,
     support_and_query,
-    task_blocks,
     task_groups,
 )
 from metaio.batch import TaskBatch

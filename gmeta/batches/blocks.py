@@ -1,0 +1,177 @@
+"""A TaskBatch for the fused inner loop: both sides of its tasks in rectangles of padded rows, and
+the bags of ids behind each row.
+
+Shape suffixes: T episodes, N rows, R rows of one side with its padding, F single-id features, M
+multi-id features, C features of both kinds, H history values of a row, V ids of all bags.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+import torch
+
+from gmeta.adaptation.bags import Bags
+from gmeta.adaptation.blocks import (
+    BlockGroup,
+    BlockHistory,
+    BlockRows,
+    BlockSide,
+    Rectangle,
+    StackedBlocks,
+    TaskBlocks,
+    group_tasks,
+)
+from gmeta.batches.episodes import Episodes, Ints, reading_copies, side_lengths
+from metaio.batch import TaskBatch
+from models.config import Pooling
+
+
+def block_groups(batch: TaskBatch) -> list[BlockGroup]:
+    """Groups of the tasks with query rows; no loss depends on how the others adapt."""
+    support_T, query_T = side_lengths(batch)
+    with_query = np.flatnonzero(query_T)
+    found = group_tasks(support_T[with_query], query_T[with_query])
+    groups = [with_query[group] for group in found]
+    return [
+        BlockGroup(tasks, int(support_T[tasks].max()), int(query_T[tasks].max()))
+        for tasks in groups
+    ]
+
+
+def task_blocks(
+    batch: TaskBatch,
+    groups: Sequence[BlockGroup],
+    rows_per_task: bool,
+    stacked: bool,
+    pooling: Pooling,
+    history: int | None,
+    constant_support: bool = False,
+) -> Episodes:
+    """Both sides of these groups as blocks, for a model that sees pooled features, and the multi-id
+    feature `history` unpooled; `stacked` for one operation on both sides at a time. With
+    `constant_support` nobody can ask for the gradient of what the support rows use.
+    """
+    batch, fetched_row_P, num_rows = reading_copies(batch, rows_per_task)
+    starts_T, ends_T = batch.row_offsets_T1[:-1].numpy(), batch.row_offsets_T1[1:].numpy()
+    middles_T = starts_T + batch.support_lengths_T.numpy()
+    tasks = [group.tasks for group in groups]
+
+    def block_of(*bounds: tuple[Ints, Ints], constant: bool = False) -> BlockSide:
+        return _block_side(batch, bounds, tasks, pooling, history, num_rows, constant)
+
+    support, query = (starts_T, middles_T), (middles_T, ends_T)
+    num_terms = sum(len(group.tasks) for group in groups)
+    rows = (
+        StackedBlocks.of(block_of(support, query))
+        if stacked
+        else TaskBlocks(block_of(support, constant=constant_support), block_of(query))
+    )
+    return Episodes.of(batch, fetched_row_P, rows, num_terms)
+
+
+def _block_side(
+    batch: TaskBatch,
+    bounds: Sequence[tuple[Ints, Ints]],
+    groups: list[Ints],
+    pooling: Pooling,
+    history: int | None,
+    num_rows: int,
+    constant: bool,
+) -> BlockSide:
+    """Rows start to end of each task, for each of these bounds, group by group; row -1 stands for
+    one that pads.
+    """
+    rectangles, row_R, count_R, task_R, first = [], [], [], [], 0
+    place_T = np.empty(batch.num_tasks, np.int64)
+    place_T[np.concatenate(groups)] = np.arange(sum(map(len, groups)))
+    for (start_T, end_T), tasks in product(bounds, groups):
+        lengths = (end_T - start_T)[tasks]
+        longest = int(lengths.max())
+        within = np.arange(longest)
+        there = within < lengths[:, None]
+        row_R.append(np.where(there, start_T[tasks, None] + within, -1).ravel())
+        count_R.append(np.where(there, lengths[:, None], np.inf).ravel())
+        task_R.append(np.repeat(place_T[tasks], longest))
+        rectangles.append(Rectangle(first, len(tasks), longest))
+        first += len(tasks) * longest
+    rows_R = np.concatenate(row_R)
+    index_R = torch.from_numpy(np.maximum(rows_R, 0))
+    there_R1 = torch.from_numpy(rows_R >= 0).unsqueeze(1)
+    return BlockSide(
+        rows=BlockRows(
+            rectangles=tuple(rectangles),
+            label_N=batch.label_N.index_select(0, index_R),
+            count_N=torch.from_numpy(np.concatenate(count_R)),
+            task_N=torch.from_numpy(np.concatenate(task_R)),
+        ),
+        bags=_pooled(batch, rows_R, pooling, history, num_rows, constant),
+        num_features=batch.positions_NF.shape[1] + batch.multi_lengths_NM.shape[1],
+        history=None if history is None else _history(batch, rows_R, history, num_rows, constant),
+        dense_NK=batch.dense_NK.index_select(0, index_R) * there_R1,
+    )
+
+
+def _pooled(
+    batch: TaskBatch,
+    rows_R: Ints,
+    pooling: Pooling,
+    history: int | None,
+    num_rows: int,
+    constant: bool,
+) -> Bags:
+    """Bags of each row's features, single then multi-id; empty ones for a row of -1 and for the
+    history.
+    """
+    num_single, num_multi = batch.positions_NF.shape[1], batch.multi_lengths_NM.shape[1]
+    there_R = rows_R >= 0
+    rows_N = rows_R[there_R]
+    pooled_M = np.flatnonzero(np.arange(num_multi) != (-1 if history is None else history))
+    values_V, lengths_NM = _values(batch, rows_N, pooled_M)
+    lengths_RC = np.zeros((len(rows_R), num_single + num_multi), np.int64)
+    lengths_RC[there_R, :num_single] = 1
+    lengths_RC[np.ix_(there_R, num_single + pooled_M)] = lengths_NM
+    lengths = torch.from_numpy(lengths_RC.ravel())
+    single = batch.positions_NF.numpy()[rows_N].ravel()
+    if not num_multi:
+        return Bags.of(torch.from_numpy(single), lengths, None, num_rows, constant)
+    # Entries in the order of rows: each row's single ids, then its multi-id values.
+    entries = np.empty(int(lengths_RC.sum()), single.dtype)
+    is_single = np.repeat(
+        np.tile([True, False], len(rows_N)),
+        np.stack([np.full(len(rows_N), num_single), lengths_NM.sum(axis=1)], axis=1).ravel(),
+    )
+    entries[is_single] = single
+    entries[~is_single] = values_V
+    weight_V = None
+    if pooling == "mean":
+        weight_V = torch.repeat_interleave(lengths.to(torch.float64).reciprocal(), lengths)
+    return Bags.of(torch.from_numpy(entries), lengths, weight_V, num_rows, constant)
+
+
+def _history(
+    batch: TaskBatch, rows_R: Ints, feature: int, num_rows: int, constant: bool
+) -> BlockHistory:
+    """The values of one multi-id feature, one by one; none for a row of -1."""
+    there_R = rows_R >= 0
+    values_V, lengths_N1 = _values(batch, rows_R[there_R], np.array([feature]))
+    lengths_R = np.zeros(len(rows_R), np.int64)
+    lengths_R[there_R] = lengths_N1[:, 0]
+    there_RH = torch.from_numpy(np.arange(lengths_R.max(initial=0)) < lengths_R[:, None])
+    lengths = there_RH.flatten().to(torch.int64)
+    bags = Bags.of(torch.from_numpy(values_V), lengths, None, num_rows, constant)
+    return BlockHistory(bags, there_RH)
+
+
+def _values(batch: TaskBatch, rows_N: Ints, features_M: Ints) -> tuple[Ints, Ints]:
+    """The positions that these multi-id features of these rows hold, row by row, feature by feature
+    in a row, and how many each has: [V], [N, M].
+    """
+    lengths_NM = batch.multi_lengths_NM.numpy().astype(np.int64)
+    starts_NM = np.cumsum(lengths_NM).reshape(lengths_NM.shape) - lengths_NM
+    chosen = np.ix_(rows_N, features_M)
+    taken_NM = lengths_NM[chosen]
+    taken = taken_NM.ravel()
+    shift = starts_NM[chosen].ravel() - (np.cumsum(taken) - taken)
+    index_V = np.repeat(shift, taken) + np.arange(taken.sum())
+    return batch.multi_positions_V.numpy()[index_V], taken_NM
