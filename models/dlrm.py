@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from models.config import InputSizes, ModelConfig
 from models.decision import DecisionModel
+from models.dots import PairwiseDots
 from models.inputs import RowFeatures
 from models.mlp import mlp
 
@@ -23,8 +24,6 @@ class DLRM(DecisionModel):
     Raises:
         ValueError: `dot` of a single vector, which has no pair: every row would score the same.
     """
-
-    pairs: Tensor
 
     def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
         super().__init__()
@@ -47,10 +46,7 @@ class DLRM(DecisionModel):
             top_width = num_vectors * (num_vectors - 1) // 2 + (
                 width if self.bottom is not None else 0
             )
-            # Not for checkpoints: it follows from the sizes.
-            self.register_buffer(
-                "pairs", torch.tril_indices(num_vectors, num_vectors, offset=-1), persistent=False
-            )
+            self.dots = PairwiseDots(num_vectors)
         self.top = mlp([top_width, *config.hidden, 1], activate_last=False)
 
     @property
@@ -66,6 +62,5 @@ class DLRM(DecisionModel):
             vectors_NFD = torch.cat([dense_ND.unsqueeze(1), vectors_NFD], dim=1)
         if self.interaction == "cat":
             return vectors_NFD.flatten(1)
-        row, column = self.pairs
-        dots_NP = torch.bmm(vectors_NFD, vectors_NFD.mT)[:, row, column]
+        dots_NP: Tensor = self.dots(vectors_NFD)
         return dots_NP if dense_ND is None else torch.cat([dense_ND, dots_NP], dim=1)
