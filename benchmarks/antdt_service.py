@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from gmeta.antdt import commands as cmd
-from gmeta.antdt.client import ShardClient
-from gmeta.antdt.committer import Committer
+from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.errors import StoreError
+from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import Caller, DatasetSpec
-from gmeta.antdt.store import SqliteStore
+from gmeta.antdt.storage.committer import Committer
+from gmeta.antdt.storage.store import SqliteStore
 
 NUM_CLIENTS = 16
 NUM_CLIENT_PROCESSES = 4

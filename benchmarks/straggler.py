@@ -39,15 +39,15 @@ from _common import environment, finish, make_parser
 from socket_paths import keep_socket_paths_short
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.antdt.audit import audit_manifest
-from gmeta.antdt.manifest import parse_manifest
+from gmeta.antdt.manifests.audit import audit_manifest
+from gmeta.antdt.manifests.manifest import parse_manifest
 from gmeta.antdt.monitor import STRAGGLERS, MonitorConfig
 from gmeta.antdt.policies.interface import ControllerConfig, Decision, Snapshot
-from gmeta.antdt.server import ServiceConfig, ShardServer
-from gmeta.antdt.settings import StragglerConfig
+from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.antdt.simulation.config import JobConfig, Outcome
 from gmeta.antdt.simulation.job import run_antdt, run_static
 from gmeta.antdt.simulation.traces import Change, Trace
+from gmeta.antdt.stragglers.settings import StragglerConfig
 from gmeta.build import build_learner
 from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
 from gmeta.feeds.agent import ServiceAgent

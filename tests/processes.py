@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.socket_paths import keep_socket_paths_short
 
-PRELOADED = ["gmeta.antdt.server", "tests.preloaded"]
+PRELOADED = ["gmeta.antdt.service.server", "tests.preloaded"]
 
 
 def with_imports_ready() -> ForkServerContext:

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from gmeta.antdt.controller import replayed
 from gmeta.antdt.policies import find_policy
-from gmeta.antdt.settings import load_straggler_config
+from gmeta.antdt.stragglers.controller import replayed
+from gmeta.antdt.stragglers.settings import load_straggler_config
 from gmeta.errors import UserError
 
 

@@ -9,10 +9,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gmeta.antdt.settings import load_straggler_config
 from gmeta.antdt.simulation.config import JobConfig
 from gmeta.antdt.simulation.study import Result, run_study
 from gmeta.antdt.simulation.traces import recorded_trace
+from gmeta.antdt.stragglers.settings import load_straggler_config
 from gmeta.commands.screen import screen, show_table
 from gmeta.files.local import check_local
 from gmeta.files.whole import write_whole

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gmeta.antdt.connection import Connection, ConnectionConfig
+from gmeta.antdt.client.connection import Connection, ConnectionConfig
 
 OPERATOR_BUDGET_S = 5.0  # a person waits: say quickly that the service is away
 

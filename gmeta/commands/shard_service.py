@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from gmeta.antdt.address import DEFAULT_ADDRESS
+from gmeta.antdt.access.address import DEFAULT_ADDRESS
 from gmeta.antdt.log import configure_logging
-from gmeta.antdt.server import ServiceConfig, ServiceStartError, serve_until_signal
-from gmeta.antdt.settings import load_straggler_config
+from gmeta.antdt.service.server import ServiceConfig, ServiceStartError, serve_until_signal
+from gmeta.antdt.stragglers.settings import load_straggler_config
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 

@@ -10,10 +10,10 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
-from gmeta.antdt.address import DEFAULT_ADDRESS
-from gmeta.antdt.audit import audit_manifest, check_descends
+from gmeta.antdt.access.address import DEFAULT_ADDRESS
 from gmeta.antdt.errors import AntdtError
-from gmeta.antdt.manifest import load_manifest
+from gmeta.antdt.manifests.audit import audit_manifest, check_descends
+from gmeta.antdt.manifests.manifest import load_manifest
 from gmeta.commands.screen import screen, show_table
 from gmeta.commands.shard_caller import Address, Call, TlsCa, TlsCert, TlsKey, TokenFile, caller_of
 from gmeta.errors import UserError

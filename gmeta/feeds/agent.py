@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
 
-from gmeta.antdt.agent import Plan, WorkerAgent
+from gmeta.antdt.client.agent import Plan, WorkerAgent
 from gmeta.batches.accumulate import MicroBatches, in_parts
 from gmeta.batches.episodes import Episodes
 from gmeta.config import TrainConfig

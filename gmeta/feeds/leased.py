@@ -12,10 +12,10 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import final
 
+from gmeta.antdt.client.stream import UnitStream
 from gmeta.antdt.errors import AntdtError, RefusedError
-from gmeta.antdt.manifest import MANIFEST_FILE_NAME, ShardManifest, load_manifest
+from gmeta.antdt.manifests.manifest import MANIFEST_FILE_NAME, ShardManifest, load_manifest
 from gmeta.antdt.model import MAX_EPOCHS, MAX_SHARDS_PER_LEASE_CALL, DatasetSpec
-from gmeta.antdt.stream import UnitStream
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.feed import Feed

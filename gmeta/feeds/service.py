@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from gmeta.antdt.client import ShardClient
-from gmeta.antdt.embedded import EmbeddedService
+from gmeta.antdt.client.client import ShardClient
+from gmeta.antdt.service.embedded import EmbeddedService
 from gmeta.config import TrainConfig
 
 # The same that `gmeta shards` reads.

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gmeta.antdt.manifest import MANIFEST_FILE_NAME
+from gmeta.antdt.manifests.manifest import MANIFEST_FILE_NAME
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.feed import Feed

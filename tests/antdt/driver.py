@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from gmeta.antdt import commands as cmd
-from gmeta.antdt.committer import Committer
 from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import Caller, DatasetSpec, Grant
-from gmeta.antdt.store import MemoryDisk, MemoryStore
+from gmeta.antdt.storage.committer import Committer
+from gmeta.antdt.storage.store import MemoryDisk, MemoryStore
 
 TTL_S = 30.0
 

@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from gmeta.antdt import DatasetSpec, ShardClient
-from gmeta.antdt.audit import audit_manifest, check_descends
 from gmeta.antdt.errors import AntdtError, ManifestError
-from gmeta.antdt.manifest import load_manifest
-from gmeta.antdt.server import ServiceConfig, ShardServer
+from gmeta.antdt.manifests.audit import audit_manifest, check_descends
+from gmeta.antdt.manifests.manifest import load_manifest
+from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.commands.shards import shards
 
 

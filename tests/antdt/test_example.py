@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.antdt.audit import audit_manifest
-from gmeta.antdt.manifest import load_manifest
+from gmeta.antdt.manifests.audit import audit_manifest
+from gmeta.antdt.manifests.manifest import load_manifest
 from tests.antdt.faults.service_process import running
 from tests.waiting import PATIENCE_S, wait_until
 

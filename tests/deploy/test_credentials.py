@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from gmeta.antdt.client import ShardClient
+from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.errors import RefusedError
-from gmeta.antdt.server import ServiceConfig, ShardServer
+from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.commands.shards import shards
 from tests.deploy.policy import SECRETS
 from tests.deploy.rendering import ROOT

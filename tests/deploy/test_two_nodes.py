@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.antdt.audit import audit_manifest
-from gmeta.antdt.manifest import load_manifest
+from gmeta.antdt.manifests.audit import audit_manifest
+from gmeta.antdt.manifests.manifest import load_manifest
 from gmeta.runs.folder import list_checkpoints
 from tests.antdt.pki import Authority
 from tests.commands import SMALL_MODEL, environment, metrics, write_config

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.antdt import commands as cmd
+from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.monitor import MonitorConfig
-from gmeta.antdt.server import ServiceConfig, ShardServer
-from gmeta.antdt.settings import StragglerConfig
+from gmeta.antdt.service.server import ServiceConfig, ShardServer
+from gmeta.antdt.stragglers.settings import StragglerConfig
 from gmeta.build import build_learner
 from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
 from gmeta.feeds.agent import ServiceAgent

@@ -10,8 +10,8 @@ import torch
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.antdt.monitor import MonitorConfig
 from gmeta.antdt.policies.interface import ControllerConfig
-from gmeta.antdt.server import ServiceConfig, ShardServer
-from gmeta.antdt.settings import StragglerConfig
+from gmeta.antdt.service.server import ServiceConfig, ShardServer
+from gmeta.antdt.stragglers.settings import StragglerConfig
 from gmeta.build import build_learner
 from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
 from gmeta.feeds.agent import ServiceAgent

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 from gmeta.antdt import ShardClient
+from gmeta.antdt.client.lease import Lease
 from gmeta.antdt.errors import (
     AntdtError,
     FencedError,
@@ -20,8 +21,7 @@ from gmeta.antdt.errors import (
     RefusedError,
     ServiceUnavailableError,
 )
-from gmeta.antdt.lease import Lease
-from gmeta.antdt.server import ServiceConfig, ShardServer
+from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.batches.episodes import support_and_query
 from gmeta.build import check_source
 from gmeta.commands.telling import told

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
-from gmeta.antdt.manifest import load_manifest
-from gmeta.antdt.server import ServiceConfig, ShardServer
+from gmeta.antdt.manifests.manifest import load_manifest
+from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
 from gmeta.parallel.ranks import Ranks
 from gmeta.train import train

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable
 from importlib import resources
 from typing import Any, final
 
-from gmeta.antdt import views
-from gmeta.antdt.audit import audit_manifest
+from gmeta.antdt.access.http_edge import HttpRequest
 from gmeta.antdt.errors import RefusedError
-from gmeta.antdt.governor import Governor, Spoken
-from gmeta.antdt.http_edge import HttpRequest
-from gmeta.antdt.ledger import Ledger
-from gmeta.antdt.manifest import parse_manifest
+from gmeta.antdt.ledger.ledger import Ledger
+from gmeta.antdt.manifests.audit import audit_manifest
+from gmeta.antdt.manifests.manifest import parse_manifest
 from gmeta.antdt.model import Checkpoint
 from gmeta.antdt.monitor import STRAGGLERS, WorkerHealth
-from gmeta.antdt.request import Read, Request
+from gmeta.antdt.rpc import views
+from gmeta.antdt.storage.request import Read, Request
+from gmeta.antdt.stragglers.governor import Governor, Spoken
 
 EVERY_S = 1.0
 MAX_WATCHERS = 16  # each holds a thread

@@ -9,10 +9,10 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from gmeta.antdt import commands as cmd
-from gmeta.antdt.ledger import Ledger
+from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.ledger.ledger import Ledger
+from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.model import MAX_SHARDS_PER_LEASE_CALL, Caller, DatasetSpec
-from gmeta.antdt.state import LedgerState
 
 Ints = NDArray[np.int64]
 DATASET = "simulated"

@@ -10,8 +10,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from gmeta.antdt.agent import CHANGE_AFTER_S, CHANGE_RATIO
-from gmeta.antdt.controller import Controller, equal_shares
+from gmeta.antdt.client.agent import CHANGE_AFTER_S, CHANGE_RATIO
 from gmeta.antdt.monitor import Monitor, Report
 from gmeta.antdt.policies import find_policy
 from gmeta.antdt.policies.interface import ControllerConfig, Decision
@@ -19,6 +18,7 @@ from gmeta.antdt.policies.split import proportional_split
 from gmeta.antdt.simulation.config import JobConfig, Outcome
 from gmeta.antdt.simulation.data import SimulatedData
 from gmeta.antdt.simulation.traces import Floats, Trace
+from gmeta.antdt.stragglers.controller import Controller, equal_shares
 
 Ints = NDArray[np.int64]
 

@@ -9,16 +9,16 @@ from typing import final
 
 import numpy as np
 
-from gmeta.antdt import commands as cmd
-from gmeta.antdt.controller import Controller
-from gmeta.antdt.governor import read_backups
+from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.ledger.offers import WAIT_RETRY_MS
 from gmeta.antdt.monitor import Monitor, Report
-from gmeta.antdt.offers import WAIT_RETRY_MS
 from gmeta.antdt.policies import find_policy
 from gmeta.antdt.policies.interface import ControllerConfig
 from gmeta.antdt.simulation.config import JobConfig, Outcome
 from gmeta.antdt.simulation.data import SimulatedData
 from gmeta.antdt.simulation.traces import Trace
+from gmeta.antdt.stragglers.controller import Controller
+from gmeta.antdt.stragglers.governor import read_backups
 
 HEARTBEAT = -1  # in the place of a worker
 

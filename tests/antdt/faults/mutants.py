@@ -42,23 +42,26 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
-        "no token check", "ledger.py", "if token in worker.tokens:\n", "if token in state.leases:\n"
+        "no token check",
+        "ledger/ledger.py",
+        "if token in worker.tokens:\n",
+        "if token in state.leases:\n",
     ),
     Mutant(
         "END when TODO is empty",
-        "ledger.py",
+        "ledger/ledger.py",
         "nothing = offers.nothing_left(table, command.seq)",
         "nothing = cmd.End(command.seq)",
     ),
     Mutant(
         "drop after n failures",
-        "table.py",
+        "ledger/table.py",
         "ShardState.QUARANTINED if exhausted",
         "ShardState.DONE if exhausted",
     ),
     Mutant(
         "ack before commit",
-        "committer.py",
+        "storage/committer.py",
         "        self._store.append(Batch(first_event, records, self.ledger.head))\n",
         "        late, self.late = getattr(self, 'late', None), Batch(first_event, records, "
         "self.ledger.head)\n"
@@ -66,66 +69,69 @@ MUTANTS = (
     ),
     Mutant(
         "same token on re-issue",
-        "offers.py",
+        "ledger/offers.py",
         "(state.token_counter + 1)\n",
         "(positions[0] + 1)\n",
     ),
     Mutant(
-        "expiry by wall clock", "server.py", "time.monotonic, self.config", "time.time, self.config"
+        "expiry by wall clock",
+        "service/server.py",
+        "time.monotonic, self.config",
+        "time.time, self.config",
     ),
     Mutant(
         "lease retry takes new shards",
-        "numbers.py",
+        "ledger/numbers.py",
         "if command.seq == last_seq + 1:",
         "if command.seq == last_seq + 1 or isinstance(command, cmd.LeaseShards):",
     ),
     Mutant(
         "offset ignored on restore",
-        "manifest.py",
+        "manifests/manifest.py",
         "table.units_done[item.position] = item.units_done",
         "pass",
     ),
     Mutant(
         "no generation fence",
-        "fences.py",
+        "ledger/fences.py",
         "if caller.run_generation != state.generation:",
         "if False:",
     ),
     Mutant(
         "no incarnation fence",
-        "fences.py",
+        "ledger/fences.py",
         "if caller.incarnation != worker.incarnation:",
         "if False:",
     ),
     Mutant(
         "service epoch not in the token",
-        "offers.py",
+        "ledger/offers.py",
         "(state.service_epoch << TOKEN_COUNTER_BITS) |",
         "0 |",
     ),
     Mutant(
         "progress not durable",
-        "events.py",
+        "ledger/events.py",
         "NEEDS_NO_SYNC = (LeasesGranted,",
         "NEEDS_NO_SYNC = (UnitsProgressed, LeasesGranted,",
         by="schedules",
     ),
     Mutant(
         "END before the disk has it",
-        "request.py",
+        "storage/request.py",
         "isinstance(answer, cmd.Granted | cmd.Beat)",
         "isinstance(answer, cmd.Granted | cmd.Beat | cmd.End)",
     ),
     Mutant(
         "heartbeat renews what it does not name",
-        "ledger.py",
+        "ledger/ledger.py",
         "self._renew(live, now_s)\n        revoked",
         "self._renew(list(worker.tokens), now_s)\n        revoked",
     ),
-    Mutant("WAIT uses no number", "numbers.py", "found.seq > worker.last_seq", "False"),
+    Mutant("WAIT uses no number", "ledger/numbers.py", "found.seq > worker.last_seq", "False"),
     Mutant(
         "a changed page is not stored",
-        "table.py",
+        "ledger/table.py",
         "        self.dirty_pages.add(position // SHARDS_PER_PAGE)\n",
         "        self.dirty_pages.add(0 if position else 0) if state == ShardState.DOING else "
         "None\n",
@@ -133,37 +139,37 @@ MUTANTS = (
     ),
     Mutant(
         "no epoch check in the store",
-        "store.py",
+        "storage/store.py",
         "    if found != mine:\n",
         "    if False:\n",
     ),
     Mutant(
         "two completes of one shard both accepted",
-        "state.py",
+        "ledger/state.py",
         "                if twin is not None:\n",
         "                if False:\n",
     ),
     Mutant(
         "second lease where results cannot be discarded",
-        "backups.py",
+        "ledger/backups.py",
         "return table.spec.speculative and not",
         "return not",
     ),
     Mutant(
         "parts of two leases counted together",
-        "ledger.py",
+        "ledger/ledger.py",
         "if table.spec.speculative or units_done",
         "if units_done",
     ),
     Mutant(
         "a shard goes back while another worker holds it",
-        "table.py",
+        "ledger/table.py",
         "        if still_held:\n",
         "        if False:\n",
     ),
     Mutant(
         "second leases forgotten by the snapshot",
-        "snapshot.py",
+        "storage/snapshot.py",
         "        state.backups.pair(token, other)\n",
         "        pass\n",
     ),
@@ -172,10 +178,10 @@ MUTANTS = (
 # Name -> what pytest is given; in the order of their cost.
 METHODS: dict[str, Sequence[str]] = {
     "behaviours": (
-        "tests/antdt/test_ledger.py",
-        "tests/antdt/test_backups.py",
-        "tests/antdt/test_store.py",
-        "tests/antdt/test_writer.py",
+        "tests/antdt/ledger/test_ledger.py",
+        "tests/antdt/ledger/test_backups.py",
+        "tests/antdt/storage/test_store.py",
+        "tests/antdt/storage/test_writer.py",
         "tests/antdt/faults/test_known_defects.py",
         "tests/antdt/faults/test_clock_steps.py",
     ),

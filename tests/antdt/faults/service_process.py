@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gmeta.antdt.server import ServiceConfig, serve_until_signal
+from gmeta.antdt.service.server import ServiceConfig, serve_until_signal
 from tests.processes import with_imports_ready
 from tests.waiting import PATIENCE_S, wait_until
 

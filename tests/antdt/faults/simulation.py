@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from gmeta.antdt import commands as cmd
-from gmeta.antdt.committer import Committer
 from gmeta.antdt.errors import RefusedError, StoreFullError
-from gmeta.antdt.manifest import parse_manifest
+from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.manifests.manifest import parse_manifest
 from gmeta.antdt.model import Caller, DatasetSpec, Grant, Outcome
-from gmeta.antdt.store import MemoryDisk, MemoryStore, Store
-from gmeta.antdt.stored import Batch, Snapshot
+from gmeta.antdt.storage.committer import Committer
+from gmeta.antdt.storage.store import MemoryDisk, MemoryStore, Store
+from gmeta.antdt.storage.stored import Batch, Snapshot
 from tests.antdt.driver import TTL_S, FakeClock
 
 CRASH_POINTS = ("before_append", "after_append", "before_sync", "after_sync", "before_snapshot")

@@ -8,7 +8,7 @@ have been put into effect exactly once an epoch.
 from collections import Counter
 from dataclasses import dataclass, field
 
-from gmeta.antdt import commands as cmd
+from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import Grant, Outcome, ShardState
 from tests.antdt.driver import TTL_S
 from tests.antdt.faults.simulation import MAX_STEPS, JobMustRestart, Rank, Simulation, require

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.antdt.client import ShardClient
-from gmeta.antdt.ledger import DEFAULT_LEASE_TTL_S
+from gmeta.antdt.client.client import ShardClient
+from gmeta.antdt.ledger.ledger import DEFAULT_LEASE_TTL_S
 from gmeta.antdt.model import DatasetSpec
 from tests.antdt.faults.service_process import running
 

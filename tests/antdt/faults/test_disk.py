@@ -10,23 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.antdt import commands as cmd
-from gmeta.antdt.client import ShardClient
-from gmeta.antdt.committer import Committer
+from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import Caller, DatasetSpec
-from gmeta.antdt.store import SqliteStore
+from gmeta.antdt.storage.committer import Committer
+from gmeta.antdt.storage.store import SqliteStore
 from tests.antdt.driver import FakeClock
 from tests.waiting import PATIENCE_S
 
 TINY_DISK = """
 import sys, time
 from pathlib import Path
-from gmeta.antdt import commands as cmd
-from gmeta.antdt.committer import Committer
+from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.storage.committer import Committer
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.model import Caller, DatasetSpec
-from gmeta.antdt.store import SqliteStore
+from gmeta.antdt.storage.store import SqliteStore
 
 folder = Path(sys.argv[1])
 committer = Committer(SqliteStore(folder / "s.db"), time.monotonic)
@@ -128,7 +128,7 @@ def test_every_acknowledged_completion_was_fsynced(tmp_path: Path) -> None:
 
     port, trace = free_port(), tmp_path / "trace"
     code = (
-        "from gmeta.antdt.server import *; "
+        "from gmeta.antdt.service.server import *; "
         f"serve_until_signal(ServiceConfig('127.0.0.1:{port}', 'sqlite:///{tmp_path}/s.db'))"
     )
     command = [

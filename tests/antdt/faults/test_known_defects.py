@@ -4,11 +4,11 @@ import time
 
 import pytest
 
-from gmeta.antdt import commands as cmd
-from gmeta.antdt.client import ShardClient
+from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.errors import RefusedError, ServiceUnavailableError
+from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import DatasetSpec, Outcome
-from gmeta.antdt.server import ServiceConfig, ShardServer
+from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from tests.antdt.driver import TTL_S, Service, counts, drain_epoch
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.antdt.client import ShardClient
+from gmeta.antdt.client.client import ShardClient
+from gmeta.antdt.client.lease import EndOfEpoch, WaitFor
 from gmeta.antdt.errors import ServiceUnavailableError
-from gmeta.antdt.lease import EndOfEpoch, WaitFor
 from gmeta.antdt.model import DatasetSpec
 from tests.antdt.faults.service_process import running
 from tests.waiting import PATIENCE_S, wait_until

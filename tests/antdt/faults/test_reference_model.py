@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gmeta.antdt import commands as cmd
 from gmeta.antdt.errors import RefusedError
-from gmeta.antdt.manifest import parse_manifest
+from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.manifests.manifest import parse_manifest
 from gmeta.antdt.model import Outcome
 from tests.antdt.driver import TTL_S, Process, Service, counts
 from tests.antdt.reference_model import Model

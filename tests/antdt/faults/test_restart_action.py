@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from gmeta.antdt import commands as cmd
+from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.monitor import MonitorConfig
-from gmeta.antdt.server import ServiceConfig, ShardServer
-from gmeta.antdt.settings import StragglerConfig
+from gmeta.antdt.service.server import ServiceConfig, ShardServer
+from gmeta.antdt.stragglers.settings import StragglerConfig
 from tests.commands import SMALL_MODEL, environment, metrics, write_config
 from tests.forked import Task, forked
 from tests.waiting import wait_until

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.antdt.audit import audit_manifest, check_descends
-from gmeta.antdt.manifest import load_manifest
+from gmeta.antdt.manifests.audit import audit_manifest, check_descends
+from gmeta.antdt.manifests.manifest import load_manifest
 from tests.antdt.faults.service_process import ServiceProcess, free_port, running
 from tests.antdt.faults.toy_job import __file__ as TOY_JOB
 from tests.waiting import PATIENCE_S, wait_until

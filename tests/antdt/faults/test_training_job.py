@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.antdt.audit import audit_manifest, check_descends
-from gmeta.antdt.manifest import load_manifest
+from gmeta.antdt.manifests.audit import audit_manifest, check_descends
+from gmeta.antdt.manifests.manifest import load_manifest
 from tests.commands import SMALL_MODEL, environment, write_config
 from tests.waiting import PATIENCE_S, wait_until
 

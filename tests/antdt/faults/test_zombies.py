@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from gmeta.antdt.client import ShardClient
+from gmeta.antdt.client.client import ShardClient
+from gmeta.antdt.client.lease import SAFE_FRACTION, EndOfEpoch, WaitFor
 from gmeta.antdt.errors import AntdtError, LeaseLostError
-from gmeta.antdt.lease import SAFE_FRACTION, EndOfEpoch, WaitFor
-from gmeta.antdt.ledger import DEFAULT_LEASE_TTL_S
+from gmeta.antdt.ledger.ledger import DEFAULT_LEASE_TTL_S
 from gmeta.antdt.model import DatasetSpec
 from tests.antdt.faults.service_process import CONTEXT, running
 from tests.waiting import PATIENCE_S
@@ -74,7 +74,7 @@ def test_a_client_stops_using_a_lease_before_the_service_gives_it_away(
         later = SimpleNamespace(
             monotonic=lambda: time.monotonic() + SAFE_FRACTION * DEFAULT_LEASE_TTL_S
         )
-        monkeypatch.setattr("gmeta.antdt.lease.time", later)
+        monkeypatch.setattr("gmeta.antdt.client.lease.time", later)
         with pytest.raises(LeaseLostError) as lost:
             lease.advance(1)
         service.signal(signal.SIGCONT)

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gmeta.antdt.client import ShardClient
-from gmeta.antdt.lease import EndOfEpoch, Lease, WaitFor
-from gmeta.antdt.manifest import load_manifest
+from gmeta.antdt.client.client import ShardClient
+from gmeta.antdt.client.lease import EndOfEpoch, Lease, WaitFor
+from gmeta.antdt.manifests.manifest import load_manifest
 from gmeta.antdt.model import DatasetSpec
 
 UNITS_A_STEP = 3

@@ -1,0 +1,1 @@
+"""The service as a training process sees it."""

@@ -1,0 +1,152 @@
+"""The client's side of one stream of calls: any thread asks, the event loop sends and receives.
+
+A stream lives as long as nothing goes wrong with it. When it ends, everything unanswered fails
+with its status, and whoever wants to ask again opens another one.
+"""
+
+import asyncio
+import threading
+from typing import Any, final
+
+import grpc
+
+from gmeta.antdt.errors import REASON_KEY
+from gmeta.antdt.rpc.loop import event_loop
+from protos.antdt.v1 import shard_service_pb2 as pb
+
+# The calls that a stream carries, and their fields in its requests and responses.
+STREAMED = {
+    field.message_type.name.removesuffix("Request"): field.name
+    for field in pb.StreamRequest.DESCRIPTOR.oneofs_by_name["call"].fields
+}
+# What gRPC calls a connection that broke at the wrong moment: in a write, or between two frames.
+_CUT_CODES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
+_CUT = "Stream removed"
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class CallError(Exception):
+    """One attempt at a call failed; what the status says."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str, details: str, of_stream: bool) -> None:
+        super().__init__(details)
+        self.code = code
+        self.reason = reason  # name of a Reason, "" when the status comes from gRPC itself
+        self.details = details
+        self.of_stream = of_stream  # the stream failed, not this call alone
+
+    @staticmethod
+    def of(error: Any, of_stream: bool = False) -> "CallError":
+        """Of a grpc.RpcError."""
+        # Pairs on purpose: as a mapping, grpcio 1.76 has pairs for keys.
+        metadata = dict(iter(error.trailing_metadata() or ()))
+        reason = str(metadata.get(REASON_KEY, ""))
+        code, details = error.code(), error.details() or ""
+        cut = details.startswith(_CUT) or (of_stream and code in _CUT_CODES)
+        if cut and not reason:
+            code = grpc.StatusCode.UNAVAILABLE
+        return CallError(code, reason, details, of_stream)
+
+
+@final
+class _Asked:
+    """A request on its way, and where its thread waits: a bare lock is the cheapest hand-over."""
+
+    __slots__ = ("answer", "error", "lock", "message")
+
+    def __init__(self, message: Any) -> None:
+        self.message = message
+        self.answer: Any = None
+        self.error: CallError | None = None
+        self.lock = threading.Lock()
+        self.lock.acquire()
+
+
+@final
+class CallStream:
+    """One open stream; `call` is safe from several threads."""
+
+    def __init__(self, stub: Any, metadata: tuple[tuple[str, str], ...]) -> None:
+        """`metadata` holds for all its calls: other credentials need another stream."""
+        self.metadata = metadata
+        self._loop = event_loop()
+        self._stub = stub
+        self._counting = threading.Lock()
+        self._last_id = 0
+        self._unanswered: dict[int, _Asked] = {}
+        self._unsent: asyncio.Queue[_Asked] = asyncio.Queue()
+        self._ended: CallError | None = None
+        self._running = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it can carry nothing more."""
+        return self._ended is not None
+
+    def call(self, rpc: str, request: Any, timeout_s: float) -> Any:
+        """The response of one RPC of `STREAMED`. Raises CallError."""
+        field = STREAMED[rpc]
+        with self._counting:
+            self._last_id += 1
+            call_id = self._last_id
+        asked = _Asked(pb.StreamRequest(call_id=call_id, **{field: request}))
+        self._loop.call_soon_threadsafe(self._ask, asked)
+        if not asked.lock.acquire(timeout=timeout_s):
+            # Whatever holds this answer back holds back the others behind it.
+            self.close()
+            raise CallError(
+                grpc.StatusCode.DEADLINE_EXCEEDED, "", f"no answer within {timeout_s:g} s", True
+            )
+        if asked.error is not None:
+            raise asked.error
+        answer = asked.answer
+        if answer.HasField("refusal"):
+            refusal = answer.refusal
+            reason = pb.Reason.Name(refusal.reason).removeprefix("REASON_")
+            raise CallError(_CODES[refusal.code], reason, refusal.message, False)
+        return getattr(answer, field)
+
+    def close(self) -> None:
+        """Ends the stream; what is unanswered fails as UNAVAILABLE."""
+        self._running.cancel()
+
+    def _ask(self, asked: _Asked) -> None:
+        if self._ended is not None:
+            asked.error = self._ended
+            asked.lock.release()
+            return
+        self._unanswered[asked.message.call_id] = asked
+        self._unsent.put_nowait(asked)
+
+    async def _run(self) -> None:
+        ended = CallError(grpc.StatusCode.UNAVAILABLE, "", "the stream of calls broke", True)
+        try:
+            call = self._stub.Stream(metadata=self.metadata)
+            sending = asyncio.create_task(self._send(call))
+            try:
+                await self._receive(call)
+            except grpc.RpcError as error:
+                ended = CallError.of(error, of_stream=True)
+            finally:
+                sending.cancel()
+                call.cancel()
+        finally:  # whatever it was: nobody may wait for an answer that cannot come
+            self._ended = ended
+            for asked in self._unanswered.values():
+                asked.error = ended
+                asked.lock.release()
+            self._unanswered.clear()
+
+    async def _receive(self, call: Any) -> None:
+        while (answer := await call.read()) is not grpc.aio.EOF:
+            asked = self._unanswered.pop(answer.call_id)
+            asked.answer = answer
+            asked.lock.release()
+
+    async def _send(self, call: Any) -> None:
+        try:
+            while True:
+                asked = await self._unsent.get()
+                await call.write(asked.message)
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            return  # the reader is told the same, and why

@@ -1,0 +1,256 @@
+"""The client's one place for deadlines, retries and fences: an answer, or an error that says
+which kind of trouble it is.
+
+An unreachable service is retried until the outage budget is spent and is then an error, never an
+end of data.
+"""
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import grpc
+
+from gmeta.antdt.access.address import check_target
+from gmeta.antdt.access.credentials import (
+    Bearer,
+    CredentialError,
+    WatchedFiles,
+    client_credentials,
+    is_loopback,
+)
+from gmeta.antdt.client.call_stream import STREAMED, CallError, CallStream
+from gmeta.antdt.errors import FencedError, RefusedError, ServiceUnavailableError
+from gmeta.antdt.rpc.loop import wait_for
+from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
+
+MAX_MESSAGE_BYTES = 16 << 20
+# A call of a training loop is far smaller; whatever is not goes by itself.
+MAX_STREAMED_BYTES = 1 << 20
+
+_FIRST_PAUSE_S = 0.05
+_MAX_PAUSE_S = 2.0
+_PAUSE_GROWS = 1.5  # so a client is back within half of the time that the service was away
+_QUIET_S = 1.0  # a restart of the service within it is not worth a line
+_WARN_EVERY_S = 10.0
+# A cut link is UNAVAILABLE after keepalive time + timeout; without keepalive it hangs for ever.
+_OPTIONS = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Reconnect quickly after a restart of the service: a refused connection costs nobody anything.
+    # The pauses grow by 1.6, by default to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    # `call` retries, and knows what may be sent again; gRPC's own buffer for it is CPU for nothing.
+    ("grpc.enable_retries", 0),
+    # Messages are small: no pings to measure the link's bandwidth.
+    ("grpc.http2.bdp_probe", 0),
+    # A channel of its own: clients of one process must not share a connection's fate.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+_TRANSIENT_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_TRANSIENT_REASONS = ("STORE_FULL", "BUSY", "")  # "": the server's own limit on calls at once
+# NOT_REGISTERED: the store was emptied under the job. Only a restart brings the manifest back.
+_FENCES = ("FENCED_GENERATION", "FENCED_INCARNATION", "NOT_REGISTERED")
+
+_log = logging.getLogger("gmeta.antdt.client")
+
+
+@dataclass(frozen=True)
+class ConnectionConfig:
+    """How to reach the service."""
+
+    address: str
+    outage_budget_s: float = 300.0  # how long the service may be away before a call raises
+    # Of one attempt; a group commit on a slow disk takes well under a second.
+    call_timeout_s: float = 10.0
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    token_file: Path | None = None
+
+
+@final
+class Connection:
+    """A channel, and a stream on it for the calls of a training loop; `call` is safe from several
+    threads."""
+
+    def __init__(self, config: ConnectionConfig) -> None:
+        """Connects lazily. Raises AddressError, and CredentialError for unreadable credentials."""
+        self._config = config
+        check_target(config.address)
+        host = config.address.rpartition(":")[0]
+        if config.token_file is not None and config.tls_ca is None and not is_loopback(host):
+            raise CredentialError(
+                f"the token would travel to {config.address} in clear text: no certificate "
+                "authority is given. Name the file with the service's: --tls-ca (in Python, "
+                "tls_ca)."
+            )
+        # A proxy of the network around this machine cannot lead to its loopback, and gRPC would ask
+        # it ($http_proxy) for that too.
+        self._options = (*_OPTIONS, ("grpc.enable_http_proxy", int(not is_loopback(host))))
+        self._files = WatchedFiles([config.tls_ca, config.tls_cert, config.tls_key])
+        self._bearer = Bearer(config.token_file) if config.token_file else None
+        self._channels = [wait_for(self._open())]
+        self._stub = pb_grpc.ShardServiceStub(self._channels[0])
+        self._opening = threading.Lock()  # one stream is opened at a time
+        self._stream: CallStream | None = None
+        self._has_streams = True  # until the service says otherwise
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What each call carries: the token, as its file has it now."""
+        return self._bearer.metadata() if self._bearer else ()
+
+    async def _open(self) -> Any:
+        config = self._config
+        credentials = client_credentials(config.tls_ca, config.tls_cert, config.tls_key)
+        if credentials is None:
+            return grpc.aio.insecure_channel(config.address, self._options)
+        return grpc.aio.secure_channel(config.address, credentials, self._options)
+
+    def _take_new_certificates(self) -> bool:
+        """After a failed call: a channel holds on to the certificates it was made with. Whether
+        there are new ones."""
+        if not self._files.changed():
+            return False
+        try:
+            channel = wait_for(self._open())
+        except CredentialError as error:
+            _log.warning("the replaced certificates are not used yet: %s", error)
+            return False
+        # The old channel stays until `close`: other threads' calls may be under way on it.
+        self._channels.append(channel)
+        with self._opening:
+            self._stub = pb_grpc.ShardServiceStub(channel)
+            self._end_stream()
+        return True
+
+    def _attempt(self, rpc: str, request: Any) -> Any:
+        """Raises CallError."""
+        timeout_s, metadata = self._config.call_timeout_s, self.metadata
+        # A message beyond the limit would take the whole stream down, and others' calls with it.
+        if rpc in STREAMED and self._has_streams and request.ByteSize() <= MAX_STREAMED_BYTES:
+            return self._stream_with(metadata).call(rpc, request, timeout_s)
+
+        async def one_call() -> Any:
+            return await getattr(self._stub, rpc)(request, timeout=timeout_s, metadata=metadata)
+
+        try:
+            return wait_for(one_call())
+        except grpc.RpcError as error:
+            raise CallError.of(error) from error
+
+    def _stream_with(self, metadata: tuple[tuple[str, str], ...]) -> CallStream:
+        stream = self._stream
+        if stream is not None and not stream.ended and stream.metadata == metadata:
+            return stream
+        with self._opening:
+            stream = self._stream
+            if stream is None or stream.ended or stream.metadata != metadata:
+                self._end_stream()
+                self._stream = stream = CallStream(self._stub, metadata)
+            return stream
+
+    def _end_stream(self) -> None:
+        """Other threads' calls on it fail as in an outage, and are made again over the next."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def call(
+        self,
+        rpc: str,
+        build: Callable[[], Any],
+        renew: Callable[[], None] | None = None,
+        budget_s: float | None = None,
+    ) -> Any:
+        """The response of one RPC. `build` makes the request anew for each attempt, so that it
+        carries current fences.
+
+        `renew` registers again after a restart of the service. Raises FencedError, RefusedError,
+        or ServiceUnavailableError after the outage budget (`budget_s` overrides it).
+        """
+        budget_s = self._config.outage_budget_s if budget_s is None else budget_s
+        began_s = time.monotonic()
+        pause_s, warn_after_s = _FIRST_PAUSE_S, _QUIET_S
+        while True:
+            try:
+                return self._attempt(rpc, build())
+            except CallError as error:
+                # Whatever the error: a connection under an expired certificate just fails.
+                renewed = self._take_new_certificates()
+                # Made again at once: so far the service has refused a stream, and was asked
+                # nothing.
+                if self._gives_up_streams(error):
+                    continue
+                if error.reason == "FENCED_SERVICE_EPOCH" and renew is not None:
+                    renew()
+                    continue
+                if error.code is grpc.StatusCode.UNAUTHENTICATED and renewed:
+                    continue  # the connection's certificate had expired
+                if not is_transient(error):
+                    raise _final_error(error) from error
+                waited_s = time.monotonic() - began_s
+                if waited_s + pause_s > budget_s:
+                    raise self._outage(rpc, waited_s, error) from error
+                if waited_s >= warn_after_s:
+                    warn_after_s = waited_s + _WARN_EVERY_S
+                    left_s = budget_s - waited_s
+                    _log.warning("%s: %s; trying for %.0f s more", rpc, error.details, left_s)
+            # Jitter, so that a thousand workers do not come back in the same instant.
+            time.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(_PAUSE_GROWS * pause_s, _MAX_PAUSE_S)
+
+    def _gives_up_streams(self, error: CallError) -> bool:
+        """Whether the service has no stream for this client, now or at all; its calls do as well,
+        only slower."""
+        none_left = error.reason == "LIMIT"
+        if not error.of_stream or not (none_left or error.code is grpc.StatusCode.UNIMPLEMENTED):
+            return False
+        if self._has_streams:
+            self._has_streams = False
+            _log.warning(
+                "the shard service at %s takes no stream (%s): its calls are made one by one, for "
+                "twice the CPU",
+                self._config.address,
+                error.details,
+            )
+        return True
+
+    def close(self) -> None:
+        """Ends the channel."""
+        with self._opening:
+            self._end_stream()
+        for channel in self._channels:
+            wait_for(channel.close())
+
+    def _outage(self, rpc: str, waited_s: float, error: CallError) -> ServiceUnavailableError:
+        return ServiceUnavailableError(
+            f"the shard service at {self._config.address} did not answer {rpc} for {waited_s:.0f} "
+            f"s ({error.code.name}: {error.details}); allowed is "
+            f"{self._config.outage_budget_s:.0f} s. "
+            "Start it again on the same store, or look into its log; the data has NOT ended."
+        )
+
+
+def is_transient(error: CallError) -> bool:
+    """Whether the same call may succeed later without anyone changing it."""
+    exhausted = (
+        error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.reason in _TRANSIENT_REASONS
+    )
+    return error.code in _TRANSIENT_CODES or (exhausted and "larger than max" not in error.details)
+
+
+def _final_error(error: CallError) -> Exception:
+    if error.reason in _FENCES:
+        return FencedError(error.reason, error.details)
+    return RefusedError(error.code.name, error.reason, error.details)

@@ -1,0 +1,96 @@
+"""The leases that a client holds: which are live, which were lost since, and what of them the
+service has acknowledged. Several threads ask: the training loop, its reporter, the heartbeat."""
+
+import threading
+from collections.abc import Iterable
+from typing import final
+
+from gmeta.antdt.client.lease import Lease
+from gmeta.antdt.model import Outcome
+
+_UNKNOWN_TOKEN = "the service does not know its token any more: it expired or was revoked"
+Sent = list[tuple[Lease, int]]  # with the units that a call reports
+
+
+@final
+class HeldLeases:
+    """May be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[int, Lease] = {}
+        self._lost: list[Lease] = []  # since the last flush: what they trained may be unreported
+
+    def add(self, leases: Iterable[Lease]) -> None:
+        """They were granted."""
+        with self._lock:
+            self._held.update((lease.token, lease) for lease in leases)
+
+    def live(self) -> list[Lease]:
+        """In the order of their grants."""
+        with self._lock:
+            return list(self._held.values())
+
+    def tokens(self) -> set[int]:
+        """Of the live ones."""
+        with self._lock:
+            return set(self._held)
+
+    def noted(self) -> Sent:
+        """What each live lease has in the model now. Raises LeaseLostError when one was lost since
+        the last call with units that the service does not know of."""
+        with self._lock:
+            noted = [(lease, lease.units_done) for lease in self._held.values()]
+            lost, self._lost = self._lost, []
+        for lease in lost:
+            if lease.units_done > lease.units_reported:
+                lease.check()
+        return noted
+
+    def drop(self, tokens: Iterable[int]) -> None:
+        """They were given back."""
+        with self._lock:
+            for token in tokens:
+                self._held.pop(token, None)
+
+    def lose_all(self, why: str) -> None:
+        """None may be used any more."""
+        with self._lock:
+            for lease in self._held.values():
+                lease.lost = why
+            self._held.clear()
+
+    def renewed(self, usable_until_s: float, gone: set[int]) -> None:
+        """The service's answer: it renewed all leases that were held when it was asked, but those
+        that are gone. One granted while the call was under way is not this answer's business."""
+        with self._lock:
+            for token, lease in list(self._held.items()):
+                if token not in gone:
+                    # One granted since runs longer already; answers may also overtake each other.
+                    lease.usable_until_s = max(lease.usable_until_s, usable_until_s)
+                else:
+                    lease.lost = _UNKNOWN_TOKEN
+                    del self._held[token]
+                    if not lease.speculative:  # of those nothing counts but the whole
+                        self._lost.append(lease)
+
+    def settle(self, sent: Sent, outcomes: Iterable[int], drop: bool) -> None:
+        """The service's answer to a report; with `drop` the leases end by it. Raises
+        LeaseLostError."""
+        lost = []
+        for (lease, units_sent), outcome in zip(sent, outcomes, strict=True):
+            if outcome in (Outcome.FENCED, Outcome.INVALID):
+                lost.append(lease)
+                lease.lost = _UNKNOWN_TOKEN
+            else:
+                lease.units_reported = units_sent
+                if drop:
+                    # A restarted service may have called the completed token unknown in between.
+                    # A lease with units left stays lost: nobody would complete it.
+                    lease.lost = ""
+                    with self._lock:
+                        self._lost = [other for other in self._lost if other is not lease]
+            if drop or lease.lost:
+                self.drop([lease.token])
+        for lease in lost:
+            lease.check()

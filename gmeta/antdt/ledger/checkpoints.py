@@ -1,0 +1,114 @@
+"""Prepare, Commit and Restore: when a manifest may be made, confirmed and taken back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gmeta.antdt.errors import ManifestError, RefusedError
+from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.ledger import events as ev
+from gmeta.antdt.manifests.manifest import ShardManifest, describe_table, parse_manifest
+
+if TYPE_CHECKING:
+    from gmeta.antdt.ledger.state import LedgerState
+    from gmeta.antdt.model import Checkpoint
+
+
+def prepared_before(
+    state: LedgerState, command: cmd.PrepareCheckpoint
+) -> ev.CheckpointPrepared | None:
+    """The manifest already handed out under this id in this generation, for a retry. Raises
+    RefusedError on a clash."""
+    checkpoint = state.checkpoints.get(command.checkpoint_id)
+    # The same id in an older generation is that of a lineage that was rolled back: it must not be
+    # answered again.
+    if checkpoint is None or checkpoint.generation != state.generation:
+        return None
+    if checkpoint.step != command.step:
+        raise RefusedError(
+            "ALREADY_EXISTS",
+            "WRONG_STATE",
+            f"checkpoint {command.checkpoint_id!r} was prepared at step {checkpoint.step}, the "
+            f"call says {command.step}; an id stands for one step. Put the step into the id.",
+        )
+    return ev.CheckpointPrepared(
+        command.checkpoint_id, command.step, checkpoint.digest, checkpoint.manifest_json
+    )
+
+
+def build_manifest(
+    state: LedgerState, command: cmd.PrepareCheckpoint, num_events: int, head: bytes
+) -> ShardManifest:
+    """The state of every dataset at this moment."""
+    holders: dict[str, dict[int, str]] = {name: {} for name in state.tables}
+    for lease in state.leases.values():
+        holders[lease.dataset][lease.position] = lease.worker_id  # of two the one granted last
+    return ShardManifest(
+        state.job,
+        command.checkpoint_id,
+        command.step,
+        state.generation,
+        state.lineage,
+        num_events,
+        head.hex(),
+        tuple(describe_table(table, holders[name]) for name, table in sorted(state.tables.items())),
+    )
+
+
+def find_checkpoint(state: LedgerState, checkpoint_id: str) -> Checkpoint:
+    """A prepared checkpoint that the service still holds. Raises RefusedError."""
+    checkpoint = state.checkpoints.get(checkpoint_id)
+    if checkpoint is None:
+        raise RefusedError(
+            "NOT_FOUND",
+            "UNKNOWN_CHECKPOINT",
+            f"checkpoint {checkpoint_id!r} is not among the last {len(state.checkpoints)} "
+            "prepared ones "
+            f"{list(state.checkpoints)}. Audit an older one offline: gmeta shards audit FOLDER.",
+        )
+    return checkpoint
+
+
+def is_new_commit(state: LedgerState, command: cmd.CommitCheckpoint) -> bool:
+    """False for a repeated commit. Raises RefusedError when id and digest do not belong
+    together."""
+    checkpoint = find_checkpoint(state, command.checkpoint_id)
+    if checkpoint.digest != command.digest:
+        raise RefusedError(
+            "FAILED_PRECONDITION",
+            "WRONG_STATE",
+            f"checkpoint {command.checkpoint_id!r} was prepared with digest "
+            f"{checkpoint.digest[:12]}, the call commits "
+            f"{command.digest[:12]}. Commit the manifest that PrepareCheckpoint returned.",
+        )
+    return not checkpoint.committed
+
+
+def check_restore(state: LedgerState, manifest_json: str) -> str:
+    """The digest of a manifest that fits this service ("" for none). Raises RefusedError."""
+    if not manifest_json:
+        return ""
+    try:
+        manifest = parse_manifest(manifest_json)
+    except ManifestError as error:
+        raise RefusedError("INVALID_ARGUMENT", "BAD_MANIFEST", str(error)) from error
+    if manifest.job != state.job:
+        raise RefusedError(
+            "FAILED_PRECONDITION",
+            "BAD_MANIFEST",
+            f"the manifest belongs to job {manifest.job!r}, this service serves {state.job!r}. "
+            "Restore the job's own checkpoint, or start the service with --job.",
+        )
+    # Before anything is rolled back: positions mean something only in the same cut of the same
+    # data.
+    for entry in manifest.datasets:
+        table = state.tables.get(entry.spec.name)
+        if table is not None and table.spec != entry.spec:
+            raise RefusedError(
+                "FAILED_PRECONDITION",
+                "SPEC_CONFLICT",
+                f"the manifest's dataset {entry.spec.name!r} is {entry.spec}, registered is "
+                f"{table.spec}. The data or its cut changed since the checkpoint: train from the "
+                "old data, or begin without the checkpoint.",
+            )
+    return manifest.digest

@@ -1,0 +1,95 @@
+"""Which calls belong to the past. Every mutation of a worker passes here before anything else is
+looked at."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.model import MAX_WORKERS, Caller, Worker
+
+if TYPE_CHECKING:
+    from gmeta.antdt.ledger.state import LedgerState
+
+
+def check_process(state: LedgerState, caller: Caller) -> Worker:
+    """Fences one and three: the service epoch and the incarnation. Raises RefusedError."""
+    worker = state.workers.get(caller.worker_id)
+    if worker is None:
+        raise RefusedError(
+            "FAILED_PRECONDITION",
+            "NOT_REGISTERED",
+            f"worker {caller.worker_id!r} is unknown to this service; only registered workers may "
+            "call. Call Register.",
+        )
+    # In front of the service epoch: a zombie must stop, not register again and take the id back.
+    if caller.incarnation != worker.incarnation:
+        raise superseded(caller.worker_id, caller.incarnation, worker.incarnation)
+    if caller.service_epoch != state.service_epoch:
+        raise RefusedError(
+            "ABORTED",
+            "FENCED_SERVICE_EPOCH",
+            f"the call carries service epoch {caller.service_epoch}, the service is at "
+            f"{state.service_epoch}: it was "
+            "restarted. Call Register with the same incarnation, then repeat the call.",
+        )
+    return worker
+
+
+def check_caller(state: LedgerState, caller: Caller) -> Worker:
+    """All fences of the call (a token is checked item by item). Raises RefusedError."""
+    worker = check_process(state, caller)
+    if caller.run_generation != state.generation:
+        raise stale_generation(caller.worker_id, caller.run_generation, state.generation)
+    return worker
+
+
+def check_registration(
+    state: LedgerState, worker_id: str, incarnation: str, rdzv_round: int | None
+) -> None:
+    """Whether this process may speak for `worker_id` in this round. Raises RefusedError."""
+    worker = state.workers.get(worker_id)
+    if worker is None:
+        if len(state.workers) >= MAX_WORKERS:
+            raise RefusedError(
+                "RESOURCE_EXHAUSTED",
+                "LIMIT",
+                f"{len(state.workers)} worker ids are known; at most {MAX_WORKERS} are allowed. "
+                "Reuse ids: one a rank.",
+            )
+    # A retired process that registers anew would fence the one that replaced it.
+    elif incarnation in worker.retired:
+        raise superseded(worker_id, incarnation, worker.incarnation)
+    elif (
+        incarnation == worker.incarnation
+        and worker.generation < state.generation
+        and rdzv_round is None
+    ):
+        raise stale_generation(worker_id, worker.generation, state.generation)
+    if rdzv_round is not None and rdzv_round < state.rdzv_round:
+        raise RefusedError(
+            "ABORTED",
+            "FENCED_GENERATION",
+            f"worker {worker_id!r} comes from rendezvous round {rdzv_round}, the job is in round "
+            f"{state.rdzv_round}. This process was left behind: stop it.",
+        )
+
+
+def superseded(worker_id: str, incarnation: str, current: str) -> RefusedError:
+    """Another process speaks for this worker id."""
+    return RefusedError(
+        "ABORTED",
+        "FENCED_INCARNATION",
+        f"process {incarnation!r} of worker {worker_id!r} was replaced by {current!r}; one "
+        "process speaks for a worker. Stop this process, or give it a worker id of its own.",
+    )
+
+
+def stale_generation(worker_id: str, generation: int, current: int) -> RefusedError:
+    """The job restarted since."""
+    return RefusedError(
+        "ABORTED",
+        "FENCED_GENERATION",
+        f"worker {worker_id!r} is of generation {generation}, the job is at {current}: it was "
+        "restarted or rolled back. Stop this process; the restarted job has its own.",
+    )

@@ -1,0 +1,406 @@
+"""The pure state machine of the data-shard service: `apply(command, now) -> events`. No I/O, no
+clock, no threads.
+
+`apply` decides which facts follow from a command, applies them through state.evolve, and returns
+them encoded for the store. What recovery replays is therefore exactly what happened. Each event
+is chained into a running sha256.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, final
+
+from gmeta.antdt.ledger import checkpoints, offers, operate
+from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.ledger import events as ev
+from gmeta.antdt.ledger.fences import check_caller, check_process, check_registration
+from gmeta.antdt.ledger.numbers import CallNumbers, crc_of
+from gmeta.antdt.ledger.state import LedgerState
+from gmeta.antdt.ledger.table import find_table
+from gmeta.antdt.model import Grant, Outcome, Worker
+
+# What a dead worker held, whose agent is silent too, is handed out again within this time.
+DEFAULT_LEASE_TTL_S = 30.0
+# The head of a chain of no events.
+GENESIS = b"\0" * 32
+
+
+class Applied(NamedTuple):
+    """What a command did: its reply, the records to store before the reply, and whether they must
+    survive a power cut."""
+
+    reply: cmd.Reply
+    records: list[bytes]
+    needs_sync: bool
+
+
+class WorkerSeen(NamedTuple):
+    """Volatile: when a worker last called, and its last report."""
+
+    seen_s: float
+    report: tuple[float, ...]
+
+
+@final
+class Ledger:
+    """Owns a LedgerState, the live deadlines and the hash chain. One caller at a time; time comes
+    in from outside."""
+
+    def __init__(
+        self, state: LedgerState, lease_ttl_s: float, num_events: int = 0, head: bytes = GENESIS
+    ) -> None:
+        self.state = state
+        self.lease_ttl_s = lease_ttl_s
+        self.num_events = num_events
+        self.head = head
+        self.seen: dict[str, WorkerSeen] = {}
+        self.numbers = CallNumbers(state)
+        self._next_deadline_s = float("inf")
+        self._expired: tuple[tuple[int, str], ...] = ()
+        self._records: list[bytes] = []
+        self._needs_sync = False
+
+    def replay(self, record: bytes) -> None:
+        """Takes one stored record back in."""
+        self.state.evolve(ev.decode(record))
+        self._chain(record)
+
+    def renew_all(self, now_s: float) -> None:
+        """After a recovery nobody knows how old a lease is: every one gets a full ttl."""
+        self._renew(list(self.state.leases), now_s)
+
+    def apply(self, command: cmd.Command, now_s: float) -> Applied:
+        """Decides and applies one command at monotonic time `now_s`.
+
+        Raises RefusedError when the command is refused; what expired before it stays expired,
+        see take_records.
+        """
+        # First: no call may be judged by a lease that is over.
+        if now_s >= self._next_deadline_s:
+            self._expire(now_s)
+        reply = _DECIDE[type(command)](self, command, now_s)
+        return Applied(reply, *self.take_records())
+
+    def take_records(self) -> tuple[list[bytes], bool]:
+        """Records emitted since the last call (also by a refused command: leases that were due),
+        and whether to sync."""
+        records, needs_sync = self._records, self._needs_sync
+        self._records, self._needs_sync = [], False
+        return records, needs_sync
+
+    def _emit(self, event: ev.Event) -> None:
+        record = ev.encode(event)
+        self.state.evolve(event)
+        self._chain(record)
+        self._records.append(record)
+        self._needs_sync = self._needs_sync or not isinstance(event, ev.NEEDS_NO_SYNC)
+
+    def _chain(self, record: bytes) -> None:
+        self.head = chained(self.head, record)
+        self.num_events += 1
+
+    def _expire(self, now_s: float) -> None:
+        leases = self.state.leases
+        due = sorted(token for token, lease in leases.items() if lease.deadline_s <= now_s)
+        if due:
+            self._expired += tuple((token, leases[token].worker_id) for token in due)
+            self._emit(ev.LeasesExpired(due))
+        # Renewals only make deadlines later: before the earliest of now nothing is due.
+        self._next_deadline_s = min(
+            (lease.deadline_s for lease in leases.values()), default=float("inf")
+        )
+
+    def _renew(self, tokens: Iterable[int], now_s: float) -> None:
+        """Gives live leases one full ttl from now."""
+        deadline_s = now_s + self.lease_ttl_s
+        for token in tokens:
+            self.state.leases[token].deadline_s = deadline_s
+        # An older deadline may still be the earliest: the scan at that time finds nothing due and
+        # looks further.
+        self._next_deadline_s = min(self._next_deadline_s, deadline_s)
+
+    def _numbered(self, command: Any, now_s: float) -> tuple[Worker, int, cmd.Reply]:
+        """The worker, the call's checksum, and the stored reply when it was answered before."""
+        worker = check_caller(self.state, command.caller)
+        self._saw(worker.worker_id, now_s)
+        call_crc = crc_of(command)
+        return worker, call_crc, self.numbers.answered_before(worker, command, call_crc)
+
+    def _saw(self, worker_id: str, now_s: float, report: tuple[float, ...] = ()) -> None:
+        old = self.seen.get(worker_id)
+        self.seen[worker_id] = WorkerSeen(now_s, report or (old.report if old else ()))
+
+    def _start_service(self, command: cmd.StartService, now_s: float) -> cmd.Reply:
+        # Deadlines are of one process's clock and never stored, so all are new from here.
+        self._emit(ev.ServiceStarted(*command))
+        self.renew_all(now_s)
+        return None
+
+    def _tick(self, command: cmd.Tick, now_s: float) -> cmd.Reply:
+        expired, self._expired = self._expired, ()
+        return cmd.Ticked(expired)
+
+    def _register_dataset(self, command: cmd.RegisterDataset, now_s: float) -> cmd.Reply:
+        spec = command.spec
+        is_new = offers.is_new_dataset(self.state, spec)
+        if is_new:
+            self._emit(ev.DatasetAdded(spec.to_dict()))
+        return cmd.DatasetReply(spec.num_shards, spec.digest, is_new)
+
+    def _register(self, command: cmd.Register, now_s: float) -> cmd.Reply:
+        state = self.state
+        worker_id, incarnation, rdzv_round = command
+        check_registration(state, worker_id, incarnation, rdzv_round)
+        # First the generation: the worker is registered into the new one.
+        if rdzv_round is not None and rdzv_round > state.rdzv_round:
+            self._emit(ev.GenerationStarted(state.generation + 1, rdzv_round))
+        worker = state.workers.get(worker_id)
+        if worker is None or (worker.incarnation, worker.generation) != (
+            incarnation,
+            state.generation,
+        ):
+            if worker is not None and worker.incarnation != incarnation:
+                # Its totals count from its own start: those of the process before would stand
+                # above them, and the monitor would take nothing in until they were passed.
+                self.seen.pop(worker_id, None)
+            self._emit(ev.WorkerRegistered(worker_id, incarnation))
+        worker = state.workers[worker_id]
+        self._saw(worker_id, now_s)
+        # Who registers again lives: nothing may run out while it finds its way back.
+        self._renew(worker.tokens, now_s)
+        leases = tuple(self._live_grant(token) for token in sorted(worker.tokens))
+        return cmd.RegisterReply(
+            state.service_epoch, state.generation, self.numbers.last_seq(worker), leases
+        )
+
+    def _live_grant(self, token: int) -> Grant:
+        lease = self.state.leases[token]
+        table = self.state.tables[lease.dataset]
+        position = lease.position
+        return table.grant(
+            token, position, table.units_done.get(position, 0), table.attempts.get(position, 0)
+        )
+
+    def _lease(self, command: cmd.LeaseShards, now_s: float) -> cmd.Reply:
+        worker, call_crc, again = self._numbered(command, now_s)
+        if again is None:
+            again = self._offer(worker, command, call_crc)
+        # Only these: a lease whose grant never reached the worker must be able to expire.
+        if isinstance(again, cmd.Granted):
+            self._renew(
+                [grant.token for grant in again.grants if grant.token in worker.tokens], now_s
+            )
+        return again
+
+    def _offer(self, worker: Worker, command: cmd.LeaseShards, call_crc: int) -> cmd.Reply:
+        table = find_table(self.state.tables, command.dataset)
+        nothing = offers.hold_back(self.state, worker, table, command.epoch, command.seq)
+        if nothing is None:
+            if command.epoch > table.epoch:
+                self._emit(ev.EpochOpened(command.dataset, command.epoch))
+            granted = offers.next_grant(self.state, worker, table, command, call_crc)
+            if granted is not None:
+                self._emit(granted)
+                return self.numbers.reply_of(worker.last_call[0])
+            nothing = offers.nothing_left(table, command.seq)
+        self.numbers.note_unrecorded(worker, command.seq, call_crc, nothing)
+        return nothing
+
+    def _heartbeat(self, command: cmd.Heartbeat, now_s: float) -> cmd.Reply:
+        worker = check_caller(self.state, command.caller)
+        self._saw(worker.worker_id, now_s, command.report)
+        # Only what it names: a grant that never reached it must be able to expire.
+        live = [token for token in command.tokens if token in worker.tokens]
+        self._renew(live, now_s)
+        revoked = tuple(token for token in command.tokens if token not in worker.tokens)
+        actions = tuple(
+            mine
+            for action in self.state.actions.values()
+            if (mine := operate.action_for(action, worker.worker_id)) is not None
+        )
+        return cmd.Beat(revoked, actions)
+
+    def _progress(self, command: cmd.Progress, now_s: float) -> cmd.Reply:
+        worker = check_caller(self.state, command.caller)
+        self._saw(worker.worker_id, now_s)
+        moved: dict[int, int] = {}
+        outcomes = []
+        for token, units_done in command.items:
+            outcome = self._judge_progress(worker, token, units_done, moved.get(token))
+            if outcome == Outcome.ACCEPTED:
+                moved[token] = units_done
+            outcomes.append(outcome)
+        if moved:
+            self._emit(ev.UnitsProgressed(list(moved.items())))
+            self._renew(moved, now_s)
+        return cmd.Outcomes(0, tuple(outcomes))
+
+    def _judge_progress(
+        self, worker: Worker, token: int, units_done: int, moved: int | None
+    ) -> Outcome:
+        if token not in worker.tokens:
+            return Outcome.FENCED
+        lease = self.state.leases[token]
+        table = self.state.tables[lease.dataset]
+        known = table.units_done.get(lease.position, 0) if moved is None else moved
+        # Of two leases of a shard each has a progress of its own: none counts but the whole.
+        if table.spec.speculative or units_done > table.length_at(lease.position):
+            return Outcome.INVALID
+        return Outcome.ACCEPTED if units_done > known else Outcome.ALREADY
+
+    def _complete(self, command: cmd.Complete, now_s: float) -> cmd.Reply:
+        worker, call_crc, again = self._numbered(command, now_s)
+        if again is not None:
+            return again
+        state = self.state
+        items: dict[int, Outcome] = {}
+        for token in command.tokens:
+            if token in worker.tokens:
+                items[token] = Outcome.ACCEPTED
+            else:
+                items[token] = (
+                    Outcome.ALREADY
+                    if state.closed.get(token) == worker.worker_id
+                    else Outcome.FENCED
+                )
+        listed = [(token, int(items[token])) for token in command.tokens if token in items]
+        self._emit(ev.ShardsCompleted(worker.worker_id, command.seq, call_crc, _once(listed)))
+        return self.numbers.reply_of(worker.last_call[0])
+
+    def _release(self, command: cmd.Release, now_s: float) -> cmd.Reply:
+        worker, call_crc, again = self._numbered(command, now_s)
+        if again is not None:
+            return again
+        items = [
+            (t, int(Outcome.ACCEPTED if t in worker.tokens else Outcome.FENCED))
+            for t in command.tokens
+        ]
+        self._emit(ev.ShardsReleased(worker.worker_id, command.seq, call_crc, _once(items)))
+        return self.numbers.reply_of(worker.last_call[0])
+
+    def _fail(self, command: cmd.Fail, now_s: float) -> cmd.Reply:
+        worker, call_crc, again = self._numbered(command, now_s)
+        if again is not None:
+            return again
+        if command.token not in worker.tokens:
+            # Nothing happened, so no event and no number used: the next call carries this one.
+            return cmd.Outcomes(self.numbers.last_seq(worker), (Outcome.FENCED,))
+        lease = self.state.leases[command.token]
+        table = self.state.tables[lease.dataset]
+        exhausted = table.attempts.get(lease.position, 0) + 1 > table.spec.max_attempts
+        # While another worker holds the shard too, it may still be done.
+        quarantined = exhausted and command.token not in self.state.backups.twins
+        note = f"{command.failure_class}: {command.message}"
+        self._emit(
+            ev.ShardFailed(
+                worker.worker_id, command.seq, call_crc, command.token, note, quarantined
+            )
+        )
+        return self.numbers.reply_of(worker.last_call[0])
+
+    def _prepare(self, command: cmd.PrepareCheckpoint, now_s: float) -> cmd.Reply:
+        check_caller(self.state, command.caller)
+        again = checkpoints.prepared_before(self.state, command)
+        if again is None:
+            # Before its own event is emitted: a manifest cannot state the head that holds itself.
+            manifest = checkpoints.build_manifest(self.state, command, self.num_events, self.head)
+            again = ev.CheckpointPrepared(
+                command.checkpoint_id, command.step, manifest.digest, manifest.to_json()
+            )
+            self._emit(again)
+        return cmd.Manifest(again.manifest_json, again.digest)
+
+    def _commit(self, command: cmd.CommitCheckpoint, now_s: float) -> cmd.Reply:
+        check_caller(self.state, command.caller)
+        if checkpoints.is_new_commit(self.state, command):
+            self._emit(ev.CheckpointCommitted(command.checkpoint_id))
+        return cmd.Changed(0)
+
+    def _restore(self, command: cmd.Restore, now_s: float) -> cmd.Reply:
+        state = self.state
+        worker = check_process(state, command.caller)
+        # A repeated call still carries the generation that its first copy ended, so it is known
+        # here, in front of that fence.
+        repeated = command.restore_id == state.restore_id and worker.generation == state.generation
+        if not repeated:
+            check_caller(state, command.caller)
+            digest = checkpoints.check_restore(state, command.manifest_json)
+            self._emit(
+                ev.StateRestored(
+                    command.restore_id,
+                    worker.worker_id,
+                    state.generation + 1,
+                    digest,
+                    command.manifest_json,
+                )
+            )
+        return cmd.Restored(state.generation, state.restored_digest)
+
+    def _operate(self, command: cmd.Requeue | cmd.Skip | cmd.Drain, now_s: float) -> cmd.Reply:
+        # Operators' clients retry too; a second Drain must not release what was leased since.
+        if command.request_id not in self.state.requests:
+            self._emit(operate.decide(self.state, command))
+        return cmd.Changed(self.state.requests[command.request_id])
+
+    def _post_action(self, command: cmd.PostAction, now_s: float) -> cmd.Reply:
+        if operate.is_new_action(self.state, command):
+            self._emit(ev.ActionPosted(*command))
+        return None
+
+    def _back_up(self, command: cmd.BackUp, now_s: float) -> cmd.Reply:
+        state = self.state
+        worker = state.workers.get(command.worker_id)
+        tokens = worker and state.backups.candidates(worker, state.leases, state.tables)
+        if tokens:
+            self._emit(ev.BackupsWanted(command.action_id, tokens))
+        return cmd.Changed(len(tokens or ()))
+
+    def _ack_action(self, command: cmd.AckAction, now_s: float) -> cmd.Reply:
+        worker = check_caller(self.state, command.caller)
+        if command.action_id in self.state.acked:
+            return cmd.Outcomes(0, (Outcome.ALREADY,))
+        operate.check_ack(self.state, worker, command.action_id)
+        if not self.state.actions[command.action_id].worker_id:
+            # A global action stays open until a newer one replaces it: late workers need it too.
+            return cmd.Outcomes(0, (Outcome.ACCEPTED,))
+        self._emit(ev.ActionAcked(command.action_id, command.result, command.message))
+        return cmd.Outcomes(0, (Outcome.ACCEPTED,))
+
+
+def chained(head: bytes, record: bytes) -> bytes:
+    """The head of the chain with one more record."""
+    return hashlib.sha256(head + record).digest()
+
+
+def _once(items: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """A token named twice in one call is accepted once; the others are ALREADY."""
+    seen: set[int] = set()
+    listed = []
+    for token, outcome in items:
+        repeated = token in seen and outcome == Outcome.ACCEPTED
+        listed.append((token, int(Outcome.ALREADY) if repeated else outcome))
+        seen.add(token)
+    return listed
+
+
+_DECIDE: dict[type[Any], Callable[[Ledger, Any, float], cmd.Reply]] = {
+    cmd.StartService: Ledger._start_service,
+    cmd.Tick: Ledger._tick,
+    cmd.RegisterDataset: Ledger._register_dataset,
+    cmd.Register: Ledger._register,
+    cmd.LeaseShards: Ledger._lease,
+    cmd.Heartbeat: Ledger._heartbeat,
+    cmd.Progress: Ledger._progress,
+    cmd.Complete: Ledger._complete,
+    cmd.Release: Ledger._release,
+    cmd.Fail: Ledger._fail,
+    cmd.PrepareCheckpoint: Ledger._prepare,
+    cmd.CommitCheckpoint: Ledger._commit,
+    cmd.Restore: Ledger._restore,
+    cmd.PostAction: Ledger._post_action,
+    cmd.BackUp: Ledger._back_up,
+    cmd.AckAction: Ledger._ack_action,
+    cmd.Requeue: Ledger._operate,
+    cmd.Skip: Ledger._operate,
+    cmd.Drain: Ledger._operate,
+}

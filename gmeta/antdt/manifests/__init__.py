@@ -1,0 +1,1 @@
+"""What of the data is in a checkpoint, and what that proves."""

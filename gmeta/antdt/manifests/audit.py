@@ -1,0 +1,103 @@
+"""What a shard manifest proves about a checkpoint, offline: which units the model has seen, and
+that none was seen twice.
+
+`parse_manifest` has refused a manifest that lists a shard twice or outside its dataset before
+this is reached.
+"""
+
+from dataclasses import dataclass
+
+from gmeta.antdt.errors import ManifestError
+from gmeta.antdt.manifests.manifest import DatasetManifest, ShardManifest
+from gmeta.antdt.model import MAX_EPOCHS
+from gmeta.antdt.order import ShardOrder
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """`ok` means: every unit of every finished part exactly once, nothing skipped or quarantined in
+    silence."""
+
+    ok: bool
+    lines: tuple[str, ...]
+
+
+def audit_manifest(manifest: ShardManifest) -> AuditReport:
+    """Accounts for every unit of every dataset. Not ok while the epoch has quarantined shards."""
+    lines = [
+        f"checkpoint {manifest.checkpoint_id} of job {manifest.job}: step {manifest.step}, "
+        f"generation {manifest.generation}",
+        f"digest {manifest.digest} matches; parent {manifest.parent or 'none'}",
+        f"ledger: {manifest.ledger_events} events, head {manifest.ledger_head}",
+    ]
+    problems = []
+    for entry in manifest.datasets:
+        lines.extend(_account(entry))
+        if entry.quarantined:
+            problems.append(
+                f"dataset {entry.spec.name}: {len(entry.quarantined)} quarantined shards wait for "
+                "an operator"
+            )
+    verdict = f"NOT OK: {'; '.join(problems)}" if problems else "OK: no unit is in the model twice"
+    return AuditReport(not problems, (*lines, verdict))
+
+
+def check_descends(child: ShardManifest, parent: ShardManifest) -> None:
+    """Raises ManifestError unless everything that `parent` holds is in `child` as well (same
+    lineage, later)."""
+    by_name = {entry.spec.name: entry for entry in child.datasets}
+    for old in parent.datasets:
+        new = by_name.get(old.spec.name)
+        if new is None or new.spec != old.spec or _before(new, old):
+            raise ManifestError(
+                f"checkpoint {child.checkpoint_id} does not continue {parent.checkpoint_id}: "
+                f"dataset {old.spec.name} went back. The two belong to different lineages: "
+                "compare checkpoints of one run, the older one second."
+            )
+
+
+def _before(new: DatasetManifest, old: DatasetManifest) -> bool:
+    """Whether `new` lacks something that `old` has trained."""
+    if new.epoch != old.epoch:
+        return new.epoch < old.epoch
+
+    def is_done(start: int, end: int) -> bool:
+        return any(left <= start and end <= right for left, right in new.done)
+
+    # Shards that are in the model in part: as much of each, or all of it by now.
+    units_done = {item.position: item.units_done for item in new.exceptions}
+    return not all(is_done(start, end) for start, end in old.done) or any(
+        item.units_done > units_done.get(item.position, 0)
+        and not is_done(item.position, item.position + 1)
+        for item in old.exceptions
+    )
+
+
+def _account(entry: DatasetManifest) -> list[str]:
+    spec = entry.spec
+    ranges = list(entry.trained_ranges())
+    # Of skipped and quarantined shards the front may be in the model: it counts as trained.
+    num_trained = sum(end - start for start, end in ranges)
+    order = ShardOrder(spec.num_shards, spec.seed, entry.epoch, spec.shuffle)
+    num_skipped = sum(
+        spec.length_of(order.index_of(x.position)) - x.units_done for x in entry.skipped
+    )
+    left = spec.num_units - num_trained - num_skipped
+    # A job that decides itself when to stop registers without a limit.
+    epochs = f" of {spec.num_epochs}" if spec.num_epochs < MAX_EPOCHS else ""
+    lines = [
+        f"dataset {spec.name} ({spec.num_units} units in {spec.num_shards} shards, fingerprint "
+        f"{spec.fingerprint or 'none'}), epoch {entry.epoch}{epochs}:",
+        f"  {num_trained} units in the model exactly once ({entry.num_done} whole shards, "
+        f"{sum(1 for x in entry.partial if x.units_done)} in part)",
+    ]
+    if entry.epoch:
+        lines.append(f"  epochs 0 to {entry.epoch - 1} finished before")
+    lines += [f"  skipped by an operator: position {x.position}: {x.note}" for x in entry.skipped]
+    lines += [
+        f"  quarantined after {x.attempts} attempts: position {x.position}: {x.note}"
+        for x in entry.quarantined
+    ]
+    finished = entry.num_done + len(entry.skipped) == spec.num_shards
+    lines.append("  epoch finished" if finished else f"  {left} units still to train")
+    return lines

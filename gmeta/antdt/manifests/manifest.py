@@ -1,0 +1,262 @@
+"""The shard manifest: what of each dataset is in a model checkpoint, exactly. Stored as
+shards.json beside the weights.
+
+Canonical JSON with a digest over all of it but the digest. Positions are those of the epoch's
+seeded order (order.py), so an epoch in progress is one interval and a few exceptions. Read
+offline by audit.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gmeta.antdt.errors import ManifestError, RefusedError
+from gmeta.antdt.model import DatasetSpec, ShardState
+from gmeta.antdt.order import ORDER_NAME, ShardOrder
+
+if TYPE_CHECKING:
+    from gmeta.antdt.ledger.table import ShardTable
+
+SCHEMA_VERSION = 1
+MANIFEST_FILE_NAME = "shards.json"
+
+
+class Exceptional(NamedTuple):
+    """A shard that is not DONE but has something to remember: its offset, its attempts, a note,
+    its last holder."""
+
+    position: int
+    units_done: int
+    attempts: int
+    note: str
+    worker_id: str
+
+
+@dataclass(frozen=True)
+class DatasetManifest:
+    """One dataset at the step boundary; `done` are [start, end) runs of positions, shards in no
+    list are untouched."""
+
+    spec: DatasetSpec
+    epoch: int
+    done: tuple[tuple[int, int], ...] = ()
+    partial: tuple[Exceptional, ...] = ()
+    skipped: tuple[Exceptional, ...] = ()
+    quarantined: tuple[Exceptional, ...] = ()
+
+    @property
+    def exceptions(self) -> tuple[Exceptional, ...]:
+        """Every shard that has something to remember."""
+        return (*self.partial, *self.skipped, *self.quarantined)
+
+    @property
+    def num_done(self) -> int:
+        """Shards that are in the model as a whole."""
+        return sum(end - start for start, end in self.done)
+
+    def trained_ranges(self) -> Iterator[tuple[int, int]]:
+        """[start, end) unit ranges of this epoch that are in the model, one for each shard
+        touched."""
+        order = ShardOrder(self.spec.num_shards, self.spec.seed, self.epoch, self.spec.shuffle)
+        for start, end in self.done:
+            for index in map(order.index_of, range(start, end)):
+                first = self.spec.start_of(index)
+                yield first, first + self.spec.length_of(index)
+        for item in self.exceptions:
+            if item.units_done:
+                first = self.spec.start_of(order.index_of(item.position))
+                yield first, first + item.units_done
+
+
+@dataclass(frozen=True)
+class ShardManifest:
+    """Everything that a checkpoint must know to continue the data exactly where the model
+    stands."""
+
+    job: str
+    checkpoint_id: str
+    step: int
+    generation: int
+    parent: str  # digest of the manifest before it in the lineage, "" for the first
+    ledger_events: int
+    ledger_head: str
+    datasets: tuple[DatasetManifest, ...] = field(default=())
+
+    def to_json(self) -> str:
+        """Canonical JSON, digest included: the bytes of shards.json."""
+        body = self._body()
+        return _canonical({**body, "digest": _digest(body)})
+
+    @property
+    def digest(self) -> str:
+        """sha256 over the canonical JSON without the digest."""
+        return _digest(self._body())
+
+    def _body(self) -> dict[str, Any]:
+        body = asdict(self)
+        for entry, dataset in zip(body["datasets"], self.datasets, strict=True):
+            entry["spec"] = dataset.spec.to_dict()
+        return {"schema_version": SCHEMA_VERSION, "order": ORDER_NAME, **body}
+
+    def save(self, folder: Path) -> Path:
+        """Writes shards.json into a checkpoint folder that is still being written; the folder's
+        rename commits it."""
+        path = Path(folder) / MANIFEST_FILE_NAME
+        path.write_text(self.to_json(), encoding="utf-8")
+        return path
+
+
+def load_manifest(path: Path) -> ShardManifest:
+    """Reads shards.json, or the one inside a checkpoint folder. Raises ManifestError."""
+    path = Path(path)
+    file = path / MANIFEST_FILE_NAME if path.is_dir() else path
+    if not file.is_file():
+        raise ManifestError(
+            f"{file} does not exist: a checkpoint tied to the shard service holds a file "
+            f"{MANIFEST_FILE_NAME}. "
+            "Name the checkpoint folder, or a run trained with the data service."
+        )
+    return parse_manifest(file.read_text(encoding="utf-8", errors="replace"), str(file))
+
+
+def parse_manifest(text: str, source: str = "the manifest") -> ShardManifest:
+    """Checks schema, digest and every number; nothing after it needs to doubt them. Raises
+    ManifestError."""
+    try:
+        raw = json.loads(text)
+        version = raw.pop("schema_version")
+        order, digest = raw.pop("order"), raw.pop("digest")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ManifestError(
+            f"{source} is no shard manifest ({error!r}): it was cut short or is another file. "
+            f"Use the {MANIFEST_FILE_NAME} of a whole checkpoint."
+        ) from error
+    if version != SCHEMA_VERSION or order != ORDER_NAME:
+        raise ManifestError(
+            f"{source} has schema version {version!r} and order {order!r}; this program reads "
+            f"version {SCHEMA_VERSION} and {ORDER_NAME}. Use the version of gmeta that wrote it."
+        )
+    # Over what was read: parsing converts, and could hide what was altered.
+    found = _digest({"schema_version": version, "order": order, **raw})
+    if found != digest:
+        raise ManifestError(
+            f"{source} was altered after it was written: its content has digest {found[:12]}, it "
+            f"states {str(digest)[:12]}. Restore the checkpoint from a copy."
+        )
+    try:
+        datasets = tuple(_parse_dataset(item) for item in raw.pop("datasets"))
+        manifest = ShardManifest(**raw, datasets=datasets)
+        for dataset in datasets:
+            _check_positions(dataset, source)
+    except (KeyError, TypeError, ValueError, RefusedError) as error:
+        raise ManifestError(
+            f"{source} has a field that does not fit: {error}. Use a manifest that the service "
+            "wrote."
+        ) from error
+    return manifest
+
+
+def describe_table(table: ShardTable, holders: dict[int, str]) -> DatasetManifest:
+    """The manifest entry of a live table; `holders` maps a DOING position to its worker."""
+    # Whoever stands in no list is untouched, so ten million shards make no list.
+    touched = set(table.units_done) | set(table.attempts) | set(holders)
+    states = table.states
+    partial = [p for p in touched if states[p] in (ShardState.READY, ShardState.DOING)]
+
+    def entries(positions: Iterator[int] | Sequence[int]) -> tuple[Exceptional, ...]:
+        return tuple(
+            Exceptional(
+                p,
+                table.units_done.get(p, 0),
+                table.attempts.get(p, 0),
+                table.notes.get(p, ""),
+                holders.get(p, ""),
+            )
+            for p in sorted(positions)
+        )
+
+    return DatasetManifest(
+        table.spec,
+        table.epoch,
+        tuple(table.done_intervals()),
+        entries(partial),
+        entries(table.positions_in(ShardState.SKIPPED) if table.counts[ShardState.SKIPPED] else ()),
+        entries(
+            table.positions_in(ShardState.QUARANTINED)
+            if table.counts[ShardState.QUARANTINED]
+            else ()
+        ),
+    )
+
+
+def restore_table(table: ShardTable, entry: DatasetManifest | None) -> None:
+    """Makes `table` exactly what `entry` says (None: nothing trained); shards in flight are READY
+    with their offset."""
+    table.open_epoch(0 if entry is None else entry.epoch)
+    if entry is None:
+        return
+    for start, end in entry.done:
+        table.states[start:end] = bytes([ShardState.DONE]) * (end - start)
+    for state, items in (
+        (ShardState.SKIPPED, entry.skipped),
+        (ShardState.QUARANTINED, entry.quarantined),
+    ):
+        for item in items:
+            table.states[item.position] = state
+    for item in entry.exceptions:
+        if item.units_done:
+            table.units_done[item.position] = item.units_done
+        if item.attempts:
+            table.attempts[item.position] = item.attempts
+        if item.note:
+            table.notes[item.position] = item.note
+    table.recount()
+    table.committed = list(entry.done)
+    table.mark_all_dirty()
+
+
+def _parse_dataset(raw: dict[str, Any]) -> DatasetManifest:
+    lists = {
+        name: tuple(Exceptional(*item) for item in raw[name])
+        for name in ("partial", "skipped", "quarantined")
+    }
+    done = tuple((int(start), int(end)) for start, end in raw["done"])
+    return DatasetManifest(DatasetSpec(**raw["spec"]), raw["epoch"], done, **lists)
+
+
+def _check_positions(dataset: DatasetManifest, source: str) -> None:
+    """Every position at most once and inside the dataset, every offset inside its shard."""
+    spec = dataset.spec
+    order = ShardOrder(spec.num_shards, spec.seed, dataset.epoch, spec.shuffle)
+    exceptions = ((item.position, item.position + 1) for item in dataset.exceptions)
+    runs = sorted([*dataset.done, *exceptions])
+    # Sorted runs that neither overlap nor leave the dataset give edges that never fall.
+    edges = [0, *(edge for run in runs for edge in run), spec.num_shards]
+    if any(left > right for left, right in itertools.pairwise(edges)):
+        raise ManifestError(
+            f"{source} lists a shard of dataset {spec.name} twice or outside "
+            f"0..{spec.num_shards - 1}: "
+            "a unit would be trained twice or never. Use a manifest that the service wrote."
+        )
+    for item in dataset.exceptions:
+        length = spec.length_of(order.index_of(item.position))
+        if not 0 <= item.units_done <= length:
+            raise ManifestError(
+                f"{source} says that {item.units_done} units of the shard at position "
+                f"{item.position} of dataset "
+                f"{spec.name} are trained; it has {length}. Use a manifest that the service wrote."
+            )
+
+
+def _canonical(body: dict[str, Any]) -> str:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(_canonical(body).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""The ledger in protobuf, and the event loop that calls run on."""

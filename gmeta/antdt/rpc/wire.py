@@ -1,0 +1,274 @@
+"""Protobuf to commands and replies to protobuf. Every value from outside is checked here, once.
+
+Raises RefusedError for a value that is out of bounds; nothing else in the service doubts a command.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.model import (
+    DEFAULT_MAX_ATTEMPTS,
+    MAX_EPOCHS,
+    MAX_ITEMS_PER_CALL,
+    MAX_NAME_CHARS,
+    MAX_NOTE_CHARS,
+    MAX_OPERATOR_SHARDS,
+    MAX_SHARDS_PER_LEASE_CALL,
+    Caller,
+    DatasetSpec,
+    Grant,
+    bad_argument,
+    check_name,
+    check_range,
+    check_text,
+)
+from protos.antdt.v1 import shard_service_pb2 as pb
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
+
+
+def spec_from(message: Any) -> DatasetSpec:
+    """Raises RefusedError for a spec out of bounds."""
+    return DatasetSpec(
+        message.name,
+        message.num_units,
+        message.units_per_shard,
+        message.seed,
+        message.num_epochs,
+        message.fingerprint,
+        message.shuffle,
+        message.max_attempts or DEFAULT_MAX_ATTEMPTS,
+        message.speculative,
+    )
+
+
+def spec_to(spec: DatasetSpec) -> Any:
+    """The proto of a spec."""
+    return pb.DatasetSpec(**vars(spec))
+
+
+def grant_to(grant: Grant) -> Any:
+    """The proto of a grant."""
+    return pb.Grant(**grant._asdict())
+
+
+def grant_from(message: Any) -> Grant:
+    """The grant of a proto."""
+    return Grant(*(getattr(message, name) for name in Grant._fields))
+
+
+def refusal_to(error: RefusedError) -> Any:
+    """The proto of a refusal on a stream."""
+    code, _ = getattr(grpc.StatusCode, error.code).value
+    return pb.Refusal(code=code, reason=f"REASON_{error.reason}", message=str(error))
+
+
+def caller_from(message: Any) -> Caller:
+    """Who calls; names are matched against registered ones: only their length is bounded."""
+    check_text("worker_id", message.worker_id, MAX_NAME_CHARS)
+    check_text("incarnation", message.incarnation, MAX_NAME_CHARS)
+    return Caller(
+        message.worker_id, message.incarnation, message.service_epoch, message.run_generation
+    )
+
+
+def _plain(text: str) -> str:
+    """Free text for ledger and logs: no control characters, bounded."""
+    return _CONTROL.sub(" ", text)[:MAX_NOTE_CHARS]
+
+
+def _items(what: str, values: Any, high: int = MAX_ITEMS_PER_CALL, low: int = 0) -> tuple[int, ...]:
+    if not low <= len(values) <= high:
+        raise bad_argument(
+            f"{what} has {len(values)} entries; allowed are {low} to {high}. Split the call."
+        )
+    return tuple(values)
+
+
+def _register_dataset(request: Any) -> cmd.Command:
+    return cmd.RegisterDataset(spec_from(request.spec))
+
+
+def _register(request: Any) -> cmd.Command:
+    check_name("worker_id", request.worker_id)
+    check_name("incarnation", request.incarnation)
+    rdzv_round = request.rdzv_round if request.HasField("rdzv_round") else None
+    return cmd.Register(request.worker_id, request.incarnation, rdzv_round)
+
+
+def _lease(request: Any) -> cmd.Command:
+    check_range("max_shards", request.max_shards, 1, MAX_SHARDS_PER_LEASE_CALL)
+    check_range("epoch", request.epoch, 0, MAX_EPOCHS)
+    check_text("dataset", request.dataset, MAX_NAME_CHARS)
+    caller = caller_from(request.caller)
+    return cmd.LeaseShards(caller, request.seq, request.dataset, request.epoch, request.max_shards)
+
+
+def _heartbeat(request: Any) -> cmd.Command:
+    report: tuple[float, ...] = ()
+    if request.HasField("report"):
+        r = request.report
+        times = (r.compute_ms, r.data_wait_ms, r.communication_ms, r.peer_wait_ms)
+        # One infinity would stay in the sums of the monitor for all of its long windows.
+        if not all(0 <= ms < float("inf") for ms in times):
+            raise bad_argument(
+                f"the report's times are {times} ms; allowed are finite numbers from 0. Correct it."
+            )
+        report = (r.step, r.tasks_done, *times, r.share)
+    return cmd.Heartbeat(caller_from(request.caller), _items("tokens", request.tokens), report)
+
+
+def _progress(request: Any) -> cmd.Command:
+    _items("items", request.items)
+    items = tuple((item.token, item.units_done) for item in request.items)
+    return cmd.Progress(caller_from(request.caller), items)
+
+
+def _complete(request: Any) -> cmd.Command:
+    tokens = _items("tokens", request.tokens)
+    return cmd.Complete(caller_from(request.caller), request.seq, tokens)
+
+
+def _release(request: Any) -> cmd.Command:
+    tokens = _items("tokens", request.tokens)
+    return cmd.Release(caller_from(request.caller), request.seq, tokens)
+
+
+def _fail(request: Any) -> cmd.Command:
+    check_text("failure_class", request.failure_class, MAX_NAME_CHARS)
+    return cmd.Fail(
+        caller_from(request.caller),
+        request.seq,
+        request.token,
+        _plain(request.failure_class) or "unspecified",
+        _plain(request.message),
+    )
+
+
+def _prepare(request: Any) -> cmd.Command:
+    check_name("checkpoint_id", request.checkpoint_id)
+    return cmd.PrepareCheckpoint(caller_from(request.caller), request.checkpoint_id, request.step)
+
+
+def _commit(request: Any) -> cmd.Command:
+    check_name("checkpoint_id", request.checkpoint_id)
+    return cmd.CommitCheckpoint(
+        caller_from(request.caller), request.checkpoint_id, request.digest[:MAX_NAME_CHARS]
+    )
+
+
+def _restore(request: Any) -> cmd.Command:
+    check_name("restore_id", request.restore_id)
+    # What is no UTF-8 does not match its digest, and is refused with those that were altered.
+    text = request.manifest_json.decode(errors="replace")
+    return cmd.Restore(caller_from(request.caller), text, request.restore_id)
+
+
+def _ack_action(request: Any) -> cmd.Command:
+    check_name("action_id", request.action_id)
+    check_range("result", request.result, 1, 3)
+    caller = caller_from(request.caller)
+    return cmd.AckAction(caller, request.action_id, request.result, _plain(request.message))
+
+
+def _requeue(request: Any) -> cmd.Command:
+    check_name("request_id", request.request_id)
+    shards = _items("shard_indices", request.shard_indices, MAX_OPERATOR_SHARDS, 1)
+    return cmd.Requeue(request.request_id, request.dataset, shards)
+
+
+def _skip(request: Any) -> cmd.Command:
+    check_name("request_id", request.request_id)
+    reason = _plain(request.reason).strip()
+    if not reason:
+        raise bad_argument(
+            "the reason is empty; a skipped shard is data that the model never sees, and needs "
+            "one. Say why: gmeta shards skip SHARD --reason TEXT."
+        )
+    shards = _items("shard_indices", request.shard_indices, MAX_OPERATOR_SHARDS, 1)
+    return cmd.Skip(request.request_id, request.dataset, shards, reason)
+
+
+def _drain(request: Any) -> cmd.Command:
+    check_name("request_id", request.request_id)
+    check_text("worker_id", request.worker_id, MAX_NAME_CHARS)
+    return cmd.Drain(request.request_id, request.worker_id, request.undo)
+
+
+def _registered(reply: cmd.RegisterReply, ttl_ms: int) -> Any:
+    return pb.RegisterResponse(
+        service_epoch=reply.service_epoch,
+        run_generation=reply.run_generation,
+        lease_ttl_ms=ttl_ms,
+        last_seq=reply.last_seq,
+        leases=map(grant_to, reply.leases),
+    )
+
+
+def _leased(reply: cmd.Granted | cmd.Wait | cmd.End, ttl_ms: int) -> Any:
+    if isinstance(reply, cmd.Granted):
+        grants = pb.Grants(grants=map(grant_to, reply.grants), lease_ttl_ms=ttl_ms)
+        return pb.LeaseResponse(last_seq=reply.last_seq, grants=grants)
+    if isinstance(reply, cmd.End):
+        return pb.LeaseResponse(last_seq=reply.last_seq, end=pb.End())
+    wait = pb.Wait(cause=reply.cause, retry_after_ms=reply.retry_after_ms, message=reply.message)
+    return pb.LeaseResponse(last_seq=reply.last_seq, wait=wait)
+
+
+def _beaten(reply: cmd.Beat, ttl_ms: int) -> Any:
+    actions = (
+        pb.Action(
+            action_id=action.action_id,
+            kind=action.kind,
+            apply_at_step=action.apply_at_step,
+            parameters=action.parameters,
+        )
+        for action in reply.actions
+    )
+    return pb.HeartbeatResponse(lease_ttl_ms=ttl_ms, revoked_tokens=reply.revoked, actions=actions)
+
+
+def _failed(reply: cmd.Outcomes, ttl_ms: int) -> Any:
+    return pb.FailResponse(
+        last_seq=reply.last_seq, outcome=reply.outcomes[0], quarantined=reply.quarantined
+    )
+
+
+def _prepared(reply: cmd.Manifest, ttl_ms: int) -> Any:
+    return pb.PrepareCheckpointResponse(
+        manifest_json=reply.manifest_json.encode(), digest=reply.digest
+    )
+
+
+# RPC -> (request to command, reply and lease ttl to response)
+CODECS: dict[str, tuple[Callable[[Any], cmd.Command], Callable[[Any, int], Any]]] = {
+    "RegisterDataset": (
+        _register_dataset,
+        lambda reply, _: pb.RegisterDatasetResponse(**reply._asdict()),
+    ),
+    "Register": (_register, _registered),
+    "Lease": (_lease, _leased),
+    "Heartbeat": (_heartbeat, _beaten),
+    "Progress": (_progress, lambda reply, _: pb.ProgressResponse(outcomes=reply.outcomes)),
+    "Complete": (
+        _complete,
+        lambda reply, _: pb.CompleteResponse(last_seq=reply.last_seq, outcomes=reply.outcomes),
+    ),
+    "Release": (
+        _release,
+        lambda reply, _: pb.ReleaseResponse(last_seq=reply.last_seq, outcomes=reply.outcomes),
+    ),
+    "Fail": (_fail, _failed),
+    "PrepareCheckpoint": (_prepare, _prepared),
+    "CommitCheckpoint": (_commit, lambda reply, _: pb.CommitCheckpointResponse()),
+    "Restore": (_restore, lambda reply, _: pb.RestoreResponse(**reply._asdict())),
+    "AckAction": (_ack_action, lambda reply, _: pb.AckActionResponse(outcome=reply.outcomes[0])),
+    "Requeue": (_requeue, lambda reply, _: pb.RequeueResponse(num_changed=reply.num_changed)),
+    "Skip": (_skip, lambda reply, _: pb.SkipResponse(num_changed=reply.num_changed)),
+    "Drain": (_drain, lambda reply, _: pb.DrainResponse(num_released=reply.num_changed)),
+}

@@ -1,0 +1,1 @@
+"""The service process: its RPCs, its metrics, and how a job runs one of its own."""

@@ -1,0 +1,295 @@
+"""The gRPC edge: each RPC becomes a command for the writer thread and is answered when its group
+is committed.
+
+Refusals become a status whose trailing metadata names the reason, or a Refusal on a stream.
+Nothing is decided here. The handlers run on the event loop.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, final
+
+import grpc
+
+from gmeta.antdt.access.auth import Guard, abort
+from gmeta.antdt.client.call_stream import STREAMED
+from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.ledger.ledger import Ledger
+from gmeta.antdt.log import event
+from gmeta.antdt.model import bad_argument, check_range
+from gmeta.antdt.rpc import views
+from gmeta.antdt.rpc.loop import event_loop
+from gmeta.antdt.rpc.wire import CODECS, refusal_to
+from gmeta.antdt.service.metrics import ServiceMetrics
+from gmeta.antdt.service.tickets import ANSWER_TIMEOUT_S, Ticket, hung_disk, resolve, told
+from gmeta.antdt.storage.request import Answer, Read, Request
+from gmeta.antdt.storage.writer import Writer
+from protos.antdt.v1 import shard_service_pb2 as pb
+from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
+
+MAX_WATCHERS = 8  # each has the whole status built again and again
+MAX_STREAMS = 4096  # one a worker; the workers beyond make their calls one by one
+LOOK_EVERY_S = 1.0  # how late a hung disk may be noticed
+# Rare calls, of which each changes who takes part or what is trained. A line for each Lease would
+# be a log of nothing else.
+_LOGGED = {
+    "Register",
+    "RegisterDataset",
+    "Restore",
+    "Fail",
+    "PrepareCheckpoint",
+    "Requeue",
+    "Skip",
+    "Drain",
+}
+_RPC_OF_FIELD = {field: rpc for rpc, field in STREAMED.items()}
+
+
+@final
+class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
+    """All RPCs of the service."""
+
+    def __init__(
+        self, lease_ttl_s: float, report_every_s: float = 0.0, guard: Guard | None = None
+    ) -> None:
+        """`guard` judges each request of a stream; in front of the other calls it stands by
+        itself."""
+        self._ttl_ms = int(lease_ttl_s * 1000)
+        self._report_every_ms = int(report_every_s * 1000)
+        self._guard = guard
+        self._writer: Writer | None = None
+        self._num_watchers = 0
+        self._streams: dict[Any, bool] = {}  # the task of each, and whether it waits for a request
+        self._asked: dict[asyncio.Future[Answer], float] = {}  # and since when
+        self._closing = asyncio.Event()
+        self.metrics = ServiceMetrics(self.read_status, lambda: len(self._streams))
+
+    def open(self, writer: Writer) -> None:
+        """Recovery is done: calls are answered from now on."""
+        self._writer = writer
+        event_loop().call_soon_threadsafe(self._look_for_hung_disk)
+
+    async def close(self) -> None:
+        """Ends the streams, so that a drain need not wait for them; what they have asked is
+        answered first."""
+        self._closing.set()
+        for task, is_idle in self._streams.items():
+            if is_idle:
+                task.cancel()
+
+    def ask(self, request: Request) -> Any:
+        """Waits for the request's answer, in a thread other than the event loop's. Raises
+        RefusedError."""
+        ticket = Ticket()
+        self._submit(request, ticket)
+        if not ticket.lock.acquire(timeout=ANSWER_TIMEOUT_S):
+            raise hung_disk()
+        return told(ticket.answer)
+
+    async def _ask(self, request: Request) -> Any:
+        """As `ask`, on the event loop."""
+        future = asyncio.get_running_loop().create_future()
+        self._submit(request, future)
+        self._asked[future] = time.monotonic()
+        try:
+            return told(await future)
+        finally:
+            del self._asked[future]
+
+    def _look_for_hung_disk(self) -> None:
+        """One timer for all that is asked: one for each would be a tenth of a call's CPU."""
+        late_s = time.monotonic() - ANSWER_TIMEOUT_S
+        resolve([(each, hung_disk()) for each, at_s in self._asked.items() if at_s < late_s])
+        if not self._closing.is_set():
+            event_loop().call_later(LOOK_EVERY_S, self._look_for_hung_disk)
+
+    def _submit(self, request: Request, ticket: Any) -> None:
+        if self._writer is None:
+            raise RefusedError(
+                "UNAVAILABLE",
+                "SHUTTING_DOWN",
+                "the service is recovering its store; retry in a moment.",
+            )
+        self._writer.submit(request, ticket)
+
+    def read_status(self) -> Any:
+        """StatusResponse, or None while the service cannot answer."""
+        try:
+            return self.ask(Read(views.status))
+        except RefusedError:
+            return None
+
+    async def _judged(self, rpc: str, peer: str, respond: Callable[[], Awaitable[Any]]) -> Any:
+        """Answers one call, with its metrics and its line in the log. Raises RefusedError."""
+        began_s = time.perf_counter()
+        code = "OK"
+        try:
+            return await respond()
+        except RefusedError as error:
+            code = error.code
+            event(
+                logging.INFO,
+                "refused",
+                rpc=rpc,
+                reason=error.reason,
+                message=str(error),
+                peer=peer,
+            )
+            raise
+        finally:
+            self.metrics.observe_call(rpc, code, time.perf_counter() - began_s)
+
+    async def _answer(self, rpc: str, context: Any, respond: Callable[[], Awaitable[Any]]) -> Any:
+        """As `_judged`; a refusal becomes a status."""
+        try:
+            return await self._judged(rpc, context.peer(), respond)
+        except RefusedError as error:
+            await abort(context, error)
+
+    async def Status(self, request: Any, context: Any) -> Any:
+        """See the proto."""
+        return await self._answer("Status", context, lambda: self._ask(Read(views.status)))
+
+    async def ListShards(self, request: Any, context: Any) -> Any:
+        """See the proto."""
+
+        def view(ledger: Ledger, now_s: float) -> Any:
+            r = request
+            return views.list_shards(ledger, r.dataset, r.state, r.page_size, r.page_token)
+
+        return await self._answer("ListShards", context, lambda: self._ask(Read(view)))
+
+    async def Audit(self, request: Any, context: Any) -> Any:
+        """See the proto."""
+
+        def view(ledger: Ledger, now_s: float) -> Any:
+            return views.audit(ledger, request.checkpoint_id)
+
+        return await self._answer("Audit", context, lambda: self._ask(Read(view)))
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        """See the proto."""
+        interval_s = await self._answer("Watch", context, lambda: self._begin_watch(request))
+        try:
+            while not self._closing.is_set():
+                status = await self._answer("Watch", context, lambda: self._ask(Read(views.status)))
+                yield pb.WatchResponse(status=status)
+                try:
+                    async with asyncio.timeout(interval_s):
+                        await self._closing.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            self._num_watchers -= 1
+
+    async def _begin_watch(self, request: Any) -> float:
+        interval_ms = request.interval_ms or 1000
+        check_range("interval_ms", interval_ms, 200, 60_000)
+        if self._num_watchers >= MAX_WATCHERS:
+            raise RefusedError(
+                "RESOURCE_EXHAUSTED",
+                "BUSY",
+                f"{MAX_WATCHERS} callers are watching; no more are taken. Use Status, or scrape "
+                "/metrics.",
+            )
+        self._num_watchers += 1
+        return float(interval_ms / 1000)
+
+    async def Stream(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        """See the proto."""
+        if len(self._streams) >= MAX_STREAMS:
+            await abort(
+                context,
+                RefusedError(
+                    "RESOURCE_EXHAUSTED",
+                    "LIMIT",
+                    f"{MAX_STREAMS} streams are open; no more are taken. Make the calls one by "
+                    "one.",
+                ),
+            )
+        admit = None if self._guard is None else self._guard.admission(context)
+        peer, task = context.peer(), asyncio.current_task()
+        try:
+            while not self._closing.is_set():
+                self._streams[task] = True
+                request = await context.read()
+                self._streams[task] = False
+                if request is grpc.aio.EOF:
+                    return
+                yield await self._answer_streamed(request, peer, admit)
+        # `close` cancels who waits for a request. Any other cancellation is the caller's leaving.
+        except asyncio.CancelledError:
+            if not self._closing.is_set():
+                raise
+        finally:
+            self._streams.pop(task, None)
+        # Said, so that the client asks the successor and does not take it for a cut link.
+        await abort(context, _shutting_down())
+
+    async def _answer_streamed(
+        self, request: Any, peer: str, admit: Callable[[str], None] | None
+    ) -> Any:
+        field = request.WhichOneof("call")
+        rpc = _RPC_OF_FIELD.get(field, "Stream")
+
+        async def respond() -> Any:
+            if field is None:
+                raise bad_argument(
+                    "the request names no call that this service knows; allowed are "
+                    f"{', '.join(STREAMED)}. Make other calls one by one."
+                )
+            if admit is not None:
+                admit(rpc)
+            return await self._respond(rpc, getattr(request, field), peer)
+
+        try:
+            answer = {field: await self._judged(rpc, peer, respond)}
+        except RefusedError as error:
+            answer = {"refusal": refusal_to(error)}
+        return pb.StreamResponse(call_id=request.call_id, **answer)
+
+    async def _respond(self, rpc: str, request: Any, peer: str) -> Any:
+        to_command, to_response = CODECS[rpc]
+        command = to_command(request)
+        response = to_response(await self._ask(command), self._ttl_ms)
+        if rpc == "Register":
+            response.report_every_ms = self._report_every_ms
+        if rpc in _LOGGED:
+            event(logging.INFO, rpc, peer=peer, **_fields(command))
+        return response
+
+
+def _shutting_down() -> RefusedError:
+    return RefusedError(
+        "UNAVAILABLE",
+        "SHUTTING_DOWN",
+        "the service is shutting down; retry: its successor answers.",
+    )
+
+
+def _handler(rpc: str) -> Callable[[Edge, Any, Any], Awaitable[Any]]:
+    async def handle(self: Edge, request: Any, context: Any) -> Any:
+        peer = context.peer()
+        return await self._answer(rpc, context, lambda: self._respond(rpc, request, peer))
+
+    handle.__name__ = rpc
+    handle.__doc__ = "See the proto."
+    return handle
+
+
+def _fields(command: Any) -> dict[str, object]:
+    """A command for the log: the caller flattened, long texts cut."""
+    fields = {k: v for k, v in command._asdict().items() if k != "caller"}
+    caller = getattr(command, "caller", None)
+    if caller is not None:
+        fields["worker_id"] = caller.worker_id
+    return {
+        key: value if isinstance(value, int) else str(value)[:200] for key, value in fields.items()
+    }
+
+
+# All calls that are a command differ in their codecs alone.
+for _rpc in CODECS:
+    setattr(Edge, _rpc, _handler(_rpc))

@@ -1,0 +1,135 @@
+"""A data-shard service for one job on one machine: a process of its own, started, watched and ended
+by the process that needs it.
+
+The service notices the end of its owner by the end of its standard input, so it never outlives the
+job. Store, log and address lie in one folder; a later owner's service goes on from the store.
+"""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import final
+
+from gmeta.antdt.errors import AntdtError
+from gmeta.antdt.storage.store import TAKEN
+
+STORE_FILE = "shards.db"
+LOG_FILE = "service.log"
+ADDRESS_FILE = "address"
+
+# The service of an owner that was killed ends within a second or two; then its store is free.
+TAKEN_TIMEOUT_S = 20.0
+END_TIMEOUT_S = 15.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # before it is started again, doubled each time
+STEADY_S = 10.0  # a service that lived so long did not fail to start
+
+_log = logging.getLogger("gmeta.antdt.embedded")
+
+
+@final
+class EmbeddedService:
+    """Serves from construction to `close`; killed in between, it is started again on the same port
+    and store."""
+
+    def __init__(self, folder: Path) -> None:
+        """Returns when it can be called. Raises AntdtError with what the service said."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        # Bound and never listened on as long as this lives: nobody is given the port by chance,
+        # also while the service starts or is started again. SO_REUSEADDR lets the service have it.
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("127.0.0.1", 0))
+        self._port = int(self._reserved.getsockname()[1])
+        self.address = f"127.0.0.1:{self._port}"
+        # The kernel closes this end of the pipe, however its holder ends.
+        self._stdin, self._owner_lives = os.pipe()
+        self._closing = threading.Event()
+        self._process = self._start()
+        # Now that it serves: who finds the file may call.
+        (folder / ADDRESS_FILE).write_text(self.address + "\n")
+        self._watcher = threading.Thread(target=self._watch, name="antdt-watcher", daemon=True)
+        self._watcher.start()
+
+    def close(self) -> None:
+        """Lets the service finish the calls under way and store a snapshot, then ends it."""
+        self._closing.set()
+        # The end of its standard input is how the service is told.
+        os.close(self._owner_lives)
+        self._watcher.join(END_TIMEOUT_S)
+        if self._watcher.is_alive():
+            self._process.kill()
+            self._watcher.join()
+        os.close(self._stdin)
+        self._reserved.close()
+        (self._folder / ADDRESS_FILE).unlink(missing_ok=True)
+
+    def __enter__(self) -> "EmbeddedService":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _spawn(self) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "gmeta", "shard-service"]
+        command += ["--ends-with-stdin", "--insecure"]
+        command += ["--listen", self.address]
+        command += ["--store", f"sqlite:///{(self._folder / STORE_FILE).resolve()}"]
+        with (self._folder / LOG_FILE).open("ab") as log:
+            # A session of its own: the terminal's Ctrl-C ends the job, and then the job ends it.
+            return subprocess.Popen(
+                command, stdin=self._stdin, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        until_s = time.monotonic() + TAKEN_TIMEOUT_S
+        while True:
+            process = self._spawn()
+            while process.poll() is None:
+                if self._listens():
+                    return process
+                time.sleep(0.02)
+            said = _last_line(self._folder / LOG_FILE)
+            if TAKEN not in said or time.monotonic() > until_s:
+                raise AntdtError(
+                    f"the shard service of this job ended with exit code {process.returncode} "
+                    f"before it served: {said or 'it said nothing'}. Its log is "
+                    f"{self._folder / LOG_FILE}; mend that, or set data.service to one that runs"
+                )
+            time.sleep(0.1)
+
+    def _listens(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self._port), timeout=1.0).close()
+        except OSError:
+            return False
+        return True
+
+    def _watch(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            began_s = time.monotonic()
+            code = self._process.wait()
+            if self._closing.is_set():
+                return
+            pause_s = FIRST_PAUSE_S if time.monotonic() - began_s > STEADY_S else pause_s
+            _log.warning(
+                "the shard service ended with exit code %d and is started again; its log is %s",
+                code,
+                self._folder / LOG_FILE,
+            )
+            if self._closing.wait(pause_s):
+                return
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            # Nobody waits until it listens: its clients try again by themselves.
+            self._process = self._spawn()
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""

@@ -1,0 +1,170 @@
+"""Prometheus metrics of the service: calls, commits, and the shards in each state. Docs and alerts
+use these names."""
+
+from collections import Counter as Counter_
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from gmeta.antdt.access.http_edge import HttpRequest
+from gmeta.antdt.stragglers.governor import Governor
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+# Fields of DatasetStatus.
+_SHARD_STATES = ("todo", "doing", "done_open", "done_committed", "skipped", "quarantined")
+
+_SPENT = ("compute", "data_wait", "communication", "peer_wait")
+
+
+@final
+class ServiceMetrics:
+    """One registry a service, so that several services can live in one process (tests,
+    embedded)."""
+
+    def __init__(self, read_status: Callable[[], Any], num_streams: Callable[[], int]) -> None:
+        """`read_status` returns a StatusResponse, or None while the service cannot answer."""
+        self.registry = CollectorRegistry()
+        self.streams = Gauge("antdt_streams", "Open streams of calls.", registry=self.registry)
+        self.streams.set_function(num_streams)
+        self.calls = Counter(
+            "antdt_calls", "Calls by RPC and gRPC status.", ["rpc", "code"], registry=self.registry
+        )
+        self.call_seconds = Histogram(
+            "antdt_call_seconds",
+            "Time from a call's arrival to its answer.",
+            ["rpc"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.append_seconds = Histogram(
+            "antdt_append_seconds",
+            "Time to apply and append one group; the fsync after it is in antdt_call_seconds.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.group_size = Histogram(
+            "antdt_group_size",
+            "Calls in one group.",
+            buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+            registry=self.registry,
+        )
+        self.expired = Counter(
+            "antdt_leases_expired", "Leases that nobody renewed in time.", registry=self.registry
+        )
+        self.registry.register(_StateCollector(read_status))
+        self._children: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
+
+    def observe_call(self, rpc: str, code: str, seconds: float) -> None:
+        """One call was answered; the labelled children are kept, looking them up costs as much
+        as the rest."""
+        found = self._children.get((rpc, code))
+        if found is None:
+            found = (self.calls.labels(rpc, code), self.call_seconds.labels(rpc))
+            self._children[rpc, code] = found
+        counter, histogram = found
+        counter.inc()
+        histogram.observe(seconds)
+
+    def add_governor(self, governor: Governor) -> None:
+        """Verdicts, speeds and decisions, read at each scrape."""
+        self.registry.register(_GovernorCollector(governor))
+
+    def answer(self, request: HttpRequest) -> None:
+        """GET /metrics, in the format that the scraper asks for."""
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        request.send(200, encode(self.registry), content_type=content_type)
+
+
+@final
+class _StateCollector(Collector):
+    """Gauges read from the ledger at each scrape, so that they can never drift from it."""
+
+    def __init__(self, read_status: Callable[[], Any]) -> None:
+        self._read_status = read_status
+
+    def describe(self) -> list[Any]:
+        """Nothing up front: the registry must not scrape while the service is recovering."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """See prometheus_client.registry.Collector.collect."""
+        status = self._read_status()
+        if status is None:
+            return
+        shards = GaugeMetricFamily("antdt_shards", "Shards by state.", labels=["dataset", "state"])
+        epoch = GaugeMetricFamily("antdt_epoch", "Epoch being handed out.", labels=["dataset"])
+        for dataset in status.datasets:
+            epoch.add_metric([dataset.spec.name], dataset.epoch)
+            for state in _SHARD_STATES:
+                shards.add_metric([dataset.spec.name, state], getattr(dataset, state))
+        seconds = CounterMetricFamily(
+            "antdt_worker_seconds",
+            "Where a worker's time went since its process began.",
+            labels=["worker", "spent"],
+        )
+        for worker in status.workers:
+            # Who never reported is left out: 0 seconds would be a claim.
+            if worker.HasField("report"):
+                for spent in _SPENT:
+                    seconds.add_metric(
+                        [worker.worker_id, spent], getattr(worker.report, f"{spent}_ms") / 1000
+                    )
+        yield from (shards, epoch, seconds)
+        for name, help_text, value in (
+            ("antdt_leases", "Live leases.", status.num_leases),
+            ("antdt_workers", "Workers known.", status.num_workers),
+            ("antdt_service_epoch", "Starts of the service on this store.", status.service_epoch),
+            ("antdt_run_generation", "Restarts and roll-backs of the job.", status.run_generation),
+            ("antdt_ledger_events", "Events in the ledger.", status.ledger_events),
+            ("antdt_draining", "1 while the whole service is drained.", status.draining),
+        ):
+            yield GaugeMetricFamily(name, help_text, value=value)
+
+
+@final
+class _GovernorCollector(Collector):
+    """What the monitor and the controller know now."""
+
+    def __init__(self, governor: Governor) -> None:
+        self._governor = governor
+
+    def describe(self) -> list[Any]:
+        """Nothing up front."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """See prometheus_client.registry.Collector.collect."""
+        governor = self._governor
+        speed = GaugeMetricFamily(
+            "antdt_worker_tasks_per_s", "By its own time alone.", labels=["worker"]
+        )
+        ratio = GaugeMetricFamily(
+            "antdt_worker_slowdown", "Own time per task over the others'.", labels=["worker"]
+        )
+        share = GaugeMetricFamily("antdt_worker_share", "Tasks of each step.", labels=["worker"])
+        stragglers = GaugeMetricFamily(
+            "antdt_stragglers", "Slow workers by verdict and cause.", labels=["verdict", "cause"]
+        )
+        found: Counter_[tuple[str, str]] = Counter_()
+        for name, health in governor.health.items():
+            speed.add_metric([name], health.tasks_per_s)
+            ratio.add_metric([name], health.ratio)
+            share.add_metric([name], governor.controller.shares.get(name, 0))
+            if health.cause:
+                found[health.verdict, health.cause] += 1
+        for key, count in found.items():
+            stragglers.add_metric(list(key), count)
+        decisions = CounterMetricFamily(
+            "antdt_decisions", "Rulings of the controller.", labels=["kind", "outcome"]
+        )
+        # Copied in one go: the governor's thread counts meanwhile.
+        for key, count in list(governor.counts.items()):
+            decisions.add_metric(list(key), count)
+        yield from (speed, ratio, share, stragglers, decisions)
+        yield GaugeMetricFamily(
+            "antdt_job_tasks_per_s", "All workers together.", value=governor.tasks_per_s
+        )

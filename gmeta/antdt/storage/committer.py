@@ -1,0 +1,211 @@
+"""Group commit: a batch of commands becomes one durable transaction, and no reply leaves before
+it.
+
+Single-threaded and without a clock of its own, so that the fault suite drives the very code that
+serves.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, final
+
+from gmeta.antdt.errors import (
+    RefusedError,
+    StoreError,
+    StoreFailedError,
+    StoreFullError,
+    StoreTakenError,
+)
+from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.ledger.ledger import DEFAULT_LEASE_TTL_S, Ledger, chained
+from gmeta.antdt.ledger.state import LedgerState
+from gmeta.antdt.storage.request import Answer, Read, Request
+from gmeta.antdt.storage.snapshot import load_state, mark_stored, take_snapshot
+from gmeta.antdt.storage.store import Store
+from gmeta.antdt.storage.stored import Batch
+
+SNAPSHOT_EVERY_EVENTS = 20_000  # so many are replayed in about 0.2 s after a crash
+
+_log = logging.getLogger("gmeta.antdt")
+
+
+class Group(NamedTuple):
+    """The answers of one batch; with `needs_sync` only the early ones may leave before a sync."""
+
+    answers: list[Answer]
+    needs_sync: bool
+
+
+@final
+class Committer:
+    """A ledger and its store, kept in step: after any error of the store the ledger is read back
+    from it."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], float],
+        job: str = "default",
+        lease_ttl_s: float = DEFAULT_LEASE_TTL_S,
+        snapshot_every_events: int = SNAPSHOT_EVERY_EVENTS,
+    ) -> None:
+        """Claims the store and recovers. Raises StoreError."""
+        self._store = store
+        self._clock = clock
+        self._job = job
+        self._lease_ttl_s = lease_ttl_s
+        self._snapshot_every = snapshot_every_events
+        self._in_step = True
+        # Once set, nothing is answered from here any more.
+        self.taken: StoreTakenError | None = None
+        # Before anything is read: from here on an older service can append nothing that would be
+        # missed.
+        self.service_epoch = store.claim()
+        self.ledger = self._recovered()
+        applied = self.ledger.apply(cmd.StartService(self.service_epoch, job), clock())
+        self._append(applied.records)
+        store.sync()
+
+    def commit(self, requests: Sequence[Request]) -> list[Answer]:
+        """Applies the requests in order, makes what follows from them durable, then returns the
+        answers."""
+        group = self.append(requests)
+        if group.needs_sync:
+            self._store.sync()
+        return group.answers
+
+    def append(self, requests: Sequence[Request]) -> Group:
+        """Applies and stores. `is_early` answers may leave now, the others after a `Store.sync`."""
+        try:
+            self._catch_up()
+            answers, records, needs_sync = self._apply_all(requests)
+            if records:
+                self._append(records)
+        except StoreError as error:
+            self._fall_back(error)
+            return Group([_refusal(error)] * len(requests), False)
+        if self.ledger.num_events - self._snapshot_at >= self._snapshot_every:
+            self.try_snapshot()
+        return Group(answers, needs_sync)
+
+    def sync(self) -> None:
+        """Everything appended so far survives a power cut. Raises StoreError."""
+        self._store.sync()
+
+    def snapshot(self) -> None:
+        """Stores a snapshot, so that the next start replays nothing. Raises StoreError."""
+        ledger = self.ledger
+        self._store.write_snapshot(take_snapshot(ledger.state, ledger.num_events, ledger.head))
+        mark_stored(ledger.state)
+        self._snapshot_at = ledger.num_events
+
+    def _apply_all(self, requests: Sequence[Request]) -> tuple[list[Answer], list[bytes], bool]:
+        answers: list[Answer] = []
+        records: list[bytes] = []
+        any_sync = False
+        now_s = self._clock()
+        for request in requests:
+            try:
+                if isinstance(request, Read):
+                    answers.append(self._look(request, now_s))
+                    continue
+                reply, new, needs_sync = self.ledger.apply(request, now_s)
+                answers.append(reply)
+            except RefusedError as error:
+                # A refused call may have come upon leases that were due; their expiry is a fact all
+                # the same.
+                new, needs_sync = self.ledger.take_records()
+                answers.append(error)
+            records += new
+            any_sync = any_sync or needs_sync
+        return answers, records, any_sync
+
+    def _look(self, question: Read, now_s: float) -> Answer:
+        """What the view shows. A defect in one is its caller's alone: it has changed nothing, so
+        the other calls of the group go on."""
+        try:
+            return question.view(self.ledger, now_s)
+        except RefusedError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - a defect can raise anything
+            _log.exception("view_failed", extra={"fields": {"error": repr(error)}})
+            return RefusedError(
+                "INTERNAL",
+                "INTERNAL",
+                f"the service could not answer: {type(error).__name__}: {error}. That is a defect "
+                "of the service, which goes on; report it with the traceback from its log.",
+            )
+
+    def _append(self, records: Sequence[bytes]) -> None:
+        first_event = self.ledger.num_events - len(records)
+        self._store.append(Batch(first_event, records, self.ledger.head))
+
+    def _recovered(self) -> Ledger:
+        """The ledger as the store has it; the chain of everything replayed is checked."""
+        snapshot, batches = self._store.load()
+        if snapshot is None:
+            ledger = Ledger(LedgerState(self._job), self._lease_ttl_s)
+        else:
+            state = load_state(snapshot)
+            ledger = Ledger(state, self._lease_ttl_s, snapshot.num_events, snapshot.head)
+        for batch in batches:
+            if batch.first_event != ledger.num_events:
+                raise _broken_chain(f"event {ledger.num_events} is missing")
+            # First: what an altered record says may make no sense to the state.
+            if batch.head != functools.reduce(chained, batch.records, ledger.head):
+                num_after = ledger.num_events + len(batch.records)
+                raise _broken_chain(f"the records before event {num_after} were altered")
+            for record in batch.records:
+                ledger.replay(record)
+        if ledger.state.job != self._job:
+            raise StoreFailedError(
+                f"the store belongs to job {ledger.state.job!r}, this service is for "
+                f"{self._job!r}. Start it with that --job, or name another --store."
+            )
+        # So much is in the snapshot; what was replayed counts towards the next one.
+        self._snapshot_at = 0 if snapshot is None else snapshot.num_events
+        ledger.renew_all(self._clock())
+        return ledger
+
+    def _catch_up(self) -> None:
+        if self.taken is not None:
+            raise self.taken
+        if not self._in_step:
+            # What no event holds is taken along: it is of this service epoch, which goes on.
+            old, self.ledger = self.ledger, self._recovered()
+            self.ledger.seen = old.seen
+            self.ledger.numbers.take_over(old.numbers)
+            self._in_step = True
+
+    def _fall_back(self, error: StoreError) -> None:
+        """The store did not take the batch: forget it in memory too, now or when the store can be
+        read again."""
+        if isinstance(error, StoreTakenError):
+            self.taken = error
+        self._in_step = False
+        _log.error("store_failed", extra={"fields": {"error": str(error)}})
+
+    def try_snapshot(self) -> None:
+        """As `snapshot`, but a store that cannot take one now is only logged."""
+        try:
+            self.snapshot()
+        except StoreError as error:
+            # Everything is in the log already; without a snapshot the next start only takes longer.
+            self._snapshot_at = self.ledger.num_events
+            _log.warning("snapshot_failed", extra={"fields": {"error": str(error)}})
+
+
+def _refusal(error: StoreError) -> RefusedError:
+    if isinstance(error, StoreFullError):
+        return RefusedError("RESOURCE_EXHAUSTED", "STORE_FULL", str(error))
+    if isinstance(error, StoreTakenError):
+        return RefusedError("UNAVAILABLE", "STORE_TAKEN", str(error))
+    return RefusedError("UNAVAILABLE", "STORE_FAILED", str(error))
+
+
+def _broken_chain(what: str) -> StoreFailedError:
+    return StoreFailedError(
+        f"the ledger's hash chain is broken: {what}. The store was damaged or edited: restore it "
+        "from a backup, or delete it: the manifest in a checkpoint rebuilds the service."
+    )

@@ -1,0 +1,38 @@
+"""What the ledger's one thread is asked, and what it answers: commands, and questions between
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gmeta.antdt.ledger import commands as cmd
+
+if TYPE_CHECKING:
+    from gmeta.antdt.ledger.ledger import Ledger
+
+
+class Read(NamedTuple):
+    """A question that changes nothing, answered in turn with the commands."""
+
+    view: Callable[[Ledger, float], Any]
+
+
+Request = cmd.Command | Read
+Answer = Any  # a Reply, what a view returned, or a RefusedError
+
+
+class Answered(NamedTuple):
+    """One request's answer with the ticket that `submit` was given."""
+
+    ticket: Any
+    answer: Answer
+
+
+def is_early(answer: Answer) -> bool:
+    """Whether an answer needs no durability: a grant lost in a power cut is fenced by the next
+    service epoch.
+
+    END and WAIT are not early: they speak of completions that may not be durable yet.
+    """
+    return isinstance(answer, cmd.Granted | cmd.Beat)

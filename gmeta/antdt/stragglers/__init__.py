@@ -1,0 +1,1 @@
+"""From verdicts to actions: the controller, its loop in the service, the settings of both."""

@@ -1,0 +1,255 @@
+"""The loop inside the service: reports out of the ledger into the monitor, verdicts into the
+controller, its actions back into the ledger, from where heartbeats carry them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.log import event
+from gmeta.antdt.model import ShardState
+from gmeta.antdt.monitor import CUT_AFTER, Monitor, Report, WorkerHealth
+from gmeta.antdt.policies import find_policy
+from gmeta.antdt.storage.request import Read, Request
+from gmeta.antdt.stragglers.controller import Controller, PolicyError, Ruling
+from protos.antdt.v1 import shard_service_pb2 as pb
+
+if TYPE_CHECKING:
+    from gmeta.antdt.ledger.ledger import Ledger
+    from gmeta.antdt.ledger.state import LedgerState
+    from gmeta.antdt.policies.interface import Decision
+    from gmeta.antdt.stragglers.settings import StragglerConfig
+
+MAX_TICK_S = 0.2  # within DECIDED_AFTER_S of the client
+STEPS_AHEAD = 1  # a global action takes effect after the newest step that anybody reported
+HISTORY_WINDOWS = 120  # of speeds, for the dashboard
+HISTORY_DECISIONS = 200
+_PASSES = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")  # the same request may succeed later
+
+
+class Reading(NamedTuple):
+    """What one look at the ledger finds."""
+
+    service_epoch: int
+    generation: int
+    # worker -> (incarnation, report as it came; empty before the first)
+    workers: dict[str, tuple[str, tuple[float, ...]]]
+    tasks_left: int  # of the epochs that are being handed out
+    backups: dict[str, tuple[int, int]]  # worker -> last shards to back up, and backed up
+
+
+class Spoken(NamedTuple):
+    """One ruling, for people."""
+
+    wall_s: float
+    step: int
+    kind: str
+    worker_id: str
+    reason: str
+    allowed: bool
+    note: str
+
+
+def read_ledger(ledger: Ledger, now_s: float) -> Reading:
+    """Workers of the present generation, and the data still to train."""
+    state = ledger.state
+    workers = {}
+    for name, worker in state.workers.items():
+        # Whoever is left over from before a restart reports no more, and must not be waited for.
+        if worker.generation == state.generation:
+            seen = ledger.seen.get(name)
+            workers[name] = (worker.incarnation, seen.report if seen else ())
+    left = 0
+    for table in state.tables.values():
+        open_shards = table.counts[ShardState.READY] + table.counts[ShardState.DOING]
+        left += open_shards * table.spec.units_per_shard - sum(table.units_done.values())
+    return Reading(
+        state.service_epoch, state.generation, workers, max(0, left), read_backups(state)
+    )
+
+
+def read_backups(state: LedgerState) -> dict[str, tuple[int, int]]:
+    """Of each worker with such shards: how many a decision to back it up would be about, and how
+    many one was."""
+    if not any(table.spec.speculative for table in state.tables.values()):
+        return {}
+    backups = state.backups
+    found = {}
+    for name, worker in state.workers.items():
+        to_back_up = len(backups.candidates(worker, state.leases, state.tables))
+        backed_up = len(backups.wanted & worker.tokens)
+        if to_back_up or backed_up:
+            found[name] = (to_back_up, backed_up)
+    return found
+
+
+@final
+class Governor:
+    """Owns a monitor and a controller; `tick` does one round, `start` does so in a thread."""
+
+    def __init__(
+        self,
+        config: StragglerConfig,
+        ask: Callable[[Request], Any],
+        log: Callable[[str], object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`ask` answers a request to the ledger. Raises ConfigError for an unknown policy."""
+        self.config = config
+        self.controller = Controller(config.controller, find_policy(config.controller.policy), log)
+        self.monitor = Monitor(config.monitor, clock())
+        self.spoken: deque[Spoken] = deque(maxlen=HISTORY_DECISIONS)
+        self.counts: Counter[tuple[str, str]] = Counter()  # (kind, posted or held back)
+        self.speeds: dict[str, deque[float]] = {}
+        self.step = 0
+        self.tasks_per_s = 0.0
+        self.num_windows = 0
+        self._ask = ask
+        self._clock = clock
+        self._generation = 0
+        self._tasks_per_step = 0
+        self._tasks_seen: tuple[float, int] | None = None  # (time, tasks done)
+        self._num_actions = 0
+        # The controller holds them for done, so one that the store could not take is posted again.
+        # A newer one of the kind replaces it, as it would in the ledger.
+        self._unposted: dict[tuple[str, str], cmd.Command] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="antdt-governor", daemon=True)
+
+    def start(self) -> None:
+        """Begins to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def tick(self) -> None:
+        """Takes in the newest reports; judges and decides when a window is over."""
+        reading: Reading = self._ask(Read(read_ledger))
+        if reading.generation != self._generation:
+            self._start_over(reading)
+        for name, (incarnation, report) in reading.workers.items():
+            if report:
+                totals = Report(int(report[0]), int(report[1]), *report[2:6])
+                self.monitor.observe(name, incarnation, totals)
+        now_s = self._clock()
+        if self.monitor.close_window(now_s):
+            self.num_windows += 1
+            self._note_speed(reading, now_s)
+            self._control(reading, now_s)
+        self._post_all()
+
+    @property
+    def health(self) -> dict[str, WorkerHealth]:
+        """Of every worker that was judged; a copy, for other threads."""
+        return dict(self.monitor.health)
+
+    def _run(self) -> None:
+        # Twice within the shortest window, so that none is cut much later than it may be.
+        tick_s = min(MAX_TICK_S, CUT_AFTER * self.config.monitor.window_s / 2)
+        while not self._stopping.wait(tick_s):
+            try:
+                self.tick()
+            except RefusedError as error:  # recovering, or shutting down
+                event(logging.DEBUG, "governor_waits", message=str(error))
+            except PolicyError as error:
+                event(logging.ERROR, "policy_failed", message=str(error))
+
+    def _start_over(self, reading: Reading) -> None:
+        """Ranks of a restarted job begin with equal shares and an empty history."""
+        self._generation = reading.generation
+        self.monitor = Monitor(self.config.monitor, self._clock())
+        self.controller.start_over()
+        self._unposted = {}
+        self.speeds = {}
+        self.step = self._tasks_per_step = 0
+        self._tasks_seen = None
+
+    def _note_speed(self, reading: Reading, now_s: float) -> None:
+        reports = [report for _, report in reading.workers.values() if report]
+        self.step = max((int(report[0]) for report in reports), default=0)
+        tasks_done = int(sum(report[1] for report in reports))
+        # Fewer than before: a worker began anew, and the difference says nothing.
+        if self._tasks_seen is not None and tasks_done > self._tasks_seen[1]:
+            seconds = now_s - self._tasks_seen[0]
+            self.tasks_per_s = (tasks_done - self._tasks_seen[1]) / seconds
+        self._tasks_seen = (now_s, tasks_done)
+        for name, health in self.monitor.health.items():
+            self.speeds.setdefault(name, deque(maxlen=HISTORY_WINDOWS)).append(health.tasks_per_s)
+
+    def _control(self, reading: Reading, now_s: float) -> None:
+        health = self.monitor.health
+        # Somebody is not judged yet: its share of a step cannot be planned.
+        is_early = self.config.controller.synchronous and set(health) != set(reading.workers)
+        if not health or is_early:
+            return
+        shares = {name: int(r[-1]) if r else 0 for name, (_, r) in reading.workers.items()}
+        if not self._tasks_per_step and all(shares.values()):
+            self._tasks_per_step = sum(shares.values())
+            # What is in force: the service that gave unequal shares may be the one before this.
+            self.controller.shares = shares
+        left_s = reading.tasks_left / self.tasks_per_s if self.tasks_per_s else float("inf")
+        snapshot = self.controller.snapshot(
+            health, self.step, self._tasks_per_step, left_s, now_s, reading.backups
+        )
+        for ruling in self.controller.decide(snapshot):
+            self._speak(ruling)
+            if ruling.allowed:
+                key = ruling.decision.kind, ruling.decision.worker_id
+                self._unposted[key] = self._command(ruling.decision, reading)
+
+    def _speak(self, ruling: Ruling) -> None:
+        decision, allowed, note = ruling
+        said = Spoken(
+            time.time(),
+            self.step,
+            decision.kind,
+            decision.worker_id,
+            decision.reason,
+            allowed,
+            note,
+        )
+        # What is held back is so again at each window; once is enough for people.
+        if allowed or not (self.spoken and self.spoken[-1][2:] == said[2:]):
+            self.spoken.append(said)
+        self.counts[decision.kind, "posted" if allowed else "held_back"] += 1
+        fields = said._asdict()
+        del fields["wall_s"]  # the log has a time of its own
+        event(logging.INFO, "decision", **fields)
+
+    def _command(self, decision: Decision, reading: Reading) -> cmd.Command:
+        self._num_actions += 1
+        action_id = f"{reading.service_epoch}.{reading.generation}.{self._num_actions}"
+        if decision.kind == "EXCLUDE":
+            return cmd.Drain(f"exclude-{action_id}", decision.worker_id, False)
+        if decision.kind == "BACKUP_WORKERS":
+            return cmd.BackUp(action_id, decision.worker_id)
+        is_global = decision.kind in ("ADJUST_BS", "ADJUST_LR")
+        return cmd.PostAction(
+            decision.worker_id,
+            action_id,
+            pb.Action.Kind.Value(f"KIND_{decision.kind}"),
+            self.step + STEPS_AHEAD if is_global else 0,
+            dict(decision.parameters),
+        )
+
+    def _post_all(self) -> None:
+        """Raises RefusedError while the store takes nothing; what is left is for the next tick."""
+        for key, command in list(self._unposted.items()):
+            try:
+                self._ask(command)
+            except RefusedError as error:
+                if error.code in _PASSES:
+                    raise
+                event(logging.WARNING, "action_refused", kind=key[0], message=str(error))
+            del self._unposted[key]

@@ -1,0 +1,283 @@
+"""ShardClient, Lease and ShardFeed against a real service in this process."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gmeta.antdt import (
+    DatasetSpec,
+    LeaseLostError,
+    ServiceUnavailableError,
+    ShardClient,
+    ShardFeed,
+    load_manifest,
+)
+from gmeta.antdt.client.held import HeldLeases
+from gmeta.antdt.client.lease import Lease, WaitFor
+from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.model import Grant
+from gmeta.antdt.monitor import Report
+from gmeta.antdt.service.server import ServiceConfig, ShardServer
+from tests.antdt.faults.service_process import free_port
+from tests.waiting import PATIENCE_S, wait_until
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[ShardClient]:
+    with ShardClient(address, "a") as made:
+        made.register_dataset(DatasetSpec("d", 10, 4, seed=2))
+        yield made
+
+
+def test_an_answer_that_came_late_shortens_no_lease() -> None:
+    held, grant = HeldLeases(), Grant(7, "d", 0, 0, 0, 4, 0, 0)
+    held.add([Lease(grant, usable_until_s=100.0)])
+    held.renewed(90.0, gone=set())  # to a heartbeat that left before the grant
+    assert [lease.usable_until_s for lease in held.live()] == [100.0]
+    held.renewed(110.0, gone=set())
+    assert [lease.usable_until_s for lease in held.live()] == [110.0]
+
+
+def test_units_of_all_shards_are_those_of_the_dataset(client: ShardClient) -> None:
+    units = [unit for lease in client.shards("d") for unit in lease.units()]
+    assert sorted(units) == list(range(10))
+    assert client.held == []
+
+
+def test_a_late_answer_to_register_does_not_take_a_call_number_back(client: ShardClient) -> None:
+    connection = client._connection
+    call = connection.call
+
+    def overtaken(rpc: str, *arguments: Any) -> Any:
+        response = call(rpc, *arguments)
+        connection.call = call  # type: ignore[method-assign]
+        client.lease("d", 0, 1)  # another thread's, sent and answered meanwhile
+        return response
+
+    connection.call = overtaken  # type: ignore[method-assign]
+    client._register()
+    assert isinstance(client.lease("d", 0, 2), list)
+
+
+def test_a_late_answer_to_register_does_not_take_a_lease_away_that_was_granted_meanwhile(
+    client: ShardClient,
+) -> None:
+    """The service holds it for this worker: nobody else would get it before it expires."""
+    connection = client._connection
+    call = connection.call
+    taken: list[Any] = []
+
+    def overtaken(rpc: str, *arguments: Any) -> Any:
+        response = call(rpc, *arguments)
+        connection.call = call  # type: ignore[method-assign]
+        taken.extend(client.lease("d", 0, 1))  # type: ignore[arg-type]
+        return response
+
+    connection.call = overtaken  # type: ignore[method-assign]
+    client._register()
+    taken[0].advance(taken[0].num_units)
+    assert client.held == taken
+
+
+def test_a_lease_that_is_lost_while_its_progress_is_reported_stays_lost(
+    client: ShardClient,
+) -> None:
+    """Nobody would complete it otherwise, and the next one to get it would train it again."""
+    (lease,) = client.lease("d", 0)
+    lease.advance(1)
+    connection = client._connection
+    call = connection.call
+
+    def revoked(rpc: str, *arguments: Any) -> Any:
+        response = call(rpc, *arguments)
+        client._renewed(time.monotonic(), {lease.token})
+        return response
+
+    connection.call = revoked  # type: ignore[method-assign]
+    client.flush()
+    connection.call = call  # type: ignore[method-assign]
+    with pytest.raises(LeaseLostError):
+        lease.advance(1)
+
+
+@pytest.mark.parametrize("answered", ["before Register is sent", "while Register is under way"])
+def test_an_answer_of_the_service_before_a_restart_does_not_set_the_next_number(
+    tmp_path: Path, answered: str
+) -> None:
+    """A WAIT leaves no trace on the disk, so its number counts for nothing in the next service;
+    the thread that got it may go on only after the heartbeat's has registered there."""
+    config = ServiceConfig(f"127.0.0.1:{free_port()}", f"sqlite:///{tmp_path}/s.db")
+    services = [ShardServer(config)]
+
+    def restart() -> None:
+        services.pop().stop(0.0)
+        services.append(ShardServer(config))
+
+    with ShardClient(services[0].address, "holder") as holder:
+        holder.register_dataset(DatasetSpec("d", 1, 1))
+        with ShardClient(services[0].address, "a") as client:
+            holder.lease("d", 0)
+            connection = client._connection
+            call = connection.call
+
+            def register_first(rpc: str, *arguments: Any) -> Any:
+                response = call(rpc, *arguments)
+                connection.call = call  # type: ignore[method-assign]
+                restart()
+                client._register()
+                return response
+
+            def register_late(rpc: str, *arguments: Any) -> Any:
+                connection.call = call  # type: ignore[method-assign]
+                client.lease("d", 0)
+                restart()
+                return call(rpc, *arguments)
+
+            if answered == "before Register is sent":
+                connection.call = register_first  # type: ignore[method-assign]
+                client.lease("d", 0)
+            else:
+                connection.call = register_late  # type: ignore[method-assign]
+                client._register()
+            assert isinstance(client.lease("d", 0), WaitFor)
+            holder.release(holder.held)
+            assert isinstance(client.lease("d", 0), list)
+    services.pop().stop(0.0)
+
+
+def test_flushed_progress_survives_a_release(client: ShardClient) -> None:
+    (lease,) = client.lease("d", 0)
+    lease.advance(3)
+    client.flush()
+    client.release([lease])
+    (again,) = client.lease("d", 0)
+    assert (again.shard_index, list(again.units())) == (lease.shard_index, [lease.start_unit + 3])
+
+
+def test_leaving_the_client_gives_its_shards_back(address: str, client: ShardClient) -> None:
+    with ShardClient(address, "b") as other:
+        taken = other.lease("d", 0, 3)
+        assert len(taken) == 3
+    assert {lease.shard_index for lease in client.lease("d", 0, 3)} == {0, 1, 2}
+
+
+def test_units_beyond_the_end_are_refused(client: ShardClient) -> None:
+    (lease,) = client.lease("d", 0)
+    with pytest.raises(ValueError) as beyond:
+        lease.advance(5)
+    assert str(beyond.value) == (
+        f"shard {lease.shard_index} has {lease.num_units} units, 0 are trained and 5 more were "
+        "reported; count each unit once."
+    )
+
+
+def test_a_restore_ends_every_lease_and_fences_the_others(
+    address: str, client: ShardClient
+) -> None:
+    (lease,) = client.lease("d", 0)
+    lease.advance(1)
+    generation = client.run_generation
+    assert client.restore(None) == generation + 1
+    with pytest.raises(LeaseLostError) as lost:
+        lease.check()
+    assert str(lost.value) == (
+        f"the lease of shard {lease.shard_index} of dataset 'd' is lost: the job was rolled back "
+        "to a checkpoint. Only a live lease may be trained: in a synchronous job stop this "
+        "process and restart from the checkpoint."
+    )
+    client.flush()
+    assert sum(len(list(lease.units())) for lease in client.shards("d")) == 10
+
+
+def test_a_flush_raises_when_trained_units_belong_to_a_lost_lease(
+    address: str, client: ShardClient
+) -> None:
+    """Without the error a checkpoint could hold units that the manifest does not know."""
+    (lease,) = client.lease("d", 0)
+    lease.advance(2)
+    client._renewed(time.monotonic(), {lease.token})
+    with pytest.raises(LeaseLostError):
+        client.flush()
+
+
+def test_the_manifest_file_restores_what_was_flushed(client: ShardClient, tmp_path: Path) -> None:
+    first, second = client.lease("d", 0, 2)
+    first.advance(first.num_units)
+    second.advance(1)
+    client.flush()
+    saved = client.prepare_checkpoint("c", 7)
+    assert load_manifest(saved.save(tmp_path).parent) == saved
+    client.restore(load_manifest(tmp_path))
+    left = [unit for lease in client.shards("d") for unit in lease.units()]
+    assert len(left) == 10 - first.num_units - 1
+
+
+def test_a_failed_shard_is_offered_again(client: ShardClient) -> None:
+    (lease,) = client.lease("d", 0)
+    assert client.fail(lease, "corrupt-page", "page 3") is False
+    (again,) = client.lease("d", 0)
+    assert (again.shard_index, again.attempts) == (lease.shard_index, 1)
+
+
+def test_a_service_that_never_answers_is_an_error_that_says_so() -> None:
+    port = free_port()
+    with pytest.raises(ServiceUnavailableError) as outage:
+        ShardClient(f"127.0.0.1:{port}", "a", outage_budget_s=0.3)
+    assert str(outage.value).startswith(
+        f"the shard service at 127.0.0.1:{port} did not answer Register for "
+    )
+
+
+def test_a_proxy_is_not_asked_for_a_service_on_this_machine(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")  # nobody is there
+    with ShardClient(address, "a", outage_budget_s=1.0) as client:
+        assert client.service_epoch == 1
+
+
+def test_reports_reach_the_status(address: str) -> None:
+    server = ShardServer(ServiceConfig("127.0.0.1:0"))
+    with ShardClient(server.address, "a") as client:
+        client.report(Report(step=7, tasks_done=56, compute_ms=1.5), share=8)
+        wait_until(lambda: server.edge.read_status().workers[0].report.step)
+        (worker,) = server.edge.read_status().workers
+    assert (worker.report.step, worker.report.compute_ms, worker.report.share) == (7, 1.5, 8)
+    server.stop(0.0)
+
+
+def test_a_feed_leases_ahead_and_ends_when_all_is_done(client: ShardClient) -> None:
+    feed = ShardFeed(client, "d", 0, prefetch_shards=2)
+    units: list[int] = []
+
+    def train_what_is_ready() -> bool:
+        lease = feed.poll()
+        if lease is not None:  # a rank without a shard feeds an empty batch
+            units.extend(lease.units())
+            lease.advance(lease.num_units)
+            client.flush()
+        return feed.ended
+
+    wait_until(train_what_is_ready)
+    assert sorted(units) == list(range(10))
+    feed.close()
+
+
+def test_a_closed_feed_gives_back_what_was_not_taken(address: str, client: ShardClient) -> None:
+    feed = ShardFeed(client, "d", 0, prefetch_shards=3)
+    wait_until(lambda: len(client.held) == 3)
+    feed.close()
+    assert len(client.lease("d", 0, 3)) == 3
+    with pytest.raises(ValueError):
+        ShardFeed(client, "d", 0, prefetch_shards=0)
+
+
+def test_a_feed_hands_on_what_its_thread_met(client: ShardClient) -> None:
+    feed = ShardFeed(client, "unknown", 0)
+    feed._thread.join(PATIENCE_S)
+    with pytest.raises(RefusedError, match="dataset 'unknown' is unknown"):
+        feed.poll()
+    feed.close()

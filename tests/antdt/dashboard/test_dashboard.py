@@ -1,0 +1,210 @@
+"""The live page: what it is fed, who may see it, and that a real browser draws it."""
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gmeta.antdt.dashboard import _newest
+from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.model import Caller, DatasetSpec
+from gmeta.antdt.monitor import MonitorConfig
+from gmeta.antdt.policies.interface import ControllerConfig
+from gmeta.antdt.service.server import ServiceConfig, ShardServer
+from gmeta.antdt.stragglers.settings import StragglerConfig
+from tests.antdt.driver import FakeClock
+from tests.waiting import PATIENCE_S
+
+CHROMIUM = shutil.which("chromium")
+SHARE = 16
+WINDOW_S = 0.05
+
+
+class FakeJob:
+    """Four workers that lease, complete and report to a real service; rank3 is four times slower
+    from the sixth window on."""
+
+    def __init__(self, server: ShardServer) -> None:
+        self.server = server
+        self.ask = server.edge.ask
+        self.clock = server.governor._clock = FakeClock(time.monotonic() + 2 * WINDOW_S)
+        self.ask(cmd.RegisterDataset(DatasetSpec("train", 64_000, 16, seed=1)))
+        self.callers = [self.register(f"rank{i}") for i in range(4)]
+        self.totals = [(0, 0, 0.0, 0.0, 0.0, 0.0) for _ in self.callers]
+        self.seqs = [0] * 4
+        for rank in range(4):
+            self.beat(rank)
+        server.governor.tick()
+
+    def register(self, name: str) -> Caller:
+        reply = self.ask(cmd.Register(name, "p", None))
+        return Caller(name, "p", reply.service_epoch, reply.run_generation)
+
+    def beat(self, rank: int) -> None:
+        report = (*self.totals[rank], SHARE)
+        self.ask(cmd.Heartbeat(self.callers[rank], (), report))
+
+    def window(self, slow: bool) -> None:
+        for rank, caller in enumerate(self.callers):
+            step, tasks, compute, wait, own, peers = self.totals[rank]
+            ms = 40.0 if slow and rank == 3 else 10.0
+            self.totals[rank] = (
+                step + 10, tasks + 160, compute + 160 * ms, wait + 90, own, peers + 160 * (50 - ms)
+            )  # fmt: skip
+            self.seqs[rank] += 1
+            granted = self.ask(cmd.LeaseShards(caller, self.seqs[rank], "train", 0, 12))
+            self.seqs[rank] += 1
+            tokens = tuple(grant.token for grant in granted.grants[:10])
+            self.ask(cmd.Complete(caller, self.seqs[rank], tokens))
+            self.beat(rank)
+        self.clock.advance(2 * WINDOW_S)
+        self.server.governor.tick()
+
+    def run(self) -> None:
+        for number in range(24):
+            self.window(slow=number >= 6)
+            if number in (8, 16):
+                prepared = self.ask(cmd.PrepareCheckpoint(self.callers[0], f"step-{number}0", 1))
+                self.ask(cmd.CommitCheckpoint(self.callers[0], f"step-{number}0", prepared.digest))
+        self.score()
+
+    def score(self) -> None:
+        """rank0 does the last shard of rank3 too."""
+        self.ask(cmd.RegisterDataset(DatasetSpec("scores", 8, 8, speculative=True)))
+        for rank in (3, 0):
+            self.seqs[rank] += 1
+            self.ask(cmd.LeaseShards(self.callers[rank], self.seqs[rank], "scores", 0, 1))
+            self.ask(cmd.BackUp("1.1.99", "rank3"))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ShardServer]:
+    watched = StragglerConfig(
+        MonitorConfig(window_s=WINDOW_S), ControllerConfig(policy="nd", cooldown_s=0.3)
+    )
+    config = ServiceConfig(
+        "127.0.0.1:0",
+        job="ctr-model",
+        metrics_listen="127.0.0.1:0",
+        stragglers=watched,
+        lease_ttl_s=3600.0,  # longer than a browser may take
+    )
+    server = ShardServer(config)
+    server.governor.stop()  # ticked by hand
+    FakeJob(server).run()
+    yield server
+    server.stop(0.0)
+
+
+def url(server: ShardServer, path: str = "/") -> str:
+    return f"http://127.0.0.1:{server.metrics_port}{path}"
+
+
+def first_event(server: ShardServer) -> Any:
+    with urllib.request.urlopen(url(server, "/events"), timeout=PATIENCE_S) as stream:
+        return json.loads(stream.readline().decode().removeprefix("data: "))
+
+
+def test_the_stream_tells_shards_workers_actions_checkpoints_and_audit(
+    server: ShardServer,
+) -> None:
+    seen = first_event(server)
+    dataset, scores = seen["datasets"]
+    assert (dataset["backed_up"], scores["backed_up"]) == ([], [[0, "rank3", "rank0"]])
+    assert dataset["done_open"] + dataset["done_committed"] == 24 * 4 * 10
+    assert dataset["done_committed"] > 0
+    slowest = seen["workers"][0]
+    assert (slowest["name"], slowest["verdict"], slowest["cause"]) == (
+        "rank3",
+        "transient",
+        "compute",
+    )
+    assert slowest["evidence"].startswith("3.8 times the others' time per task")
+    assert len(slowest["speeds"]) == 24
+    assert seen["decisions"][-1]["kind"] == "ADJUST_BS"
+    assert "rank3 (transient, compute)" in seen["decisions"][-1]["reason"]
+    assert [c["id"] for c in seen["checkpoints"]] == ["step-160", "step-80"]
+    assert seen["audit"]["ok"]
+
+
+def test_a_path_that_is_none_gets_an_answer(server: ShardServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.metrics_port), timeout=PATIENCE_S) as link:
+        link.sendall(b"GET http://[ HTTP/1.0\r\n\r\n")
+        assert link.recv(100).startswith(b"HTTP/1.0 400 ")
+
+
+def test_head_of_the_stream_ends_behind_its_headers(server: ShardServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.metrics_port), PATIENCE_S) as caller:
+        caller.sendall(b"HEAD /events HTTP/1.0\r\n\r\n")
+        with caller.makefile("rb") as answer:
+            text = answer.read()  # to its end
+    assert b"text/event-stream" in text
+    assert text.endswith(b"\r\n\r\n")
+
+
+def test_decisions_may_be_added_while_the_page_reads_them() -> None:
+    spoken: deque[Any] = deque(maxlen=50)
+
+    class Said:
+        def _asdict(self) -> dict[str, Any]:
+            spoken.append(self)  # as the governor's thread does between two of them
+            return {}
+
+    spoken.extend(Said() for _ in range(3))
+    assert _newest(spoken) == [{}, {}, {}]
+
+
+def test_the_page_asks_nobody_else_for_anything(server: ShardServer) -> None:
+    with urllib.request.urlopen(url(server)) as answer:
+        page = answer.read().decode()
+        policy = answer.headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; ")
+    outside = page.replace('"http://www.w3.org/2000/svg"', "")  # a name, not an address
+    assert "http://" not in outside
+    assert "https://" not in outside
+    assert "innerHTML" not in page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
+def test_a_browser_draws_the_page(
+    server: ShardServer, tmp_path: Path, width: int, height: int
+) -> None:
+    assert CHROMIUM is not None
+    for patience_ms in (2_000, 10_000, 60_000):  # until the page is drawn: it never stops loading
+        command = [
+            CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+            f"--user-data-dir={tmp_path}/profile", f"--window-size={width},{height}",
+            f"--timeout={patience_ms}", "--dump-dom", url(server),
+        ]  # fmt: skip
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+        dom = result.stdout
+        if "shard 0 is with rank3" in dom:
+            break
+    assert "Job ctr-model" in dom, result.stderr[-500:]
+    assert "transient: compute" in dom
+    assert "every unit accounted for" in dom
+    assert "ADJUST_BS" in dom
+    assert "shard 0 is with rank3, and with rank0 as backup" in dom
+    assert 'id="trouble" role="alert" hidden' in dom
+    assert "Uncaught" not in result.stderr
+
+
+def test_the_grafana_dashboard_asks_for_metrics_that_exist(server: ShardServer) -> None:
+    with urllib.request.urlopen(url(server, "/metrics")) as answer:
+        served = set(re.findall(r"^# TYPE (\w+)", answer.read().decode(), flags=re.MULTILINE))
+    path = Path(__file__).parents[3] / "deploy" / "grafana" / "antdt.json"
+    asked = set(re.findall(r"antdt_\w+", path.read_text()))
+    names = {name.removesuffix("_bucket") for name in asked}
+    assert names - served == set()

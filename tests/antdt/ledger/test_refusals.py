@@ -1,0 +1,323 @@
+"""What the ledger refuses: the whole message, and that nothing of the call was applied."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gmeta.antdt.errors import RefusedError, StoreFailedError
+from gmeta.antdt.ledger import checkpoints, fences, offers, operate
+from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.model import MAX_NOTE_CHARS, DatasetSpec
+from gmeta.antdt.storage.committer import Committer
+from gmeta.antdt.storage.store import MemoryDisk, MemoryStore
+from tests.antdt.driver import FakeClock, Process, Service, counts, drain_epoch
+
+Scene = tuple[Service, Process]
+Call = Callable[[Service, Process], Any]
+
+
+@pytest.fixture
+def scene() -> Scene:
+    """One dataset of five shards, the first of them in the hands of worker a."""
+    service = Service()
+    service.register_dataset(shuffle=False)
+    worker = service.worker("a")
+    worker.grant()
+    return service, worker
+
+
+def refused(scene: Scene, call: Call) -> tuple[str, str, str]:
+    """Code, reason and message; the ledger holds not one event more than before."""
+    service = scene[0]
+    before = service.committer.ledger.head
+    with pytest.raises(RefusedError) as error:
+        call(*scene)
+    assert service.committer.ledger.head == before
+    return error.value.code, error.value.reason, str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "reason", "message"),
+    [
+        (
+            lambda service, worker: service.call(cmd.Requeue("o", "d", (5,))),
+            "NOT_FOUND",
+            "UNKNOWN_SHARD",
+            "shard 5 does not exist; dataset 'd' has shards 0 to 4. List them with "
+            "'gmeta shards ls'.",
+        ),
+        (
+            lambda service, worker: service.call(cmd.Requeue("o", "d", (1, 0))),
+            "FAILED_PRECONDITION",
+            "WRONG_STATE",
+            "shard 1 of dataset 'd' is READY; allowed is QUARANTINED, SKIPPED. Nothing was "
+            "changed. List shards with 'gmeta shards ls'.",
+        ),
+        (
+            lambda service, worker: service.call(cmd.Skip("o", "other", (0,), "")),
+            "NOT_FOUND",
+            "UNKNOWN_DATASET",
+            "dataset 'other' is unknown; registered: d. Name one of these, or register it.",
+        ),
+        (
+            lambda service, worker: service.call(cmd.Drain("o", "b", undo=False)),
+            "NOT_FOUND",
+            "NOT_REGISTERED",
+            "worker 'b' is unknown; registered: a. See them all with: gmeta shards status",
+        ),
+        (
+            lambda service, worker: service.call(cmd.AckAction(worker.caller, "x9", 1, "")),
+            "NOT_FOUND",
+            "UNKNOWN_ACTION",
+            "action 'x9' is not open for worker 'a'. Acknowledge only actions that a heartbeat "
+            "brought.",
+        ),
+        (
+            lambda service, worker: service.call(cmd.CommitCheckpoint(worker.caller, "c9", "")),
+            "NOT_FOUND",
+            "UNKNOWN_CHECKPOINT",
+            "checkpoint 'c9' is not among the last 0 prepared ones []. Audit an older one "
+            "offline: gmeta shards audit FOLDER.",
+        ),
+    ],
+)
+def test_what_is_not_there_cannot_be_changed(
+    scene: Scene, call: Call, code: str, reason: str, message: str
+) -> None:
+    assert refused(scene, call) == (code, reason, message)
+
+
+def test_a_finished_epoch_can_no_longer_be_changed_by_an_operator() -> None:
+    service = Service()
+    service.register_dataset()
+    worker = service.worker("a")
+    list(drain_epoch(worker))
+    for change in (cmd.Requeue("o", "d", (0,)), cmd.Skip("o", "d", (0,), "late")):
+        assert refused((service, worker), lambda s, w, change=change: s.call(change)) == (
+            "FAILED_PRECONDITION",
+            "WRONG_STATE",
+            "epoch 0 of dataset 'd' is finished and workers were told so; its shards can no longer "
+            "change. Do it in the next epoch.",
+        )
+    assert counts(service)["DONE"] == 5
+
+
+def test_a_shard_that_is_named_twice_is_changed_once(scene: Scene) -> None:
+    service, _ = scene
+    assert service.call(cmd.Skip("o1", "d", (3, 3), "bad")) == cmd.Changed(1)
+    assert service.call(cmd.Requeue("o2", "d", (3, 3))) == cmd.Changed(1)
+    assert counts(service)["READY"] == 4
+
+
+def test_another_workers_action_cannot_be_acknowledged(scene: Scene) -> None:
+    service, _ = scene
+    service.worker("b")
+    service.call(cmd.PostAction("b", "x1", 5, 0, {}))
+    message = refused(scene, lambda s, a: s.call(cmd.AckAction(a.caller, "x1", 1, "")))[2]
+    assert message == (
+        "action 'x1' is not open for worker 'a'. Acknowledge only actions that a heartbeat brought."
+    )
+
+
+def test_a_process_of_an_earlier_rendezvous_round_is_told_to_stop(scene: Scene) -> None:
+    scene[0].worker("b", rdzv_round=2)
+    assert refused(scene, lambda service, _: service.worker("c", rdzv_round=1)) == (
+        "ABORTED",
+        "FENCED_GENERATION",
+        "worker 'c' comes from rendezvous round 1, the job is in round 2. This process was left "
+        "behind: stop it.",
+    )
+
+
+def test_a_process_that_was_replaced_cannot_take_its_worker_back(scene: Scene) -> None:
+    scene[0].worker("a", "p1")
+    assert refused(scene, lambda service, _: service.worker("a", "p0")) == (
+        "ABORTED",
+        "FENCED_INCARNATION",
+        "process 'p0' of worker 'a' was replaced by 'p1'; one process speaks for a worker. Stop "
+        "this process, or give it a worker id of its own.",
+    )
+
+
+def test_a_process_from_before_a_restart_of_the_job_cannot_join_it_again(scene: Scene) -> None:
+    service, worker = scene
+    service.worker("b", rdzv_round=1)
+    assert refused(scene, lambda _, worker: worker.register()) == (
+        "ABORTED",
+        "FENCED_GENERATION",
+        "worker 'a' is of generation 1, the job is at 2: it was restarted or rolled back. Stop "
+        "this process; the restarted job has its own.",
+    )
+    # One that knows the round it comes from is of the new job.
+    assert worker.register(rdzv_round=1).run_generation == 2
+
+
+def test_an_id_of_a_checkpoint_stands_for_one_step_and_one_manifest(scene: Scene) -> None:
+    service, worker = scene
+    prepared = worker.prepare("c", step=1)
+    assert worker.prepare("c", step=1) == prepared
+    assert refused(scene, lambda _, worker: worker.prepare("c", step=2)) == (
+        "ALREADY_EXISTS",
+        "WRONG_STATE",
+        "checkpoint 'c' was prepared at step 1, the call says 2; an id stands for one step. Put "
+        "the step into the id.",
+    )
+    other = cmd.CommitCheckpoint(worker.caller, "c", "f" * 64)
+    assert refused(scene, lambda service, _: service.call(other)) == (
+        "FAILED_PRECONDITION",
+        "WRONG_STATE",
+        f"checkpoint 'c' was prepared with digest {prepared.digest[:12]}, the call commits "
+        "ffffffffffff. Commit the manifest that PrepareCheckpoint returned.",
+    )
+    commit = cmd.CommitCheckpoint(worker.caller, "c", prepared.digest)
+    service.call(commit)
+    assert service.call(commit) == cmd.Changed(0)
+
+
+def test_a_manifest_of_another_job_or_another_cut_is_refused_before_anything_rolls_back(
+    scene: Scene,
+) -> None:
+    manifest_json = scene[1].prepare("c").manifest_json
+    clock = FakeClock()
+    elsewhere = Service()
+    elsewhere.committer = Committer(MemoryStore(MemoryDisk()), clock, job="other")
+    stranger = elsewhere.worker("a")
+    assert refused((elsewhere, stranger), lambda _, w: w.restore(manifest_json, "r")) == (
+        "FAILED_PRECONDITION",
+        "BAD_MANIFEST",
+        "the manifest belongs to job 'default', this service serves 'other'. Restore the job's own "
+        "checkpoint, or start the service with --job.",
+    )
+    recut = Service()
+    new = recut.register_dataset(shuffle=False, units_per_shard=5)
+    old = scene[0].state.tables["d"].spec
+    worker = recut.worker("a")
+    assert refused((recut, worker), lambda _, w: w.restore(manifest_json, "r")) == (
+        "FAILED_PRECONDITION",
+        "SPEC_CONFLICT",
+        f"the manifest's dataset 'd' is {old}, registered is {new}. The data or its cut changed "
+        "since the checkpoint: train from the old data, or begin without the checkpoint.",
+    )
+    assert recut.state.generation == 1
+
+
+def test_a_store_of_another_job_is_not_served(scene: Scene) -> None:
+    store = MemoryStore(scene[0].disk)
+    with pytest.raises(StoreFailedError) as strange:
+        Committer(store, FakeClock(), job="other")
+    assert str(strange.value) == (
+        "the store belongs to job 'default', this service is for 'other'. Start it with that "
+        "--job, or name another --store."
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "call", "message"),
+    [
+        (
+            (offers, "MAX_DATASETS"),
+            lambda service, worker: service.register_dataset(name="e"),
+            "1 datasets are registered; at most 1 are allowed. Start another service.",
+        ),
+        (
+            (fences, "MAX_WORKERS"),
+            lambda service, worker: service.worker("b"),
+            "1 worker ids are known; at most 1 are allowed. Reuse ids: one a rank.",
+        ),
+        (
+            (offers, "MAX_LEASES_PER_WORKER"),
+            lambda service, worker: worker.grant(),
+            "worker 'a' holds 1 leases and asks for 1 more; at most 1 are allowed. Complete or "
+            "release some first.",
+        ),
+        (
+            (offers, "TOKEN_COUNTER_MASK"),
+            lambda service, worker: worker.grant(),
+            "this service process granted 1 leases; at most 1 are allowed. Restart it: a new "
+            "service epoch starts a new count.",
+        ),
+    ],
+)
+def test_a_limit_is_told_with_what_is_there(
+    scene: Scene,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: tuple[Any, str],
+    call: Call,
+    message: str,
+) -> None:
+    monkeypatch.setattr(*limit, 1)
+    assert refused(scene, call) == ("RESOURCE_EXHAUSTED", "LIMIT", message)
+
+
+def test_actions_that_nobody_answers_come_to_an_end(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operate, "MAX_ACTIONS", 1)
+    first, second = (cmd.PostAction("a", name, 5, 0, {}) for name in ("x1", "x2"))
+    scene[0].call(first)
+    assert refused(scene, lambda service, _: service.call(second)) == (
+        "INVALID_ARGUMENT",
+        "BAD_ARGUMENT",
+        "1 actions are open; at most 1 are allowed. Wait.",
+    )
+    # The same one again asks for no place.
+    scene[0].call(first)
+    scene[0].call(cmd.AckAction(scene[1].caller, "x1", 1, ""))
+    scene[0].call(second)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"num_units": 0}, "num_units is 0; allowed is 1 to 281474976710656. Correct the request."),
+        ({"num_epochs": 0}, "num_epochs is 0; allowed is 1 to 1000000. Correct the request."),
+        ({"seed": -1}, "seed is -1; allowed is 0 to 18446744073709551615. Correct the request."),
+        (
+            {"max_attempts": 1001},
+            "max_attempts is 1001; allowed is 1 to 1000. Correct the request.",
+        ),
+        (
+            {"name": "two words"},
+            "dataset name is 'two words'; allowed are 1 to 128 letters, digits and _.:@/- . Choose "
+            "such a name.",
+        ),
+        (
+            {"fingerprint": "f" * (MAX_NOTE_CHARS + 1)},
+            "fingerprint has 1025 characters; at most 1024 are allowed. Shorten it.",
+        ),
+        (
+            {"num_units": 100_000_001, "units_per_shard": 1},
+            "dataset d would have 100000001 shards; at most 100000000 are allowed. Use "
+            "units_per_shard >= 2.",
+        ),
+    ],
+)
+def test_a_dataset_out_of_bounds_is_refused(spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(RefusedError) as error:
+        DatasetSpec(**{"name": "d", "num_units": 20, "units_per_shard": 4, **spec})
+    assert (error.value.code, error.value.reason) == ("INVALID_ARGUMENT", "BAD_ARGUMENT")
+    assert str(error.value) == message
+
+
+def test_a_dataset_of_one_unit_is_one_shard_and_ends_after_it() -> None:
+    service = Service()
+    service.register_dataset(num_units=1, units_per_shard=100)
+    worker = service.worker("a")
+    (only,) = drain_epoch(worker)
+    assert (only.shard_index, only.start_unit, only.num_units) == (0, 0, 1)
+
+
+def test_every_checkpoint_that_is_held_can_be_found() -> None:
+    service = Service()
+    service.register_dataset()
+    worker = service.worker("a")
+    for step in range(3):
+        worker.prepare(f"c{step}", step)
+    assert checkpoints.find_checkpoint(service.state, "c0").step == 0
+    with pytest.raises(RefusedError) as error:
+        checkpoints.find_checkpoint(service.state, "c7")
+    assert str(error.value) == (
+        "checkpoint 'c7' is not among the last 3 prepared ones ['c0', 'c1', 'c2']. Audit an older "
+        "one offline: gmeta shards audit FOLDER."
+    )

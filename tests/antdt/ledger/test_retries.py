@@ -1,0 +1,164 @@
+"""Calls that come twice, stores that fail once, and what a long run may not pile up."""
+
+from typing import Any
+
+import pytest
+
+from gmeta.antdt.errors import RefusedError, StoreFailedError, StoreFullError, StoreTakenError
+from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.ledger import state as ledger_state
+from gmeta.antdt.ledger.state import LedgerState
+from gmeta.antdt.model import Outcome
+from gmeta.antdt.storage.stored import Batch
+from tests.antdt.driver import Process, Service, counts
+
+
+@pytest.fixture
+def service() -> Service:
+    service = Service(snapshot_every_events=1000)
+    service.register_dataset(shuffle=False, max_attempts=1)
+    return service
+
+
+def numbered(worker: Process, kind: str, token: int) -> Any:
+    seq = worker.seq + 1
+    if kind == "fail":
+        return cmd.Fail(worker.caller, seq, token, "bad", "row 3")
+    return {"complete": cmd.Complete, "release": cmd.Release}[kind](worker.caller, seq, (token,))
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("kind", ["complete", "release", "fail"])
+def test_a_call_that_comes_twice_is_applied_once_and_answered_alike(
+    service: Service, kind: str, restarts: bool
+) -> None:
+    worker = service.worker("a")
+    command = numbered(worker, kind, worker.grant().token)
+    answer = service.call(command)
+    after = counts(service)
+    if restarts:  # the answer was lost with the service that gave it
+        service.restart()
+        worker.register()
+        command = command._replace(caller=worker.caller)
+    assert service.call(command) == answer
+    assert counts(service) == after
+    assert answer.outcomes == (Outcome.ACCEPTED,)
+
+
+def test_a_failure_of_somebody_elses_shard_uses_no_number(service: Service) -> None:
+    a, b = service.worker("a"), service.worker("b")
+    token = a.grant().token
+    reply = service.call(cmd.Fail(b.caller, 1, token, "bad", "row 3"))
+    assert reply == cmd.Outcomes(0, (Outcome.FENCED,))
+    # So the next call of b carries the same one.
+    assert service.call(cmd.LeaseShards(b.caller, 1, "d", 0, 1)).last_seq == 1
+    assert counts(service)["DOING"] == 2
+
+
+def test_a_worker_is_told_what_keeps_the_epoch_from_ending(service: Service) -> None:
+    a, b = service.worker("a"), service.worker("b")
+    grants = a.lease(5).grants
+    held = b.lease()
+    assert (held.cause, held.message) == (
+        cmd.CAUSE_IN_FLIGHT,
+        "shards of dataset 'd' in workers' hands: 5",
+    )
+    a.complete(*(grant.token for grant in grants[1:]))
+    for _ in range(2):  # one attempt more than allowed
+        a.fail(grants[0].token)
+        granted = a.lease()
+        if isinstance(granted, cmd.Granted):
+            grants = granted.grants
+    stuck = b.lease()
+    assert (stuck.cause, stuck.message) == (
+        cmd.CAUSE_QUARANTINED,
+        "shards of dataset 'd' quarantined because they failed too often: 1. Look with 'gmeta "
+        "shards ls --state quarantined', then 'gmeta shards requeue' or 'gmeta shards skip' them.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (StoreFullError("the disk is full"), "RESOURCE_EXHAUSTED", "STORE_FULL"),
+        (StoreFailedError("the disk failed"), "UNAVAILABLE", "STORE_FAILED"),
+    ],
+)
+def test_what_the_store_did_not_take_did_not_happen_and_the_next_call_goes_on(
+    service: Service, monkeypatch: pytest.MonkeyPatch, error: Exception, code: str, reason: str
+) -> None:
+    worker = service.worker("a")
+    waiting = service.worker("b")
+    held = worker.lease(4).grants
+    last = waiting.lease()
+    assert isinstance(waiting.lease(), cmd.Wait)  # leaves no event, and its number is known
+
+    def refuse(batch: Batch) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(service.store, "append", refuse)
+        with pytest.raises(RefusedError) as refused:
+            worker.complete(held[0].token)
+        assert (refused.value.code, refused.value.reason, str(refused.value)) == (
+            code,
+            reason,
+            str(error),
+        )
+    assert worker.complete(held[0].token) == (Outcome.ACCEPTED,)
+    assert waiting.complete(last.grants[0].token) == (Outcome.ACCEPTED,)
+    for _ in range(2):  # and once more from what is stored
+        assert (counts(service)["DOING"], counts(service)["DONE"]) == (3, 2)
+        service.restart()
+
+
+def test_a_store_that_another_service_took_answers_nothing_more(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(batch: Batch) -> None:
+        raise StoreTakenError("another service took the store")
+
+    num_written = len(service.disk.log)
+    with monkeypatch.context() as patched:
+        patched.setattr(service.store, "append", refuse)
+        with pytest.raises(RefusedError, match="another service took the store"):
+            service.worker("a")
+    # Also once it could be written again: what the other one wrote is not known here.
+    with pytest.raises(RefusedError) as refused:
+        service.worker("a")
+    assert (refused.value.code, refused.value.reason) == ("UNAVAILABLE", "STORE_TAKEN")
+    assert len(service.disk.log) == num_written
+
+
+def run_for_long(service: Service) -> LedgerState:
+    """Three of everything that is remembered for retries."""
+    worker = service.worker("a")
+    for number in range(3):
+        worker.complete(worker.grant().token)
+        worker.prepare(f"c{number}", number)
+        service.call(cmd.PostAction("a", f"x{number}", 5, 0, {}))
+        service.call(cmd.AckAction(worker.caller, f"x{number}", 1, ""))
+        service.call(cmd.Drain(f"o{number}", "a", undo=bool(number % 2)))
+        service.call(cmd.Drain(f"p{number}", "a", undo=True))
+    return service.state  # type: ignore[no-any-return]
+
+
+def test_what_is_remembered_for_retries_is_the_newest_and_no_more(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MAX_CLOSED_TOKENS", "MAX_CHECKPOINTS", "MAX_ACTIONS", "MAX_REQUESTS"):
+        monkeypatch.setattr(ledger_state, name, 2)
+    state = run_for_long(service)
+    assert list(state.checkpoints) == ["c1", "c2"]
+    assert list(state.acked) == ["x1", "x2"]
+    assert list(state.requests) == ["o2", "p2"]
+    assert len(state.closed) == 2
+    # The same after a restart: replayed, not kept.
+    service.restart()
+    again: LedgerState = service.state
+    assert (list(again.checkpoints), again.acked, again.requests, again.closed) == (
+        list(state.checkpoints),
+        state.acked,
+        state.requests,
+        state.closed,
+    )

@@ -1,0 +1,82 @@
+"""EmbeddedService: it lives while its owner does, is started again when it is killed, and says why
+it cannot start."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gmeta.antdt import DatasetSpec, ShardClient
+from gmeta.antdt.errors import AntdtError
+from gmeta.antdt.service.embedded import EmbeddedService
+from tests.waiting import wait_until
+
+
+def service_pid(folder: Path) -> int:
+    return int((folder / "shards.db.lock").read_text())
+
+
+def test_a_killed_service_is_back_on_its_port_with_all_it_knew(tmp_path: Path) -> None:
+    with EmbeddedService(tmp_path) as service, ShardClient(service.address, "rank0") as client:
+        assert (tmp_path / "address").read_text() == service.address + "\n"
+        client.register_dataset(DatasetSpec("d", 10, 4))
+        (lease,) = client.lease("d", 0)
+        lease.advance(4)
+        client.flush()
+        os.kill(service_pid(tmp_path), signal.SIGKILL)
+        (entry,) = client.prepare_checkpoint("after", 1).datasets
+        assert entry.num_done == 1
+        assert client.service_epoch == 2
+        last = service_pid(tmp_path)
+    assert not Path(f"/proc/{last}").exists()
+    assert not (tmp_path / "address").exists()
+
+
+def test_it_ends_with_its_owner_and_the_next_owner_takes_the_store_over(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; "
+        "from gmeta.antdt.service.embedded import EmbeddedService; "
+        "service = EmbeddedService(Path(sys.argv[1])); print('up', flush=True); time.sleep(600)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == b"up\n"
+    orphan = service_pid(tmp_path)
+    owner.kill()
+    with EmbeddedService(tmp_path):  # waits for the store
+        assert service_pid(tmp_path) != orphan
+        wait_until(lambda: not Path(f"/proc/{orphan}").exists())
+    owner.wait()
+    owner.stdout.close()
+
+
+def test_nobody_is_given_the_port_of_a_service_that_is_not_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(service: EmbeddedService) -> None:
+        host, port = service.address.split(":")
+        with socket.socket() as other, pytest.raises(OSError, match="already in use"):
+            other.bind((host, int(port)))
+        raise AntdtError("not today")
+
+    monkeypatch.setattr(EmbeddedService, "_start", start)
+    with pytest.raises(AntdtError, match="not today"):
+        EmbeddedService(tmp_path)
+
+
+def test_a_service_that_cannot_start_is_told_with_its_own_words(tmp_path: Path) -> None:
+    (tmp_path / "shards.db").mkdir()
+    with pytest.raises(AntdtError) as refused:
+        EmbeddedService(tmp_path)
+    message = str(refused.value)
+    assert message.startswith(
+        "the shard service of this job ended with exit code 2 before it served: error: the store "
+        f"{tmp_path}/shards.db is a folder; it must be a file. "
+    )
+    assert message.endswith(
+        f" Its log is {tmp_path}/service.log; mend that, or set data.service to one that runs"
+    )

@@ -1,0 +1,290 @@
+"""One contract for every store, and what only a real file can do wrong."""
+
+import errno
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from gmeta.antdt.errors import (
+    StoreError,
+    StoreFailedError,
+    StoreFullError,
+    StoreTakenError,
+    StoreVersionError,
+)
+from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.model import Caller, DatasetSpec
+from gmeta.antdt.storage.committer import Committer
+from gmeta.antdt.storage.store import MemoryDisk, MemoryStore, SqliteStore, Store, open_store
+from gmeta.antdt.storage.stored import Batch, Snapshot
+from tests.antdt.driver import FakeClock
+
+Open = Callable[[], Store]
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    """Opens the same store again and again; the file's lock is given free in between."""
+    disk = MemoryDisk()
+    stores: list[Store] = []
+
+    def open_again() -> Store:
+        if stores and request.param == "sqlite":
+            stores.pop().close()
+        stores.append(
+            MemoryStore(disk) if request.param == "memory" else SqliteStore(tmp_path / "s.db")
+        )
+        return stores[-1]
+
+    return open_again
+
+
+def batch(first_event: int, *records: bytes) -> Batch:
+    return Batch(first_event, list(records), bytes([first_event]) * 32)
+
+
+def plain(batches: list[Batch]) -> list[tuple[int, list[bytes], bytes]]:
+    return [(item.first_event, list(item.records), item.head) for item in batches]
+
+
+def test_each_claim_counts_the_service_epoch_up(opened: Open) -> None:
+    assert [opened().claim() for _ in range(3)] == [1, 2, 3]
+
+
+def test_appended_batches_come_back_in_order(opened: Open) -> None:
+    store = opened()
+    store.claim()
+    written = [batch(0, b'["a"]', b'["b"]'), batch(2, b'["c"]')]
+    for item in written:
+        store.append(item)
+    store.sync()
+    snapshot, batches = opened().load()
+    assert snapshot is None
+    assert plain(batches) == plain(written)
+
+
+def test_after_a_snapshot_only_the_tail_is_loaded_and_the_log_stays_whole(opened: Open) -> None:
+    store = opened()
+    store.claim()
+    store.append(batch(0, b'["a"]', b'["b"]'))
+    store.write_snapshot(Snapshot(2, b"h" * 32, "{}", {("d", 0): b"\1\2"}))
+    store.append(batch(2, b'["c"]'))
+    store = opened()
+    snapshot, batches = store.load()
+    assert snapshot == Snapshot(2, b"h" * 32, "{}", {("d", 0): b"\1\2"})
+    assert plain(batches) == plain([batch(2, b'["c"]')])
+    assert [item.first_event for item in store.read_log()] == [0, 2]
+
+
+def test_a_snapshot_replaces_pages_and_drops_those_of_cleared_datasets(opened: Open) -> None:
+    store = opened()
+    store.claim()
+    store.write_snapshot(Snapshot(0, b"", "{}", {("d", 0): b"a", ("d", 1): b"b", ("e", 0): b"c"}))
+    store.write_snapshot(Snapshot(0, b"", "{}", {("d", 1): b"B"}))
+    store.write_snapshot(Snapshot(0, b"", "{}", {("e", 7): b"E"}, frozenset({"e"})))
+    snapshot, _ = opened().load()
+    assert snapshot is not None
+    assert snapshot.pages == {("d", 0): b"a", ("d", 1): b"B", ("e", 7): b"E"}
+
+
+def test_an_older_holder_can_write_nothing_after_a_take_over(tmp_path: Path) -> None:
+    """Without the file lock, as on a network file system: the service epoch is the fence."""
+    path = tmp_path / "s.db"
+    old = SqliteStore(path)
+    old.claim()
+    (tmp_path / "s.db.lock").unlink()
+    new = SqliteStore(path)
+    new.claim()
+    message = (
+        f"{path} was taken over by a service with epoch 2, this one has 1; a store has one service."
+    )
+    for write in (
+        lambda: old.append(batch(0, b"x")),
+        lambda: old.write_snapshot(Snapshot(0, b"", "")),
+    ):
+        with pytest.raises(StoreTakenError) as taken:
+            write()
+        assert str(taken.value) == f"{message} Stop one of the two."
+    new.append(batch(0, b"y"))
+    assert plain(new.load()[1]) == plain([batch(0, b"y")])
+
+
+def test_memory_stores_fence_an_older_holder_too() -> None:
+    disk = MemoryDisk()
+    old, new = MemoryStore(disk), MemoryStore(disk)
+    old.claim()
+    new.claim()
+    with pytest.raises(StoreTakenError):
+        old.append(batch(0, b"x"))
+
+
+def test_a_second_service_on_the_file_is_refused_at_once(tmp_path: Path) -> None:
+    held = SqliteStore(tmp_path / "s.db")
+    with pytest.raises(StoreTakenError) as taken:
+        SqliteStore(tmp_path / "s.db")
+    assert "is held by another service (process " in str(taken.value)
+    held.close()
+    SqliteStore(tmp_path / "s.db").close()
+
+
+def test_a_database_of_a_newer_version_is_refused_and_left_alone(tmp_path: Path) -> None:
+    SqliteStore(tmp_path / "s.db").close()
+    with sqlite3.connect(tmp_path / "s.db") as db:
+        db.execute("PRAGMA user_version=3")
+    before = (tmp_path / "s.db").read_bytes()
+    with pytest.raises(StoreVersionError) as newer:
+        SqliteStore(tmp_path / "s.db")
+    assert str(newer.value) == (
+        f"{tmp_path / 's.db'} has store version 3; this program reads up to 2. Use the newer "
+        "version of gmeta that wrote it, or another --store."
+    )
+    assert (tmp_path / "s.db").read_bytes() == before
+
+
+def test_a_store_of_version_1_is_taken_over_with_its_leases(tmp_path: Path) -> None:
+    """As the version before second leases wrote it: no such event, no such key, no such field."""
+    committer = Committer(SqliteStore(tmp_path / "s.db"), FakeClock(), lease_ttl_s=30.0)
+    committer.commit([cmd.RegisterDataset(DatasetSpec("d", 4, 2)), cmd.Register("a", "p", None)])
+    caller = Caller("a", "p", 1, 1)
+    (granted,) = committer.commit([cmd.LeaseShards(caller, 1, "d", 0, 1)])
+    committer.snapshot()
+    with closing(sqlite3.connect(tmp_path / "s.db")) as db, db:
+        document = json.loads(db.execute("SELECT document FROM snapshot").fetchone()[0])
+        del document["backups_wanted"], document["twins"]
+        assert "speculative" not in document["tables"][0]["spec"]
+        db.execute("UPDATE snapshot SET document = ?", (json.dumps(document),))
+        db.execute("PRAGMA user_version=1")
+    committer._store.close()
+    store = SqliteStore(tmp_path / "s.db")
+    assert store._db.execute("PRAGMA user_version").fetchone()[0] == 2
+    again = Committer(store, FakeClock(), lease_ttl_s=30.0)
+    (registered,) = again.commit([cmd.Register("a", "p", None)])
+    assert registered.leases == granted.grants
+    store.close()
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "s.db").write_bytes(b"this is no database" * 100)
+    with pytest.raises(StoreFailedError) as failed:
+        SqliteStore(tmp_path / "s.db")
+    assert "failed with SQLITE_NOTADB" in str(failed.value)
+
+
+@pytest.mark.parametrize("document", ["{", "[]", '{"service_epoch": 1}'])
+def test_a_damaged_snapshot_is_told_as_one(tmp_path: Path, document: str) -> None:
+    path = tmp_path / "s.db"
+    store = SqliteStore(path)
+    Committer(store, FakeClock()).snapshot()
+    store.close()
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE snapshot SET document = ?", (document,))
+    with pytest.raises(StoreFailedError, match=r"the store is damaged\. Restore it from a backup"):
+        Committer(SqliteStore(path), FakeClock())
+
+
+def test_an_altered_record_is_found_before_it_is_believed(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    store = SqliteStore(path)
+    Committer(store, FakeClock()).commit([cmd.Register("a", "p0", None)])
+    store.close()
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE log SET records = ? WHERE first_event = 1", (b'["expire",[77]]',))
+    with pytest.raises(StoreFailedError) as caught:
+        Committer(SqliteStore(path), FakeClock())
+    assert str(caught.value).startswith(
+        "the ledger's hash chain is broken: the records before event 2 were altered. "
+    )
+
+
+def test_a_file_system_that_cannot_sync_a_folder_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(StoreFailedError) as caught:
+        SqliteStore(tmp_path / "s.db")
+    assert str(caught.value) == (
+        f"the store {tmp_path / 's.db'} failed: Invalid argument. Name one on a local disk with "
+        "--store."
+    )
+
+
+def test_a_full_disk_rolls_the_batch_back_and_later_appends_work(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "s.db")
+    store.claim()
+    store.append(batch(0, b"kept"))
+    store._db.execute("PRAGMA max_page_count=8")
+    with pytest.raises(StoreFullError) as full:
+        store.append(batch(1, b"x" * 100_000))
+    assert str(full.value) == (
+        f"the disk under {tmp_path / 's.db'} is full: the call was not applied. Free space; the "
+        "service continues by itself."
+    )
+    store._db.execute("PRAGMA max_page_count=1000000")
+    store.append(batch(1, b"after"))
+    assert plain(store.load()[1]) == plain([batch(0, b"kept"), batch(1, b"after")])
+
+
+def test_a_disk_that_fails_to_write_is_told_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SqliteStore(tmp_path / "s.db")
+    store.claim()
+    store.append(batch(0, b"a"))
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    with pytest.raises(StoreFailedError) as failed:
+        store.sync()
+    assert str(failed.value) == (
+        f"the disk under {tmp_path / 's.db'} failed to write: Input/output error. What was not yet "
+        "acknowledged may be lost. Check the disk, then start the service again."
+    )
+
+
+def test_a_missing_record_is_found_before_anything_is_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    store = SqliteStore(path)
+    committer = Committer(store, FakeClock())
+    for worker_id in ("a", "b"):
+        committer.commit([cmd.Register(worker_id, "p", None)])
+    store.close()
+    with closing(sqlite3.connect(path)) as database, database:
+        assert database.execute("DELETE FROM log WHERE first_event = 1").rowcount == 1
+    with pytest.raises(StoreFailedError) as caught:
+        Committer(SqliteStore(path), FakeClock())
+    assert str(caught.value) == (
+        "the ledger's hash chain is broken: event 1 is missing. The store was damaged or edited: "
+        "restore it from a backup, or delete it: the manifest in a checkpoint rebuilds the service."
+    )
+
+
+@pytest.mark.parametrize("url", ["", "sqlite://", "sqlite:///", "postgres://x", "file.db"])
+def test_an_unknown_store_names_the_known_ones(url: str) -> None:
+    with pytest.raises(StoreError) as unknown:
+        open_store(url)
+    assert str(unknown.value) == (
+        f"the store {url!r} is of no known kind; allowed are sqlite:///relative/path, "
+        "sqlite:////absolute/path or memory:. Correct --store."
+    )
+
+
+def test_importing_the_service_does_not_load_torch() -> None:
+    code = (
+        "import sys; from gmeta.antdt.service.server import ShardServer; from "
+        "gmeta.antdt.client.client import ShardClient; import gmeta.commands.shards; "
+        "print({'torch', 'metaio', 'models', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

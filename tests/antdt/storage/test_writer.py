@@ -1,0 +1,131 @@
+"""Which answers wait for the disk, and what happens when it fails."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from gmeta.antdt.errors import RefusedError, StoreFailedError
+from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.ledger.ledger import Ledger
+from gmeta.antdt.log import JsonFormatter
+from gmeta.antdt.model import Caller, DatasetSpec
+from gmeta.antdt.service.tickets import Ticket, deliver
+from gmeta.antdt.storage.committer import Committer
+from gmeta.antdt.storage.request import Read
+from gmeta.antdt.storage.store import MemoryStore
+from gmeta.antdt.storage.writer import Writer
+from tests.waiting import PATIENCE_S
+
+
+class Harness:
+    """A writer whose disk can be held up."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store = MemoryStore()
+        self.committer = Committer(self.store, time.monotonic)
+        self.disk_free = threading.Event()
+        self.disk_free.set()
+        self.fail_sync = False
+        self.ended = threading.Event()
+        monkeypatch.setattr(self.store, "sync", self.sync)
+        self.writer = Writer(self.committer, deliver, lambda stats: None, self.ended.set)
+        self.writer.start()
+
+    def sync(self) -> None:
+        self.disk_free.wait()
+        if self.fail_sync:
+            raise StoreFailedError("the disk failed")
+
+    def send(self, command: cmd.Command) -> Ticket:
+        ticket = Ticket()
+        self.writer.submit(command, ticket)
+        return ticket
+
+    def ask(self, command: cmd.Command) -> Any:
+        ticket = self.send(command)
+        assert ticket.lock.acquire(timeout=PATIENCE_S)
+        return ticket.answer
+
+
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch) -> Harness:
+    made = Harness(monkeypatch)
+    made.ask(cmd.RegisterDataset(DatasetSpec("d", 2, 1)))
+    for name in ("a", "b"):
+        made.ask(cmd.Register(name, "p", None))
+    return made
+
+
+def caller(name: str) -> Caller:
+    return Caller(name, "p", 1, 1)
+
+
+def test_grants_leave_at_once_and_completions_wait_for_the_disk(harness: Harness) -> None:
+    first = harness.ask(cmd.LeaseShards(caller("a"), 1, "d", 0, 1))
+    harness.disk_free.clear()
+    completing = harness.send(cmd.Complete(caller("a"), 2, (first.grants[0].token,)))
+    assert isinstance(harness.ask(cmd.LeaseShards(caller("b"), 1, "d", 0, 1)), cmd.Granted)
+    assert not completing.lock.acquire(timeout=0.2)
+    harness.disk_free.set()
+    assert completing.lock.acquire(timeout=PATIENCE_S)
+    harness.writer.stop()
+
+
+def test_end_is_not_told_before_the_last_completion_is_on_the_disk(harness: Harness) -> None:
+    """A power cut in between would leave a worker that was told END and a shard that is not
+    done."""
+    grants = harness.ask(cmd.LeaseShards(caller("a"), 1, "d", 0, 2)).grants
+    harness.disk_free.clear()
+    harness.send(cmd.Complete(caller("a"), 2, tuple(grant.token for grant in grants)))
+    asking = harness.send(cmd.LeaseShards(caller("b"), 1, "d", 0, 1))
+    assert not asking.lock.acquire(timeout=0.3)
+    harness.disk_free.set()
+    assert asking.lock.acquire(timeout=PATIENCE_S)
+    assert asking.answer == cmd.End(1)
+    harness.writer.stop()
+
+
+def test_a_failed_fsync_ends_the_service_without_an_answer(harness: Harness) -> None:
+    first = harness.ask(cmd.LeaseShards(caller("a"), 1, "d", 0, 1))
+    harness.fail_sync = True
+    completing = harness.send(cmd.Complete(caller("a"), 2, (first.grants[0].token,)))
+    assert harness.ended.wait(PATIENCE_S)
+    assert not completing.lock.acquire(timeout=0.1)
+    with pytest.raises(RefusedError) as refused:
+        harness.send(cmd.Tick())
+    assert (refused.value.code, refused.value.reason) == ("UNAVAILABLE", "SHUTTING_DOWN")
+    assert str(refused.value) == "the service is shutting down; retry: its successor answers."
+
+
+def test_stop_answers_what_is_queued(harness: Harness) -> None:
+    tickets = [harness.send(cmd.LeaseShards(caller("a"), 1, "d", 0, 1)) for _ in range(20)]
+    harness.writer.stop()
+    assert all(ticket.lock.acquire(timeout=0) for ticket in tickets)
+
+
+def test_a_view_that_raises_fails_its_own_call_and_nothing_else(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(ledger: Ledger, now_s: float) -> None:
+        raise ZeroDivisionError("a defect")
+
+    harness.disk_free.clear()
+    first = harness.send(cmd.LeaseShards(caller("a"), 1, "d", 0, 1))
+    asking = harness.send(Read(broken))
+    last = harness.send(cmd.LeaseShards(caller("b"), 1, "d", 0, 1))
+    harness.disk_free.set()
+    for ticket in (first, asking, last):
+        assert ticket.lock.acquire(timeout=PATIENCE_S)
+    assert (asking.answer.code, asking.answer.reason) == ("INTERNAL", "INTERNAL")
+    assert str(asking.answer) == (
+        "the service could not answer: ZeroDivisionError: a defect. That is a defect of the "
+        "service, which goes on; report it with the traceback from its log."
+    )
+    assert all(isinstance(each.answer, cmd.Granted) for each in (first, last))
+    (logged,) = [record for record in caplog.records if record.message == "view_failed"]
+    assert "test_writer.py" in JsonFormatter().format(logged)
+    assert harness.ask(Read(lambda ledger, now_s: len(ledger.state.leases))) == 2
+    assert not harness.ended.is_set()
+    harness.writer.stop()
