@@ -1,5 +1,6 @@
 """Streams local Parquet files with pyarrow, where it gives what DuckDB would: in half the time."""
 
+import base64
 from collections.abc import Iterator
 
 import pyarrow as pa
@@ -32,6 +33,23 @@ def _same(own: pa.DataType, wanted: pa.DataType) -> bool:
         # What the elements are called and whether they may be null is of no account.
         return bool(own.value_type.equals(wanted.value_type))
     return bool(own.equals(wanted))
+
+
+def duration_columns(arrow_schema: bytes) -> dict[str, pa.DataType]:
+    """Columns that hold durations, or lists of them, by what Arrow wrote of its own types into the
+    file: Parquet has no such type, and all else in the file calls them integers.
+    """
+    try:
+        schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(arrow_schema)))
+    except (pa.ArrowException, OSError, ValueError):
+        return {}  # pyarrow does not know this schema, DuckDB does without
+    return {field.name: field.type for field in schema if _is_duration(field.type)}
+
+
+def _is_duration(kind: pa.DataType) -> bool:
+    while (inner := getattr(kind, "value_type", None)) is not None:
+        kind = inner
+    return bool(pa.types.is_duration(kind))
 
 
 def batches(name: str, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:

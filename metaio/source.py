@@ -101,6 +101,8 @@ class DuckSource:
         self._check_columns(self._files.names[0])
         for name in self._files.names[1:]:
             self._check_drift(name)
+        if self._files.parquet:
+            self._check_durations()
         # The first file's types are asked of all: a row that does not fit is refused by name
         # instead of turning a whole column into text.
         self._asked = {} if self._files.parquet else asked_types(schema, self._types)
@@ -160,6 +162,25 @@ class DuckSource:
                     f"column {column} is {types[column]} in {name} and {kind} in {first}. "
                     "Cast one of them, so that all files agree"
                 )
+
+    def _check_durations(self) -> None:
+        """Raise DataError for a column of durations: DuckDB takes them for integers, and a minute
+        for 60,000,000,000 where the unit is the nanosecond.
+        """
+        listed = ", ".join(_quote(name) for name in self._files.names)
+        found = self._fetch(
+            f"SELECT file_name, value FROM parquet_kv_metadata([{listed}]) "
+            "WHERE key = 'ARROW:schema'::BLOB ORDER BY file_name"
+        )
+        for name, arrow_schema in found:
+            durations = parquet_files.duration_columns(arrow_schema)
+            for column in self._schema.columns:
+                if column in durations:
+                    raise DataError(
+                        f"column {column} has type {durations[column]} in {name}; a number, text, "
+                        "date or timestamp is needed. Cast it to a number of a unit of your "
+                        "choice, such as seconds"
+                    )
 
     def survey(self) -> int:
         """Number of rows, once no column holds what it may not hold.

@@ -1,5 +1,6 @@
 """Rows that pyarrow reads by itself, against the same rows through DuckDB."""
 
+import base64
 import datetime
 import decimal
 from collections.abc import Iterator
@@ -95,6 +96,13 @@ def test_files_that_only_duckdb_can_read_are_left_to_it(tmp_path: Path) -> None:
     name = str(tmp_path / "day=7" / "raw.parquet")
     assert parquet_files.holds(name, types)
     assert not parquet_files.holds(name, {"day": pa.int64()})
+
+
+def test_what_is_no_schema_of_arrow_tells_of_no_durations() -> None:
+    kept = base64.b64encode(pa.schema([("waited", pa.duration("s"))]).serialize())
+    assert parquet_files.duration_columns(kept) == {"waited": pa.duration("s")}
+    for broken in (b"", b"x", kept[:40], base64.b64encode(b"no schema"), b"\xff\xfe"):
+        assert parquet_files.duration_columns(broken) == {}
 
 
 def test_text_that_is_not_utf8_is_refused_by_file(tmp_path: Path) -> None:

@@ -466,6 +466,28 @@ def test_labels_and_dense_values_must_be_numbers(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("column", ["price", "clicked", "ts", "shop", "tags"])
+def test_durations_are_refused_and_no_bare_numbers_of_their_unit(
+    tmp_path: Path, column: str
+) -> None:
+    """Parquet has no such type: all but Arrow's own note in the file calls them integers."""
+    durations = pa.array([60] * 40, pa.duration("ns"))
+    multi = [{"column": "tags", "hash": 20}] if column == "tags" else BASE["multi"]
+    if column == "tags":
+        durations = pa.array([[60]] * 40, pa.list_(pa.duration("ns")))
+    assert refused(tmp_path, with_column(column, durations), changed(multi=multi)) == (
+        f"column {column} has type {durations.type} in {tmp_path}/raw.parquet; a number, text, "
+        "date or timestamp is needed. Cast it to a number of a unit of your choice, such as seconds"
+    )
+
+
+def test_durations_in_columns_that_nobody_reads_are_no_matter(tmp_path: Path) -> None:
+    table = raw_table()
+    waited = pa.array([60] * table.num_rows, pa.duration("s"))
+    dataset = prepared(tmp_path, table.append_column("waited", waited), changed())
+    assert dataset.fingerprint == prepared(tmp_path, table, changed()).fingerprint
+
+
 @pytest.mark.parametrize("threshold", [{}, {"threshold": 0.5}])
 def test_a_label_that_is_no_number_is_refused_and_no_click_of_0(
     tmp_path: Path, threshold: dict[str, float]
