@@ -14,6 +14,7 @@ from gmeta.build import build_learner
 from gmeta.errors import GMetaError
 from gmeta.learner import MetaLearner
 from gmeta.serving.columns import ColumnEncoder, IdColumns, RawColumns
+from gmeta.serving.device import on_the_cpu
 from gmeta.serving.folder import (
     LAYERS_FILE,
     ExportedConfig,
@@ -26,6 +27,7 @@ from gmeta.serving.model import ServedModel
 from gmeta.serving.tables import check_table
 
 
+@on_the_cpu
 def load(path: str | Path, verify: bool = True) -> ServedModel:
     """The model in a folder that `gmeta export` wrote.
 

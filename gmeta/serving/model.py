@@ -27,6 +27,7 @@ from gmeta.serving.columns import (
     check_task_kinds,
     select,
 )
+from gmeta.serving.device import on_the_cpu
 from gmeta.serving.folder import ExportedConfig
 from gmeta.serving.rows import EncodedColumns, task_batch
 from gmeta.serving.tables import StoredTable, fetch_UD
@@ -71,6 +72,7 @@ class ServedModel:
         # Not the tensors: a process that maps the same files shares their memory.
         return self._reload, ()
 
+    @on_the_cpu
     def adapt(self, support: object) -> "AdaptedTask":
         """The model adapted to one task by its labelled rows; the task column may be left out.
 
@@ -93,6 +95,7 @@ class ServedModel:
         with self._exclusive(), torch.enable_grad():
             return AdaptedTask(self, *self._adapt(batch))
 
+    @on_the_cpu
     def predict(self, rows: object) -> Tensor:
         """Probabilities (bce) or ratings [N] from the meta-parameters, without adaptation."""
         batch = self._query(rows)
@@ -101,6 +104,7 @@ class ServedModel:
             unadapted = self._inner.unadapted(WorkingRows(self._fetch_UD(batch), 0.0), query)
             return self._shown_N(self._inner.output_N(unadapted, query))
 
+    @on_the_cpu
     def predict_tasks(
         self, support: object, query: object, allow_no_support: bool = False
     ) -> TaskPredictions:
@@ -123,6 +127,7 @@ class ServedModel:
 
         return predict_tasks(run, self.config.features, encoded, wanted, allow_no_support)
 
+    @on_the_cpu
     def predict_batch(self, batch: TaskBatch) -> QueryPrediction:
         """Adapt to each task of a prepared batch and predict its query rows: logits (bce) or
         ratings, before and after.
@@ -131,6 +136,7 @@ class ServedModel:
             episodes = self._learner.arrange_to_predict(batch)
             return self._learner.predict(self._fetch_UD(batch), episodes)
 
+    @on_the_cpu
     def predict_adapted(self, adapted: Adapted, key_P: Tensor, rows: object) -> Tensor:
         """See AdaptedTask.predict; `key_P` tells which row of which table each adapted row is."""
         batch = self._query(rows)

@@ -180,6 +180,33 @@ def test_a_caller_under_autocast_gets_the_same_numbers(served: ServedModel) -> N
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.parametrize("as_context", [False, True])
+def test_a_caller_with_another_default_device_gets_the_same_numbers(
+    served: ServedModel, exported: Path, as_context: bool
+) -> None:
+    support, query = random_rows(20, seed=1, num_tasks=3), random_rows(20, seed=2, num_tasks=3)
+    one = of_task(support, 1)
+
+    def answers(model: ServedModel) -> list[torch.Tensor]:
+        both = model.predict_tasks(support, query)
+        return [model.adapt(one).predict(query), model.predict(query), both.before_N, both.after_N]
+
+    expected = answers(served)
+    try:
+        if as_context:
+            with torch.device("meta"):
+                found = [answers(model) for model in (served, gmeta.load(exported))]
+                assert torch.empty(0).device.type == "meta"
+        else:
+            torch.set_default_device("meta")
+            found = [answers(model) for model in (served, gmeta.load(exported))]
+            assert torch.empty(0).device.type == "meta"
+    finally:
+        torch.set_default_device(None)
+    for each in found:
+        assert all(map(torch.equal, each, expected))
+
+
 FRESH = """
 import sys
 import gmeta
