@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from gmeta.adaptation.losses import labels_taken_N
@@ -276,15 +277,25 @@ def select(table: pa.Table, names: list[str], optional: list[str], what: str) ->
 
 def _known_type(column: pa.Array) -> pa.Array:
     """Lists that are all empty have no type of their own: any will do. To prepare, lists of one
-    length are lists.
+    length are lists, and so are list views.
     """
+    if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
+        column = _viewed(column)
     kind = column.type
     # [[], []] says nothing of what its lists would hold.
-    if pa.types.is_list(kind) and pa.types.is_null(kind.value_type):
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if is_list and pa.types.is_null(kind.value_type):
         return column.cast(pa.list_(pa.int64()))
     if pa.types.is_fixed_size_list(kind):
         return column.cast(pa.list_(kind.value_type))
     return column
+
+
+def _viewed(views: pa.Array) -> pa.Array:
+    """What list views show, as lists one after the other. Arrow's own cast loses values."""
+    lengths_N = pc.fill_null(pc.list_value_length(views), 0).to_numpy()
+    ends = pa.array(offsets(lengths_N.astype(np.int64)))
+    return pa.LargeListArray.from_arrays(ends, views.flatten(), mask=views.is_null())
 
 
 def check_labels(label_N: Float32, name: str, loss: str) -> None:

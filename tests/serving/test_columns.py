@@ -82,6 +82,40 @@ def test_lists_of_one_length_are_lists(tmp_path: Path) -> None:
     assert found.lengths_NM.tolist() == [[2]] * 37
 
 
+VIEWS = pa.ListViewArray.from_arrays([2, 0, 1, 0], [1, 2, 2, 0], [10, 20, 30])
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_list_views_are_the_lists_that_they_show(tmp_path: Path, large: bool) -> None:
+    """Out of order, overlapping, null, and in several chunks: of such Arrow's cast loses values."""
+    multi = [{"column": "pair", "hash": 30, "null": "unknown"}]
+    chunks = [VIEWS, pa.array([[7, 8], None, [], [9]], VIEWS.type)]
+    shown = [values for chunk in chunks for values in chunk.to_pylist()]
+    assert shown == [[30], [10, 20], [20, 30], [], [7, 8], None, [], [9]]
+    if large:
+        chunks = [pa.array(chunk.to_pylist(), pa.large_list_view(pa.int64())) for chunk in chunks]
+    plain = raw_table(8).append_column("pair", pa.array(shown))
+    viewed = plain.set_column(plain.num_columns - 1, "pair", pa.chunked_array(chunks))
+    encoder = encoder_of(
+        prepared(
+            tmp_path,
+            raw_table().append_column("pair", pa.array([[row] for row in range(800)])),
+            changed(multi=multi),
+        )
+    )
+    for first in (0, 1, 5):
+        found, wanted = (
+            encoder.encode(select(given.slice(first), encoder.names(True), [], "support"), True)
+            for given in (viewed, plain)
+        )
+        assert found.values_V.tolist() == wanted.values_V.tolist()
+        assert found.lengths_NM.tolist() == wanted.lengths_NM.tolist()
+    empty = pa.array([[], None], pa.list_view(pa.null()))
+    none = raw_table(2).append_column("pair", empty)
+    encoded = encoder.encode(select(none, encoder.names(True), [], "support"), True)
+    assert encoded.lengths_NM.tolist() == [[0], [0]]
+
+
 def test_integers_where_text_is_to_be_split_are_told_so(tmp_path: Path) -> None:
     table = raw_table()
     encoder = encoder_of(prepared(tmp_path, table, SCHEMA))
