@@ -10,6 +10,7 @@ Shape suffixes: N rows, U fetched rows, P distinct (task, row) pairs, D embeddin
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +28,7 @@ from gmeta.batches.episodes import (
     Episodes,
     has_equal_tasks,
     plain_rows,
+    side_lengths,
     support_and_query,
     task_groups,
 )
@@ -113,8 +115,9 @@ class MetaLearner(nn.Module):
                 )
         episodes = task_groups(batch, rows_per_task, self._num_adapted)
         if self._algorithm.learns_from == "support":
-            num_terms = int((batch.support_lengths_T > 0).sum())
-            episodes = replace(episodes, num_terms=num_terms)
+            support_T, query_T = side_lengths(batch)
+            num_terms, num_shown = np.count_nonzero([support_T, support_T * query_T], axis=1)
+            episodes = replace(episodes, num_terms=int(num_terms), num_shown=int(num_shown))
         return episodes
 
     def arrange_to_predict(self, batch: TaskBatch) -> Episodes:

@@ -180,7 +180,7 @@ class TrainingRun:
             num_tasks = episodes.task_T.numel()
             self.feed.trained(num_tasks)
             agent.stepped(num_tasks)
-            self._meter.add(loss, totals.num_rows)
+            self._meter.add(loss, totals.num_rows, totals.terms_per_shown)
             self._after_step()
             if self._steps_are_over():
                 return

@@ -8,9 +8,9 @@ divided by a nor by k; with outer SGD at rate e it is their theta <- theta + e m
 theta). As theta - theta_t = a sum_j grad L_support,t(theta_j), with theta_j a constant away from
 theta, it is the gradient of a sum_j L_support,t(theta_j): that is what is computed, for layers and
 embedding rows alike. Departures: the data sets keep their split, so theta_t is of the support rows
-alone, and the query rows serve the loss that is shown. What does not adapt (adapt_layers,
-adapt_embeddings, gates) would stand still; it takes the gradient of the same sum, the way it would
-have gone.
+alone, and the query rows serve the loss that is shown, to which tasks without them add 0
+(Episodes.num_shown). What does not adapt (adapt_layers, adapt_embeddings, gates) would stand still;
+it takes the gradient of the same sum, the way it would have gone.
 """
 
 from __future__ import annotations

@@ -49,6 +49,11 @@ class MicroBatches:
         return sum(part.num_terms for part in self.parts)
 
     @property
+    def num_shown(self) -> int:
+        """Those of them that its value is the mean of."""
+        return sum(part.num_shown for part in self.parts)
+
+    @property
     def num_rows(self) -> int:
         """Support and query rows."""
         return sum(part.num_rows for part in self.parts)

@@ -70,6 +70,7 @@ class Episodes:
     copies: Bags | None
     rows: ArrangedRows
     num_terms: int  # of the outer loss: tasks with query rows; rows if plain
+    num_shown: int  # of them, those that its value is the mean of: Reptile learns without one too
     num_rows: int
     fetch: RowFetch | None = None  # None: no rank was told yet which rows are needed
     # Whether the next batch probably makes tensors of the same sizes again.
@@ -98,6 +99,7 @@ class Episodes:
             copies=copies,
             rows=rows,
             num_terms=num_terms,
+            num_shown=num_terms,
             num_rows=batch.num_rows,
         )
 

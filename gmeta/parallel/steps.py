@@ -22,9 +22,17 @@ class StepTotals:
     """What all ranks together bring to a step."""
 
     num_terms: int
+    num_shown: int
     num_rows: int
     ranks_with_data: int
     ranks_asked_to_stop: int
+
+    @property
+    def terms_per_shown(self) -> float:
+        """What makes a loss that is divided by all terms the mean of those that it shows; 0 where
+        it shows none.
+        """
+        return self.num_terms / self.num_shown if self.num_shown else 0.0
 
 
 @dataclass(frozen=True)
@@ -74,8 +82,10 @@ def in_step(
             mine = arrange(given).to(ranks.device)
         else:
             mine = local_learner(sharded).announce.arranged(given, arrange, ranks.device)
-        asked = stop is not None and stop.asked
-        counts = torch.tensor([mine.num_terms, mine.num_rows, int(batch is not None), int(asked)])
+        has_data, asked = batch is not None, stop is not None and stop.asked
+        counts = torch.tensor(
+            [mine.num_terms, mine.num_shown, mine.num_rows, int(has_data), int(asked)]
+        )
         return _Upcoming(mine, counts, ranks.transport.add(counts, counts))
 
     def send(step: _Upcoming[Arranged]) -> _Upcoming[Arranged]:

@@ -30,13 +30,18 @@ class StepMeter:
     def _reset(self) -> None:
         self._loss = torch.zeros((), device=self._ranks.device)
         self._steps = 0
+        self._shown_steps = 0
         self._rows = 0
         self._began = time.perf_counter()
 
-    def add(self, loss: Tensor, num_rows: int) -> None:
-        """Count one outer step over all ranks' `num_rows`; does not wait for the device."""
-        self._loss += loss.detach()
+    def add(self, loss: Tensor, num_rows: int, terms_per_shown: float = 1.0) -> None:
+        """Count one outer step over all ranks' `num_rows`; does not wait for the device.
+
+        `terms_per_shown` times the loss is what it shows; nothing where it is 0.
+        """
+        self._loss.add_(loss.detach(), alpha=terms_per_shown)
         self._steps += 1
+        self._shown_steps += terms_per_shown > 0
         self._rows += num_rows
 
     @property
@@ -52,18 +57,18 @@ class StepMeter:
         yield
         self._began += time.perf_counter() - began
 
-    def read(self, wait_s: float) -> dict[str, float]:
+    def read(self, wait_s: float) -> dict[str, float | None]:
         """Means since the last reading; every rank must call it. `wait_s` is the reader's running
-        total.
+        total. No step with a query row, no loss.
         """
         # Waits for the device: the time below covers the work.
-        loss = self._loss.item() / self._steps
+        loss = self._loss.item() / max(self._shown_steps, 1)
         elapsed_s = time.perf_counter() - self._began
         # A local loss is weighted by the world size, so the mean over ranks is the global loss.
         loss_sum, wait_sum = sum_over_ranks([loss, wait_s - self._wait_s], self._ranks)
         world_size = self._ranks.world_size
-        values = {
-            "loss": loss_sum / world_size,
+        values: dict[str, float | None] = {
+            "loss": loss_sum / world_size if self._shown_steps else None,
             "samples_per_s": self._rows / elapsed_s,
             "data_wait_share": wait_sum / world_size / elapsed_s,
         }

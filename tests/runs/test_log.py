@@ -49,6 +49,22 @@ def test_a_reading_is_the_mean_of_the_steps_since_the_last(
     assert meter.steps == 0
 
 
+def test_a_step_that_shows_no_loss_is_not_one_of_loss_0(
+    monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
+) -> None:
+    monkeypatch.setattr(run_log, "sum_over_ranks", both_alike)
+    meter = StepMeter(of_rank(0))
+    # Three quarters of the first step's terms have a value, none of the second's.
+    for loss, terms_per_shown in ((0.75, 4 / 3), (0.0, 0.0), (2.0, 1.0)):
+        meter.add(torch.tensor(loss), 10, terms_per_shown)
+    clock.s += 1.0
+    assert meter.steps == 3
+    assert meter.read(wait_s=0.0) == {"loss": 1.5, "samples_per_s": 30.0, "data_wait_share": 0.0}
+    meter.add(torch.tensor(0.0), 10, 0.0)
+    clock.s += 1.0
+    assert meter.read(wait_s=0.0) == {"loss": None, "samples_per_s": 10.0, "data_wait_share": 0.0}
+
+
 def test_what_is_done_between_steps_makes_them_no_slower(
     monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
 ) -> None:
