@@ -270,7 +270,7 @@ def compared(processes: list[Turns], variant: str) -> dict[str, Any]:
 
 def main() -> None:
     options = make_parser(__doc__).parse_args()
-    rounds = options.rounds or (5 if options.quick else 21)
+    rounds = options.rounds or (4 if options.quick else 21)
     if len(available_cores()) < 2:
         raise SystemExit("scaling needs 2 cores, this process has 1: nothing to compare")
     works = WORKLOADS[:QUICK_WORKLOADS] if options.quick else WORKLOADS
