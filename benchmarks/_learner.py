@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gmeta.learner import MetaLearner
 from metaio.batch import TaskBatch
-from models.products import choose_precision
+from models.products import go_in_pieces
 
 Step = Callable[[], Tensor]
 
@@ -25,7 +25,7 @@ def learner_step(learner: MetaLearner, batches: Sequence[TaskBatch], width: int)
 
     def step() -> Tensor:
         episodes, rows_UD = next(upcoming)
-        choose_precision(rows_UD.device, episodes.sizes_recur)
+        go_in_pieces()
         rows_UD.grad = None
         learner.zero_grad()
         loss: Tensor = learner(rows_UD, episodes, 1 / episodes.num_terms)

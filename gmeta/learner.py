@@ -26,7 +26,6 @@ from gmeta.adaptation.side import Side, Sides, TaskGroups
 from gmeta.batches.blocks import block_groups, task_blocks
 from gmeta.batches.episodes import (
     Episodes,
-    has_equal_tasks,
     plain_rows,
     side_lengths,
     support_and_query,
@@ -96,11 +95,6 @@ class MetaLearner(nn.Module):
 
     def arrange(self, batch: TaskBatch) -> Episodes:
         """What `forward` takes, from a batch on the host."""
-        # The longest history makes a size, too.
-        is_pooled = not isinstance(self.model, DecisionModel) or self.model.history is None
-        return replace(self._arranged(batch), sizes_recur=is_pooled and has_equal_tasks(batch))
-
-    def _arranged(self, batch: TaskBatch) -> Episodes:
         if self._config.name == PLAIN:
             return plain_rows(batch)
         rows_per_task = self._config.adapt_embeddings

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.accumulate import MicroBatches
 from gmeta.build import build_learner
 from gmeta.learner import MetaLearner
 from gmeta.numerics import (
@@ -136,27 +135,3 @@ def test_large_tables_may_have_huge_pages_and_keep_their_values() -> None:
 
 def test_values_smaller_than_a_huge_page_keep_theirs() -> None:
     assert not use_huge_pages(torch.zeros(100))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "recur"),
-    [
-        ([(6, 5)] * 8, True),
-        ([(6, 5)] * 7, False),  # by chance
-        ([(6, 5)] * 7 + [(6, 4)], False),
-        ([(6, 5)] * 7 + [(5, 5)], False),
-    ],
-)
-@pytest.mark.parametrize("algorithm", ["maml", "reptile", "none"])
-def test_the_sizes_of_many_equal_tasks_recur(
-    sizes: list[tuple[int, int]], recur: bool, algorithm: str
-) -> None:
-    features, rng = reference.some_features(3, 1, 2, history=True), random.Random(7)
-    tasks = [reference.random_task(features, *size, rng) for size in sizes]
-    batch = reference.batch_of(tasks, features).map(single)
-    for model, expected in (("dlrm", recur), ("din", False)):
-        config = ModelConfig(name=model, embedding_dim=8, history="m0")
-        learner = build_learner(features, config, AlgorithmConfig(name=algorithm), "bce")
-        episodes = learner.arrange(batch)
-        assert episodes.sizes_recur is expected, "DIN: the longest history makes a size, too"
-        assert MicroBatches((episodes, episodes)).sizes_recur is expected

@@ -59,11 +59,6 @@ class MicroBatches:
         return sum(part.num_rows for part in self.parts)
 
     @property
-    def sizes_recur(self) -> bool:
-        """See Episodes."""
-        return all(part.sizes_recur for part in self.parts)
-
-    @property
     def fetch(self) -> RowFetch | None:
         """The rows of all parts on their way, see Episodes."""
         return self.parts[0].fetch

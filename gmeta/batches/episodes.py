@@ -24,9 +24,6 @@ from metaio.batch import TaskBatch
 from metaio.task_rows import task_rows
 
 Ints = npt.NDArray[np.int64]
-# Fewer may be equal by chance.
-MANY_TASKS = 8
-
 ArrangedRows = Side | Sides | TaskGroups | TaskBlocks | StackedBlocks
 
 
@@ -73,8 +70,6 @@ class Episodes:
     num_shown: int  # of them, those that its value is the mean of: Reptile learns without one too
     num_rows: int
     fetch: RowFetch | None = None  # None: no rank was told yet which rows are needed
-    # Whether the next batch probably makes tensors of the same sizes again.
-    sizes_recur: bool = False
 
     @classmethod
     def of(
@@ -148,15 +143,6 @@ def ids_of_query_rows(batch: TaskBatch) -> Tensor:
     for positions in used:
         is_used_U.index_fill_(0, positions.to(torch.int64), True)
     return is_used_U
-
-
-def has_equal_tasks(batch: TaskBatch) -> bool:
-    """Whether all of many tasks have as many support rows, and as many query rows: probably those
-    of the next batch have them, too.
-    """
-    support_T, query_T = side_lengths(batch)
-    many = len(support_T) >= MANY_TASKS
-    return many and bool((support_T == support_T[0]).all() and (query_T == query_T[0]).all())
 
 
 def plain_rows(batch: TaskBatch) -> Episodes:

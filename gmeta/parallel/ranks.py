@@ -18,6 +18,7 @@ from gmeta.errors import GMetaError, UserError
 from gmeta.numerics import keep_freed_memory
 from gmeta.parallel.shared_memory import open_shared_memory
 from gmeta.parallel.transport import Alone, Gloo, Transport
+from models.products import go_in_pieces
 
 T = TypeVar("T")
 
@@ -63,6 +64,7 @@ def start_ranks(
         torch.cuda.set_device(where)
     else:
         keep_freed_memory()
+        go_in_pieces()
     timeout = timedelta(seconds=timeout_s)
     backend = "nccl" if use_cuda else "gloo"
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -40,7 +40,6 @@ from gmeta.parallel.shared_memory import SharedMemory
 from gmeta.tables.names import module_name
 from gmeta.tables.sharding import WireDtype
 from metaio.features import Features
-from models.products import choose_precision
 
 if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business
     from gmeta.learner import MetaLearner, QueryPrediction
@@ -104,7 +103,6 @@ class ShardedLearner(nn.Module):
             threads_for(episodes.num_rows * self._num_weights, self._most_threads)
         )
         episodes, rows_UD = self.fetch(episodes, weight)
-        choose_precision(rows_UD.device, episodes.sizes_recur)
         if rows_UD.requires_grad:
             rows_UD.register_hook(self._look_at_gradient)
         if self.clock is not None:
@@ -132,7 +130,6 @@ class ShardedLearner(nn.Module):
     def predict(self, episodes: Episodes) -> "QueryPrediction":
         """See MetaLearner.predict; every rank must call it for each step, also without episodes."""
         episodes, rows_UD = self.fetch(episodes)
-        choose_precision(rows_UD.device, episodes.sizes_recur)
         return self.learner.predict(rows_UD, episodes)
 
 

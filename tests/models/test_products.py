@@ -19,7 +19,7 @@ needs_onednn = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _torch_as_it_was() -> object:
     before = torch.get_float32_matmul_precision()
-    products.choose_precision(torch.device("cpu"), False)
+    products.go_in_pieces()
     yield
     torch.set_float32_matmul_precision(before)
 
@@ -68,25 +68,16 @@ def test_most_rows_go_in_pieces_of_few_sizes() -> None:
 
 
 @needs_onednn
-def test_other_numbers_and_a_whole_step_are_left_to_torch() -> None:
+def test_other_numbers_are_left_to_torch() -> None:
     rows = torch.zeros(5_000, 100)
     assert products.first_piece(rows, 100)
     assert not products.first_piece(rows.double(), 100)
     assert not products.first_piece(rows.bfloat16(), 100)
-    products.choose_precision(torch.device("cuda"), True)
-    assert products.first_piece(rows, 100), "only a CPU's products are meant"
-    products.choose_precision(torch.device("cpu"), True)
-    assert not products.first_piece(rows, 100)
-    products.choose_precision(torch.device("cpu"), False)
-    assert products.first_piece(rows, 100)
 
 
-@pytest.mark.parametrize("sizes_recur", [False, True])
-def test_where_onednn_is_not_exact_it_is_never_taken(
-    sizes_recur: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_onednn_is_not_exact_it_is_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "onednn_is_exact", lambda: False)
-    products.choose_precision(torch.device("cpu"), sizes_recur)
+    products.go_in_pieces()
     assert torch.get_float32_matmul_precision() == "highest"
     assert not products.first_piece(torch.zeros(5_000, 100), 100)
 
@@ -139,11 +130,12 @@ import torch
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.learner import MetaLearner
 from models import InputSizes, ModelConfig, build_model
-from models.products import choose_precision
+from models.products import go_in_pieces
 sys.path.insert(0, "benchmarks")
 from _synthetic import ragged_sizes, random_batch, single_id_features
 
 torch.set_num_threads(1)
+go_in_pieces()
 features = single_id_features(10, 1_000)
 config = ModelConfig(name="melu", embedding_dim=16, hidden=(128, 64))
 algorithm = AlgorithmConfig(name="maml", adapt_embeddings=False)
@@ -154,7 +146,6 @@ for call in range(60):
     batch = random_batch(features, *sizes, call)
     episodes = learner.arrange(batch)
     rows = torch.randn(batch.unique_ids_U.numel(), 16).requires_grad_()
-    choose_precision(rows.device, episodes.sizes_recur)
     learner(rows, episodes, 1 / episodes.num_terms).backward()
 """
 
