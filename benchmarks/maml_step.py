@@ -214,7 +214,7 @@ def main() -> None:
             for ragged in (False, True)
             for steps in (1, 3)
         ]
-    results = measure_sizes(sizes, options.rounds or (5 if options.quick else 9), peers=True)
+    results = measure_sizes(sizes, options.rounds or (4 if options.quick else 9), peers=True)
     lines, second, one, speedup = [], [], [], {}
     for (model, rows, ragged, steps), seconds in results.items():
         to_plain = {name: seconds[name] / seconds["plain"] for name in ("maml", "fomaml")}
