@@ -16,6 +16,8 @@ itself is MKL's, for pieces; "highest", as torch is by itself, for none.
 Shape suffixes: N rows, I and O widths.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -39,10 +41,8 @@ def onednn_is_exact() -> bool:
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(256, 256, generator=generator) for _ in range(2))
     exact = left.double() @ right.double()
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    error = ((left @ right).double() - exact).abs().max() / exact.abs().max()
-    torch.set_float32_matmul_precision(before)
+    with _in_onednn():
+        error = ((left @ right).double() - exact).abs().max() / exact.abs().max()
     return bool(error < RELATIVE_ERROR)
 
 
@@ -74,9 +74,8 @@ def times(
         return _product(rows_NI, matrix_IO, bias_O, out)
     if out is None:
         out = rows_NI.new_empty(rows_NI.shape[0], matrix_IO.shape[1])
-    torch.set_float32_matmul_precision("medium")
-    _product(rows_NI[:first], matrix_IO, bias_O, out[:first])
-    torch.set_float32_matmul_precision(PIECES)
+    with _in_onednn():
+        _product(rows_NI[:first], matrix_IO, bias_O, out[:first])
     if first < rows_NI.shape[0]:
         _product(rows_NI[first:], matrix_IO, bias_O, out[first:])
     return out
@@ -86,9 +85,8 @@ def add_times(into_NO: Tensor, rows_NI: Tensor, matrix_IO: Tensor, beta: float) 
     """into = beta into + rows matrix. Not differentiable."""
     first = first_piece(rows_NI, matrix_IO.shape[1])
     if first:
-        torch.set_float32_matmul_precision("medium")
-        into_NO[:first].addmm_(rows_NI[:first], matrix_IO, beta=beta)
-        torch.set_float32_matmul_precision(PIECES)
+        with _in_onednn():
+            into_NO[:first].addmm_(rows_NI[:first], matrix_IO, beta=beta)
     if first < rows_NI.shape[0]:
         into_NO[first:].addmm_(rows_NI[first:], matrix_IO, beta=beta)
 
@@ -98,12 +96,22 @@ def over_rows(left_NO: Tensor, right_NI: Tensor, into: Tensor | None = None) -> 
     first = first_piece(left_NO, right_NI.shape[1])
     if not first:
         return _sum(left_NO, right_NI, into)
-    torch.set_float32_matmul_precision("medium")
-    into = _sum(left_NO[:first], right_NI[:first], into)
-    torch.set_float32_matmul_precision(PIECES)
+    with _in_onednn():
+        into = _sum(left_NO[:first], right_NI[:first], into)
     if first < left_NO.shape[0]:
-        into.addmm_(left_NO[first:].mT, right_NI[first:])
+        _sum(left_NO[first:], right_NI[first:], into)
     return into
+
+
+@contextmanager
+def _in_onednn() -> Iterator[None]:
+    """Products inside are oneDNN's; a failure leaves torch's precision as it was, too."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _product(

@@ -68,6 +68,13 @@ def test_most_rows_go_in_pieces_of_few_sizes() -> None:
 
 
 @needs_onednn
+def test_a_product_that_fails_leaves_torchs_precision_as_it_was() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        products.times(torch.zeros(5_000, 100), torch.zeros(99, 100))
+    assert torch.get_float32_matmul_precision() == products.PIECES
+
+
+@needs_onednn
 def test_other_numbers_are_left_to_torch() -> None:
     rows = torch.zeros(5_000, 100)
     assert products.first_piece(rows, 100)
