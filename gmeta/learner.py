@@ -101,7 +101,8 @@ class MetaLearner(nn.Module):
         if self._fused is not None and self._algorithm.query_loss_of is not None:
             groups = block_groups(batch)
             if any(group.support_rows for group in groups) and self._fused.pays(groups):
-                stacked = not rows_per_task and self._algorithm.query_loss_of == "second order"
+                second_order = self._algorithm.query_loss_of == "second order"
+                stacked = second_order and not self._fused.moves_inputs
                 pooling, history = self._fused.pooling, self._fused.history
                 constant_support = not rows_per_task and not self.support_rows_learn
                 return task_blocks(

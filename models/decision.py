@@ -19,7 +19,8 @@ class DecisionModel(nn.Module, ABC):
     """A model whose output is its decision layers on something made of pooled features.
 
     It sees the ids of a multi-id feature only as their pooled vector, those of `history` aside, and
-    applies its decision layers, an `mlp` with one output, to a row once.
+    applies its decision layers, an `mlp` with one output, to a row once; so too an `mlp` over its
+    dense columns, if it has one.
     """
 
     pooling: Pooling
@@ -30,16 +31,30 @@ class DecisionModel(nn.Module, ABC):
     def decision_layers(self) -> nn.Sequential:
         """Linear layers with ReLU between them; the last has one output and no ReLU."""
 
+    @property
+    def dense_layers(self) -> nn.Sequential | None:
+        """Linear layers, a ReLU after each, that see a row's dense columns alone; None: no layer
+        does, and the columns stay as they are.
+        """
+        return None
+
     @abstractmethod
     def decision_inputs_NX(self, rows: RowFeatures) -> Tensor:
         """What the decision layers see of each row, which depends on that row alone.
 
-        The pooled vector of the history is not to be read: it may be anything.
+        In place of its dense columns the row has what the dense layers make of them. The pooled
+        vector of the history is not to be read: it may be anything.
         """
+
+    def through_dense(self, rows: RowFeatures) -> RowFeatures:
+        """The rows as `decision_inputs_NX` takes them."""
+        layers = self.dense_layers
+        return rows if layers is None else rows._replace(dense_NK=layers(rows.dense_NK))
 
     def seen_NX(self, inputs: RowInputs) -> Tensor:
         """What the decision layers see of rows that are not pooled yet."""
-        return self.decision_inputs_NX(inputs.pooled(self.pooling, self.history))
+        rows = self.through_dense(inputs.pooled(self.pooling, self.history))
+        return self.decision_inputs_NX(rows)
 
     def forward(self, inputs: RowInputs) -> Tensor:
         """One output a row: [N]."""

@@ -31,7 +31,7 @@ class DLRM(DecisionModel):
         self.interaction = config.interaction
         width = config.embedding_dim
         num_vectors = sizes.num_single + sizes.num_multi
-        self.bottom: nn.Module | None = None
+        self.bottom: nn.Sequential | None = None
         if sizes.num_dense:
             self.bottom = mlp([sizes.num_dense, *config.bottom, width], activate_last=True)
             num_vectors += 1
@@ -54,13 +54,17 @@ class DLRM(DecisionModel):
         """See DecisionModel."""
         return self.top
 
+    @property
+    def dense_layers(self) -> nn.Sequential | None:
+        """See DecisionModel."""
+        return self.bottom
+
     def decision_inputs_NX(self, rows: RowFeatures) -> Tensor:
         """See DecisionModel."""
-        vectors_NFD, dense_ND = rows.features_NFD, None
+        vectors_NFD, dense_ND = rows.features_NFD, rows.dense_NK
         if self.bottom is not None:
-            dense_ND = self.bottom(rows.dense_NK)
             vectors_NFD = torch.cat([dense_ND.unsqueeze(1), vectors_NFD], dim=1)
         if self.interaction == "cat":
             return vectors_NFD.flatten(1)
         dots_NP: Tensor = self.dots(vectors_NFD)
-        return dots_NP if dense_ND is None else torch.cat([dense_ND, dots_NP], dim=1)
+        return dots_NP if self.bottom is None else torch.cat([dense_ND, dots_NP], dim=1)

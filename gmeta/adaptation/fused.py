@@ -1,10 +1,10 @@
-"""The inner loop where decision layers adapt, in closed form: exact, and a fraction of the
+"""The inner loop where a model's MLPs adapt, in closed form: exact, and a fraction of the
 operations of inner_loop.py, which does the same for any model.
 
 It serves training where it can (`suits`) and pays (`pays`); else, and for predictions, the general
 loop runs. Both are tested against the same loop over tasks, and against each other. Where no step
-moves the embedding rows, fixed_inputs.py does all of it in one operation; where they adapt, the
-steps go through the model's features, and fused_mlp.py does the layers of each.
+moves what the decision layers see, fixed_inputs.py does all of it in one operation; where embedding
+rows adapt, or layers over the dense columns, fused_steps.py takes one step after the other.
 
 Shape suffixes: N rows of one side, M query rows, R rows of both sides, P distinct (task, row)
 pairs, O output width.
@@ -21,10 +21,9 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.adaptation.costs import PathCosts
 from gmeta.adaptation.fixed_inputs import query_loss_sum
 from gmeta.adaptation.fixed_state import FixedLoop
-from gmeta.adaptation.fused_mlp import AdaptedMlp, Factors
+from gmeta.adaptation.fused_steps import SteppedLoop, in_autocast, linear_layers
 from gmeta.adaptation.inner_loop import WorkingRows
 from gmeta.adaptation.linear import adaptable_layers
-from gmeta.adaptation.losses import row_losses_N, weighted_sum
 from gmeta.adaptation.paths import Path, cheaper_path, paths_of_layers
 from gmeta.adaptation.rates import InnerRates, WeightRates
 from models.config import Pooling
@@ -43,11 +42,13 @@ class FusedLoop:
         self._loss = loss
         self._rates = rates
         adapts = adaptable_layers(model, config.adapt_layers)
-        names = {layer: name for name, layer in adapts.items()}
-        self._layers = _linear_layers(model)
+        names: dict[nn.Module, str] = {layer: name for name, layer in adapts.items()}
+        self._layers = linear_layers(model.decision_layers)
         # None: the layer does not adapt.
         self._names = [names.get(layer) for layer in self._layers]
         self._path_of = paths_of_layers(config, list(adapts))
+        self._adapts = adapts
+        self._stepped = SteppedLoop(model, config, loss, rates, names)
 
     @property
     def pooling(self) -> Pooling:
@@ -59,18 +60,23 @@ class FusedLoop:
         """The multi-id feature that the model sees unpooled."""
         return self._model.history
 
+    @property
+    def moves_inputs(self) -> bool:
+        """Whether inner steps move what the decision layers see."""
+        return _moves_inputs(self._model, self._config)
+
     @staticmethod
     def suits(model: nn.Module, config: AlgorithmConfig, rates: InnerRates) -> bool:
-        """Whether what adapts is decision layers, at no rate of single weights, and embedding rows;
-        with these only in low rank.
+        """Whether what adapts is decision layers, at no rate of single weights, layers over the
+        dense columns and embedding rows; where one of the latter does, only in low rank.
         """
         if not isinstance(model, DecisionModel):
             return False
         adapts = adaptable_layers(model, config.adapt_layers)
         paths = paths_of_layers(config, list(adapts)).values()
-        if config.adapt_embeddings and "materialised" in paths:
+        if _moves_inputs(model, config) and "materialised" in paths:
             return False
-        inside = _linear_layers(model)
+        inside = linear_layers(model.decision_layers) + linear_layers(model.dense_layers)
         return all(
             layer in inside and not isinstance(rates.of_layer(name), WeightRates)
             for name, layer in adapts.items()
@@ -78,16 +84,16 @@ class FusedLoop:
 
     def pays(self, groups: Iterable[BlockGroup]) -> bool:
         """Whether the general loop would need more operations for these tasks: it may hold the
-        changes as matrices, which this one cannot where embedding rows adapt.
+        changes as matrices, which this one cannot where steps move what the layers see.
         """
-        if not self._config.adapt_embeddings:
+        if not self.moves_inputs:
             return True
         low_rank = materialised = 0
         for tasks, support_rows, query_rows in groups:
             costs = PathCosts(support_rows, query_rows, self._config.inner_steps)
-            for layer, name in zip(self._layers, self._names, strict=True):
+            for name, layer in self._adapts.items():
                 # The general loop, too, holds a layer of which the config says low rank so.
-                if name is not None and self._path_of[name] == "auto":
+                if self._path_of[name] == "auto":
                     width = layer.in_features, layer.out_features
                     low_rank += len(tasks) * costs.low_rank(*width, uses=1)
                     materialised += len(tasks) * costs.materialised(*width, uses=1)
@@ -102,22 +108,13 @@ class FusedLoop:
         """
         if isinstance(blocks, StackedBlocks):
             return self._stacked_loss_sum(rows.values_PD, blocks)
-        if not self._config.adapt_embeddings:
+        if not self.moves_inputs:
             return self._first_order_loss_sum(rows.values_PD, blocks)
-        rows_PD, query = rows.values_PD, blocks.query
         gates: list[Tensor | None] = [None] * len(self._layers)
         if isinstance(self._model, GatedModel):
-            gates = self._gates_TO(self._inputs_NX(rows_PD, blocks.support), blocks.support.rows)
-        factors: list[tuple[Factors, ...]] = [()] * len(self._layers)
-        for _ in range(self._config.inner_steps):
-            factors, row_grads_PD = self._step(
-                rows_PD, gates, factors, blocks.support, second_order
-            )
-            rows_PD = rows_PD - rows.rate * row_grads_PD
-        inputs_NX = self._inputs_NX(rows_PD, query)
-        mlp = self._mlp(gates, factors, blocks.support, inputs_NX.dtype)
-        output_NO = mlp.outputs(inputs_NX, query.rows.rectangles)[-1]
-        return self._weighted_loss(output_NO, query.rows, 0.0)
+            support = blocks.support
+            gates = self._gates_TO(self._inputs_NX(rows.values_PD, support), support.rows)
+        return self._stepped.loss_sum(rows, blocks, gates, second_order)
 
     def _stacked_loss_sum(self, rows_PD: Tensor, blocks: StackedBlocks) -> Tensor:
         """Second order, embedding rows fixed."""
@@ -194,41 +191,6 @@ class FusedLoop:
             for at, (name, width) in enumerate(zip(self._names, widths, strict=True))
         )
 
-    def _step(
-        self,
-        rows_PD: Tensor,
-        gates: Sequence[Tensor | None],
-        factors: Sequence[tuple[Factors, ...]],
-        support: BlockSide,
-        second_order: bool,
-    ) -> tuple[list[tuple[Factors, ...]], Tensor]:
-        """The factors with one inner step more, and the gradient of the rows."""
-        if not second_order or not rows_PD.requires_grad:
-            rows_PD = rows_PD.detach().requires_grad_()
-        inputs_NX = self._inputs_NX(rows_PD, support)
-        with torch.set_grad_enabled(second_order):
-            seen_NX = inputs_NX if second_order else inputs_NX.detach()
-            mlp = self._mlp(gates, factors, support, seen_NX.dtype)
-            *hidden, output_NO = mlp.outputs(seen_NX, support.rows.rectangles)
-        with torch.enable_grad():
-            if not output_NO.requires_grad:
-                output_NO = output_NO.detach().requires_grad_()
-            loss = self._weighted_loss(output_NO, support.rows, self._config.support_prior)
-            (last,) = torch.autograd.grad(loss, output_NO, create_graph=second_order)
-        with torch.set_grad_enabled(second_order):
-            grads = mlp.grads(last, hidden)
-            moved = list(factors)
-            for at, name in enumerate(self._names):
-                if name is not None:
-                    activations = hidden[at - 1] if at else seen_NX
-                    # `suits` refused rates of single weights.
-                    rate = cast(float | Tensor, self._rates.of_layer(name))
-                    moved[at] = (*factors[at], Factors(activations, grads[at + 1] * rate))
-        (row_grads_PD,) = torch.autograd.grad(
-            inputs_NX, rows_PD, grads[0], create_graph=second_order
-        )
-        return moved, row_grads_PD
-
     def _gates_TO(self, support_NX: Tensor, support: BlockRows) -> list[Tensor | None]:
         """The gate of each decision layer of a gated model, for every task; None where it has
         none.
@@ -244,36 +206,12 @@ class FusedLoop:
         gates_TO = self._gates_TO(support_NX, support)
         return [gate if gate is None else gate.index_select(0, task_R) for gate in gates_TO]
 
-    def _mlp(
-        self,
-        gates: Sequence[Tensor | None],
-        factors: Sequence[tuple[Factors, ...]],
-        support: BlockSide,
-        dtype: torch.dtype,
-    ) -> AdaptedMlp:
-        return AdaptedMlp(
-            [layer.weight.to(dtype) for layer in self._layers],
-            [layer.bias.to(dtype) for layer in self._layers],
-            [None if gate is None else gate.to(dtype) for gate in gates],
-            factors,
-            support.rows.rectangles,
-        )
-
     def _inputs_NX(self, rows_PD: Tensor, side: BlockSide) -> Tensor:
-        """What the decision layers see, in autocast's precision where that is on: the operations
-        with written-out derivatives are closed to autocast.
-        """
-        inputs_NX = self._model.decision_inputs_NX(side.features(rows_PD))
-        device = inputs_NX.device.type
-        if torch.is_autocast_enabled(device):
-            inputs_NX = inputs_NX.to(torch.get_autocast_dtype(device))
-        return inputs_NX
-
-    def _weighted_loss(self, output_NO: Tensor, side: BlockRows, prior: float) -> Tensor:
-        """Sum over the tasks of the (shrunken) mean loss of their rows: a scalar."""
-        losses_N = row_losses_N(self._loss, output_NO.squeeze(1), side.label_N)
-        return weighted_sum(losses_N, side.mean_weights_N(losses_N.dtype, prior))
+        """What the decision layers see of rows whose dense layers do not adapt."""
+        features = self._model.through_dense(side.features(rows_PD))
+        return in_autocast(self._model.decision_inputs_NX(features))
 
 
-def _linear_layers(model: DecisionModel) -> list[nn.Linear]:
-    return [layer for layer in model.decision_layers if isinstance(layer, nn.Linear)]
+def _moves_inputs(model: DecisionModel, config: AlgorithmConfig) -> bool:
+    adapts = adaptable_layers(model, config.adapt_layers).values()
+    return config.adapt_embeddings or not set(adapts).isdisjoint(linear_layers(model.dense_layers))

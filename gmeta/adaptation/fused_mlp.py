@@ -61,15 +61,17 @@ class AdaptedMlp:
         outputs: tuple[Tensor, ...] = _Outputs.apply(plan, inputs_NI.contiguous(), *tensors)
         return outputs
 
-    def grads(self, last: Tensor, hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """g_0, ..., g_L of the support rows, from g_L and h_1, ..., h_{L-1}."""
-        plan, tensors = self._flat(self.support)
+    def grads(self, last: Tensor, hidden: Sequence[Tensor], lowest: int = 0) -> tuple[Tensor, ...]:
+        """g_lowest, ..., g_L of the support rows, from g_L and h_1, ..., h_{L-1}."""
+        if lowest == len(self.factors):
+            return (last,)
+        plan, tensors = self._flat(self.support, lowest)
         below: tuple[Tensor, ...] = _Grads.apply(plan, last.contiguous(), *hidden, *tensors)
         return (*below, last)
 
-    def _flat(self, rows: Rectangles) -> "tuple[_Plan, list[Tensor | None]]":
+    def _flat(self, rows: Rectangles, lowest: int = 0) -> "tuple[_Plan, list[Tensor | None]]":
         gated = tuple(at for at, gate in enumerate(self.gates_TO) if gate is not None)
-        plan = _Plan(tuple(map(len, self.factors)), gated, rows, self.support)
+        plan = _Plan(tuple(map(len, self.factors)), gated, rows, self.support, lowest)
         factors = [list(layer) for layer in self.factors]
         parts = list(self.weights_OI), list(self.biases_O), list(self.gates_TO), factors
         return plan, plan.packed(_Unpacked(*parts))
@@ -91,6 +93,7 @@ class _Plan(NamedTuple):
     gated: tuple[int, ...]  # layers with a gate
     rows: Rectangles
     support: Rectangles
+    lowest: int  # of the g that are asked for
 
     def unpacked(self, tensors: Sequence[Tensor]) -> _Unpacked:
         """The tensors by layer."""
@@ -174,7 +177,7 @@ class _Grads(torch.autograd.Function):
         weights, _, gates, factors = plan.unpacked(tensors[hidden:])
         grads: list[Tensor] = [last]
         spreads: list[list[list[Tensor]]] = []
-        for at in reversed(range(len(weights))):
+        for at in reversed(range(plan.lowest, len(weights))):
             gate_TO = gates[at]
             shared = grads[0] if gate_TO is None else _gated(grads[0], gate_TO, plan.rows)
             below_NI = times(shared, weights[at])
@@ -191,19 +194,19 @@ class _Grads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
         plan, layers = ctx.plan, len(ctx.plan.steps)
-        saved = ctx.saved_tensors
-        tensors, grads = saved[: -layers - 1], saved[-layers - 1 :]
+        saved, lowest = ctx.saved_tensors, plan.lowest
+        tensors, grads = saved[: lowest - layers - 1], saved[lowest - layers - 1 :]
         weights, _, gates, factors = plan.unpacked(tensors[layers - 1 :])
         found = plan.nothing()
         above = _contiguous(above)
         carried: Tensor | None = None
-        for at in range(layers):
-            below_NI = _sum(carried, above[at])
+        for at in range(lowest, layers):
+            below_NI = _sum(carried, above[at - lowest])
             if below_NI is None:
                 continue
             if at:
                 below_NI = _where_active(below_NI, tensors[at - 1])
-            grad, gate_TO = grads[at + 1], gates[at]
+            grad, gate_TO = grads[at - lowest + 1], gates[at]
             carried, shared = times(below_NI, weights[at].mT), grad
             if gate_TO is not None:
                 found.gates[at] = _of_gate(grad, carried, plan.rows)
@@ -216,7 +219,7 @@ class _Grads(torch.autograd.Function):
                     grad,
                     carried,
                     Factors(*reversed(step)),
-                    ctx.spreads[at][number],
+                    ctx.spreads[at - lowest][number],
                     plan,
                     True,
                 )
