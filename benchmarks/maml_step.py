@@ -7,6 +7,7 @@ take turns in one process:
 
   plain        the same model without an inner loop, on support and query rows together
   maml, fomaml ours, second and first order
+  common       as maml, but half of the features are the task's: the same on all of its rows
   loop         a loop over tasks with explicit weights
   vmap         torch.func: every task gets its own copy of each weight
   bmm          per-task weights written out, one batched product a layer
@@ -18,6 +19,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +69,16 @@ def batches_of(rows: int, ragged: bool, calls: int) -> list[TaskBatch]:
         [ragged_sizes(TASKS, rows, 2 * call + side) for side in (1, 2)] for call in range(calls)
     ]
     return [random_batch(features, *of_call, call) for call, of_call in enumerate(sizes)]
+
+
+def with_common(batch: TaskBatch) -> TaskBatch:
+    """The batch where every other feature has, on all rows of a task, the id of its first row."""
+    first_row_N = torch.repeat_interleave(
+        batch.row_offsets_T1[:-1], batch.row_offsets_T1.diff(), output_size=batch.num_rows
+    )
+    positions_NF = batch.positions_NF.clone()
+    positions_NF[:, ::2] = batch.positions_NF[first_row_N, ::2]
+    return replace(batch, positions_NF=positions_NF)
 
 
 def ours(batches: list[TaskBatch], hidden: tuple[int, ...], name: str, steps: int) -> Step:
@@ -149,6 +161,8 @@ def variant(name: str, batches: list[TaskBatch], hidden: tuple[int, ...], steps:
     """The step of a variant by its name in the table."""
     if name in ("loop", "vmap", "bmm"):
         return by_hand(batches[0], hidden, name, steps)
+    if name == "common":
+        return ours([with_common(batch) for batch in batches], hidden, "maml", steps)
     return ours(batches, hidden, {"plain": "none"}.get(name, name), steps)
 
 
@@ -159,7 +173,7 @@ def measure_sizes(
     results = {}
     for size in sizes:
         model, rows, ragged, steps = size
-        names = ["plain", "maml", "fomaml"]
+        names = ["plain", "maml", "fomaml", "common"]
         if peers and not ragged and steps == 1:
             names += ["loop", "vmap", "bmm"]
         batches = batches_of(rows, ragged, 1 + CALLS * rounds)
@@ -215,29 +229,31 @@ def main() -> None:
             for steps in (1, 3)
         ]
     results = measure_sizes(sizes, options.rounds or (4 if options.quick else 9), peers=True)
-    lines, second, one, speedup = [], [], [], {}
+    lines, second, one, common, speedup = [], [], [], [], {}
     for (model, rows, ragged, steps), seconds in results.items():
-        to_plain = {name: seconds[name] / seconds["plain"] for name in ("maml", "fomaml")}
+        to_plain = {name: seconds[name] / seconds["plain"] for name in RATIOS}
         peers = {name: s for name, s in seconds.items() if name in ("loop", "vmap", "bmm")}
         if steps == 1:
             second.append(to_plain["maml"])
             one.append(to_plain["fomaml"])
+            common.append(to_plain["common"])
         if peers and model == first:
             speedup[rows] = min(peers.values()) / seconds["maml"]
         samples = 2 * rows * TASKS / 1e3
         lines.append(
             [f"{model} S=Q={'~' if ragged else ''}{rows} k={steps}"]
             + [f"{samples / seconds[name]:.0f}k" if name in seconds else "-" for name in COLUMNS]
-            + [f"{to_plain['maml']:.2f}", f"{to_plain['fomaml']:.2f}"]
+            + [f"{ratio:.2f}" for ratio in to_plain.values()]
         )
     memory = peak_bytes("maml", first, 20) / peak_bytes("plain", first, 20)
     print(f"samples/s, {options.threads} thread(s), {TASKS} tasks")
-    print_table(["size", *COLUMNS, "maml/plain", "fomaml/plain"], lines)
+    print_table(["size", *COLUMNS, *(f"{name}/plain" for name in RATIOS)], lines)
     finish(
         "maml_step",
         {
             "ratio_to_plain": max(second),
             "ratio_to_plain_first_order": max(one),
+            "ratio_to_plain_common": max(common),
             "peak_memory_ratio": memory,
             **{f"speedup_s{rows}": value for rows, value in speedup.items()},
             "threads": options.threads,
@@ -246,7 +262,8 @@ def main() -> None:
     )
 
 
-COLUMNS = ("plain", "fomaml", "maml", "loop", "vmap", "bmm")
+COLUMNS = ("plain", "fomaml", "maml", "common", "loop", "vmap", "bmm")
+RATIOS = ("maml", "fomaml", "common")
 
 if __name__ == "__main__":
     main()

@@ -106,7 +106,14 @@ class MetaLearner(nn.Module):
                 pooling, history = self._fused.pooling, self._fused.history
                 constant_support = not rows_per_task and not self.support_rows_learn
                 return task_blocks(
-                    batch, groups, rows_per_task, stacked, pooling, history, constant_support
+                    batch,
+                    groups,
+                    rows_per_task,
+                    stacked,
+                    pooling,
+                    history,
+                    constant_support,
+                    self._fused.splits_weights,
                 )
         episodes = task_groups(batch, rows_per_task, self._num_adapted)
         if self._algorithm.learns_from == "support":

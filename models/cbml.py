@@ -59,6 +59,8 @@ class CBML(GatedModel):
     without support rows has the gates of the mean 0.
     """
 
+    features_from = 0
+
     def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
         super().__init__()
         self.pooling = config.pooling

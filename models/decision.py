@@ -25,6 +25,9 @@ class DecisionModel(nn.Module, ABC):
 
     pooling: Pooling
     history: int | None = None  # the multi-id feature that it sees unpooled
+    # The column of the decision inputs from which the features stand side by side, however many
+    # there are, so that what all rows of a task share is taken once a task; None: they do not.
+    features_from: int | None = None
 
     @property
     @abstractmethod

@@ -47,6 +47,8 @@ class DLRM(DecisionModel):
                 width if self.bottom is not None else 0
             )
             self.dots = PairwiseDots(num_vectors)
+        else:
+            self.features_from = 0 if self.bottom is None else width
         self.top = mlp([top_width, *config.hidden, 1], activate_last=False)
 
     @property

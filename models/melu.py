@@ -19,6 +19,8 @@ class MeLU(DecisionModel):
     the paper only in taking dense columns when the data has some.
     """
 
+    features_from = 0
+
     def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
         super().__init__()
         self.pooling = config.pooling

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gmeta.adaptation.bags import Bags
+from gmeta.adaptation.common import CommonFeatures
 from models.inputs import History, RowFeatures
 
 Ints = npt.NDArray[np.int64]
@@ -150,6 +151,7 @@ class TaskBlocks:
 
     support: BlockSide
     query: BlockSide
+    common: CommonFeatures | None = None  # those that the sides are without
 
     @property
     def rows(self) -> tuple[BlockRows, BlockRows]:
@@ -158,7 +160,8 @@ class TaskBlocks:
 
     def to(self, device: torch.device) -> "TaskBlocks":
         """Copy to a device."""
-        return TaskBlocks(self.support.to(device), self.query.to(device))
+        common = None if self.common is None else self.common.to(device)
+        return TaskBlocks(self.support.to(device), self.query.to(device), common)
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,7 @@ class StackedBlocks:
     both: BlockSide
     support: BlockRows
     query: BlockRows  # rectangles from its own first row
+    common: CommonFeatures | None = None  # those that `both` is without
 
     @classmethod
     def of(cls, both: BlockSide) -> "StackedBlocks":
@@ -180,7 +184,8 @@ class StackedBlocks:
 
     def to(self, device: torch.device) -> "StackedBlocks":
         """Copy to a device."""
-        return StackedBlocks.of(self.both.to(device))
+        common = None if self.common is None else self.common.to(device)
+        return replace(StackedBlocks.of(self.both.to(device)), common=common)
 
 
 class BlockGroup(NamedTuple):

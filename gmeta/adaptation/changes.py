@@ -3,8 +3,10 @@ out.
 
 The change D_t of a task's layer is a sum over steps of A_j^T G_j (see linear.py), held as its
 factors or as the matrix. It is used in two ways: on rows x that pass the layer, out -= x D_t and
-its bias; and turned, on gradients g that come back through it, below -= g D_t^T. Derivatives are
-taken in reverse order: all uses after a step come before the step is undone.
+c_t times its bias; and turned, on gradients g that come back through it, below -= g D_t^T. c_t is
+what two rows of a task have in common beside x: 1, and more where x is not all that they are
+(common.py). Derivatives are taken in reverse order: all uses after a step come before the step is
+undone.
 
 Shape suffixes: T tasks, L rows of a task, S its support rows, I input width, O output width.
 """
@@ -33,6 +35,24 @@ class Change(ABC):
 
     `fresh` tells that no use before wrote the gradients of the steps.
     """
+
+    def __init__(self, common: Tensor, wants_common: bool) -> None:
+        # c_t of the equations: [T, 1, 1] and differentiated, or [1, 1, 1] and 1.
+        self._common = common
+        self._wants_common = wants_common
+        self._common_grad: Tensor | None = None
+
+    @property
+    def common_grad_T(self) -> Tensor:
+        """The gradient of c, after all derivatives."""
+        if self._common_grad is None:
+            return self._common.new_zeros(self._common.shape[0])
+        return self._common_grad.neg()
+
+    def _add_common_grad(self, taken_T: Tensor) -> None:
+        """Of more that was taken from outputs, with this gradient of what was taken."""
+        before = self._common_grad
+        self._common_grad = taken_T if before is None else before.add_(taken_T)
 
     @abstractmethod
     def add(self, activations_TSI: Tensor, scaled_TSO: Tensor) -> None:
@@ -79,8 +99,8 @@ class Change(ABC):
 class LowRank(Change):
     """The factors of every step: S (I + O) numbers a task and step."""
 
-    def __init__(self, one: Tensor) -> None:
-        self._one = one
+    def __init__(self, common: Tensor, wants_common: bool) -> None:
+        super().__init__(common, wants_common)
         self._factors: list[tuple[Tensor, Tensor]] = []
 
     def add(self, activations_TSI: Tensor, scaled_TSO: Tensor) -> None:
@@ -88,10 +108,10 @@ class LowRank(Change):
         self._factors.append((activations_TSI, scaled_TSO))
 
     def subtract(self, out_TLO: Tensor, rows_TLI: Tensor) -> list[Tensor]:
-        """out -= sum_j (x A_j^T + 1) G_j."""
+        """out -= sum_j (x A_j^T + c) G_j."""
         spreads = []
         for activations, scaled in self._factors:
-            spread = torch.baddbmm(self._one, rows_TLI, activations.mT)
+            spread = torch.baddbmm(self._common, rows_TLI, activations.mT)
             out_TLO.baddbmm_(spread, scaled, alpha=-1)
             spreads.append(spread)
         return spreads
@@ -109,6 +129,8 @@ class LowRank(Change):
         for number, spread in enumerate(kept):
             activations, scaled = self._factors[number]
             of_spread = _outer(grad_TLO, scaled)
+            if self._wants_common:
+                self._add_common_grad(of_spread.sum(dim=(1, 2)))
             if rows_grad_TLI is not None:
                 rows_grad_TLI.baddbmm_(of_spread, activations, alpha=-1)
             if steps:
@@ -147,8 +169,8 @@ class FixedLowRank(Change):
     the product of the support rows with A once. The steps share one StepGrads.
     """
 
-    def __init__(self, one: Tensor) -> None:
-        self._one = one
+    def __init__(self, common: Tensor, wants_common: bool) -> None:
+        super().__init__(common, wants_common)
         self._sums: list[Tensor] = []
         self._activations: Tensor
         self._own_spread: Tensor | None = None
@@ -159,10 +181,10 @@ class FixedLowRank(Change):
         self._sums.append(self._sums[-1] + scaled_TSO if self._sums else scaled_TSO)
 
     def subtract(self, out_TLO: Tensor, rows_TLI: Tensor) -> tuple[Tensor, Tensor]:
-        """out -= (x A^T + 1) (G_1 + G_2 + ...)."""
+        """out -= (x A^T + c) (G_1 + G_2 + ...)."""
         spread = self._own_spread if rows_TLI is self._activations else None
         if spread is None:
-            spread = torch.baddbmm(self._one, rows_TLI, self._activations.mT)
+            spread = torch.baddbmm(self._common, rows_TLI, self._activations.mT)
         if rows_TLI is self._activations:
             self._own_spread = spread
         out_TLO.baddbmm_(spread, self._sums[-1], alpha=-1)
@@ -180,6 +202,8 @@ class FixedLowRank(Change):
         """See Change."""
         spread, total = kept
         of_spread = _outer(grad_TLO, total)
+        if self._wants_common:
+            self._add_common_grad(of_spread.sum(dim=(1, 2)))
         if rows_grad_TLI is not None:
             rows_grad_TLI.baddbmm_(of_spread, self._activations, alpha=-1)
         if steps:
@@ -211,7 +235,8 @@ class _Matrices(NamedTuple):
 class Materialised(Change):
     """The change as a matrix: I O numbers a task, however many rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, common: Tensor, wants_common: bool) -> None:
+        super().__init__(common, wants_common)
         self._steps: list[tuple[Tensor, Tensor]] = []
         self._totals: list[_Matrices] = []
         self._grad: _Matrices | None = None
@@ -229,9 +254,12 @@ class Materialised(Change):
         self._totals.append(_Matrices(weight_TIO, bias_T1O))
 
     def subtract(self, out_TLO: Tensor, rows_TLI: Tensor) -> _Matrices:
-        """out -= x D + sum_js G_js."""
+        """out -= x D + c sum_js G_js."""
         change = self._totals[-1]
-        out_TLO.baddbmm_(rows_TLI, change.weight_TIO, alpha=-1).sub_(change.bias_T1O)
+        bias_T1O = change.bias_T1O
+        if self._wants_common:
+            bias_T1O = bias_T1O * self._common
+        out_TLO.baddbmm_(rows_TLI, change.weight_TIO, alpha=-1).sub_(bias_T1O)
         return change
 
     def subtract_backward(
@@ -246,8 +274,13 @@ class Materialised(Change):
         """See Change."""
         if rows_grad_TLI is not None:
             rows_grad_TLI.baddbmm_(grad_TLO, kept.weight_TIO.mT, alpha=-1)
+        if not (steps or self._wants_common):
+            return
+        of_bias = grad_TLO.sum(dim=1, keepdim=True)
+        if self._wants_common:
+            self._add_common_grad((of_bias * kept.bias_T1O).sum(dim=(1, 2)))
+            of_bias = of_bias * self._common
         if steps:
-            of_bias = grad_TLO.sum(dim=1, keepdim=True)
             if self._grad is None:
                 of_weight = torch.bmm(rows_TLI.mT, grad_TLO)
                 self._grad = _Matrices(of_weight.neg_(), of_bias.neg_())
@@ -282,11 +315,16 @@ class Materialised(Change):
         torch.baddbmm(of_bias_T1O, activations, of_weight_TIO, out=grads.scaled_TSO)
 
 
-def new_change(path: Path, one: Tensor) -> Change:
-    """A change that is held this way; `one` is [1, 1, 1], in the layers' precision and place."""
-    if path == "materialised":
-        return Materialised()
-    return FixedLowRank(one) if path == "fixed" else LowRank(one)
+def new_change(path: Path, common: Tensor, wants_common: bool = False) -> Change:
+    """A change that is held this way. `common`, in the layers' precision and place, is c of each
+    task, [T, 1, 1], if it is differentiated, else a single 1, [1, 1, 1].
+    """
+    kinds: dict[Path, type[Change]] = {
+        "fixed": FixedLowRank,
+        "low_rank": LowRank,
+        "materialised": Materialised,
+    }
+    return kinds[path](common, wants_common)
 
 
 def _outer(left_TLO: Tensor, right_TSO: Tensor) -> Tensor:

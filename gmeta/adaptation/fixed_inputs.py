@@ -36,14 +36,22 @@ def query_loss_sum(
     weights_OI: Sequence[Tensor],
     biases_O: Sequence[Tensor],
     gates_RO: Sequence[Tensor],
+    common_T: Tensor | None = None,
 ) -> Tensor:
     """Sum over the tasks of the mean query loss: a scalar.
 
-    `inputs` are [R, X], support first; in first order [M, X]. Gates are those of gated layers.
+    `inputs` are [R, X], support first; in first order [M, X]. Gates are those of gated layers. With
+    `common_T` (common.py) the first of the biases is [T, O].
     """
     learned = [rate for rate in loop.rates if isinstance(rate, Tensor)]
     loss: Tensor = _QueryLoss.apply(
-        loop, inputs.contiguous(), *weights_OI, *biases_O, *gates_RO, *learned
+        loop,
+        inputs.contiguous(),
+        *weights_OI,
+        *biases_O,
+        *gates_RO,
+        *([] if common_T is None else [common_T]),
+        *learned,
     )
     return loss
 
@@ -68,6 +76,7 @@ class _QueryLoss(Function):
         with torch._C._AutoDispatchBelowAutograd():
             inputs_grad = passes.backward(grads[0], ctx.needs_input_grad[1])
             gates = [layer.gate_grad() for layer in layers if layer.gates]
+            common = passes.common_grads()
         rates = [layer.rate_grad for layer in layers if isinstance(layer.rate, Tensor)]
         weights, biases = [x.weight_grad for x in layers], [x.bias_grad for x in layers]
-        return (None, inputs_grad, *weights, *biases, *gates, *rates)
+        return (None, inputs_grad, *weights, *biases, *gates, *common, *rates)

@@ -37,6 +37,7 @@ class Passes:
         count, rest = len(loop.paths), iter(tensors)
         weights, biases = ([next(rest) for _ in range(count)] for _ in range(2))
         gates = [next(rest) if gated else None for gated in loop.gated]
+        common_T = None if loop.task_of_row is None else next(rest)
         num_support = loop.support.label_N.numel()
         self.layers = [
             Layer(weight, bias, gate, num_support)
@@ -46,16 +47,29 @@ class Passes:
         for layer, paths, rate in zip(self.layers, loop.paths, loop.rates, strict=True):
             layer.changes = [new_change(path, one) for path in paths]
             layer.rate = rate
+        first = self.layers[0]
+        if common_T is not None and first.changes:
+            tasks = [rectangle.tasks for rectangle in loop.support.rectangles]
+            common = common_T.view(-1, 1, 1).split(tasks)
+            first.changes = [
+                new_change(path, mine, True)
+                for path, mine in zip(loop.paths[0], common, strict=True)
+            ]
         shared_rate = _shared_rate(self.layers)
         self.lowest = next(at for at, layer in enumerate(self.layers) if layer.changes)
-        first = self.layers[0]
+        bias = None
+        if loop.task_of_row is not None:
+            bias = loop.task_of_row.forward.times(first.bias_O)
         if loop.support_NX is None:
-            first_RO = first.linear(inputs)
+            first_RO = first.linear(inputs, bias)
             sides = inputs[:num_support], inputs[num_support:]
             self.first = first_RO[:num_support], first_RO[num_support:]
         else:
             sides = loop.support_NX, inputs
-            self.first = first.linear(sides[0]), first.linear(sides[1])
+            self.first = (
+                first.linear(sides[0], loop.support_bias_NO),
+                first.linear(sides[1], bias),
+            )
         self.sides = sides
         self.input_views = loop.support.views(sides[0]), loop.query.views(sides[1])
         # Of each row in the sum over the tasks.
@@ -267,10 +281,24 @@ class Passes:
         first = self.layers[0]
         grad = torch.cat(grads) if len(grads) > 1 else grads[0]
         first.add_weight_grad(grad, self.inputs)
-        first.add_bias_grad(grad)
+        task_of_row = self.loop.task_of_row
+        if task_of_row is None:
+            first.add_bias_grad(grad)
+        else:
+            assert task_of_row.backward is not None
+            first.bias_grad = task_of_row.backward.times(grad)
         if self.wants_inputs and len(grads) > 1:
             of_support = self.of_sides[SUPPORT]
             add_times(of_support, grads[0], first.weight_OI, beta=1 if first.changes else 0)
+
+    def common_grads(self) -> list[Tensor | None]:
+        """The gradient of what the rows of each task have in common, where the loop was given it;
+        none where the first layer does not adapt.
+        """
+        if self.loop.task_of_row is None:
+            return []
+        parts = [change.common_grad_T for change in self.layers[0].changes]
+        return [torch.cat(parts) if parts else None]
 
 
 def _shared_rate(layers: Sequence[Layer]) -> float | None:

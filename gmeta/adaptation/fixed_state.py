@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from models.products import over_rows, times
+from models.products import add_times, over_rows, times
 
 if TYPE_CHECKING:
+    from gmeta.adaptation.bags import Bags
     from gmeta.adaptation.blocks import BlockRows
     from gmeta.adaptation.changes import Change, StepGrads
     from gmeta.adaptation.paths import Path
@@ -37,6 +38,10 @@ class FixedLoop:
     rates: tuple[float | Tensor, ...]  # by layer, a scalar or [O]
     gated: tuple[bool, ...]  # by layer
     support_NX: Tensor | None  # None: second order, and the inputs are of both sides
+    # Where the first layer's biases are of tasks (common.py): the task of each row of the inputs,
+    # and in first order what the support rows' biases are.
+    task_of_row: Bags | None = None
+    support_bias_NO: Tensor | None = None
 
 
 class Layer:
@@ -47,7 +52,7 @@ class Layer:
     ) -> None:
         self.weight_OI = weight_OI
         self.weight_IO = weight_OI.mT
-        self.bias_O = bias_O
+        self.bias_O = bias_O  # of the first layer maybe one for each task: [T, O]
         self.gates: tuple[Tensor, ...] = ()
         if gate_RO is not None:
             self.gates = gate_RO[:num_support], gate_RO[num_support:]
@@ -58,9 +63,12 @@ class Layer:
         self.gate_grads: list[Tensor | None] = [None, None]  # of support and query rows
         self.rate_grad: Tensor | None = None
 
-    def linear(self, rows_NI: Tensor) -> Tensor:
-        """Before gates and changes."""
-        return times(rows_NI, self.weight_IO, self.bias_O)
+    def linear(self, rows_NI: Tensor, bias_NO: Tensor | None = None) -> Tensor:
+        """Before gates and changes; a bias for each row is overwritten."""
+        if bias_NO is None:
+            return times(rows_NI, self.weight_IO, self.bias_O)
+        add_times(bias_NO, rows_NI, self.weight_IO, beta=1)
+        return bias_NO
 
     def add_weight_grad(self, grad_NO: Tensor, rows_NI: Tensor) -> None:
         """Of one product grad^T rows more."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gmeta.adaptation.blocks import BlockGroup, BlockRows, BlockSide, StackedBlocks, TaskBlocks
+from gmeta.adaptation.common import CommonFeatures, CommonInputs, first_layer
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.adaptation.costs import PathCosts
 from gmeta.adaptation.fixed_inputs import query_loss_sum
@@ -64,6 +65,14 @@ class FusedLoop:
     def moves_inputs(self) -> bool:
         """Whether inner steps move what the decision layers see."""
         return _moves_inputs(self._model, self._config)
+
+    @property
+    def splits_weights(self) -> int:
+        """Weights of the first layer where what all rows of a task share may be taken once a task
+        (common.py), else 0.
+        """
+        may_split = self._model.features_from is not None and not self.moves_inputs
+        return self._layers[0].weight.numel() if may_split else 0
 
     @staticmethod
     def suits(model: nn.Module, config: AlgorithmConfig, rates: InnerRates) -> bool:
@@ -119,12 +128,13 @@ class FusedLoop:
     def _stacked_loss_sum(self, rows_PD: Tensor, blocks: StackedBlocks) -> Tensor:
         """Second order, embedding rows fixed."""
         inputs_RX = self._inputs_NX(rows_PD, blocks.both)
+        common = self._common(rows_PD, blocks.common)
         support, query = blocks.support, blocks.query
         gates_RO: list[Tensor | None] = [None] * len(self._layers)
         if isinstance(self._model, GatedModel):
             support_NX = inputs_RX[: support.label_N.numel()]
-            gates_RO = self._gates_RO(support_NX, support, blocks.both.rows.task_N)
-        return self._fixed_loss_sum(inputs_RX, None, support, query, gates_RO)
+            gates_RO = self._gates_RO(support_NX, support, blocks.both.rows.task_N, common)
+        return self._fixed_loss_sum(inputs_RX, None, support, query, gates_RO, common)
 
     def _first_order_loss_sum(self, rows_PD: Tensor, blocks: TaskBlocks) -> Tensor:
         """First order, embedding rows fixed: the support rows' inputs are constants, but for the
@@ -134,11 +144,23 @@ class FusedLoop:
         with torch.set_grad_enabled(gated):
             support_NX = self._inputs_NX(rows_PD, blocks.support)
         inputs_MX = self._inputs_NX(rows_PD, blocks.query)
+        common = self._common(rows_PD, blocks.common)
         gates_RO: list[Tensor | None] = [None] * len(self._layers)
         if gated:
             task_R = torch.cat([support.task_N, query.task_N])
-            gates_RO = self._gates_RO(support_NX, support, task_R)
-        return self._fixed_loss_sum(inputs_MX, support_NX.detach(), support, query, gates_RO)
+            gates_RO = self._gates_RO(support_NX, support, task_R, common)
+        return self._fixed_loss_sum(
+            inputs_MX, support_NX.detach(), support, query, gates_RO, common
+        )
+
+    def _common(self, rows_PD: Tensor, features: CommonFeatures | None) -> CommonInputs | None:
+        """What the rows of a task share, in the precision of their other inputs."""
+        if features is None:
+            return None
+        first_column = self._model.features_from
+        assert first_column is not None  # or nothing would stand apart
+        columns = features.columns(first_column, rows_PD.shape[1], self._layers[0].weight)
+        return CommonInputs(features, columns, in_autocast(features.values_TU(rows_PD)))
 
     def _fixed_loss_sum(
         self,
@@ -147,9 +169,20 @@ class FusedLoop:
         support: BlockRows,
         query: BlockRows,
         gates_RO: Sequence[Tensor | None],
+        common: CommonInputs | None,
     ) -> Tensor:
         """See FixedLoop."""
-        dtype = inputs.dtype
+        dtype, second_order = inputs.dtype, support_NX is None
+        weights = [layer.weight.to(dtype) for layer in self._layers]
+        biases = [layer.bias.to(dtype) for layer in self._layers]
+        common_T = task_of_row = support_bias_NO = None
+        if common is not None:
+            weights[0], biases[0], common_T = first_layer(
+                weights[0], biases[0], common, second_order
+            )
+            *of_support, task_of_row = common.features.of_rows
+            if of_support:
+                support_bias_NO = of_support[0].forward.times(biases[0])
         # `suits` refused rates of single weights.
         rates = [
             cast(float | Tensor, 0.0 if name is None else self._rates.of_layer(name))
@@ -161,26 +194,25 @@ class FusedLoop:
             support_prior=self._config.support_prior,
             support=support,
             query=query,
-            paths=self._paths(support, query),
+            paths=self._paths(support, query, weights),
             rates=tuple(rate.to(dtype) if isinstance(rate, Tensor) else rate for rate in rates),
             gated=tuple(gate is not None for gate in gates_RO),
             support_NX=support_NX,
+            task_of_row=task_of_row,
+            support_bias_NO=support_bias_NO,
         )
-        return query_loss_sum(
-            loop,
-            inputs,
-            [layer.weight.to(dtype) for layer in self._layers],
-            [layer.bias.to(dtype) for layer in self._layers],
-            [gate.to(dtype) for gate in gates_RO if gate is not None],
-        )
+        gates = [gate.to(dtype) for gate in gates_RO if gate is not None]
+        return query_loss_sum(loop, inputs, weights, biases, gates, common_T)
 
-    def _paths(self, support: BlockRows, query: BlockRows) -> tuple[tuple[Path, ...], ...]:
+    def _paths(
+        self, support: BlockRows, query: BlockRows, weights_OI: Sequence[Tensor]
+    ) -> tuple[tuple[Path, ...], ...]:
         """How each layer's change is held in each rectangle; none where it does not adapt."""
         costs = [
             (mine.tasks, PathCosts(mine.rows, other.rows, self._config.inner_steps))
             for mine, other in zip(support.rectangles, query.rectangles, strict=True)
         ]
-        widths = [(layer.in_features, layer.out_features) for layer in self._layers]
+        widths = [(weight.shape[1], weight.shape[0]) for weight in weights_OI]
         return tuple(
             ()
             if name is None
@@ -191,19 +223,29 @@ class FusedLoop:
             for at, (name, width) in enumerate(zip(self._names, widths, strict=True))
         )
 
-    def _gates_TO(self, support_NX: Tensor, support: BlockRows) -> list[Tensor | None]:
+    def _gates_TO(
+        self, support_NX: Tensor, support: BlockRows, common: CommonInputs | None = None
+    ) -> list[Tensor | None]:
         """The gate of each decision layer of a gated model, for every task; None where it has
         none.
         """
-        gates = cast(GatedModel, self._model).gates_TO(support.mean_TX(support_NX))
+        mean_TX = support.mean_TX(support_NX)
+        if common is not None:
+            is_known_T1 = support.mean_TX(support_NX.new_ones(len(support_NX), 1))
+            mean_TX = common.beside(mean_TX, common.values_TU * is_known_T1)
+        gates = cast(GatedModel, self._model).gates_TO(mean_TX)
         by_layer = {self._model.get_submodule(name): gate for name, gate in gates.items()}
         return [by_layer.get(layer) for layer in self._layers]
 
     def _gates_RO(
-        self, support_NX: Tensor, support: BlockRows, task_R: Tensor
+        self,
+        support_NX: Tensor,
+        support: BlockRows,
+        task_R: Tensor,
+        common: CommonInputs | None,
     ) -> list[Tensor | None]:
         """The same for rows of these tasks."""
-        gates_TO = self._gates_TO(support_NX, support)
+        gates_TO = self._gates_TO(support_NX, support, common)
         return [gate if gate is None else gate.index_select(0, task_R) for gate in gates_TO]
 
     def _inputs_NX(self, rows_PD: Tensor, side: BlockSide) -> Tensor:

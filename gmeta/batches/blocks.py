@@ -6,6 +6,7 @@ multi-id features, C features of both kinds, H history values of a row, V ids of
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -22,9 +23,14 @@ from gmeta.adaptation.blocks import (
     TaskBlocks,
     group_tasks,
 )
+from gmeta.adaptation.common import CommonFeatures
 from gmeta.batches.episodes import Episodes, Ints, reading_copies, side_lengths
 from metaio.batch import TaskBatch
 from models.config import Pooling
+
+# Multiply-adds of a product of rows below which to take what tasks share apart, once a task, costs
+# more in calls than it saves.
+LEAST_COMMON_WORK = 5_000_000
 
 
 def block_groups(batch: TaskBatch) -> list[BlockGroup]:
@@ -47,12 +53,18 @@ def task_blocks(
     pooling: Pooling,
     history: int | None,
     constant_support: bool = False,
+    splits_weights: int = 0,
 ) -> Episodes:
     """Both sides of these groups as blocks, for a model that sees pooled features, and the multi-id
     feature `history` unpooled; `stacked` for one operation on both sides at a time. With
-    `constant_support` nobody can ask for the gradient of what the support rows use.
+    `constant_support` nobody can ask for the gradient of what the support rows use. Features that
+    all rows of a task share stand apart where that pays for a first layer of `splits_weights`
+    weights; 0: it cannot take them so.
     """
     batch, fetched_row_P, num_rows = reading_copies(batch, rows_per_task)
+    whole, common_F = batch, _common_features(batch, splits_weights)
+    if common_F is not None:
+        batch = replace(batch, positions_NF=batch.positions_NF[:, ~common_F])
     starts_T, ends_T = batch.row_offsets_T1[:-1].numpy(), batch.row_offsets_T1[1:].numpy()
     middles_T = starts_T + batch.support_lengths_T.numpy()
     tasks = [group.tasks for group in groups]
@@ -62,12 +74,51 @@ def task_blocks(
 
     support, query = (starts_T, middles_T), (middles_T, ends_T)
     num_terms = sum(len(group.tasks) for group in groups)
-    rows = (
-        StackedBlocks.of(block_of(support, query))
-        if stacked
-        else TaskBlocks(block_of(support, constant=constant_support), block_of(query))
-    )
+    rows: StackedBlocks | TaskBlocks
+    if stacked:
+        rows = StackedBlocks.of(both := block_of(support, query))
+        sides = [both]
+    else:
+        rows = TaskBlocks(block_of(support, constant=constant_support), block_of(query))
+        sides = [rows.support, rows.query]
+    if common_F is not None:
+        common = _common_block(whole, common_F, np.concatenate(tasks), sides, num_rows)
+        rows = replace(rows, common=common)
     return Episodes.of(batch, fetched_row_P, rows, num_terms)
+
+
+def _common_features(batch: TaskBatch, weights: int) -> torch.Tensor | None:
+    """Which single-id features are the same on all rows of every task, if that saves enough of the
+    products with so many weights: bool [F].
+    """
+    num_features = batch.positions_NF.shape[1] + batch.multi_lengths_NM.shape[1]
+    if batch.num_rows * weights < LEAST_COMMON_WORK:
+        return None
+    positions_NF, starts_T = batch.positions_NF.numpy(), batch.row_offsets_T1[:-1].numpy()
+    as_before_NF = positions_NF[1:] == positions_NF[:-1]
+    as_before_NF[starts_T[(starts_T > 0) & (starts_T < batch.num_rows)] - 1] = True
+    common_F = as_before_NF.all(axis=0)
+    if common_F.all() and num_features == common_F.size and not batch.dense_NK.shape[1]:
+        common_F[-1:] = False  # rows of nothing are not worth the care
+    saved = batch.num_rows * weights * np.count_nonzero(common_F) / num_features
+    return torch.from_numpy(common_F) if saved >= LEAST_COMMON_WORK else None
+
+
+def _common_block(
+    batch: TaskBatch,
+    common_F: torch.Tensor,
+    tasks: Ints,
+    sides: Sequence[BlockSide],
+    num_rows: int,
+) -> CommonFeatures:
+    """These features of these tasks, group by group."""
+    first_rows = batch.row_offsets_T1[torch.from_numpy(tasks)]
+    positions = batch.positions_NF[first_rows][:, common_F]
+    return CommonFeatures(
+        features=tuple(common_F.nonzero().squeeze(1).tolist()),
+        bags=Bags.single(positions.flatten(), num_rows),
+        of_rows=tuple(Bags.single(side.rows.task_N, len(tasks)) for side in sides),
+    )
 
 
 def _block_side(

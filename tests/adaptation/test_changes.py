@@ -29,13 +29,17 @@ def draw_steps(number: int, width_out: int, fixed: bool) -> list[tuple[Tensor, T
     ]
 
 
-def slow_subtract(out_TLO: Tensor, rows_TLI: Tensor, steps: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Task by task, step by step: out - x (A^T G) - sum of G over the support rows."""
+def slow_subtract(
+    out_TLO: Tensor, rows_TLI: Tensor, steps: list[tuple[Tensor, Tensor]], common_T11: Tensor = ONE
+) -> Tensor:
+    """Task by task, step by step: out - x (A^T G) - c times the sum of G over the support rows."""
+    common = common_T11.flatten().expand(TASKS)
     found = []
     for task in range(TASKS):
         out = out_TLO[task]
         for activations, scaled in steps:
-            out = out - rows_TLI[task] @ (activations[task].T @ scaled[task]) - scaled[task].sum(0)
+            out = out - rows_TLI[task] @ (activations[task].T @ scaled[task])
+            out = out - common[task] * scaled[task].sum(0)
         found.append(out)
     return torch.stack(found)
 
@@ -51,8 +55,12 @@ def slow_turned(below_TSI: Tensor, grads_TSO: Tensor, steps: list[tuple[Tensor, 
     return torch.stack(found)
 
 
-def changed(path: Path, steps: list[tuple[Tensor, Tensor]]) -> Change:
+def changed(
+    path: Path, steps: list[tuple[Tensor, Tensor]], common_T11: Tensor | None = None
+) -> Change:
     change = new_change(path, ONE)
+    if common_T11 is not None:
+        change = new_change(path, common_T11.detach(), wants_common=True)
     for activations, scaled in steps:
         change.add(activations.detach(), scaled.detach())
     return change
@@ -149,20 +157,24 @@ def test_the_support_rows_keep_their_product_from_step_to_step() -> None:
 def test_a_second_pass_over_other_rows_adds_to_the_gradients_of_the_first(path: Path) -> None:
     torch.manual_seed(0)
     steps = draw_steps(2, 4, fixed=path == "fixed")
+    common = drawn(TASKS, 1, 1)
     passes = [(drawn(TASKS, ROWS, WIDTH_IN), torch.randn(TASKS, ROWS, 4).double()) for _ in "ab"]
     zeros = torch.zeros(TASKS, ROWS, 4, dtype=torch.float64)
-    total = sum((slow_subtract(zeros, rows, steps) * of_out).sum() for rows, of_out in passes)
+    total = sum(
+        (slow_subtract(zeros, rows, steps, common) * of_out).sum() for rows, of_out in passes
+    )
     activations, scaled = steps[0]
     assert isinstance(total, Tensor)
-    wanted = torch.autograd.grad(total, [activations, scaled])
+    wanted = torch.autograd.grad(total, [activations, scaled, common])
 
-    change, made = changed(path, steps), empty_grads(path, steps)
+    change, made = changed(path, steps, common), empty_grads(path, steps)
     for fresh, (rows, of_out) in zip((True, False), passes, strict=True):
         kept = change.subtract(zeros.clone(), rows.detach())
         # None: nobody asks for the gradient of these rows.
         change.subtract_backward(kept, of_out, rows.detach(), None, made, fresh)
     undone(change, made)
-    for value, expected in zip(made[0], wanted, strict=True):
+    found = (*made[0], change.common_grad_T.view(-1, 1, 1))
+    for value, expected in zip(found, wanted, strict=True):
         torch.testing.assert_close(value, expected)
 
 

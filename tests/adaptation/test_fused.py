@@ -1,7 +1,7 @@
 """The fused loop against the general one: where it serves, and that both give the same step."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,11 +46,22 @@ def learner_of(
     return build_learner(FEATURES, model, algorithm, loss).double()
 
 
-def batch_of(sizes: list[tuple[int, int]]) -> reference.TaskBatch:
+@pytest.fixture(autouse=True, scope="module")
+def _even_a_single_common_feature_stands_apart() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gmeta.batches.blocks.LEAST_COMMON_WORK", 1)
+        yield
+
+
+def batch_of(sizes: list[tuple[int, int]], num_common: int = 0) -> reference.TaskBatch:
+    """Random tasks of these sizes, whose rows share their last single-id features."""
     rng = random.Random(0)
-    return reference.batch_of(
-        [reference.random_task(FEATURES, *size, rng) for size in sizes], FEATURES
-    )
+    tasks = [reference.random_task(FEATURES, *size, rng) for size in sizes]
+    for task in tasks:
+        own = len(FEATURES.single) - num_common
+        for row in task.single:
+            row[own:] = task.single[0][own:]
+    return reference.batch_of(tasks, FEATURES)
 
 
 def arranged_together(learner: MetaLearner, batch: reference.TaskBatch) -> Episodes:
@@ -89,6 +100,7 @@ def assert_same_step(
     rates=st.sampled_from(["layer", "output"]),
     path=st.sampled_from(["low_rank", "materialised", "auto"]),
     loss=st.sampled_from(["bce", "mse", "huber"]),
+    num_common=st.integers(0, 2),
     sizes=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=9).filter(
         lambda sizes: any(support and query for support, query in sizes)
     ),
@@ -102,6 +114,7 @@ def test_the_fused_step_equals_the_general_one(
     rates: str,
     path: InnerPath,
     loss: str,
+    num_common: int,
     sizes: list[tuple[int, int]],
 ) -> None:
     (model, layers), embeddings = model_and_layers, embeddings and name != "anil"
@@ -117,10 +130,14 @@ def test_the_fused_step_equals_the_general_one(
     )
     config = replace(MELU, name=model, history="m0", interaction=interaction)
     learner = learner_of(algorithm, config, loss)
-    batch = batch_of(sizes)
+    batch = batch_of(sizes, num_common)
     fused, general = learner.arrange(batch), arranged_together(learner, batch)
     assert isinstance(fused.rows, TaskBlocks if moves_inputs else TaskBlocks | StackedBlocks)
     assert isinstance(general.rows, Sides)
+    has_side_by_side = model in ("melu", "cbml") or (model, interaction) == ("dlrm", "cat")
+    may_stand_apart = has_side_by_side and not moves_inputs
+    assert (fused.rows.common is not None) >= (may_stand_apart and num_common > 0)
+    assert (fused.rows.common is not None) <= may_stand_apart
     assert fused.num_terms == general.num_terms
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
     assert_same_step(learner, rows_UD, fused, general)
@@ -301,11 +318,12 @@ def test_groups_of_similar_tasks_give_the_step_of_all_tasks_together(
         (AlgorithmConfig(name="maml", inner_path="low_rank", inner_steps=2), "dlrm"),
     ],
 )
+@pytest.mark.parametrize("num_common", [0, 1])
 def test_autocast_computes_the_fused_step_in_bfloat16(
-    algorithm: AlgorithmConfig, model: str
+    algorithm: AlgorithmConfig, model: str, num_common: int
 ) -> None:
     learner = learner_of(algorithm, replace(MELU, name=model)).float()
-    batch = batch_of([(3, 2), (2, 4)])
+    batch = batch_of([(3, 2), (2, 4)], num_common)
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, requires_grad=True)
     exact = learner(rows_UD, learner.arrange(batch), 1.0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
