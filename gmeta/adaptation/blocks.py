@@ -6,8 +6,10 @@ Shape suffixes: T tasks, N rows of one side with its padding, F features, D embe
 columns.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +17,10 @@ import torch
 from torch import Tensor
 
 from gmeta.adaptation.bags import Bags
-from gmeta.adaptation.common import CommonFeatures
 from models.inputs import History, RowFeatures
+
+if TYPE_CHECKING:
+    from gmeta.adaptation.common import CommonFeatures
 
 Ints = npt.NDArray[np.int64]
 
@@ -62,7 +66,7 @@ class BlockHistory:
         shape_NHD = (*self.there_NH.shape, rows_PD.shape[1])
         return History(self.bags.pool(rows_PD).view(shape_NHD), self.there_NH)
 
-    def to(self, device: torch.device) -> "BlockHistory":
+    def to(self, device: torch.device) -> BlockHistory:
         """Copy to a device."""
         return BlockHistory(self.bags.to(device), self.there_NH.to(device, non_blocking=True))
 
@@ -95,7 +99,7 @@ class BlockRows:
         count_N = self.count_N + prior if prior else self.count_N
         return count_N.reciprocal().to(dtype)
 
-    def cut(self, num_support: int) -> tuple["BlockRows", "BlockRows"]:
+    def cut(self, num_support: int) -> tuple[BlockRows, BlockRows]:
         """Support and query rows, of the same tasks, that stand one after the other."""
         half = len(self.rectangles) // 2
         of_query = [
@@ -108,7 +112,7 @@ class BlockRows:
         )
         return support, query
 
-    def to(self, device: torch.device) -> "BlockRows":
+    def to(self, device: torch.device) -> BlockRows:
         """Copy to a device."""
         return replace(
             self,
@@ -134,7 +138,7 @@ class BlockSide:
         history = None if self.history is None else self.history.values(rows_PD)
         return RowFeatures(features_NFD, self.dense_NK.to(rows_PD.dtype), history)
 
-    def to(self, device: torch.device) -> "BlockSide":
+    def to(self, device: torch.device) -> BlockSide:
         """Copy to a device."""
         return replace(
             self,
@@ -158,7 +162,7 @@ class TaskBlocks:
         """Of support and query."""
         return self.support.rows, self.query.rows
 
-    def to(self, device: torch.device) -> "TaskBlocks":
+    def to(self, device: torch.device) -> TaskBlocks:
         """Copy to a device."""
         common = None if self.common is None else self.common.to(device)
         return TaskBlocks(self.support.to(device), self.query.to(device), common)
@@ -176,13 +180,13 @@ class StackedBlocks:
     common: CommonFeatures | None = None  # those that `both` is without
 
     @classmethod
-    def of(cls, both: BlockSide) -> "StackedBlocks":
+    def of(cls, both: BlockSide) -> StackedBlocks:
         """From a side whose rectangles are the support's, then the query's."""
         half = len(both.rows.rectangles) // 2
         num_support = sum(mine.tasks * mine.rows for mine in both.rows.rectangles[:half])
         return cls(both, *both.rows.cut(num_support))
 
-    def to(self, device: torch.device) -> "StackedBlocks":
+    def to(self, device: torch.device) -> StackedBlocks:
         """Copy to a device."""
         common = None if self.common is None else self.common.to(device)
         return replace(StackedBlocks.of(self.both.to(device)), common=common)
@@ -230,7 +234,7 @@ class _Group:
     halves: tuple[Ints, ...]
 
     @classmethod
-    def of(cls, tasks: Ints, support_T: Ints, query_T: Ints) -> "_Group":
+    def of(cls, tasks: Ints, support_T: Ints, query_T: Ints) -> _Group:
         cost, gain = len(tasks) * int(support_T[tasks].max() + query_T[tasks].max()), 0
         halves: tuple[Ints, ...] = ()
         counts = np.arange(1, len(tasks) + 1)
