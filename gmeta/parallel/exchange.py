@@ -148,13 +148,15 @@ class WireExchange(Exchange):
         # Of this rank's shards, once for every rank that asks.
         self.first_row_WS = np.tile(np.array([row for _, row in mine], np.int64), ranks.world_size)
         self.columns_S = np.array([s.num_columns for s in own], np.int64)
-        learns_S = np.array([not s.only_read for s in own], bool)
-        self.gradient_columns_S = self.columns_S * learns_S
+        self.learns_S = np.array([not s.only_read for s in own], np.int64)
+        self.gradient_columns_S = self.columns_S * self.learns_S
+        nothing_travels = ranks.world_size == 1 and len(set(self.groups)) == 1
+        self._fetch = _OwnFetch if nothing_travels else _WireFetch
 
     def __call__(self, episodes: Arranged) -> Arranged:
         """See Exchange."""
         asked = self.routes.ask(episodes.unique_ids_U, episodes.unique_lengths_B)
-        return episodes.fetched_by(_WireFetch(self, asked, None))
+        return episodes.fetched_by(self._fetch(self, asked, None))
 
     def arranged(
         self, batch: TaskBatch, arrange: Callable[[TaskBatch], Arranged], device: torch.device
@@ -168,7 +170,30 @@ class WireExchange(Exchange):
                 for positions in (batch.positions_NF, batch.multi_positions_V)
             )
             batch = replace(batch, positions_NF=moved_NF, multi_positions_V=moved_V)
-        return arrange(batch).to(device).fetched_by(_WireFetch(self, asked, asked.id_U))
+        return arrange(batch).to(device).fetched_by(self._fetch(self, asked, asked.id_U))
+
+
+class _OwnFetch(RowFetch):
+    """One rank's rows of one group of tables: nothing travels, and they may be asked for again."""
+
+    def __init__(self, exchange: WireExchange, asked: Asked, id_of_row_U: Tensor | None) -> None:
+        self.id_of_row_U = id_of_row_U
+        (self._group,) = set(exchange.groups)
+        self._asked = asked
+        self._row_N = _row_numbers_N(exchange.first_row_WS, asked.counts_S, asked.row_of_shard)
+        # Those that learn come first.
+        self._num_learning = int(asked.counts_S @ exchange.learns_S)
+
+    def send(self) -> None:
+        """See RowFetch."""
+
+    def look_up(self) -> None:
+        """See RowFetch."""
+
+    def rows_UD(self, gradient_unit: float) -> Tensor:
+        """See RowFetch."""
+        rows_UD = self._group.rows_ND(self._row_N, self._num_learning)
+        return _in_order_UD(rows_UD, self._asked, self.id_of_row_U)
 
 
 class _WireFetch(RowFetch):
@@ -183,8 +208,6 @@ class _WireFetch(RowFetch):
         self._sent = False
         self._rows: RowSwap | None = None
         others = len(routes.of_peer) - 1
-        # Nothing travels.
-        self._stays = not others and len(set(exchange.groups)) == 1
         if not others:
             self._counts_WS, self._own_ids = asked.counts_S.reshape(1, -1), asked.row_of_shard
             return
@@ -217,8 +240,6 @@ class _WireFetch(RowFetch):
         """See RowFetch."""
         if not self._sent:
             self.send()
-        if self._stays:
-            return
         exchange, routes = self._exchange, self._exchange.routes
         self._rows = RowSwap(
             exchange.ranks.transport,
@@ -238,19 +259,11 @@ class _WireFetch(RowFetch):
         """See RowFetch."""
         if self._rows is None:
             self.look_up()
-        if self._stays:
-            routes, counts_S = self._exchange.routes, self._counts_WS[0]
-            num_learning = int(counts_S[~routes.only_read_S].sum())
-            rows_UD = self._exchange.groups[0].rows_ND(self._row_numbers_N(), num_learning)
-        else:
-            rows, self._rows = self._rows, None
-            assert rows is not None
-            # A power of two changes no digit.
-            rows_UD = self._put_together(rows.values(2.0 ** -round(math.log2(gradient_unit))))
-        if self._asked.place_U is None or self.id_of_row_U is not None:
-            return rows_UD
-        in_order_UD: Tensor = _Permuted.apply(rows_UD, self._asked.place_U, self._asked.id_U)
-        return in_order_UD
+        rows, self._rows = self._rows, None
+        assert rows is not None
+        # A power of two changes no digit.
+        rows_UD = self._put_together(rows.values(2.0 ** -round(math.log2(gradient_unit))))
+        return _in_order_UD(rows_UD, self._asked, self.id_of_row_U)
 
     def _asked_of_peer(self, values_of_id_S: int | Ints) -> list[int]:
         """Values that each peer is asked for."""
@@ -264,8 +277,7 @@ class _WireFetch(RowFetch):
         if self._swap is not None:
             ids = torch.cat([*self._swap.parts(), ids])
             self._swap = None
-        counts = self._counts_WS.reshape(-1)
-        return torch.from_numpy(np.repeat(self._exchange.first_row_WS, counts)).add_(ids)
+        return _row_numbers_N(self._exchange.first_row_WS, self._counts_WS.reshape(-1), ids)
 
     def _rows_to_give_WG(self) -> list[list[Tensor]]:
         """The same by peer and group."""
@@ -292,6 +304,21 @@ class _WireFetch(RowFetch):
             for table in routes.cut_tables
         ]
         return torch.cat([*whole, *joined])
+
+
+def _row_numbers_N(first_row_S: Ints, counts_S: Ints, row_of_shard_N: Tensor) -> Tensor:
+    """Row numbers within a group, of rows that stand shard by shard."""
+    row_N = np.repeat(first_row_S, counts_S)
+    row_N += row_of_shard_N.numpy()
+    return torch.from_numpy(row_N)
+
+
+def _in_order_UD(rows_UD: Tensor, asked: Asked, id_of_row_U: Tensor | None) -> Tensor:
+    """Fetched rows in the order of ids, unless the episodes index them as they come."""
+    if asked.place_U is None or id_of_row_U is not None:
+        return rows_UD
+    in_order_UD: Tensor = _Permuted.apply(rows_UD, asked.place_U, asked.id_U)
+    return in_order_UD
 
 
 class _Permuted(torch.autograd.Function):

@@ -33,7 +33,8 @@ class Asked:
     """What a rank asks for, shard by shard in the order of the wire: its own shards come last."""
 
     counts_S: Ints
-    row_of_shard: Tensor  # of every id, its row within the shard; int32 where that is enough
+    # Of every id, its row within the shard; int32 where it may travel and that is enough.
+    row_of_shard: Tensor
     # Where the row of each id comes to stand (int32), and the id of each row; None: in the order of
     # ids.
     place_U: Tensor | None = None
@@ -70,7 +71,8 @@ class Routes:
         ]
         self.shards = [shard for of_peer in self.of_peer for shard in of_peer]
         self.num_local = len(self.of_peer[-1])
-        self.id_dtype = torch.int32 if max(s.num_rows for s in shards) < 2**31 else torch.int64
+        fits = max(s.num_rows for s in shards) < 2**31
+        self.id_dtype = torch.int32 if others and fits else torch.int64
         self.columns_S = np.array([s.num_columns for s in self.shards])
         self.is_cut_S = self.columns_S < width
         self.only_read_S = np.array([s.only_read for s in self.shards], bool)

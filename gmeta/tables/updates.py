@@ -10,7 +10,7 @@ again later, C distinct rows of these, R rows of all tables, F features, D embed
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ ROWS_AT_ONCE = 16_384
 
 # Group, rows [U], their values and the sums of their gradients [U, D], the unit of these. Adagrad's
 # overwrites the values.
-Update = Callable[[SplitTableBatchedEmbeddingBagsCodegen, Tensor, Tensor, Tensor, float], None]
+Update = Callable[["FastGroup", Tensor, Tensor, Tensor, float], None]
 
 
 class GivenRows(NamedTuple):
@@ -48,81 +48,24 @@ class GivenRows(NamedTuple):
     memory: object  # others' that the tensors lie in, while it lives; None: may be overwritten
 
 
-def _sgd(
-    group: SplitTableBatchedEmbeddingBagsCodegen,
-    row_U: Tensor,
-    rows_UD: Tensor,
-    grad_UD: Tensor,
-    unit: float,
-) -> None:
-    _write(group, row_U, rows_UD.sub(grad_UD, alpha=group.get_learning_rate() * unit))
+@final
+class _Rows:
+    """The rows of all tables of a group, or the optimizer's of them, where fbgemm keeps them."""
 
+    def __init__(self, values: Tensor, width: int) -> None:
+        self.values_RD = values.detach().view(-1, width)
+        self._whole_R = _whole_rows(self.values_RD)
 
-def _adagrad(
-    group: SplitTableBatchedEmbeddingBagsCodegen,
-    row_U: Tensor,
-    rows_UD: Tensor,
-    grad_UD: Tensor,
-    unit: float,
-) -> None:
-    squares_UD = _momentum(group).index_select(0, row_U)
-    if unit != 1.0:
-        grad_UD = grad_UD * unit
-    # One pass over all of them, where an operation for every term took a third longer.
-    torch._fused_adagrad_(
-        [rows_UD],
-        [grad_UD],
-        [squares_UD],
-        [torch.ones(())],  # the step, which only a decay asks for
-        lr=group.get_learning_rate(),
-        lr_decay=0.0,
-        weight_decay=0.0,
-        eps=group.optimizer_args.eps,
-        maximize=False,
-    )
-    _write_rows(_momentum(group), row_U, squares_UD)
-    _write(group, row_U, rows_UD)
+    def read(self, row_U: Tensor) -> Tensor:
+        """Copies of these rows: [U, D]."""
+        return self.values_RD.index_select(0, row_U)
 
-
-def _rowwise_adagrad(
-    group: SplitTableBatchedEmbeddingBagsCodegen,
-    row_U: Tensor,
-    rows_UD: Tensor,
-    grad_UD: Tensor,
-    unit: float,
-) -> None:
-    squares_U1 = _momentum(group).index_select(0, row_U)
-    squares_U1.add_(_squared_lengths_U1(grad_UD), alpha=unit * unit / grad_UD.shape[1])
-    _write_rows(_momentum(group), row_U, squares_U1)
-    root_U1 = squares_U1.sqrt_().add_(group.optimizer_args.eps)
-    rate = group.get_learning_rate() * unit
-    _write(group, row_U, torch.addcdiv(rows_UD, grad_UD, root_U1, value=-rate))
-
-
-def _squared_lengths_U1(rows_UD: Tensor) -> Tensor:
-    """Each row's sum of squares: numpy does without the squares in memory, in half the time."""
-    rows = rows_UD.numpy()
-    return torch.from_numpy(np.einsum("ud,ud->u", rows, rows)).unsqueeze(1)
-
-
-def _momentum(group: SplitTableBatchedEmbeddingBagsCodegen) -> Tensor:
-    """Adagrad's sums of squares: a row of them, or one, for each row of the tables."""
-    columns = 1 if group.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD else group.max_D
-    momentum_RD: Tensor = group.momentum1_host.view(-1, columns)
-    return momentum_RD
-
-
-def _write(group: SplitTableBatchedEmbeddingBagsCodegen, row_U: Tensor, rows_UD: Tensor) -> None:
-    """New values of the rows."""
-    _write_rows(group.weights_host.detach().view(-1, rows_UD.shape[1]), row_U, rows_UD)
-
-
-def _write_rows(table_RD: Tensor, row_U: Tensor, rows_UD: Tensor) -> None:
-    """table[row] = rows: numpy moves each as one piece of bytes in half the time of index_copy_,
-    which goes over the table column by column (index_add_: six times as long).
-    """
-    _whole_rows(table_RD)[row_U.numpy()] = _whole_rows(rows_UD)
-    torch.autograd.graph.increment_version(table_RD)  # torch sees no write of numpy's
+    def write(self, row_U: Tensor, values_UD: Tensor) -> None:
+        """New values of these rows: numpy moves each as one piece of bytes in half the time of
+        index_copy_, which goes over the table column by column (index_add_: six times as long).
+        """
+        self._whole_R[row_U.numpy()] = _whole_rows(values_UD)
+        torch.autograd.graph.increment_version(self.values_RD)  # torch sees no write of numpy's
 
 
 def _whole_rows(rows_RD: Tensor) -> npt.NDArray[np.void]:
@@ -133,6 +76,48 @@ def _whole_rows(rows_RD: Tensor) -> npt.NDArray[np.void]:
 def _bytes(number: int) -> np.dtype[np.void]:
     """So many as one value; numpy takes longer to make the type than to use it."""
     return np.dtype((np.void, number))
+
+
+def _sgd(group: "FastGroup", row_U: Tensor, rows_UD: Tensor, grad_UD: Tensor, unit: float) -> None:
+    group.rows.write(row_U, rows_UD.sub(grad_UD, alpha=group.rate * unit))
+
+
+def _adagrad(
+    group: "FastGroup", row_U: Tensor, rows_UD: Tensor, grad_UD: Tensor, unit: float
+) -> None:
+    squares_UD = group.momentum.read(row_U)
+    if unit != 1.0:
+        grad_UD = grad_UD * unit
+    # One pass over all of them, where an operation for every term took a third longer.
+    torch._fused_adagrad_(
+        [rows_UD],
+        [grad_UD],
+        [squares_UD],
+        [torch.ones(())],  # the step, which only a decay asks for
+        lr=group.rate,
+        lr_decay=0.0,
+        weight_decay=0.0,
+        eps=group.epsilon,
+        maximize=False,
+    )
+    group.momentum.write(row_U, squares_UD)
+    group.rows.write(row_U, rows_UD)
+
+
+def _rowwise_adagrad(
+    group: "FastGroup", row_U: Tensor, rows_UD: Tensor, grad_UD: Tensor, unit: float
+) -> None:
+    squares_U1 = group.momentum.read(row_U)
+    squares_U1.add_(_squared_lengths_U1(grad_UD), alpha=unit * unit / grad_UD.shape[1])
+    group.momentum.write(row_U, squares_U1)
+    root_U1 = squares_U1.sqrt_().add_(group.epsilon)
+    group.rows.write(row_U, torch.addcdiv(rows_UD, grad_UD, root_U1, value=-group.rate * unit))
+
+
+def _squared_lengths_U1(rows_UD: Tensor) -> Tensor:
+    """Each row's sum of squares: numpy does without the squares in memory, in half the time."""
+    rows = rows_UD.numpy()
+    return torch.from_numpy(np.einsum("ud,ud->u", rows, rows)).unsqueeze(1)
 
 
 UPDATES: dict[EmbOptimType, Update] = {
@@ -150,21 +135,33 @@ class FastGroup:
     """
 
     def __init__(self, group: SplitTableBatchedEmbeddingBagsCodegen) -> None:
-        use_huge_pages(group.weights_host)
-        if group.optimizer != EmbOptimType.EXACT_SGD:
-            use_huge_pages(group.momentum1_host)
         self.group = group
         self.width: int = group.max_D
+        self.weights: Tensor = group.weights_host  # of all tables, flat
+        use_huge_pages(self.weights)
+        self.rows = _Rows(self.weights, self.width)
+        self.has_momentum: bool = group.optimizer != EmbOptimType.EXACT_SGD
+        if self.has_momentum:
+            use_huge_pages(group.momentum1_host)
+            # Adagrad's sums of squares: a row of them, or one, for each row of the tables.
+            by_row = group.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD
+            self.momentum = _Rows(group.momentum1_host, 1 if by_row else self.width)
         # What becomes of the gradients of given rows, in units of the second argument.
         self.take: Callable[[Sequence[GivenRows], float], None] = self.update
         self._update_rows = UPDATES[group.optimizer]
-        self._repeated = RepeatedRows(self.weights.numel() // self.width)
+        self._repeated = RepeatedRows(len(self.rows.values_RD))
 
     @property
-    def weights(self) -> Tensor:
-        """Of all tables, flat."""
-        weights: Tensor = self.group.weights_host
-        return weights
+    def rate(self) -> float:
+        """Of this step."""
+        rate: float = self.group.get_learning_rate()
+        return rate
+
+    @property
+    def epsilon(self) -> float:
+        """Of Adagrad's kinds."""
+        epsilon: float = self.group.optimizer_args.eps
+        return epsilon
 
     def rows_ND(self, row_N: Tensor, num_learning: int) -> Tensor:
         """Rows for this rank itself; the first so many are differentiable."""
@@ -173,7 +170,7 @@ class FastGroup:
 
     def look_up(self, row_N: Tensor, rows_ND: Tensor) -> None:
         """Copy rows, by their numbers among those of all tables, to where they are asked for."""
-        torch.index_select(self.weights.detach().view(-1, self.width), 0, row_N, out=rows_ND)
+        torch.index_select(self.rows.values_RD, 0, row_N, out=rows_ND)
 
     @torch.no_grad()
     def update(self, given: Sequence[GivenRows], unit: float) -> None:
@@ -184,12 +181,12 @@ class FastGroup:
         given = [part for part in given if part.row_N.numel()]
         if not given:
             return
-        row_N = _joined([part.row_N for part in given])
         places = self._repeated.places([part.row_N.numpy() for part in given])
         again_A, last_A = (torch.from_numpy(place_A) for place_A in places)
-        if again_A.numel() < FEW_AGAIN * row_N.numel():
-            self._update_where_they_lie(given, unit, row_N, again_A, last_A)
+        if again_A.numel() < FEW_AGAIN * sum(part.row_N.numel() for part in given):
+            self._update_where_they_lie(given, unit, again_A, last_A)
             return
+        row_N = _joined([part.row_N for part in given])
         once_N = torch.ones(row_N.numel(), dtype=torch.bool).index_fill_(0, again_A, False)
         once_U = once_N.nonzero().squeeze(1)
         grad_ND = _joined([part.grad_ND() for part in given])
@@ -199,12 +196,7 @@ class FastGroup:
         self._step(row_U, rows_UD, sums_UD, unit)
 
     def _update_where_they_lie(
-        self,
-        given: Sequence[GivenRows],
-        unit: float,
-        row_N: Tensor,
-        again_A: Tensor,
-        last_A: Tensor,
+        self, given: Sequence[GivenRows], unit: float, again_A: Tensor, last_A: Tensor
     ) -> None:
         """Rows and gradients are not moved. The few that stand again first take a wrong step, and
         then, from where they were, the right one.
@@ -212,29 +204,28 @@ class FastGroup:
         values = [self._values(part) for part in given]
         if again_A.numel():
             last_C, index_A = torch.unique(last_A, return_inverse=True)
-            row_C = row_N.index_select(0, last_C)
+            row_C = _gathered([part.row_N for part in given], last_C)
             rows_CD = _gathered(values, last_C)
-            has_momentum = self.group.optimizer != EmbOptimType.EXACT_SGD
-            momentum_CD = _momentum(self.group).index_select(0, row_C) if has_momentum else None
+            momentum_CD = self.momentum.read(row_C) if self.has_momentum else None
         for part, rows_ND in zip(given, values, strict=True):
             self._step(part.row_N, rows_ND, part.grad_ND(), unit)
         if again_A.numel():
             grads = [part.grad_ND() for part in given]
             sums_CD = _gathered(grads, last_C).index_add_(0, index_A, _gathered(grads, again_A))
             if momentum_CD is not None:
-                _write_rows(_momentum(self.group), row_C, momentum_CD)
+                self.momentum.write(row_C, momentum_CD)
             self._step(row_C, rows_CD, sums_CD, unit)
 
     def _step(self, row_U: Tensor, rows_UD: Tensor, grad_UD: Tensor, unit: float) -> None:
         """See Update; no row stands twice."""
         for first in range(0, row_U.numel(), ROWS_AT_ONCE):
             some = slice(first, first + ROWS_AT_ONCE)
-            self._update_rows(self.group, row_U[some], rows_UD[some], grad_UD[some], unit)
+            self._update_rows(self, row_U[some], rows_UD[some], grad_UD[some], unit)
 
     def _values(self, part: GivenRows) -> Tensor:
         """The rows as they are, for an update that may overwrite them."""
         # Reading them from a large table waits for memory: not twice where nobody wrote since.
-        if part.version != self.weights._version:
+        if part.version != self.rows.values_RD._version:
             rows_ND = torch.empty_like(part.rows_ND)
             self.look_up(part.row_N, rows_ND)
             return rows_ND
@@ -249,7 +240,7 @@ class _Lookup(torch.autograd.Function):
     def forward(
         ctx: Any, weights: Tensor, group: FastGroup, row_N: Tensor, num_learning: int
     ) -> Tensor:
-        rows_ND = weights.view(-1, group.width).index_select(0, row_N)
+        rows_ND = group.rows.read(row_N)
         ctx.group, ctx.version, ctx.num_learning = group, weights._version, num_learning
         ctx.save_for_backward(row_N, rows_ND)
         return rows_ND
@@ -257,11 +248,11 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
-        row_N, rows_ND, grad_ND = (
-            x[: ctx.num_learning] for x in (*ctx.saved_tensors, grads[0].contiguous())
-        )
-        given = GivenRows(row_N, rows_ND, lambda: grad_ND, ctx.version, None)
-        ctx.group.take([given], 1.0)
+        given = *ctx.saved_tensors, grads[0].contiguous()
+        if ctx.num_learning < given[0].numel():
+            given = tuple(x[: ctx.num_learning] for x in given)
+        row_N, rows_ND, grad_ND = given
+        ctx.group.take([GivenRows(row_N, rows_ND, lambda: grad_ND, ctx.version, None)], 1.0)
         return None, None, None, None
 
 
