@@ -53,7 +53,10 @@ class Gmeta(Peer):
             shard.tensor.copy_(torch.from_numpy(init[f"emb.{field}"]))
 
     def prepare(self, batch: Batch) -> Episodes:
-        return local_learner(self.sharded).learner.arrange(task_batch(batch, self.features))
+        # Announced ahead of its step, as `gmeta train` does.
+        local = local_learner(self.sharded)
+        episodes = local.learner.arrange(task_batch(batch, self.features))
+        return local.announce(episodes)
 
     def step(self, prepared: Episodes) -> float:
         loss = self.sharded(prepared, weight=only_rank().world_size / prepared.num_terms)

@@ -17,7 +17,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from gmeta.config import OuterConfig
 from gmeta.outer.clipping import GradientClipping
 from gmeta.outer.schedules import rate_scale
-from gmeta.tables.updates import set_adam_step
+from gmeta.tables.updates import adam_groups, set_adam_step
 
 
 class _FusedAdam(torch.optim.Adam):
@@ -81,6 +81,7 @@ class OuterOptimizer(CombinedOptimizer):
         self._dense = KeyedOptimizerWrapper(layers, dense)
         super().__init__([sharded.fused_optimizer, self._dense])
         self._sharded = sharded
+        self._adam_groups = adam_groups(sharded)
         self._layers = list(layers.values())
         self._outer = outer
         self._clipping = (
@@ -97,7 +98,7 @@ class OuterOptimizer(CombinedOptimizer):
             rate = outer.dense_lr if isinstance(part, KeyedOptimizerWrapper) else outer.sparse_lr
             for group in part.param_groups:
                 group["lr"] = rate * scale
-        set_adam_step(self._sharded, step)
+        set_adam_step(self._adam_groups, step)
         self.zero_grad()  # the tables take their rate here
 
     def zero_grad(self, set_to_none: bool = True) -> None:

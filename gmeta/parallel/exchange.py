@@ -30,8 +30,9 @@ from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.routes import Asked, Ints, Routes, Shard
 from gmeta.parallel.row_swap import Learning, RowSwap
 from gmeta.parallel.transport import Swap
+from gmeta.tables.repeated_rows import ascend
 from gmeta.tables.sharding import WireDtype
-from gmeta.tables.updates import FastGroup, table_kernels
+from gmeta.tables.updates import FastGroup, OwnRows, table_kernels
 from metaio.batch import TaskBatch
 
 KINDS = ("row_wise", "table_wise", "column_wise")
@@ -40,6 +41,15 @@ WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 class Exchange(ABC):
     """Brings the rows that episodes need."""
+
+    def __init__(self) -> None:
+        # Of this rank's rows in the last backward, on the device: finite where the gradient was.
+        self.gradient_sum = torch.tensor(0.0)
+
+    def saw_gradient(self, grad_UD: Tensor) -> None:
+        """Take note of the gradient of all rows of a step."""
+        # One pass without a mask; a sum that overflows is as far off as one that is infinite.
+        self.gradient_sum = grad_UD.sum()
 
     @abstractmethod
     def __call__(self, episodes: Arranged) -> Arranged:
@@ -56,6 +66,7 @@ class TorchRecExchange(Exchange):
     """TorchRec's own: an AlltoAll each way for every kind of sharding."""
 
     def __init__(self, tables: ShardedEmbeddingCollection, names: list[str]) -> None:
+        super().__init__()
         self._tables = tables
         self._names = names
 
@@ -68,17 +79,24 @@ class TorchRecExchange(Exchange):
             lengths=episodes.unique_lengths_B,
             stride=1,
         )
-        return episodes.fetched_by(_TorchRecFetch(self._tables, self._names, ids))
+        return episodes.fetched_by(
+            _TorchRecFetch(self._tables, self._names, ids, self.saw_gradient)
+        )
 
 
 class _TorchRecFetch(RowFetch):
     def __init__(
-        self, tables: ShardedEmbeddingCollection, names: list[str], ids: KeyedJaggedTensor
+        self,
+        tables: ShardedEmbeddingCollection,
+        names: list[str],
+        ids: KeyedJaggedTensor,
+        saw_gradient: Callable[[Tensor], None],
     ) -> None:
         self._tables = tables
         self._names = names
         self._context = tables.create_context()
         self._travelling = tables.input_dist(self._context, ids)
+        self._saw_gradient = saw_gradient
         self._sent = False
         self._fetched: Any = None  # by table, once they are on their way
 
@@ -99,7 +117,10 @@ class _TorchRecFetch(RowFetch):
         if self._fetched is None:
             self.look_up()
         fetched, self._fetched = self._fetched, None
-        return torch.cat([fetched[name].values() for name in self._names])
+        rows_UD = torch.cat([fetched[name].values() for name in self._names])
+        if rows_UD.requires_grad:
+            rows_UD.register_hook(self._saw_gradient)
+        return rows_UD
 
 
 class WireExchange(Exchange):
@@ -114,6 +135,7 @@ class WireExchange(Exchange):
         ranks: Ranks,
         support_learns: bool,
     ) -> None:
+        super().__init__()
         shards = [
             Shard(
                 KINDS.index(sharding.sharding_type),
@@ -178,11 +200,12 @@ class _OwnFetch(RowFetch):
 
     def __init__(self, exchange: WireExchange, asked: Asked, id_of_row_U: Tensor | None) -> None:
         self.id_of_row_U = id_of_row_U
-        (self._group,) = set(exchange.groups)
+        self._group = exchange.groups[0]
         self._asked = asked
-        self._row_N = _row_numbers_N(exchange.first_row_WS, asked.counts_S, asked.row_of_shard)
-        # Those that learn come first.
-        self._num_learning = int(asked.counts_S @ exchange.learns_S)
+        row_N = _row_numbers_N(exchange.first_row_WS, asked.counts_S, asked.row_of_shard)
+        num_learning = int(asked.counts_S @ exchange.learns_S)  # they come first
+        ascends = ascend(row_N[:num_learning].numpy())
+        self._own = OwnRows(row_N, num_learning, ascends, exchange.saw_gradient)
 
     def send(self) -> None:
         """See RowFetch."""
@@ -192,7 +215,7 @@ class _OwnFetch(RowFetch):
 
     def rows_UD(self, gradient_unit: float) -> Tensor:
         """See RowFetch."""
-        rows_UD = self._group.rows_ND(self._row_N, self._num_learning)
+        rows_UD = self._group.rows_ND(self._own)
         return _in_order_UD(rows_UD, self._asked, self.id_of_row_U)
 
 
@@ -253,6 +276,7 @@ class _WireFetch(RowFetch):
                 (self._counts_WS @ exchange.gradient_columns_S).tolist(),
                 self._asked_of_peer(routes.gradient_columns_S),
             ),
+            exchange.saw_gradient,
         )
 
     def rows_UD(self, gradient_unit: float) -> Tensor:

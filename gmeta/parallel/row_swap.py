@@ -7,7 +7,7 @@ that bring their gradients end: in between only the transport moves them.
 Shape suffixes: N rows, D embedding width, W ranks, G groups of tables.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gmeta.parallel.transport import Swap, Transport
+from gmeta.tables.repeated_rows import ascend
 from gmeta.tables.updates import FastGroup, GivenRows
 
 FLOAT16_MAX = 65_504.0
@@ -35,7 +36,8 @@ class RowSwap:
     """One step, as one rank sees it: rows are looked up and on their way once it is made.
 
     By peer, these being the other ranks in order, itself last: the rows that this rank gives, by
-    their numbers within each group, and how many values it gives and asks for.
+    their numbers within each group, and how many values it gives and asks for; `saw_gradient` is
+    given that of all it asked for.
     """
 
     def __init__(
@@ -47,11 +49,13 @@ class RowSwap:
         num_given: list[int],
         num_asked: list[int],
         learning: Learning,
+        saw_gradient: Callable[[Tensor], None],
     ) -> None:
         self.groups, self.row_WG, self.learning = groups, row_WG, learning
         self.learning_groups = groups[: learning.num_groups]
         self.wire_dtype = wire_dtype  # None: as they are
         self.num_given, self.num_asked = num_given, num_asked
+        self.saw_gradient = saw_gradient
         self._transport = transport
         self.asked = torch.empty(sum(num_asked))
         self.taken, own = self.asked.split([sum(num_asked[:-1]), num_asked[-1]])
@@ -143,6 +147,7 @@ class _Swapped(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         (asked,), swap, scale = ctx.saved_tensors, ctx.swap, ctx.scale
         ctx.swap = None  # the graph may outlive the step, but not what the rows lie in
+        swap.saw_gradient(grads[0])
         learning = swap.learning
         to_others, own_grad = swap.learning_parts(grads[0].contiguous())
         if scale != 1.0:
@@ -160,6 +165,7 @@ class _Swapped(torch.autograd.Function):
                     swap.row_WG[peer][index],
                     rows_WG[peer][index],
                     partial(returned.of, peer, index),
+                    ascend(swap.row_WG[peer][index].numpy()),
                     version,
                     memory,
                 )

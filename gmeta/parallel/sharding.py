@@ -92,8 +92,6 @@ class ShardedLearner(nn.Module):
         self._num_weights = sum(parameter.numel() for parameter in learner.parameters())
         # Tells all ranks which rows these episodes need; set once the tables are sharded.
         self.announce: Exchange
-        # Of the last backward, on the device: finite where the gradient of the rows was.
-        self.rows_gradient_sum = torch.tensor(0.0)
         self.clock: Clock | None = None  # told when the rows of a step have arrived
 
     def forward(self, episodes: Episodes | MicroBatches, weight: float) -> Tensor:
@@ -103,8 +101,6 @@ class ShardedLearner(nn.Module):
             threads_for(episodes.num_rows * self._num_weights, self._most_threads)
         )
         episodes, rows_UD = self.fetch(episodes, weight)
-        if rows_UD.requires_grad:
-            rows_UD.register_hook(self._look_at_gradient)
         if self.clock is not None:
             self.clock.start(rows_UD)
         with autocast(self._precision, rows_UD.device):
@@ -113,9 +109,10 @@ class ShardedLearner(nn.Module):
             loss: Tensor = self.learner(rows_UD, episodes, weight)
             return loss
 
-    def _look_at_gradient(self, grad_UD: Tensor) -> None:
-        # One pass without a mask; a sum that overflows is as far off as one that is infinite.
-        self.rows_gradient_sum = grad_UD.sum()
+    @property
+    def rows_gradient_sum(self) -> Tensor:
+        """See Exchange."""
+        return self.announce.gradient_sum
 
     def fetch(self, episodes: Arranged, gradient_unit: float = 1.0) -> tuple[Arranged, Tensor]:
         """The rows of `episodes.unique_ids_U`, from whichever rank holds them [U, D], and the

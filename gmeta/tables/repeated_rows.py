@@ -13,6 +13,11 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 
+def ascend(rows_N: Ints) -> bool:
+    """Whether each row is above the one before."""
+    return bool((rows_N[1:] > rows_N[:-1]).all())
+
+
 @final
 class RepeatedRows:
     """Finds the places of rows below `num_rows` that stand more than once."""
@@ -24,12 +29,12 @@ class RepeatedRows:
         # The last place of a row, for others: written before it is read, whatever stands here.
         self._last_R: npt.NDArray[np.int32] | None = None
 
-    def places(self, parts: Sequence[Ints]) -> tuple[Ints, Ints]:
+    def places(self, parts: Sequence[Ints], ascend: bool) -> tuple[Ints, Ints]:
         """In parts that are not empty, one behind the other: the places of rows that stand again
-        later, ascending, and the last place of each of these rows.
+        later, ascending, and the last place of each of these rows. Whether the rows of every part
+        `ascend`, as in what ranks ask for with batches of one block, changes only the time.
         """
-        # As every rank asks for the ids of a batch of one block.
-        if all((part[1:] > part[:-1]).all() for part in parts):
+        if ascend:
             return self._places_in_order(parts)
         if self._last_R is None:
             self._last_R = np.empty(self._num_rows, np.int32)
@@ -44,8 +49,6 @@ class RepeatedRows:
         """The same where the rows of every part ascend: no part has a row twice, and only rows that
         stand again are searched for. A quarter of the memory, in half of the time.
         """
-        if len(parts) == 1:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
         if self._is_later_R is None:
             self._is_later_R = np.zeros(self._num_rows, bool)
         starts = np.cumsum([0] + [part.size for part in parts])

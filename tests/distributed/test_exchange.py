@@ -89,6 +89,62 @@ def test_ids_that_travel_a_step_ahead_change_no_bit() -> None:
             assert torch.equal(overlapped["layers"][name], value)
 
 
+def train_on_one_batch(ranks: Ranks) -> list[list[dict[str, Any]]]:
+    """By algorithm, three steps on the same batch: announced once, then for each of them."""
+    return [
+        [steps_on_one_batch(ranks, algorithm, times) for times in (1, 3)]
+        for algorithm in ALGORITHMS
+    ]
+
+
+def steps_on_one_batch(ranks: Ranks, algorithm: AlgorithmConfig, times: int) -> dict[str, Any]:
+    run = Run(ranks, "row_wise", algorithm=algorithm)
+    exchange, batch = local_learner(run.sharded).announce, batches_of_rank(ranks)[0]
+    announced = [exchange.arranged(batch, run.learner.arrange, ranks.device) for _ in range(times)]
+    for episodes in announced * (3 // times):
+        loss = run.sharded(episodes, 1 / episodes.num_terms)
+        run.optimizer.zero_grad()
+        loss.backward()
+        run.optimizer.step()
+        run.losses.append(loss.item())
+    return run.result()
+
+
+@pytest.mark.distributed
+def test_one_rank_takes_any_number_of_steps_on_a_batch_announced_once() -> None:
+    (by_algorithm,) = on_ranks(1, train_on_one_batch)
+    for once, each in by_algorithm:
+        assert once["losses"] == each["losses"]
+        assert len(set(once["losses"])) == 3
+        for name, parts in each["tables"].items():
+            for (_, expected), (_, values) in zip(parts, once["tables"][name], strict=True):
+                assert torch.equal(values, expected)
+
+
+def sums_of_gradients(ranks: Ranks) -> list[tuple[float, float]]:
+    """What was seen of the gradient of this rank's rows and what it was, with our exchange and
+    TorchRec's.
+    """
+    run = Run(ranks, "row_wise")
+    found = []
+    for stock_kernels in (False, True):
+        sharded = shard_learner(run.learner, FEATURES, run.config, ranks, stock_kernels)
+        local = local_learner(sharded)
+        _, rows_UD = local.fetch(run.learner.arrange(batches_of_rank(ranks)[0]))
+        grad_UD = torch.full_like(rows_UD, 0.5 + ranks.rank)
+        rows_UD.backward(grad_UD)
+        found.append((local.rows_gradient_sum.item(), grad_UD.sum().item()))
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_rank_sees_the_gradient_of_the_rows_that_it_fetched(world_size: int) -> None:
+    for by_exchange in on_ranks(world_size, sums_of_gradients):
+        for seen, expected in by_exchange:
+            assert seen == expected
+
+
 def values_sent(ranks: Ranks) -> list[tuple[int, int]]:
     """Of the only step of each algorithm, how many values of rows and of gradients this rank took
     from the others and gave back.

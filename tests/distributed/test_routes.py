@@ -142,11 +142,18 @@ def test_rows_that_are_only_read_follow_those_that_learn(world_size: int, seed: 
 
 def test_rows_of_small_shards_travel_as_half_as_many_bytes() -> None:
     small, large = (
-        Routes([Shard(TABLE_WISE, 0, 0, WIDTH, 0, rows, 0)], 0, 1, WIDTH)
+        Routes([Shard(TABLE_WISE, 0, 0, WIDTH, 0, rows, 0)], 1, 2, WIDTH)
         for rows in (2**31 - 1, 2**31)
     )
     assert ask(small, [[0, 7]]).row_of_shard.dtype == torch.int32
     assert ask(large, [[0, 2**31 - 1]]).row_of_shard.tolist() == [0, 2**31 - 1]
+
+
+def test_ids_that_do_not_travel_are_not_made_smaller() -> None:
+    shards = [Shard(TABLE_WISE, 0, 0, WIDTH, 0, 9, 0)]
+    ids_U = torch.tensor([0, 7])
+    asked = Routes(shards, 0, 1, WIDTH).ask(ids_U, torch.tensor([2]))
+    assert asked.row_of_shard.data_ptr() == ids_U.data_ptr()
 
 
 def test_a_step_without_ids_asks_for_nothing() -> None:

@@ -12,6 +12,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 
 from gmeta.tables import updates
+from gmeta.tables.repeated_rows import ascend
 from gmeta.tables.updates import FastGroup, GivenRows, summed_by_row
 
 NUM_ROWS, WIDTH = 90, 3
@@ -51,7 +52,12 @@ def given_rows(
         group.look_up(row_N, rows_ND)
         parts.append(
             GivenRows(
-                row_N, rows_ND, partial(Tensor.detach, grad_ND), group.weights._version, memory
+                row_N,
+                rows_ND,
+                partial(Tensor.detach, grad_ND),
+                ascend(row_N.numpy()),
+                group.weights._version,
+                memory,
             )
         )
     return parts
