@@ -3,7 +3,8 @@ once.
 
 torch's derivative of `products[:, row, column]` adds one value after the other to a cleared matrix
 a row. But with the gradient g of the pairs written as a symmetric matrix G of zero diagonal, that
-of the vectors V is G V: a gather and one product; and what G passes on to g is a gather again.
+of the vectors V is G V: a gather and one product. A gradient U of G V gives G U to V, and U V^T and
+its transpose at the pairs to g, which again have such derivatives.
 
 Shape suffixes: N rows, F vectors of a row, D their width, P pairs.
 """
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from models.products import each_times
 
 
 class PairwiseDots(nn.Module):
@@ -45,7 +48,7 @@ class _Dots(torch.autograd.Function):
 
     @staticmethod
     def forward(vectors_NFD: Tensor, pair_P: Tensor, place_FF: Tensor) -> Tensor:
-        return _pairs(torch.bmm(vectors_NFD, vectors_NFD.mT), pair_P)
+        return _pairs(_each_times(vectors_NFD, vectors_NFD.mT), pair_P)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -54,30 +57,69 @@ class _Dots(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         vectors_NFD, pair_P, place_FF = ctx.saved_tensors
-        symmetric_NFF = _Symmetric.apply(grads[0], pair_P, place_FF)
-        return torch.bmm(symmetric_NFF, vectors_NFD), None, None
+        return _Spread.apply(grads[0], vectors_NFD, pair_P, place_FF), None, None
 
 
-class _Symmetric(torch.autograd.Function):
-    """Pairs as a symmetric matrix of zero diagonal."""
+class _Spread(torch.autograd.Function):
+    """G V."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(grad_NP: Tensor, pair_P: Tensor, place_FF: Tensor) -> Tensor:
-        num_rows, num_vectors = grad_NP.shape[0], round(place_FF.numel() ** 0.5)
+    def forward(grad_NP: Tensor, vectors_NFD: Tensor, pair_P: Tensor, place_FF: Tensor) -> Tensor:
+        num_rows, num_vectors, _ = vectors_NFD.shape
         with_zero = torch.cat([grad_NP, grad_NP.new_zeros(num_rows, 1)], dim=1)
-        return with_zero.index_select(1, place_FF).view(num_rows, num_vectors, num_vectors)
+        symmetric_NFF = with_zero.index_select(1, place_FF).view(-1, num_vectors, num_vectors)
+        return _each_times(symmetric_NFF, vectors_NFD)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grad_NFF,), (pair_P, _) = grads, ctx.saved_tensors
-        return _pairs(grad_NFF + grad_NFF.mT, pair_P), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_NP, vectors_NFD, pair_P, place_FF = ctx.saved_tensors
+        of_pairs, of_vectors, _, _ = ctx.needs_input_grad
+        return (
+            _Crossed.apply(grads[0], vectors_NFD, pair_P, place_FF) if of_pairs else None,
+            _Spread.apply(grad_NP, grads[0], pair_P, place_FF) if of_vectors else None,
+            None,
+            None,
+        )
+
+
+class _Crossed(torch.autograd.Function):
+    """u_i . v_j + u_j . v_i of all pairs."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(other_NFD: Tensor, vectors_NFD: Tensor, pair_P: Tensor, place_FF: Tensor) -> Tensor:
+        products_NFF, num_vectors = _each_times(other_NFD, vectors_NFD.mT), other_NFD.shape[1]
+        mirrored_P = pair_P % num_vectors * num_vectors + pair_P // num_vectors
+        return _pairs(products_NFF, pair_P) + _pairs(products_NFF, mirrored_P)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        other_NFD, vectors_NFD, pair_P, place_FF = ctx.saved_tensors
+        of_other, of_vectors, _, _ = ctx.needs_input_grad
+        return (
+            _Spread.apply(grads[0], vectors_NFD, pair_P, place_FF) if of_other else None,
+            _Spread.apply(grads[0], other_NFD, pair_P, place_FF) if of_vectors else None,
+            None,
+            None,
+        )
 
 
 def _pairs(products_NFF: Tensor, pair_P: Tensor) -> Tensor:
     return products_NFF.flatten(1).index_select(1, pair_P)
+
+
+def _each_times(left_NIJ: Tensor, right_NJO: Tensor) -> Tensor:
+    if torch._C._are_functorch_transforms_active():
+        return torch.bmm(left_NIJ, right_NJO)
+    return each_times(left_NIJ, right_NJO)

@@ -7,8 +7,9 @@ ragged tasks bring new sizes with every step. So most of the rows go through one
 one of few sizes, the rest through MKL (`ragged` in benchmarks/maml_step.py). Results depend on the
 sizes alone: a run that goes on from a checkpoint finds the same bits.
 
-Small and batched products go through MKL altogether: even of sizes that recur oneDNN was at most
-8 % faster with a whole step of 640 to 7,680 rows, and up to 1.6x slower with small ones.
+Small products and those inside each task go through MKL altogether: even of sizes that recur oneDNN
+was at most 8 % faster with a whole step of 640 to 7,680 rows, and up to 1.6x slower with small
+ones. Of products of tiny matrices, one pair a row, it takes a half to a third of MKL's time.
 
 What torch's precision is says which way products go, and training alone sets it: PIECES, which by
 itself is MKL's, for pieces; "highest", as torch is by itself, for none.
@@ -28,6 +29,8 @@ PIECES = "high"
 RELATIVE_ERROR = 5e-6
 # Multiply-adds below which MKL is done before oneDNN has begun.
 LEAST_WORK = 4_000_000
+# The same where each row has matrices of its own, for each of which MKL begins anew.
+LEAST_WORK_OF_EACH = 1_000_000
 LEAST_PIECE = 64
 # The piece's rows have so many leading binary digits: 16 to 31 sizes from 1,024 rows to 2,047.
 DIGITS = 5
@@ -53,16 +56,7 @@ def go_in_pieces() -> None:
 
 def first_piece(rows_NI: Tensor, width: int) -> int:
     """How many rows oneDNN takes of a product of that much work a row and column; 0: none."""
-    num_rows, inner = rows_NI.shape
-    if (
-        num_rows * inner * width < LEAST_WORK
-        or num_rows < LEAST_PIECE
-        or rows_NI.dtype != torch.float32
-        or rows_NI.device.type != "cpu"
-        or torch.get_float32_matmul_precision() != PIECES
-    ):
-        return 0
-    return num_rows - num_rows % max(LEAST_PIECE, 1 << num_rows.bit_length() - DIGITS)
+    return _first_piece(rows_NI, rows_NI.shape[1] * width, LEAST_WORK)
 
 
 def times(
@@ -91,6 +85,20 @@ def add_times(into_NO: Tensor, rows_NI: Tensor, matrix_IO: Tensor, beta: float) 
         into_NO[first:].addmm_(rows_NI[first:], matrix_IO, beta=beta)
 
 
+def each_times(left_NIJ: Tensor, right_NJO: Tensor) -> Tensor:
+    """left_n right_n of every row, each with matrices of its own: [N, I, O]. Not differentiable."""
+    num_rows, inner, width = *left_NIJ.shape[:2], right_NJO.shape[2]
+    first = _first_piece(left_NIJ, inner * left_NIJ.shape[2] * width, LEAST_WORK_OF_EACH)
+    if not first:
+        return torch.bmm(left_NIJ, right_NJO)
+    out_NIO = left_NIJ.new_empty(num_rows, inner, width)
+    with _in_onednn():
+        torch.bmm(left_NIJ[:first], right_NJO[:first], out=out_NIO[:first])
+    if first < num_rows:
+        torch.bmm(left_NIJ[first:], right_NJO[first:], out=out_NIO[first:])
+    return out_NIO
+
+
 def over_rows(left_NO: Tensor, right_NI: Tensor, into: Tensor | None = None) -> Tensor:
     """left^T right, added to `into` if that is there: [O, I]. Not differentiable."""
     first = first_piece(left_NO, right_NI.shape[1])
@@ -101,6 +109,19 @@ def over_rows(left_NO: Tensor, right_NI: Tensor, into: Tensor | None = None) -> 
     if first < left_NO.shape[0]:
         _sum(left_NO[first:], right_NI[first:], into)
     return into
+
+
+def _first_piece(rows: Tensor, work_of_row: int, least_work: int) -> int:
+    num_rows = rows.shape[0]
+    if (
+        num_rows * work_of_row < least_work
+        or num_rows < LEAST_PIECE
+        or rows.dtype != torch.float32
+        or rows.device.type != "cpu"
+        or torch.get_float32_matmul_precision() != PIECES
+    ):
+        return 0
+    return num_rows - num_rows % max(LEAST_PIECE, 1 << num_rows.bit_length() - DIGITS)
 
 
 @contextmanager

@@ -58,6 +58,17 @@ def test_products_are_those_of_double_precision(num_rows: int, inner: int, width
         assert torch.get_float32_matmul_precision() == products.PIECES
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 63, 300, 1_485])
+def test_products_of_each_row_are_those_of_double_precision(num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    left, right = (torch.randn(num_rows, 27, 32, generator=generator) for _ in range(2))
+    for factors in ((left, right.mT), (left.mT, right)):
+        exact = torch.bmm(*(factor.double() for factor in factors))
+        found = products.each_times(*factors)
+        assert found.shape == exact.shape
+        assert not num_rows or is_close(found, exact)
+
+
 @needs_onednn
 def test_most_rows_go_in_pieces_of_few_sizes() -> None:
     rows = torch.zeros(5_000, 100)
