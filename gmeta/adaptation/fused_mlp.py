@@ -20,25 +20,28 @@ on to h.
 Shape suffixes: N rows of one side, I input width, O output width, S support rows.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gmeta.adaptation.blocks import Rectangle
+from gmeta.adaptation.thin_products import (
+    Factors,
+    gate_grad,
+    gated_rows,
+    subtract,
+    subtract_backward,
+)
 from models.products import over_rows, times
 
-Rectangles = tuple[Rectangle, ...]
-
-
-class Factors(NamedTuple):
-    """What an inner step took from a layer: A^T G."""
-
-    activations_SI: Tensor
-    scaled_grads_SO: Tensor
+if TYPE_CHECKING:
+    from gmeta.adaptation.thin_products import Rectangles
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class AdaptedMlp:
         below: tuple[Tensor, ...] = _Grads.apply(plan, last.contiguous(), *hidden, *tensors)
         return (*below, last)
 
-    def _flat(self, rows: Rectangles, lowest: int = 0) -> "tuple[_Plan, list[Tensor | None]]":
+    def _flat(self, rows: Rectangles, lowest: int = 0) -> tuple[_Plan, list[Tensor | None]]:
         gated = tuple(at for at, gate in enumerate(self.gates_TO) if gate is not None)
         plan = _Plan(tuple(map(len, self.factors)), gated, rows, self.support, lowest)
         factors = [list(layer) for layer in self.factors]
@@ -95,6 +98,11 @@ class _Plan(NamedTuple):
     support: Rectangles
     lowest: int  # of the g that are asked for
 
+    @property
+    def sides(self) -> tuple[Rectangles, Rectangles]:
+        """Of the rows, and of the support rows in the factors."""
+        return self.rows, self.support
+
     def unpacked(self, tensors: Sequence[Tensor]) -> _Unpacked:
         """The tensors by layer."""
         layers, rest = len(self.steps), iter(tensors)
@@ -116,8 +124,25 @@ class _Plan(NamedTuple):
         return _Unpacked([None] * layers, [None] * layers, [None] * layers, factors)
 
 
+def _below_autograd(run: Callable[..., Any]) -> Any:
+    """Its many small calls are a tenth shorter so."""
+
+    @wraps(run)
+    def inside(*args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return run(*args)
+
+    return inside
+
+
+def _derivative(run: Callable[..., Any]) -> Any:
+    """The same for what is no more differentiated."""
+    return once_differentiable(_below_autograd(run))
+
+
 class _Outputs(torch.autograd.Function):
     @staticmethod
+    @_below_autograd
     def forward(ctx: Any, plan: _Plan, inputs_NI: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         weights, biases, gates, factors = plan.unpacked(tensors)
         seen: list[Tensor] = [inputs_NI]
@@ -129,8 +154,10 @@ class _Outputs(torch.autograd.Function):
             out_NO = times(seen[-1], weight_OI.mT, bias_O)
             if gate_TO is not None:
                 ungated.append(out_NO)
-                out_NO = _gated(out_NO, gate_TO, plan.rows)
-            spreads.append([_subtract(out_NO, seen[-1], step, plan, 1.0) for step in factors[at]])
+                out_NO = gated_rows(out_NO, gate_TO, plan.rows)
+            spreads.append(
+                [subtract(out_NO, seen[-1], step, plan.sides, 1.0) for step in factors[at]]
+            )
             seen.append(out_NO)
         ctx.plan, ctx.spreads = plan, spreads
         ctx.set_materialize_grads(False)
@@ -138,7 +165,7 @@ class _Outputs(torch.autograd.Function):
         return tuple(seen[1:])
 
     @staticmethod
-    @once_differentiable
+    @_derivative
     def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
         plan, layers = ctx.plan, len(ctx.plan.steps)
         seen, rest = ctx.saved_tensors[:layers], ctx.saved_tensors[layers:]
@@ -155,13 +182,13 @@ class _Outputs(torch.autograd.Function):
                 shared, gate_TO = grad, gates[at]
                 if gate_TO is not None:
                     base_NO = ungated[plan.gated.index(at)]
-                    found.gates[at] = _of_gate(grad, base_NO, plan.rows)
-                    shared = _gated(grad, gate_TO, plan.rows)
+                    found.gates[at] = gate_grad(grad, base_NO, plan.rows)
+                    shared = gated_rows(grad, gate_TO, plan.rows)
                 found.weights[at] = over_rows(shared, seen[at])
                 found.biases[at] = shared.sum(dim=0)
                 before = times(shared, weights[at]) if at or wants_inputs else None
                 found.factors[at] = [
-                    _subtract_backward(grad, seen[at], before, *pair, plan, wants_factors)
+                    subtract_backward(grad, seen[at], before, *pair, plan.sides, wants_factors)
                     for pair in zip(factors[at], ctx.spreads[at], strict=True)
                 ]
             if at:
@@ -172,6 +199,7 @@ class _Outputs(torch.autograd.Function):
 
 class _Grads(torch.autograd.Function):
     @staticmethod
+    @_below_autograd
     def forward(ctx: Any, plan: _Plan, last: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         hidden = len(plan.steps) - 1
         weights, _, gates, factors = plan.unpacked(tensors[hidden:])
@@ -179,11 +207,13 @@ class _Grads(torch.autograd.Function):
         spreads: list[list[list[Tensor]]] = []
         for at in reversed(range(plan.lowest, len(weights))):
             gate_TO = gates[at]
-            shared = grads[0] if gate_TO is None else _gated(grads[0], gate_TO, plan.rows)
+            shared = grads[0] if gate_TO is None else gated_rows(grads[0], gate_TO, plan.rows)
             below_NI = times(shared, weights[at])
             # The roles of the factors are exchanged, and there is no bias.
             turned = [Factors(*reversed(step)) for step in factors[at]]
-            spreads.insert(0, [_subtract(below_NI, grads[0], step, plan, 0.0) for step in turned])
+            spreads.insert(
+                0, [subtract(below_NI, grads[0], step, plan.sides, 0.0) for step in turned]
+            )
             grads.insert(0, _where_active(below_NI, tensors[at - 1]) if at else below_NI)
         ctx.plan, ctx.spreads = plan, spreads
         ctx.set_materialize_grads(False)
@@ -191,7 +221,7 @@ class _Grads(torch.autograd.Function):
         return tuple(grads[:-1])
 
     @staticmethod
-    @once_differentiable
+    @_derivative
     def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
         plan, layers = ctx.plan, len(ctx.plan.steps)
         saved, lowest = ctx.saved_tensors, plan.lowest
@@ -209,76 +239,22 @@ class _Grads(torch.autograd.Function):
             grad, gate_TO = grads[at - lowest + 1], gates[at]
             carried, shared = times(below_NI, weights[at].mT), grad
             if gate_TO is not None:
-                found.gates[at] = _of_gate(grad, carried, plan.rows)
-                carried = _gated(carried, gate_TO, plan.rows)
-                shared = _gated(grad, gate_TO, plan.rows)
+                found.gates[at] = gate_grad(grad, carried, plan.rows)
+                carried = gated_rows(carried, gate_TO, plan.rows)
+                shared = gated_rows(grad, gate_TO, plan.rows)
             found.weights[at] = over_rows(shared, below_NI)
             for number, step in enumerate(factors[at]):
-                of_grads, of_activations = _subtract_backward(
+                of_grads, of_activations = subtract_backward(
                     below_NI,
                     grad,
                     carried,
                     Factors(*reversed(step)),
                     ctx.spreads[at - lowest][number],
-                    plan,
+                    plan.sides,
                     True,
                 )
                 found.factors[at][number] = (of_activations, of_grads)
         return (None, carried, *[None] * (layers - 1), *plan.packed(found))
-
-
-def _gated(rows_NO: Tensor, gate_TO: Tensor, rectangles: Rectangles) -> Tensor:
-    """Each row times its task's gate."""
-    gated_NO, task = torch.empty_like(rows_NO), 0
-    for mine in rectangles:
-        gates = gate_TO[task : task + mine.tasks].unsqueeze(1)
-        torch.mul(mine.of(rows_NO), gates, out=mine.of(gated_NO))
-        task += mine.tasks
-    return gated_NO
-
-
-def _of_gate(grad_NO: Tensor, rows_NO: Tensor, rectangles: Rectangles) -> Tensor:
-    """The gate's gradient, from that of the gated rows: [T, O]."""
-    return torch.cat([(mine.of(grad_NO) * mine.of(rows_NO)).sum(dim=1) for mine in rectangles])
-
-
-def _subtract(
-    out_NO: Tensor, rows_NI: Tensor, factors: Factors, plan: _Plan, shift: float
-) -> list[Tensor]:
-    """out -= (x A^T + shift) G inside each task, in place; x A^T + shift, for the derivative."""
-    spreads = []
-    for mine, support in zip(plan.rows, plan.support, strict=True):
-        spread = mine.of(rows_NI) @ support.of(factors.activations_SI).mT
-        if shift:
-            spread += shift
-        mine.of(out_NO).baddbmm_(spread, support.of(factors.scaled_grads_SO), alpha=-1)
-        spreads.append(spread)
-    return spreads
-
-
-def _subtract_backward(
-    grad_NO: Tensor,
-    rows_NI: Tensor,
-    rows_grad_NI: Tensor | None,
-    factors: Factors,
-    spreads: list[Tensor],
-    plan: _Plan,
-    wants_factors: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the factors; those of the rows are added to what is there, in place."""
-    of_activations = torch.empty_like(factors.activations_SI) if wants_factors else None
-    of_grads = torch.empty_like(factors.scaled_grads_SO) if wants_factors else None
-    for mine, support, spread in zip(plan.rows, plan.support, spreads, strict=True):
-        grad = mine.of(grad_NO)
-        of_spread = grad @ support.of(factors.scaled_grads_SO).mT
-        if rows_grad_NI is not None:
-            activations = support.of(factors.activations_SI)
-            mine.of(rows_grad_NI).baddbmm_(of_spread, activations, alpha=-1)
-        if of_activations is not None and of_grads is not None:
-            rows = mine.of(rows_NI)
-            support.of(of_activations).baddbmm_(of_spread.mT, rows, beta=0, alpha=-1)
-            support.of(of_grads).baddbmm_(spread.mT, grad, beta=0, alpha=-1)
-    return of_activations, of_grads
 
 
 def _contiguous(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

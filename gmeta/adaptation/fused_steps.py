@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from gmeta.adaptation.fused_mlp import AdaptedMlp, Factors
-from gmeta.adaptation.losses import row_losses_N, weighted_sum
+from gmeta.adaptation.fused_mlp import AdaptedMlp
+from gmeta.adaptation.losses import HALVES, row_losses_N, row_slopes_N, weighted_sum
+from gmeta.adaptation.rates import FixedRates
+from gmeta.adaptation.thin_products import Factors
 
 if TYPE_CHECKING:
     from gmeta.adaptation.blocks import BlockRows, BlockSide, TaskBlocks
@@ -48,6 +50,8 @@ class SteppedLoop:
         self._config = config
         self._loss = loss
         self._rates = rates
+        # One rate for everything scales the loss whose gradients all steps take.
+        self._rate = rates.rate if isinstance(rates, FixedRates) else None
         self._decision = _Layers.of(model.decision_layers, names)
         dense = _Layers.of(model.dense_layers, names)
         # None: no such layer adapts, and autograd does them with the rest.
@@ -85,7 +89,7 @@ class SteppedLoop:
         second_order: bool,
     ) -> _Adapted:
         """After one inner step more. `fixed` are the features of rows that do not adapt."""
-        rows_PD = adapted.rows_PD
+        rows_PD, rates = adapted.rows_PD, self._rates if self._rate is None else None
         if fixed is None and not (second_order and rows_PD.requires_grad):
             rows_PD = rows_PD.detach().requires_grad_()
         features = support.features(rows_PD) if fixed is None else fixed
@@ -97,20 +101,20 @@ class SteppedLoop:
         with torch.set_grad_enabled(second_order):
             seen_NX = inputs_NX if second_order else inputs_NX.detach()
             decision = adapted.decision.seen(seen_NX, support, support)
-        last_NO = self._loss_grad_NO(decision.last_NO, support.rows, second_order)
-        with torch.set_grad_enabled(second_order):
+            last_NO = self._loss_grad_NO(decision.last_NO, support.rows)
             grads = decision.mlp.grads(last_NO, decision.hidden)
         moving = [rows_PD] if fixed is None else []
         moving += [] if dense is None else [dense.last_NO]
         found = torch.autograd.grad(inputs_NX, moving, grads[0], create_graph=second_order)
-        after = replace(adapted, decision=adapted.decision.after(decision, grads, self._rates))
+        after = replace(adapted, decision=adapted.decision.after(decision, grads, rates))
         if fixed is None:
-            after = replace(after, rows_PD=adapted.rows_PD - rate * found[0])
+            change_PD = found[0] if self._rate is not None else rate * found[0]
+            after = replace(after, rows_PD=adapted.rows_PD - change_PD)
         if adapted.dense is not None and dense is not None:
             lowest = adapted.dense.lowest_adapting
             with torch.set_grad_enabled(second_order):
                 grads = dense.mlp.grads(found[-1], dense.hidden, lowest + 1)
-            after = replace(after, dense=adapted.dense.after(dense, grads, self._rates))
+            after = replace(after, dense=adapted.dense.after(dense, grads, rates))
         return after
 
     def _inputs_NX(self, features: RowFeatures, dense: _Pass | None) -> Tensor:
@@ -121,14 +125,16 @@ class SteppedLoop:
             features = features._replace(dense_NK=dense.last_NO.relu())
         return in_autocast(self._model.decision_inputs_NX(features))
 
-    def _loss_grad_NO(self, output_NO: Tensor, side: BlockRows, second_order: bool) -> Tensor:
-        """The gradient of the support loss at the outputs."""
-        with torch.enable_grad():
-            if not output_NO.requires_grad:
-                output_NO = output_NO.detach().requires_grad_()
-            loss = self._weighted_loss(output_NO, side, self._config.support_prior)
-            (grad_NO,) = torch.autograd.grad(loss, output_NO, create_graph=second_order)
-        return grad_NO
+    def _loss_grad_NO(self, output_NO: Tensor, side: BlockRows) -> Tensor:
+        """The gradient of the support loss at the outputs, times the rate if all share one."""
+        scores_N = output_NO.squeeze(1)
+        if scores_N.dtype in HALVES:
+            scores_N = scores_N.float()
+        slopes_N = row_slopes_N(self._loss, scores_N, side.label_N)
+        weights_N = side.mean_weights_N(scores_N.dtype, self._config.support_prior)
+        if self._rate is not None:
+            weights_N = weights_N * self._rate
+        return (slopes_N * weights_N).to(output_NO.dtype).unsqueeze(1)
 
     def _weighted_loss(self, output_NO: Tensor, side: BlockRows, prior: float) -> Tensor:
         """Sum over the tasks of the (shrunken) mean loss of their rows: a scalar."""
@@ -179,16 +185,19 @@ class _Layers:
         *hidden, last_NO = mlp.outputs(rows_NI, side.rows.rectangles)
         return _Pass(mlp, rows_NI, hidden, last_NO)
 
-    def after(self, seen: _Pass, grads: Sequence[Tensor], rates: InnerRates) -> _Layers:
-        """With one inner step more, from the gradients at the outputs of the last layers."""
+    def after(self, seen: _Pass, grads: Sequence[Tensor], rates: InnerRates | None) -> _Layers:
+        """With one inner step more, from the gradients at the outputs of the last layers; without
+        rates they carry them already.
+        """
         factors = list(self.factors)
         for at, name in enumerate(self.names):
             if name is not None:
                 activations = seen.hidden[at - 1] if at else seen.inputs_NI
-                # `suits` refused rates of single weights.
-                rate = cast(float | Tensor, rates.of_layer(name))
-                step = Factors(activations, grads[at - len(self.names)] * rate)
-                factors[at] = (*factors[at], step)
+                scaled = grads[at - len(self.names)]
+                if rates is not None:
+                    # `suits` refused rates of single weights.
+                    scaled = scaled * cast(float | Tensor, rates.of_layer(name))
+                factors[at] = (*factors[at], Factors(activations, scaled))
         return replace(self, factors=tuple(factors))
 
 

@@ -41,9 +41,9 @@ def weighted_sum(losses_N: Tensor, weights_N: Tensor) -> Tensor:
 
 
 def row_slopes_N(kind: str, output_N: Tensor, label_N: Tensor) -> Tensor:
-    """First derivative of each row's loss."""
+    """First derivative of each row's loss, differentiable once more."""
     if kind == "bce":
-        return output_N.sigmoid().sub_(label_N)
+        return output_N.sigmoid() - label_N
     error_N = output_N - label_N.to(output_N.dtype)
     return error_N.clamp_(-1.0, 1.0) if kind == "huber" else error_N.mul_(2.0)
 

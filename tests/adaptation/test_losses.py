@@ -20,6 +20,9 @@ def test_slopes_and_curvatures_are_the_derivatives_of_the_loss(kind: str) -> Non
     torch.testing.assert_close(
         row_curvatures_N(kind, seen_N, label_N), curvature_N, rtol=0, atol=1e-12
     )
+    written_N = row_slopes_N(kind, output_N, label_N)
+    (of_written_N,) = torch.autograd.grad(written_N.sum(), output_N)
+    torch.testing.assert_close(of_written_N, curvature_N, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["bce", "mse", "huber"])
