@@ -18,9 +18,10 @@ MOST_THRESHOLD_BYTES = 32 << 20
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
 HUGE_PAGE_BYTES = 2 << 20
 
-# Rows x weights of a step below which one thread is as fast as two that must wake each other for
-# every product (benchmarks/peers_movielens.py: 16 and 36 million); with other work on the cores
-# two threads, which wait for each other spinning, took up to fourteen times as long.
+# Rows x weights of a step below which two threads, which must meet after every product, gain at
+# most an eighth with both cores to themselves (benchmarks/peers_movielens.py: 16 and 36 million),
+# and nothing on some processors; beside other work, which a rank's reader is, too, they wait for
+# each other spinning, and took two to fourteen times as long.
 THREADED_WORK = 100_000_000
 
 
