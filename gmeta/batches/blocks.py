@@ -175,28 +175,32 @@ def _pooled(
     history.
     """
     num_single, num_multi = batch.positions_NF.shape[1], batch.multi_lengths_NM.shape[1]
-    there_R = rows_R >= 0
-    rows_N = rows_R[there_R]
+    there_N = np.flatnonzero(rows_R >= 0)
+    rows_N = rows_R[there_N]
     pooled_M = np.flatnonzero(np.arange(num_multi) != (-1 if history is None else history))
     values_V, lengths_NM = _values(batch, rows_N, pooled_M)
+    lengths_NC = np.zeros((len(rows_N), num_single + num_multi), np.int64)
+    lengths_NC[:, :num_single] = 1
+    lengths_NC[:, num_single + pooled_M] = lengths_NM
     lengths_RC = np.zeros((len(rows_R), num_single + num_multi), np.int64)
-    lengths_RC[there_R, :num_single] = 1
-    lengths_RC[np.ix_(there_R, num_single + pooled_M)] = lengths_NM
+    lengths_RC[there_N] = lengths_NC
     lengths = torch.from_numpy(lengths_RC.ravel())
-    single = batch.positions_NF.numpy()[rows_N].ravel()
+    single_NF = batch.positions_NF.numpy()[rows_N]
     if not num_multi:
-        return Bags.of(torch.from_numpy(single), lengths, None, num_rows, constant)
+        return Bags.of(torch.from_numpy(single_NF.ravel()), lengths, None, num_rows, constant)
     # Entries in the order of rows: each row's single ids, then its multi-id values.
-    entries = np.empty(int(lengths_RC.sum()), single.dtype)
-    is_single = np.repeat(
-        np.tile([True, False], len(rows_N)),
-        np.stack([np.full(len(rows_N), num_single), lengths_NM.sum(axis=1)], axis=1).ravel(),
-    )
-    entries[is_single] = single
-    entries[~is_single] = values_V
+    values_N = lengths_NM.sum(axis=1)
+    row_starts_N = _starts(num_single + values_N)
+    place_V = _ranges(row_starts_N + num_single, values_N)
+    entries = np.empty(single_NF.size + values_V.size, single_NF.dtype)
+    entries[row_starts_N[:, None] + np.arange(num_single)] = single_NF
+    entries[place_V] = values_V
     weight_V = None
     if pooling == "mean":
-        weight_V = torch.repeat_interleave(lengths.to(torch.float64).reciprocal(), lengths)
+        weights = np.ones(entries.size)
+        taken = lengths_NM.ravel()
+        weights[place_V] = np.repeat(1.0 / np.maximum(taken, 1), taken)
+        weight_V = torch.from_numpy(weights)
     return Bags.of(torch.from_numpy(entries), lengths, weight_V, num_rows, constant)
 
 
@@ -219,10 +223,21 @@ def _values(batch: TaskBatch, rows_N: Ints, features_M: Ints) -> tuple[Ints, Int
     in a row, and how many each has: [V], [N, M].
     """
     lengths_NM = batch.multi_lengths_NM.numpy().astype(np.int64)
-    starts_NM = np.cumsum(lengths_NM).reshape(lengths_NM.shape) - lengths_NM
+    starts_NM = _starts(lengths_NM.ravel()).reshape(lengths_NM.shape)
     chosen = np.ix_(rows_N, features_M)
     taken_NM = lengths_NM[chosen]
-    taken = taken_NM.ravel()
-    shift = starts_NM[chosen].ravel() - (np.cumsum(taken) - taken)
-    index_V = np.repeat(shift, taken) + np.arange(taken.sum())
+    index_V = _ranges(starts_NM[chosen].ravel(), taken_NM.ravel())
     return batch.multi_positions_V.numpy()[index_V], taken_NM
+
+
+def _starts(lengths: Ints) -> Ints:
+    """Where each of these stands when they follow each other."""
+    starts: Ints = np.cumsum(lengths) - lengths
+    return starts
+
+
+def _ranges(starts: Ints, lengths: Ints) -> Ints:
+    """start, start + 1, ... of each, one after the other."""
+    shifts = np.repeat(starts - _starts(lengths), lengths)
+    ranges: Ints = shifts + np.arange(len(shifts))
+    return ranges
