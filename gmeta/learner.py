@@ -74,7 +74,10 @@ class MetaLearner(nn.Module):
         self.rates = self._algorithm.rates(layers, self._config, tables)
         self._inner_loop = InnerLoop(model, self._config, loss, self.rates)
         self._fused = None
-        if isinstance(model, DecisionModel) and FusedLoop.suits(model, self._config, self.rates):
+        second_order = self._algorithm.query_loss_of == "second order"
+        if isinstance(model, DecisionModel) and FusedLoop.suits(
+            model, self._config, self.rates, second_order
+        ):
             self._fused = FusedLoop(model, self._config, loss, self.rates)
 
     @property

@@ -75,20 +75,26 @@ class FusedLoop:
         return self._layers[0].weight.numel() if may_split else 0
 
     @staticmethod
-    def suits(model: nn.Module, config: AlgorithmConfig, rates: InnerRates) -> bool:
+    def suits(
+        model: nn.Module, config: AlgorithmConfig, rates: InnerRates, second_order: bool
+    ) -> bool:
         """Whether what adapts is decision layers, at no rate of single weights, layers over the
-        dense columns and embedding rows; where one of the latter does, only in low rank.
+        dense columns and embedding rows; where one of the latter does, only in low rank; where none
+        does, rates that learn need the second order.
         """
         if not isinstance(model, DecisionModel):
             return False
         adapts = adaptable_layers(model, config.adapt_layers)
         paths = paths_of_layers(config, list(adapts)).values()
-        if _moves_inputs(model, config) and "materialised" in paths:
+        moves_inputs = _moves_inputs(model, config)
+        if moves_inputs and "materialised" in paths:
             return False
+        found = [rates.of_layer(name) for name in adapts]
+        if not (moves_inputs or second_order) and any(isinstance(rate, Tensor) for rate in found):
+            return False  # fixed_inputs.py takes the inner gradients for constants, rates and all
         inside = linear_layers(model.decision_layers) + linear_layers(model.dense_layers)
-        return all(
-            layer in inside and not isinstance(rates.of_layer(name), WeightRates)
-            for name, layer in adapts.items()
+        return all(layer in inside for layer in adapts.values()) and not any(
+            isinstance(rate, WeightRates) for rate in found
         )
 
     def pays(self, groups: Iterable[BlockGroup]) -> bool:

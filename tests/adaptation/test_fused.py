@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gmeta.adaptation.algorithms import ALGORITHMS
 from gmeta.adaptation.blocks import StackedBlocks, TaskBlocks
 from gmeta.adaptation.config import AlgorithmConfig, InnerPath
 from gmeta.adaptation.costs import PathCosts
@@ -226,18 +227,27 @@ def test_layers_that_the_outer_loop_does_not_train_adapt_all_the_same(
     )
 
 
-def test_learned_rates_learn_in_first_order_too() -> None:
+@pytest.mark.parametrize(
+    ("model", "embeddings", "arranged"),
+    [("dlrm", True, TaskBlocks), ("dlrm", False, TaskBlocks), ("melu", False, TaskGroups)],
+)
+def test_learned_rates_learn_in_first_order_too(
+    model: str, embeddings: bool, arranged: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No algorithm of ours does so; one of a user's may."""
-    algorithm = AlgorithmConfig(name="metasgd", inner_steps=2, inner_path="low_rank")
-    learner = learner_of(algorithm, replace(MELU, name="dlrm"))
-    learner._algorithm = replace(
-        learner._algorithm, loss_sum=fomaml_loss_sum, query_loss_of="first order"
+    first_order = replace(
+        ALGORITHMS["metasgd"], loss_sum=fomaml_loss_sum, query_loss_of="first order"
     )
+    monkeypatch.setitem(ALGORITHMS, "first-order", first_order)
+    algorithm = AlgorithmConfig(
+        name="first-order", inner_steps=2, inner_path="low_rank", adapt_embeddings=embeddings
+    )
+    learner = learner_of(algorithm, replace(MELU, name=model))
     batch = batch_of([(3, 2), (0, 1), (1, 4)])
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
-    fused = learner.arrange(batch)
-    assert isinstance(fused.rows, TaskBlocks)
-    assert_same_step(learner, rows_UD, fused, arranged_together(learner, batch))
+    mine = learner.arrange(batch)
+    assert isinstance(mine.rows, arranged)
+    assert_same_step(learner, rows_UD, mine, arranged_together(learner, batch))
 
 
 def test_many_rows_go_to_the_general_loop_where_layers_over_dense_columns_ask_for_it() -> None:
