@@ -17,7 +17,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from gmeta.config import OuterConfig
 from gmeta.outer.clipping import GradientClipping
 from gmeta.outer.schedules import rate_scale
-from gmeta.tables.updates import adam_groups, set_adam_step
+from gmeta.tables.groups import adam_groups, set_adam_step
 
 
 class _FusedAdam(torch.optim.Adam):

@@ -33,10 +33,11 @@ from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError
 from gmeta.numerics import autocast, threads_for
 from gmeta.parallel.averaging import LayerAverage
-from gmeta.parallel.exchange import Exchange, TorchRecExchange, WireExchange
+from gmeta.parallel.exchange import WireExchange
 from gmeta.parallel.plan import describe_plan, make_plan
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.shared_memory import SharedMemory
+from gmeta.parallel.stock_exchange import Exchange, TorchRecExchange
 from gmeta.tables.names import module_name
 from gmeta.tables.sharding import WireDtype
 from metaio.features import Features

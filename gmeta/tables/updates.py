@@ -8,7 +8,7 @@ Shape suffixes: N rows given out (ids may repeat), U distinct rows, A places of 
 again later, C distinct rows of these, R rows of all tables, F features, D embedding width.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, final
 
@@ -19,9 +19,8 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
 from gmeta.numerics import use_huge_pages
 from gmeta.tables.repeated_rows import RepeatedRows
@@ -300,32 +299,3 @@ def row_numbers_N(first_row_F: Tensor, indices: Tensor, offsets: Tensor) -> Tens
     samples = (offsets.numel() - 1) // num_features
     ids_F = offsets[::samples].diff() if samples else offsets.new_zeros(num_features)
     return indices + torch.repeat_interleave(first_row_F, ids_F)
-
-
-def adam_groups(sharded: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """This rank's groups of tables with Adam."""
-    adams = EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_ADAM
-    return [group for group in table_groups(sharded) if group.optimizer in adams]
-
-
-def set_adam_step(groups: Iterable[SplitTableBatchedEmbeddingBagsCodegen], step: int) -> None:
-    """Tell tables with Adam that `step` steps were done: its bias correction depends on it.
-
-    By themselves they count lookups, also those of a validation, and start at 0 after a resume.
-    """
-    for group in groups:
-        group.iter.fill_(step)
-        group.iter_cpu.fill_(step)
-
-
-def table_groups(module: nn.Module) -> Iterator[SplitTableBatchedEmbeddingBagsCodegen]:
-    """This rank's groups of tables that share one lookup kernel, wherever in a module they are."""
-    return (kernel.emb_module for kernel in table_kernels(module))
-
-
-def table_kernels(module: nn.Module) -> Iterator[Any]:
-    """What TorchRec wraps each of them in."""
-    for part in module.modules():
-        if isinstance(part, ShardedEmbeddingCollection):
-            for lookup in part._lookups:
-                yield from getattr(lookup, "module", lookup)._emb_modules
