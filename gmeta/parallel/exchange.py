@@ -167,11 +167,12 @@ class _WireFetch(RowFetch):
         self._sent = True
         if self._swap is None:
             return
+        routes = self._exchange.routes
         for counts_S, told in zip(self._counts_WS[:-1], self._swap.parts(), strict=True):
             counts_S[:] = told.numpy()
         self._swap = self._exchange.ranks.transport.swap(
             self._remote_ids,
-            self._asked_of_peer(1)[:-1],
+            self._asked_of_peer(routes.is_of_peer_SW)[:-1],
             self._counts_WS[:-1].sum(axis=1).tolist(),
         )
 
@@ -186,11 +187,11 @@ class _WireFetch(RowFetch):
             exchange.wire_dtype,
             self._rows_to_give_WG(),
             (self._counts_WS @ exchange.columns_S).tolist(),
-            self._asked_of_peer(routes.columns_S),
+            self._asked_of_peer(routes.columns_SW),
             Learning(
                 exchange.num_learning_groups,
                 (self._counts_WS @ exchange.gradient_columns_S).tolist(),
-                self._asked_of_peer(routes.gradient_columns_S),
+                self._asked_of_peer(routes.gradient_columns_SW),
             ),
             exchange.saw_gradient,
         )
@@ -205,11 +206,10 @@ class _WireFetch(RowFetch):
         rows_UD = self._put_together(rows.values(2.0 ** -round(math.log2(gradient_unit))))
         return _in_order_UD(rows_UD, self._asked, self.id_of_row_U)
 
-    def _asked_of_peer(self, values_of_id_S: int | Ints) -> list[int]:
+    def _asked_of_peer(self, values_of_id_SW: Ints) -> list[int]:
         """Values that each peer is asked for."""
-        values_S = self._asked.counts_S * values_of_id_S
-        ends = np.cumsum([len(shards) for shards in self._exchange.routes.of_peer])[:-1]
-        return [int(part.sum()) for part in np.split(values_S, ends)]
+        values_W: list[int] = (self._asked.counts_S @ values_of_id_SW).tolist()
+        return values_W
 
     def _row_numbers_N(self) -> Tensor:
         """Of every id that a peer asks of this rank, its row number within its group of tables."""

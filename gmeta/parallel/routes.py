@@ -1,6 +1,7 @@
 """Which rank to ask for which row, and where the answer stands: integer bookkeeping on the host.
 
-Shape suffixes: U ids, B tables, S shards in the order of the wire.
+Shape suffixes: U ids, B tables, S shards in the order of the wire, W ranks: peers in their order,
+then this one.
 """
 
 from collections.abc import Sequence
@@ -76,7 +77,12 @@ class Routes:
         self.columns_S = np.array([s.num_columns for s in self.shards])
         self.is_cut_S = self.columns_S < width
         self.only_read_S = np.array([s.only_read for s in self.shards], bool)
-        self.gradient_columns_S = self.columns_S * ~self.only_read_S
+        # Ids, values and gradients that travel between a peer and this rank for an id of a shard.
+        ends = np.cumsum([len(of_peer) for of_peer in self.of_peer])
+        peer_S = np.searchsorted(ends, np.arange(len(self.shards)), side="right")
+        self.is_of_peer_SW = np.eye(world_size, dtype=np.int64)[peer_S]
+        self.columns_SW = self.is_of_peer_SW * self.columns_S[:, None]
+        self.gradient_columns_SW = self.columns_SW * ~self.only_read_S[:, None]
         num_rows_B: dict[int, int] = {}
         for shard in shards:
             end = shard.first_row + shard.num_rows

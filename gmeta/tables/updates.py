@@ -10,6 +10,7 @@ again later, C distinct rows of these, R rows of all tables, F features, D embed
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -216,14 +217,16 @@ class FastGroup:
         values = [self._values(part) for part in given]
         if again_A.numel():
             last_C, index_A = torch.unique(last_A, return_inverse=True)
-            row_C = _gathered([part.row_N for part in given], last_C)
-            rows_CD = _gathered(values, last_C)
+            sizes = [part.row_N.numel() for part in given]
+            last, again = _places_in_parts(last_C, sizes), _places_in_parts(again_A, sizes)
+            row_C = _gathered([part.row_N for part in given], last)
+            rows_CD = _gathered(values, last)
             momentum_CD = self.momentum.read(row_C) if self.has_momentum else None
         for part, rows_ND in zip(given, values, strict=True):
             self._step(part.row_N, rows_ND, part.grad_ND(), unit)
         if again_A.numel():
             grads = [part.grad_ND() for part in given]
-            sums_CD = _gathered(grads, last_C).index_add_(0, index_A, _gathered(grads, again_A))
+            sums_CD = _gathered(grads, last).index_add_(0, index_A, _gathered(grads, again))
             if momentum_CD is not None:
                 self.momentum.write(row_C, momentum_CD)
             self._step(row_C, rows_CD, sums_CD, unit)
@@ -268,16 +271,18 @@ class _Lookup(torch.autograd.Function):
         return None, None, None
 
 
-def _gathered(parts: Sequence[Tensor], place_A: Tensor) -> Tensor:
-    """What stands in these places, ascending, of the parts one behind the other: [A, D]."""
-    starts = np.cumsum([0] + [len(part) for part in parts])
-    cuts = np.searchsorted(place_A.numpy(), starts)
-    return torch.cat(
-        [
-            part.index_select(0, place_A[cuts[index] : cuts[index + 1]] - int(starts[index]))
-            for index, part in enumerate(parts)
-        ]
-    )
+def _places_in_parts(place_A: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Ascending places of parts of these sizes, one behind the other, as places of each part."""
+    starts = [0, *accumulate(sizes)][:-1]
+    cuts = np.searchsorted(place_A.numpy(), starts[1:]).tolist()
+    in_parts = zip(place_A.tensor_split(cuts), starts, strict=True)
+    return [places - start for places, start in in_parts]
+
+
+def _gathered(parts: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
+    """What stands in these places of each part: [A, D]."""
+    found = zip(parts, places, strict=True)
+    return torch.cat([part.index_select(0, place_A) for part, place_A in found])
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
