@@ -67,19 +67,31 @@ class _Rows:
 
     def read(self, row_U: Tensor) -> Tensor:
         """Copies of these rows: [U, D]."""
-        return self.values_RD.index_select(0, row_U)
+        values_UD = self.values_RD.new_empty(row_U.numel(), self.values_RD.shape[1])
+        self.copy(row_U, values_UD)
+        return values_UD
+
+    def copy(self, row_U: Tensor, values_UD: Tensor) -> None:
+        """Copy these rows there: a fifth faster than index_select."""
+        # Only so numpy fills `out` without a buffer; no row is beyond the tables.
+        self._whole_R.take(row_U.numpy(), out=_whole_rows(values_UD), mode="clip")
 
     def write(self, row_U: Tensor, values_UD: Tensor) -> None:
         """New values of these rows: numpy moves each as one piece of bytes, in three eighths of the
         time of index_copy_, which goes over the table column by column (index_add_: six times).
         """
-        # A quarter faster than an assignment to these rows.
-        self._whole_R.put(row_U.numpy(), _whole_rows(values_UD))
+        if self.values_RD.shape[1] == 1:
+            self._whole_R[row_U.numpy()] = _whole_rows(values_UD)
+        else:  # of more than a number a row, a quarter faster than an assignment
+            self._whole_R.put(row_U.numpy(), _whole_rows(values_UD))
         torch.autograd.graph.increment_version(self.values_RD)  # torch sees no write of numpy's
 
 
-def _whole_rows(rows_RD: Tensor) -> npt.NDArray[np.void]:
-    return rows_RD.numpy().view(_bytes(rows_RD.shape[1] * rows_RD.element_size()))[:, 0]
+def _whole_rows(rows_RD: Tensor) -> npt.NDArray[Any]:
+    values_RD = rows_RD.numpy()
+    if rows_RD.shape[1] > 1:
+        values_RD = values_RD.view(_bytes(rows_RD.shape[1] * rows_RD.element_size()))
+    return values_RD[:, 0]
 
 
 @cache
@@ -180,7 +192,7 @@ class FastGroup:
 
     def look_up(self, row_N: Tensor, rows_ND: Tensor) -> None:
         """Copy rows, by their numbers among those of all tables, to where they are asked for."""
-        torch.index_select(self.rows.values_RD, 0, row_N, out=rows_ND)
+        self.rows.copy(row_N, rows_ND)
 
     @torch.no_grad()
     def update(self, given: Sequence[GivenRows], unit: float) -> None:
