@@ -100,7 +100,5 @@ def test_all_ranks_end_with_the_batch_that_is_to_blame(tmp_path: Path) -> None:
     ]
     parts = load_batch(tmp_path / "step-00000002-rank-1.pt")
     assert [part.task_T.tolist() for part in parts] == [[100, 101], [102, 103]]
-    groups = [part.rows.groups for part in parts]
-    bad = [sum(int(sides.support.dense_NK.isnan().sum()) for sides in part) for part in groups]
-    assert bad == [1, 0]
-    assert sum(sides.query.label_N.numel() for part in groups for sides in part) == 8
+    assert [int(part.rows.support.dense_NK.isnan().sum()) for part in parts] == [1, 0]
+    assert sum(part.rows.query.rows.label_N.numel() for part in parts) == 8
