@@ -1,5 +1,5 @@
-"""How a run computes: in which precision, on how many threads, in which memory, and whether only in
-ways that give the same bits.
+"""How a run computes: in which precision, in which memory, and whether only in ways that give the
+same bits.
 """
 
 import ctypes
@@ -17,17 +17,6 @@ MOST_THRESHOLD_BYTES = 32 << 20
 # Linux's mman-common.h, and the size of its huge pages on x86 and most ARM.
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
 HUGE_PAGE_BYTES = 2 << 20
-
-# Rows x weights of a step below which two threads, which must meet after every product, gain at
-# most an eighth with both cores to themselves (benchmarks/peers_movielens.py: 16 and 36 million),
-# and nothing on some processors; beside other work, which a rank's reader is, too, they wait for
-# each other spinning, and took two to fourteen times as long.
-THREADED_WORK = 100_000_000
-
-
-def threads_for(work: int, most: int) -> int:
-    """How many of `most` threads should share a step of so many rows x weights."""
-    return most if work >= THREADED_WORK else 1
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:

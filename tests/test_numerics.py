@@ -19,10 +19,8 @@ from gmeta.learner import MetaLearner
 from gmeta.numerics import (
     HUGE_PAGE_BYTES,
     M_MMAP_THRESHOLD,
-    THREADED_WORK,
     autocast,
     keep_freed_memory,
-    threads_for,
     use_huge_pages,
 )
 from models import ModelConfig
@@ -68,10 +66,6 @@ def test_bf16_is_close_to_float32(algorithm: str, model: str) -> None:
     assert loss_16 == pytest.approx(loss, rel=0.001)
     assert loss_16 != torch.tensor(loss_16).bfloat16().item()
     assert torch.cosine_similarity(gradient, gradient_16, dim=0) > 0.995
-
-
-def test_small_steps_stay_on_one_thread() -> None:
-    assert [threads_for(work, 4) for work in (0, THREADED_WORK - 1, THREADED_WORK)] == [1, 1, 4]
 
 
 def faults_a_round(kept: str) -> float:

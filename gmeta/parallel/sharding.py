@@ -6,6 +6,7 @@ Tables are spread over the ranks (AlltoAll of ids and rows), dense layers are re
 Shape suffixes: U fetched rows, B tables, D embedding width.
 """
 
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -31,13 +32,14 @@ from gmeta.batches.accumulate import Arranged, MicroBatches, accumulated_loss
 from gmeta.batches.episodes import Episodes
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError
-from gmeta.numerics import autocast, threads_for
+from gmeta.numerics import autocast
 from gmeta.parallel.averaging import LayerAverage
 from gmeta.parallel.exchange import WireExchange
 from gmeta.parallel.plan import describe_plan, make_plan
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.shared_memory import SharedMemory
 from gmeta.parallel.stock_exchange import Exchange, TorchRecExchange
+from gmeta.parallel.threads import ThreadChoice
 from gmeta.tables.names import module_name
 from gmeta.tables.sharding import WireDtype
 from metaio.features import Features
@@ -89,7 +91,7 @@ class ShardedLearner(nn.Module):
         self.tables = tables
         self.learner = learner
         self._precision = precision
-        self._most_threads = torch.get_num_threads()
+        self._threads = ThreadChoice(torch.get_num_threads())
         self._num_weights = sum(parameter.numel() for parameter in learner.parameters())
         # Tells all ranks which rows these episodes need; set once the tables are sharded.
         self.announce: Exchange
@@ -97,18 +99,20 @@ class ShardedLearner(nn.Module):
 
     def forward(self, episodes: Episodes | MicroBatches, weight: float) -> Tensor:
         """The rank's weighted loss, see MetaLearner.forward; `weight` is the same on all ranks."""
-        # Backward computes on the threads of this one.
-        torch.set_num_threads(
-            threads_for(episodes.num_rows * self._num_weights, self._most_threads)
-        )
+        work = episodes.num_rows * self._num_weights
+        threads = self._threads.threads_for(work)
+        torch.set_num_threads(threads)  # of backward, too
         episodes, rows_UD = self.fetch(episodes, weight)
         if self.clock is not None:
             self.clock.start(rows_UD)
+        began = time.perf_counter()
         with autocast(self._precision, rows_UD.device):
             if isinstance(episodes, MicroBatches):
-                return accumulated_loss(self.learner, rows_UD, episodes, weight)
-            loss: Tensor = self.learner(rows_UD, episodes, weight)
-            return loss
+                loss = accumulated_loss(self.learner, rows_UD, episodes, weight)
+            else:
+                loss = self.learner(rows_UD, episodes, weight)
+        self._threads.took(time.perf_counter() - began, work, threads)
+        return loss
 
     @property
     def rows_gradient_sum(self) -> Tensor:

@@ -1,0 +1,86 @@
+"""The number of threads of a rank's steps, against machines on which one or several are faster."""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+
+from gmeta.parallel.threads import (
+    LEAST_WORK,
+    LONGEST_HOLD,
+    SHORTEST_HOLD,
+    THREADED_WORK,
+    TRIES,
+    ThreadChoice,
+)
+
+WORK = 2 * LEAST_WORK
+TRIAL = 2 * TRIES
+
+
+def steps(choice: ThreadChoice, number: int, seconds: Callable[[int], float]) -> list[int]:
+    """The threads of so many steps, which take so long on so many."""
+    taken = []
+    for _ in range(number):
+        taken.append(choice.threads_for(WORK))
+        choice.took(seconds(taken[-1]), WORK, taken[-1])
+    return taken
+
+
+@pytest.mark.parametrize(("on_four", "best"), [(0.9, 4), (1.1, 1)])
+def test_a_trial_finds_what_is_faster(on_four: float, best: int) -> None:
+    choice = ThreadChoice(4)
+    tried = steps(choice, TRIAL, lambda threads: 1.0 if threads == 1 else on_four)
+    assert tried == [1, 4] * TRIES
+    assert set(steps(choice, SHORTEST_HOLD, lambda _: 1.0)) == {best}
+
+
+def test_trials_become_rare_while_nothing_changes() -> None:
+    choice, seconds = ThreadChoice(2), lambda threads: 1.0 / threads
+    taken = steps(choice, 40_000, seconds)
+    trials = sum(before == 2 and after == 1 for before, after in pairwise(taken))
+    # TRIES in each trial; the last of them after holds of 200, 400, ..., 3,200 steps.
+    assert trials <= TRIES * (40_000 / LONGEST_HOLD + 6)
+    assert taken.count(2) > 0.99 * len(taken)
+
+
+def test_a_step_that_other_work_slows_ends_several_threads_at_once() -> None:
+    choice = ThreadChoice(2)
+    steps(choice, TRIAL + 5, lambda threads: 1.0 / threads)
+    assert steps(choice, 3, lambda threads: 50.0 if threads == 2 else 1.0) == [2, 1, 1]
+    # Later they are tried again: one slow step, if nothing has changed.
+    beside = steps(choice, SHORTEST_HOLD + TRIAL, lambda threads: 50.0 if threads == 2 else 1.0)
+    assert beside.count(2) == 1
+    alone = steps(choice, 2 * LONGEST_HOLD, lambda threads: 1.0 / threads)
+    assert alone[-1] == 2
+
+
+def test_a_slow_beginning_of_a_trial_decides_nothing() -> None:
+    """As where code for several threads is generated first."""
+    choice = ThreadChoice(2)
+    first = iter([1.0, 8.0])
+    steps(choice, 2, lambda _: next(first))
+    assert steps(choice, TRIAL, lambda threads: 1.0 / threads)[-1] == 2
+
+
+def test_small_steps_stay_on_one_thread_and_a_single_thread_is_never_tried() -> None:
+    choice = ThreadChoice(4)
+    for _ in range(TRIAL):
+        assert choice.threads_for(LEAST_WORK - 1) == 1
+        choice.took(1.0, LEAST_WORK - 1, 1)
+    assert steps(choice, 2, lambda _: 1.0) == [1, 4]  # they were no part of a trial
+    assert set(steps(ThreadChoice(1), 500, lambda _: 1.0)) == {1}
+
+
+@pytest.fixture
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_where_bits_must_not_depend_on_the_clock_sizes_decide() -> None:
+    choice = ThreadChoice(4)
+    assert [choice.threads_for(work) for work in (0, THREADED_WORK - 1, THREADED_WORK)] == [1, 1, 4]
