@@ -92,6 +92,8 @@ class ShardedLearner(nn.Module):
         self.learner = learner
         self._precision = precision
         self._threads = ThreadChoice(torch.get_num_threads())
+        # When it began, its work and its threads; None: something else came since.
+        self._last_step: tuple[float, int, int] | None = None
         self._num_weights = sum(parameter.numel() for parameter in learner.parameters())
         # Tells all ranks which rows these episodes need; set once the tables are sharded.
         self.announce: Exchange
@@ -99,20 +101,25 @@ class ShardedLearner(nn.Module):
 
     def forward(self, episodes: Episodes | MicroBatches, weight: float) -> Tensor:
         """The rank's weighted loss, see MetaLearner.forward; `weight` is the same on all ranks."""
-        work = episodes.num_rows * self._num_weights
-        threads = self._threads.threads_for(work)
-        torch.set_num_threads(threads)  # of backward, too
+        self._set_threads(episodes.num_rows * self._num_weights)
         episodes, rows_UD = self.fetch(episodes, weight)
         if self.clock is not None:
             self.clock.start(rows_UD)
-        began = time.perf_counter()
         with autocast(self._precision, rows_UD.device):
             if isinstance(episodes, MicroBatches):
-                loss = accumulated_loss(self.learner, rows_UD, episodes, weight)
-            else:
-                loss = self.learner(rows_UD, episodes, weight)
-        self._threads.took(time.perf_counter() - began, work, threads)
-        return loss
+                return accumulated_loss(self.learner, rows_UD, episodes, weight)
+            loss: Tensor = self.learner(rows_UD, episodes, weight)
+            return loss
+
+    def _set_threads(self, work: int) -> None:
+        """Of a step that begins, to its end."""
+        now = time.perf_counter()
+        if self._last_step is not None:
+            began, *last = self._last_step
+            self._threads.took(now - began, *last)
+        threads = self._threads.threads_for(work)
+        torch.set_num_threads(threads)
+        self._last_step = now, work, threads
 
     @property
     def rows_gradient_sum(self) -> Tensor:
@@ -131,6 +138,7 @@ class ShardedLearner(nn.Module):
     @torch.no_grad()
     def predict(self, episodes: Episodes) -> "QueryPrediction":
         """See MetaLearner.predict; every rank must call it for each step, also without episodes."""
+        self._last_step = None
         episodes, rows_UD = self.fetch(episodes)
         return self.learner.predict(rows_UD, episodes)
 

@@ -6,7 +6,7 @@ every product waits for the scheduler, and a step took up to fifty times as long
 threads is right for both, so it is tried out, again and again.
 """
 
-import math
+import statistics
 from typing import final
 
 import torch
@@ -18,9 +18,9 @@ LEAST_WORK = 10_000_000
 THREADED_WORK = 100_000_000
 TRIES = 5  # of each number of threads in a trial
 SHORTEST_HOLD, LONGEST_HOLD = 200, 3_200  # steps until the next trial
-# So many times as long as on one thread, and the others are in the way; in a trial, whose first
-# steps may make what later ones find, more.
-TOO_SLOW, TOO_SLOW_TO_TRY = 2.0, 10.0
+# So many steps on several threads that take so many times as long as on one, and these are in each
+# other's way. One step alone may have waited for data.
+SLOW_STEPS, TOO_SLOW = 2, 2.0
 
 
 @final
@@ -30,8 +30,8 @@ class ThreadChoice:
     def __init__(self, most: int) -> None:
         self._most = most
         self._chosen = 1
-        self._hold = SHORTEST_HOLD
-        self._left = 0  # steps until the next trial
+        self._hold = self._left = SHORTEST_HOLD
+        self._slow_steps = 0
         self._begin_trial()
 
     def threads_for(self, work: int) -> int:
@@ -43,31 +43,37 @@ class ThreadChoice:
         return self._trial[-1] if self._trial else self._chosen
 
     def took(self, seconds: float, work: int, threads: int) -> None:
-        """What such a step took on so many threads."""
+        """What such a step took on so many threads, as a whole."""
         if self._most == 1 or work < LEAST_WORK:
             return
         unit = seconds / work
-        is_trial = bool(self._trial)
-        self._least[threads] = min(self._least[threads], unit)
-        too_slow = TOO_SLOW_TO_TRY if is_trial else TOO_SLOW
-        if threads > 1 and unit > too_slow * self._least[1]:
+        if threads > 1:
+            is_slow = unit > TOO_SLOW * self._usual(1)
+            self._slow_steps = self._slow_steps + 1 if is_slow else 0
+        if self._slow_steps == SLOW_STEPS:
             self._choose(1)
-        elif is_trial:
+        elif self._trial:
             self._trial.pop()
+            self._units[threads].append(unit)
             if not self._trial:
-                self._choose(min(self._least, key=lambda number: self._least[number]))
+                self._choose(min(self._units, key=self._usual))
         else:
             self._left -= 1
             if not self._left:
                 self._begin_trial()
 
+    def _usual(self, threads: int) -> float:
+        """Seconds per unit of work in the last trial."""
+        return statistics.median(self._units[threads] or [float("inf")])
+
     def _begin_trial(self) -> None:
         self._trial = [self._most, 1] * TRIES
-        self._least = {1: math.inf, self._most: math.inf}
+        self._units: dict[int, list[float]] = {1: [], self._most: []}
+        self._slow_steps = 0
 
     def _choose(self, threads: int) -> None:
         """For a while; longer where nothing has changed."""
         is_as_before = threads == self._chosen
         self._hold = min(2 * self._hold, LONGEST_HOLD) if is_as_before else SHORTEST_HOLD
         self._chosen, self._left = threads, self._hold
-        self._trial = []
+        self._trial, self._slow_steps = [], 0

@@ -10,6 +10,7 @@ from gmeta.parallel.threads import (
     LEAST_WORK,
     LONGEST_HOLD,
     SHORTEST_HOLD,
+    SLOW_STEPS,
     THREADED_WORK,
     TRIES,
     ThreadChoice,
@@ -48,20 +49,22 @@ def test_trials_become_rare_while_nothing_changes() -> None:
 def test_a_step_that_other_work_slows_ends_several_threads_at_once() -> None:
     choice = ThreadChoice(2)
     steps(choice, TRIAL + 5, lambda threads: 1.0 / threads)
-    assert steps(choice, 3, lambda threads: 50.0 if threads == 2 else 1.0) == [2, 1, 1]
-    # Later they are tried again: one slow step, if nothing has changed.
-    beside = steps(choice, SHORTEST_HOLD + TRIAL, lambda threads: 50.0 if threads == 2 else 1.0)
-    assert beside.count(2) == 1
+    beside_others = lambda threads: 50.0 if threads == 2 else 1.0  # noqa: E731
+    assert steps(choice, 4, beside_others) == [2, 2, 1, 1]
+    # Later they are tried again: two slow steps, if nothing has changed.
+    assert steps(choice, SHORTEST_HOLD + TRIAL, beside_others).count(2) == SLOW_STEPS
     alone = steps(choice, 2 * LONGEST_HOLD, lambda threads: 1.0 / threads)
     assert alone[-1] == 2
 
 
-def test_a_slow_beginning_of_a_trial_decides_nothing() -> None:
-    """As where code for several threads is generated first."""
+def test_a_slow_step_alone_decides_nothing() -> None:
+    """As where code for several threads is generated first, or data came late."""
     choice = ThreadChoice(2)
-    first = iter([1.0, 8.0])
+    first = iter([1.0, 50.0])
     steps(choice, 2, lambda _: next(first))
     assert steps(choice, TRIAL, lambda threads: 1.0 / threads)[-1] == 2
+    steps(choice, 1, lambda _: 50.0)
+    assert steps(choice, 5, lambda _: 0.5) == [2] * 5
 
 
 def test_small_steps_stay_on_one_thread_and_a_single_thread_is_never_tried() -> None:
