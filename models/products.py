@@ -5,7 +5,8 @@ matmul precision "medium". But oneDNN generates code for every size that it has 
 a plain product and 3 ms for a batched one, where the product itself takes less, and batches of
 ragged tasks bring new sizes with every step. So most of the rows go through oneDNN in a piece of
 one of few sizes, the rest through MKL (`ragged` in benchmarks/maml_step.py). Results depend on the
-sizes alone: a run that goes on from a checkpoint finds the same bits.
+sizes and the number of threads alone: on one thread, or with `run.deterministic`, a run that goes
+on from a checkpoint finds the same bits.
 
 Small products and those inside each task go through MKL altogether: even of sizes that recur oneDNN
 was at most 8 % faster with a whole step of 640 to 7,680 rows, and up to 1.6x slower with small
