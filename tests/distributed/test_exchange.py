@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.episodes import ids_of_query_rows
+from gmeta.batches.episodes import Episodes, ids_of_query_rows
 from gmeta.config import OuterConfig, TrainConfig
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import local_learner, shard_learner
@@ -69,12 +69,16 @@ def trained(ranks: Ranks, algorithm: AlgorithmConfig, overlapped: bool) -> dict[
         sharded=run.sharded if overlapped else None,
     )
     for episodes, totals in steps:
-        loss = run.sharded(episodes, ranks.world_size / totals.num_terms)
-        run.optimizer.zero_grad()
-        loss.backward()
-        run.optimizer.step()
-        run.losses.append(loss.item())
+        take_step(run, episodes, ranks.world_size / totals.num_terms)
     return run.result()
+
+
+def take_step(run: Run, episodes: Episodes, weight: float) -> None:
+    loss = run.sharded(episodes, weight)
+    run.optimizer.zero_grad()
+    loss.backward()
+    run.optimizer.step()
+    run.losses.append(loss.item())
 
 
 @pytest.mark.distributed
@@ -102,11 +106,7 @@ def steps_on_one_batch(ranks: Ranks, algorithm: AlgorithmConfig, times: int) -> 
     exchange, batch = local_learner(run.sharded).announce, batches_of_rank(ranks)[0]
     announced = [exchange.arranged(batch, run.learner.arrange, ranks.device) for _ in range(times)]
     for episodes in announced * (3 // times):
-        loss = run.sharded(episodes, 1 / episodes.num_terms)
-        run.optimizer.zero_grad()
-        loss.backward()
-        run.optimizer.step()
-        run.losses.append(loss.item())
+        take_step(run, episodes, 1 / episodes.num_terms)
     return run.result()
 
 
