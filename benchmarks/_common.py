@@ -79,6 +79,7 @@ def environment(packages: Sequence[str] = ("torch", "numpy")) -> dict[str, Any]:
     """Where a figure was measured: date, commit, processor, cores, Python and package versions."""
     return {
         "date": datetime.date.today().isoformat(),
+        # With -dirty where the tree differs: such figures belong to no commit.
         "commit": _commit(),
         "processor": _processor(),
         "cores": len(available_cores()),
@@ -112,6 +113,7 @@ def finish(benchmark: str, figures: Mapping[str, Any]) -> None:
     Raises:
         ValueError: a figure is NaN or infinite, which JSON cannot hold.
     """
+    # Or a warning could land behind the line that must be the last.
     sys.stderr.flush()
     print(json.dumps({"benchmark": benchmark, **figures}, allow_nan=False), flush=True)
 

@@ -34,6 +34,7 @@ Rows = dict[str, list[Any]]
 
 
 def make_schema(table_rows: int) -> Schema:
+    """Hashed tables have so many rows; those of words as many as there are words."""
     hashed = [f"int{i}" for i in range(INTEGERS)] + [f"text{i}" for i in range(TEXTS)]
     single: list[dict[str, Any]] = [{"column": name, "hash": table_rows} for name in hashed]
     single += [{"column": f"word{i}", "vocabulary": 1} for i in range(VOCABULARIES)]
@@ -75,6 +76,7 @@ def write(folder: Path, schema: Schema, table_format: TableFormat, inner_steps: 
 
 
 def raw_rows(rng: np.random.Generator, num_rows: int) -> Rows:
+    """Columns of raw values as a caller has them, before any encoding."""
     rows: Rows = {f"int{i}": rng.integers(0, 10**9, num_rows).tolist() for i in range(INTEGERS)}
     for i in range(TEXTS):
         rows[f"text{i}"] = [f"value {n}" for n in rng.integers(0, 10**6, num_rows)]
@@ -85,6 +87,7 @@ def raw_rows(rng: np.random.Generator, num_rows: int) -> Rows:
 
 
 def milliseconds(work: Callable[[], object]) -> float:
+    """Of one call."""
     start_s = time.perf_counter()
     work()
     return (time.perf_counter() - start_s) * 1_000
@@ -95,6 +98,7 @@ def measures(name: str, model: ServedModel, seed: int) -> dict[str, Callable[[],
     rng = np.random.default_rng(seed)
     task = model.adapt(raw_rows(rng, SUPPORT_ROWS))
 
+    # The rows are made outside of the clock, encoded inside.
     def adapt() -> float:
         rows = raw_rows(rng, SUPPORT_ROWS)
         return milliseconds(lambda: model.adapt(rows))
@@ -111,6 +115,7 @@ def measures(name: str, model: ServedModel, seed: int) -> dict[str, Callable[[],
 
 
 def many_tasks_per_s(model: ServedModel) -> float:
+    """Tasks a second where one call adapts to all of them and predicts."""
     rng = np.random.default_rng(9)
     support = raw_rows(rng, TASKS_AT_ONCE * SUPPORT_ROWS)
     support["user"] = np.repeat(np.arange(TASKS_AT_ONCE), SUPPORT_ROWS).tolist()
@@ -135,6 +140,7 @@ def main() -> None:
             out = Path(folder) / name
             write(out, schema, table_format, steps)
             megabytes[name] = sum(p.stat().st_size for p in out.rglob("*") if p.is_file()) / 1e6
+            # Without checksums, which read the whole of the tables.
             load_ms[name] = milliseconds(lambda out=out: gmeta.load(out, verify=False))
             models[name] = gmeta.load(out)
             works |= measures(name, models[name], seed)

@@ -31,11 +31,15 @@ TASKS_PER_S = 100
 
 
 def cpu_s(pid: int) -> float:
+    """Processor seconds of a process so far, of all its threads, in user and kernel mode."""
+    # Behind the last bracket: the name of the command may hold brackets and spaces itself.
+    # utime and stime are the 14th and 15th field of the line, in clock ticks.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def register_all(stub: Any, num_workers: int) -> list[Any]:
+    """Registers w0, w1, ...; what each says of itself in every later call."""
     callers = []
     for number in range(num_workers):
         name = f"w{number}"
@@ -55,12 +59,14 @@ def beat(stub: Any, callers: list[Any], first: int, every_s: float, until_s: flo
     """One thread's workers, each once in `every_s`; returns the latencies in ms."""
     mine = list(range(first, len(callers), NUM_THREADS))
     began_s, latencies_ms = time.monotonic(), []
+    # By the time on the clock, not by pauses: a late answer must not thin out what follows.
     for turn in range(10**9):
         due_s = began_s + turn * every_s / len(mine)
         if due_s > until_s:
             return latencies_ms
         time.sleep(max(0.0, due_s - time.monotonic()))
         number = mine[turn % len(mine)]
+        # Totals since the start, as a worker counts them; the service takes the differences.
         tasks = int(TASKS_PER_S * (turn // len(mine) + 1) * every_s)
         slow = 4.0 if number % 50 == 0 else 1.0
         report = pb.WorkerReport(

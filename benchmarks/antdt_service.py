@@ -40,12 +40,15 @@ NUM_CLIENT_PROCESSES = 4
 
 
 def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    # Closed again, so another process may take it; on a machine of its own none does.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def start_service(store: Path, port: int) -> subprocess.Popen[bytes]:
+    """The service as a user starts it, in a process of its own."""
     command = [sys.executable, "-m", "gmeta", "shard-service", "--insecure"]
     command += ["--listen", f"127.0.0.1:{port}"]
     command += ["--store", f"sqlite:///{store}", "--log-level", "WARNING"]
@@ -62,6 +65,7 @@ class Load(NamedTuple):
 
 
 def one_client(load: Load, name: str, start: Any, latencies_s: list[float]) -> None:
+    """One client's closed loop; adds the seconds of each Lease and Complete to the list."""
     with ShardClient(f"127.0.0.1:{load.port}", name) as client:
         client._connection._has_streams = load.streams
         start.wait()  # all together: nobody is measured beside processes that still import
@@ -78,6 +82,7 @@ def one_client(load: Load, name: str, start: Any, latencies_s: list[float]) -> N
 
 
 def client_process(load: Load, number: int, start: Any, out: Any) -> None:
+    """A fourth of the clients, a thread each; puts all their seconds into `out`."""
     latencies: list[list[float]] = [[] for _ in range(NUM_CLIENTS // NUM_CLIENT_PROCESSES)]
     threads = [
         threading.Thread(
@@ -103,6 +108,7 @@ def run(load: Load) -> tuple[float, float]:
     ]
     for process in processes:
         process.start()
+    # Taken before the join: a process ends only once its queue is empty.
     latencies_s = sorted(value for _ in processes for value in out.get())
     for process in processes:
         process.join()
@@ -110,6 +116,7 @@ def run(load: Load) -> tuple[float, float]:
 
 
 def fsync_ms(folder: Path) -> float:
+    """Median milliseconds to make a block of 4 KiB durable in the folder."""
     fd = os.open(folder / "fsync-probe", os.O_CREAT | os.O_WRONLY)
     times = []
     for number in range(50):
@@ -146,10 +153,12 @@ def half_done_store(path: Path, num_shards: int) -> None:
 
 
 def wait_until_serving(port: int) -> None:
+    """Returns once the service answers; raises where it does not within a minute."""
     ShardClient(f"127.0.0.1:{port}", "probe", outage_budget_s=60.0).close()
 
 
 def rss_mb(pid: int) -> float:
+    """Resident MiB of a process."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS"):
             return int(line.split()[1]) / 1024
@@ -163,6 +172,7 @@ def measure_recovery(folder: Path, num_shards: int) -> tuple[float, float]:
     service = start_service(path, port)
     wait_until_serving(port)
     service.kill()
+    # From the kill on: clients see the outage from there, the start of Python included.
     began_s = time.perf_counter()
     service.wait()
     service = start_service(path, port)

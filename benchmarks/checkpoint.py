@@ -53,14 +53,17 @@ def main() -> None:
     episodes = learner.arrange(random_batch(features, sizes, sizes, seed=0))
 
     def step() -> None:
+        """A step of training, always on the same episodes."""
         optimizer.begin_step(0, 1)
         sharded(episodes, weight=1 / TASKS).backward()
         optimizer.step()
 
     shards = [s.tensor for t in table_shards(sharded).values() for s in t.local_shards()]
+    # Made once: touching new memory for the first time would be timed with the copy.
     buffers = [torch.empty_like(shard) for shard in shards]
 
     def copy_s() -> float:
+        """Seconds of a plain copy of the tables."""
         return seconds_of(lambda: [b.copy_(s) for b, s in zip(buffers, shards, strict=True)])
 
     with tempfile.TemporaryDirectory() as folder:
@@ -88,6 +91,7 @@ def main() -> None:
             return stall_s
 
         def at_once_s() -> float:
+            """How long `save` held the steps up, which is as long as writing takes."""
             return seconds_of(lambda: at_once.save(Progress(step=1)))
 
         step()

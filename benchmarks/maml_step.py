@@ -100,22 +100,26 @@ def by_hand(batch: TaskBatch, hidden: tuple[int, ...], kind: str, steps: int) ->
     parameters = dict(model.named_parameters())
 
     def task_loss(weights: Mapping[str, Tensor], x_SI: Tensor, label_S: Tensor) -> Tensor:
+        """Mean loss of one task's rows under its weights: a scalar."""
         return F.binary_cross_entropy_with_logits(
             functional_call(model, weights, (x_SI,)).squeeze(-1), label_S
         )
 
     def adapt_and_score(weights: Mapping[str, Tensor], x_RI: Tensor, label_R: Tensor) -> Tensor:
+        """Query loss after the inner steps on the first rows: a scalar."""
         for _ in range(steps):
             gradient = grad(task_loss)(weights, x_RI[:rows], label_R[:rows])
             weights = {name: w - INNER_LR * gradient[name] for name, w in weights.items()}
         return task_loss(weights, x_RI[rows:], label_R[rows:])
 
     def loop_loss(x_TRI: Tensor) -> Tensor:
+        """One task after the other, as papers write it down."""
         losses = []
         for x_RI, label_R in zip(x_TRI, label_TR, strict=True):
             weights: dict[str, Tensor] = dict(parameters)
             for _ in range(steps):
                 loss = task_loss(weights, x_RI[:rows], label_R[:rows])
+                # Second order: the outer gradient goes through these.
                 gradients = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
                 pairs = zip(weights.items(), gradients, strict=True)
                 weights = {name: w - INNER_LR * g for (name, w), g in pairs}
@@ -123,21 +127,25 @@ def by_hand(batch: TaskBatch, hidden: tuple[int, ...], kind: str, steps: int) ->
         return torch.stack(losses).mean()
 
     def vmap_loss(x_TRI: Tensor) -> Tensor:
+        """All tasks at once, by torch.func."""
         return vmap(adapt_and_score, in_dims=(None, 0, 0))(parameters, x_TRI, label_TR).mean()
 
     def bmm_logits(weights: list[Tensor], x_TSI: Tensor) -> Tensor:
+        """The model [T, S] under the weights [T, O, I] and biases [T, O] of each task."""
         for index in range(0, len(weights), 2):
             x_TSI = torch.baddbmm(weights[index + 1].unsqueeze(1), x_TSI, weights[index].mT)
             x_TSI = torch.relu(x_TSI) if index + 2 < len(weights) else x_TSI
         return x_TSI.squeeze(-1)
 
     def bmm_loss(x_TRI: Tensor) -> Tensor:
+        """All tasks at once, by batched products with their own weights."""
         weights = [p.expand(TASKS, *p.shape) for p in parameters.values()]
         for _ in range(steps):
             logits_TS = bmm_logits(weights, x_TRI[:, :rows])
             losses_TS = F.binary_cross_entropy_with_logits(
                 logits_TS, label_TR[:, :rows], reduction="none"
             )
+            # A sum over tasks gives each copy of the weights the gradient of its own task's mean.
             gradients = torch.autograd.grad(losses_TS.mean(1).sum(), weights, create_graph=True)
             weights = [w - INNER_LR * g for w, g in zip(weights, gradients, strict=True)]
         return F.binary_cross_entropy_with_logits(
@@ -175,7 +183,9 @@ def measure_sizes(
         model, rows, ragged, steps = size
         names = ["plain", "maml", "fomaml", "common"]
         if peers and not ragged and steps == 1:
+            # They stack the tasks, which must be of one size.
             names += ["loop", "vmap", "bmm"]
+        # The one more is for the first call, which makes buffers and chooses kernels.
         batches = batches_of(rows, ragged, 1 + CALLS * rounds)
         built = {name: variant(name, batches, MODELS[model], steps) for name in names}
         torch.manual_seed(0)
@@ -199,10 +209,12 @@ def print_peak(name: str, model: str, rows: int) -> None:
     from pathlib import Path
 
     def kilobytes(field: str) -> int:
+        """A size that the kernel keeps of this process."""
         status = Path("/proc/self/status").read_text()
         return int(status.split(f"{field}:")[1].split()[0])
 
     step = variant(name, [equal_batch(rows)], MODELS[model], 1)
+    # What libraries, model and batch take is the same in every variant.
     before = kilobytes("VmRSS")
     for _ in range(3):
         step()

@@ -22,6 +22,7 @@ CACHE_BYTES = 128 << 20
 
 
 def resident_mb(kind: str) -> float:
+    """A size that the kernel keeps of this process, in MiB."""
     status = Path("/proc/self/status").read_text()
     return int(status.split(f"{kind}:")[1].split()[0]) / 1024
 
@@ -39,6 +40,7 @@ def child(path: str) -> None:
 
 
 def measure(folder: Path, rows: int) -> list[tuple[float, float]]:
+    """Anonymous and mapped MiB after each epoch, for a log of so many rows."""
     logs, data = folder / f"{rows}.parquet", str(folder / f"{rows}")
     write_logs(logs, rows)
     prepare([str(logs)], data, logs_schema(), PrepareOptions())

@@ -36,6 +36,7 @@ def row_table(logs: Path, out: Path) -> None:
     ]
     target = pa.schema([*fields, *lists])
     query = f"SELECT * FROM '{logs}' ORDER BY user, ts"
+    # DuckDB gives nullable columns in its own order; peers get what suits pyarrow best.
     table = duckdb.connect().sql(query).to_arrow_table().select(target.names)
     ids = dict.fromkeys((*IDS, "user", "ts"), "DELTA_BINARY_PACKED")
     encodings = ids | dict.fromkeys(FLOATS, "PLAIN")
@@ -81,16 +82,19 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def with_unique(batch: Batch) -> Batch:
+    """The batch with the distinct ids of every field and the positions in them."""
     uniques = [torch.unique(row, return_inverse=True) for row in batch[1]]
     return (*batch, *(tensor for pair in uniques for tensor in pair))
 
 
 def peer_dataset(path: Path) -> Iterator[Batch]:
+    """pyarrow.dataset, which reads ahead in threads of its own."""
     for batch in pads.dataset(path).to_batches(batch_size=BATCH_ROWS):
         yield to_tensors(pa.Table.from_batches([batch]))
 
 
 def peer_iter_batches(path: Path) -> Iterator[Batch]:
+    """pyarrow's reader of one file."""
     for batch in pq.ParquetFile(path).iter_batches(BATCH_ROWS):
         yield to_tensors(pa.Table.from_batches([batch]))
 
@@ -100,6 +104,7 @@ def peer_iter_batches_unique(path: Path) -> Iterator[Batch]:
 
 
 def peer_duckdb(path: Path) -> Iterator[Batch]:
+    """A query, streamed as Arrow batches."""
     connection = duckdb.connect()
     connection.execute(f"SET threads = {pa.cpu_count()}")
     for batch in connection.sql(f"SELECT * FROM '{path}'").to_arrow_reader(BATCH_ROWS):
@@ -119,10 +124,12 @@ class _RowGroups(torch.utils.data.Dataset[Batch]):
 
 
 def peer_dataloader(path: Path) -> Iterator[Batch]:
+    """torch's DataLoader in this process: workers would send every tensor through a pipe."""
     yield from torch.utils.data.DataLoader(_RowGroups(path), batch_size=None, num_workers=0)
 
 
 def peer_polars(path: Path) -> Iterator[Batch]:
+    """A lazy scan, collected a row group at a time."""
     import polars
 
     groups = pq.ParquetFile(path).num_row_groups
@@ -153,6 +160,7 @@ def write_mosaic(dataset: metaio.Dataset, out: Path) -> None:
     ranges = _block_ranges(dataset)
     columns: dict[str, str] | None = None
     writer: Any = None
+    # So many tasks that a range, which is a block, is never cut.
     for batch in metaio.read_ranges(dataset, ranges, tasks_per_batch=1 << 30):
         sample = {name: tensor.numpy() for name, tensor in vars(batch).items()}
         if writer is None:
@@ -171,6 +179,7 @@ def _block_ranges(dataset: metaio.Dataset) -> list[metaio.EpisodeRange]:
 
 
 def mosaic(path: Path) -> Iterator[Batch]:
+    """Mosaic streaming over the samples of `write_mosaic`."""
     streaming = importlib.import_module("streaming")
     samples = streaming.StreamingDataset(local=str(path), shuffle=False, batch_size=1)
     for sample in samples:

@@ -43,9 +43,11 @@ def run_partition(logs: Path, out: Path, threads: int) -> None:
     sinks = [pa.OSFile(str(out / f"{i}.arrow"), "wb") for i in range(buckets)]
     writers = [pa.ipc.new_stream(sink, source.schema_arrow) for sink in sinks]
     for batch in source.iter_batches(131_072):
+        # Knuth's multiplicative hash: users that follow each other fall into different buckets.
         bucket = (batch["user"].to_numpy() * 0x9E3779B1 >> 8) % buckets
         order = np.argsort(bucket, kind="stable")
         ends = np.searchsorted(bucket[order], np.arange(buckets + 1))
+        # One gather for all buckets, each of which is then a slice that copies nothing.
         table = batch.take(pa.array(order))
         for index, writer in enumerate(writers):
             if ends[index] < ends[index + 1]:
@@ -64,6 +66,7 @@ def run_partition(logs: Path, out: Path, threads: int) -> None:
 
 
 def run_duckdb(logs: Path, out: Path, threads: int) -> None:
+    """Sorts by user and time, spilling to disk beyond the limit of memory."""
     out.mkdir()
     connection = duckdb.connect()
     connection.execute(f"SET memory_limit = '{MEMORY_BYTES >> 20}MiB'")
@@ -89,11 +92,13 @@ def measure(name: str, logs: Path, folder: Path, threads: int) -> tuple[float, f
 
 
 def child(name: str, logs: str, out: str, threads: str) -> None:
+    """Runs one contestant; prints seconds, processor seconds and peak resident gigabytes."""
     begin_s = time.perf_counter()
     RUNNERS[name](Path(logs), Path(out), int(threads))
     seconds = time.perf_counter() - begin_s
     cpu_s = time.process_time()
     status = Path("/proc/self/status").read_text()
+    # High-water mark of the resident memory since the process began.
     peak_kb = int(status.split("VmHWM:")[1].split()[0])
     print(seconds, cpu_s, peak_kb / (1 << 20))
 

@@ -124,6 +124,7 @@ def rate(work: Callable[[], int]) -> float:
 
 
 def peer_rate(peer: Callable[[Path], Iterator[Batch]], path: Path) -> float:
+    """Million rows/s of a peer: the first tensor of its batches has an entry a row."""
     return rate(lambda: sum(len(batch[0]) for batch in peer(path)))
 
 
@@ -178,9 +179,11 @@ def run(folder: Path, rows: int, rounds: int) -> dict[str, object]:
     figures: dict[str, object] = {}
     for threads in (1, 2):
         pa.set_cpu_count(threads)
+        # Threads are those of the readers; torch has hardly anything to compute.
         torch.set_num_threads(1)
         dataset = metaio.open_dataset(data)
         readers = Readers(dataset, threads)
+        # By itself: only the first pass over a file verifies its checksums.
         first_epoch = rate(readers.blocks)
         found = interleaved(works(dataset, readers, folder, mosaic_too), rounds)
         readers.close()

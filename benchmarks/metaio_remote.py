@@ -55,9 +55,11 @@ class SlowHandler(http.server.BaseHTTPRequestHandler):
         wanted = self.headers.get("Range")
         if wanted:
             first, _, last = wanted.removeprefix("bytes=").partition("-")
+            # The last byte of a range counts; it may lie behind the end of the file.
             begin, end = int(first), min(int(last) + 1 if last else size, size)
         self._start(HTTPStatus.PARTIAL_CONTENT if wanted else HTTPStatus.OK, end - begin)
         with open(path, "rb") as file:
+            # sendfile goes past the buffer, in which the headers may still stand.
             self.wfile.flush()
             sent = begin
             while sent < end:
@@ -74,6 +76,7 @@ class SlowHandler(http.server.BaseHTTPRequestHandler):
 
 
 def serve(root: str, delay_s: float, channel: Connection) -> None:
+    """The server's process; sends its port, then serves until it is killed."""
     SlowHandler.root, SlowHandler.delay_s = root, delay_s
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), SlowHandler)
     server.daemon_threads = True
@@ -97,6 +100,7 @@ def epoch_rate(dataset: metaio.Dataset, epoch: int, threads: int) -> tuple[float
 
 
 def measure(options: argparse.Namespace, folder: Path) -> int:
+    """Reads the dataset from both places by turns; the exit code."""
     rows = options.rows or (600_000 if options.quick else 3_000_000)
     rounds = options.rounds or (2 if options.quick else 5)
     write_logs(folder / "logs.parquet", rows)

@@ -70,6 +70,7 @@ def batch_of(tasks: int, num_dense: int) -> TaskBatch:
     support_T = torch.randint(3, MOST_SUPPORT + 1, (tasks,), generator=generator)
     batch = random_batch(features(num_dense), support_T, torch.full((tasks,), QUERY_ROWS), seed=0)
     lengths_N1 = torch.randint(0, LONGEST_HISTORY + 1, (batch.num_rows, 1), generator=generator)
+    # Positions of the first table, which come first: the history is of its ids.
     items = int(batch.unique_lengths_B[0])
     values_V = torch.randint(0, items, (int(lengths_N1.sum()),), generator=generator)
     return replace(
@@ -82,12 +83,14 @@ def batch_of(tasks: int, num_dense: int) -> TaskBatch:
 def step_of(case: Case, variant: str, batch: TaskBatch, inner_steps: int) -> Step:
     """A step of a variant by its name in the table; arranging the batch is not in it."""
     algorithm = AlgorithmConfig(
+        # The other names are the algorithms' own.
         name={"plain": "none", "general": "maml"}.get(variant, variant),
         inner_steps=inner_steps,
         adapt_layers=(case.layers,),
         adapt_embeddings=case.embeddings,
     )
     config = ModelConfig(name=case.model, embedding_dim=WIDTH, hidden=(64, 64), history="history")
+    # Each variant begins with the same weights.
     torch.manual_seed(0)
     learner = build_learner(features(case.num_dense), config, algorithm, "bce")
     if variant == "general":
@@ -107,6 +110,7 @@ def main() -> None:
         batch = batch_of(options.tasks, case.num_dense)
         for inner_steps in (1, 3):
             steps = {name: step_of(case, name, batch, inner_steps) for name in VARIANTS}
+            # The first call makes buffers and chooses kernels.
             for step in steps.values():
                 step()
             timed = {name: (lambda step=step: seconds_of(step)) for name, step in steps.items()}

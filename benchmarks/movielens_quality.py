@@ -116,6 +116,7 @@ def main() -> int:
 def _product(
     models: Sequence[str], algorithms: Sequence[str], seeds: Sequence[int]
 ) -> list[tuple[str, str, int]]:
+    # The seeds are the outer loop: who stops early has all pairs with the first seeds.
     return [(model, name, seed) for seed in seeds for model in models for name in algorithms]
 
 
@@ -151,6 +152,7 @@ def scores_of(cell: Cell, work: Path, extra: Sequence[str], groups: Sequence[str
     scores = train_and_score(settings, work / cell.name, groups)
     temporary = kept.with_suffix(".tmp")
     temporary.write_text(json.dumps({"settings": settings, "scores": scores}))
+    # Whole or not at all: a run that is stopped here must not find half a file.
     temporary.replace(kept)
     return scores
 
@@ -170,6 +172,7 @@ def train_and_score(settings: Sequence[str], run: Path, groups: Sequence[str]) -
     from gmeta.metrics import evaluate_split
     from gmeta.train import train
 
+    # What an interrupted run left there would be refused.
     shutil.rmtree(run, ignore_errors=True)
     config = load_config(CONFIG, [*settings, f"run.dir={run}", "run.keep_last=1"])
     train(config, the_rank())

@@ -106,6 +106,7 @@ class Rank:
             algorithm=AlgorithmConfig(name=work.algorithm, adapt_embeddings=work.adapt_embeddings),
             sharding=ShardingConfig(wire_dtype=wire_dtype),
         )
+        # All ranks and variants begin with the same weights: their losses are compared.
         torch.manual_seed(0)
         model = build_model(config.model, InputSizes(num_features, 0, work.num_dense))
         tables = TableSizes(num_features, work.width)
@@ -136,6 +137,7 @@ class Rank:
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
+            # No .item() here: the step must not wait for the value.
             losses.append(loss.detach())
         barrier(self.ranks)
         seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
@@ -171,6 +173,7 @@ def work_in_turns(
     """Processes 0 and 1 are single ranks on a core each, 2 and 3 the two of a group."""
     alone, part = index < 2, index % 2
     world_size, rank = (1, 0) if alone else (2, part)
+    # Before torch starts a thread, which would keep the affinity it began with.
     os.sched_setaffinity(0, {available_cores()[part]})
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
@@ -199,6 +202,7 @@ def work_in_turns(
         found.append(take_turns(mine, (*ALONE, "apart", *variants), rounds, turn))
     torch.save(found, os.path.join(folder, f"{index}.pt"))
     turn.wait()
+    # gloo's threads may abort an interpreter that ends in order.
     os._exit(0)
 
 
@@ -213,6 +217,7 @@ def take_turns(
 ) -> Turns:
     """What `Rank.run` found in this process's own turns, round by round; the first warms up."""
     found: Turns = {name: [] for name in mine}
+    # All processes come to every turn, so that the others are idle while one is timed.
     for _ in range(rounds + 1):
         for name in turns:
             turn.wait()
@@ -245,9 +250,11 @@ def compared(processes: list[Turns], variant: str) -> dict[str, Any]:
     difference = (losses - torch.tensor(ones[0][0][2])).abs().max().item()
 
     def of_rounds(turns: list[list[Any]], which: int, several: Any) -> list[float]:
+        """One figure a round, of the two processes; without the round that warmed up."""
         return [several([one[which] for one in round_]) for round_ in zip(*turns, strict=True)][1:]
 
     def median_ratio(above: list[float], below: list[float]) -> float:
+        """Round by round, so that both sides of a ratio are of the same minute."""
         return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
     one_s, two_s = of_rounds(ones, 0, statistics.mean), of_rounds(pair, 0, max)
@@ -262,6 +269,7 @@ def compared(processes: list[Turns], variant: str) -> dict[str, Any]:
         "speedup_apart": median_ratio(one_s, apart_s),
         "share_of_apart": median_ratio(apart_s, two_s),
         "speedup_if_none_waits": median_ratio(one_cpu_s, two_cpu_s),
+        # Two ranks train twice the rows of the half that one rank had.
         "speedup_weak": 2 * median_ratio(half_s, two_s),
         "loss_difference": difference,
         "losses_equal": variant == BFLOAT16 or difference <= LOSS_TOLERANCE,
@@ -296,6 +304,7 @@ def main() -> None:
     print_table([*header, "CPU", "weak", "loss diff."], lines)
 
     def slowest(tasks: int, variant: str, what: str = "speedup") -> float:
+        """The least figure of all models at a size."""
         ending = f"{tasks} tasks, {variant}"
         return min(of[what] for name, of in found.items() if name.endswith(ending))
 

@@ -115,6 +115,7 @@ def slow_down_reading(feed: ServiceFeed, read_task_s: float, ended: threading.Ev
     num_batches = 0
 
     def slowly(loading: Any) -> Any:
+        """As `compose`, and then as late as the storage would have been."""
         nonlocal num_batches
         batch = compose(loading)
         num_batches += 1
@@ -129,6 +130,7 @@ def slow_down_reading(feed: ServiceFeed, read_task_s: float, ended: threading.Ev
 
 
 def train_on_rank(rank: int, folder: str, config: TrainConfig, job: Job) -> None:
+    """One rank: trains, and saves each step's time, tasks and loss, and the last manifest."""
     torch.set_num_threads(1)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     os.environ.update(zip(names, map(str, (rank, rank, RANKS, RANKS)), strict=True))
@@ -153,6 +155,7 @@ def train_on_rank(rank: int, folder: str, config: TrainConfig, job: Job) -> None
             sharded,
             agent.take_replanned,
         ):
+            # So long a run that no schedule of the rate moves it.
             optimizer.begin_step(len(steps), 10**9)
             loss = sharded(episodes, weight=RANKS / max(totals.num_terms, 1))
             num_tasks = episodes.task_T.numel()
@@ -173,6 +176,7 @@ def train_on_rank(rank: int, folder: str, config: TrainConfig, job: Job) -> None
         f"{folder}/{rank}.pt",
     )
     stop_ranks()
+    # gloo's threads may abort an interpreter that ends in order.
     os._exit(0)
 
 
@@ -194,6 +198,7 @@ def run(job: Job) -> dict[str, Any]:
         MonitorConfig(window_s=1.0),
         ControllerConfig(policy=job.policy, cooldown_s=2.0, max_micro_batch=MICRO_BATCH),
     )
+    # In this process, which looks into it; the ranks call it through gRPC all the same.
     server = ShardServer(ServiceConfig("127.0.0.1:0", stragglers=watched))
     config = TrainConfig(
         model=MODEL,
@@ -216,6 +221,7 @@ def run(job: Job) -> dict[str, Any]:
             join=False,
             start_method="forkserver",
         )
+        # Started below, once the ranks have got so far: a stopped start-up would be no straggler.
         stopper = threading.Thread(target=duty_cycle, args=(context.pids()[SLOW_RANK], ended))
         while not context.join(timeout=0.2):
             step = max((w.report.step for w in server.edge.read_status().workers), default=0)
@@ -227,6 +233,7 @@ def run(job: Job) -> dict[str, Any]:
         ended.set()
         found = [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(RANKS)]
     server.stop(0.0)
+    # Rank 0's clock: every rank leaves a step at the same AllReduce.
     times_s = [time_s for time_s, _, _ in found[0]["steps"]]
     tasks = np.array([[n for _, n, _ in one["steps"]] for one in found])
     audit = audit_manifest(parse_manifest(found[0]["manifest"]))
@@ -288,6 +295,7 @@ def predicted(
     part: Literal["moment", "reader"] = "reader" if cause == "reader" else "moment"
 
     def slow() -> Trace:
+        """From the first moment, and without end."""
         return Trace(np.ones(RANKS), [Change(0.0, SLOW_RANK, slow_factor, part)], 0.0, 0)
 
     static: Outcome = run_static(job, slow())
@@ -297,6 +305,7 @@ def predicted(
 def compare(
     healthy: Job, cause: str, healthy_step_ms: float, static_steps: int, antdt_steps: int
 ) -> dict[str, Any]:
+    """A static split and ND with one slow rank: speeds, verdicts, losses, prediction."""
     read_task_s = SLOWDOWN * healthy_step_ms / TASKS_PER_RANK / 1000
     slow = replace(healthy, is_stopped=True)
     if cause == "reader":
@@ -310,6 +319,7 @@ def compare(
         cause, healthy.task_s, healthy_step_ms, slow_factor, len(antdt["times_s"])
     )
     static_losses, antdt_losses = late_losses(static, antdt)
+    # Standard error of the mean: more than a few of it apart would be no chance.
     noise = float(static_losses.std() / np.sqrt(len(static_losses)))
     return {
         "speedup_vs_static": round(steady / rate(static), 2),
@@ -327,6 +337,7 @@ def compare(
 
 
 def compare_hardware(healthy: Job) -> dict[str, Any]:
+    """A static split, the best one and DD on two generations of hardware."""
     job = replace(healthy, hardware=HARDWARE, max_steps=10**9)
     static = run(replace(job, max_steps=10))
     best = run(replace(job, policy=f"{Path(__file__).resolve()}:know_best"))

@@ -19,6 +19,7 @@ NUM_FEATURES, WIDTH, ROWS_PER_TABLE, TASKS = 26, 32, 100_000, 128
 
 def step_seconds(rank: int, world_size: int, folder: str, sizes: list[int], rounds: int) -> None:
     """One rank: time both variants at every support size; rank 0 saves seconds a step."""
+    # As torchrun would: start_ranks reads them.
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -46,16 +47,20 @@ def step_seconds(rank: int, world_size: int, folder: str, sizes: list[int], roun
     )
 
     def variant(stock: bool, rows: int) -> Any:
+        """A learner of its own, and the function that times four steps of it."""
         learner = MetaLearner(
             build_model(model, InputSizes(NUM_FEATURES, 0, 0)), config.algorithm, "bce"
         )
         sharded = shard_learner(learner, features, config, ranks, stock_kernels=stock)
         optimizer = build_optimizer(sharded, config.outer)
         share = even_sizes(TASKS // world_size, rows)
+        # Other rows on each rank, as in training.
         batches = [random_batch(features, share, share, seed=10 * rank + i) for i in range(4)]
         episodes = [learner.arrange(batch) for batch in batches]
 
         def run() -> float:
+            """Seconds a step, of the slower rank."""
+            # Together, so that the time holds no waiting for a rank that came late.
             dist.barrier(group=ranks.control)
             start = torch.tensor([time.perf_counter()], dtype=torch.float64)
             for one in episodes:
@@ -66,6 +71,7 @@ def step_seconds(rank: int, world_size: int, folder: str, sizes: list[int], roun
             dist.all_reduce(elapsed, op=dist.ReduceOp.MAX, group=ranks.control)
             return elapsed.item() / len(episodes)
 
+        # Warm-up: the first collectives open their connections.
         run()
         return run
 
@@ -76,6 +82,7 @@ def step_seconds(rank: int, world_size: int, folder: str, sizes: list[int], roun
     if rank == 0:
         torch.save(results, os.path.join(folder, "results.pt"))
     dist.barrier(group=ranks.control)
+    # gloo's threads may abort an interpreter that ends in order.
     os._exit(0)
 
 

@@ -109,10 +109,12 @@ class TensorCount:
 
 def naive_step(batch: Any, num_layer_weights: int, ranks: Any) -> None:
     """Support and query apart, an id for each row and feature, gradients gathered at rank 0."""
+    # Rows of a rank, rounded up: tables are split into equal ranges of ids.
     block_F = -(-torch.tensor(ROWS_OF_TABLES) // ranks.world_size)
     owner_NF = batch.unique_ids_U[batch.positions_NF.long()] // block_F
     for side in (owner_NF[::2], owner_NF[1::2]):  # half of the rows each
         given = torch.bincount(side.reshape(-1), minlength=ranks.world_size)
+        # What a rank keeps does not go over the wire.
         given[ranks.rank] = 0
         taken = torch.empty_like(given)
         dist.all_to_all_single(taken, given, group=ranks.rows)
@@ -166,11 +168,13 @@ def count_on_rank(rank: int, world_size: int, folder: str, wire_dtype: str, algo
     ]
 
     def train() -> None:
+        """The steps, as `gmeta train` runs them."""
         steps = in_step(iter(batches), learner.arrange, features, ranks, sharded=sharded)
         for episodes, totals in steps:
             sharded(episodes, world_size / totals.num_terms).backward()
             optimizer.step()
 
+    # Warm-up: connections are opened, and their first bytes are not a step's.
     train()
     wire = WireCount({"control": ranks.control, "rows": ranks.rows, "dense": dist.group.WORLD})
     tensors = TensorCount()
@@ -192,6 +196,7 @@ def count_on_rank(rank: int, world_size: int, folder: str, wire_dtype: str, algo
     bytes_of = {"float32": FLOAT_BYTES}.get(wire_dtype, FLOAT_BYTES // 2)
     if rank == 0:
         bound_rows = moved.item() * WIDTH * bytes_of * remote
+        # A ring: the sums go around once, and the results once.
         bound_dense = STEPS * world_size * 2 * num_weights * bytes_of * remote
         result = {
             **by_kind,
@@ -202,7 +207,9 @@ def count_on_rank(rank: int, world_size: int, folder: str, wire_dtype: str, algo
             "naive": sum(naive.values()),
         }
         torch.save({kind: n / STEPS for kind, n in result.items()}, os.path.join(folder, "out.pt"))
+    # A rank that left would close the connections of those that still count.
     dist.barrier(group=ranks.control)
+    # gloo's threads may abort an interpreter that ends in order.
     os._exit(0)
 
 

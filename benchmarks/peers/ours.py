@@ -79,6 +79,7 @@ class Gmeta(Peer):
             for name in LAYERS
             for kind in ("weight", "bias")
         }
+        # Back to the order of fields that all peers are compared in.
         found["fc1.weight"] = found["fc1.weight"][:, np.argsort(self.columns)]
         return found | self._dense_tables(prepared, rows_grad_UD.numpy())
 
@@ -159,6 +160,7 @@ def task_batch(batch: Batch, features: Features) -> TaskBatch:
         lengths_NM[:, column] = np.diff(batch.ids[spec.name].offsets_N1)
         rows_V = np.repeat(np.arange(batch.num_rows), lengths_NM[:, column])
         bag_of_value.append(rows_V * len(features.multi) + column)
+    # A TaskBatch holds multi-id values row by row, and within a row feature by feature.
     order_V = np.argsort(np.concatenate(bag_of_value), kind="stable")
     multi_V = np.concatenate(
         [np.zeros(0, np.int64), *(positions[spec.name] for spec in features.multi)]

@@ -38,7 +38,9 @@ class RemotePeer:
         python = python_of(environment) if PEERS[name].own_environment else Path(sys.executable)
         command = [str(python), "-m", "peers.worker", name, "--movielens", str(movielens)]
         threads = str(num_threads)
+        # Before the process starts: libraries read them once, when they are loaded.
         variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "JAX_PLATFORMS": "cpu"}
+        # Its errors go to a file: a pipe that nobody reads would fill up and stop it.
         with log.open("w") as log_file:
             process = subprocess.Popen(
                 command,
@@ -98,6 +100,7 @@ def running(
                 log = logs / f"{name}-{len(cores)}.log"
                 started[name] = RemotePeer.start(name, environment, len(cores), movielens, log)
                 stack.callback(started[name].stop)
+        # All have been started: they load side by side, and are waited for one by one.
         missing |= {
             name: reason for name, peer in started.items() if (reason := peer.wait_until_ready())
         }

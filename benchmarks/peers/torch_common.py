@@ -90,6 +90,7 @@ class DenseTables(Tables):
 
     def prepare(self, batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
         return {
+            # EmbeddingBag wants where each bag begins, without the end of the last.
             name: (torch.from_numpy(ids.ids_V), torch.from_numpy(ids.offsets_N1[:-1]))
             for name, ids in batch.ids.items()
         }
@@ -102,6 +103,7 @@ class DenseTables(Tables):
         self.optimizer.zero_grad()
 
     def gradients(self) -> Parameters:
+        # Copied: the next backward adds into the same memory.
         return {f"emb.{name}": bag.weight.grad.numpy().copy() for name, bag in self.bags.items()}
 
 
@@ -113,6 +115,7 @@ class GatheredTables(Tables):
         self, data: Workload, init: Mapping[str, NDArray[np.float32]], rates: Rates
     ) -> None:
         self.fields = data.fields
+        # Field f has the rows first_rows[f] to first_rows[f + 1] of the one table.
         self.first_rows = np.cumsum([0] + [field.num_rows for field in data.fields])
         self.weight = torch.empty(int(self.first_rows[-1]), WIDTH)
         for field, first in zip(self.fields, self.first_rows, strict=False):
@@ -142,6 +145,7 @@ class GatheredTables(Tables):
     def update(self) -> None:
         grad_UD = self.rows_UD.grad
         squares_UD = self.squares.index_select(0, self.unique_ids_U).addcmul_(grad_UD, grad_UD)
+        # The ids are distinct, so that no row is written twice.
         self.squares.index_copy_(0, self.unique_ids_U, squares_UD)
         step_UD = grad_UD / squares_UD.sqrt_().add_(ADAGRAD_EPS)
         self.weight.index_add_(0, self.unique_ids_U, step_UD, alpha=-self.rate)
@@ -168,6 +172,7 @@ class TorchPeer(Peer):
         tables = GatheredTables if self.gathers_rows and data.large_tables else DenseTables
         self.tables: Tables = tables(data, init, rates)
         self.head = Head(WIDTH * len(data.fields))
+        # `init` holds the tables too, of which the head knows nothing.
         head_names = self.head.state_dict()
         self.head.load_state_dict(
             {name: torch.from_numpy(init[name].copy()) for name in head_names}

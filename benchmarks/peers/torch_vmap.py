@@ -67,6 +67,7 @@ def pad(label_N: np.ndarray, starts_T: np.ndarray, ends_T: np.ndarray) -> Padded
     """Rows start to end of each task, side by side in a rectangle as wide as the longest."""
     lengths_T = ends_T - starts_T
     column_S = np.arange(lengths_T.max())
+    # Weight 0 takes the padding out of loss and gradients, whatever its rows hold.
     real_TS = column_S < lengths_T[:, None]
     rows_TS = np.where(real_TS, starts_T[:, None] + column_S, 0)
     weight_TS = (real_TS / lengths_T[:, None]).astype(np.float32)
