@@ -47,11 +47,13 @@ def random_batch(
         if skew == 1.0:
             ids_N = torch.randint(0, table.num_rows, (num_rows,), generator=generator)
         else:
+            # The inverse of the distribution that the docstring gives.
             rank_N = (torch.rand(num_rows, generator=generator) ** skew * table.num_rows).long()
             ids_N = rank_N * SPREAD % table.num_rows
         unique, inverse = torch.unique(ids_N, return_inverse=True)
         unique_ids.append(unique)
         lengths.append(unique.numel())
+        # Into the ids of all tables, one after the other.
         positions.append(inverse + first)
         first += unique.numel()
     return TaskBatch(

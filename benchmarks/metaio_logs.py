@@ -49,6 +49,7 @@ def write_logs(path: Path, rows: int) -> None:
     users = max(rows // _MEAN_ROWS_OF_USER, 1)
     schema = log_chunk(rng, 1, users).schema
     with pq.ParquetWriter(path, schema, compression="lz4", use_dictionary=False) as writer:
+        # Chunk by chunk: 20 million rows would take several gigabytes at once.
         for start in range(0, rows, _CHUNK_ROWS):
             writer.write_table(log_chunk(rng, min(_CHUNK_ROWS, rows - start), users))
 

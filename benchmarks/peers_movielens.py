@@ -125,6 +125,7 @@ def run(options: argparse.Namespace) -> None:
     quick = Effort(rounds=options.rounds or 3, visit_s=0.1, num_batches=2, dense_steps=1)
     full = Effort(rounds=options.rounds or 9, visit_s=0.4, num_batches=8, dense_steps=3)
     effort = quick if options.quick else full
+    # The loop takes part in any case: every other peer is checked against it.
     names = [name for name in PEERS if name in {*options.peers, REFERENCE}]
     origin = (
         "MovieLens-1M" if has_movielens(options.movielens) else "synthetic, of MovieLens-1M's shape"
@@ -217,6 +218,7 @@ def measure(
             peers[name].ask("time", steps=1)["seconds"] for _ in range(effort.dense_steps)
         ]
         peers[name].ask("drop")
+    # Again, at full size: the check above was on small tables.
     for name, found in losses.items():
         require_equal_losses(name, found, losses[REFERENCE])
     return {name: spread_of([rows_per_step / seconds for seconds in times[name]]) for name in peers}

@@ -53,11 +53,13 @@ def make(folder: Path, hosts: list[str], days: int) -> None:
         curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
         openssl(
             "req", "-x509", *curve, "-days", str(days), "-subj", "/CN=gmeta authority",
+            # pathlen 0: it signs holders, and no further authorities.
             "-addext", "basicConstraints=critical,CA:TRUE,pathlen:0",
             "-addext", "keyUsage=critical,keyCertSign", "-keyout", str(ca_key), "-out", str(ca),
         )  # fmt: skip
 
         def issue(holder: str, names: str) -> None:
+            """A key and a certificate with these names, signed by the authority."""
             out = folder / holder
             out.mkdir(parents=True)
             request, extensions = work / "request", work / "extensions"
@@ -72,6 +74,7 @@ def make(folder: Path, hosts: list[str], days: int) -> None:
                 "-CAcreateserial", "-days", str(days), "-extfile", str(extensions),
                 "-out", str(out / "tls.crt"),
             )  # fmt: skip
+            # Its group too: the service runs as another user than the one that wrote it.
             key.chmod(0o440)
             (out / "ca.crt").write_bytes(ca.read_bytes())
 

@@ -288,6 +288,7 @@ def _auc_terms(positive_N: Bools, score_N: Floats, code_N: Ints, num_tasks: int)
     beaten_N = np.empty(score_N.size, np.int64)
     beaten_N[order_N] = _beaten_twice(positive_N[order_N], first_N, end_N)
     pairs = num_positive * num_negative
+    # Counted in half pairs up to here: whole numbers, exact however many rows there are.
     value = int(beaten_N[positive_N].sum()) / (2 * pairs)
     weight_N = np.where(positive_N, 1.0 / num_positive, 1.0 / num_negative)
     placement_N = beaten_N / np.where(positive_N, 2.0 * num_negative, 2.0 * num_positive)
@@ -313,6 +314,7 @@ def _one_class(num_positive: int, num_negative: int) -> str:
 def _gauc_terms(ranked: RankedRows, threshold: float) -> Terms:
     positive_N = ranked.label_N >= threshold
     negatives_before = np.concatenate(([0], np.cumsum(~positive_N)))
+    # Twice the negatives below each row, of its own task alone; ties count once.
     tied = negatives_before[ranked.tie_first_N] + negatives_before[ranked.tie_end_N]
     beaten_N = tied - 2 * negatives_before[ranked.task_first_N]
     rows_T = np.bincount(ranked.task_N, minlength=ranked.num_tasks)
@@ -322,6 +324,7 @@ def _gauc_terms(ranked: RankedRows, threshold: float) -> Terms:
     if not pairs_T.any():
         return _undefined(ranked.num_tasks, "no task holds both classes")
     won_T = _sum_T(np.where(positive_N, beaten_N, 0), ranked.task_N, ranked.num_tasks)
+    # Tasks of one class weigh nothing below; the 1 keeps them from dividing by 0.
     auc_T = won_T / np.maximum(2 * pairs_T, 1)
     den_T = np.where(pairs_T > 0, rows_T, 0).astype(np.float64)
     return Terms(float((auc_T * den_T).sum() / den_T.sum()), auc_T * den_T, den_T)
@@ -344,6 +347,7 @@ def _dcg_T(ranked: RankedRows, k: int, gain: Gain) -> Floats:
     worst_N = ranked.task_end_N - ranked.tie_first_N
     total_N = discount_before[np.minimum(worst_N, k)] - discount_before[np.minimum(best_N, k)]
     gain_N = ranked.label_N if gain == "linear" else np.exp2(ranked.label_N) - 1.0
+    # Tied rows stand at each of their ranks with equal chance: each gets the mean discount.
     return _sum_T(gain_N * total_N / (worst_N - best_N), ranked.task_N, ranked.num_tasks)
 
 
@@ -359,6 +363,7 @@ def _sum_T(row_N: Array, code_N: Ints, num_tasks: int) -> Floats:
 
 def _logloss_N(label_N: Floats, probability_N: Floats) -> Floats:
     clipped_N = np.clip(probability_N, LOGLOSS_CLIP, 1.0 - LOGLOSS_CLIP)
+    # log1p, since 1 - p is 1 for the smallest p.
     return -(label_N * np.log(clipped_N) + (1.0 - label_N) * np.log1p(-clipped_N))
 
 
@@ -367,6 +372,7 @@ def _mean(row_N: Floats) -> float:
 
 
 def _changes(key_N: Array) -> Bools:
+    # The first row begins a run, where there is a first row.
     return np.concatenate((np.ones(min(key_N.size, 1), np.bool_), key_N[1:] != key_N[:-1]))
 
 

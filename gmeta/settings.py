@@ -102,6 +102,7 @@ def _checked(key: str, hint: Any, metadata: Mapping[str, Any], value: Any) -> An
         raise ConfigError(f"{key} = {value!r} is not of type {hint.__name__}. Correct the value")
     if hint is float and not math.isfinite(value):
         raise ConfigError(f"{key} = {value} is not a finite number. Correct the value")
+    # Bounds hold for each entry of a list as well.
     if "min" in metadata and value < metadata["min"]:
         raise ConfigError(
             f"{key} = {value} is too small: at least {metadata['min']} is allowed. "

@@ -50,6 +50,7 @@ class _SparseFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         if whence == os.SEEK_END:
+            # For Arrow the file ends where the window does.
             offset += self._begin + len(self._data)
         self._at = offset + self._at if whence == os.SEEK_CUR else offset
         return self._at

@@ -68,6 +68,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(grad_NP: Tensor, vectors_NFD: Tensor, pair_P: Tensor, place_FF: Tensor) -> Tensor:
         num_rows, num_vectors, _ = vectors_NFD.shape
+        # One pair more, whose gradient is 0: the diagonal takes its place.
         with_zero = torch.cat([grad_NP, grad_NP.new_zeros(num_rows, 1)], dim=1)
         symmetric_NFF = with_zero.index_select(1, place_FF).view(-1, num_vectors, num_vectors)
         return _each_times(symmetric_NFF, vectors_NFD)
@@ -96,6 +97,7 @@ class _Crossed(torch.autograd.Function):
     @staticmethod
     def forward(other_NFD: Tensor, vectors_NFD: Tensor, pair_P: Tensor, place_FF: Tensor) -> Tensor:
         products_NFF, num_vectors = _each_times(other_NFD, vectors_NFD.mT), other_NFD.shape[1]
+        # Of the pair (i, j), the place of (j, i).
         mirrored_P = pair_P % num_vectors * num_vectors + pair_P // num_vectors
         return _pairs(products_NFF, pair_P) + _pairs(products_NFF, mirrored_P)
 
@@ -120,6 +122,7 @@ def _pairs(products_NFF: Tensor, pair_P: Tensor) -> Tensor:
 
 
 def _each_times(left_NIJ: Tensor, right_NJO: Tensor) -> Tensor:
+    # The tensors of torch.func take no `out=`, by which each_times writes.
     if torch._C._are_functorch_transforms_active():
         return torch.bmm(left_NIJ, right_NJO)
     return each_times(left_NIJ, right_NJO)

@@ -20,6 +20,8 @@ class RowLinear(nn.Linear):
         if (
             rows_NI.dim() != 2
             or not first_piece(rows_NI, self.out_features)
+            # torch.func takes no Function whose forward gets the context, and autocast
+            # chooses the type of numbers for layers of torch alone.
             or torch.is_autocast_enabled("cpu")
             or torch._C._are_functorch_transforms_active()
         ):
@@ -33,12 +35,15 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """[N, I] -> [N, O]."""
         ctx.save_for_backward(rows_NI, weight_OI)
         return times(rows_NI, weight_OI.mT, bias_O)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """By Functions again, so that this can be differentiated too."""
         rows_NI, weight_OI = ctx.saved_tensors
+        # The gradient of a sum is one number with strides of 0.
         grad_NO = grads[0].contiguous()
         of_rows, of_weight, of_bias = ctx.needs_input_grad
         return (

@@ -90,6 +90,7 @@ class Jax(Peer):
         self.fields, self.rates = data.fields, rates
         self.gathers = data.large_tables
         self.first_rows = np.cumsum([0] + [field.num_rows for field in data.fields])
+        # One size for all batches: every other one would be compiled anew.
         self.num_rows = round_up(max(batch.num_rows for batch in data.batches), 64)
         self.num_ids = max(
             sum(len(ids.ids_V) for ids in batch.ids.values()) for batch in data.batches
@@ -105,12 +106,14 @@ class Jax(Peer):
         }
         mean, square = (jax.tree.map(jnp.zeros_like, theta) for _ in range(2))
         self.state = State(table_RD, jnp.zeros_like(table_RD), theta, mean, square, jnp.zeros(()))
+        # The old state's memory becomes the new one's: the tables are not copied.
         self.jitted_step = jax.jit(self._step, donate_argnums=0)
         self.jitted_gradients = jax.jit(self._loss_and_gradients)
 
     def prepare(self, batch: Batch) -> JaxBatch:
         middle_T = batch.row_offsets_T1[:-1] + batch.support_lengths_T
         bounds = ((batch.row_offsets_T1[:-1], middle_T), (middle_T, batch.row_offsets_T1[1:]))
+        # By length, so that tasks of a group are padded little.
         groups = np.array_split(np.argsort(batch.support_lengths_T, kind="stable"), GROUPS)
         support, query = (
             tuple(
@@ -123,6 +126,7 @@ class Jax(Peer):
 
     def step(self, prepared: JaxBatch) -> float:
         self.state, loss = self.jitted_step(self.state, prepared)
+        # JAX returns before it has computed: the value makes the clock wait for it.
         return float(loss)
 
     def gradients(self, prepared: JaxBatch) -> Parameters:

@@ -28,6 +28,7 @@ class Worker:
     def pin(self, cores: list[int]) -> dict[str, Any]:
         """Stay on these cores. XLA sizes its thread pool by them, when it is first used."""
         if hasattr(os, "sched_setaffinity"):
+            # Each thread has its own affinity: what libraries have started must be moved too.
             for thread in os.listdir("/proc/self/task"):
                 os.sched_setaffinity(int(thread), cores)
         return {}

@@ -51,10 +51,12 @@ class Batch:
 
     @property
     def num_tasks(self) -> int:
+        """Tasks of the step, T."""
         return len(self.support_lengths_T)
 
     @property
     def num_rows(self) -> int:
+        """Their rows, support and query, N."""
         return len(self.label_N)
 
 
@@ -136,6 +138,7 @@ def _movielens_batch(tasks: Mapping[str, Array], chosen_T: Array) -> Batch:
 def synthetic_tasks(num_users: int = 2653, num_items: int = 3881) -> dict[str, Array]:
     """tasks.npz's arrays with random contents: 13 to 100 ratings a user, 46 on average."""
     rng = np.random.default_rng(0)
+    # 13 at least, as MeLU keeps users; 87 more at most.
     lengths_T = 13 + np.minimum(rng.exponential(38, num_users).astype(np.int64), 87)
     num_rows = int(lengths_T.sum())
     tasks: dict[str, Array] = {
@@ -143,6 +146,7 @@ def synthetic_tasks(num_users: int = 2653, num_items: int = 3881) -> dict[str, A
         "user_feat": np.stack(
             [rng.integers(0, size, num_users) for size in (2, 7, 21, 3402)], axis=1
         ),
+        # Named as in tasks.npz: MeLU calls its groups of users states.
         "warm_state_user": np.arange(num_users),
         "warm_state_off": offsets_of(lengths_T),
         "warm_state_item": rng.integers(0, num_items, num_rows),
@@ -164,6 +168,7 @@ def large_workload(rows_per_table: int, num_batches: int, support_rows: int = 10
     lengths_T = np.full(TASKS_PER_STEP, support_rows + QUERY_ROWS)
 
     def zipf(count: int) -> NDArray[np.int64]:
+        """Ids of which a few are drawn often."""
         # the inverse of log-uniform: id i is drawn about in proportion to 1 / (i + 1)
         return (rows_per_table ** rng.random(count)).astype(np.int64) - 1
 
@@ -186,6 +191,7 @@ def initial_parameters(
     rng = np.random.default_rng(0)
 
     def uniform(*shape: int, bound: float) -> NDArray[np.float32]:
+        """Values between -bound and bound."""
         values = rng.random(shape, dtype=np.float32)
         values -= 0.5  # in place: a table is 128 MB
         values *= 2 * bound
@@ -218,6 +224,7 @@ def single_ids(ids_N: Array) -> Jagged:
 def _take(source: Jagged, rows_N: Array) -> Jagged:
     lengths_N = np.diff(source.offsets_N1)[rows_N]
     offsets_N1 = offsets_of(lengths_N)
+    # 0, 1, 2, ... within each row.
     within_V = np.arange(offsets_N1[-1]) - np.repeat(offsets_N1[:-1], lengths_N)
     return Jagged(
         source.ids_V[np.repeat(source.offsets_N1[rows_N], lengths_N) + within_V], offsets_N1

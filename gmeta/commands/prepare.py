@@ -144,6 +144,7 @@ def _check_options(
     way += " --spark" if spark and schema else ""
     for name in context.params:
         source = context.get_parameter_source(name)
+        # Defaults were not asked for.
         if source is None or source.name != "COMMANDLINE" or name in OPTIONS[way]:
             continue
         others = [other for other, used in OPTIONS.items() if name in used]

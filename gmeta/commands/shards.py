@@ -104,6 +104,7 @@ def list_shards(
     as_json: AsJson = False,
 ) -> None:
     """List shards with their state, offset, attempts and holder."""
+    # Without 0, SHARD_STATE_UNSPECIFIED: in a request it asks for all states.
     numbers = {
         name.removeprefix("SHARD_STATE_").lower(): n for name, n in pb.ShardState.items() if n
     }

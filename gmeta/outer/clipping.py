@@ -45,6 +45,7 @@ class _HoldingFastGroup:
     def __init__(self, group: FastGroup) -> None:
         self._group = group
         self._held: list[tuple[Sequence[GivenRows], float]] = []
+        # In place of the update: it must wait until the norm of the whole step is known.
         group.take = lambda given, unit: self._held.append((given, unit))
 
     def squared_norm(self) -> Tensor:
@@ -75,6 +76,7 @@ class _HoldingGroup:
         rows_ND: Tensor = self._lookup(indices, offsets, *rest, **named)
         if not torch.is_grad_enabled():
             return rows_ND
+        # backward ends at the leaf: behind it fbgemm would update the rows at once.
         leaf_ND = rows_ND.detach().requires_grad_()
         row_N = row_numbers_N(self._first_row_F, indices, offsets)
         self._given.append(_Given(row_N, rows_ND, leaf_ND))
@@ -98,6 +100,7 @@ class _HoldingGroup:
 
 
 def _squared_norm(row_N: Tensor, grad_ND: Tensor) -> Tensor:
+    # A row that several ranks asked for has one gradient: the sum of theirs.
     _, grad_UD = summed_by_row(row_N, grad_ND)
     squared: Tensor = grad_UD.square().sum()
     return squared
@@ -130,6 +133,7 @@ class GradientClipping:
         of_layers = torch.nn.utils.get_total_norm(grads)
         # A rank may hold no table.
         squared = sum((group.squared_norm() for group in self._groups), torch.zeros_like(of_layers))
+        # The layers' gradients are equal on all ranks by now, and count once.
         add_over_ranks(squared)
         norm = (squared + of_layers.square()).sqrt()
         scale = (self._max_norm / (norm + NORM_EPSILON)).clamp(max=1.0)

@@ -98,6 +98,7 @@ def plan_lines(described: dict[str, Any]) -> list[str]:
             values_of_rank[shard["rank"]] += (end_row - row) * (end_column - column)
     lines = [f"tables {kind}: {len(names)} ({_listed(names)})" for kind, names in by_kind.items()]
     if any(values_of_rank):
+        # Tables are trained in float32: 4 bytes a value.
         held = [f"rank {rank} {4 * n / 1e6:,.1f} MB" for rank, n in enumerate(values_of_rank)]
         lines.append(f"weights held: {_listed(held)}")
     return lines
@@ -144,6 +145,7 @@ def _by_hand(
             placed[name] = column_wise(ranks=list(range(world_size)))
         else:
             placed[name] = row_wise() if kinds[name] == "row_wise" else data_parallel()
+    # In the order of the tables again.
     return {name: placed[name] for name in kinds}
 
 
@@ -181,6 +183,7 @@ def _run_planner(
         )
         for name, kind in kinds.items()
     }
+    # The ranks of a host share its memory.
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _local_size()
     topology = Topology(
         world_size=ranks.world_size,

@@ -71,9 +71,11 @@ def start_ranks(
     if store is None and "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
+        # One rank meets nobody: a store in its own memory needs no port.
         dist.init_process_group(
             backend, store=store or HashStore(), rank=rank, world_size=world_size, timeout=timeout
         )
+    # torch tells groups apart by the order in which they are made: the same on every rank.
     control = dist.new_group(backend="gloo", timeout=timeout)
     rows = control if use_cuda else dist.new_group(backend="gloo", timeout=timeout)
     transport: Transport = Gloo(rows, control)
@@ -124,6 +126,7 @@ def stop_ranks() -> None:
 
 def sum_over_ranks(values: list[float], ranks: Ranks) -> list[float]:
     """Element-wise sum of every rank's values, in float64."""
+    # Counts of rows beyond 2**24 are whole numbers no more in float32.
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total, group=ranks.control)
     summed: list[float] = total.tolist()

@@ -173,6 +173,7 @@ def shard_learner(
             )
             for table in features.tables
         ],
+        # No values yet: each rank makes those of its own shards, see initialise_tables.
         device=torch.device("meta"),
     )
     epsilon = {} if outer.sparse_optimizer == "sgd" else {"eps": ADAGRAD_EPSILON}
@@ -316,5 +317,6 @@ def table_shards(sharded: DistributedModelParallel) -> dict[str, ShardedTensor]:
 def local_learner(sharded: DistributedModelParallel) -> ShardedLearner:
     """The module inside the data-parallel wrapper, for evaluation."""
     wrapped = sharded.module
+    # DistributedDataParallel is left out where there is nobody to average with.
     learner: ShardedLearner = wrapped.module if hasattr(wrapped, "module") else wrapped
     return learner

@@ -127,6 +127,7 @@ def create_run_folder(config: TrainConfig, environment: dict[str, Any]) -> RunFo
     """Make the folder and write what describes the run, of `describe_environment` (rank 0 only)."""
     folder = RunFolder(Path(config.run.dir))
     folder.root.mkdir(parents=True, exist_ok=True)
+    # The config last: with it the folder counts as that of a run.
     write_json(folder.root / ENVIRONMENT_FILE, environment)
     write_json(folder.root / CONFIG_FILE, config.to_json())
     return folder

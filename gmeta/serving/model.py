@@ -58,6 +58,7 @@ class ServedModel:
         """`reload` makes the same model again, in another process too."""
         self.config = config
         self._reload = reload
+        # Inner gradients are taken at the outputs of layers and at rows, never at weights.
         self._learner = learner.requires_grad_(False).eval()
         algorithm = find_algorithm(config.algorithm.name).preset(learner.model, config.algorithm)
         self._inner = InnerLoop(learner.model, algorithm, config.loss, learner.rates)

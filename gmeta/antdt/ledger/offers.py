@@ -145,6 +145,7 @@ def grant(
             f"{TOKEN_COUNTER_MASK} are allowed. "
             "Restart it: a new service epoch starts a new count.",
         )
+    # The epoch in the upper bits: no token of an earlier service process is given out again.
     first_token = (state.service_epoch << TOKEN_COUNTER_BITS) | (state.token_counter + 1)
     items = [(p, table.units_done.get(p, 0), table.attempts.get(p, 0)) for p in positions]
     return ev.LeasesGranted(

@@ -255,6 +255,7 @@ def _check_positions(dataset: DatasetManifest, source: str) -> None:
 
 
 def _canonical(body: dict[str, Any]) -> str:
+    # One text for one content: the digest is of these bytes.
     return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 

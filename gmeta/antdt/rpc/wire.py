@@ -64,6 +64,7 @@ def grant_from(message: Any) -> Grant:
 
 def refusal_to(error: RefusedError) -> Any:
     """The proto of a refusal on a stream."""
+    # The value of a gRPC status is (number, name in words).
     code, _ = getattr(grpc.StatusCode, error.code).value
     return pb.Refusal(code=code, reason=f"REASON_{error.reason}", message=str(error))
 
