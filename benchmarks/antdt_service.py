@@ -67,7 +67,7 @@ class Load(NamedTuple):
 def one_client(load: Load, name: str, start: Any, latencies_s: list[float]) -> None:
     """One client's closed loop; adds the seconds of each Lease and Complete to the list."""
     with ShardClient(f"127.0.0.1:{load.port}", name) as client:
-        client._connection._has_streams = load.streams
+        client._session.connection._has_streams = load.streams
         start.wait()  # all together: nobody is measured beside processes that still import
         until_s = time.monotonic() + load.seconds
         while time.monotonic() < until_s:

@@ -124,7 +124,7 @@ def test_the_loser_learns_it_while_it_works_and_the_loop_goes_on(
         server.edge.ask(cmd.BackUp("1.1.1", "slow"))
         (second,) = fast.lease("d", 0)  # type: ignore[misc]
         fast.complete(second)
-        slow._beat()
+        slow._heartbeat.beat()
         with pytest.raises(LeaseLostError):
             list(lease.units())
         lost.append(lease)

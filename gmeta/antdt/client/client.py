@@ -9,14 +9,16 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
 from gmeta.antdt.client.connection import Connection, ConnectionConfig
+from gmeta.antdt.client.heartbeat import Heartbeat
 from gmeta.antdt.client.held import HeldLeases
 from gmeta.antdt.client.lease import END, SAFE_FRACTION, EndOfEpoch, Lease, WaitFor
-from gmeta.antdt.errors import AntdtError, FencedError, LeaseLostError
+from gmeta.antdt.client.session import Session
+from gmeta.antdt.errors import AntdtError, LeaseLostError
 from gmeta.antdt.manifests.manifest import ShardManifest, parse_manifest
 from gmeta.antdt.model import DatasetSpec, Outcome
 from gmeta.antdt.monitor import Report
@@ -24,8 +26,6 @@ from gmeta.antdt.rpc.wire import grant_from, spec_to
 from protos.antdt.v1 import shard_service_pb2 as pb
 
 _log = logging.getLogger("gmeta.antdt.client")
-
-DECIDED_AFTER_S = 0.5  # the controller's answer to reports that all workers hurried
 
 
 @final
@@ -58,45 +58,36 @@ class ShardClient:
             tls_key=tls_key,
             token_file=token_file,
         )
-        self.worker_id = worker_id
-        self.incarnation = uuid.uuid4().hex
-        self._connection = Connection(config)
-        self._rdzv_round = rdzv_round
-        self._numbered = threading.Lock()  # one numbered call at a time
-        self._flushing = threading.Lock()  # one flush at a time
-        self._registering = threading.Lock()
         self._leases = HeldLeases()
-        self._caller = pb.Caller()
-        self._seq = 0  # of the last call that was answered
-        self._seq_at = (0, 0)  # service epoch and generation in which it counts
-        self._registered_seq = 0  # what the last Register called the last one
-        self._seq_lock = threading.Lock()  # for the three and the caller
-        self._ttl_s = 30.0
-        self._report_every_s = 0.0
-        self._report: Any = None
-        self._beat_again_s = 0.0  # the pause behind a hurried heartbeat
-        self._actions: list[Any] = []
-        self._actions_lock = threading.Lock()
-        self._fenced: FencedError | None = None
-        self._closed = threading.Event()
-        self._hurry = threading.Event()  # the next heartbeat is due now
+        self._flushing = threading.Lock()  # one flush at a time
+        connection = Connection(config)
+        self._session = Session(connection, worker_id, rdzv_round, self._leases)
         try:
-            self._register()
+            self._session.register()
         except AntdtError:
-            self._connection.close()
+            connection.close()
             raise
-        self._heart = threading.Thread(target=self._beat_on, name="antdt-heartbeat", daemon=True)
-        self._heart.start()
+        self._heartbeat = Heartbeat(self._session, self._leases)
+
+    @property
+    def worker_id(self) -> str:
+        """Whom the leases belong to."""
+        return self._session.worker_id
+
+    @property
+    def incarnation(self) -> str:
+        """Tells this process from those before and after it under the same worker id."""
+        return self._session.incarnation
 
     @property
     def run_generation(self) -> int:
         """The generation this process belongs to."""
-        return int(self._caller.run_generation)
+        return self._session.run_generation
 
     @property
     def service_epoch(self) -> int:
         """Starts of the service on its store, as last seen."""
-        return int(self._caller.service_epoch)
+        return self._session.service_epoch
 
     @property
     def held(self) -> list[Lease]:
@@ -106,8 +97,8 @@ class ShardClient:
     def register_dataset(self, spec: DatasetSpec) -> int:
         """Names a dataset; returns its number of shards. Raises RefusedError when the name
         stands for other data."""
-        response = self._call(
-            "RegisterDataset", lambda: pb.RegisterDatasetRequest(spec=spec_to(spec))
+        response = self._session.call(
+            "RegisterDataset", lambda _: pb.RegisterDatasetRequest(spec=spec_to(spec))
         )
         return int(response.num_shards)
 
@@ -118,11 +109,11 @@ class ShardClient:
         outage."""
         # From before the call: the service counts the ttl from a moment that lies behind it.
         sent_s = time.monotonic()
-        response = self._call_numbered(
+        response = self._session.call_numbered(
             "Lease",
-            lambda: pb.LeaseRequest(
-                caller=self._caller,
-                seq=self._seq + 1,
+            lambda caller, seq: pb.LeaseRequest(
+                caller=caller,
+                seq=seq,
                 dataset=dataset,
                 epoch=epoch,
                 max_shards=max_shards,
@@ -148,8 +139,8 @@ class ShardClient:
         while not isinstance(answer := self.lease(dataset, epoch, prefetch_shards), EndOfEpoch):
             if isinstance(answer, WaitFor):
                 _log.info("waiting for shards of %s: %s", dataset, answer.reason)
-                self._closed.wait(answer.retry_after_s)
-                self._check_fence()
+                self._session.closed.wait(answer.retry_after_s)
+                self._session.check_fence()
                 continue
             for lease in answer:
                 yield lease
@@ -186,9 +177,9 @@ class ShardClient:
         return bool(self._complete([token])[0] != Outcome.FENCED)
 
     def _complete(self, tokens: list[int]) -> Sequence[int]:
-        response = self._call_numbered(
+        response = self._session.call_numbered(
             "Complete",
-            lambda: pb.CompleteRequest(caller=self._caller, seq=self._seq + 1, tokens=tokens),
+            lambda caller, seq: pb.CompleteRequest(caller=caller, seq=seq, tokens=tokens),
         )
         outcomes: Sequence[int] = response.outcomes
         return outcomes
@@ -214,8 +205,8 @@ class ShardClient:
         whole = [(x, done) for x, done in noted if done == x.num_units]
         if partial:
             items = [pb.ProgressItem(token=x.token, units_done=done) for x, done in partial]
-            response = self._call(
-                "Progress", lambda: pb.ProgressRequest(caller=self._caller, items=items)
+            response = self._session.call(
+                "Progress", lambda caller: pb.ProgressRequest(caller=caller, items=items)
             )
             self._leases.settle(partial, response.outcomes, drop=False)
         if whole:
@@ -227,20 +218,20 @@ class ShardClient:
         are no error."""
         tokens = [lease.token for lease in leases]
         if tokens:
-            self._call_numbered(
+            self._session.call_numbered(
                 "Release",
-                lambda: pb.ReleaseRequest(caller=self._caller, seq=self._seq + 1, tokens=tokens),
+                lambda caller, seq: pb.ReleaseRequest(caller=caller, seq=seq, tokens=tokens),
             )
         self._leases.drop(tokens)
 
     def fail(self, lease: Lease, failure_class: str, message: str) -> bool:
         """The shard cannot be processed; returns True when it is quarantined now. Raises
         LeaseLostError."""
-        response = self._call_numbered(
+        response = self._session.call_numbered(
             "Fail",
-            lambda: pb.FailRequest(
-                caller=self._caller,
-                seq=self._seq + 1,
+            lambda caller, seq: pb.FailRequest(
+                caller=caller,
+                seq=seq,
                 token=lease.token,
                 failure_class=failure_class,
                 message=message,
@@ -252,10 +243,10 @@ class ShardClient:
     def prepare_checkpoint(self, checkpoint_id: str, step: int) -> ShardManifest:
         """Rank 0, after every rank has flushed at `step`: the manifest to save inside the
         checkpoint folder."""
-        response = self._call(
+        response = self._session.call(
             "PrepareCheckpoint",
-            lambda: pb.PrepareCheckpointRequest(
-                caller=self._caller, checkpoint_id=checkpoint_id, step=step
+            lambda caller: pb.PrepareCheckpointRequest(
+                caller=caller, checkpoint_id=checkpoint_id, step=step
             ),
         )
         return parse_manifest(response.manifest_json.decode(), "the service's manifest")
@@ -263,10 +254,10 @@ class ShardClient:
     def commit_checkpoint(self, manifest: ShardManifest) -> None:
         """Rank 0, after the checkpoint folder was renamed into place. Losing this call loses
         nothing."""
-        self._call(
+        self._session.call(
             "CommitCheckpoint",
-            lambda: pb.CommitCheckpointRequest(
-                caller=self._caller, checkpoint_id=manifest.checkpoint_id, digest=manifest.digest
+            lambda caller: pb.CommitCheckpointRequest(
+                caller=caller, checkpoint_id=manifest.checkpoint_id, digest=manifest.digest
             ),
         )
 
@@ -279,13 +270,13 @@ class ShardClient:
         """
         restore_id = uuid.uuid4().hex
         text = b"" if manifest is None else manifest.to_json().encode()
-        response = self._call(
+        response = self._session.call(
             "Restore",
-            lambda: pb.RestoreRequest(
-                caller=self._caller, manifest_json=text, restore_id=restore_id
+            lambda caller: pb.RestoreRequest(
+                caller=caller, manifest_json=text, restore_id=restore_id
             ),
         )
-        self._caller.run_generation = response.run_generation
+        self._session.enter_generation(response.run_generation)
         # What was trained of them is in a model that is gone.
         self._leases.lose_all("the job was rolled back to a checkpoint")
         return self.run_generation
@@ -293,157 +284,44 @@ class ShardClient:
     def report(self, report: Report, share: int = 0) -> None:
         """What the next heartbeat tells the monitor; from the first report on there is one as
         often as the service asks for. `share`: tasks that this worker takes in each step now."""
-        is_first = self._report is None
-        self._report = pb.WorkerReport(**report._asdict(), share=share)
-        # Or it would come with the next beat for the leases, up to a third of the ttl later.
-        if is_first:
-            self._hurry.set()
+        self._heartbeat.report(report, share)
 
     def hurry(self) -> None:
         """Reports at once, and looks soon after what the controller decided."""
-        self._beat_again_s = DECIDED_AFTER_S
-        self._hurry.set()
+        self._heartbeat.hurry()
 
     def take_actions(self) -> list[Any]:
         """Actions that heartbeats brought since the last call; acknowledge each with
         `ack_action`."""
-        with self._actions_lock:
-            actions, self._actions = self._actions, []
-        return actions
+        return self._heartbeat.take_actions()
 
     def ack_action(self, action_id: str, result: str, message: str = "") -> None:
         """`result` is APPLIED, REFUSED or FAILED."""
         number = pb.AckActionRequest.Result.Value(f"RESULT_{result}")
-        self._call(
+        self._session.call(
             "AckAction",
-            lambda: pb.AckActionRequest(
-                caller=self._caller, action_id=action_id, result=number, message=message
+            lambda caller: pb.AckActionRequest(
+                caller=caller, action_id=action_id, result=number, message=message
             ),
         )
 
     def close(self) -> None:
         """Gives the leases back and ends the background thread. An unreachable service is not
         waited for."""
-        if self._closed.is_set():
+        session = self._session
+        if session.closed.is_set():
             return
-        self._closed.set()
-        self._hurry.set()
-        self._heart.join()
+        session.closed.set()
+        self._heartbeat.join()
         try:
-            if self._fenced is None:
+            if not session.is_fenced:
                 self.release(self.held)
         except AntdtError as error:
             _log.warning("leases were not given back and will expire: %s", error)
-        self._connection.close()
+        session.connection.close()
 
     def __enter__(self) -> "ShardClient":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _call(self, rpc: str, build: Callable[[], Any]) -> Any:
-        self._check_fence()
-        # At the end an outage is not waited for: what is not given back expires.
-        budget_s = 2.0 if self._closed.is_set() else None
-        try:
-            return self._connection.call(rpc, build, self._register, budget_s)
-        except FencedError as error:
-            self._fenced = error
-            raise
-
-    def _call_numbered(self, rpc: str, build: Callable[[], Any]) -> Any:
-        sent_to = 0  # the epoch of the service that the last attempt was meant for
-
-        def build_whole() -> Any:
-            nonlocal sent_to
-            with self._seq_lock:
-                request = build()
-            sent_to = request.caller.service_epoch
-            return request
-
-        with self._numbered:
-            response = self._call(rpc, build_whole)
-            with self._seq_lock:
-                self._seq = response.last_seq
-                if sent_to != self._caller.service_epoch:
-                    # Another thread has registered with a successor of the service that answered,
-                    # and a WAIT of the old one is no number there.
-                    self._seq = min(self._seq, self._registered_seq)
-            return response
-
-    def _check_fence(self) -> None:
-        if self._fenced is not None:
-            raise FencedError(self._fenced.reason, str(self._fenced))
-
-    def _register(self) -> None:
-        """Also after a restart of the service, which answers with the leases that this process
-        still holds."""
-        with self._registering:
-            sent_s, named = time.monotonic(), self._leases.tokens()
-            response = self._connection.call(
-                "Register",
-                lambda: pb.RegisterRequest(
-                    worker_id=self.worker_id,
-                    incarnation=self.incarnation,
-                    rdzv_round=self._rdzv_round,
-                ),
-            )
-            with self._seq_lock:
-                self._caller = pb.Caller(
-                    worker_id=self.worker_id,
-                    incarnation=self.incarnation,
-                    service_epoch=response.service_epoch,
-                    run_generation=response.run_generation,
-                )
-                self._registered_seq = response.last_seq
-                # Lower when the restart took calls that are not on the disk: a WAIT, or in a
-                # power cut a grant. A call under way is one ahead. From one service to itself
-                # nothing is lost, and calls answered since Register was sent know better.
-                joined = (response.service_epoch, response.run_generation)
-                if self._seq_at != joined:
-                    self._seq_at = joined
-                    self._seq = min(self._seq, response.last_seq)
-            self._ttl_s = response.lease_ttl_ms / 1000
-            self._report_every_s = response.report_every_ms / 1000
-            live = {grant.token for grant in response.leases}
-            self._renewed(sent_s, named - live)
-
-    def _renewed(self, sent_s: float, gone: set[int]) -> None:
-        self._leases.renewed(sent_s + SAFE_FRACTION * self._ttl_s, gone)
-
-    def _beat_on(self) -> None:
-        while not self._closed.is_set():
-            self._hurry.wait(self._pause_s())
-            self._hurry.clear()
-            if self._closed.is_set():
-                return
-            try:
-                self._beat()
-            except FencedError as error:
-                self._fenced = error
-                return
-            except AntdtError as error:
-                _log.warning("heartbeat: %s", error)
-
-    def _pause_s(self) -> float:
-        if self._beat_again_s:
-            pause_s, self._beat_again_s = self._beat_again_s, 0.0
-            return pause_s
-        if self._report is None or not self._report_every_s:
-            # One beat may fail altogether: the next comes at two thirds, a lease is used up to 0.8.
-            return self._ttl_s / 3
-        return min(self._ttl_s / 3, self._report_every_s)
-
-    def _beat(self) -> None:
-        report, sent_s, tokens = self._report, time.monotonic(), self._leases.tokens()
-        response = self._connection.call(
-            "Heartbeat",
-            lambda: pb.HeartbeatRequest(caller=self._caller, tokens=tokens, report=report),
-            self._register,
-            budget_s=self._ttl_s / 3,
-        )
-        self._renewed(sent_s, tokens & set(response.revoked_tokens))
-        with self._actions_lock:
-            known = {action.action_id for action in self._actions}
-            self._actions += [a for a in response.actions if a.action_id not in known]

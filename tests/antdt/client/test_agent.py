@@ -64,7 +64,7 @@ def test_a_worker_that_became_slow_or_fast_says_so_once(client: ShardClient) -> 
 def test_a_hurried_report_is_there_at_once_and_the_answer_soon_after(
     server: ShardServer, client: ShardClient
 ) -> None:
-    client._report_every_s = 60.0
+    client._session.report_every_s = 60.0
     agent = WorkerAgent(client, 8, lambda: "")
     agent.stepped(8, 1.0, 0.0, 0.0, 0.0)
     client.hurry()

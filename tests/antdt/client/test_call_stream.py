@@ -256,7 +256,7 @@ def test_an_answer_that_never_comes_fails_in_time_and_the_repeated_call_gets_it(
     with ShardClient(proxy.address, "a", outage_budget_s=PATIENCE_S) as client:
         client.register_dataset(SPEC)
         client.lease("d", 0)
-        config = client._connection._config.__dict__
+        config = client._session.connection._config.__dict__
         proxy.swallow_replies, config["call_timeout_s"] = True, 0.3
         leases: list[Any] = []
         waiting = threading.Thread(target=lambda: leases.append(client.lease("d", 0)))

@@ -48,7 +48,7 @@ def test_units_of_all_shards_are_those_of_the_dataset(client: ShardClient) -> No
 
 
 def test_a_late_answer_to_register_does_not_take_a_call_number_back(client: ShardClient) -> None:
-    connection = client._connection
+    connection = client._session.connection
     call = connection.call
 
     def overtaken(rpc: str, *arguments: Any) -> Any:
@@ -58,7 +58,7 @@ def test_a_late_answer_to_register_does_not_take_a_call_number_back(client: Shar
         return response
 
     connection.call = overtaken  # type: ignore[method-assign]
-    client._register()
+    client._session.register()
     assert isinstance(client.lease("d", 0, 2), list)
 
 
@@ -66,7 +66,7 @@ def test_a_late_answer_to_register_does_not_take_a_lease_away_that_was_granted_m
     client: ShardClient,
 ) -> None:
     """The service holds it for this worker: nobody else would get it before it expires."""
-    connection = client._connection
+    connection = client._session.connection
     call = connection.call
     taken: list[Any] = []
 
@@ -77,7 +77,7 @@ def test_a_late_answer_to_register_does_not_take_a_lease_away_that_was_granted_m
         return response
 
     connection.call = overtaken  # type: ignore[method-assign]
-    client._register()
+    client._session.register()
     taken[0].advance(taken[0].num_units)
     assert client.held == taken
 
@@ -88,12 +88,12 @@ def test_a_lease_that_is_lost_while_its_progress_is_reported_stays_lost(
     """Nobody would complete it otherwise, and the next one to get it would train it again."""
     (lease,) = client.lease("d", 0)
     lease.advance(1)
-    connection = client._connection
+    connection = client._session.connection
     call = connection.call
 
     def revoked(rpc: str, *arguments: Any) -> Any:
         response = call(rpc, *arguments)
-        client._renewed(time.monotonic(), {lease.token})
+        client._session.renewed(time.monotonic(), {lease.token})
         return response
 
     connection.call = revoked  # type: ignore[method-assign]
@@ -120,14 +120,14 @@ def test_an_answer_of_the_service_before_a_restart_does_not_set_the_next_number(
         holder.register_dataset(DatasetSpec("d", 1, 1))
         with ShardClient(services[0].address, "a") as client:
             holder.lease("d", 0)
-            connection = client._connection
+            connection = client._session.connection
             call = connection.call
 
             def register_first(rpc: str, *arguments: Any) -> Any:
                 response = call(rpc, *arguments)
                 connection.call = call  # type: ignore[method-assign]
                 restart()
-                client._register()
+                client._session.register()
                 return response
 
             def register_late(rpc: str, *arguments: Any) -> Any:
@@ -141,7 +141,7 @@ def test_an_answer_of_the_service_before_a_restart_does_not_set_the_next_number(
                 client.lease("d", 0)
             else:
                 connection.call = register_late  # type: ignore[method-assign]
-                client._register()
+                client._session.register()
             assert isinstance(client.lease("d", 0), WaitFor)
             holder.release(holder.held)
             assert isinstance(client.lease("d", 0), list)
@@ -198,7 +198,7 @@ def test_a_flush_raises_when_trained_units_belong_to_a_lost_lease(
     """Without the error a checkpoint could hold units that the manifest does not know."""
     (lease,) = client.lease("d", 0)
     lease.advance(2)
-    client._renewed(time.monotonic(), {lease.token})
+    client._session.renewed(time.monotonic(), {lease.token})
     with pytest.raises(LeaseLostError):
         client.flush()
 

@@ -124,7 +124,7 @@ def test_a_link_that_swallows_every_reply_is_an_outage(tmp_path: Path) -> None:
     with running(tmp_path / "s.db") as service:
         proxy = Proxy(service.port)
         client = ShardClient(proxy.address, "a")
-        config = client._connection._config.__dict__
+        config = client._session.connection._config.__dict__
         config["call_timeout_s"], config["outage_budget_s"] = 0.3, 0.5
         proxy.swallow_replies = True
         with pytest.raises(ServiceUnavailableError) as outage:

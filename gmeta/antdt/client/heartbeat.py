@@ -1,0 +1,99 @@
+"""The heartbeat of a client: a thread that renews the leases, brings the newest report to the
+service and actions from it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any, final
+
+from gmeta.antdt.errors import AntdtError, FencedError
+from protos.antdt.v1 import shard_service_pb2 as pb
+
+if TYPE_CHECKING:
+    from gmeta.antdt.client.held import HeldLeases
+    from gmeta.antdt.client.session import Session
+    from gmeta.antdt.monitor import Report
+
+_log = logging.getLogger("gmeta.antdt.client")
+
+DECIDED_AFTER_S = 0.5  # the controller's answer to reports that all workers hurried
+
+
+@final
+class Heartbeat:
+    """Beats from the beginning until the session is closed, or the process is fenced."""
+
+    def __init__(self, session: Session, leases: HeldLeases) -> None:
+        self._session = session
+        self._leases = leases
+        self._report: Any = None
+        self._beat_again_s = 0.0  # the pause behind a hurried heartbeat
+        self._actions: list[Any] = []
+        self._actions_lock = threading.Lock()
+        self._due = threading.Event()  # the next one is due now
+        self._thread = threading.Thread(target=self._beat_on, name="antdt-heartbeat", daemon=True)
+        self._thread.start()
+
+    def report(self, report: Report, share: int) -> None:
+        """See ShardClient.report."""
+        is_first = self._report is None
+        self._report = pb.WorkerReport(**report._asdict(), share=share)
+        # Or it would come with the next beat for the leases, up to a third of the ttl later.
+        if is_first:
+            self._due.set()
+
+    def hurry(self) -> None:
+        """See ShardClient.hurry."""
+        self._beat_again_s = DECIDED_AFTER_S
+        self._due.set()
+
+    def take_actions(self) -> list[Any]:
+        """See ShardClient.take_actions."""
+        with self._actions_lock:
+            actions, self._actions = self._actions, []
+        return actions
+
+    def join(self) -> None:
+        """The session is closed: wait for the thread, which needs not wait for its next beat."""
+        self._due.set()
+        self._thread.join()
+
+    def _beat_on(self) -> None:
+        while not self._session.closed.is_set():
+            self._due.wait(self._pause_s())
+            self._due.clear()
+            if self._session.closed.is_set():
+                return
+            try:
+                self.beat()
+            except FencedError:
+                return  # the session knows, and tells whoever calls next
+            except AntdtError as error:
+                _log.warning("heartbeat: %s", error)
+
+    def _pause_s(self) -> float:
+        if self._beat_again_s:
+            pause_s, self._beat_again_s = self._beat_again_s, 0.0
+            return pause_s
+        session = self._session
+        if self._report is None or not session.report_every_s:
+            # One beat may fail altogether: the next comes at two thirds, a lease is used up to 0.8.
+            return session.ttl_s / 3
+        return min(session.ttl_s / 3, session.report_every_s)
+
+    def beat(self) -> None:
+        """One heartbeat, now. Raises FencedError, RefusedError or ServiceUnavailableError."""
+        # From before the call: the service counts the ttl from a moment that lies behind it.
+        report, sent_s, tokens = self._report, time.monotonic(), self._leases.tokens()
+        response = self._session.call(
+            "Heartbeat",
+            lambda caller: pb.HeartbeatRequest(caller=caller, tokens=tokens, report=report),
+            budget_s=self._session.ttl_s / 3,
+        )
+        self._session.renewed(sent_s, tokens & set(response.revoked_tokens))
+        with self._actions_lock:
+            # An action comes with every beat until it is answered.
+            known = {action.action_id for action in self._actions}
+            self._actions += [a for a in response.actions if a.action_id not in known]

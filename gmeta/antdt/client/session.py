@@ -1,0 +1,144 @@
+"""A process's registration with the service: who it is there, the number of its next call, and
+whether it may still call at all."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, final
+
+from gmeta.antdt.client.lease import SAFE_FRACTION
+from gmeta.antdt.errors import FencedError
+from protos.antdt.v1 import shard_service_pb2 as pb
+
+if TYPE_CHECKING:
+    from gmeta.antdt.client.connection import Connection
+    from gmeta.antdt.client.held import HeldLeases
+
+CLOSING_BUDGET_S = 2.0  # at the end an outage is not waited for: what is not given back expires
+
+
+@final
+class Session:
+    """May be used from any thread. `register` comes before the first call."""
+
+    def __init__(
+        self, connection: Connection, worker_id: str, rdzv_round: int | None, leases: HeldLeases
+    ) -> None:
+        self.connection = connection
+        self.worker_id = worker_id
+        self.incarnation = uuid.uuid4().hex
+        self.ttl_s = 30.0
+        self.report_every_s = 0.0  # 0: the service asks for no reports
+        self.closed = threading.Event()
+        self._rdzv_round = rdzv_round
+        self._leases = leases
+        self._numbered = threading.Lock()  # one numbered call at a time
+        self._registering = threading.Lock()
+        self._caller = pb.Caller()
+        self._seq = 0  # of the last call that was answered
+        self._seq_at = (0, 0)  # service epoch and generation in which it counts
+        self._registered_seq = 0  # what the last Register called the last one
+        self._seq_lock = threading.Lock()  # for the three and the caller
+        self._fenced: FencedError | None = None
+
+    @property
+    def run_generation(self) -> int:
+        """The generation this process belongs to."""
+        return int(self._caller.run_generation)
+
+    @property
+    def service_epoch(self) -> int:
+        """Starts of the service on its store, as last seen."""
+        return int(self._caller.service_epoch)
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether the service told that this process belongs to the past."""
+        return self._fenced is not None
+
+    def check_fence(self) -> None:
+        """Raises FencedError if this process belongs to the past."""
+        if self._fenced is not None:
+            raise FencedError(self._fenced.reason, str(self._fenced))
+
+    def enter_generation(self, run_generation: int) -> None:
+        """This process has begun a new one, and goes on in it."""
+        self._caller.run_generation = run_generation
+
+    def call(
+        self, rpc: str, build: Callable[[pb.Caller], Any], budget_s: float | None = None
+    ) -> Any:
+        """The response of one RPC; see Connection.call. `build` makes the request of who calls."""
+        return self._call(rpc, lambda: build(self._caller), budget_s)
+
+    def call_numbered(self, rpc: str, build: Callable[[pb.Caller, int], Any]) -> Any:
+        """As `call`, under the next number: `build` makes the request of who calls and that."""
+        sent_to = 0  # the epoch of the service that the last attempt was meant for
+
+        def build_whole() -> Any:
+            """The request, of a caller and a number that belong together."""
+            nonlocal sent_to
+            with self._seq_lock:
+                request = build(self._caller, self._seq + 1)
+            sent_to = request.caller.service_epoch
+            return request
+
+        with self._numbered:
+            response = self._call(rpc, build_whole)
+            with self._seq_lock:
+                self._seq = response.last_seq
+                if sent_to != self._caller.service_epoch:
+                    # Another thread has registered with a successor of the service that answered,
+                    # and a WAIT of the old one is no number there.
+                    self._seq = min(self._seq, self._registered_seq)
+            return response
+
+    def _call(self, rpc: str, build: Callable[[], Any], budget_s: float | None = None) -> Any:
+        self.check_fence()
+        if budget_s is None and self.closed.is_set():
+            budget_s = CLOSING_BUDGET_S
+        try:
+            return self.connection.call(rpc, build, self.register, budget_s)
+        except FencedError as error:
+            self._fenced = error
+            raise
+
+    def register(self) -> None:
+        """Also after a restart of the service, which answers with the leases that this process
+        still holds. Raises FencedError, RefusedError or ServiceUnavailableError."""
+        with self._registering:
+            sent_s, named = time.monotonic(), self._leases.tokens()
+            response = self.connection.call(
+                "Register",
+                lambda: pb.RegisterRequest(
+                    worker_id=self.worker_id,
+                    incarnation=self.incarnation,
+                    rdzv_round=self._rdzv_round,
+                ),
+            )
+            with self._seq_lock:
+                self._caller = pb.Caller(
+                    worker_id=self.worker_id,
+                    incarnation=self.incarnation,
+                    service_epoch=response.service_epoch,
+                    run_generation=response.run_generation,
+                )
+                self._registered_seq = response.last_seq
+                # Lower when the restart took calls that are not on the disk: a WAIT, or in a
+                # power cut a grant. A call under way is one ahead. From one service to itself
+                # nothing is lost, and calls answered since Register was sent know better.
+                joined = (response.service_epoch, response.run_generation)
+                if self._seq_at != joined:
+                    self._seq_at = joined
+                    self._seq = min(self._seq, response.last_seq)
+            self.ttl_s = response.lease_ttl_ms / 1000
+            self.report_every_s = response.report_every_ms / 1000
+            live = {grant.token for grant in response.leases}
+            self.renewed(sent_s, named - live)
+
+    def renewed(self, sent_s: float, gone: set[int]) -> None:
+        """A call that was sent then renewed all leases but those that are gone."""
+        self._leases.renewed(sent_s + SAFE_FRACTION * self.ttl_s, gone)
