@@ -33,7 +33,7 @@ from gmeta.antdt.errors import StoreError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import Caller, DatasetSpec
 from gmeta.antdt.storage.committer import Committer
-from gmeta.antdt.storage.store import SqliteStore
+from gmeta.antdt.storage.sqlite_store import SqliteStore
 
 NUM_CLIENTS = 16
 NUM_CLIENT_PROCESSES = 4

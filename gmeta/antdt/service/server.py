@@ -30,7 +30,7 @@ from gmeta.antdt.rpc.loop import wait_for
 from gmeta.antdt.service.edge import MAX_STREAMS, Edge
 from gmeta.antdt.service.tickets import deliver
 from gmeta.antdt.storage.committer import Committer
-from gmeta.antdt.storage.store import open_store
+from gmeta.antdt.storage.urls import open_store
 from gmeta.antdt.storage.writer import GroupStats, Writer
 from gmeta.antdt.stragglers.governor import Governor
 from gmeta.antdt.stragglers.settings import StragglerConfig

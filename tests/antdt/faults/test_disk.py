@@ -15,7 +15,7 @@ from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import Caller, DatasetSpec
 from gmeta.antdt.storage.committer import Committer
-from gmeta.antdt.storage.store import SqliteStore
+from gmeta.antdt.storage.sqlite_store import SqliteStore
 from tests.antdt.driver import FakeClock
 from tests.waiting import PATIENCE_S
 
@@ -26,7 +26,7 @@ from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.storage.committer import Committer
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.model import Caller, DatasetSpec
-from gmeta.antdt.storage.store import SqliteStore
+from gmeta.antdt.storage.sqlite_store import SqliteStore
 
 folder = Path(sys.argv[1])
 committer = Committer(SqliteStore(folder / "s.db"), time.monotonic)

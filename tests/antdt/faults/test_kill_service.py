@@ -17,7 +17,7 @@ from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.lease import EndOfEpoch, WaitFor
 from gmeta.antdt.manifests.manifest import parse_manifest
 from gmeta.antdt.model import DatasetSpec
-from gmeta.antdt.storage.store import SqliteStore
+from gmeta.antdt.storage.sqlite_store import SqliteStore
 from tests.antdt.faults.service_process import ServiceProcess
 from tests.waiting import PATIENCE_S, wait_until
 

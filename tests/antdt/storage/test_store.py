@@ -22,8 +22,10 @@ from gmeta.antdt.errors import (
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import Caller, DatasetSpec
 from gmeta.antdt.storage.committer import Committer
-from gmeta.antdt.storage.store import MemoryDisk, MemoryStore, SqliteStore, Store, open_store
+from gmeta.antdt.storage.sqlite_store import SqliteStore
+from gmeta.antdt.storage.store import MemoryDisk, MemoryStore, Store
 from gmeta.antdt.storage.stored import Batch, Snapshot
+from gmeta.antdt.storage.urls import open_store
 from tests.antdt.driver import FakeClock
 
 Open = Callable[[], Store]
