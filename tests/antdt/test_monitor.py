@@ -12,8 +12,8 @@ from gmeta.antdt.monitor import (
     MonitorConfig,
     Report,
     WorkerHealth,
-    _medians_of_others,
 )
+from gmeta.antdt.windows import _medians_of_others
 
 CONFIG = MonitorConfig(long_windows=24, long_slow=20)
 STEPS_PER_WINDOW = 10

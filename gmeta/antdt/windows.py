@@ -1,0 +1,130 @@
+"""Windows of a worker's time, each held against the other workers of the same window.
+
+Pure: differences of reports go in. What follows from many windows is the monitor's business.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median_low, quantiles
+from typing import TYPE_CHECKING, NamedTuple, final
+
+if TYPE_CHECKING:
+    from gmeta.antdt.monitor import MonitorConfig, Report
+
+
+class Window(NamedTuple):
+    """One worker in one window; times are ms per task, by cause in the order of CAUSES."""
+
+    tasks: int
+    steps: int
+    own_ms: float
+    work_ms: float  # compute and data wait: what fewer tasks make shorter
+    ratio: float
+    is_slow: bool
+    excess_ms: tuple[float, float, float]  # above the median of the others
+    peer_wait_ms: float  # of a step
+
+
+@final
+class LongWindows:
+    """The long windows of a worker with their sums, so that a new one costs the same at any
+    length."""
+
+    def __init__(self, config: MonitorConfig) -> None:
+        self.windows: deque[Window] = deque()
+        self.num_slow = 0  # above the ratio of recovery: a straggler stays one down to it
+        self.tasks = 0
+        self.work_ms = 0.0
+        self.config = config
+        # Of tasks per step (x) and working time per step (y), forgotten at the rate of the windows.
+        self._count = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, window: Window) -> None:
+        """Takes in the newest, drops the oldest."""
+        if len(self.windows) == self.config.long_windows:
+            self._count_in(self.windows.popleft(), -1)
+        self.windows.append(window)
+        self._count_in(window, 1)
+        # A window may end within a step that is longer than it.
+        if window.steps > 0:
+            keep = 1 - 1 / self.config.long_windows
+            x, y = window.tasks / window.steps, window.tasks * window.work_ms / window.steps
+            self._count = keep * self._count + 1
+            self._x, self._y = keep * self._x + x, keep * self._y + y
+            self._xx, self._xy = keep * self._xx + x * x, keep * self._xy + x * y
+
+    def _count_in(self, window: Window, sign: int) -> None:
+        self.num_slow += sign * (window.ratio >= self.config.recovered_ratio)
+        self.tasks += sign * window.tasks
+        self.work_ms += sign * window.tasks * window.work_ms
+
+    def overhead_ms(self) -> float:
+        """Intercept of own time per step against tasks per step, by least squares; 0 while the
+        batch hardly varied."""
+        if self._count < 2:
+            return 0.0
+        x, y = self._x / self._count, self._y / self._count
+        variance = self._xx / self._count - x * x
+        if variance < (0.1 * x) ** 2:
+            return 0.0
+        slope = (self._xy / self._count - x * y) / variance
+        # Noise may put the line through nothing or below it; a tenth at least is the tasks' own.
+        return min(max(0.0, y - slope * x), 0.9 * y)
+
+    def spread(self) -> float:
+        """(p90 - p10) / median of the ratio."""
+        deciles = quantiles((window.ratio for window in self.windows), n=10, method="inclusive")
+        return (deciles[8] - deciles[0]) / deciles[4] if deciles[4] > 0 else 0.0
+
+
+def windows_of(deltas: Mapping[str, Report], config: MonitorConfig) -> dict[str, Window]:
+    """Every worker against the median of the others: with two workers, each against the other."""
+    parts = [tuple(ms / delta.tasks_done for ms in delta.own_ms) for delta in deltas.values()]
+    own = [sum(part) for part in parts]
+    typical_own = _medians_of_others(own)
+    typical = list(
+        zip(*(_medians_of_others([part[i] for part in parts]) for i in range(3)), strict=True)
+    )
+    windows = {}
+    for index, (name, delta) in enumerate(deltas.items()):
+        compute, reader, network = (
+            part - median for part, median in zip(parts[index], typical[index], strict=True)
+        )
+        ratio = own[index] / typical_own[index] if typical_own[index] > 0 else 1.0
+        is_slow = ratio > config.slow_ratio and own[index] - typical_own[index] > config.floor_ms
+        windows[name] = Window(
+            delta.tasks_done,
+            delta.step,
+            own[index],
+            parts[index][0] + parts[index][1],
+            ratio,
+            is_slow,
+            (compute, reader, network),
+            delta.peer_wait_ms / max(1, delta.step),
+        )
+    return windows
+
+
+def _medians_of_others(values: Sequence[float]) -> list[float]:
+    """For each value, the median of all others (itself where it is alone)."""
+    if len(values) < 2:
+        return list(values)
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranked = [values[index] for index in order]
+    medians = [0.0] * len(values)
+    # Taking a value out moves the middle up by a place for those that stand at or below it.
+    low, high = (len(values) - 2) // 2, (len(values) - 1) // 2  # among the n - 1 others
+    for place, index in enumerate(order):
+        below = ranked[low + 1] if place <= low else ranked[low]
+        above = ranked[high + 1] if place <= high else ranked[high]
+        medians[index] = (below + above) / 2
+    return medians
+
+
+def tasks_per_s(windows: Sequence[Window]) -> float:
+    """The median, since a window in which the shares change has some of both; of two windows the
+    faster, because the other may hold the start."""
+    task_ms = median_low([window.work_ms for window in windows])
+    return 1000 / task_ms if task_ms > 0 else 0.0
