@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, final
 
-from gmeta.antdt.ledger import checkpoints, offers, operate
+from gmeta.antdt.ledger import checkpoints, offers, operate, results
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
 from gmeta.antdt.ledger.fences import check_caller, check_process, check_registration
@@ -223,79 +223,35 @@ class Ledger:
     def _progress(self, command: cmd.Progress, now_s: float) -> cmd.Reply:
         worker = check_caller(self.state, command.caller)
         self._saw(worker.worker_id, now_s)
-        moved: dict[int, int] = {}
-        outcomes = []
-        for token, units_done in command.items:
-            outcome = self._judge_progress(worker, token, units_done, moved.get(token))
-            if outcome == Outcome.ACCEPTED:
-                moved[token] = units_done
-            outcomes.append(outcome)
+        outcomes, moved = results.progressed(self.state, worker, command.items)
         if moved:
             self._emit(ev.UnitsProgressed(list(moved.items())))
             self._renew(moved, now_s)
         return cmd.Outcomes(0, tuple(outcomes))
 
-    def _judge_progress(
-        self, worker: Worker, token: int, units_done: int, moved: int | None
-    ) -> Outcome:
-        if token not in worker.tokens:
-            return Outcome.FENCED
-        lease = self.state.leases[token]
-        table = self.state.tables[lease.dataset]
-        known = table.units_done.get(lease.position, 0) if moved is None else moved
-        # Of two leases of a shard each has a progress of its own: none counts but the whole.
-        if table.spec.speculative or units_done > table.length_at(lease.position):
-            return Outcome.INVALID
-        return Outcome.ACCEPTED if units_done > known else Outcome.ALREADY
-
     def _complete(self, command: cmd.Complete, now_s: float) -> cmd.Reply:
         worker, call_crc, again = self._numbered(command, now_s)
         if again is not None:
             return again
-        state = self.state
-        items: dict[int, Outcome] = {}
-        for token in command.tokens:
-            if token in worker.tokens:
-                items[token] = Outcome.ACCEPTED
-            else:
-                items[token] = (
-                    Outcome.ALREADY
-                    if state.closed.get(token) == worker.worker_id
-                    else Outcome.FENCED
-                )
-        listed = [(token, int(items[token])) for token in command.tokens if token in items]
-        self._emit(ev.ShardsCompleted(worker.worker_id, command.seq, call_crc, _once(listed)))
+        self._emit(results.completed(self.state, worker, command, call_crc))
         return self.numbers.reply_of(worker.last_call[0])
 
     def _release(self, command: cmd.Release, now_s: float) -> cmd.Reply:
         worker, call_crc, again = self._numbered(command, now_s)
         if again is not None:
             return again
-        items = [
-            (t, int(Outcome.ACCEPTED if t in worker.tokens else Outcome.FENCED))
-            for t in command.tokens
-        ]
-        self._emit(ev.ShardsReleased(worker.worker_id, command.seq, call_crc, _once(items)))
+        self._emit(results.released(worker, command, call_crc))
         return self.numbers.reply_of(worker.last_call[0])
 
     def _fail(self, command: cmd.Fail, now_s: float) -> cmd.Reply:
         worker, call_crc, again = self._numbered(command, now_s)
         if again is not None:
             return again
-        if command.token not in worker.tokens:
+        failed = results.failed(self.state, worker, command, call_crc)
+        if failed is None:
             # Nothing happened, so no event and no number used: the next call carries this one.
             return cmd.Outcomes(self.numbers.last_seq(worker), (Outcome.FENCED,))
-        lease = self.state.leases[command.token]
-        table = self.state.tables[lease.dataset]
-        exhausted = table.attempts.get(lease.position, 0) + 1 > table.spec.max_attempts
-        # While another worker holds the shard too, it may still be done.
-        quarantined = exhausted and command.token not in self.state.backups.twins
-        note = f"{command.failure_class}: {command.message}"
-        self._emit(
-            ev.ShardFailed(
-                worker.worker_id, command.seq, call_crc, command.token, note, quarantined
-            )
-        )
+        self._emit(failed)
         return self.numbers.reply_of(worker.last_call[0])
 
     def _prepare(self, command: cmd.PrepareCheckpoint, now_s: float) -> cmd.Reply:
@@ -370,17 +326,6 @@ class Ledger:
 def chained(head: bytes, record: bytes) -> bytes:
     """The head of the chain with one more record."""
     return hashlib.sha256(head + record).digest()
-
-
-def _once(items: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """A token named twice in one call is accepted once; the others are ALREADY."""
-    seen: set[int] = set()
-    listed = []
-    for token, outcome in items:
-        repeated = token in seen and outcome == Outcome.ACCEPTED
-        listed.append((token, int(Outcome.ALREADY) if repeated else outcome))
-        seen.add(token)
-    return listed
 
 
 _DECIDE: dict[type[Any], Callable[[Ledger, Any, float], cmd.Reply]] = {

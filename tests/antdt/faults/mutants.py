@@ -43,7 +43,7 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "no token check",
-        "ledger/ledger.py",
+        "ledger/results.py",
         "if token in worker.tokens:\n",
         "if token in state.leases:\n",
     ),
@@ -157,7 +157,7 @@ MUTANTS = (
     ),
     Mutant(
         "parts of two leases counted together",
-        "ledger/ledger.py",
+        "ledger/results.py",
         "if table.spec.speculative or units_done",
         "if units_done",
     ),

@@ -1,0 +1,93 @@
+"""What workers say of the shards that they hold: units that are in the model, whole shards, shards
+given back, shards that failed. What of it counts is decided here, and nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.ledger import events as ev
+from gmeta.antdt.model import Outcome, Worker
+
+if TYPE_CHECKING:
+    from gmeta.antdt.ledger.state import LedgerState
+
+
+def progressed(
+    state: LedgerState, worker: Worker, items: Iterable[tuple[int, int]]
+) -> tuple[list[Outcome], dict[int, int]]:
+    """The outcome of each (token, units done), and the units of the tokens that moved."""
+    moved: dict[int, int] = {}
+    outcomes = []
+    for token, units_done in items:
+        outcome = _judged(state, worker, token, units_done, moved.get(token))
+        if outcome == Outcome.ACCEPTED:
+            moved[token] = units_done
+        outcomes.append(outcome)
+    return outcomes, moved
+
+
+def _judged(
+    state: LedgerState, worker: Worker, token: int, units_done: int, moved: int | None
+) -> Outcome:
+    if token not in worker.tokens:
+        return Outcome.FENCED
+    lease = state.leases[token]
+    table = state.tables[lease.dataset]
+    known = table.units_done.get(lease.position, 0) if moved is None else moved
+    # Of two leases of a shard each has a progress of its own: none counts but the whole.
+    if table.spec.speculative or units_done > table.length_at(lease.position):
+        return Outcome.INVALID
+    return Outcome.ACCEPTED if units_done > known else Outcome.ALREADY
+
+
+def completed(
+    state: LedgerState, worker: Worker, command: cmd.Complete, call_crc: int
+) -> ev.ShardsCompleted:
+    """The event of a Complete, also where none of its tokens counts: its number is used."""
+    items: dict[int, Outcome] = {}
+    for token in command.tokens:
+        if token in worker.tokens:
+            items[token] = Outcome.ACCEPTED
+        else:
+            items[token] = (
+                Outcome.ALREADY if state.closed.get(token) == worker.worker_id else Outcome.FENCED
+            )
+    listed = [(token, int(items[token])) for token in command.tokens]
+    return ev.ShardsCompleted(worker.worker_id, command.seq, call_crc, _once(listed))
+
+
+def released(worker: Worker, command: cmd.Release, call_crc: int) -> ev.ShardsReleased:
+    """The event of a Release, as of a Complete."""
+    items = [
+        (token, int(Outcome.ACCEPTED if token in worker.tokens else Outcome.FENCED))
+        for token in command.tokens
+    ]
+    return ev.ShardsReleased(worker.worker_id, command.seq, call_crc, _once(items))
+
+
+def failed(
+    state: LedgerState, worker: Worker, command: cmd.Fail, call_crc: int
+) -> ev.ShardFailed | None:
+    """The event of a Fail; None where the worker does not hold the shard."""
+    if command.token not in worker.tokens:
+        return None
+    lease = state.leases[command.token]
+    table = state.tables[lease.dataset]
+    exhausted = table.attempts.get(lease.position, 0) + 1 > table.spec.max_attempts
+    # While another worker holds the shard too, it may still be done.
+    quarantined = exhausted and command.token not in state.backups.twins
+    note = f"{command.failure_class}: {command.message}"
+    return ev.ShardFailed(worker.worker_id, command.seq, call_crc, command.token, note, quarantined)
+
+
+def _once(items: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """A token named twice in one call is accepted once; the others are ALREADY."""
+    seen: set[int] = set()
+    listed = []
+    for token, outcome in items:
+        repeated = token in seen and outcome == Outcome.ACCEPTED
+        listed.append((token, int(Outcome.ALREADY) if repeated else outcome))
+        seen.add(token)
+    return listed
