@@ -18,12 +18,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from _common import REPOSITORY, environment, finish, make_parser, positive_int
 
-if TYPE_CHECKING:
-    from gmeta.parallel.ranks import Ranks
+from gmeta.config import load_config
+from gmeta.evaluate import evaluate_run
+from gmeta.metrics import evaluate_split
+from gmeta.parallel.ranks import Ranks, start_ranks
+from gmeta.train import train
+from metaio.recipes.movielens import MovieLensConfig, prepare_movielens
 
 DATA = REPOSITORY.parent / "shared" / "data" / "ml-1m"
 CONFIG = REPOSITORY / "examples" / "movielens-1m.toml"
@@ -122,8 +126,6 @@ def _product(
 
 def prepare(data: Path, work: Path) -> None:
     """The dataset with and without histories, unless an earlier run left them."""
-    from metaio.recipes.movielens import MovieLensConfig, prepare_movielens
-
     for name, history in (("data", 0), ("data-history", HISTORY)):
         if not (work / name / "manifest.json").exists():
             config = MovieLensConfig(validation=True, history=history)
@@ -158,20 +160,13 @@ def scores_of(cell: Cell, work: Path, extra: Sequence[str], groups: Sequence[str
 
 
 @functools.cache
-def the_rank() -> "Ranks":
+def the_rank() -> Ranks:
     """This process, as the only rank of every run."""
-    from gmeta.parallel.ranks import start_ranks
-
     return start_ranks("cpu", timeout_s=300)
 
 
 def train_and_score(settings: Sequence[str], run: Path, groups: Sequence[str]) -> Scores:
     """Train in `run`, anew, and score the groups after adaptation."""
-    from gmeta.config import load_config
-    from gmeta.evaluate import evaluate_run
-    from gmeta.metrics import evaluate_split
-    from gmeta.train import train
-
     # What an interrupted run left there would be refused.
     shutil.rmtree(run, ignore_errors=True)
     config = load_config(CONFIG, [*settings, f"run.dir={run}", "run.keep_last=1"])

@@ -32,9 +32,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from _common import available_cores, environment, finish, make_parser, print_table
 from _synthetic import even_sizes, random_batch, single_id_features
+
+from gmeta.adaptation.algorithm import TableSizes
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.config import TrainConfig
+from gmeta.learner import MetaLearner
+from gmeta.outer.optimizers import build_optimizer
+from gmeta.parallel.ranks import barrier, start_ranks
+from gmeta.parallel.sharding import shard_learner
+from gmeta.parallel.steps import in_step
+from gmeta.parallel.transport import Gloo
+from gmeta.tables.sharding import ShardingConfig
+from models import InputSizes, ModelConfig, build_model
 
 STEPS = 6  # of a turn
 # sharding.shared_memory = false, true
@@ -82,15 +95,6 @@ class Rank:
     """One learner of one process group, and the share of the steps that is its own."""
 
     def __init__(self, work: Workload, ranks: Any, wire_dtype: str) -> None:
-        from gmeta.adaptation.algorithm import TableSizes
-        from gmeta.adaptation.config import AlgorithmConfig
-        from gmeta.config import TrainConfig
-        from gmeta.learner import MetaLearner
-        from gmeta.outer.optimizers import build_optimizer
-        from gmeta.parallel.sharding import shard_learner
-        from gmeta.tables.sharding import ShardingConfig
-        from models import InputSizes, ModelConfig, build_model
-
         self.ranks = ranks
         self.tasks = work.tasks
         num_features = len(work.rows_of_tables)
@@ -123,9 +127,6 @@ class Rank:
 
     def run(self, shares: list[Any]) -> tuple[float, float, list[float]]:
         """Seconds a step, seconds that the processor worked for it, and the losses."""
-        from gmeta.parallel.ranks import barrier
-        from gmeta.parallel.steps import in_step
-
         losses = []
         barrier(self.ranks)
         start, cpu_start = time.perf_counter(), time.process_time()
@@ -146,8 +147,6 @@ class Rank:
 
 def compacted(batch: Any) -> Any:
     """The batch with the ids that its own rows use, as a reader hands it over."""
-    from dataclasses import replace
-
     used, positions = torch.unique(batch.positions_NF, return_inverse=True)
     table_U = torch.repeat_interleave(
         torch.arange(len(batch.unique_lengths_B)), batch.unique_lengths_B
@@ -173,15 +172,12 @@ def work_in_turns(
     """Processes 0 and 1 are single ranks on a core each, 2 and 3 the two of a group."""
     alone, part = index < 2, index % 2
     world_size, rank = (1, 0) if alone else (2, part)
-    # Before torch starts a thread, which would keep the affinity it began with.
-    os.sched_setaffinity(0, {available_cores()[part]})
+    core = {available_cores()[part]}
+    # Each thread has an affinity of its own: also those that the imports above have started.
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), core)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
-    import torch.distributed as dist
-
-    from gmeta.parallel.ranks import start_ranks
-    from gmeta.parallel.transport import Gloo
-
     group = f"store-of-{index}" if alone else "store-of-two"
     store = dist.FileStore(os.path.join(folder, group), world_size)
     shared = start_ranks("cpu", 300, store, shared_memory=True)

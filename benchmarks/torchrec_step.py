@@ -10,9 +10,18 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from _common import environment, finish, interleaved, make_parser, print_table, spread_of
 from _synthetic import even_sizes, random_batch, single_id_features
+
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.config import OuterConfig, TrainConfig
+from gmeta.learner import MetaLearner
+from gmeta.outer.optimizers import build_optimizer
+from gmeta.parallel.ranks import start_ranks
+from gmeta.parallel.sharding import shard_learner
+from models import InputSizes, ModelConfig, build_model
 
 NUM_FEATURES, WIDTH, ROWS_PER_TABLE, TASKS = 26, 32, 100_000, 128
 
@@ -27,16 +36,6 @@ def step_seconds(rank: int, world_size: int, folder: str, sizes: list[int], roun
         LOCAL_WORLD_SIZE=str(world_size),
     )
     torch.set_num_threads(1)
-    import torch.distributed as dist
-
-    from gmeta.adaptation.config import AlgorithmConfig
-    from gmeta.config import OuterConfig, TrainConfig
-    from gmeta.learner import MetaLearner
-    from gmeta.outer.optimizers import build_optimizer
-    from gmeta.parallel.ranks import start_ranks
-    from gmeta.parallel.sharding import shard_learner
-    from models import InputSizes, ModelConfig, build_model
-
     ranks = start_ranks("cpu", 300, store=dist.FileStore(os.path.join(folder, "store"), world_size))
     features = single_id_features(NUM_FEATURES, ROWS_PER_TABLE)
     model = ModelConfig(name="dlrm", embedding_dim=WIDTH, hidden=(256, 128), interaction="cat")

@@ -26,6 +26,17 @@ import torch.multiprocessing as mp
 from _common import environment, finish, make_parser, print_table
 from _synthetic import even_sizes, random_batch, single_id_features
 
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.batches.episodes import ids_of_query_rows
+from gmeta.config import TrainConfig
+from gmeta.learner import MetaLearner
+from gmeta.outer.optimizers import build_optimizer
+from gmeta.parallel.ranks import start_ranks
+from gmeta.parallel.sharding import shard_learner
+from gmeta.parallel.steps import in_step
+from gmeta.tables.sharding import ShardingConfig
+from models import InputSizes, ModelConfig, build_model
+
 WIDTH, TASKS, ROWS = 32, 128, 10
 # Tables of a click log: from the hour of the day to the item.
 ROWS_OF_TABLES = [round(24 * 10 ** (index * 3.6 / 25)) for index in range(26)]
@@ -136,17 +147,6 @@ def count_on_rank(rank: int, world_size: int, folder: str, wire_dtype: str, algo
     """One rank; rank 0 saves mean bytes a step of all ranks together."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
-    from gmeta.adaptation.config import AlgorithmConfig
-    from gmeta.batches.episodes import ids_of_query_rows
-    from gmeta.config import TrainConfig
-    from gmeta.learner import MetaLearner
-    from gmeta.outer.optimizers import build_optimizer
-    from gmeta.parallel.ranks import start_ranks
-    from gmeta.parallel.sharding import shard_learner
-    from gmeta.parallel.steps import in_step
-    from gmeta.tables.sharding import ShardingConfig
-    from models import InputSizes, ModelConfig, build_model
-
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     ranks = start_ranks("cpu", 300, store, shared_memory=False)  # as between hosts
     features = single_id_features(len(ROWS_OF_TABLES), ROWS_OF_TABLES)
