@@ -253,3 +253,13 @@ def test_columns_of_different_length_are_refused() -> None:
 
 def test_metrics_can_be_picked_by_name() -> None:
     assert list(split_terms(*clicks(50, 4), "bce", names=["logloss"])) == ["logloss"]
+
+
+def test_ranking_where_nothing_can_be_gained_has_no_score() -> None:
+    """A 0 would pass for a model that ranks badly."""
+    values = evaluate_split(np.zeros(4), np.arange(4.0), np.array([1, 1, 2, 2]), "mse")
+    assert math.isnan(values["ndcg@1"].value)
+    assert (values["ndcg@1"].num_tasks, values["ndcg@1"].reason) == (
+        0,
+        "no task holds a row with gain",
+    )

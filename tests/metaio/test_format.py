@@ -5,12 +5,13 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from metaio import FormatError, MetaIOError, open_dataset
 from metaio.decode import check_counts
-from metaio.layout import streams
+from metaio.layout import BLOCK_TABLE_NAME, checksum_columns, streams
 from metaio.manifest import canonical_json, xxh3_hex
 from tests.metaio.conftest import FEATURES, WriteFn, make_rows
 from tests.metaio.damage import damage_and_read, whole_content
@@ -145,6 +146,24 @@ def test_a_flipped_bit_in_the_block_table_is_found(write: WriteFn) -> None:
     file = Path(path) / "train/blocks.parquet"
     flip(file, 40)
     assert message_of(path) == f"{file} differs from the checksum in the manifest. {REMEDY}"
+
+
+def test_a_block_table_of_another_writer_with_too_few_lists_is_refused(write: WriteFn) -> None:
+    """Its checksum is right, so nothing but the lengths tells that blocks would be misread."""
+    path = write({"train": make_rows(9)})
+    file = Path(path) / "train" / BLOCK_TABLE_NAME
+    table = pq.read_table(file)
+    short = pa.array([[0]] * table.num_rows, table.schema.field("xxh3").type)
+    place = table.schema.get_field_index("xxh3")
+    pq.write_table(table.set_column(place, table.schema.field("xxh3"), short), file)
+    splits = json.loads((Path(path) / "manifest.json").read_text())["splits"]
+    entry = splits["train"]["block_table"]
+    entry["xxh3"], entry["num_bytes"] = xxh3_hex(file.read_bytes()), file.stat().st_size
+    rewrite_manifest(path, splits=splits)
+    assert message_of(path) == (
+        f"{file} must list 3 unique lengths and {len(checksum_columns(FEATURES))} checksums for "
+        "each block. The program that wrote it is at fault; see docs/format.md"
+    )
 
 
 def test_positions_that_no_id_answers_are_refused(write: WriteFn) -> None:

@@ -224,12 +224,31 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_a_folder_without_ratings_is_told_which_files_are_needed(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "raw")
+    (folder / "ratings.dat").unlink()
+    with pytest.raises(DataError) as caught:
+        prepare_movielens(str(folder), str(tmp_path / "out"), MovieLensConfig())
+    assert str(caught.value) == (
+        f"{folder} holds neither ratings.dat nor ratings_notime.dat. Point PATH at the ml-1m folder"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["raw"]
+
+
 def test_impossible_numbers_are_refused() -> None:
     with pytest.raises(SchemaError) as caught:
         MovieLensConfig(query_rows=20)
     assert str(caught.value) == (
         "min_ratings 13, max_ratings 100, query_rows 20: 1 <= query < min <= max is needed. "
         "Change them"
+    )
+
+
+def test_an_order_that_is_none_is_refused() -> None:
+    with pytest.raises(SchemaError) as caught:
+        MovieLensConfig(order="random")
+    assert str(caught.value) == (
+        "order is 'random'; it must be shuffle or time. Choose one of them"
     )
 
 

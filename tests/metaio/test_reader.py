@@ -344,3 +344,22 @@ def test_an_unknown_split_names_the_known_ones(write: WriteFn) -> None:
     assert str(caught.value) == (
         f"{path} has no split test; it has train, valid. Choose one of them, or prepare it"
     )
+
+
+@pytest.mark.parametrize(("threads", "prefetch_batches"), [(0, 2), (1, 0)])
+def test_a_reader_without_threads_or_batches_ahead_is_refused(
+    write: WriteFn, threads: int, prefetch_batches: int
+) -> None:
+    dataset = open_dataset(write({"train": make_rows(3)}))
+    with pytest.raises(ValueError) as caught:
+        BatchReader(
+            dataset,
+            "train",
+            tasks_per_step=1,
+            threads=threads,
+            prefetch_batches=prefetch_batches,
+        )
+    assert str(caught.value) == (
+        f"threads is {threads} and prefetch_batches is {prefetch_batches}; both must be at least "
+        "1. Raise them"
+    )

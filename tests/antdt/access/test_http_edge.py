@@ -78,6 +78,16 @@ def test_a_wrong_path_is_told_which_there_are(site: Site) -> None:
     assert body == "no such page; there are /page, /slow, /broken\n"
 
 
+def test_a_request_that_is_none_is_told_so_and_the_next_is_answered(site: Site) -> None:
+    """urllib takes a bracket for the beginning of an IPv6 address."""
+    with socket.create_connection(("127.0.0.1", site.port), timeout=PATIENCE_S) as caller:
+        caller.sendall(b"GET http://[ HTTP/1.1\r\nHost: a\r\n\r\n")
+        answer = http.client.HTTPResponse(caller)
+        answer.begin()
+        assert (answer.status, answer.read()) == (400, b"the path of the request cannot be read\n")
+    assert site.ask("/page")[0].status == 200
+
+
 def test_nobody_is_told_what_the_server_is_made_of(site: Site) -> None:
     answer, _ = site.ask("/page")
     assert "python" not in str(answer.headers).lower()

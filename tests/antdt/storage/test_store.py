@@ -191,6 +191,24 @@ def test_a_damaged_snapshot_is_told_as_one(tmp_path: Path, document: str) -> Non
         Committer(SqliteStore(path), FakeClock())
 
 
+def test_a_snapshot_whose_pages_are_of_another_dataset_is_told_as_damage(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    store = SqliteStore(path)
+    committer = Committer(store, FakeClock())
+    committer.commit([cmd.RegisterDataset(DatasetSpec("d", 40, 4))])
+    committer.snapshot()
+    store.close()
+    with closing(sqlite3.connect(path)) as db, db:
+        # A state that none is: 10 shards, of which 9 are counted.
+        db.execute("INSERT OR REPLACE INTO pages VALUES ('d', 0, ?)", (bytes([9]) + bytes(9),))
+    with pytest.raises(StoreFailedError) as caught:
+        Committer(SqliteStore(path), FakeClock())
+    assert str(caught.value) == (
+        "the pages of dataset 'd' do not describe its 10 shards: the store is damaged. Restore it "
+        "from a backup, or delete it: the manifest in a checkpoint rebuilds the service."
+    )
+
+
 def test_an_altered_record_is_found_before_it_is_believed(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
     store = SqliteStore(path)

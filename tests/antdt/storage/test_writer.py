@@ -12,6 +12,7 @@ from gmeta.antdt.ledger.ledger import Ledger
 from gmeta.antdt.log import JsonFormatter
 from gmeta.antdt.model import Caller, DatasetSpec
 from gmeta.antdt.service.tickets import Ticket, deliver
+from gmeta.antdt.storage import writer as writer_module
 from gmeta.antdt.storage.committer import Committer
 from gmeta.antdt.storage.request import Read
 from gmeta.antdt.storage.store import MemoryStore
@@ -128,4 +129,29 @@ def test_a_view_that_raises_fails_its_own_call_and_nothing_else(
     assert "test_writer.py" in JsonFormatter().format(logged)
     assert harness.ask(Read(lambda ledger, now_s: len(ledger.state.leases))) == 2
     assert not harness.ended.is_set()
+    harness.writer.stop()
+
+
+def test_callers_beyond_the_queue_are_told_to_come_back(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer itself is held up: what is queued behind it stays queued."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    def held_up(ledger: Ledger, now_s: float) -> None:
+        entered.set()
+        assert go_on.wait(PATIENCE_S)
+
+    monkeypatch.setattr(writer_module, "MAX_QUEUED", 2)
+    first = harness.send(Read(held_up))
+    assert entered.wait(PATIENCE_S)
+    queued = [harness.send(Read(lambda ledger, now_s: "seen")) for _ in range(2)]
+    with pytest.raises(RefusedError) as refused:
+        harness.send(cmd.Tick())
+    assert (refused.value.code, refused.value.reason) == ("RESOURCE_EXHAUSTED", "BUSY")
+    assert str(refused.value) == "2 calls are waiting; no more are taken. Retry after a pause."
+    go_on.set()
+    for ticket in (first, *queued):
+        assert ticket.lock.acquire(timeout=PATIENCE_S)
+    assert [ticket.answer for ticket in queued] == ["seen", "seen"]
     harness.writer.stop()
