@@ -97,6 +97,13 @@ def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str])
             "was trained or chosen by: there is nothing to score. Name one with --split, or train "
             "on data with one split more"
         )
+    # Before anything is predicted: to meet it behind the other splits may take minutes.
+    for split in chosen:
+        if not dataset.splits[split].num_episodes:
+            raise UserError(
+                f"split {split!r} of {config.data.path} has 0 episodes: there is nothing to score. "
+                "Name other splits with --split"
+            )
     return chosen
 
 

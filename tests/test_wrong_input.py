@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -13,6 +14,7 @@ from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from gmeta.commands.antdt_sim import antdt_sim
@@ -21,13 +23,15 @@ from gmeta.commands.export import export, predict
 from gmeta.commands.telling import write_error
 from gmeta.config import config_from_dict, load_config
 from gmeta.errors import UserError
+from gmeta.evaluate import splits_to_score
 from gmeta.feeds.static import StaticFeed
 from gmeta.parallel.ranks import Ranks
 from gmeta.runs.environment import describe_environment
 from gmeta.runs.folder import create_run_folder
 from gmeta.runs.lock import held_alone
-from metaio import open_dataset
+from metaio import Provenance, open_dataset, write_dataset
 from tests.commands import SMALL_MODEL, fresh_gmeta, gmeta, write_config
+from tests.metaio.conftest import FEATURES, make_rows
 
 # `gmeta` or `fresh_gmeta`: what the libraries say when they are imported is no line of ours.
 Command = Callable[..., CompletedProcess[str]]
@@ -167,6 +171,54 @@ def test_an_unknown_split_to_evaluate_is_named_with_those_that_are(config: Path)
         "its ids may mean other values. Bring back that dataset, or train on this one"
     )
     assert not (config.parent / "run" / "evaluation").exists()
+
+
+def test_a_file_where_a_folder_belongs_is_named(config: Path, tmp_path: Path) -> None:
+    file = tmp_path / "taken"
+    file.write_text("mine")
+    assert refused(2, "train", config, f"run.dir={file}") == (
+        f"error: run.dir = '{file}' is a file: a folder is needed. Choose another run.dir"
+    )
+    described = {"run": {"dir": str(tmp_path / "a")}}
+    create_run_folder(config_from_dict(described), describe_environment(1, "0" * 32))
+    with pytest.raises(UserError) as caught:
+        evaluate(tmp_path / "a", out=file)
+    assert str(caught.value) == (f"--out = '{file}' is a file: a folder is needed. Choose another")
+    assert file.read_text() == "mine"
+
+
+def test_a_run_without_a_checkpoint_has_nothing_to_evaluate(tmp_path: Path) -> None:
+    described = {"run": {"dir": str(tmp_path / "a")}}
+    create_run_folder(config_from_dict(described), describe_environment(1, "0" * 32))
+    assert refused(2, "evaluate", tmp_path / "a") == (
+        f"error: run {tmp_path}/a has 0 checkpoints: there is nothing to evaluate yet. "
+        "Let it reach its first one"
+    )
+
+
+def test_a_split_that_holds_nothing_to_score_is_named(tmp_path: Path) -> None:
+    """Without episodes before anything is predicted, which may take minutes; without query rows
+    once that is seen."""
+    rows = make_rows(12)
+    rows = replace(rows, label_N=(rows.label_N > 0.5).astype(np.float32))
+    data = str(tmp_path / "data")
+    with write_dataset(data, FEATURES, Provenance("user", "click")) as writer:
+        writer.split("train").write(rows)
+        writer.split("none").write(make_rows(0))
+        writer.split("support").write(replace(rows, support_lengths_T=rows.row_lengths_T))
+    config = write_config(tmp_path / "train.toml", Path(data), tmp_path / "run")
+    for asked in ([], ["support", "none"]):
+        with pytest.raises(UserError) as caught:
+            splits_to_score(load_config(config, []), open_dataset(data), asked)
+        assert str(caught.value) == (
+            f"split 'none' of {data} has 0 episodes: there is nothing to score. "
+            "Name other splits with --split"
+        )
+    assert gmeta("train", config, *SMALL_MODEL, "run.max_steps=1").returncode == 0
+    assert refused(2, "evaluate", tmp_path / "run", "--split", "support") == (
+        f"error: split 'support' of {data} has 0 query rows: there is nothing to score. "
+        "Name other splits with --split"
+    )
 
 
 def test_an_epoch_without_a_step_is_refused(config: Path, click_logs: Path) -> None:
