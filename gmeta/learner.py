@@ -103,7 +103,7 @@ class MetaLearner(nn.Module):
         rows_per_task = self._config.adapt_embeddings
         if self._fused is not None and self._algorithm.query_loss_of is not None:
             groups = block_groups(batch)
-            if any(group.support_rows for group in groups) and self._fused.pays(groups):
+            if any(group.support_rows for group in groups):
                 second_order = self._algorithm.query_loss_of == "second order"
                 stacked = second_order and not self._fused.moves_inputs
                 pooling, history = self._fused.pooling, self._fused.history

@@ -1,22 +1,22 @@
 """The inner loop where a model's MLPs adapt, in closed form: exact, and a fraction of the
 operations of inner_loop.py, which does the same for any model.
 
-It serves training where it can (`suits`) and pays (`pays`); else, and for predictions, the general
-loop runs. Both are tested against the same loop over tasks, and against each other. Where no step
-moves what the decision layers see, fixed_inputs.py does all of it in one operation; where embedding
-rows adapt, or layers over the dense columns, fused_steps.py takes one step after the other.
+It serves training where it can (`suits`); else, and for predictions, the general loop runs. Both
+are tested against the same loop over tasks, and against each other. Where no step moves what the
+decision layers see, fixed_inputs.py does all of it in one operation; where embedding rows adapt, or
+layers over the dense columns, fused_steps.py takes one step after the other.
 
 Shape suffixes: N rows of one side, M query rows, R rows of both sides, P distinct (task, row)
 pairs, O output width.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from gmeta.adaptation.blocks import BlockGroup, BlockRows, BlockSide, StackedBlocks, TaskBlocks
+from gmeta.adaptation.blocks import BlockRows, BlockSide, StackedBlocks, TaskBlocks
 from gmeta.adaptation.common import CommonFeatures, CommonInputs, first_layer
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.adaptation.costs import PathCosts
@@ -48,7 +48,6 @@ class FusedLoop:
         # None: the layer does not adapt.
         self._names = [names.get(layer) for layer in self._layers]
         self._path_of = paths_of_layers(config, list(adapts))
-        self._adapts = adapts
         self._stepped = SteppedLoop(model, config, loss, rates, names)
 
     @property
@@ -79,16 +78,13 @@ class FusedLoop:
         model: nn.Module, config: AlgorithmConfig, rates: InnerRates, second_order: bool
     ) -> bool:
         """Whether what adapts is decision layers, at no rate of single weights, layers over the
-        dense columns and embedding rows; where one of the latter does, only in low rank; where none
-        does, rates that learn need the second order.
+        dense columns and embedding rows; where none of the latter does, rates that learn need the
+        second order.
         """
         if not isinstance(model, DecisionModel):
             return False
         adapts = adaptable_layers(model, config.adapt_layers)
-        paths = paths_of_layers(config, list(adapts)).values()
         moves_inputs = _moves_inputs(model, config)
-        if moves_inputs and "materialised" in paths:
-            return False
         found = [rates.of_layer(name) for name in adapts]
         if not (moves_inputs or second_order) and any(isinstance(rate, Tensor) for rate in found):
             return False  # fixed_inputs.py takes the inner gradients for constants, rates and all
@@ -96,23 +92,6 @@ class FusedLoop:
         return all(layer in inside for layer in adapts.values()) and not any(
             isinstance(rate, WeightRates) for rate in found
         )
-
-    def pays(self, groups: Iterable[BlockGroup]) -> bool:
-        """Whether the general loop would need more operations for these tasks: it may hold the
-        changes as matrices, which this one cannot where steps move what the layers see.
-        """
-        if not self.moves_inputs:
-            return True
-        low_rank = materialised = 0
-        for tasks, support_rows, query_rows in groups:
-            costs = PathCosts(support_rows, query_rows, self._config.inner_steps)
-            for name, layer in self._adapts.items():
-                # The general loop, too, holds a layer of which the config says low rank so.
-                if self._path_of[name] == "auto":
-                    width = layer.in_features, layer.out_features
-                    low_rank += len(tasks) * costs.low_rank(*width, uses=1)
-                    materialised += len(tasks) * costs.materialised(*width, uses=1)
-        return low_rank <= materialised
 
     def loss_sum(
         self, rows: WorkingRows, blocks: TaskBlocks | StackedBlocks, second_order: bool

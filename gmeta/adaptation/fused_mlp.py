@@ -1,23 +1,12 @@
-"""An MLP adapted to many tasks at once, and the gradients at its layers' outputs: two operations
-with their derivatives written out.
+"""An MLP adapted to many tasks at once, and the gradients at its layers' outputs: operations with
+their derivatives written out. The passes and the equations stand in mlp_passes.py.
 
-Let h_0 be the inputs and h_l = relu(z_l) what layer l gives. As in linear.py, a task's layer is the
-shared one less the factors (A_j, G_j) of its inner steps j, with the rates inside G_j:
+autograd would find the same derivatives in five times as many operations, most of which allocate.
 
-    z_l = h_{l-1} W_l + b_l - sum_j (h_{l-1} A_jl^T + 1) G_jl                          (outputs)
+The gradients that autograd hands to a `backward` here are its own, but for those of what is not
+made here, z_L and g_0: nobody else reads them, and sums are put in their place.
 
-The gradients g_l of a loss at the outputs z_l follow from that at the last one,
-
-    g_{l-1} = m_{l-1} * (g_l W_l^T - sum_j (g_l G_jl^T) A_jl),   m_l = [h_l > 0], m_0 = 1    (grads)
-
-where a gated layer (models/gated.py) has diag(g_t) h W + g_t b in place of h W + b, and a gradient
-times g_t in the product with W_l^T. An inner step is one more pair of factors, (h_{l-1}, rate *
-g_l). Both operations are a product with a shared matrix less thin products inside each task, so
-both share the code of that and of its derivative. autograd would find the same derivatives in five
-times as many operations, most of which allocate. ReLU has no second derivative: `grads` passes none
-on to h.
-
-Shape suffixes: N rows of one side, I input width, O output width, S support rows.
+Shape suffixes: N rows of one side, I input width, O output width.
 """
 
 from __future__ import annotations
@@ -31,97 +20,95 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gmeta.adaptation.thin_products import (
-    Factors,
-    gate_grad,
-    gated_rows,
-    subtract,
-    subtract_backward,
+from gmeta.adaptation.losses import HALVES, row_curvatures_N, row_losses_N, row_slopes_N
+from gmeta.adaptation.mlp_passes import (
+    Found,
+    grads_backward,
+    grads_of,
+    outputs_backward,
+    outputs_of,
 )
-from models.products import over_rows, times
 
 if TYPE_CHECKING:
-    from gmeta.adaptation.thin_products import Rectangles
+    from gmeta.adaptation.thin_products import Rectangles, Taken
 
 
 @dataclass(frozen=True)
 class AdaptedMlp:
-    """Layers, and for each the factors of the inner steps so far: none where it does not adapt.
+    """Layers, and what the inner steps so far took from each.
 
-    A layer without a gate has None for it; `support` are the rectangles that the factors' rows
-    stand in.
+    A layer without a gate has None for it; `support` are the rectangles of the support rows.
     """
 
     weights_OI: Sequence[Tensor]
     biases_O: Sequence[Tensor]
     gates_TO: Sequence[Tensor | None]
-    factors: Sequence[Sequence[Factors]]
+    taken: Sequence[Taken]
     support: Rectangles
 
     def outputs(self, inputs_NI: Tensor, rows: Rectangles) -> tuple[Tensor, ...]:
         """h_1, ..., h_{L-1} and z_L of rows in these rectangles."""
-        plan, tensors = self._flat(rows)
-        outputs: tuple[Tensor, ...] = _Outputs.apply(plan, inputs_NI.contiguous(), *tensors)
+        outputs: tuple[Tensor, ...] = _Outputs.apply(
+            self, rows, inputs_NI.contiguous(), *self._tensors
+        )
         return outputs
 
-    def grads(self, last: Tensor, hidden: Sequence[Tensor], lowest: int = 0) -> tuple[Tensor, ...]:
-        """g_lowest, ..., g_L of the support rows, from g_L and h_1, ..., h_{L-1}."""
-        if lowest == len(self.factors):
+    def grads(self, last: Tensor, hidden: Sequence[Tensor], lowest: int) -> tuple[Tensor, ...]:
+        """g_lowest, ..., g_L of the support rows, from g_L and h_1, ..., h_{L-1}; of layers, g_0 is
+        that of the inputs.
+        """
+        if lowest == len(self.taken):
             return (last,)
-        plan, tensors = self._flat(self.support, lowest)
-        below: tuple[Tensor, ...] = _Grads.apply(plan, last.contiguous(), *hidden, *tensors)
+        below: tuple[Tensor, ...] = _Grads.apply(
+            self, lowest, last.contiguous(), *hidden, *self._tensors
+        )
         return (*below, last)
 
-    def _flat(self, rows: Rectangles, lowest: int = 0) -> tuple[_Plan, list[Tensor | None]]:
-        gated = tuple(at for at, gate in enumerate(self.gates_TO) if gate is not None)
-        plan = _Plan(tuple(map(len, self.factors)), gated, rows, self.support, lowest)
-        factors = [list(layer) for layer in self.factors]
-        parts = list(self.weights_OI), list(self.biases_O), list(self.gates_TO), factors
-        return plan, plan.packed(_Unpacked(*parts))
+    def step(self, inputs_NI: Tensor, loss: RowLoss) -> tuple[list[Tensor], list[Tensor]]:
+        """h_1, ..., h_{L-1} of the support rows, and g_0, ..., g_L of their loss."""
+        found = _Step.apply(self, loss, inputs_NI.contiguous(), *self._tensors)
+        hidden = len(self.taken) - 1
+        return list(found[:hidden]), list(found[hidden:])
 
-
-class _Unpacked(NamedTuple):
-    """Tensors, or what is known of their gradients, by layer."""
-
-    weights: list[Any]
-    biases: list[Any]
-    gates: list[Any]  # None: the layer has none
-    factors: list[list[Any]]  # pairs by inner step
-
-
-class _Plan(NamedTuple):
-    """What is what in the flat list of tensors that an autograd Function takes."""
-
-    steps: tuple[int, ...]  # of each layer
-    gated: tuple[int, ...]  # layers with a gate
-    rows: Rectangles
-    support: Rectangles
-    lowest: int  # of the g that are asked for
+    def loss(self, inputs_NI: Tensor, rows: Rectangles, loss: RowLoss) -> Tensor:
+        """The loss of rows in these rectangles: a scalar."""
+        found: Tensor = _Loss.apply(self, rows, loss, inputs_NI.contiguous(), *self._tensors)
+        return found
 
     @property
-    def sides(self) -> tuple[Rectangles, Rectangles]:
-        """Of the rows, and of the support rows in the factors."""
-        return self.rows, self.support
+    def _tensors(self) -> list[Tensor]:
+        """All that autograd has to know of; `Found.grads` are in their order."""
+        gates = [gate for gate in self.gates_TO if gate is not None]
+        taken = [tensor for taken in self.taken for tensor in taken.flat]
+        return [*self.weights_OI, *self.biases_O, *gates, *taken]
 
-    def unpacked(self, tensors: Sequence[Tensor]) -> _Unpacked:
-        """The tensors by layer."""
-        layers, rest = len(self.steps), iter(tensors)
-        weights, biases = ([next(rest) for _ in range(layers)] for _ in range(2))
-        gates = [next(rest) if at in self.gated else None for at in range(layers)]
-        factors = [[Factors(next(rest), next(rest)) for _ in range(k)] for k in self.steps]
-        return _Unpacked(weights, biases, gates, factors)
+    @property
+    def num_shared(self) -> int:
+        """How many of them are not what inner steps took."""
+        return 2 * len(self.taken) + sum(gate is not None for gate in self.gates_TO)
 
-    def packed(self, found: _Unpacked) -> list[Tensor | None]:
-        """Inverse of `unpacked`."""
-        gates = [found.gates[at] for at in self.gated]
-        factors = [tensor for layer in found.factors for step in layer for tensor in step]
-        return [*found.weights, *found.biases, *gates, *factors]
 
-    def nothing(self) -> _Unpacked:
-        """No gradient known yet."""
-        layers = len(self.steps)
-        factors = [[(None, None)] * k for k in self.steps]
-        return _Unpacked([None] * layers, [None] * layers, [None] * layers, factors)
+class RowLoss(NamedTuple):
+    """A weighted sum of the losses of rows."""
+
+    kind: str
+    label_N: Tensor
+    weight_N: Tensor  # in float32 at least
+
+    def sum(self, output_NO: Tensor) -> Tensor:
+        """Of these outputs: a scalar."""
+        return torch.dot(row_losses_N(self.kind, _scores_N(output_NO), self.label_N), self.weight_N)
+
+    def slope_NO(self, output_NO: Tensor, times: Tensor | None = None) -> Tensor:
+        """The gradient at the outputs, for a gradient of so much at the sum."""
+        weight_N = self.weight_N if times is None else self.weight_N * times
+        slope_N = row_slopes_N(self.kind, _scores_N(output_NO), self.label_N)
+        return (slope_N * weight_N).to(output_NO.dtype).unsqueeze(1)
+
+    def curvature_NO(self, output_NO: Tensor) -> Tensor:
+        """Its derivative."""
+        curvature_N = row_curvatures_N(self.kind, _scores_N(output_NO), self.label_N)
+        return (curvature_N * self.weight_N).to(output_NO.dtype).unsqueeze(1)
 
 
 def _below_autograd(run: Callable[..., Any]) -> Any:
@@ -140,136 +127,129 @@ def _derivative(run: Callable[..., Any]) -> Any:
     return once_differentiable(_below_autograd(run))
 
 
+# What a `ctx` keeps of an MLP goes with the first backward; outputs it must save, as it would keep
+# itself alive by them.
+
+
 class _Outputs(torch.autograd.Function):
     @staticmethod
     @_below_autograd
-    def forward(ctx: Any, plan: _Plan, inputs_NI: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        weights, biases, gates, factors = plan.unpacked(tensors)
-        seen: list[Tensor] = [inputs_NI]
-        ungated: list[Tensor] = []
-        spreads: list[list[list[Tensor]]] = []
-        for at, (weight_OI, bias_O, gate_TO) in enumerate(zip(weights, biases, gates, strict=True)):
-            if at:
-                seen[-1].relu_()
-            out_NO = times(seen[-1], weight_OI.mT, bias_O)
-            if gate_TO is not None:
-                ungated.append(out_NO)
-                out_NO = gated_rows(out_NO, gate_TO, plan.rows)
-            spreads.append(
-                [subtract(out_NO, seen[-1], step, plan.sides, 1.0) for step in factors[at]]
-            )
-            seen.append(out_NO)
-        ctx.plan, ctx.spreads = plan, spreads
+    def forward(
+        ctx: Any, mlp: AdaptedMlp, rows: Rectangles, inputs_NI: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        seen, last_NO = outputs_of(mlp, rows, inputs_NI)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*seen[:-1], *ungated, *tensors)
-        return tuple(seen[1:])
+        ctx.mlp, ctx.seen = mlp, seen._replace(layers=())
+        ctx.save_for_backward(*seen.layers)
+        return (*seen.layers[1:], last_NO)
 
     @staticmethod
     @_derivative
     def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
-        plan, layers = ctx.plan, len(ctx.plan.steps)
-        seen, rest = ctx.saved_tensors[:layers], ctx.saved_tensors[layers:]
-        ungated, tensors = rest[: len(plan.gated)], rest[len(plan.gated) :]
-        weights, _, gates, factors = plan.unpacked(tensors)
-        found = plan.nothing()
-        wants_inputs = ctx.needs_input_grad[1]
-        wants_factors = any(ctx.needs_input_grad[2 + 2 * layers + len(plan.gated) :])
-        above = _contiguous(above)
-        grad = above[-1]
-        for at in reversed(range(layers)):
-            before = None
-            if grad is not None:
-                shared, gate_TO = grad, gates[at]
-                if gate_TO is not None:
-                    base_NO = ungated[plan.gated.index(at)]
-                    found.gates[at] = gate_grad(grad, base_NO, plan.rows)
-                    shared = gated_rows(grad, gate_TO, plan.rows)
-                found.weights[at] = over_rows(shared, seen[at])
-                found.biases[at] = shared.sum(dim=0)
-                before = times(shared, weights[at]) if at or wants_inputs else None
-                found.factors[at] = [
-                    subtract_backward(grad, seen[at], before, *pair, plan.sides, wants_factors)
-                    for pair in zip(factors[at], ctx.spreads[at], strict=True)
-                ]
-            if at:
-                before = _sum(before, above[at - 1])
-                grad = None if before is None else _where_active(before, seen[at])
-        return (None, before, *plan.packed(found))
+        seen, found = ctx.seen._replace(layers=ctx.saved_tensors), Found(ctx.mlp)
+        ctx.mlp = ctx.seen = None
+        needs, above = ctx.needs_input_grad, _contiguous(above)
+        inputs = outputs_backward(
+            found, seen, above[-1], above, needs[2], any(needs[3 + found.mlp.num_shared :])
+        )
+        return (None, None, inputs, *found.grads)
 
 
 class _Grads(torch.autograd.Function):
     @staticmethod
     @_below_autograd
-    def forward(ctx: Any, plan: _Plan, last: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        hidden = len(plan.steps) - 1
-        weights, _, gates, factors = plan.unpacked(tensors[hidden:])
-        grads: list[Tensor] = [last]
-        spreads: list[list[list[Tensor]]] = []
-        for at in reversed(range(plan.lowest, len(weights))):
-            gate_TO = gates[at]
-            shared = grads[0] if gate_TO is None else gated_rows(grads[0], gate_TO, plan.rows)
-            below_NI = times(shared, weights[at])
-            # The roles of the factors are exchanged, and there is no bias.
-            turned = [Factors(*reversed(step)) for step in factors[at]]
-            spreads.insert(
-                0, [subtract(below_NI, grads[0], step, plan.sides, 0.0) for step in turned]
-            )
-            grads.insert(0, _where_active(below_NI, tensors[at - 1]) if at else below_NI)
-        ctx.plan, ctx.spreads = plan, spreads
+    def forward(
+        ctx: Any, mlp: AdaptedMlp, lowest: int, last: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        hidden = tensors[: len(mlp.taken) - 1]
+        grads, ctx.spreads = grads_of(mlp, last, hidden, lowest)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *grads)
+        ctx.mlp = mlp
+        ctx.save_for_backward(*hidden, *grads)
         return tuple(grads[:-1])
 
     @staticmethod
     @_derivative
     def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
-        plan, layers = ctx.plan, len(ctx.plan.steps)
-        saved, lowest = ctx.saved_tensors, plan.lowest
-        tensors, grads = saved[: lowest - layers - 1], saved[lowest - layers - 1 :]
-        weights, _, gates, factors = plan.unpacked(tensors[layers - 1 :])
-        found = plan.nothing()
-        above = _contiguous(above)
-        carried: Tensor | None = None
-        for at in range(lowest, layers):
-            below_NI = _sum(carried, above[at - lowest])
-            if below_NI is None:
-                continue
-            if at:
-                below_NI = _where_active(below_NI, tensors[at - 1])
-            grad, gate_TO = grads[at - lowest + 1], gates[at]
-            carried, shared = times(below_NI, weights[at].mT), grad
-            if gate_TO is not None:
-                found.gates[at] = gate_grad(grad, carried, plan.rows)
-                carried = gated_rows(carried, gate_TO, plan.rows)
-                shared = gated_rows(grad, gate_TO, plan.rows)
-            found.weights[at] = over_rows(shared, below_NI)
-            for number, step in enumerate(factors[at]):
-                of_grads, of_activations = subtract_backward(
-                    below_NI,
-                    grad,
-                    carried,
-                    Factors(*reversed(step)),
-                    ctx.spreads[at - lowest][number],
-                    plan.sides,
-                    True,
-                )
-                found.factors[at][number] = (of_activations, of_grads)
-        return (None, carried, *[None] * (layers - 1), *plan.packed(found))
+        found, spreads = Found(ctx.mlp), ctx.spreads
+        ctx.mlp = ctx.spreads = None
+        count = len(found.mlp.taken) - 1
+        hidden, grads = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        last = grads_backward(found, grads, spreads, hidden, (*_contiguous(above), None))
+        return (None, None, last, *[None] * count, *found.grads)
+
+
+class _Step(torch.autograd.Function):
+    """Outputs, and the gradients of a loss of them."""
+
+    @staticmethod
+    @_below_autograd
+    def forward(
+        ctx: Any, mlp: AdaptedMlp, loss: RowLoss, inputs_NI: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        seen, last_NO = outputs_of(mlp, mlp.support, inputs_NI)
+        hidden = seen.layers[1:]
+        grads, ctx.spreads = grads_of(mlp, loss.slope_NO(last_NO), hidden, 0)
+        ctx.set_materialize_grads(False)
+        ctx.mlp, ctx.loss, ctx.seen = mlp, loss, seen._replace(layers=())
+        ctx.save_for_backward(last_NO, *seen.layers, *grads)
+        return (*hidden, *grads)
+
+    @staticmethod
+    @_derivative
+    def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
+        found, loss, spreads = Found(ctx.mlp), ctx.loss, ctx.spreads
+        count, (last_NO, *saved) = len(found.mlp.taken), ctx.saved_tensors
+        seen, grads = ctx.seen._replace(layers=saved[:count]), saved[count:]
+        ctx.mlp = ctx.seen = ctx.spreads = None
+        needs, above = ctx.needs_input_grad, _contiguous(above)
+        hidden, above = above[: count - 1], above[count - 1 :]
+        last = grads_backward(found, grads, spreads, seen.layers[1:], above)
+        if last is not None:
+            last = last * loss.curvature_NO(last_NO)
+        inputs = outputs_backward(
+            found, seen, last, hidden, needs[2], any(needs[3 + found.mlp.num_shared :])
+        )
+        return (None, None, inputs, *found.grads)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    @_below_autograd
+    def forward(
+        ctx: Any,
+        mlp: AdaptedMlp,
+        rows: Rectangles,
+        loss: RowLoss,
+        inputs_NI: Tensor,
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.seen, ctx.last_NO = outputs_of(mlp, rows, inputs_NI)
+        ctx.mlp, ctx.loss = mlp, loss
+        # So that torch notices when one of them is changed before backward.
+        ctx.save_for_backward(inputs_NI, *tensors)
+        return loss.sum(ctx.last_NO)
+
+    @staticmethod
+    @_derivative
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
+        found, seen, needs = Found(ctx.mlp), ctx.seen, ctx.needs_input_grad
+        last = ctx.loss.slope_NO(ctx.last_NO, grads[0])
+        ctx.mlp = ctx.seen = ctx.last_NO = None
+        above = [None] * len(found.mlp.taken)
+        inputs = outputs_backward(
+            found, seen, last, above, needs[3], any(needs[4 + found.mlp.num_shared :])
+        )
+        return (None, None, None, inputs, *found.grads)
+
+
+def _scores_N(output_NO: Tensor) -> Tensor:
+    """The outputs as a loss takes them."""
+    scores_N = output_NO.squeeze(1)
+    return scores_N.float() if scores_N.dtype in HALVES else scores_N
 
 
 def _contiguous(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """As rectangles are cut from them."""
     return tuple(grad if grad is None else grad.contiguous() for grad in grads)
-
-
-def _where_active(grad: Tensor, hidden: Tensor) -> Tensor:
-    """The gradient before a ReLU from that after it."""
-    before: Tensor = torch.ops.aten.threshold_backward(grad, hidden, 0)
-    return before
-
-
-def _sum(own: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """The sum of what there is, in place of the first."""
-    if own is None or other is None:
-        return other if own is None else own
-    return own.add_(other)

@@ -1,5 +1,5 @@
-"""What a task of its own does to rows through a layer: gates, and the factors of inner steps; none
-of it differentiable, with the derivatives beside it.
+"""What a task of its own does to rows through a layer: gates, and what inner steps took from it;
+none of it differentiable but `Taken.then`, with the derivatives beside it.
 
 `sides` are the rectangles of the rows, and those of the support rows that the factors are of.
 
@@ -8,16 +8,21 @@ Shape suffixes: N rows of one side, T tasks, I input width, O output width, S su
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from gmeta.adaptation.blocks import Rectangle
 
     Rectangles = tuple[Rectangle, ...]
+    Sides = tuple[Rectangles, Rectangles]
+
+Spreads = list[list[Tensor]]  # by step and rectangle
+Grads = list[Tensor | None]
 
 
 class Factors(NamedTuple):
@@ -25,6 +30,196 @@ class Factors(NamedTuple):
 
     activations_SI: Tensor
     scaled_grads_SO: Tensor
+
+
+class Matrix(NamedTuple):
+    """What all inner steps so far add to the tasks of a rectangle: - sum_j A_j^T G_j."""
+
+    weight_TIO: Tensor
+    bias_T1O: Tensor
+
+
+class Taken(NamedTuple):
+    """What the inner steps so far took from a layer, each rectangle of tasks in its own way.
+
+    A flat list of the tensors, factors first, is what autograd sees, and what their gradients are
+    given in.
+    """
+
+    thin: tuple[int, ...]  # rectangles that keep the factors of every step
+    full: tuple[int, ...]  # rectangles that keep a matrix
+    factors: tuple[Factors, ...] = ()
+    matrices: tuple[Matrix, ...] = ()  # none before the first step
+
+    @property
+    def flat(self) -> list[Tensor]:
+        """Of single tensors."""
+        return [tensor for pair in (*self.factors, *self.matrices) for tensor in pair]
+
+    def with_flat(self, tensors: Sequence[Tensor]) -> Taken:
+        """With these in place of its own."""
+        pairs = list(zip(tensors[::2], tensors[1::2], strict=True))
+        factors = tuple(Factors(*pair) for pair in pairs[: len(self.factors)])
+        matrices = tuple(Matrix(*pair) for pair in pairs[len(self.factors) :])
+        return self._replace(factors=factors, matrices=matrices)
+
+    def then(self, activations_SI: Tensor, scaled_SO: Tensor, support: Rectangles) -> Taken:
+        """With one inner step more; differentiable."""
+        factors, matrices = self.factors, self.matrices
+        if self.thin:
+            factors = (*factors, Factors(activations_SI, scaled_SO))
+        if self.full:
+            before = [tensor for matrix in matrices for tensor in matrix]
+            mine = tuple(support[at] for at in self.full)
+            found = _Less.apply(mine, activations_SI, scaled_SO, *before)
+            matrices = tuple(map(Matrix, found[::2], found[1::2]))
+        return self._replace(factors=factors, matrices=matrices)
+
+    def subtract(self, out_NO: Tensor, rows_NI: Tensor, sides: Sides) -> Spreads:
+        """out -= (x A^T + 1) G of every step inside each task, in place; x A^T + 1 where the
+        derivative needs it.
+        """
+        for at, matrix in zip(self.full, self.matrices, strict=False):
+            mine = sides[0][at]
+            mine.of(out_NO).baddbmm_(mine.of(rows_NI), matrix.weight_TIO).add_(matrix.bias_T1O)
+        spreads: Spreads = []
+        for step in self.factors:
+            of_step: list[Tensor] = []
+            for at in self.thin:
+                mine, support = sides[0][at], sides[1][at]
+                spread = torch.bmm(mine.of(rows_NI), support.of(step.activations_SI).mT).add_(1.0)
+                mine.of(out_NO).baddbmm_(spread, support.of(step.scaled_grads_SO), alpha=-1)
+                of_step.append(spread)
+            spreads.append(of_step)
+        return spreads
+
+    def subtract_backward(
+        self,
+        spreads: Spreads,
+        grad_NO: Tensor,
+        rows_NI: Tensor,
+        rows_grad_NI: Tensor | None,
+        sides: Sides,
+        wanted: bool,
+    ) -> Grads:
+        """Gradients of the tensors, if wanted; those of the rows are added to what is there."""
+        found: Grads = []
+        for step, spreads_of_step in zip(self.factors, spreads, strict=True):
+            of_step = self._empty(step) if wanted else None
+            for at, spread in zip(self.thin, spreads_of_step, strict=True):
+                mine, support = sides[0][at], sides[1][at]
+                grad = mine.of(grad_NO)
+                of_spread = torch.bmm(grad, support.of(step.scaled_grads_SO).mT)
+                if rows_grad_NI is not None:
+                    activations = support.of(step.activations_SI)
+                    mine.of(rows_grad_NI).baddbmm_(of_spread, activations, alpha=-1)
+                if of_step is not None:
+                    _minus(support.of(of_step.activations_SI), of_spread, mine.of(rows_NI))
+                    _minus(support.of(of_step.scaled_grads_SO), spread, grad)
+            found += (None, None) if of_step is None else of_step
+        for at, matrix in zip(self.full, self.matrices, strict=False):
+            grad = sides[0][at].of(grad_NO)
+            if rows_grad_NI is not None:
+                sides[0][at].of(rows_grad_NI).baddbmm_(grad, matrix.weight_TIO.mT)
+            if wanted:
+                of_weight = torch.bmm(sides[0][at].of(rows_NI).mT, grad)
+                found += of_weight, grad.sum(dim=1, keepdim=True)
+            else:
+                found += None, None
+        return found
+
+    def turned(self, below_NI: Tensor, grads_NO: Tensor, support: Rectangles) -> Spreads:
+        """below -= (g G^T) A of every step, in place, for gradients g of the support rows."""
+        for at, matrix in zip(self.full, self.matrices, strict=False):
+            mine = support[at]
+            mine.of(below_NI).baddbmm_(mine.of(grads_NO), matrix.weight_TIO.mT)
+        spreads: Spreads = []
+        for step in self.factors:
+            of_step: list[Tensor] = []
+            for at in self.thin:
+                mine = support[at]
+                spread = torch.bmm(mine.of(grads_NO), mine.of(step.scaled_grads_SO).mT)
+                mine.of(below_NI).baddbmm_(spread, mine.of(step.activations_SI), alpha=-1)
+                of_step.append(spread)
+            spreads.append(of_step)
+        return spreads
+
+    def turned_backward(
+        self,
+        spreads: Spreads,
+        below_grad_NI: Tensor,
+        grads_NO: Tensor,
+        grads_grad_NO: Tensor,
+        support: Rectangles,
+    ) -> Grads:
+        """Gradients of the tensors; those of g are added to what is there."""
+        found: Grads = []
+        for step, spreads_of_step in zip(self.factors, spreads, strict=True):
+            of_step = self._empty(step)
+            for at, spread in zip(self.thin, spreads_of_step, strict=True):
+                mine = support[at]
+                below, scaled = mine.of(below_grad_NI), mine.of(step.scaled_grads_SO)
+                of_spread = torch.bmm(below, mine.of(step.activations_SI).mT)
+                mine.of(grads_grad_NO).baddbmm_(of_spread, scaled, alpha=-1)
+                _minus(mine.of(of_step.activations_SI), spread, below)
+                _minus(mine.of(of_step.scaled_grads_SO), of_spread, mine.of(grads_NO))
+            found += of_step
+        for at, matrix in zip(self.full, self.matrices, strict=False):
+            mine = support[at]
+            below = mine.of(below_grad_NI)
+            mine.of(grads_grad_NO).baddbmm_(below, matrix.weight_TIO)
+            found += torch.bmm(below.mT, mine.of(grads_NO)), None
+        return found
+
+    def _empty(self, step: Factors) -> Factors:
+        """For gradients of a step that its rectangles fill; 0 where others do not."""
+        like = torch.zeros_like if self.full else torch.empty_like
+        return Factors(like(step.activations_SI), like(step.scaled_grads_SO))
+
+
+class _Less(torch.autograd.Function):
+    """D - A^T G of the tasks of each of these rectangles; of the first step 0 - A^T G."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, support: Rectangles, activations_SI: Tensor, scaled_SO: Tensor, *before: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.support = support
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(activations_SI, scaled_SO)
+        found: list[Tensor] = []
+        for number, mine in enumerate(support):
+            activations, scaled = mine.of(activations_SI).mT, mine.of(scaled_SO)
+            bias_T1O = scaled.sum(dim=1, keepdim=True)
+            if before:
+                weight_TIO, more_T1O = before[2 * number : 2 * number + 2]
+                found += (
+                    torch.baddbmm(weight_TIO, activations, scaled, alpha=-1),
+                    more_T1O - bias_T1O,
+                )
+            else:
+                found += torch.bmm(activations, scaled).neg_(), bias_T1O.neg_()
+        return tuple(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        activations_SI, scaled_SO = ctx.saved_tensors
+        of_activations, of_scaled = torch.zeros_like(activations_SI), torch.zeros_like(scaled_SO)
+        for mine, weight_TIO, bias_T1O in zip(ctx.support, grads[::2], grads[1::2], strict=True):
+            if weight_TIO is not None:
+                activations, scaled = mine.of(activations_SI), mine.of(scaled_SO)
+                mine.of(of_activations).baddbmm_(scaled, weight_TIO.mT, beta=0, alpha=-1)
+                mine.of(of_scaled).baddbmm_(activations, weight_TIO, beta=0, alpha=-1)
+            if bias_T1O is not None:
+                mine.of(of_scaled).sub_(bias_T1O)
+        before = grads if any(ctx.needs_input_grad[3:]) else ()
+        return (None, of_activations, of_scaled, *before)
+
+
+def _minus(block: Tensor, left: Tensor, right: Tensor) -> None:
+    """block = - left^T right."""
+    block.baddbmm_(left.mT, right, beta=0, alpha=-1)
 
 
 def gated_rows(rows_NO: Tensor, gate_TO: Tensor, rectangles: Rectangles) -> Tensor:
@@ -40,46 +235,3 @@ def gated_rows(rows_NO: Tensor, gate_TO: Tensor, rectangles: Rectangles) -> Tens
 def gate_grad(grad_NO: Tensor, rows_NO: Tensor, rectangles: Rectangles) -> Tensor:
     """The gate's gradient, from that of the gated rows: [T, O]."""
     return torch.cat([(mine.of(grad_NO) * mine.of(rows_NO)).sum(dim=1) for mine in rectangles])
-
-
-def subtract(
-    out_NO: Tensor,
-    rows_NI: Tensor,
-    factors: Factors,
-    sides: tuple[Rectangles, Rectangles],
-    shift: float,
-) -> list[Tensor]:
-    """out -= (x A^T + shift) G inside each task, in place; x A^T + shift, for the derivative."""
-    spreads = []
-    for mine, support in zip(*sides, strict=True):
-        spread = mine.of(rows_NI) @ support.of(factors.activations_SI).mT
-        if shift:
-            spread += shift
-        mine.of(out_NO).baddbmm_(spread, support.of(factors.scaled_grads_SO), alpha=-1)
-        spreads.append(spread)
-    return spreads
-
-
-def subtract_backward(
-    grad_NO: Tensor,
-    rows_NI: Tensor,
-    rows_grad_NI: Tensor | None,
-    factors: Factors,
-    spreads: list[Tensor],
-    sides: tuple[Rectangles, Rectangles],
-    wants_factors: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the factors; those of the rows are added to what is there, in place."""
-    of_activations = torch.empty_like(factors.activations_SI) if wants_factors else None
-    of_grads = torch.empty_like(factors.scaled_grads_SO) if wants_factors else None
-    for mine, support, spread in zip(*sides, spreads, strict=True):
-        grad = mine.of(grad_NO)
-        of_spread = grad @ support.of(factors.scaled_grads_SO).mT
-        if rows_grad_NI is not None:
-            activations = support.of(factors.activations_SI)
-            mine.of(rows_grad_NI).baddbmm_(of_spread, activations, alpha=-1)
-        if of_activations is not None and of_grads is not None:
-            rows = mine.of(rows_NI)
-            support.of(of_activations).baddbmm_(of_spread.mT, rows, beta=0, alpha=-1)
-            support.of(of_grads).baddbmm_(spread.mT, grad, beta=0, alpha=-1)
-    return of_activations, of_grads

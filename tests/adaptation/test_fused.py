@@ -1,9 +1,9 @@
 """The fused loop against the general one: where it serves, and that both give the same step."""
 
+import pathlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from gmeta.adaptation.blocks import StackedBlocks, TaskBlocks
 from gmeta.adaptation.config import AlgorithmConfig, InnerPath
 from gmeta.adaptation.costs import PathCosts
 from gmeta.adaptation.fomaml import fomaml_loss_sum
-from gmeta.adaptation.paths import cheaper_path
+from gmeta.adaptation.paths import Path, cheaper_path
 from gmeta.adaptation.side import Sides, TaskGroups
 from gmeta.batches.episodes import Episodes, support_and_query
 from gmeta.build import build_learner
@@ -126,7 +126,7 @@ def test_the_fused_step_equals_the_general_one(
         adapt_embeddings=embeddings,
         adapt_layers=("*",) if name == "anil" else layers,
         learned_rates=rates,
-        inner_path="low_rank" if moves_inputs else path,
+        inner_path=path,
         support_prior=0.5,
     )
     config = replace(MELU, name=model, history="m0", interaction=interaction)
@@ -148,20 +148,8 @@ def test_the_fused_step_equals_the_general_one(
     ("algorithm", "model"),
     [
         (AlgorithmConfig(name="reptile"), MELU),
-        (AlgorithmConfig(name="maml", inner_path="materialised"), MELU),
-        (AlgorithmConfig(name="maml", layer_paths=("decision.0=materialised",)), MELU),
         (AlgorithmConfig(name="metasgd", learned_rates="weight"), MELU),
         (AlgorithmConfig(name="maml"), replace(MELU, name="din", history="m0")),
-        (
-            AlgorithmConfig(name="maml", adapt_embeddings=False, inner_path="materialised"),
-            replace(MELU, name="dlrm"),
-        ),
-        (
-            AlgorithmConfig(
-                name="maml", adapt_embeddings=False, layer_paths=("bottom.0=materialised",)
-            ),
-            replace(MELU, name="dlrm"),
-        ),
         (
             AlgorithmConfig(
                 name="metasgd",
@@ -195,7 +183,7 @@ def test_a_step_may_have_no_history_at_all(name: str) -> None:
 
 
 def test_the_demo_trains_in_the_fused_loop() -> None:
-    demo = load_config(Path(__file__).parents[2] / "examples" / "demo.toml")
+    demo = load_config(pathlib.Path(__file__).parents[2] / "examples" / "demo.toml")
     recipe = SyntheticConfig()
     learner = build_learner(features(recipe), demo.model, demo.algorithm, demo.outer.loss)
     tasks = [
@@ -250,20 +238,43 @@ def test_learned_rates_learn_in_first_order_too(
     assert_same_step(learner, rows_UD, mine, arranged_together(learner, batch))
 
 
-def test_many_rows_go_to_the_general_loop_where_layers_over_dense_columns_ask_for_it() -> None:
-    bottom = AlgorithmConfig(name="maml", adapt_layers=("bottom.*",), adapt_embeddings=False)
-    learner = learner_of(bottom, replace(MELU, name="dlrm"))
-    assert isinstance(learner.arrange(batch_of([(1, 1)])).rows, TaskBlocks)
-    assert isinstance(learner.arrange(batch_of([(30, 30)])).rows, TaskGroups)
-    # What the config holds so is held so in both loops.
-    learner = learner_of(replace(bottom, inner_path="low_rank"), replace(MELU, name="dlrm"))
-    assert isinstance(learner.arrange(batch_of([(30, 30)])).rows, TaskBlocks)
+def test_each_layer_is_held_as_its_path_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: dict[tuple[int, int], InnerPath] = {}
+
+    def noted(
+        tasks: int, costs: PathCosts, wide: int, out: int, fixed: bool, path: InnerPath
+    ) -> Path:
+        held[wide, out] = path
+        return cheaper_path(tasks, costs, wide, out, fixed, path)
+
+    monkeypatch.setattr("gmeta.adaptation.fused_steps.cheaper_path", noted)
+    paths = ("*=low_rank", "*.2=materialised", "top.4=auto")
+    learner = learner_of(AlgorithmConfig(layer_paths=paths), replace(MELU, name="dlrm"))
+    batch = batch_of([(3, 2)])
+    learner(torch.randn(batch.unique_ids_U.numel(), 4).double(), learner.arrange(batch), 1.0)
+    bottom = {(2, 3): "low_rank", (3, 4): "materialised"}
+    assert held == bottom | {(14, 6): "low_rank", (6, 5): "materialised", (5, 1): "auto"}
 
 
-def test_many_support_rows_go_to_the_general_loop_where_its_materialised_path_is_cheaper() -> None:
-    learner = learner_of(AlgorithmConfig(name="maml"))
-    assert isinstance(learner.arrange(batch_of([(1, 1)])).rows, TaskBlocks)
-    assert isinstance(learner.arrange(batch_of([(30, 30)])).rows, TaskGroups)
+@pytest.mark.parametrize("name", ["maml", "fomaml", "metasgd"])
+@pytest.mark.parametrize("embeddings", [True, False])
+def test_tasks_of_one_batch_hold_changes_in_different_ways(
+    name: str, embeddings: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where some have many rows and others few, which these here are all too small for."""
+
+    def by_size(tasks: int, costs: PathCosts, *_: object) -> Path:
+        return "low_rank" if costs.support_rows < 4 else "materialised"
+
+    monkeypatch.setattr("gmeta.adaptation.fused_steps.cheaper_path", by_size)
+    algorithm = AlgorithmConfig(name=name, inner_steps=3, adapt_embeddings=embeddings)
+    learner = learner_of(algorithm, replace(MELU, name="dlrm"))
+    batch = batch_of([(1, 2), (9, 2), (2, 9), (5, 1), (1, 1)])
+    arranged = learner.arrange(batch)
+    assert isinstance(arranged.rows, TaskBlocks)
+    assert len({mine.rows for mine in arranged.rows.support.rows.rectangles}) > 2
+    rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
+    assert_same_step(learner, rows_UD, arranged, arranged_together(learner, batch))
 
 
 @pytest.mark.parametrize(
@@ -306,6 +317,7 @@ def test_groups_of_similar_tasks_give_the_step_of_all_tasks_together(
     algorithm: AlgorithmConfig, model: str, sizes: list[tuple[int, int]]
 ) -> None:
     learner = learner_of(algorithm, replace(MELU, name=model, history="m0"))
+    learner.use_general_loop()
     batch = batch_of(sizes)
     grouped, together = learner.arrange(batch), arranged_together(learner, batch)
     assert isinstance(grouped.rows, TaskGroups)
@@ -326,6 +338,7 @@ def test_groups_of_similar_tasks_give_the_step_of_all_tasks_together(
             "melu",
         ),
         (AlgorithmConfig(name="maml", inner_path="low_rank", inner_steps=2), "dlrm"),
+        (AlgorithmConfig(name="maml", inner_path="materialised", inner_steps=2), "dlrm"),
     ],
 )
 @pytest.mark.parametrize("num_common", [0, 1])

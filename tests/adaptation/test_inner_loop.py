@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gmeta.adaptation.algorithm import TableSizes
 from gmeta.adaptation.config import AlgorithmConfig, InnerPath, LearnedRates
+from gmeta.adaptation.fused import FusedLoop
 from gmeta.adaptation.linear import LowRankChange, MaterialisedChange
 from gmeta.adaptation.paths import paths_of_layers
 from gmeta.build import input_sizes
@@ -248,6 +249,7 @@ def test_layers_are_held_as_their_paths_say(monkeypatch: pytest.MonkeyPatch) -> 
             return made(seen_TSI, grads_TSO, rate)
 
         monkeypatch.setattr(kind, "of", noted)
+    monkeypatch.setattr(FusedLoop, "suits", lambda *_: False)
     config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5, 3))
     paths = ("*=low_rank", "top.2=materialised")
     algorithm = AlgorithmConfig(name="maml", layer_paths=paths)
