@@ -19,6 +19,7 @@ from gmeta.cli import app
 from gmeta.errors import GMetaError, UserError
 from gmeta.export import CheckpointReader, export_run
 from gmeta.runs.folder import list_checkpoints
+from metaio import FormatError
 from metaio.prepare import prepare
 from metaio.schema import parse_schema
 from tests.commands import SMALL_MODEL, write_config
@@ -277,6 +278,47 @@ def test_a_run_is_exported_only_with_the_dataset_it_was_trained_on(
     assert str(caught.value) == (
         f"run {copy} has 0 checkpoints: there is nothing to export yet. Let it reach its first one"
     )
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_of_another_model_than_the_config_is_not_exported(
+    run: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    config = json.loads((copy / "config.json").read_text())
+    config["model"]["hidden"] = [16, 8]
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(GMetaError) as caught:
+        export_run(copy, tmp_path / "model")
+    assert str(caught.value) == (
+        f"checkpoint {list_checkpoints(copy / 'checkpoints')[-1]} has no tensor "
+        "model.learner.model.top.4.weight: it is of another model than the run's config. Export a "
+        "step of the same run"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.distributed
+def test_a_vocabulary_that_was_altered_since_training_is_not_exported(
+    raw_run: Path, tmp_path: Path
+) -> None:
+    """It would name other rows of the trained table."""
+    copy = Path(shutil.copytree(raw_run, tmp_path / "run"))
+    data = Path(shutil.copytree(raw_run.parent / "data", tmp_path / "data"))
+    config = json.loads((copy / "config.json").read_text())
+    config["data"]["path"] = str(data)
+    (copy / "config.json").write_text(json.dumps(config))
+    file = data / "vocabulary" / "items.parquet"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(FormatError) as caught:
+        export_run(copy, tmp_path / "model")
+    assert str(caught.value) == (
+        f"{file}: {len(whole)} bytes that differ from the checksum in the manifest, which lists "
+        f"{len(whole)} bytes. Copy the dataset again or prepare it again; gmeta inspect --verify "
+        "lists every damaged file"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "run"]
 
 
 @pytest.mark.distributed

@@ -1,5 +1,7 @@
 """Which rank tells an error, and when: what others end by is told by none of them."""
 
+import errno
+
 import pytest
 
 from gmeta.commands import telling
@@ -43,3 +45,14 @@ def test_a_rank_that_lost_contact_lets_the_one_tell_that_knows_why(
     lost = lost_contact()
     assert waited_turns(monkeypatch, lost, TORCHELASTIC_RUN_ID="a", LOCAL_RANK="0") == 1
     assert waited_turns(monkeypatch, lost, TORCHELASTIC_RUN_ID="a", LOCAL_RANK="5") == 2
+
+
+def test_a_full_disk_is_told_with_the_file_and_what_to_do() -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", "/data/tmp-clicks/00000.parquet")
+    assert telling.told(full) == (
+        "no space left on device: /data/tmp-clicks/00000.parquet. Free some and run again; nothing "
+        "half-written was kept",
+        1,
+    )
+    full.add_note("met by rank 1")
+    assert telling.told(full)[0].endswith("nothing half-written was kept (met by rank 1)")

@@ -326,3 +326,20 @@ def test_ranks_of_several_machines_need_a_service_that_was_named(
         "the 2 ranks are on several machines, and none of them was named to run the data-shard "
         "service. Start `gmeta shard-service` where all reach it and set data.service = HOST:PORT"
     )
+
+
+def test_fewer_tasks_a_step_than_ranks_are_refused_before_any_shard_is_leased(
+    click_logs: Path,
+) -> None:
+    ranks: Any = SimpleNamespace(rank=1, world_size=3)
+    with pytest.raises(UserError) as caught:
+        ServiceFeed(
+            leased(click_logs, "nowhere:1", tasks_per_step=2),
+            open_dataset(str(click_logs)),
+            ranks,
+            None,
+        )
+    assert str(caught.value) == (
+        "data.tasks_per_step = 2 is less than the 3 ranks: each needs a task a step to lease "
+        "shards. Raise it, or start fewer ranks"
+    )

@@ -90,6 +90,20 @@ def test_a_caller_of_train_is_told_the_row_and_task_of_a_wrong_label(tmp_path: P
     )
 
 
+@pytest.mark.parametrize("loss", ["mse", "huber"])
+def test_a_rating_that_is_no_number_is_named_with_its_row(tmp_path: Path, loss: str) -> None:
+    dataset = open_dataset(written(tmp_path, train=clicks(wrong=float("nan"))))
+    with (
+        BatchReader(dataset, "train", tasks_per_step=8, shuffle=False) as reader,
+        pytest.raises(ConfigError) as caught,
+    ):
+        list(labels_checked(reader.batches(0), loss, dataset, "train"))
+    assert str(caught.value) == (
+        f'outer.loss = "{loss}", but row {ROW} of task {1000 + TASK} in split train has label nan '
+        f"(column stars): {loss} takes finite numbers. Mend the column and prepare again"
+    )
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_all_ranks_end_with_the_wrong_label_that_one_of_them_meets(

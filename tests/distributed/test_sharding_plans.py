@@ -200,11 +200,11 @@ def ranks_on(device: str, world_size: int) -> Any:
     return SimpleNamespace(rank=0, world_size=world_size, device=torch.device(device))
 
 
-def tables_of(width: int) -> EmbeddingCollection:
+def tables_of(width: int, rows: int = 8) -> EmbeddingCollection:
     return EmbeddingCollection(
         tables=[
             EmbeddingConfig(
-                name="item", embedding_dim=width, num_embeddings=8, feature_names=["item"]
+                name="item", embedding_dim=width, num_embeddings=rows, feature_names=["item"]
             )
         ],
         device=torch.device("meta"),
@@ -257,3 +257,22 @@ def test_the_short_form_of_a_plan_names_six_tables_and_what_each_rank_holds() ->
 def test_the_short_form_of_a_plan_of_no_shards_holds_nothing() -> None:
     copied = {"item": described("data_parallel")}
     assert plan_lines({"world_size": 1, "tables": copied}) == ["tables data_parallel: 1 (item)"]
+
+
+def refusal_of_planner(ranks: Ranks) -> str:
+    tables = tables_of(16, rows=10**12)
+    with pytest.raises(ConfigError) as caught:
+        make_plan(tables, ShardingConfig(default="planner"), 16, ranks)
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_all_ranks_are_told_what_the_planner_finds_no_place_for() -> None:
+    """Rank 0 alone plans: an error that only it raised would leave the other in a collective."""
+    (told,) = set(on_ranks(2, refusal_of_planner))
+    assert told.startswith("TorchRec's planner finds no place for the tables: ")
+    assert told.endswith(
+        ". Add ranks or memory, make model.embedding_dim smaller, or set sharding.default = "
+        '"row_wise"'
+    )
+    assert len(told.splitlines()) == 1

@@ -60,6 +60,13 @@ def test_inspect_prints_tables_and_draws(write: WriteFn, tmp_path: Path) -> None
     for word in ("Episodes", "train", "valid", *(table.name for table in FEATURES.tables)):
         assert word in output
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    unknown = {t.name: t.unknown_share for t in summarise(open_dataset(path))[0].tables}
+    assert {name for name, share in unknown.items() if share} == {"tag", "age"}
+    assert output.endswith(
+        "Ids outside the vocabulary (row 0):\n"
+        f"  tag: train {100 * unknown['tag']:.1f} %\n  age: train {100 * unknown['age']:.1f} %\n"
+        f"picture: {tmp_path}/picture.png\n"
+    )
     code, output = run("inspect", path, "--picture", str(tmp_path / "picture.xyz"))
     assert code == 1
     assert output.startswith(f"picture {tmp_path}/picture.xyz is of no known kind: ")

@@ -1,5 +1,6 @@
 """ShardClient, Lease and ShardFeed against a real service in this process."""
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -281,3 +282,29 @@ def test_a_feed_hands_on_what_its_thread_met(client: ShardClient) -> None:
     with pytest.raises(RefusedError, match="dataset 'unknown' is unknown"):
         feed.poll()
     feed.close()
+
+
+def test_a_feed_that_leases_nothing_ahead_is_refused(client: ShardClient) -> None:
+    with pytest.raises(ValueError) as caught:
+        ShardFeed(client, "d", 0, prefetch_shards=0)
+    assert str(caught.value) == (
+        "prefetch_shards is 0; at least 1 is needed. Use 2 to hide the service."
+    )
+
+
+def test_a_lease_that_was_not_renewed_in_time_stays_lost() -> None:
+    """Also where an answer comes late: by now the shard may be another worker's."""
+    lease = Lease(Grant(7, "d", 0, 3, 12, 4, 0, 0), usable_until_s=time.monotonic() - 60.0)
+    with pytest.raises(LeaseLostError) as caught:
+        lease.advance(1)
+    late = re.fullmatch(
+        r"the lease of shard 3 of dataset 'd' is lost: not renewed in time \(\d+\.\d s late\), the "
+        r"process or the link stood still\. Only a live lease may be trained: in a synchronous job "
+        r"stop this process and restart from the checkpoint\.",
+        str(caught.value),
+    )
+    assert late
+    lease.usable_until_s = time.monotonic() + 60.0
+    with pytest.raises(LeaseLostError) as again:
+        lease.check()
+    assert (str(again.value), lease.units_done) == (str(caught.value), 0)
