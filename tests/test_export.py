@@ -322,6 +322,24 @@ def test_a_vocabulary_that_was_altered_since_training_is_not_exported(
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("name", ["vocabulary/items.parquet", "layers.safetensors"])
+def test_a_file_that_only_reading_shows_to_be_damaged_is_told_in_one_line(
+    raw_run: Path, tmp_path: Path, name: str
+) -> None:
+    """Checksums would have told; who loads without them is told by the file's own format."""
+    export_run(raw_run, tmp_path / "model")
+    file = tmp_path / "model" / name
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(GMetaError) as caught:
+        gmeta.load(tmp_path / "model", verify=False)
+    told = str(caught.value)
+    assert told.startswith(f"{file} cannot be read: ")  # then pyarrow's or safetensors' reason
+    assert told.lower().endswith("export the run again")
+    assert len(told.splitlines()) == 1
+    assert ".." not in told.removeprefix(str(file))
+
+
+@pytest.mark.distributed
 def test_a_run_of_other_hardware_is_evaluated_on_what_is_here(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     config = json.loads((copy / "config.json").read_text())

@@ -158,7 +158,7 @@ def _planned(
         try:
             result[0] = _run_planner(tables, kinds, tasks_per_step, ranks)
         except PlannerError as error:
-            result[0] = str(error).strip().splitlines()[0]
+            result[0] = str(error).strip().splitlines()[0].rstrip(" .")
     dist.broadcast_object_list(result, src=0, group=ranks.control)
     if isinstance(result[0], str):
         raise ConfigError(

@@ -101,7 +101,7 @@ def _vocabulary(file: Path) -> pa.Array:
         return pq.read_table(file)["value"].combine_chunks()
     except (pa.ArrowException, KeyError, OSError) as error:
         raise GMetaError(
-            f"{file} cannot be read: {str(error).splitlines()[0]}. Export the run again"
+            f"{file} cannot be read: {str(error).splitlines()[0].rstrip('.')}. Export the run again"
         ) from error
 
 
