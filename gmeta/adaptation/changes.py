@@ -33,7 +33,8 @@ class StepGrads(NamedTuple):
 class Change(ABC):
     """The change of one layer for the tasks of one rectangle; used once a step was added.
 
-    `fresh` tells that no use before wrote the gradients of the steps.
+    `fresh` tells that no use before wrote the gradients of the steps, `rows_fresh` that nobody
+    wrote that of the rows.
     """
 
     def __init__(self, common: Tensor, wants_common: bool) -> None:
@@ -71,6 +72,7 @@ class Change(ABC):
         rows_grad_TLI: Tensor | None,
         steps: list[StepGrads],
         fresh: bool,
+        rows_fresh: bool = False,
     ) -> None:
         """Adds to the gradient of the rows and, of the `steps` that had been made (none: they are
         constants), to those of the steps.
@@ -124,6 +126,7 @@ class LowRank(Change):
         rows_grad_TLI: Tensor | None,
         steps: list[StepGrads],
         fresh: bool,
+        rows_fresh: bool = False,
     ) -> None:
         """See Change."""
         for number, spread in enumerate(kept):
@@ -132,7 +135,7 @@ class LowRank(Change):
             if self._wants_common:
                 self._add_common_grad(of_spread.sum(dim=(1, 2)))
             if rows_grad_TLI is not None:
-                rows_grad_TLI.baddbmm_(of_spread, activations, alpha=-1)
+                _less(rows_grad_TLI, of_spread, activations, rows_fresh and not number)
             if steps:
                 _less(steps[number].activations_TSI, of_spread.mT, rows_TLI, fresh)
                 _less(steps[number].scaled_TSO, spread.mT, grad_TLO, fresh)
@@ -198,6 +201,7 @@ class FixedLowRank(Change):
         rows_grad_TLI: Tensor | None,
         steps: list[StepGrads],
         fresh: bool,
+        rows_fresh: bool = False,
     ) -> None:
         """See Change."""
         spread, total = kept
@@ -205,7 +209,7 @@ class FixedLowRank(Change):
         if self._wants_common:
             self._add_common_grad(of_spread.sum(dim=(1, 2)))
         if rows_grad_TLI is not None:
-            rows_grad_TLI.baddbmm_(of_spread, self._activations, alpha=-1)
+            _less(rows_grad_TLI, of_spread, self._activations, rows_fresh)
         if steps:
             _less(steps[0].activations_TSI, of_spread.mT, rows_TLI, fresh)
             _less(steps[0].scaled_TSO, spread.mT, grad_TLO, fresh)
@@ -270,10 +274,11 @@ class Materialised(Change):
         rows_grad_TLI: Tensor | None,
         steps: list[StepGrads],
         fresh: bool,
+        rows_fresh: bool = False,
     ) -> None:
         """See Change."""
         if rows_grad_TLI is not None:
-            rows_grad_TLI.baddbmm_(grad_TLO, kept.weight_TIO.mT, alpha=-1)
+            _less(rows_grad_TLI, grad_TLO, kept.weight_TIO.mT, rows_fresh)
         if not (steps or self._wants_common):
             return
         of_bias = grad_TLO.sum(dim=1, keepdim=True)

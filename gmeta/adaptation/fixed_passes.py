@@ -154,9 +154,9 @@ class Passes:
         """Fills in the layers' gradients; returns that of the inputs."""
         loop, second_order = self.loop, self.loop.support_NX is None
         self.wants_inputs = wants_inputs
-        inputs_grad = torch.empty_like(self.inputs)
+        self.inputs_grad = torch.empty_like(self.inputs)
         num_support = len(self.sides[SUPPORT]) if second_order else 0
-        self.of_sides = inputs_grad[:num_support], inputs_grad[num_support:]
+        self.of_sides = self.inputs_grad[:num_support], self.inputs_grad[num_support:]
         slope_M = row_slopes_N(loop.loss, self.query.scores_N, loop.query.label_N)
         last = (slope_M * self.weight_M * grad).to(self.inputs.dtype).unsqueeze(1)
         if second_order:
@@ -176,7 +176,7 @@ class Passes:
         if of_first_N is not None:
             first_grads.insert(0, of_first_N)
         self._first_backward(first_grads)
-        return inputs_grad if wants_inputs else None
+        return self.inputs_grad if wants_inputs else None
 
     def _step_grads(self) -> dict[int, list[LayerStep]]:
         """By adapting layer, one for each step."""
@@ -214,10 +214,8 @@ class Passes:
                 layer.add_weight_grad(shared, seen.seen[at])
                 layer.add_bias_grad(shared)
                 below = times(shared, layer.weight_OI)
-            elif seen.side == SUPPORT:
-                below = self.of_sides[SUPPORT]
-            elif self.wants_inputs:
-                below = times(shared, layer.weight_OI, out=self.of_sides[QUERY])
+            elif seen.side == SUPPORT or self.wants_inputs:
+                below = self.of_sides[seen.side]
             if seen.kept[at]:
                 self._changes_backward(at, seen, grad, below)
             if not at:
@@ -242,7 +240,9 @@ class Passes:
                 seen.views[at][rectangle],
                 belows[rectangle],
                 steps,
-                seen.side == QUERY,
+                fresh=seen.side == QUERY,
+                # What passes through the weights is added in the end, for both sides at once.
+                rows_fresh=seen.side == QUERY and not at,
             )
 
     def _step_backward(self, seen: Pass, grads: Grads, steps: dict[int, LayerStep]) -> Tensor:
@@ -287,9 +287,8 @@ class Passes:
         else:
             assert task_of_row.backward is not None
             first.bias_grad = task_of_row.backward.times(grad)
-        if self.wants_inputs and len(grads) > 1:
-            of_support = self.of_sides[SUPPORT]
-            add_times(of_support, grads[0], first.weight_OI, beta=1 if first.changes else 0)
+        if self.wants_inputs:
+            add_times(self.inputs_grad, grad, first.weight_OI, beta=1 if first.changes else 0)
 
     def common_grads(self) -> list[Tensor | None]:
         """The gradient of what the rows of each task have in common, where the loop was given it;

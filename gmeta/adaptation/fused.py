@@ -48,6 +48,8 @@ class FusedLoop:
         # None: the layer does not adapt.
         self._names = [names.get(layer) for layer in self._layers]
         self._path_of = paths_of_layers(config, list(adapts))
+        # Whether inner steps move what the decision layers see; asked several times a step.
+        self.moves_inputs = _moves_inputs(model, config)
         self._stepped = SteppedLoop(model, config, loss, rates, names)
 
     @property
@@ -59,11 +61,6 @@ class FusedLoop:
     def history(self) -> int | None:
         """The multi-id feature that the model sees unpooled."""
         return self._model.history
-
-    @property
-    def moves_inputs(self) -> bool:
-        """Whether inner steps move what the decision layers see."""
-        return _moves_inputs(self._model, self._config)
 
     @property
     def splits_weights(self) -> int:
