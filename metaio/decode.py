@@ -55,7 +55,8 @@ class RowGroup:
             table = source.reader.read_row_group(self.index, use_threads=False)
         except (pa.ArrowException, OSError) as error:
             raise FormatError(
-                f"{self.name}, row group {self.index} cannot be decoded: {error}. {REMEDY}"
+                f"{self.name}, row group {self.index} cannot be decoded: "
+                f"{str(error).rstrip('.')}. {REMEDY}"
             ) from error
         columns = [_to_numpy(column) for column in table.columns]
         self.window.done(self.ranges[0][0], self.ranges[-1][1])

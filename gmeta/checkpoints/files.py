@@ -97,7 +97,7 @@ def damage_told(path: Path, remedy: str = FALL_BACK) -> Iterator[None]:
         yield
     except DAMAGE as error:
         raise GMetaError(
-            f"checkpoint {path} cannot be read: {reason_of(error)}. {remedy}"
+            f"checkpoint {path} cannot be read: {reason_of(error).rstrip('.')}. {remedy}"
         ) from error
 
 

@@ -156,8 +156,8 @@ def parse_manifest(text: str, source: str = "the manifest") -> ShardManifest:
             _check_positions(dataset, source)
     except (KeyError, TypeError, ValueError, RefusedError) as error:
         raise ManifestError(
-            f"{source} has a field that does not fit: {error}. Use a manifest that the service "
-            "wrote."
+            f"{source} has a field that does not fit: {str(error).rstrip('.')}. Use a manifest "
+            "that the service wrote."
         ) from error
     return manifest
 

@@ -1,0 +1,22 @@
+"""What is told of a damaged checkpoint, in the words of whoever could not read it."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from gmeta.checkpoints.files import damage_told
+from gmeta.errors import GMetaError
+
+
+def test_the_reason_of_a_damaged_index_is_one_sentence_of_the_line() -> None:
+    """An older release wrote no checksums: it is pickle that finds the damage."""
+    with pytest.raises(GMetaError) as caught, damage_told(Path("c"), remedy="Take another"):
+        pickle.loads(b"x")
+    assert str(caught.value) == ("checkpoint c cannot be read: invalid load key, 'x'. Take another")
+
+
+def test_damage_that_has_no_words_is_told_by_its_kind() -> None:
+    with pytest.raises(GMetaError) as caught, damage_told(Path("c"), remedy="Take another"):
+        raise EOFError
+    assert str(caught.value) == "checkpoint c cannot be read: EOFError. Take another"
