@@ -176,6 +176,7 @@ class MetaLearner(nn.Module):
             )
         inner, (support, query) = self._inner_loop, episodes.rows
         rows = self._working_rows(rows_UD.detach(), episodes)
+        # Adapting takes gradients, also where the caller has turned them off.
         with torch.enable_grad():
             adapted = inner.adapt(rows, support, query.layout.longest, second_order=False)
         with torch.no_grad():

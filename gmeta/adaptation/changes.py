@@ -181,6 +181,7 @@ class FixedLowRank(Change):
     def add(self, activations_TSI: Tensor, scaled_TSO: Tensor) -> None:
         """See Change."""
         self._activations = activations_TSI
+        # A new sum: uses of the one before keep it for their derivatives.
         self._sums.append(self._sums[-1] + scaled_TSO if self._sums else scaled_TSO)
 
     def subtract(self, out_TLO: Tensor, rows_TLI: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,6 +252,7 @@ class Materialised(Change):
         bias_T1O = scaled_TSO.sum(dim=1, keepdim=True)
         if self._totals:
             before = self._totals[-1]
+            # A new matrix: uses of the one before keep it for their derivatives.
             weight_TIO = torch.baddbmm(before.weight_TIO, activations_TSI.mT, scaled_TSO)
             bias_T1O += before.bias_T1O
         else:
@@ -342,4 +344,5 @@ def _outer(left_TLO: Tensor, right_TSO: Tensor) -> Tensor:
 
 def _less(block: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
     """block -= left right, or the first of these products to be written there."""
+    # beta 0 does not read the block, which may hold NaN before it is written.
     block.baddbmm_(left, right, beta=0 if fresh else 1, alpha=-1)

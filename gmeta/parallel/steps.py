@@ -83,6 +83,7 @@ def in_step(
         else:
             mine = local_learner(sharded).announce.arranged(given, arrange, ranks.device)
         has_data, asked = batch is not None, stop is not None and stop.asked
+        # In one message: what the step divides by, who has data and who is to stop.
         counts = torch.tensor(
             [mine.num_terms, mine.num_shown, mine.num_rows, int(has_data), int(asked)]
         )
@@ -93,6 +94,7 @@ def in_step(
             step.episodes.fetch.send()
         return step
 
+    # Two ahead: the ids of the one travel while the numbers of the other do.
     now, after = send(announce()), announce()
     while (totals := now.totals()).ranks_with_data:
         if stop is not None and totals.ranks_asked_to_stop:
@@ -102,9 +104,11 @@ def in_step(
             # First of all: whoever is late at arranging a batch lets nobody wait for rows.
             now.episodes.fetch.look_up()
         if take_replanned():
+            # Its sum is under way on all ranks: it ends before another takes its place.
             after.work.wait()
             after = announce()
         upcoming, after = send(after), announce()
+        # Without a row on any rank there is nothing to compute.
         if totals.num_rows:
             yield now.episodes, totals
         now = upcoming

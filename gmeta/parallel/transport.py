@@ -79,6 +79,7 @@ class Gloo(Transport):
         work: dist.Work = dist.all_to_all_single(
             taken,
             given,
+            # gloo counts every rank; what a rank keeps for itself does not travel.
             [*counts_taken[:own], 0, *counts_taken[own:]],
             [*counts_given[:own], 0, *counts_given[own:]],
             group=self._rows,

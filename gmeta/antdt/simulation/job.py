@@ -41,6 +41,7 @@ class _Cluster:
     def compute_s(self, tasks_W: Ints) -> Floats:
         """How long each worker computes for so many tasks, as slow as it is now; 0 for none."""
         self.trace.advance(self.now_s)
+        # Of median 1, and never below 0.
         noise_W = self._random.lognormal(0.0, self.config.jitter, len(tasks_W))
         healthy_W = self.config.overhead_ms + tasks_W * self.config.task_ms
         return np.where(tasks_W > 0, healthy_W * self.trace.factors * noise_W / 1000, 0.0)
@@ -93,6 +94,7 @@ def _run_lb_bsp(take_steps: int, config: JobConfig, trace: Trace) -> Outcome:
         # Who had no task keeps the speed that was known of it.
         seen_W = np.divide(tasks_W, step_s, out=speeds_W.copy(), where=step_s > 0)
         speeds_W[:] = np.where(speeds_W > 0, (speeds_W + seen_W) / 2, seen_W)
+        # A speed of 0 would get no task, and stay unknown for ever.
         known_W = np.maximum(speeds_W, 1e-9).tolist()
         pending.append(
             np.array(proportional_split(config.tasks_per_step, known_W, config.min_tasks))
@@ -184,6 +186,7 @@ class _Governed:
             while self.pending and self.pending[0][0] <= self.num_steps:
                 self.shares_W = self.pending.pop(0)[1]
             here_W = self.back_s <= cluster.now_s
+            # All restart: nothing happens until the first of them is back.
             if not here_W.any():
                 cluster.now_s = float(self.back_s.min())
                 continue
@@ -224,6 +227,7 @@ class _Governed:
     def _report(self, here_W: NDArray[np.bool_]) -> None:
         columns = [total.tolist() for total in self.totals.values()]  # in the order of Report
         for worker, report in enumerate(zip(*columns, strict=True)):
+            # Who restarts says nothing: it would look like a worker that stands still.
             if here_W[worker]:
                 process = f"p{self.processes[worker]}"
                 self.monitor.observe(self.names[worker], process, Report(*report))
@@ -263,6 +267,7 @@ class _Governed:
             self.back_s[:] = back_s
         self.back_s[worker] = back_s
         self.processes[worker] += 1
+        # A process counts from its own start.
         for total in self.totals.values():
             total[worker] = 0
         self.monitor.observe(self.names[worker], f"p{self.processes[worker]}", Report())
