@@ -14,6 +14,7 @@ from gmeta.cli import app, load_command
 from gmeta.commands.prepare import OPTIONS
 from metaio import open_dataset
 from metaio.inspection import damage, summarise
+from tests.commands import gmeta
 from tests.metaio.conftest import FEATURES, WriteFn, make_rows
 
 
@@ -182,3 +183,17 @@ def test_prepare_synthetic_from_the_command_line(tmp_path: Path) -> None:
     code, _ = run("prepare", "--recipe", "synthetic", out, "--tasks", "30", "--items", "40")
     assert code == 0
     assert open_dataset(out).splits["train"].num_episodes == 30
+
+
+def test_prepare_tells_of_what_a_killed_one_left_and_starts_over(tmp_path: Path) -> None:
+    out, left = tmp_path / "clicks", tmp_path / ".clicks.partial"
+    (left / "train").mkdir(parents=True)
+    (left / "train" / "00000.dense.parquet").write_text("half")
+    sizes = ("--tasks", "30", "--items", "40")
+    result = gmeta("prepare", "--recipe", "synthetic", *sizes, out)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.splitlines()[0] == (
+        f"an earlier prepare of {out} was interrupted: starting over, without {left}"
+    )
+    assert f"prepared: {out}  (look inside: gmeta inspect {out})" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["clicks"]

@@ -1,5 +1,6 @@
 """Serving: many tasks as one by one, wrong rows, damaged folders, a fresh interpreter, threads."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -443,6 +444,11 @@ def test_predict_says_what_is_wrong_with_its_files(exported: Path, tmp_path: Pat
     arguments = ["predict", *map(str, (exported, empty, query)), "--allow-no-support", "--out"]
     result = runner.invoke(app, [*arguments, str(tmp_path / "out.parquet")])
     assert result.exit_code == 0, result.exception
+    assert re.fullmatch(
+        rf"predicted: {tmp_path}/out\.parquet  \(20 rows, 20 of them without support rows and so "
+        r"not adapted, in \d+\.\d\d s\)",
+        result.stderr.strip(),
+    )
     found = pq.read_table(tmp_path / "out.parquet")
     assert found.column_names == [*query_names(query), *OUTPUT_COLUMNS]
     assert found["prediction"].equals(found["prediction_before"])

@@ -427,15 +427,26 @@ def test_a_key_of_another_certificate_is_refused_at_the_start(
 
 
 def get(url: str, pki: Authority, header: str = "", pair: Pair | None = None) -> tuple[int, str]:
+    """The status and the page, or what of a refusal a browser acts on."""
+    status, text, asks_for = answered(url, pki, header, pair)
+    return status, text if status == 200 else asks_for
+
+
+def told(url: str, pki: Authority, header: str = "", pair: Pair | None = None) -> tuple[int, str]:
+    """The status and what a person reads, also of a refusal."""
+    return answered(url, pki, header, pair)[:2]
+
+
+def answered(url: str, pki: Authority, header: str, pair: Pair | None) -> tuple[int, str, str]:
     context = ssl.create_default_context(cafile=pki.ca)
     if pair:
         context.load_cert_chain(*pair)
     request = urllib.request.Request(url, headers={"Authorization": header} if header else {})
     try:
         with urllib.request.urlopen(request, context=context, timeout=PATIENCE_S) as answer:
-            return answer.status, answer.read().decode()
+            return answer.status, answer.read().decode(), ""
     except urllib.error.HTTPError as error:
-        return error.code, error.headers.get("WWW-Authenticate", "")
+        return error.code, error.read().decode(), error.headers.get("WWW-Authenticate", "")
 
 
 def basic(token: str) -> str:
@@ -453,8 +464,13 @@ def test_the_pages_open_to_operators_and_viewers_and_the_probe_to_all(
     assert get(f"{base}/metrics", pki, "Bearer nobody-0123456789")[0] == 401
     assert get(f"{base}/metrics", pki, "Basic ???")[0] == 401
     assert get(f"{base}/metrics", pki, "Basic \xe9")[0] == 401
-    assert get(f"{base}/metrics", pki, f"Bearer {TOKENS['worker']}")[0] == 403
-    assert get(f"{base}/metrics", pki, pair=pki.issue("rank0", "worker"))[0] == 403
+    assert told(f"{base}/metrics", pki, "Bearer nobody-0123456789") == (
+        401,
+        "show a token of the role operator or viewer\n",
+    )
+    of_worker = 403, "a worker's credentials do not open this page\n"
+    assert told(f"{base}/metrics", pki, f"Bearer {TOKENS['worker']}") == of_worker
+    assert told(f"{base}/metrics", pki, pair=pki.issue("rank0", "worker")) == of_worker
     for header in (f"Bearer {TOKENS['viewer']}", basic(TOKENS["operator"])):
         code, text = get(f"{base}/metrics", pki, header)
         assert code == 200
