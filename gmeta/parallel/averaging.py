@@ -21,6 +21,7 @@ class LayerAverage:
     def __init__(self, layers: Iterable[nn.Parameter], ranks: Ranks) -> None:
         self._ranks = ranks
         self._layers = [layer for layer in layers if layer.requires_grad]
+        self._sizes = [layer.numel() for layer in self._layers]
         self._missing = len(self._layers)
         self._sum: tuple[Tensor, Pending] | None = None
         for layer in self._layers:
@@ -33,8 +34,7 @@ class LayerAverage:
         self._missing -= 1
         if not self._missing:
             transport = self._ranks.transport
-            num_values = sum(layer.numel() for layer in self._layers)
-            given = transport.outgoing(num_values, self._layers[0].dtype)
+            given = transport.outgoing(sum(self._sizes), self._layers[0].dtype)
             torch.cat([grad.flatten() for grad in self._grads()], out=given)
             total = torch.empty_like(given)
             self._sum = total, transport.add(given, total)
@@ -48,7 +48,7 @@ class LayerAverage:
         pending.wait()
         total.div_(self._ranks.world_size)
         # The gradients are parts of the message from now on: nothing is copied back.
-        parts = total.split([layer.numel() for layer in self._layers])
+        parts = total.split_with_sizes(self._sizes)
         for layer, part in zip(self._layers, parts, strict=True):
             layer.grad = part.view_as(layer)
 

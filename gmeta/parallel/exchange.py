@@ -155,7 +155,7 @@ class _WireFetch(RowFetch):
         )
         self._counts_WS = np.zeros((others + 1, routes.num_local), np.int64)
         self._counts_WS[-1] = own_counts_S
-        self._remote_ids, self._own_ids = asked.row_of_shard.split(
+        self._remote_ids, self._own_ids = asked.row_of_shard.split_with_sizes(
             [int(remote_counts_S.sum()), int(own_counts_S.sum())]
         )
         counts = torch.from_numpy(remote_counts_S).int()
@@ -222,7 +222,7 @@ class _WireFetch(RowFetch):
     def _rows_to_give_WG(self) -> list[list[Tensor]]:
         """The same by peer and group."""
         counts_WG = self._counts_WS @ self._exchange.is_of_group_SG
-        rows = iter(self._row_numbers_N().split(counts_WG.reshape(-1).tolist()))
+        rows = iter(self._row_numbers_N().split_with_sizes(counts_WG.reshape(-1).tolist()))
         return [[next(rows) for _ in counts_G] for counts_G in counts_WG]
 
     def _put_together(self, flat: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ class _WireFetch(RowFetch):
         routes = self._exchange.routes
         if not routes.cut_tables:
             return flat.view(-1, routes.width)
-        values = flat.split((self._asked.counts_S * routes.columns_S).tolist())
+        values = flat.split_with_sizes((self._asked.counts_S * routes.columns_S).tolist())
         whole: list[Tensor] = []
         parts: dict[int, list[tuple[int, Tensor]]] = {table: [] for table in routes.cut_tables}
         for shard, of_shard in zip(routes.shards, values, strict=True):

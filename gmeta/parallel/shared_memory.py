@@ -1,5 +1,5 @@
-"""Messages between the ranks of one host: the values lie in memory that all of them map, and one
-packet on a Unix socket says where.
+"""Messages between the ranks of one host: the values lie in memory that all of them map, and a
+packet on a Unix socket says where. What nobody waits for yet is told in one packet with the next.
 
 gloo sends every message through the kernel's TCP twice over and wakes two threads for it, on the
 core that trains: with a core a rank that is a quarter of a step (benchmarks/scaling.py).
@@ -33,6 +33,7 @@ ALIGNMENT = 64  # bytes; a cache line
 PACKET = struct.Struct("<qqqq")
 PEER = struct.Struct("3i")  # struct ucred: process, user, group
 HELLO = struct.Struct("<q")  # the caller's rank
+MESSAGES_OF_PACKET = 32
 
 
 def open_shared_memory(control: dist.ProcessGroup, timeout_s: int) -> "SharedMemory | None":
@@ -109,7 +110,8 @@ class _Segment:
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         self.descriptor = descriptor
-        self.bytes = torch.frombuffer(mmap(descriptor, num_bytes), dtype=torch.uint8)
+        self.num_bytes = num_bytes
+        self._memory = mmap(descriptor, num_bytes)
 
     @classmethod
     def new(cls, num_bytes: int) -> "_Segment":
@@ -120,7 +122,10 @@ class _Segment:
 
     def values(self, first: int, num_bytes: int, dtype: torch.dtype) -> Tensor:
         """A view of what lies there."""
-        return self.bytes[first : first + num_bytes].view(dtype)
+        if not num_bytes:
+            return torch.empty(0, dtype=dtype)
+        count = num_bytes // dtype.itemsize
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=first)
 
 
 @dataclass
@@ -170,7 +175,7 @@ class _Outbox:
         return self._blocks[-1]
 
     def _place(self, room: int) -> int:
-        size = self.segment.bytes.numel()
+        size = self.segment.num_bytes
         if not self._blocks:
             self._end = 0
         oldest = self._blocks[0].first if self._blocks else 0
@@ -194,7 +199,7 @@ class _Inbox:
     segment: _Segment | None = None
     read: int = -1  # the peer has read this rank's messages up to here
     arrived: dict[int, tuple[_Segment, int, int]] = field(default_factory=dict)
-    knows: _Segment | None = None  # of this rank's memory
+    untold: bytes = b""  # of this rank's messages
 
 
 @final
@@ -206,7 +211,9 @@ class SharedMemory(Transport):
         self._peers = [_Inbox(sockets[peer]) for peer in sorted(sockets)]
         self._names = sorted(sockets)
         self._outbox = _Outbox()
+        self._known: _Segment | None = None  # of this rank's memory, to all peers
         self._next = 0
+        self._told = -1  # the last message that peers were told of
         self._open: dict[int, None] = {}  # messages that this rank will read
 
     def outgoing(self, num_values: int, dtype: torch.dtype) -> Tensor:
@@ -223,7 +230,7 @@ class SharedMemory(Transport):
         """See Transport."""
         size = given.element_size()
         message, _ = self._post(given, [count * size for count in counts_given])
-        into = None if taken is None else taken.split(list(counts_taken))
+        into = None if taken is None else taken.split_with_sizes(list(counts_taken))
         return _SharedSwap(_Message(self, message), given.dtype, into)
 
     def add(self, values: Tensor, total: Tensor) -> "_Sum":
@@ -244,29 +251,49 @@ class SharedMemory(Transport):
         """Write values and tell every peer where its part is, or all of them where to find all."""
         oldest_open, read_by_all = self._oldest_open(), self._read_by_all()
         message = self._next
+        block = self._outbox.send(values, message, read_by_all)
+        if self._known is not block.segment:
+            self.flush()  # what the peers are told of lies in the memory that they know
         self._next += 1
         self._open[message] = None
-        block = self._outbox.send(values, message, read_by_all)
         at = block.first
         whole = values.numel() * values.element_size()
-        for name, peer, num_bytes in zip(
-            self._names, self._peers, bytes_of_peer or [whole] * len(self._peers), strict=True
-        ):
-            packet = PACKET.pack(message, at, num_bytes, oldest_open - 1)
-            try:
-                if peer.knows is block.segment:
-                    peer.socket.send(packet)
-                else:
-                    socket.send_fds(peer.socket, [packet], [block.segment.descriptor])
-                    peer.knows = block.segment
-            except OSError as error:
-                raise _lost(name, error) from error
+        bytes_of_peer_or_all = bytes_of_peer or [whole] * len(self._peers)
+        for peer, num_bytes in zip(self._peers, bytes_of_peer_or_all, strict=True):
+            peer.untold += PACKET.pack(message, at, num_bytes, oldest_open - 1)
             if bytes_of_peer is not None:
                 at += num_bytes
+        if self._known is not block.segment:
+            self._tell([block.segment.descriptor])
+            self._known = block.segment
+        elif message - self._told >= MESSAGES_OF_PACKET:
+            self.flush()
         return message, block
+
+    def flush(self) -> None:
+        """See Transport."""
+        if self._told < self._next - 1:
+            self._tell([])
+
+    def _tell(self, descriptors: list[int]) -> None:
+        """Send the peers what they do not know yet."""
+        for name, peer in zip(self._names, self._peers, strict=True):
+            packet, peer.untold = peer.untold, b""
+            try:
+                if descriptors:
+                    socket.send_fds(peer.socket, [packet], descriptors)
+                else:
+                    peer.socket.send(packet)
+            except OSError as error:
+                raise _lost(name, error) from error
+        self._told = self._next - 1
 
     def parts(self, message: int, dtype: torch.dtype) -> list[Tensor]:
         """What every peer gave, where it lies; waits for it."""
+        # Who waits for a message has told of its own, so of those that wait for different ones the
+        # one behind is answered: no rank waits for what another keeps.
+        if self._told < message:
+            self.flush()
         found = []
         for name, peer in zip(self._names, self._peers, strict=True):
             while message not in peer.arrived:
@@ -284,7 +311,7 @@ class SharedMemory(Transport):
     def _receive(self, name: int, peer: _Inbox) -> None:
         try:
             packet, descriptors, _, _ = socket.recv_fds(
-                peer.socket, PACKET.size, 1, socket.MSG_CMSG_CLOEXEC
+                peer.socket, MESSAGES_OF_PACKET * PACKET.size, 1, socket.MSG_CMSG_CLOEXEC
             )
         except OSError as error:
             raise _lost(name, error) from error
@@ -293,11 +320,11 @@ class SharedMemory(Transport):
         for descriptor in descriptors:
             peer.segment = _Segment(descriptor, os.fstat(descriptor).st_size)
             os.close(descriptor)
-        message, first, num_bytes, read = PACKET.unpack(packet)
         assert peer.segment is not None  # a peer's first packet brings it
-        peer.read = max(peer.read, read)
-        if message >= self._next or message in self._open:
-            peer.arrived[message] = peer.segment, first, num_bytes
+        for message, first, num_bytes, read in PACKET.iter_unpack(packet):
+            peer.read = max(peer.read, read)
+            if message >= self._next or message in self._open:
+                peer.arrived[message] = peer.segment, first, num_bytes
 
 
 class _Message:

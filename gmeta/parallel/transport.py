@@ -51,6 +51,11 @@ class Transport(ABC):
         the counts are in their order.
         """
 
+    def flush(self) -> None:  # noqa: B027 - not all keep any
+        """Others wait for what was given: otherwise it may be kept until this rank waits for
+        something, to go together with what is given next.
+        """
+
     @abstractmethod
     def add(self, values: Tensor, total: Tensor) -> Pending:
         """The element-wise sum of flat values over the ranks, equal on all of them, in `total`:
@@ -105,7 +110,7 @@ class _GlooSwap(Swap):
     def parts(self) -> list[Tensor]:
         """See Swap."""
         self._work.wait()
-        return list(self._taken.split(list(self._counts_taken)))
+        return list(self._taken.split_with_sizes(list(self._counts_taken)))
 
 
 @final
