@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 import gmeta
 from gmeta.checkpoints.summary import summarise_checkpoint
 from gmeta.cli import app
+from gmeta.commands.screen import size_text
 from gmeta.errors import GMetaError, UserError
 from gmeta.export import CheckpointReader, export_run
 from gmeta.runs.folder import list_checkpoints
-from metaio import FormatError
+from metaio import FormatError, open_dataset
 from metaio.prepare import prepare
 from metaio.schema import parse_schema
 from tests.commands import SMALL_MODEL, write_config
@@ -139,6 +140,21 @@ def test_raw_columns_are_encoded_as_prepare_did(
 ) -> None:
     exported = CliRunner().invoke(app, ["export", str(raw_run), str(tmp_path / "model")])
     assert exported.exit_code == 0, exported.exception
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "model").rglob("*.*")}
+    of_tables = sum(size for name, size in sizes.items() if name.startswith("table-"))
+    trained = (
+        4
+        * 4
+        * sum(
+            table.num_rows for table in open_dataset(str(raw_run.parent / "data")).features.tables
+        )
+    )
+    assert exported.stderr == (
+        f"exported: {tmp_path}/model  (step 3, {size_text(sum(sizes.values()))}; tables float32, "
+        f"{size_text(of_tables)}, {of_tables / trained:.2f} of what was trained)\n"
+        f'use it: gmeta.load("{tmp_path}/model"), or gmeta predict {tmp_path}/model '
+        "SUPPORT.parquet QUERY.parquet\n"
+    )
     expected = evaluated(raw_run, "test")
     tasks = expected["task"].unique()
     ordered = raw_rows.sort_by([("user", "ascending"), ("at", "ascending")])

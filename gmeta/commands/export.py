@@ -6,10 +6,8 @@ from typing import Annotated
 
 import typer
 
-from gmeta.commands.screen import screen, size_text
 from gmeta.errors import UserError
 from gmeta.files.local import check_local
-from gmeta.runs.folder import RunFolder
 
 
 class Tables(StrEnum):
@@ -44,19 +42,9 @@ def export(
     """
     check_local("OUT", out)
     # Loading torch takes seconds: not before the options are known to be right.
-    from gmeta.checkpoints.loader import best_not_kept
-    from gmeta.export import export_run
+    from gmeta.commands.work.export import export_model
 
-    written = export_run(run, out, tables.value, step, overwrite)
-    share = written.table_bytes / max(written.float32_table_bytes, 1)
-    console = screen(stderr=True)
-    if step is None and (line := best_not_kept(RunFolder(run))):
-        console.print(line)
-    console.print(
-        f"exported: {out}  (step {written.step}, {size_text(written.num_bytes)}; tables "
-        f"{tables.value}, {size_text(written.table_bytes)}, {share:.2f} of what was trained)\n"
-        f'use it: gmeta.load("{out}"), or gmeta predict {out} SUPPORT.parquet QUERY.parquet',
-    )
+    export_model(run, out, tables.value, step, overwrite)
 
 
 def predict(
