@@ -5,6 +5,7 @@ rows of all tables.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import final
 
 import numpy as np
@@ -51,23 +52,23 @@ class RepeatedRows:
         """
         if self._is_later_R is None:
             self._is_later_R = np.zeros(self._num_rows, bool)
-        starts = np.cumsum([0] + [part.size for part in parts])
-        again: list[Ints] = []
-        last: list[Ints] = []
-        for index in reversed(range(len(parts))):
+        starts = [0, *accumulate(part.size for part in parts)]
+        again, last = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for index in reversed(range(len(parts) - 1)):
+            self._is_later_R[parts[index + 1]] = True
             part = parts[index]
             at = np.flatnonzero(self._is_later_R.take(part))
             again.insert(0, starts[index] + at)
             last.insert(0, _last_places(part.take(at), parts[index + 1 :], starts[index + 1 :]))
-            if index:
-                self._is_later_R[part] = True
         for part in parts[1:]:
             self._is_later_R[part] = False
         return np.concatenate(again), np.concatenate(last)
 
 
-def _last_places(rows: Ints, parts: Sequence[Ints], starts: Ints) -> Ints:
+def _last_places(rows: Ints, parts: Sequence[Ints], starts: Sequence[int]) -> Ints:
     """Where rows stand in the last of these ascending parts that has them; each is in one."""
+    if len(parts) == 1:
+        return starts[0] + np.searchsorted(parts[0], rows)
     found = np.full(rows.size, -1)
     for part, start in zip(parts, starts, strict=False):
         at = np.searchsorted(part, rows)

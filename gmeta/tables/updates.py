@@ -228,7 +228,10 @@ class FastGroup:
         """
         values = [self._values(part) for part in given]
         if again_A.numel():
-            last_C, index_A = torch.unique(last_A, return_inverse=True)
+            # Of two ascending parts each place is the last of one other, and they ascend, too.
+            last_C, index_A = last_A, torch.arange(last_A.numel())
+            if len(given) > 2 or not all(part.ascend for part in given):
+                last_C, index_A = torch.unique(last_A, return_inverse=True)
             sizes = [part.row_N.numel() for part in given]
             last, again = _places_in_parts(last_C, sizes), _places_in_parts(again_A, sizes)
             row_C = _gathered([part.row_N for part in given], last)
