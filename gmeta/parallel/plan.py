@@ -62,6 +62,22 @@ def make_plan(
     )
 
 
+def check_clipping(plan: EmbeddingModuleShardingPlan, clip_norm: float) -> None:
+    """Clipping sums each row's gradient over all ranks where its one holder is.
+
+    Raises:
+        ConfigError: a table whose rows every rank holds is to be clipped.
+    """
+    copied = [name for name, table in plan.items() if table.sharding_type == "data_parallel"]
+    if clip_norm and copied:
+        name = table_of(copied[0])
+        raise ConfigError(
+            f"outer.clip_norm = {clip_norm:g} with table {name!r} data_parallel: every rank would "
+            "count its own part of that table's gradient in the norm. "
+            f'Set sharding.tables = ["{name}=row_wise"], or outer.clip_norm = 0'
+        )
+
+
 def describe_plan(plan: EmbeddingModuleShardingPlan, world_size: int) -> dict[str, Any]:
     """What plan.json holds: the kind of each table and its shards."""
     tables = {}

@@ -35,7 +35,7 @@ from gmeta.errors import ConfigError
 from gmeta.numerics import autocast
 from gmeta.parallel.averaging import LayerAverage
 from gmeta.parallel.exchange import WireExchange
-from gmeta.parallel.plan import describe_plan, make_plan
+from gmeta.parallel.plan import check_clipping, describe_plan, make_plan
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.shared_memory import SharedMemory
 from gmeta.parallel.stock_exchange import Exchange, TorchRecExchange
@@ -159,7 +159,7 @@ def shard_learner(
 
     Raises:
         ConfigError: the tables' optimizer is not one of this device, or a table cannot be sharded
-            as the config says.
+            as the config says, or not be clipped so.
     """
     outer = config.outer
     check_sparse_optimizer(outer.sparse_optimizer, ranks.device)
@@ -184,6 +184,7 @@ def shard_learner(
     )
     is_ours = ranks.device.type == "cpu" and not stock_kernels
     plan = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks)
+    check_clipping(plan, outer.clip_norm)
     through_memory = (
         isinstance(ranks.transport, SharedMemory)
         and config.sharding.dense_wire_dtype == "float32"

@@ -18,7 +18,7 @@ from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.errors import ConfigError
 from gmeta.outer.optimizers import build_optimizer
-from gmeta.parallel.plan import make_plan, plan_lines
+from gmeta.parallel.plan import check_clipping, make_plan, plan_lines
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta.parallel.steps import in_step
@@ -217,6 +217,20 @@ def test_a_copy_on_every_rank_is_refused_on_the_cpu() -> None:
     assert str(caught.value) == (
         "table 'item' is to be data_parallel on the CPU: TorchRec's kernel for it corrupts memory "
         "there. Choose row_wise, table_wise or column_wise, or run on CUDA"
+    )
+
+
+def test_a_copy_on_every_rank_is_not_clipped() -> None:
+    ranks = ranks_on("cuda", 2)
+    copied = make_plan(tables_of(4), ShardingConfig(default="data_parallel"), 16, ranks)
+    check_clipping(copied, 0.0)
+    check_clipping(make_plan(tables_of(4), ShardingConfig(), 16, ranks), 1.0)
+    with pytest.raises(ConfigError) as caught:
+        check_clipping(copied, 1.5)
+    assert str(caught.value) == (
+        "outer.clip_norm = 1.5 with table 'item' data_parallel: every rank would count its own "
+        "part of that table's gradient in the norm. "
+        'Set sharding.tables = ["item=row_wise"], or outer.clip_norm = 0'
     )
 
 
