@@ -81,14 +81,17 @@ class Taken(NamedTuple):
         """
         for at, matrix in zip(self.full, self.matrices, strict=False):
             mine = sides[0][at]
-            mine.of(out_NO).baddbmm_(mine.of(rows_NI), matrix.weight_TIO).add_(matrix.bias_T1O)
+            out = mine.of(out_NO)
+            _add(out, mine.of(rows_NI), matrix.weight_TIO)
+            out.add_(matrix.bias_T1O)
         spreads: Spreads = []
         for step in self.factors:
             of_step: list[Tensor] = []
             for at in self.thin:
                 mine, support = sides[0][at], sides[1][at]
-                spread = torch.bmm(mine.of(rows_NI), support.of(step.activations_SI).mT).add_(1.0)
-                mine.of(out_NO).baddbmm_(spread, support.of(step.scaled_grads_SO), alpha=-1)
+                activations = support.of(step.activations_SI)
+                spread = torch.bmm(mine.of(rows_NI), activations.mT).add_(1.0)
+                _add(mine.of(out_NO), spread, support.of(step.scaled_grads_SO), -1)
                 of_step.append(spread)
             spreads.append(of_step)
         return spreads
@@ -109,7 +112,7 @@ class Taken(NamedTuple):
             for at, spread in zip(self.thin, spreads_of_step, strict=True):
                 mine, support = sides[0][at], sides[1][at]
                 grad = mine.of(grad_NO)
-                of_spread = torch.bmm(grad, support.of(step.scaled_grads_SO).mT)
+                of_spread = _times(grad, support.of(step.scaled_grads_SO).mT)
                 if rows_grad_NI is not None:
                     activations = support.of(step.activations_SI)
                     mine.of(rows_grad_NI).baddbmm_(of_spread, activations, alpha=-1)
@@ -120,9 +123,9 @@ class Taken(NamedTuple):
         for at, matrix in zip(self.full, self.matrices, strict=False):
             grad = sides[0][at].of(grad_NO)
             if rows_grad_NI is not None:
-                sides[0][at].of(rows_grad_NI).baddbmm_(grad, matrix.weight_TIO.mT)
+                _add(sides[0][at].of(rows_grad_NI), grad, matrix.weight_TIO.mT)
             if wanted:
-                of_weight = torch.bmm(sides[0][at].of(rows_NI).mT, grad)
+                of_weight = _times(sides[0][at].of(rows_NI).mT, grad)
                 found += of_weight, grad.sum(dim=1, keepdim=True)
             else:
                 found += None, None
@@ -132,13 +135,13 @@ class Taken(NamedTuple):
         """below -= (g G^T) A of every step, in place, for gradients g of the support rows."""
         for at, matrix in zip(self.full, self.matrices, strict=False):
             mine = support[at]
-            mine.of(below_NI).baddbmm_(mine.of(grads_NO), matrix.weight_TIO.mT)
+            _add(mine.of(below_NI), mine.of(grads_NO), matrix.weight_TIO.mT)
         spreads: Spreads = []
         for step in self.factors:
             of_step: list[Tensor] = []
             for at in self.thin:
                 mine = support[at]
-                spread = torch.bmm(mine.of(grads_NO), mine.of(step.scaled_grads_SO).mT)
+                spread = _times(mine.of(grads_NO), mine.of(step.scaled_grads_SO).mT)
                 mine.of(below_NI).baddbmm_(spread, mine.of(step.activations_SI), alpha=-1)
                 of_step.append(spread)
             spreads.append(of_step)
@@ -160,15 +163,15 @@ class Taken(NamedTuple):
                 mine = support[at]
                 below, scaled = mine.of(below_grad_NI), mine.of(step.scaled_grads_SO)
                 of_spread = torch.bmm(below, mine.of(step.activations_SI).mT)
-                mine.of(grads_grad_NO).baddbmm_(of_spread, scaled, alpha=-1)
+                _add(mine.of(grads_grad_NO), of_spread, scaled, -1)
                 _minus(mine.of(of_step.activations_SI), spread, below)
                 _minus(mine.of(of_step.scaled_grads_SO), of_spread, mine.of(grads_NO))
             found += of_step
         for at, matrix in zip(self.full, self.matrices, strict=False):
             mine = support[at]
             below = mine.of(below_grad_NI)
-            mine.of(grads_grad_NO).baddbmm_(below, matrix.weight_TIO)
-            found += torch.bmm(below.mT, mine.of(grads_NO)), None
+            _add(mine.of(grads_grad_NO), below, matrix.weight_TIO)
+            found += _times(below.mT, mine.of(grads_NO)), None
         return found
 
     def _empty(self, step: Factors) -> Factors:
@@ -185,7 +188,6 @@ class _Less(torch.autograd.Function):
         ctx: Any, support: Rectangles, activations_SI: Tensor, scaled_SO: Tensor, *before: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.support = support
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(activations_SI, scaled_SO)
         found: list[Tensor] = []
         for number, mine in enumerate(support):
@@ -193,33 +195,54 @@ class _Less(torch.autograd.Function):
             bias_T1O = scaled.sum(dim=1, keepdim=True)
             if before:
                 weight_TIO, more_T1O = before[2 * number : 2 * number + 2]
-                found += (
-                    torch.baddbmm(weight_TIO, activations, scaled, alpha=-1),
-                    more_T1O - bias_T1O,
-                )
+                weight_TIO = torch.baddbmm(weight_TIO, activations, scaled, alpha=-1)
+                found += weight_TIO, more_T1O - bias_T1O
             else:
-                found += torch.bmm(activations, scaled).neg_(), bias_T1O.neg_()
+                found += _times(activations, scaled).neg_(), bias_T1O.neg_()
         return tuple(found)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         activations_SI, scaled_SO = ctx.saved_tensors
-        of_activations, of_scaled = torch.zeros_like(activations_SI), torch.zeros_like(scaled_SO)
+        filled = sum(mine.tasks * mine.rows for mine in ctx.support) == len(scaled_SO)
+        like = torch.empty_like if filled else torch.zeros_like
+        of_activations, of_scaled = like(activations_SI), like(scaled_SO)
         for mine, weight_TIO, bias_T1O in zip(ctx.support, grads[::2], grads[1::2], strict=True):
-            if weight_TIO is not None:
-                activations, scaled = mine.of(activations_SI), mine.of(scaled_SO)
-                mine.of(of_activations).baddbmm_(scaled, weight_TIO.mT, beta=0, alpha=-1)
-                mine.of(of_scaled).baddbmm_(activations, weight_TIO, beta=0, alpha=-1)
-            if bias_T1O is not None:
-                mine.of(of_scaled).sub_(bias_T1O)
+            activations, scaled = mine.of(activations_SI), mine.of(scaled_SO)
+            torch.neg(_times(scaled, weight_TIO.mT), out=mine.of(of_activations))
+            torch.neg(_times(activations, weight_TIO).add_(bias_T1O), out=mine.of(of_scaled))
         before = grads if any(ctx.needs_input_grad[3:]) else ()
         return (None, of_activations, of_scaled, *before)
 
 
+def _times(left_TLI: Tensor, right_TIO: Tensor) -> Tensor:
+    """left right inside each task: [T, L, O]. Of single columns MKL takes two to six times as long
+    as other ways do.
+    """
+    if left_TLI.shape[2] == 1:
+        return left_TLI * right_TIO
+    if right_TIO.shape[2] == 1:
+        return torch.bmm(right_TIO.mT, left_TLI.mT).mT
+    return torch.bmm(left_TLI, right_TIO)
+
+
+def _add(block_TLO: Tensor, left_TLI: Tensor, right_TIO: Tensor, times: int = 1) -> None:
+    """block += times left right."""
+    if left_TLI.shape[2] == 1:
+        block_TLO.addcmul_(left_TLI, right_TIO, value=times)
+    elif right_TIO.shape[2] == 1:
+        block_TLO.add_(_times(left_TLI, right_TIO), alpha=times)
+    else:
+        block_TLO.baddbmm_(left_TLI, right_TIO, alpha=times)
+
+
 def _minus(block: Tensor, left: Tensor, right: Tensor) -> None:
     """block = - left^T right."""
-    block.baddbmm_(left.mT, right, beta=0, alpha=-1)
+    if right.shape[2] == 1:
+        torch.neg(_times(left.mT, right), out=block)
+    else:
+        block.baddbmm_(left.mT, right, beta=0, alpha=-1)
 
 
 def gated_rows(rows_NO: Tensor, gate_TO: Tensor, rectangles: Rectangles) -> Tensor:
