@@ -65,10 +65,9 @@ class AdaptedMlp:
         return (*below, last)
 
     def step(self, inputs_NI: Tensor, loss: RowLoss) -> tuple[list[Tensor], list[Tensor]]:
-        """h_1, ..., h_{L-1} of the support rows, and g_0, ..., g_L of their loss."""
+        """h_0, ..., h_{L-1} of the support rows, and g_0, ..., g_L of their loss."""
         found = _Step.apply(self, loss, inputs_NI.contiguous(), *self._tensors)
-        hidden = len(self.taken) - 1
-        return list(found[:hidden]), list(found[hidden:])
+        return list(found[: len(self.taken)]), list(found[len(self.taken) :])
 
     def loss(self, inputs_NI: Tensor, rows: Rectangles, loss: RowLoss) -> Tensor:
         """The loss of rows in these rectangles: a scalar."""
@@ -193,7 +192,8 @@ class _Step(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mlp, ctx.loss, ctx.seen = mlp, loss, seen._replace(layers=())
         ctx.save_for_backward(last_NO, *seen.layers, *grads)
-        return (*hidden, *grads)
+        # The inputs, too, so that the gradient of what else sees them is at hand here.
+        return (inputs_NI.view_as(inputs_NI), *hidden, *grads)
 
     @staticmethod
     @_derivative
@@ -203,12 +203,12 @@ class _Step(torch.autograd.Function):
         seen, grads = ctx.seen._replace(layers=saved[:count]), saved[count:]
         ctx.mlp = ctx.seen = ctx.spreads = None
         needs, above = ctx.needs_input_grad, _contiguous(above)
-        hidden, above = above[: count - 1], above[count - 1 :]
+        inputs, hidden, above = above[0], above[1:count], above[count:]
         last = grads_backward(found, grads, spreads, seen.layers[1:], above)
         if last is not None:
             last = last * loss.curvature_NO(last_NO)
         inputs = outputs_backward(
-            found, seen, last, hidden, needs[2], any(needs[3 + found.mlp.num_shared :])
+            found, seen, last, hidden, needs[2], any(needs[3 + found.mlp.num_shared :]), inputs
         )
         return (None, None, inputs, *found.grads)
 

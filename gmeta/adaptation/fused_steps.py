@@ -122,12 +122,10 @@ class SteppedLoop:
         inputs_NX = self._inputs_NX(features, dense_NO)
         with torch.set_grad_enabled(second_order):
             seen_NX = inputs_NX if second_order else inputs_NX.detach()
-            hidden, (of_inputs_NX, *grads) = decision.step(seen_NX, loss)
+            seen, (of_inputs_NX, *grads) = decision.step(seen_NX, loss)
         found = torch.autograd.grad(inputs_NX, moving, of_inputs_NX, create_graph=second_order)
         rates = self._rates if self._rate is None else None
-        after = replace(
-            adapted, decision=self._decision.after(decision, [seen_NX, *hidden], grads, rates)
-        )
+        after = replace(adapted, decision=self._decision.after(decision, seen, grads, rates))
         if fixed is None:
             change_PD = found[0] if self._rate is not None else rate * found[0]
             after = replace(after, rows_PD=adapted.rows_PD - change_PD)

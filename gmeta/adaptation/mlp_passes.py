@@ -106,12 +106,15 @@ def outputs_backward(
     above: Sequence[Tensor | None],
     wants_inputs: bool,
     wants_taken: bool,
+    inputs: Tensor | None = None,
 ) -> Tensor | None:
-    """The gradient of the inputs, from those of z_L and of h_1, ..., h_{L-1}."""
+    """The gradient of the inputs, added to what is known of it, from those of z_L and of h_1, ...,
+    h_{L-1}.
+    """
     mlp, grad, before = found.mlp, last, None
     sides = seen.rows, mlp.support
     for at in reversed(range(len(mlp.weights_OI))):
-        before = above[at - 1] if at else None
+        before = above[at - 1] if at else inputs if wants_inputs else None
         if grad is not None:
             shared, gate_TO = grad, mlp.gates_TO[at]
             if gate_TO is not None:
