@@ -79,9 +79,11 @@ def times(
 def add_times(into_NO: Tensor, rows_NI: Tensor, matrix_IO: Tensor, beta: float) -> None:
     """into = beta into + rows matrix. Not differentiable."""
     first = first_piece(rows_NI, matrix_IO.shape[1])
-    if first:
-        with _in_onednn():
-            into_NO[:first].addmm_(rows_NI[:first], matrix_IO, beta=beta)
+    if not first:
+        into_NO.addmm_(rows_NI, matrix_IO, beta=beta)
+        return
+    with _in_onednn():
+        into_NO[:first].addmm_(rows_NI[:first], matrix_IO, beta=beta)
     if first < rows_NI.shape[0]:
         into_NO[first:].addmm_(rows_NI[first:], matrix_IO, beta=beta)
 
