@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from gmeta.adaptation.thin_products import add_in_task, put_in_task, times_in_task
+
 if TYPE_CHECKING:
     from gmeta.adaptation.paths import Path
 
@@ -114,7 +116,7 @@ class LowRank(Change):
         spreads = []
         for activations, scaled in self._factors:
             spread = torch.baddbmm(self._common, rows_TLI, activations.mT)
-            out_TLO.baddbmm_(spread, scaled, alpha=-1)
+            add_in_task(out_TLO, spread, scaled, -1)
             spreads.append(spread)
         return spreads
 
@@ -131,7 +133,7 @@ class LowRank(Change):
         """See Change."""
         for number, spread in enumerate(kept):
             activations, scaled = self._factors[number]
-            of_spread = _outer(grad_TLO, scaled)
+            of_spread = times_in_task(grad_TLO, scaled.mT)
             if self._wants_common:
                 self._add_common_grad(of_spread.sum(dim=(1, 2)))
             if rows_grad_TLI is not None:
@@ -144,8 +146,8 @@ class LowRank(Change):
         """below -= sum_j (g G_j^T) A_j."""
         spreads = []
         for activations, scaled in self._factors:
-            spread = _outer(grads_TSO, scaled)
-            below_TSI.baddbmm_(spread, activations, alpha=-1)
+            spread = times_in_task(grads_TSO, scaled.mT)
+            add_in_task(below_TSI, spread, activations, -1)
             spreads.append(spread)
         return spreads
 
@@ -161,7 +163,7 @@ class LowRank(Change):
         for number, spread in enumerate(kept):
             activations, scaled = self._factors[number]
             of_spread = torch.bmm(below_grad_TSI, activations.mT)
-            grads_grad_TSO.baddbmm_(of_spread, scaled, alpha=-1)
+            add_in_task(grads_grad_TSO, of_spread, scaled, -1)
             _less(steps[number].activations_TSI, spread.mT, below_grad_TSI, False)
             _less(steps[number].scaled_TSO, of_spread.mT, grads_TSO, False)
 
@@ -191,7 +193,7 @@ class FixedLowRank(Change):
             spread = torch.baddbmm(self._common, rows_TLI, self._activations.mT)
         if rows_TLI is self._activations:
             self._own_spread = spread
-        out_TLO.baddbmm_(spread, self._sums[-1], alpha=-1)
+        add_in_task(out_TLO, spread, self._sums[-1], -1)
         return spread, self._sums[-1]
 
     def subtract_backward(
@@ -206,7 +208,7 @@ class FixedLowRank(Change):
     ) -> None:
         """See Change."""
         spread, total = kept
-        of_spread = _outer(grad_TLO, total)
+        of_spread = times_in_task(grad_TLO, total.mT)
         if self._wants_common:
             self._add_common_grad(of_spread.sum(dim=(1, 2)))
         if rows_grad_TLI is not None:
@@ -256,7 +258,7 @@ class Materialised(Change):
             weight_TIO = torch.baddbmm(before.weight_TIO, activations_TSI.mT, scaled_TSO)
             bias_T1O += before.bias_T1O
         else:
-            weight_TIO = torch.bmm(activations_TSI.mT, scaled_TSO)
+            weight_TIO = times_in_task(activations_TSI.mT, scaled_TSO)
         self._totals.append(_Matrices(weight_TIO, bias_T1O))
 
     def subtract(self, out_TLO: Tensor, rows_TLI: Tensor) -> _Matrices:
@@ -265,7 +267,8 @@ class Materialised(Change):
         bias_T1O = change.bias_T1O
         if self._wants_common:
             bias_T1O = bias_T1O * self._common
-        out_TLO.baddbmm_(rows_TLI, change.weight_TIO, alpha=-1).sub_(bias_T1O)
+        add_in_task(out_TLO, rows_TLI, change.weight_TIO, -1)
+        out_TLO.sub_(bias_T1O)
         return change
 
     def subtract_backward(
@@ -289,15 +292,15 @@ class Materialised(Change):
             of_bias = of_bias * self._common
         if steps:
             if self._grad is None:
-                of_weight = torch.bmm(rows_TLI.mT, grad_TLO)
+                of_weight = times_in_task(rows_TLI.mT, grad_TLO)
                 self._grad = _Matrices(of_weight.neg_(), of_bias.neg_())
             else:
-                self._grad.weight_TIO.baddbmm_(rows_TLI.mT, grad_TLO, alpha=-1)
+                add_in_task(self._grad.weight_TIO, rows_TLI.mT, grad_TLO, -1)
                 self._grad.bias_T1O.sub_(of_bias)
 
     def turned(self, below_TSI: Tensor, grads_TSO: Tensor) -> _Matrices:
         """below -= g D^T."""
-        below_TSI.baddbmm_(grads_TSO, self._totals[-1].weight_TIO.mT, alpha=-1)
+        add_in_task(below_TSI, grads_TSO, self._totals[-1].weight_TIO.mT, -1)
         return self._totals[-1]
 
     def turned_backward(
@@ -310,16 +313,17 @@ class Materialised(Change):
     ) -> None:
         """See Change."""
         assert self._grad is not None  # the first use came before
-        grads_grad_TSO.baddbmm_(below_grad_TSI, kept.weight_TIO, alpha=-1)
-        self._grad.weight_TIO.baddbmm_(below_grad_TSI.mT, grads_TSO, alpha=-1)
+        add_in_task(grads_grad_TSO, below_grad_TSI, kept.weight_TIO, -1)
+        add_in_task(self._grad.weight_TIO, below_grad_TSI.mT, grads_TSO, -1)
 
     def undo(self, grads: StepGrads, fresh: bool) -> None:
         """See Change."""
         assert self._grad is not None
         activations, scaled = self._steps.pop()
         of_weight_TIO, of_bias_T1O = self._grad
-        grads.activations_TSI.baddbmm_(scaled, of_weight_TIO.mT, beta=0 if fresh else 1)
-        torch.baddbmm(of_bias_T1O, activations, of_weight_TIO, out=grads.scaled_TSO)
+        (put_in_task if fresh else add_in_task)(grads.activations_TSI, scaled, of_weight_TIO.mT)
+        put_in_task(grads.scaled_TSO, activations, of_weight_TIO)
+        grads.scaled_TSO.add_(of_bias_T1O)
 
 
 def new_change(path: Path, common: Tensor, wants_common: bool = False) -> Change:
@@ -334,15 +338,6 @@ def new_change(path: Path, common: Tensor, wants_common: bool = False) -> Change
     return kinds[path](common, wants_common)
 
 
-def _outer(left_TLO: Tensor, right_TSO: Tensor) -> Tensor:
-    """left right^T inside each task: [T, L, S]."""
-    if left_TLO.shape[2] == 1:
-        # The last layer's: MKL takes three times as long as for an element-wise product.
-        return left_TLO * right_TSO.mT
-    return torch.bmm(left_TLO, right_TSO.mT)
-
-
 def _less(block: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
     """block -= left right, or the first of these products to be written there."""
-    # beta 0 does not read the block, which may hold NaN before it is written.
-    block.baddbmm_(left, right, beta=0 if fresh else 1, alpha=-1)
+    (put_in_task if fresh else add_in_task)(block, left, right, -1)

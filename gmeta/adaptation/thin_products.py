@@ -3,7 +3,8 @@ none of it differentiable but `Taken.then`, with the derivatives beside it.
 
 `sides` are the rectangles of the rows, and those of the support rows that the factors are of.
 
-Shape suffixes: N rows of one side, T tasks, I input width, O output width, S support rows.
+Shape suffixes: N rows of one side, T tasks, L rows of a task, I and K input widths, O output width,
+S support rows.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Taken(NamedTuple):
         for at, matrix in zip(self.full, self.matrices, strict=False):
             mine = sides[0][at]
             out = mine.of(out_NO)
-            _add(out, mine.of(rows_NI), matrix.weight_TIO)
+            add_in_task(out, mine.of(rows_NI), matrix.weight_TIO)
             out.add_(matrix.bias_T1O)
         spreads: Spreads = []
         for step in self.factors:
@@ -91,7 +92,7 @@ class Taken(NamedTuple):
                 mine, support = sides[0][at], sides[1][at]
                 activations = support.of(step.activations_SI)
                 spread = torch.bmm(mine.of(rows_NI), activations.mT).add_(1.0)
-                _add(mine.of(out_NO), spread, support.of(step.scaled_grads_SO), -1)
+                add_in_task(mine.of(out_NO), spread, support.of(step.scaled_grads_SO), -1)
                 of_step.append(spread)
             spreads.append(of_step)
         return spreads
@@ -112,20 +113,22 @@ class Taken(NamedTuple):
             for at, spread in zip(self.thin, spreads_of_step, strict=True):
                 mine, support = sides[0][at], sides[1][at]
                 grad = mine.of(grad_NO)
-                of_spread = _times(grad, support.of(step.scaled_grads_SO).mT)
+                of_spread = times_in_task(grad, support.of(step.scaled_grads_SO).mT)
                 if rows_grad_NI is not None:
                     activations = support.of(step.activations_SI)
                     mine.of(rows_grad_NI).baddbmm_(of_spread, activations, alpha=-1)
                 if of_step is not None:
-                    _minus(support.of(of_step.activations_SI), of_spread, mine.of(rows_NI))
-                    _minus(support.of(of_step.scaled_grads_SO), spread, grad)
+                    put_in_task(
+                        support.of(of_step.activations_SI), of_spread.mT, mine.of(rows_NI), -1
+                    )
+                    put_in_task(support.of(of_step.scaled_grads_SO), spread.mT, grad, -1)
             found += (None, None) if of_step is None else of_step
         for at, matrix in zip(self.full, self.matrices, strict=False):
             grad = sides[0][at].of(grad_NO)
             if rows_grad_NI is not None:
-                _add(sides[0][at].of(rows_grad_NI), grad, matrix.weight_TIO.mT)
+                add_in_task(sides[0][at].of(rows_grad_NI), grad, matrix.weight_TIO.mT)
             if wanted:
-                of_weight = _times(sides[0][at].of(rows_NI).mT, grad)
+                of_weight = times_in_task(sides[0][at].of(rows_NI).mT, grad)
                 found += of_weight, grad.sum(dim=1, keepdim=True)
             else:
                 found += None, None
@@ -135,13 +138,13 @@ class Taken(NamedTuple):
         """below -= (g G^T) A of every step, in place, for gradients g of the support rows."""
         for at, matrix in zip(self.full, self.matrices, strict=False):
             mine = support[at]
-            _add(mine.of(below_NI), mine.of(grads_NO), matrix.weight_TIO.mT)
+            add_in_task(mine.of(below_NI), mine.of(grads_NO), matrix.weight_TIO.mT)
         spreads: Spreads = []
         for step in self.factors:
             of_step: list[Tensor] = []
             for at in self.thin:
                 mine = support[at]
-                spread = _times(mine.of(grads_NO), mine.of(step.scaled_grads_SO).mT)
+                spread = times_in_task(mine.of(grads_NO), mine.of(step.scaled_grads_SO).mT)
                 mine.of(below_NI).baddbmm_(spread, mine.of(step.activations_SI), alpha=-1)
                 of_step.append(spread)
             spreads.append(of_step)
@@ -163,15 +166,15 @@ class Taken(NamedTuple):
                 mine = support[at]
                 below, scaled = mine.of(below_grad_NI), mine.of(step.scaled_grads_SO)
                 of_spread = torch.bmm(below, mine.of(step.activations_SI).mT)
-                _add(mine.of(grads_grad_NO), of_spread, scaled, -1)
-                _minus(mine.of(of_step.activations_SI), spread, below)
-                _minus(mine.of(of_step.scaled_grads_SO), of_spread, mine.of(grads_NO))
+                add_in_task(mine.of(grads_grad_NO), of_spread, scaled, -1)
+                put_in_task(mine.of(of_step.activations_SI), spread.mT, below, -1)
+                put_in_task(mine.of(of_step.scaled_grads_SO), of_spread.mT, mine.of(grads_NO), -1)
             found += of_step
         for at, matrix in zip(self.full, self.matrices, strict=False):
             mine = support[at]
             below = mine.of(below_grad_NI)
-            _add(mine.of(grads_grad_NO), below, matrix.weight_TIO)
-            found += _times(below.mT, mine.of(grads_NO)), None
+            add_in_task(mine.of(grads_grad_NO), below, matrix.weight_TIO)
+            found += times_in_task(below.mT, mine.of(grads_NO)), None
         return found
 
     def _empty(self, step: Factors) -> Factors:
@@ -198,7 +201,7 @@ class _Less(torch.autograd.Function):
                 weight_TIO = torch.baddbmm(weight_TIO, activations, scaled, alpha=-1)
                 found += weight_TIO, more_T1O - bias_T1O
             else:
-                found += _times(activations, scaled).neg_(), bias_T1O.neg_()
+                found += times_in_task(activations, scaled).neg_(), bias_T1O.neg_()
         return tuple(found)
 
     @staticmethod
@@ -210,39 +213,39 @@ class _Less(torch.autograd.Function):
         of_activations, of_scaled = like(activations_SI), like(scaled_SO)
         for mine, weight_TIO, bias_T1O in zip(ctx.support, grads[::2], grads[1::2], strict=True):
             activations, scaled = mine.of(activations_SI), mine.of(scaled_SO)
-            torch.neg(_times(scaled, weight_TIO.mT), out=mine.of(of_activations))
-            torch.neg(_times(activations, weight_TIO).add_(bias_T1O), out=mine.of(of_scaled))
+            torch.neg(times_in_task(scaled, weight_TIO.mT), out=mine.of(of_activations))
+            torch.neg(times_in_task(activations, weight_TIO).add_(bias_T1O), out=mine.of(of_scaled))
         before = grads if any(ctx.needs_input_grad[3:]) else ()
         return (None, of_activations, of_scaled, *before)
 
 
-def _times(left_TLI: Tensor, right_TIO: Tensor) -> Tensor:
-    """left right inside each task: [T, L, O]. Of single columns MKL takes two to six times as long
-    as other ways do.
+def times_in_task(left_TLK: Tensor, right_TKO: Tensor) -> Tensor:
+    """left right inside each task: [T, L, O]. Of a single column, as the last layer has it, MKL
+    takes two to six times as long as other ways do.
     """
-    if left_TLI.shape[2] == 1:
-        return left_TLI * right_TIO
-    if right_TIO.shape[2] == 1:
-        return torch.bmm(right_TIO.mT, left_TLI.mT).mT
-    return torch.bmm(left_TLI, right_TIO)
+    if left_TLK.shape[2] == 1:
+        return left_TLK * right_TKO
+    if right_TKO.shape[2] == 1:
+        return torch.bmm(right_TKO.mT, left_TLK.mT).mT
+    return torch.bmm(left_TLK, right_TKO)
 
 
-def _add(block_TLO: Tensor, left_TLI: Tensor, right_TIO: Tensor, times: int = 1) -> None:
-    """block += times left right."""
-    if left_TLI.shape[2] == 1:
-        block_TLO.addcmul_(left_TLI, right_TIO, value=times)
-    elif right_TIO.shape[2] == 1:
-        block_TLO.add_(_times(left_TLI, right_TIO), alpha=times)
+def add_in_task(block_TLO: Tensor, left_TLK: Tensor, right_TKO: Tensor, sign: int = 1) -> None:
+    """block += sign left right."""
+    if left_TLK.shape[2] == 1:
+        block_TLO.addcmul_(left_TLK, right_TKO, value=sign)
+    elif right_TKO.shape[2] == 1:
+        block_TLO.add_(times_in_task(left_TLK, right_TKO), alpha=sign)
     else:
-        block_TLO.baddbmm_(left_TLI, right_TIO, alpha=times)
+        block_TLO.baddbmm_(left_TLK, right_TKO, alpha=sign)
 
 
-def _minus(block: Tensor, left: Tensor, right: Tensor) -> None:
-    """block = - left^T right."""
-    if right.shape[2] == 1:
-        torch.neg(_times(left.mT, right), out=block)
+def put_in_task(block_TLO: Tensor, left_TLK: Tensor, right_TKO: Tensor, sign: int = 1) -> None:
+    """block = sign left right; what it held, maybe NaN, is not read."""
+    if 1 in (left_TLK.shape[2], right_TKO.shape[2]):
+        torch.mul(times_in_task(left_TLK, right_TKO), sign, out=block_TLO)
     else:
-        block.baddbmm_(left.mT, right, beta=0, alpha=-1)
+        block_TLO.baddbmm_(left_TLK, right_TKO, beta=0, alpha=sign)
 
 
 def gated_rows(rows_NO: Tensor, gate_TO: Tensor, rectangles: Rectangles) -> Tensor:
