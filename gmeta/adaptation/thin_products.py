@@ -9,7 +9,6 @@ S support rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -56,13 +55,6 @@ class Taken(NamedTuple):
     def flat(self) -> list[Tensor]:
         """Of single tensors."""
         return [tensor for pair in (*self.factors, *self.matrices) for tensor in pair]
-
-    def with_flat(self, tensors: Sequence[Tensor]) -> Taken:
-        """With these in place of its own."""
-        pairs = list(zip(tensors[::2], tensors[1::2], strict=True))
-        factors = tuple(Factors(*pair) for pair in pairs[: len(self.factors)])
-        matrices = tuple(Matrix(*pair) for pair in pairs[len(self.factors) :])
-        return self._replace(factors=factors, matrices=matrices)
 
     def then(self, activations_SI: Tensor, scaled_SO: Tensor, support: Rectangles) -> Taken:
         """With one inner step more; differentiable."""
