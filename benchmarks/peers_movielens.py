@@ -12,6 +12,7 @@ need other packages than gmeta's live in .venv-peers, which --setup makes.
 """
 
 import argparse
+import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,6 @@ from typing import Any
 
 from _common import (
     REPOSITORY,
-    Spread,
     available_cores,
     environment,
     finish,
@@ -53,7 +53,7 @@ class Effort:
     dense_steps: int  # of peers whose step takes seconds on large tables
 
 
-Measured = dict[str, Spread]  # samples/s (support and query rows) by peer
+Measured = dict[str, list[float]]  # samples/s (support and query rows) of each round, by peer
 
 
 def main() -> int:
@@ -221,7 +221,7 @@ def measure(
     # Again, at full size: the check above was on small tables.
     for name, found in losses.items():
         require_equal_losses(name, found, losses[REFERENCE])
-    return {name: spread_of([rows_per_step / seconds for seconds in times[name]]) for name in peers}
+    return {name: [rows_per_step / seconds for seconds in times[name]] for name in peers}
 
 
 def build(peer: RemotePeer, spec: dict[str, Any]) -> list[float]:
@@ -254,32 +254,40 @@ def summary(measured: Mapping[str, Mapping[str, Measured]]) -> dict[str, Any]:
         "speedup_vs_best_peer": worst.get("vs_best_peer"),
         "best_peer": worst.get("best_peer"),
         "speedups": speedups,
-        "samples_per_s": nested(measured, lambda spread: round(spread.median)),
-        "samples_per_s_range": nested(
-            measured, lambda spread: [round(spread.lowest), round(spread.highest)]
-        ),
+        "samples_per_s": nested(measured, lambda of: round(statistics.median(of))),
+        "samples_per_s_range": nested(measured, lambda of: [round(min(of)), round(max(of))]),
     }
 
 
 def speedups_of(found: Measured) -> dict[str, Any]:
-    """Ours against learn2learn and against the fastest other, by medians."""
-    medians = {name: spread.median for name, spread in found.items()}
-    ours = medians.pop(OURS, None)
-    best = max(medians, key=lambda name: medians[name], default=None)
+    """Ours against learn2learn and against that other which comes nearest."""
+    against = {
+        name: speedup(found[OURS], theirs)
+        for name, theirs in found.items()
+        if OURS in found and name != OURS
+    }
+    best = min(against, key=lambda name: against[name], default=None)
     return {
-        "vs_learn2learn": round(ours / medians["learn2learn"], 3)
-        if ours and "learn2learn" in medians
-        else None,
-        "vs_best_peer": round(ours / medians[best], 3) if ours and best else None,
+        "vs_learn2learn": round(against["learn2learn"], 3) if "learn2learn" in against else None,
+        "vs_best_peer": None if best is None else round(against[best], 3),
         "best_peer": best,
     }
 
 
+def speedup(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median over the rounds, so that both sides of a ratio are of the same minute; against a
+    peer that is timed by itself the ratio of the medians.
+    """
+    if len(ours) == len(theirs):
+        return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    return statistics.median(ours) / statistics.median(theirs)
+
+
 def nested(measured: Mapping[str, Mapping[str, Measured]], figure: Any) -> dict[str, Any]:
-    """workload -> threads -> peer -> figure of its spread."""
+    """workload -> threads -> peer -> figure of its rounds."""
     return {
         workload: {
-            threads: {name: figure(spread) for name, spread in found.items()}
+            threads: {name: figure(rounds) for name, rounds in found.items()}
             for threads, found in by_threads.items()
         }
         for workload, by_threads in measured.items()
@@ -289,8 +297,9 @@ def nested(measured: Mapping[str, Mapping[str, Measured]], figure: Any) -> dict[
 def print_measured(workload: str, threads: int, found: Measured) -> None:
     """A table of the peers, the fastest first."""
     rows: list[Sequence[str]] = []
-    for name, spread in sorted(found.items(), key=lambda item: -item[1].median):
-        ratio = f"{found[OURS].median / spread.median:.2f}" if OURS in found else "-"
+    spreads = {name: spread_of(rounds) for name, rounds in found.items()}
+    for name, spread in sorted(spreads.items(), key=lambda item: -item[1].median):
+        ratio = f"{speedup(found[OURS], found[name]):.2f}" if OURS in found else "-"
         rows.append(
             [name, f"{spread.median:,.0f}", f"{spread.lowest:,.0f}-{spread.highest:,.0f}", ratio]
         )

@@ -13,9 +13,11 @@ by work on either: `fastest` adds up the fastest run of each step, on one rank a
 speed-up and the ceiling (`apart`). `CPU` compares the processor's own seconds, of one rank and of
 the busier of two: the speed-up that is left if no rank waits for another or for its core.
 
-The headline is the slower of both models at 256 tasks a step: each of two ranks then has the 128
-that one rank alone is timed with elsewhere, and production steps are larger still. At 128 tasks a
-step, which leaves a rank 64, the calls that a step makes whatever it holds weigh twice as much.
+The headline is the slowest model at 256 tasks a step: each of two ranks then has the 128 that one
+rank alone is timed with elsewhere, and production steps are larger still. At 128 tasks a step,
+which leaves a rank 64, the calls that a step makes whatever it holds weigh twice as much. They
+weigh less where a row takes more arithmetic: `wide` has layers 832-512-256-1 in place of
+832-256-128-1.
 
 All that is strong scaling, of equal steps. `weak` keeps the work of a rank instead, as G-Meta's
 experiments do (arXiv 2401.04338): samples/s of two ranks against those of one rank with half of
@@ -81,16 +83,23 @@ LARGE_TABLES = (100_000,) * 26
 # examples/demo.toml on the synthetic recipe, without its one multi-id feature.
 DEMO = Workload("demo", 128, DEMO_TABLES, 4, 16, (128, 64), (64,), "maml", True, (20, 10))
 LARGE = Workload("26x32", 128, LARGE_TABLES, 0, 32, (256, 128), (), "fomaml", False, (10, 10))
+LARGE_MAML = replace(LARGE, name="26x32 maml", algorithm="maml")
+# The larger of the two MLPs of maml_step.py.
+WIDE = replace(LARGE, name="26x32 wide", hidden=(512, 256))
+WIDE_MAML = replace(WIDE, name="26x32 wide maml", algorithm="maml")
 WORKLOADS = (
     DEMO,
     LARGE,
     replace(DEMO, tasks=256),
     replace(LARGE, tasks=256),
-    replace(LARGE, name="26x32 maml", algorithm="maml", tasks=256),
+    replace(WIDE_MAML, tasks=256),
+    WIDE_MAML,
+    replace(LARGE_MAML, tasks=256),
+    replace(WIDE, tasks=256),
     replace(DEMO, tasks=512),
     replace(LARGE, tasks=512),
 )
-QUICK_WORKLOADS = 4
+QUICK_WORKLOADS = 5
 
 
 class Rank:
@@ -303,7 +312,7 @@ def compared(processes: list[Turns], variant: str) -> dict[str, Any]:
 
 def main() -> None:
     options = make_parser(__doc__).parse_args()
-    rounds = options.rounds or (4 if options.quick else 21)
+    rounds = options.rounds or (3 if options.quick else 21)
     if len(available_cores()) < 2:
         raise SystemExit("scaling needs 2 cores, this process has 1: nothing to compare")
     works = WORKLOADS[:QUICK_WORKLOADS] if options.quick else WORKLOADS
@@ -336,16 +345,18 @@ def main() -> None:
     ]
     print_table([*header, "CPU", "weak", "loss diff."], lines)
 
-    def slowest(tasks: int, variant: str, what: str = "speedup") -> float:
-        """The least figure of all models at a size."""
+    def slowest(tasks: int, variant: str, what: str = "speedup", models: str = "") -> float:
+        """The least figure at a size, of all models or of those of this name."""
         ending = f"{tasks} tasks, {variant}"
-        return min(of[what] for name, of in found.items() if name.endswith(ending))
+        of_size = {name: of for name, of in found.items() if name.endswith(ending)}
+        return min(of[what] for name, of in of_size.items() if name.startswith(models))
 
     finish(
         "scaling",
         {
             "speedup_2_ranks": slowest(256, SHARED),
             "speedup_2_ranks_tcp": slowest(256, TCP),
+            "speedup_2_ranks_wide": slowest(256, SHARED, models=WIDE.name),
             "speedup_2_ranks_at_128": slowest(128, SHARED),
             "speedup_2_ranks_at_128_tcp": slowest(128, TCP),
             "speedup_fastest": slowest(256, SHARED, "speedup_fastest"),

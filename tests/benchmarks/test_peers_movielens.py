@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from _common import Spread
 from peers.remote import PeerFailedError, RemotePeer
-from peers_movielens import speedups_of, summary
+from peers_movielens import speedup, speedups_of, summary
 
 from tests.waiting import PATIENCE_S
 
@@ -22,8 +21,8 @@ def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def steady(samples_per_s: float) -> Spread:
-    return Spread(samples_per_s, samples_per_s, samples_per_s, 1)
+def steady(samples_per_s: float) -> list[float]:
+    return [samples_per_s] * 3
 
 
 def test_help_teaches_the_setup() -> None:
@@ -109,6 +108,13 @@ def test_a_peer_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
 def test_a_speedup_is_against_the_fastest_other() -> None:
     found = {"gmeta": steady(30), "loop": steady(10), "learn2learn": steady(5), "jax": steady(20)}
     assert speedups_of(found) == {"vs_learn2learn": 6.0, "vs_best_peer": 1.5, "best_peer": "jax"}
+
+
+def test_a_speedup_is_that_of_a_round_as_a_slow_minute_falls_on_both() -> None:
+    ours, theirs = [10.0, 30.0, 90.0], [10.0, 20.0, 30.0]
+    assert speedup(ours, theirs) == 1.5
+    alone = [10.0, 20.0]  # in rounds of its own
+    assert speedup(ours, alone) == 2
 
 
 def test_the_reported_speedups_are_the_worst_of_all_workloads_and_threads() -> None:
