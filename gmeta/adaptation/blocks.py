@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gmeta.adaptation.bags import Bags
+from gmeta.adaptation.losses import HALVES, RowLoss
 from models.inputs import History, RowFeatures
 
 if TYPE_CHECKING:
@@ -98,6 +99,15 @@ class BlockRows:
         """See RowLayout.mean_weights_N; 0 for a row that pads."""
         count_N = self.count_N + prior if prior else self.count_N
         return count_N.reciprocal().to(dtype)
+
+    def row_loss(
+        self, kind: str, dtype: torch.dtype, prior: float = 0.0, rate: float | None = None
+    ) -> RowLoss:
+        """The sum over the tasks of the (shrunken) mean loss of their rows, times a rate if there
+        is one; `dtype` is that of the outputs.
+        """
+        weight_N = self.mean_weights_N(torch.float32 if dtype in HALVES else dtype, prior)
+        return RowLoss(kind, self.label_N, weight_N if rate is None else weight_N.mul_(rate))
 
     def cut(self, num_support: int) -> tuple[BlockRows, BlockRows]:
         """Support and query rows, of the same tasks, that stand one after the other."""

@@ -22,7 +22,6 @@ from gmeta.adaptation.fixed_state import (
     Pass,
     plus,
 )
-from gmeta.adaptation.losses import HALVES, row_curvatures_N, row_losses_N, row_slopes_N
 from models.products import add_times, times
 
 _threshold_backward = torch.ops.aten.threshold_backward.grad_input
@@ -72,15 +71,14 @@ class Passes:
             )
         self.sides = sides
         self.input_views = loop.support.views(sides[0]), loop.query.views(sides[1])
-        # Of each row in the sum over the tasks.
-        dtype = torch.float32 if inputs.dtype in HALVES else inputs.dtype
-        self.weight_N = loop.support.mean_weights_N(dtype, loop.support_prior)
+        # The inner gradients, which are linear in a shared rate, carry it from the start.
+        self.support_loss = loop.support.row_loss(
+            loop.loss, inputs.dtype, loop.support_prior, shared_rate
+        )
         if shared_rate is not None:
-            # The inner gradients, which are linear in it, then carry the rate from the start.
-            self.weight_N.mul_(shared_rate)
             for layer in self.layers:
                 layer.rate = None
-        self.weight_M = loop.query.mean_weights_N(dtype)
+        self.query_loss = loop.query.row_loss(loop.loss, inputs.dtype)
         self.steps: list[tuple[Pass, Grads]] = []
         # Of backward: by adapting layer, those of each step; none in first order.
         self.step_grads: dict[int, list[LayerStep]] = {}
@@ -94,8 +92,7 @@ class Passes:
             if loop.support_NX is None:
                 self.steps.append((seen, grads))
         self.query = self._outputs(QUERY, loop.query, loop.steps)
-        losses_M = row_losses_N(loop.loss, self.query.scores_N, loop.query.label_N)
-        return torch.dot(losses_M, self.weight_M)
+        return self.query_loss.sum(self.query.seen[-1])
 
     def _outputs(self, side: int, rows: BlockRows, taken: int) -> Pass:
         """A pass over a side, after so many steps."""
@@ -120,16 +117,12 @@ class Passes:
                 cuts = bool(self.layers[at + 1].changes)
                 found.views.append(rows.views(out_NO) if cuts else [])
             found.seen.append(out_NO)
-        scores_N = found.seen[-1].squeeze(1)
-        found.scores_N = scores_N.float() if scores_N.dtype in HALVES else scores_N
         return found
 
     def _step(self, seen: Pass, taken: int) -> Grads:
         """The gradients at the layers' outputs, which become one step more of the changes."""
-        loop, rows = self.loop, self.loop.support
-        slope_N = row_slopes_N(loop.loss, seen.scores_N, rows.label_N)
-        grad = (slope_N * self.weight_N).to(seen.seen[-1].dtype).unsqueeze(1)
-        found = Grads()
+        rows, found = self.loop.support, Grads()
+        grad = self.support_loss.slope_NO(seen.seen[-1])
         for at in reversed(range(self.lowest, len(self.layers))):
             layer = self.layers[at]
             found.by_layer[at] = grad
@@ -157,8 +150,7 @@ class Passes:
         self.inputs_grad = torch.empty_like(self.inputs)
         num_support = len(self.sides[SUPPORT]) if second_order else 0
         self.of_sides = self.inputs_grad[:num_support], self.inputs_grad[num_support:]
-        slope_M = row_slopes_N(loop.loss, self.query.scores_N, loop.query.label_N)
-        last = (slope_M * self.weight_M * grad).to(self.inputs.dtype).unsqueeze(1)
+        last = self.query_loss.slope_NO(self.query.seen[-1], grad)
         if second_order:
             self.step_grads = self._step_grads()
         first_grads = [self._outputs_backward(self.query, last, {})]
@@ -272,9 +264,7 @@ class Passes:
                 own = layer.through_rate(steps[at].scaled, grad)
                 carried = own if carried is None else carried.add_(own)
         assert carried is not None
-        curvature_N = row_curvatures_N(self.loop.loss, seen.scores_N, rows.label_N)
-        by_loss = (curvature_N * self.weight_N).to(carried.dtype).unsqueeze(1)
-        return carried * by_loss
+        return carried * self.support_loss.curvature_NO(seen.seen[-1])
 
     def _first_backward(self, grads: list[Tensor]) -> None:
         """Of h_0 W_1 + b_1, from its gradients on the sides that have some."""

@@ -111,7 +111,6 @@ class Pass:
     views: list[Views]  # of h_0, ..., h_{L-1}
     bases: list[Tensor | None] = field(default_factory=list)  # what a gate multiplied
     kept: list[list[Any]] = field(default_factory=list)  # by rectangle; nothing before a step
-    scores_N: Tensor = field(init=False)  # the outputs as the loss takes them
 
 
 @dataclass

@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gmeta.adaptation.losses import HALVES, row_curvatures_N, row_losses_N, row_slopes_N
 from gmeta.adaptation.mlp_passes import (
     Found,
     grads_backward,
@@ -30,6 +29,7 @@ from gmeta.adaptation.mlp_passes import (
 )
 
 if TYPE_CHECKING:
+    from gmeta.adaptation.losses import RowLoss
     from gmeta.adaptation.thin_products import Rectangles, Taken
 
 
@@ -85,29 +85,6 @@ class AdaptedMlp:
     def num_shared(self) -> int:
         """How many of them are not what inner steps took."""
         return 2 * len(self.taken) + sum(gate is not None for gate in self.gates_TO)
-
-
-class RowLoss(NamedTuple):
-    """A weighted sum of the losses of rows."""
-
-    kind: str
-    label_N: Tensor
-    weight_N: Tensor  # in float32 at least
-
-    def sum(self, output_NO: Tensor) -> Tensor:
-        """Of these outputs: a scalar."""
-        return torch.dot(row_losses_N(self.kind, _scores_N(output_NO), self.label_N), self.weight_N)
-
-    def slope_NO(self, output_NO: Tensor, times: Tensor | None = None) -> Tensor:
-        """The gradient at the outputs, for a gradient of so much at the sum."""
-        weight_N = self.weight_N if times is None else self.weight_N * times
-        slope_N = row_slopes_N(self.kind, _scores_N(output_NO), self.label_N)
-        return (slope_N * weight_N).to(output_NO.dtype).unsqueeze(1)
-
-    def curvature_NO(self, output_NO: Tensor) -> Tensor:
-        """Its derivative."""
-        curvature_N = row_curvatures_N(self.kind, _scores_N(output_NO), self.label_N)
-        return (curvature_N * self.weight_N).to(output_NO.dtype).unsqueeze(1)
 
 
 def _below_autograd(run: Callable[..., Any]) -> Any:
@@ -242,12 +219,6 @@ class _Loss(torch.autograd.Function):
             found, seen, last, above, needs[3], any(needs[4 + found.mlp.num_shared :])
         )
         return (None, None, None, inputs, *found.grads)
-
-
-def _scores_N(output_NO: Tensor) -> Tensor:
-    """The outputs as a loss takes them."""
-    scores_N = output_NO.squeeze(1)
-    return scores_N.float() if scores_N.dtype in HALVES else scores_N
 
 
 def _contiguous(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gmeta.adaptation.costs import PathCosts
-from gmeta.adaptation.fused_mlp import AdaptedMlp, RowLoss
-from gmeta.adaptation.losses import HALVES
+from gmeta.adaptation.fused_mlp import AdaptedMlp
 from gmeta.adaptation.paths import cheaper_path, paths_of_layers
 from gmeta.adaptation.rates import FixedRates
 from gmeta.adaptation.thin_products import Taken
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from gmeta.adaptation.blocks import BlockRows, BlockSide, TaskBlocks
     from gmeta.adaptation.config import AlgorithmConfig, InnerPath
     from gmeta.adaptation.inner_loop import WorkingRows
+    from gmeta.adaptation.losses import RowLoss
     from gmeta.adaptation.rates import InnerRates
     from models.decision import DecisionModel
     from models.inputs import RowFeatures
@@ -81,7 +81,7 @@ class SteppedLoop:
             self._decision.mlp(dtype, gates, support.rows, costs),
             None if self._dense is None else self._dense.mlp(dtype, (), support.rows, costs),
         )
-        loss = self._row_loss(support.rows, dtype, self._config.support_prior, self._rate)
+        loss = support.rows.row_loss(self._loss, dtype, self._config.support_prior, self._rate)
         fixed: RowFeatures | None = None
         if not self._config.adapt_embeddings:
             fixed = support.features(rows.values_PD if second_order else rows.values_PD.detach())
@@ -92,7 +92,7 @@ class SteppedLoop:
             dense_NK = in_autocast(features.dense_NK)
             *_, dense_NO = adapted.dense.outputs(dense_NK, query.rows.rectangles)
         inputs_NX = self._inputs_NX(features, dense_NO)
-        loss = self._row_loss(query.rows, dtype)
+        loss = query.rows.row_loss(self._loss, dtype)
         return adapted.decision.loss(inputs_NX, query.rows.rectangles, loss)
 
     def _step(
@@ -144,15 +144,6 @@ class SteppedLoop:
         else:
             features = features._replace(dense_NK=dense_NO.relu())
         return in_autocast(self._model.decision_inputs_NX(features)).contiguous()
-
-    def _row_loss(
-        self, side: BlockRows, dtype: torch.dtype, prior: float = 0.0, rate: float | None = None
-    ) -> RowLoss:
-        """The sum over the tasks of the (shrunken) mean loss of their rows, times a rate if all
-        share one.
-        """
-        weight_N = side.mean_weights_N(torch.float32 if dtype in HALVES else dtype, prior)
-        return RowLoss(self._loss, side.label_N, weight_N if rate is None else weight_N.mul_(rate))
 
 
 @dataclass(frozen=True)

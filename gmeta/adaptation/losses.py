@@ -1,7 +1,9 @@
 """The losses of single rows, and their first two derivatives by the model's output.
 
-Shape suffixes: N rows.
+Shape suffixes: N rows, O outputs of a layer.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,3 +58,32 @@ def row_curvatures_N(kind: str, output_N: Tensor, label_N: Tensor) -> Tensor:
     if kind == "huber":
         return ((output_N - label_N).abs() < 1.0).to(output_N.dtype)
     return torch.full_like(output_N, 2.0)
+
+
+class RowLoss(NamedTuple):
+    """A weighted sum of the losses of rows, of the one output [N, 1] of a last layer."""
+
+    kind: str
+    label_N: Tensor
+    weight_N: Tensor  # in float32 at least
+
+    def sum(self, output_NO: Tensor) -> Tensor:
+        """Of these outputs: a scalar."""
+        return torch.dot(row_losses_N(self.kind, _scores_N(output_NO), self.label_N), self.weight_N)
+
+    def slope_NO(self, output_NO: Tensor, times: Tensor | None = None) -> Tensor:
+        """The gradient at the outputs, for a gradient of so much at the sum."""
+        weight_N = self.weight_N if times is None else self.weight_N * times
+        slope_N = row_slopes_N(self.kind, _scores_N(output_NO), self.label_N)
+        return (slope_N * weight_N).to(output_NO.dtype).unsqueeze(1)
+
+    def curvature_NO(self, output_NO: Tensor) -> Tensor:
+        """Its derivative."""
+        curvature_N = row_curvatures_N(self.kind, _scores_N(output_NO), self.label_N)
+        return (curvature_N * self.weight_N).to(output_NO.dtype).unsqueeze(1)
+
+
+def _scores_N(output_NO: Tensor) -> Tensor:
+    """The outputs as a loss takes them."""
+    scores_N = output_NO.squeeze(1)
+    return scores_N.float() if scores_N.dtype in HALVES else scores_N
