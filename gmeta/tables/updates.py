@@ -72,9 +72,14 @@ class _Rows:
         return values_UD
 
     def copy(self, row_U: Tensor, values_UD: Tensor) -> None:
-        """Copy these rows there: a fifth faster than index_select."""
-        # Only so numpy fills `out` without a buffer; no row is beyond the tables.
-        self._whole_R.take(row_U.numpy(), out=_whole_rows(values_UD), mode="clip")
+        """Copy these rows there: on one thread a tenth to a fifth faster than index_select, which
+        takes half of the time on two.
+        """
+        if torch.get_num_threads() > 1:
+            torch.index_select(self.values_RD, 0, row_U, out=values_UD)
+        else:
+            # Only so numpy fills `out` without a buffer; no row is beyond the tables.
+            self._whole_R.take(row_U.numpy(), out=_whole_rows(values_UD), mode="clip")
 
     def write(self, row_U: Tensor, values_UD: Tensor) -> None:
         """New values of these rows: numpy moves each as one piece of bytes, in three eighths of the

@@ -114,6 +114,23 @@ def test_rows_take_one_step_with_the_sum_of_their_gradients(
         assert torch.equal(part.grad_ND(), grad_ND)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_are_looked_up_as_they_are_on_any_number_of_threads(threads: int) -> None:
+    stored = some_group(EmbOptimType.EXACT_ADAGRAD)
+    row_N = torch.tensor([88, 3, 3, 0, 89])
+    # In a part of a message that holds others' rows, too.
+    message_MD = torch.zeros(7, WIDTH, dtype=torch.float64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        FastGroup(stored).look_up(row_N, message_MD[1:6])
+    finally:
+        torch.set_num_threads(before)
+    weights = stored.weights_host.detach().view(NUM_ROWS, WIDTH)
+    assert torch.equal(message_MD[1:6], weights[row_N])
+    assert message_MD[[0, 6]].count_nonzero() == 0
+
+
 @pytest.mark.parametrize("repeated", [0, 2, 20])
 def test_rows_of_one_rank_may_stand_twice(repeated: int) -> None:
     stored = some_group(EmbOptimType.EXACT_ADAGRAD)
