@@ -27,8 +27,7 @@ def row_losses_N(kind: str, output_N: Tensor, label_N: Tensor) -> Tensor:
     then |e| - 1/2. Its minimiser lies between the mean and the median, so it serves a mean absolute
     error better.
     """
-    if output_N.dtype in HALVES:
-        output_N = output_N.float()  # under autocast: a loss of 8 bits moves in steps of 0.4 %
+    output_N = _in_float32(output_N)
     label_N = label_N.to(output_N.dtype)
     if kind == "bce":
         return F.binary_cross_entropy_with_logits(output_N, label_N, reduction="none")
@@ -69,21 +68,20 @@ class RowLoss(NamedTuple):
 
     def sum(self, output_NO: Tensor) -> Tensor:
         """Of these outputs: a scalar."""
-        return torch.dot(row_losses_N(self.kind, _scores_N(output_NO), self.label_N), self.weight_N)
+        return torch.dot(row_losses_N(self.kind, output_NO.squeeze(1), self.label_N), self.weight_N)
 
     def slope_NO(self, output_NO: Tensor, times: Tensor | None = None) -> Tensor:
         """The gradient at the outputs, for a gradient of so much at the sum."""
         weight_N = self.weight_N if times is None else self.weight_N * times
-        slope_N = row_slopes_N(self.kind, _scores_N(output_NO), self.label_N)
+        slope_N = row_slopes_N(self.kind, _in_float32(output_NO.squeeze(1)), self.label_N)
         return (slope_N * weight_N).to(output_NO.dtype).unsqueeze(1)
 
     def curvature_NO(self, output_NO: Tensor) -> Tensor:
         """Its derivative."""
-        curvature_N = row_curvatures_N(self.kind, _scores_N(output_NO), self.label_N)
+        curvature_N = row_curvatures_N(self.kind, _in_float32(output_NO.squeeze(1)), self.label_N)
         return (curvature_N * self.weight_N).to(output_NO.dtype).unsqueeze(1)
 
 
-def _scores_N(output_NO: Tensor) -> Tensor:
-    """The outputs as a loss takes them."""
-    scores_N = output_NO.squeeze(1)
-    return scores_N.float() if scores_N.dtype in HALVES else scores_N
+def _in_float32(output_N: Tensor) -> Tensor:
+    """At least: under autocast a loss of 8 bits would move in steps of 0.4 %."""
+    return output_N.float() if output_N.dtype in HALVES else output_N

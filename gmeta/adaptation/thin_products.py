@@ -108,7 +108,7 @@ class Taken(NamedTuple):
                 of_spread = times_in_task(grad, support.of(step.scaled_grads_SO).mT)
                 if rows_grad_NI is not None:
                     activations = support.of(step.activations_SI)
-                    mine.of(rows_grad_NI).baddbmm_(of_spread, activations, alpha=-1)
+                    add_in_task(mine.of(rows_grad_NI), of_spread, activations, -1)
                 if of_step is not None:
                     put_in_task(
                         support.of(of_step.activations_SI), of_spread.mT, mine.of(rows_NI), -1
@@ -137,7 +137,7 @@ class Taken(NamedTuple):
             for at in self.thin:
                 mine = support[at]
                 spread = times_in_task(mine.of(grads_NO), mine.of(step.scaled_grads_SO).mT)
-                mine.of(below_NI).baddbmm_(spread, mine.of(step.activations_SI), alpha=-1)
+                add_in_task(mine.of(below_NI), spread, mine.of(step.activations_SI), -1)
                 of_step.append(spread)
             spreads.append(of_step)
         return spreads
