@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VARIANT ?= $(shell $(PYTHON) -c 'import ctypes; ctypes.CDLL("libnvidia-ml.so.1")' 2>/dev/null && echo cuda || echo cpu)
 
 .PHONY: setup format check test bench demo clean protos protos-lint mutants antdt-faults deploy-check deploy-tools deploy-pin \
-	deploy-cluster
+	deploy-cluster config-page
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml deploy/requirements/$(VARIANT).txt
@@ -15,12 +15,12 @@ $(VENV)/.installed: pyproject.toml deploy/requirements/$(VARIANT).txt
 	touch $@
 
 format: setup
-	$(BIN)/ruff format gmeta metaio models tests benchmarks examples
-	$(BIN)/ruff check --fix gmeta metaio models tests benchmarks examples
+	$(BIN)/ruff format gmeta protos/gmeta_keys metaio models tests benchmarks examples
+	$(BIN)/ruff check --fix gmeta protos/gmeta_keys metaio models tests benchmarks examples
 
 check: setup
-	$(BIN)/ruff format --check gmeta metaio models tests benchmarks examples
-	$(BIN)/ruff check gmeta metaio models tests benchmarks examples
+	$(BIN)/ruff format --check gmeta protos/gmeta_keys metaio models tests benchmarks examples
+	$(BIN)/ruff check gmeta protos/gmeta_keys metaio models tests benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -30,7 +30,7 @@ test: setup
 bench: setup
 	@for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script --quick || exit 1; done
 
-# The commands of the README, on data that the first of them makes.
+# Data, training with MAML and without, evaluation: what the README shows.
 demo: setup
 	rm -rf runs/demo
 	$(BIN)/gmeta prepare --recipe synthetic --tasks 16000 runs/demo/data
@@ -39,7 +39,11 @@ demo: setup
 	$(BIN)/gmeta evaluate runs/demo/maml --against runs/demo/plain
 
 protos: setup
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. protos/antdt/v1/shard_service.proto
+	$(BIN)/python -m grpc_tools.protoc -Igmeta_protos=protos --python_out=protos --grpc_python_out=protos gmeta_protos/antdt/v1/shard_service.proto
+
+# The reference of all config keys, of the code; a test compares them.
+config-page: setup
+	$(BIN)/python -m tests.config_page > docs/config.md
 
 protos-lint:
 	cd protos && npx --yes @bufbuild/buf@1.75.0 lint && npx --yes @bufbuild/buf@1.75.0 format --diff --exit-code

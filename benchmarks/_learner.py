@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from gmeta.learner import MetaLearner
-from metaio.batch import TaskBatch
-from models.products import go_in_pieces
+from metaio.read.batch import TaskBatch
 
 Step = Callable[[], Tensor]
 
@@ -25,7 +24,6 @@ def learner_step(learner: MetaLearner, batches: Sequence[TaskBatch], width: int)
 
     def step() -> Tensor:
         episodes, rows_UD = next(upcoming)
-        go_in_pieces()
         rows_UD.grad = None
         learner.zero_grad()
         loss: Tensor = learner(rows_UD, episodes, 1 / episodes.num_terms)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from metaio.batch import TaskBatch
-from metaio.features import Features, FeatureSpec, TableSpec
+from metaio.format.features import Features, FeatureSpec, TableSpec
+from metaio.read.batch import TaskBatch
 
 # A prime: it spreads the frequent ids over the whole table.
 SPREAD = 1_000_003

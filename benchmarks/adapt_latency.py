@@ -24,8 +24,8 @@ from gmeta.build import build_learner
 from gmeta.export import write_model
 from gmeta.serving.folder import Columns, ExportedConfig, TableFormat, vocabulary_file
 from gmeta.serving.model import ServedModel
-from metaio.schema import Schema, features_of, parse_schema
-from models import ModelConfig
+from gmeta_models import ModelConfig
+from metaio.prepare.schema import Schema, features_of, parse_schema
 
 INTEGERS, TEXTS, VOCABULARIES, DENSE = 16, 8, 2, 13
 VOCABULARY_VALUES, WIDTH = 1_000, 32

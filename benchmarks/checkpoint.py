@@ -32,7 +32,7 @@ from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import start_ranks
 from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta.runs.progress import Progress
-from models import ModelConfig
+from gmeta_models import ModelConfig
 
 NUM_FEATURES, WIDTH, TASKS, ROWS = 10, 32, 64, 10
 

@@ -39,8 +39,8 @@ from torch.func import functional_call, grad, vmap
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.learner import MetaLearner
-from metaio.batch import TaskBatch
-from models import InputSizes, ModelConfig, build_model
+from gmeta_models import InputSizes, ModelConfig, build_model
+from metaio.read.batch import TaskBatch
 
 NUM_FEATURES, WIDTH, TASKS, INNER_LR = 26, 32, 128, 0.05
 CALLS = 2  # of a variant in a round

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from metaio.schema import Schema, parse_schema
+from metaio.prepare.schema import Schema, parse_schema
 
 IDS = tuple(f"id{i}" for i in range(26))
 LISTS = ("tags", "history")

@@ -41,11 +41,11 @@ from metaio_peers import PEERS, Batch, available_peers, has_mosaic, mosaic, row_
 from peers.setup import set_up_data
 
 import metaio
-import metaio.layout
-from metaio.job import PrepareOptions
-from metaio.order import BlockEpisodes
-from metaio.pipeline import BatchPipeline, Plan
-from metaio.prepare import prepare
+import metaio.format.layout
+from metaio.prepare.job import PrepareOptions
+from metaio.prepare.local import prepare
+from metaio.read.order import BlockEpisodes
+from metaio.read.pipeline import BatchPipeline, Plan
 
 DECODES = ("bare decode, read()", "bare decode, mmap")
 OURS, MOSAIC = "gmeta, a block a batch", "Mosaic, a block a sample"
@@ -61,7 +61,7 @@ def bare_decode(dataset: metaio.Dataset, mapped: bool) -> int:
     for shard in range(len(split.shards)):
         files = [
             pq.ParquetFile(root / stream.path("train", shard), memory_map=mapped)
-            for stream in metaio.layout.streams(dataset.features)
+            for stream in metaio.format.layout.streams(dataset.features)
         ]
         for group in range(files[0].num_row_groups):
             for file in files:

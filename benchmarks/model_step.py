@@ -25,9 +25,9 @@ from _synthetic import random_batch
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
-from metaio.batch import TaskBatch
-from metaio.features import Features, FeatureSpec, TableSpec
-from models import ModelConfig
+from gmeta_models import ModelConfig
+from metaio.format.features import Features, FeatureSpec, TableSpec
+from metaio.read.batch import TaskBatch
 
 NUM_SINGLE, WIDTH, TABLE_ROWS, LONGEST_HISTORY = 8, 32, 4_000, 30
 MOST_SUPPORT, QUERY_ROWS = 90, 10

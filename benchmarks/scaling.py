@@ -41,7 +41,7 @@ import torch.multiprocessing as mp
 from _common import available_cores, environment, finish, make_parser, print_table
 from _synthetic import even_sizes, random_batch, single_id_features
 
-from gmeta.adaptation.algorithm import TableSizes
+from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.config import TrainConfig
 from gmeta.learner import MetaLearner
@@ -49,9 +49,10 @@ from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import barrier, start_ranks
 from gmeta.parallel.sharding import shard_learner
 from gmeta.parallel.steps import in_step
-from gmeta.parallel.transport import Gloo
+from gmeta.parallel.together import no_tasks
+from gmeta.parallel.transport.transport import Gloo
 from gmeta.tables.sharding import ShardingConfig
-from models import InputSizes, ModelConfig, build_model
+from gmeta_models import InputSizes, ModelConfig, build_model
 
 STEPS = 6  # of a turn
 # sharding.shared_memory = false, true
@@ -142,7 +143,10 @@ class Rank:
         barrier(self.ranks)
         times, cpu_start = [time.perf_counter()], time.process_time()
         steps = in_step(
-            iter(shares), self.learner.arrange, self.features, self.ranks, sharded=self.sharded
+            map(self.learner.arrange, shares),
+            self.learner.arrange(no_tasks(self.features)),
+            self.ranks,
+            sharded=self.sharded,
         )
         for episodes, totals in steps:
             loss = self.sharded(episodes, self.ranks.world_size / totals.num_terms)

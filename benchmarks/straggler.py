@@ -41,8 +41,9 @@ from socket_paths import keep_socket_paths_short
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.antdt.manifests.audit import audit_manifest
 from gmeta.antdt.manifests.manifest import parse_manifest
-from gmeta.antdt.monitor import STRAGGLERS, MonitorConfig
+from gmeta.antdt.monitor import STRAGGLERS
 from gmeta.antdt.policies.interface import ControllerConfig, Decision, Snapshot
+from gmeta.antdt.reports import MonitorConfig
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.antdt.simulation.config import JobConfig, Outcome
 from gmeta.antdt.simulation.job import run_antdt, run_static
@@ -57,9 +58,10 @@ from gmeta.parallel.ranks import start_ranks, stop_ranks
 from gmeta.parallel.sharding import shard_learner
 from gmeta.parallel.steps import in_step
 from gmeta.parallel.stopping import Stop
+from gmeta.parallel.together import no_tasks
+from gmeta_models import ModelConfig
 from metaio import open_dataset
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
-from models import ModelConfig
 
 RANKS, SLOW_RANK, SLOWDOWN = 4, 3, 4.0
 TASKS_PER_RANK = 16
@@ -145,11 +147,10 @@ def train_on_rank(rank: int, folder: str, config: TrainConfig, job: Job) -> None
     with ServiceFeed(config, dataset, ranks, None) as feed:
         if job.read_task_s and rank == SLOW_RANK:
             slow_down_reading(feed, job.read_task_s, ended)
-        agent = ServiceAgent(config, feed, sharded, learner.arrange, ranks, Stop())
+        agent = ServiceAgent(config, feed, sharded, ranks, Stop())
         for episodes, totals in in_step(
-            feed.batches(0, 0),
-            agent.arrange,
-            dataset.features,
+            agent.arranged(feed.batches(0, 0)),
+            learner.arrange(no_tasks(dataset.features)),
             ranks,
             None,
             sharded,

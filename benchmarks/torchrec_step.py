@@ -21,7 +21,7 @@ from gmeta.learner import MetaLearner
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import start_ranks
 from gmeta.parallel.sharding import shard_learner
-from models import InputSizes, ModelConfig, build_model
+from gmeta_models import InputSizes, ModelConfig, build_model
 
 NUM_FEATURES, WIDTH, ROWS_PER_TABLE, TASKS = 26, 32, 100_000, 128
 

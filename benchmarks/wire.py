@@ -27,15 +27,15 @@ from _common import environment, finish, make_parser, print_table
 from _synthetic import even_sizes, random_batch, single_id_features
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.episodes import ids_of_query_rows
 from gmeta.config import TrainConfig
 from gmeta.learner import MetaLearner
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import start_ranks
 from gmeta.parallel.sharding import shard_learner
 from gmeta.parallel.steps import in_step
+from gmeta.parallel.together import no_tasks
 from gmeta.tables.sharding import ShardingConfig
-from models import InputSizes, ModelConfig, build_model
+from gmeta_models import InputSizes, ModelConfig, build_model
 
 WIDTH, TASKS, ROWS = 32, 128, 10
 # Tables of a click log: from the hour of the day to the item.
@@ -169,7 +169,8 @@ def count_on_rank(rank: int, world_size: int, folder: str, wire_dtype: str, algo
 
     def train() -> None:
         """The steps, as `gmeta train` runs them."""
-        steps = in_step(iter(batches), learner.arrange, features, ranks, sharded=sharded)
+        arranged, idle = map(learner.arrange, batches), learner.arrange(no_tasks(features))
+        steps = in_step(arranged, idle, ranks, sharded=sharded)
         for episodes, totals in steps:
             sharded(episodes, world_size / totals.num_terms).backward()
             optimizer.step()
@@ -185,12 +186,7 @@ def count_on_rank(rank: int, world_size: int, folder: str, wire_dtype: str, algo
     ours = wire.of(train)
     naive = wire.of(lambda: [naive_step(batch, num_weights, ranks) for batch in batches])
     fetched = sum(batch.unique_ids_U.numel() for batch in batches)
-    learning = (
-        sum(int(ids_of_query_rows(batch).sum()) for batch in batches)
-        if algorithm == "fomaml"
-        else fetched
-    )
-    moved = torch.tensor([fetched + learning])  # rows out, gradients back
+    moved = torch.tensor([2 * fetched])  # rows out, gradients back
     dist.all_reduce(moved, group=ranks.control)
     remote = (world_size - 1) / world_size
     bytes_of = {"float32": FLOAT_BYTES}.get(wire_dtype, FLOAT_BYTES // 2)

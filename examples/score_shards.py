@@ -1,5 +1,5 @@
-"""Scores a dataset with several workers, each by itself. Where one is slow an idle one does its
-last shards too, and of each shard one result counts: the first that is complete.
+"""Score a dataset with several independent workers. An idle worker also processes the last shards
+of a slow one; the first complete result of a shard counts.
 
 With these lines in antdt.toml:
 
@@ -10,7 +10,8 @@ With these lines in antdt.toml:
     gmeta shard-service --insecure --store sqlite:///shards.db --antdt-config antdt.toml &
     python examples/score_shards.py 127.0.0.1:7070 runs/scores worker0   # and worker1, ...
 
-Kill any of them (-9) at any moment and start it again under its name: no result is lost or doubled.
+Kill any of them (-9) at any moment and start it again under its name: no result is lost or written
+twice.
 """
 
 import os
@@ -19,13 +20,13 @@ import time
 from pathlib import Path
 
 from gmeta.antdt import DatasetSpec, Lease, LeaseLostError, ShardClient
-from gmeta.antdt.monitor import Report
+from gmeta.antdt.reports import Report
 
 NUM_ROWS, ROWS_PER_SHARD = 1_200, 20
 
 
 def score(row: int, row_ms: float) -> float:
-    """Stands for your model."""
+    """Return a score; stands in for your model."""
     time.sleep(row_ms / 1000)
     return row * row / 2
 
@@ -36,8 +37,8 @@ def main(address: str, folder: Path, worker_id: str, row_ms: float = 2.0) -> Non
     report, num_counted, num_discarded = Report(), 0, 0
     with ShardClient(address, worker_id) as client:
         client.register_dataset(spec)
-        client.report(report)  # from now on the monitor counts with this worker
-        for part in folder.glob(f"*.{worker_id}.*.part"):  # a process before this one was killed
+        client.report(report)  # the monitor judges workers that report
+        for part in folder.glob(f"*.{worker_id}.*.part"):  # of a killed process of this worker
             settle(part, client.completed(int(part.name.split(".")[-2])))
         for lease in client.shards("rows"):
             part = folder / f"{lease.shard_index:05d}.{worker_id}.{lease.token}.part"
@@ -57,7 +58,7 @@ def main(address: str, folder: Path, worker_id: str, row_ms: float = 2.0) -> Non
 def write_scores(
     part: Path, lease: Lease, client: ShardClient, report: Report, row_ms: float
 ) -> Report:
-    """One line a row, on the disk before anybody is told. Returns the totals of this process."""
+    """Write one line for each row and sync it to disk. Return the totals of this process."""
     with part.open("w") as file:
         for row in lease.units():
             began_s = time.perf_counter()
@@ -71,7 +72,7 @@ def write_scores(
 
 
 def settle(part: Path, counts: bool) -> None:
-    """Only a result that counts gets the shard's name."""
+    """Give the shard's name to a result that counts, remove any other."""
     if counts:
         part.rename(part.with_name(part.name.split(".")[0] + ".txt"))
     else:

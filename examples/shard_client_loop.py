@@ -1,11 +1,11 @@
-"""A plain PyTorch loop that takes its data from the shard service: exactly once, whoever is
-killed.
+"""A plain PyTorch loop that leases its data from the shard service: every row is trained exactly
+once, whatever is killed.
 
-gmeta shard-service --insecure --store sqlite:///shards.db &
+    gmeta shard-service --insecure --store sqlite:///shards.db &
     python examples/shard_client_loop.py 127.0.0.1:7070 runs/loop
 
-Kill it (-9) at any moment and start it again: it goes on behind the last checkpoint, and no row
-is trained twice. With several ranks only rank 0 calls restore, prepare_checkpoint and
+Kill it (-9) at any moment and start it again: it resumes from the last checkpoint, and no row is
+trained twice. With several ranks only rank 0 calls restore, prepare_checkpoint and
 commit_checkpoint (docs/antdt.md).
 """
 
@@ -20,7 +20,7 @@ NUM_ROWS = 4_000
 
 
 def row(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stands for your dataset: any random access by number."""
+    """Return features and target of a row; stands in for your dataset."""
     features = torch.randn(8, generator=torch.Generator().manual_seed(number))
     return features, features.sum()
 
@@ -36,7 +36,7 @@ def main(address: str, folder: Path, worker_id: str = "rank0") -> None:
         client.register_dataset(DatasetSpec("rows", NUM_ROWS, units_per_shard=256, seed=1))
         client.restore(load_manifest(checkpoint) if checkpoint else None)
         step = int(checkpoint.name.removeprefix("step-")) if checkpoint else 0
-        loss = torch.tensor(torch.nan)  # of nothing, where the checkpoint holds the whole epoch
+        loss = torch.tensor(torch.nan)  # stays so if the checkpoint holds the whole epoch
         for lease in client.shards("rows"):
             for number in lease.units():
                 features, target = row(number)
@@ -53,8 +53,7 @@ def main(address: str, folder: Path, worker_id: str = "rank0") -> None:
 
 
 def save(client: ShardClient, model: torch.nn.Module, folder: Path, step: int) -> None:
-    """Model and manifest become visible in one rename: whichever side of it a crash falls on,
-    they agree."""
+    """Save model and manifest under one rename, so that they agree whenever a crash comes."""
     client.flush()
     manifest = client.prepare_checkpoint(f"step-{step:08d}", step)
     temporary = folder / "tmp"

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gmeta.serving.load import load
 
-__all__ = ["load"]
+__version__ = "0.1.0"  # pyproject.toml and `gmeta --version` take it from here
+__all__ = ["__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for at its first use: the data-shard service must not load torch."""
+    """Import `load` at its first use, since the data-shard service must not load torch."""
     if name != "load":
         raise AttributeError(f"module 'gmeta' has no attribute {name!r}")
     from gmeta.serving.load import load

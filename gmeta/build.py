@@ -3,22 +3,25 @@
 Needs neither ranks nor TorchRec: a launcher finds what is wrong before it starts anything.
 """
 
+from pathlib import Path
+
 import torch
 
-from gmeta.adaptation.algorithm import TableSizes
-from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.algorithms.algorithm import TableSizes
+from gmeta.adaptation.algorithms.registry import ALGORITHMS
+from gmeta.adaptation.config import PLAIN, AlgorithmConfig
 from gmeta.batches.augment import check_augment
 from gmeta.batches.labels import check_first_labels
 from gmeta.config import DataConfig, TrainConfig
-from gmeta.errors import ConfigError
+from gmeta.errors import ConfigError, GMetaError
 from gmeta.learner import MetaLearner
 from gmeta.numerics import BF16
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.tables.sharding import check_sharding
-from metaio.dataset import Dataset, open_dataset
-from metaio.features import Features
-from models.config import InputSizes, ModelConfig, SparseColumn
-from models.registry import build_model
+from gmeta_models.config import InputSizes, ModelConfig, SparseColumn
+from gmeta_models.registry import MODELS, build_model
+from metaio.format.dataset import Dataset, open_dataset
+from metaio.format.features import Features
 
 
 def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
@@ -43,8 +46,13 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
                 "needed. Name another split, or prepare data with tasks in this one"
             )
     check_source(config.data)
-    # Only for what it refuses: the launcher must find it before any rank starts.
+    # For what it refuses: the launcher must report it before any rank starts.
     early_stop_of(config)
+    if config.augment.resplit_support and dataset.manifest.support_is_past:
+        raise ConfigError(
+            f"augment.resplit_support is true, but the support rows of {config.data.path} are the "
+            "past of its query rows, which drawing them anew would mix. Set it to false"
+        )
     tables = [table.name for table in dataset.features.tables]
     check_sharding(config.sharding, tables, config.outer.sparse_optimizer)
     # Right before the model is built: all ranks must begin with equal layers.
@@ -60,7 +68,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
 
 
 def check_on_data(config: TrainConfig) -> None:
-    """All that can be wrong with a config and its dataset without a rank.
+    """Check all that can be checked of a config and its dataset without a rank.
 
     Raises:
         ConfigError: see build and check_first_labels.
@@ -70,11 +78,29 @@ def check_on_data(config: TrainConfig) -> None:
     check_first_labels(config, dataset)
 
 
-def check_source(data: DataConfig) -> None:
-    """Hold the keys of the data source against each other.
+def check_registered(path: Path, model: ModelConfig, algorithm: AlgorithmConfig) -> None:
+    """Check that this release has the model and the algorithm of a run or an export at `path`.
 
     Raises:
-        ConfigError: a key says something that the source does not do.
+        GMetaError: it was made with another release, or with somebody's own registry.
+    """
+    for key, name, known in (
+        ("model.name", model.name, sorted(MODELS)),
+        ("algorithm.name", algorithm.name, [*ALGORITHMS, PLAIN]),
+    ):
+        if name not in known:
+            raise GMetaError(
+                f"{path} was made with {key} = {name!r}, which this release does not have: known "
+                f"are {', '.join(known)}. Use the release that made it, or register it here as it "
+                "was there: docs/extending.md"
+            )
+
+
+def check_source(data: DataConfig) -> None:
+    """Check the keys of the data source against each other.
+
+    Raises:
+        ConfigError: a key has no meaning for the source.
     """
     if data.source == "static":
         for key in ("service", "tasks_per_shard"):
@@ -102,7 +128,7 @@ def check_source(data: DataConfig) -> None:
 def build_learner(
     features: Features, model: ModelConfig, algorithm: AlgorithmConfig, loss: str
 ) -> MetaLearner:
-    """The model of these columns and the way it adapts, freshly initialised.
+    """Return the model of these columns and the way it adapts, freshly initialised.
 
     Raises:
         ValueError: the model or the algorithm is unknown, or they do not fit each other or the
@@ -114,7 +140,7 @@ def build_learner(
 
 
 def input_sizes(features: Features) -> InputSizes:
-    """What a model needs to know of a dataset's columns."""
+    """Return what a model needs to know of a dataset's columns."""
     return InputSizes(
         len(features.single),
         len(features.multi),

@@ -8,15 +8,16 @@ import importlib
 import logging
 import os
 import sys
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from gmeta import __version__
 from gmeta.commands.telling import let_others_tell, told, told_errors, write_error
 
 
 class Place(NamedTuple):
-    """Where a subcommand is, and what `gmeta --help` says of it: its own help's first sentence."""
+    """Where a subcommand is, and its line in `gmeta --help`: its own help's first sentence."""
 
     module: str
     attribute: str
@@ -75,7 +76,7 @@ COMMANDS = {
     "antdt-sim": Place(
         "gmeta.commands.antdt_sim",
         "antdt_sim",
-        "How long a job takes with each way of dealing with stragglers, in simulated time.",
+        "Show how long a job takes with each way of dealing with stragglers, in simulated time.",
     ),
     "antdt-replay": Place(
         "gmeta.commands.antdt_replay",
@@ -86,7 +87,7 @@ COMMANDS = {
 
 
 def load_command(name: str) -> Any:
-    """A subcommand with its options; imports its module.
+    """Import a subcommand's module and return the command with its options.
 
     Any stands for click's types: some versions of typer bring a click of their own.
     """
@@ -102,7 +103,7 @@ def load_command(name: str) -> Any:
 
 
 class _Unloaded(typer.core.TyperCommand):
-    """A subcommand by its line in the help: what it is of is loaded when it is run."""
+    """A subcommand known by its line in the help; its module is loaded when it runs."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
@@ -111,11 +112,11 @@ class _Unloaded(typer.core.TyperCommand):
 
 
 class _InterruptedError(Exception):
-    """Ctrl-C by a name that typer lets pass: KeyboardInterrupt it ends without a word."""
+    """Ctrl-C under a name that typer lets pass; on KeyboardInterrupt it ends silently."""
 
 
 class _Subcommands(typer.core.TyperGroup):
-    """All of COMMANDS, none of them loaded."""
+    """The group of all COMMANDS, none of them loaded."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -141,8 +142,21 @@ app = typer.Typer(
 )
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gmeta {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="show the version and exit", callback=_show_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
     """Meta-learning recommenders: prepare logs, train on many ranks, evaluate on cold starts."""
 
 
@@ -173,7 +187,7 @@ def main() -> None:
 
 
 def _is_of_memory(error: Exception) -> bool:
-    """Whether memory ran out: torch says so in a RuntimeError."""
+    """Return whether memory ran out; torch says so in a RuntimeError."""
     told = str(error)
     return isinstance(error, MemoryError) or "out of memory" in told or "allocate memory" in told
 

@@ -19,77 +19,53 @@ from gmeta.errors import ConfigError
 from gmeta.files.local import check_local
 from gmeta.settings import describe_settings, settings_from_dict
 from gmeta.tables.sharding import ShardingConfig
-from models.config import ModelConfig
+from gmeta_keys import key
+from gmeta_models.config import ModelConfig
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Where episodes come from, and how many make a step."""
 
-    path: str = field(
-        default="", metadata={"help": "prepared dataset: a folder or any fsspec URL (required)"}
+    path: str = key("", "prepared dataset: a folder or any fsspec URL (required)")
+    train_split: str = key("train", "split to train on")
+    valid_split: str = key(
+        "", "split to score while training; empty: none. Never one you report on"
     )
-    train_split: str = field(default="train", metadata={"help": "split to train on"})
-    valid_split: str = field(
-        default="",
-        metadata={"help": "split to score while training; empty: none. Never one you report on"},
+    eval_splits: tuple[str, ...] = key(
+        (), "splits that evaluate scores; []: all but the training and validation split"
     )
-    eval_splits: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "help": "splits that evaluate scores; []: all but the training and validation split"
-        },
+    # As much as the data-shard service counts of a step, and more than any memory holds.
+    tasks_per_step: int = key(
+        128, "episodes per outer step, all ranks together", min=1, max=2**31 - 1
     )
-    tasks_per_step: int = field(
-        default=128, metadata={"help": "episodes per outer step, all ranks together", "min": 1}
+    shuffle: bool = key(True, "shuffle episodes anew every epoch, from the seed")
+    lanes: int = key(
+        1, "streams a step draws from; a multiple of the ranks lets each read its own", min=1
     )
-    shuffle: bool = field(
-        default=True, metadata={"help": "shuffle episodes anew every epoch, from the seed"}
+    window_blocks: int = key(
+        0, "blocks a lane shuffles episodes within; 0: all of a small split, else 8", min=0
     )
-    lanes: int = field(
-        default=1,
-        metadata={
-            "help": "streams a step draws from; a multiple of the ranks lets each read its own",
-            "min": 1,
-        },
+    blocks_per_step: int = key(
+        0, "above 0: a step is so many stored blocks, shuffled whole: the fastest", min=0
     )
-    window_blocks: int = field(
-        default=0,
-        metadata={
-            "help": "blocks a lane shuffles episodes within; 0: all of a small split, else 8",
-            "min": 0,
-        },
+    drop_last: bool = key(False, "drop an epoch's last, smaller step")
+    threads: int = key(1, "decoding threads per rank", min=1, max=1024)
+    source: Literal["static", "service"] = key(
+        "static",
+        "static: every rank its share of each step, from the seed; "
+        "service: ranks lease shards as they need them, each episode once whatever dies",
     )
-    blocks_per_step: int = field(
-        default=0,
-        metadata={
-            "help": "above 0: a step is so many stored blocks, shuffled whole: the fastest",
-            "min": 0,
-        },
+    service: str = key(
+        "",
+        "HOST:PORT of `gmeta shard-service`; empty: $GMETA_SHARD_SERVICE, else the job "
+        "starts its own",
     )
-    drop_last: bool = field(default=False, metadata={"help": "drop an epoch's last, smaller step"})
-    threads: int = field(default=1, metadata={"help": "decoding threads per rank", "min": 1})
-    source: Literal["static", "service"] = field(
-        default="static",
-        metadata={
-            "help": "static: every rank its share of each step, from the seed; "
-            "service: ranks lease shards as they need them, each episode once whatever dies"
-        },
-    )
-    service: str = field(
-        default="",
-        metadata={
-            "help": "HOST:PORT of `gmeta shard-service`; empty: $GMETA_SHARD_SERVICE, else the job "
-            "starts its own"
-        },
-    )
-    tasks_per_shard: int = field(
-        default=0,
-        metadata={
-            "help": "episodes handed out as one; 0: up to 16 of a split that fits in memory, else "
-            "a block's worth",
-            "min": 0,
-        },
+    tasks_per_shard: int = key(
+        0,
+        "service: episodes of a leased shard; 0: up to 16 of a split that fits in memory, "
+        "else a block's worth",
+        min=0,
     )
 
 
@@ -97,66 +73,42 @@ class DataConfig:
 class OuterConfig:
     """The outer loop: loss and optimizers."""
 
-    loss: Literal["bce", "mse", "huber"] = field(
-        default="bce",
-        metadata={
-            "help": "bce: labels 0 and 1 (clicks); mse, or huber for a small absolute error: "
-            "any number (ratings)"
-        },
+    loss: Literal["bce", "mse", "huber"] = key(
+        "bce",
+        "bce: labels 0 and 1 (clicks); mse, or huber for a small absolute error: "
+        "any number (ratings)",
     )
-    dense_optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = field(
-        default="adam", metadata={"help": "for the data-parallel layers"}
+    dense_optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = key(
+        "adam", "optimizer of the data-parallel layers"
     )
-    dense_lr: float = field(
-        default=1e-3, metadata={"help": "learning rate of the layers", "min": 0.0}
+    dense_lr: float = key(1e-3, "learning rate of the layers", min=0.0)
+    weight_decay: float = key(0.0, "L2 penalty on the layers; adamw: decoupled decay", min=0.0)
+    momentum: float = key(0.0, "momentum of the layers' sgd", min=0.0, max=1.0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = key(
+        "constant",
+        "learning rates of layers and tables; linear, cosine: fall towards 0 over the run",
     )
-    weight_decay: float = field(
-        default=0.0,
-        metadata={"help": "L2 penalty on the layers; adamw: decoupled decay", "min": 0.0},
+    warmup_steps: int = key(
+        0, "steps over which the learning rates rise; the schedule follows", min=0
     )
-    momentum: float = field(
-        default=0.0, metadata={"help": "of the layers' sgd", "min": 0.0, "max": 1.0}
+    clip_norm: float = key(
+        0.0, "largest norm of a step's gradient, layers and tables together; 0: no limit", min=0.0
     )
-    lr_schedule: Literal["constant", "linear", "cosine"] = field(
-        default="constant",
-        metadata={
-            "help": "of layers and tables; linear, cosine: falls to 0 behind the last step of "
-            "the run"
-        },
-    )
-    warmup_steps: int = field(
-        default=0,
-        metadata={"help": "first steps, over which the rates rise; the schedule follows", "min": 0},
-    )
-    clip_norm: float = field(
-        default=0.0,
-        metadata={
-            "help": "greatest norm of a step's gradient, layers and tables together; 0: no limit",
-            "min": 0.0,
-        },
-    )
-    accumulate_steps: int = field(
-        default=1,
-        metadata={
-            "help": "parts that a step's tasks are worked through in, for memory; the same step",
-            "min": 1,
-        },
+    accumulate_steps: int = key(
+        1,
+        "micro-batches that a step's tasks are split into, to save memory; the same step",
+        min=1,
+        max=2**16,
     )
     sparse_optimizer: Literal[
         "rowwise_adagrad", "adagrad", "sgd", "adam", "partial_rowwise_adam"
-    ] = field(
-        default="rowwise_adagrad",
-        metadata={
-            "help": "fused into the backward of the embedding tables; "
-            "adam, partial_rowwise_adam: CUDA only"
-        },
+    ] = key(
+        "rowwise_adagrad",
+        "fused into the backward of the embedding tables; adam, partial_rowwise_adam: CUDA only",
     )
-    sparse_lr: float = field(
-        default=0.05, metadata={"help": "learning rate of the tables", "min": 0.0}
-    )
-    embedding_init_std: float = field(
-        default=0.05,
-        metadata={"help": "standard deviation of the tables' initial values", "min": 0.0},
+    sparse_lr: float = key(0.05, "learning rate of the tables", min=0.0)
+    embedding_init_std: float = key(
+        0.05, "standard deviation of the tables' initial values", min=0.0
     )
 
 
@@ -164,86 +116,49 @@ class OuterConfig:
 class RunConfig:
     """Where a run goes, how long it lasts, what it writes."""
 
-    dir: str = field(default="", metadata={"help": "run folder, made by the run (required)"})
-    start_from: str = field(
-        default="",
-        metadata={
-            "help": "run, or checkpoint of one, whose weights a new run begins with; its "
-            "optimizers begin anew"
-        },
+    dir: str = key("", "run folder, made by the run (required)")
+    start_from: str = key(
+        "",
+        "run, or checkpoint of one, whose weights a new run begins with; its optimizers begin anew",
     )
-    seed: int = field(
-        default=0,
-        # As much as torch's generators take.
-        metadata={"help": "of initial values and of the data order", "min": 0, "max": 2**63 - 1},
+    # As much as torch's generators take.
+    seed: int = key(0, "seed of the initial values and of the data order", min=0, max=2**63 - 1)
+    epochs: int = key(1, "passes over the training split", min=1)
+    max_steps: int = key(0, "stop after so many outer steps; 0: no limit", min=0)
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto", "auto: cuda with NCCL where a GPU is visible, else cpu with gloo"
     )
-    epochs: int = field(default=1, metadata={"help": "passes over the training split", "min": 1})
-    max_steps: int = field(
-        default=0, metadata={"help": "stop after so many outer steps; 0: no limit", "min": 0}
+    precision: Literal["float32", "bf16"] = key(
+        "float32", "bf16: training's matrix products in bfloat16, everything else in float32"
     )
-    device: Literal["auto", "cpu", "cuda"] = field(
-        default="auto",
-        metadata={"help": "auto: cuda with NCCL where a GPU is visible, else cpu with gloo"},
+    deterministic: bool = key(
+        False, "use deterministic torch kernels only; an operation that has none is refused"
     )
-    precision: Literal["float32", "bf16"] = field(
-        default="float32",
-        metadata={"help": "bf16: training's products of matrices in bfloat16, the rest in float32"},
+    log_every_steps: int = key(10, "one metrics line per so many steps", min=1)
+    profile_steps: int = key(
+        0, "write a trace and a summary of so many steps of rank 0 to profile/; 0: none", min=0
     )
-    deterministic: bool = field(
-        default=False,
-        metadata={"help": "let torch take only ways that give the same bits again, or refuse"},
+    checkpoint_every_steps: int = key(
+        0, "checkpoint after so many steps; 0: after every epoch", min=0
     )
-    log_every_steps: int = field(
-        default=10, metadata={"help": "one metrics line per so many steps", "min": 1}
+    checkpoint_in_background: bool = key(
+        True, "write while training goes on; costs a copy of the rank's state in host memory"
     )
-    profile_steps: int = field(
-        default=0,
-        metadata={
-            "help": "write a trace and a summary of so many steps of rank 0 to profile/; 0: none",
-            "min": 0,
-        },
+    keep_last: int = key(2, "checkpoints kept", min=1)
+    keep_best: bool = key(True, "take and keep a checkpoint of the best validation as well")
+    valid_every_steps: int = key(
+        0, "score data.valid_split after so many steps; 0: every epoch", min=0
     )
-    checkpoint_every_steps: int = field(
-        default=0,
-        metadata={"help": "checkpoint after so many steps; 0: after every epoch", "min": 0},
+    early_stop_patience: int = key(
+        0, "end after so many validations in a row without a better score; 0: never", min=0
     )
-    checkpoint_in_background: bool = field(
-        default=True,
-        metadata={
-            "help": "write while training goes on; costs a copy of the rank's state in host memory"
-        },
+    early_stop_metric: str = key(
+        "", "metric that must improve; empty: auc of clicks, mae of ratings"
     )
-    keep_last: int = field(default=2, metadata={"help": "checkpoints kept", "min": 1})
-    keep_best: bool = field(
-        default=True,
-        metadata={"help": "take and keep a checkpoint of the best validation as well"},
-    )
-    valid_every_steps: int = field(
-        default=0,
-        metadata={"help": "score data.valid_split after so many steps; 0: every epoch", "min": 0},
-    )
-    early_stop_patience: int = field(
-        default=0,
-        metadata={
-            "help": "end after so many validations in a row without a better score; 0: never",
-            "min": 0,
-        },
-    )
-    early_stop_metric: str = field(
-        default="",
-        metadata={"help": "what makes a score better; empty: auc of clicks, mae of ratings"},
-    )
-    early_stop_min_delta: float = field(
-        default=0.0, metadata={"help": "by how much it must be better", "min": 0.0}
-    )
-    collective_timeout_s: int = field(
-        default=300,
-        # A larger one overflows what torch counts timeouts in.
-        metadata={
-            "help": "a collective that waits longer ends the run with an error",
-            "min": 1,
-            "max": 10**9,
-        },
+    early_stop_min_delta: float = key(0.0, "smallest improvement that counts", min=0.0)
+    # A larger one overflows what torch counts timeouts in.
+    collective_timeout_s: int = key(
+        300, "a collective that waits longer ends the run with an error", min=1, max=10**9
     )
 
 
@@ -261,19 +176,19 @@ class TrainConfig:
 
     @property
     def digest(self) -> str:
-        """See digest_of; of all values, defaults too: a later release may have others."""
+        """Return digest_of all values, defaults too: a later release may have others."""
         return digest_of(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists and scalars."""
+        """Return plain dicts, lists and scalars."""
         # There and back, so that tuples are the lists that a reader will find.
         value: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         return value
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The config at `path` (TOML) with `section.key=value` overrides, values as TOML (bare words
-    are text).
+    """Return the config at `path` (TOML) with `section.key=value` overrides, whose values are TOML
+    (bare words are text).
 
     Raises:
         ConfigError: no such file, no TOML, an unknown key, a bad value, a required key left empty.
@@ -284,16 +199,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raise ConfigError(
             f"config {str(path)!r} cannot be read: {error.strerror}. Give a TOML file"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"config {str(path)!r} is no TOML: {error}. Mend that line") from error
     for override in overrides:
         _override(raw, override)
     config = config_from_dict(raw)
     # Not in the dataclasses: the config of an exported model has neither.
-    for key, value in (("data.path", config.data.path), ("run.dir", config.run.dir)):
+    for name, value in (("data.path", config.data.path), ("run.dir", config.run.dir)):
         if not value:
             raise ConfigError(
-                f"{key} is empty: it is required. Set it in the config, or add {key}=PATH"
+                f"{name} is empty: it is required. Set it in the config, or add {name}=PATH"
             )
     check_local("run.dir", config.run.dir)
     outer = config.outer
@@ -306,25 +221,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def digest_of(config: Mapping[str, Any]) -> str:
-    """Twelve hexadecimal digits that change with any value of a resolved config."""
+    """Return twelve hexadecimal digits that change with any value of a resolved config."""
     # Sorted: in which order a file has its keys says nothing.
     text = json.dumps(config, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def config_from_dict(raw: Mapping[str, Any]) -> TrainConfig:
-    """A config from nested dicts, as TOML or JSON gives them."""
-    config: TrainConfig = settings_from_dict(TrainConfig, raw)
-    return config
+    """Return a config from nested dicts, as TOML or JSON gives them."""
+    return settings_from_dict(TrainConfig, raw)
 
 
 def describe_config() -> list[tuple[str, str, str]]:
-    """(key, default, help) of every key, in order: the reference that docs and --help show."""
+    """Return (key, default, help) of every key, in order."""
     return describe_settings(TrainConfig)
 
 
 def _text_keys() -> set[str]:
-    """The keys whose values are text."""
+    """Return the keys whose values are text."""
     return {
         f"{section}.{name}"
         for section, fields in get_type_hints(TrainConfig).items()
@@ -334,22 +248,20 @@ def _text_keys() -> set[str]:
 
 
 def _override(raw: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    section, dot, name = key.partition(".")
+    target, equals, text = override.partition("=")
+    section, dot, name = target.partition(".")
     if not (equals and dot and section and name):
         raise ConfigError(
             f"override {override!r} is not of the form section.key=value. Write e.g. run.epochs=3"
         )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text
-    if f"{section}.{name}" in _text_keys():
+    if target in _text_keys():
         # run.dir=2026-11-22 means the text, though TOML reads a date.
         value = value if isinstance(value, str) else text
-    target = raw.setdefault(section, {})
-    if not isinstance(target, dict):
-        raise ConfigError(
-            f"{section} = {target!r} is a value, not a section. Write [{section}] in the config"
-        )
-    target[name] = value
+    keys = raw.setdefault(section, {})
+    # A value in a section's place is refused with the rest of the config.
+    if isinstance(keys, dict):
+        keys[name] = value

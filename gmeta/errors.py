@@ -2,8 +2,8 @@
 
 
 class GMetaError(Exception):
-    """Base of every error that gmeta raises on purpose; the command line prints one line, exit code
-    1.
+    """Base of every error that gmeta raises on purpose; the command line prints it as one line and
+    exits with code 1.
     """
 
     exit_code = 1

@@ -4,7 +4,6 @@ A task of a cold split was never trained on; its query rows are predicted with t
 ("before") and after the inner loop on its support rows ("after").
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -17,8 +16,8 @@ from torchrec.distributed import DistributedModelParallel
 
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.labels import labels_checked
-from gmeta.build import build
-from gmeta.checkpoints.loader import checkpoint_to_use, load_checkpoint
+from gmeta.build import build, check_registered
+from gmeta.checkpoints.loader import check_config, checkpoint_to_use, load_checkpoint
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.reader import open_reader
@@ -27,16 +26,16 @@ from gmeta.parallel.ranks import Ranks, gather_to_first
 from gmeta.parallel.sharding import ShardedLearner, local_learner, shard_learner
 from gmeta.parallel.steps import in_step
 from gmeta.parallel.stopping import Stop
-from gmeta.parallel.together import raise_first_problem, stopping_if_wrong
+from gmeta.parallel.together import no_tasks, raise_first_problem, stopping_if_wrong
 from gmeta.report.runs import EvaluatedRun
-from gmeta.runs.folder import ENVIRONMENT_FILE, RunFolder
+from gmeta.runs.folder import RunFolder
 from gmeta.tables.sharding import ShardingConfig
-from metaio.dataset import Dataset
+from metaio.format.dataset import Dataset
 
 
 def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> EvaluatedRun | None:
-    """Predictions of a run's checkpoint (see checkpoint_to_use) on `splits` (none named: as its
-    config says), on rank 0.
+    """Predict `splits` with a run's checkpoint (see checkpoint_to_use) and return them on rank 0,
+    None elsewhere; without `splits` those that its config names.
 
     Raises:
         UserError: no run folder, no checkpoint yet, an unknown split.
@@ -50,6 +49,8 @@ def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> 
             f"run {root} has 0 checkpoints: there is nothing to evaluate yet. "
             "Let it reach its first one"
         )
+    check_config(checkpoint, config)
+    check_registered(root, config.model, config.algorithm)
     dataset, learner = build(config)
     folder.check_dataset(dataset.url, dataset.fingerprint)
     chosen = splits_to_score(config, dataset, splits)
@@ -71,15 +72,18 @@ def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> 
         predictions=pa.concat_tables([table for table in tables if table is not None]),
         history=folder.read_metrics(),
         config=config.to_json(),
-        environment=json.loads((root / ENVIRONMENT_FILE).read_text()),
+        environment=folder.read_environment(),
         dataset=f"{config.data.path} ({dataset.fingerprint[:12]})",
         evaluated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
 
 
 def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str]) -> list[str]:
-    """The splits asked for, else those of the config, else all that training and validation did not
-    use.
+    """Return the splits asked for, else those of the config, else all that neither training nor
+    validation used.
+
+    Raises:
+        UserError: a split is unknown or has no episodes, or none is left.
     """
     chosen = list(asked or config.data.eval_splits)
     for split in chosen:
@@ -114,8 +118,8 @@ def score_split(
     sharded: DistributedModelParallel,
     ranks: Ranks,
 ) -> dict[str, float | None]:
-    """Metrics of a split after adaptation, on rank 0 (empty elsewhere); None where one is
-    undefined.
+    """Return the metrics of a split after adaptation on rank 0, an empty dict elsewhere; an
+    undefined metric is None.
     """
     table = predict_split(config, dataset, split, sharded, ranks)
     if table is None:
@@ -133,9 +137,10 @@ def predict_split(
     sharded: DistributedModelParallel,
     ranks: Ranks,
 ) -> pa.Table | None:
-    """One row a query row of the split, on rank 0: split, task, support_rows, label, before, after.
+    """Return a row for each query row of the split on rank 0, None elsewhere.
 
-    `before` and `after` are probabilities for BCE, ratings for MSE.
+    Its columns are split, task, support_rows, label, before and after; the last two are
+    probabilities for BCE, ratings for MSE.
     """
     learner = local_learner(sharded)
     columns: list[dict[str, np.ndarray]] = []
@@ -143,8 +148,8 @@ def predict_split(
         arrange = learner.learner.arrange_to_predict
         stop, features = Stop(), dataset.features
         stored = labels_checked(reader.batches(0), config.outer.loss, dataset, split)
-        batches = stopping_if_wrong(stored, features, stop)
-        for episodes, _ in in_step(batches, arrange, features, ranks, stop, sharded):
+        arranged = map(arrange, stopping_if_wrong(stored, features, stop))
+        for episodes, _ in in_step(arranged, arrange(no_tasks(features)), ranks, stop, sharded):
             columns.append(_predict(learner, episodes, config.outer.loss))
         if stop.agreed:
             raise_first_problem(stop, ranks)

@@ -14,13 +14,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
-from gmeta.build import build
+from gmeta.build import build, check_registered
 from gmeta.checkpoints.files import check_files, damage_told
-from gmeta.checkpoints.loader import checkpoint_to_use
+from gmeta.checkpoints.index import IndexedReader
+from gmeta.checkpoints.loader import check_config, checkpoint_to_use
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError, UserError
 from gmeta.files.checksums import describe_file
@@ -37,8 +37,8 @@ from gmeta.serving.folder import (
 )
 from gmeta.serving.tables import store_table
 from gmeta.tables.names import module_name
-from metaio.dataset import Dataset, verify_file
-from metaio.schema import parse_schema
+from metaio.format.dataset import Dataset, verify_file
+from metaio.prepare.schema import parse_schema
 
 # How ShardedLearner names its parts in the state dict of a checkpoint.
 _LAYER_KEY = "model.learner.{}"
@@ -57,18 +57,18 @@ class Exported:
 
 
 class CheckpointReader:
-    """Whole tensors of a checkpoint, however many ranks they were sharded over. Its files are held
-    against their checksums first."""
+    """Reads whole tensors of a checkpoint, however many ranks they were sharded over, after its
+    files were checked against their checksums.
+    """
 
     def __init__(self, path: Path) -> None:
         check_files(path, remedy=_REMEDY)
         self._path = path
-        self._reader = FileSystemReader(str(path))
         with damage_told(path, _REMEDY):
-            self._metadata = self._reader.read_metadata().state_dict_metadata
+            self._reader = IndexedReader(path)
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
-        """These tensors, in the type that they were trained in.
+        """Return these tensors by name, in the type that they were trained in.
 
         Raises:
             GMetaError: the checkpoint lacks one of them, or is damaged.
@@ -82,8 +82,8 @@ class CheckpointReader:
         return found
 
     def _empty(self, name: str) -> Tensor:
-        """Whole, not sharded: the reader puts together what the ranks wrote."""
-        entry = self._metadata.get(name)
+        """Return an empty tensor of the whole size: the reader fills in what each rank wrote."""
+        entry = self._reader.index.state_dict_metadata.get(name)
         if not isinstance(entry, TensorStorageMetadata):
             raise GMetaError(
                 f"checkpoint {self._path} has no tensor {name}: it is of another model than "
@@ -109,6 +109,8 @@ def export_run(
     run = RunFolder(root)
     config = run.read_config()
     checkpoint = _choose(run, step)
+    check_config(checkpoint, config)
+    check_registered(root, config.model, config.algorithm)
     dataset, learner = build(config)
     # Vocabularies are copied from the dataset: of another one they would name other rows.
     run.check_dataset(dataset.url, dataset.fingerprint)

@@ -1,9 +1,9 @@
-"""A loss or gradient that is no number ends the run, and is told with the batch it came from.
+"""A loss or gradient that is no number ends the run, with the batch that it came from.
 
-What a batch makes of itself is looked at on its own rank, before the ranks' gradients are mixed:
-its loss, and the gradient of the rows it fetched. Mixed gradients of the layers are only asked
-whether any rank is to blame. The ranks' answers travel while the next step computes, so the guard
-costs no waiting and speaks one step late, but always before a checkpoint.
+A batch's loss and the gradient of the rows it fetched are checked on its own rank, before the
+ranks' gradients are averaged; averaged gradients only say that some rank is to blame. The ranks'
+answers travel while the next step computes: the guard waits for nothing and reports one step late,
+but always before a checkpoint.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +13,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from gmeta.adaptation.rows.common import CommonFeatures
+from gmeta.adaptation.rows.ragged import RowLayout
+from gmeta.adaptation.rows.rectangles import (
+    PaddedFeatures,
+    PaddedHistory,
+    PaddedRows,
+    PaddedTasks,
+    Rectangle,
+)
+from gmeta.adaptation.rows.sides import Side, Sides, TaskGroups
+from gmeta.adaptation.rows.sparse_matrix import Bags, SparseRows
 from gmeta.batches.accumulate import MicroBatches
 from gmeta.batches.episodes import Episodes
 from gmeta.errors import GMetaError
@@ -21,6 +32,11 @@ from gmeta.parallel.ranks import Ranks, any_rank_later, gather_to_first, value_o
 from gmeta.runs.progress import Progress
 
 NAMED_TASKS = 5  # in a message; the saved batch has all of them
+# All classes that a saved batch is made of: torch loads no other.
+_SAVED = (
+    Bags, CommonFeatures, Episodes, PaddedFeatures, PaddedHistory, PaddedRows, PaddedTasks,
+    Rectangle, RowLayout, Side, Sides, SparseRows, TaskGroups,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,8 +51,8 @@ class _Watched:
 
 
 class StepGuard:
-    """Watches a run's steps; all ranks make one and call it in the same places. Batches that ended
-    a run are saved to `folder`.
+    """Checks a run's steps; all ranks make one and call it in the same places. A batch that ends
+    the run is saved to `folder`.
     """
 
     def __init__(
@@ -46,7 +62,7 @@ class StepGuard:
         ranks: Ranks,
         ending: Callable[[], None],
     ) -> None:
-        """`ending` is called on every rank before the run is ended: all of them are still there."""
+        """Watch the gradients of `layers`; `ending` is called on every rank before the run ends."""
         self._folder = folder
         self._ending = ending
         self._layers = list(layers)
@@ -60,16 +76,16 @@ class StepGuard:
         loss: Tensor,
         rows_sum: Tensor,
     ) -> None:
-        """After a step's backward: look at it, and hear what was found in the step before.
+        """Check a step after its backward, and report what was found in the step before.
 
-        `rows_sum` is that of the gradient of this rank's rows.
+        `rows_sum` is the sum of the gradient of this rank's rows.
 
         Raises:
             GMetaError: the step before had a loss or gradient that is no number, on some rank.
         """
         grads = [layer.grad for layer in self._layers if layer.grad is not None]
         norms = torch._foreach_norm(grads) if grads else []
-        # In one look: a sum is as finite as its terms.
+        # One check for all: a sum is as finite as its terms.
         total = torch.stack([loss.detach(), rows_sum, *norms]).sum()
         bad = ~total.isfinite()
         now = _Watched(
@@ -83,7 +99,7 @@ class StepGuard:
         self._watched = now
 
     def check(self) -> None:
-        """Hear what was found in the last step now: before a checkpoint, and at the end.
+        """Report now what was found in the last step: before a checkpoint, and at the end.
 
         Raises:
             GMetaError: as `watch`.
@@ -95,7 +111,7 @@ class StepGuard:
             raise GMetaError(told)
 
     def _blame(self, step: _Watched) -> str:
-        """Save this rank's batch if it is to blame; the line that every rank ends with."""
+        """Save this rank's batch if it is to blame; return the line that every rank ends with."""
         found = ""
         if not step.loss.isfinite():
             found = f"the loss is {step.loss.item()}"
@@ -131,7 +147,7 @@ class StepGuard:
 
 
 def save_batch(path: Path, episodes: Episodes | MicroBatches) -> None:
-    """A rank's share of a step as one file, for `load_batch`."""
+    """Save a rank's share of a step as one file, for `load_batch`."""
     parts = episodes.parts if isinstance(episodes, MicroBatches) else (episodes,)
     # Without the fetch: what is under way between ranks cannot lie in a file.
     on_host = [replace(part, fetch=None).to(torch.device("cpu")) for part in parts]
@@ -140,17 +156,19 @@ def save_batch(path: Path, episodes: Episodes | MicroBatches) -> None:
 
 
 def load_batch(path: Path) -> list[Episodes]:
-    """The episodes of a saved batch, in the parts that they were trained in.
+    """Return the episodes of a saved batch, in the micro-batches that they were trained in.
 
-    The file is a pickle, which can run code: load those of your own runs only.
+    Raises:
+        pickle.UnpicklingError: the file holds anything but episodes; it has run no code.
     """
-    parts: list[Episodes] = torch.load(path, weights_only=False)
+    with torch.serialization.safe_globals([*_SAVED]):
+        parts: list[Episodes] = torch.load(path, weights_only=True)
     return parts
 
 
 def named_tensors(part: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a loaded batch with where it stands, such as "rows.query.label_N": what a
-    batch is made of depends on the loop that trains it.
+    """Yield every tensor of a loaded batch with its place, such as "rows.query.label_N"; which
+    there are depends on the loop that trains it.
     """
     if isinstance(part, Tensor):
         yield name, part

@@ -61,7 +61,7 @@ class Terms:
 
     @property
     def num_tasks(self) -> int:
-        """Tasks that count."""
+        """Return the number of tasks that count."""
         return int(np.count_nonzero(self.den_T))
 
 
@@ -79,7 +79,7 @@ class RankedRows:
 
 
 def auc(label: Array, score: Array) -> float:
-    """Area under the ROC curve: the chance that a positive scores above a negative, ties half.
+    """Return the area under the ROC curve: P(a positive scores above a negative), ties half.
 
     A positive has a label of at least 0.5. NaN when a class is missing or a score is not finite.
 
@@ -91,7 +91,7 @@ def auc(label: Array, score: Array) -> float:
 
 
 def gauc(label: Array, score: Array, task: Array) -> float:
-    """Mean of the AUC inside each task, weighted by the task's rows (its impressions).
+    """Return the mean of the AUC inside each task, weighted by its rows (its impressions).
 
         GAUC = sum_t n_t AUC_t / sum_t n_t     over the tasks that hold both classes
 
@@ -108,7 +108,7 @@ def gauc(label: Array, score: Array, task: Array) -> float:
 
 
 def ndcg_at_k(label: Array, score: Array, task: Array, k: int, gain: Gain = "linear") -> float:
-    """Normalised discounted cumulative gain of a task's k best-scored rows, mean over tasks.
+    """Return the normalised discounted cumulative gain of a task's k best rows, mean over tasks.
 
         DCG@k = sum_{r <= k} g(label_r) / log2(1 + r),  nDCG@k = DCG@k / (DCG@k of the ideal order)
 
@@ -131,25 +131,25 @@ def ndcg_at_k(label: Array, score: Array, task: Array, k: int, gain: Gain = "lin
 
 
 def logloss(label: Array, probability: Array) -> float:
-    """Mean negative log-likelihood in nats, probabilities clipped by the epsilon of float32."""
+    """Return the mean negative log-likelihood in nats, clipped at the epsilon of float32."""
     label_N, probability_N, _ = _checked(label, probability, np.zeros(np.shape(label), np.int64))
     return _mean(_logloss_N(label_N, probability_N))
 
 
 def mae(label: Array, prediction: Array) -> float:
-    """Mean absolute error over all rows, in the label's unit."""
+    """Return the mean absolute error over all rows, in the label's unit."""
     label_N, prediction_N, _ = _checked(label, prediction, np.zeros(np.shape(label), np.int64))
     return _mean(np.abs(prediction_N - label_N))
 
 
 def rmse(label: Array, prediction: Array) -> float:
-    """Root of the mean squared error over all rows, in the label's unit."""
+    """Return the root of the mean squared error over all rows, in the label's unit."""
     label_N, prediction_N, _ = _checked(label, prediction, np.zeros(np.shape(label), np.int64))
     return float(np.sqrt(_mean(np.square(prediction_N - label_N))))
 
 
 def metric_infos(loss: Loss) -> dict[str, MetricInfo]:
-    """The metrics reported for a loss, the headline metric first."""
+    """Return the metrics reported for a loss, the headline metric first."""
     liked = "" if loss == "bce" else f" (rating \N{GREATER-THAN OR EQUAL TO} {POSITIVE_RATING:g})"
     ranking = {
         "auc": MetricInfo(
@@ -184,7 +184,7 @@ def metric_infos(loss: Loss) -> dict[str, MetricInfo]:
 
 
 def evaluate_split(label: Array, prediction: Array, task: Array, loss: Loss) -> dict[str, Value]:
-    """Every metric of the loss on one split.
+    """Return every metric of the loss on one split.
 
     label_N, prediction_N (probabilities for bce, ratings for mse) and task_N (any integers) are
     aligned rows. Raises ValueError where their shapes differ.
@@ -196,7 +196,7 @@ def evaluate_split(label: Array, prediction: Array, task: Array, loss: Loss) -> 
 def split_terms(
     label: Array, prediction: Array, task: Array, loss: Loss, names: Sequence[str] = ()
 ) -> dict[str, Terms]:
-    """The metrics of one split as sums over its tasks, by rising id; `names` picks some."""
+    """Return the metrics of a split as sums over its tasks, by rising id; `names` picks some."""
     label_N, score_N, task_N = _checked(label, prediction, task)
     ids_T, code_N = np.unique(task_N, return_inverse=True)
     chosen = tuple(names) or tuple(metric_infos(loss))
@@ -271,7 +271,7 @@ def _makers(
 
 
 def _auc_terms(positive_N: Bools, score_N: Floats, code_N: Ints, num_tasks: int) -> Terms:
-    """Pooled AUC; a task's term is the AUC plus the task's influence on it, across all pairs.
+    """Return the pooled AUC; a task's term is the AUC plus its influence on it, over all pairs.
 
     With the placement V of a row (the share of the other class that it is rightly ordered against),
     the derivative of the AUC by the weight of task t is, over the rows of t,
@@ -297,7 +297,7 @@ def _auc_terms(positive_N: Bools, score_N: Floats, code_N: Ints, num_tasks: int)
 
 
 def _beaten_twice(positive_N: Bools, first_N: Ints, end_N: Ints) -> Ints:
-    """Twice the rows of the other class that each row is rightly ordered against, ties once."""
+    """Return twice the rows of the other class that a row is rightly ordered against, ties once."""
     positives_before = np.concatenate(([0], np.cumsum(positive_N)))
     negatives_before = np.concatenate(([0], np.cumsum(~positive_N)))
     below_N = negatives_before[first_N] + negatives_before[end_N]
@@ -377,7 +377,7 @@ def _changes(key_N: Array) -> Bools:
 
 
 def _run_bounds(starts_N: Bools) -> tuple[Ints, Ints]:
-    """First index of each row's run and one past its last; starts_N marks where runs start."""
+    """Return the first index of each row's run and one past its last; starts_N marks the starts."""
     first_R = np.flatnonzero(starts_N)
     end_R = np.append(first_R[1:], starts_N.size)
     length_R = end_R - first_R

@@ -16,8 +16,8 @@ from gmeta.batches.augment import augmented
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.labels import check_first_labels, labels_checked
 from gmeta.build import build
-from gmeta.checkpoints.going_on import check_goes_on, checkpoint_to_start_from
 from gmeta.checkpoints.loader import load_checkpoint, restore_replaced
+from gmeta.checkpoints.resume import check_goes_on, checkpoint_to_start_from
 from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import TrainConfig
 from gmeta.evaluate import score_split
@@ -32,7 +32,8 @@ from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.sharding import described_plan, local_learner, shard_learner
 from gmeta.parallel.steps import StepTotals, in_step
 from gmeta.parallel.stopping import Stop, StoppedError, stop_on_sigterm
-from gmeta.parallel.together import by_first, raise_first_problem, stopping_if_wrong
+from gmeta.parallel.together import by_first, no_tasks, raise_first_problem, stopping_if_wrong
+from gmeta.runs.alike import check_alike
 from gmeta.runs.environment import describe_environment
 from gmeta.runs.folder import (
     RunFolder,
@@ -48,12 +49,12 @@ from gmeta.runs.progress import Progress
 
 
 def is_due(every_steps: int, step: int) -> bool:
-    """Whether something that happens after so many steps (0: never) happens now."""
+    """Return whether something that happens every so many steps (0: never) is due now."""
     return every_steps > 0 and step % every_steps == 0
 
 
 def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
-    """Train as `config` says; goes on from the newest checkpoint where the run folder holds one.
+    """Train as `config` says, from the run folder's newest checkpoint if there is one.
 
     Raises:
         StoppedError: SIGTERM asked a rank to stop; a checkpoint holds every step that was done.
@@ -80,6 +81,7 @@ class TrainingRun:
         self._config = config
         self._ranks = ranks
         self._dataset, self._learner = build(config)
+        check_alike({"the fingerprint of data.path": self._dataset.fingerprint}, ranks)
         # By one rank for all: what it reads is not its own part of the data.
         by_first(lambda: check_first_labels(config, self._dataset), ranks)
         self._sharded = shard_learner(self._learner, self._dataset.features, config, ranks)
@@ -130,15 +132,13 @@ class TrainingRun:
         keep_metrics_up_to(self.folder, self._progress.step)
 
     def work(self, stop: Stop) -> None:
-        """Epoch after epoch, to the end of the run.
+        """Train epoch after epoch, to the end of the run.
 
         Raises:
-            StoppedError: see train.
+            StoppedError: SIGTERM asked a rank to stop.
         """
         self.log.tell(self._told_at_start)
-        agent = open_agent(
-            self._config, self.feed, self._sharded, self._learner.arrange, self._ranks, stop
-        )
+        agent = open_agent(self._config, self.feed, self._sharded, self._ranks, stop)
         while self._progress.epoch < self._config.run.epochs and not self._steps_are_over():
             self._take_steps(agent, stop)
             if stop.agreed:
@@ -152,11 +152,14 @@ class TrainingRun:
         self.log.tell(self.profiler.told())
 
     def _steps_are_over(self) -> bool:
-        """Whether the run ends here, wherever in its epoch it is."""
+        """Return whether the run ends here, wherever in its epoch it is."""
         return self._progress.step >= self._step_limit or self._early_stop.is_over(self._progress)
 
     def _take_steps(self, agent: Agent, stop: Stop) -> None:
-        """The steps of an epoch, until it ends, or the run does."""
+        """Take the steps of an epoch, until it ends, or the run does.
+
+        stored batches -> augmented -> arranged episodes -> announced to all ranks -> a step.
+        """
         config, features, progress = self._config, self._dataset.features, self._progress
         stored = self.feed.batches(progress.epoch, progress.epoch_step)
         batches = augmented(
@@ -168,9 +171,8 @@ class TrainingRun:
             progress.epoch_step,
         )
         for episodes, totals in in_step(
-            stopping_if_wrong(batches, features, stop),
-            agent.arrange,
-            features,
+            agent.arranged(stopping_if_wrong(batches, features, stop)),
+            self._learner.arrange(no_tasks(features)),
             self._ranks,
             stop,
             self._sharded,
@@ -186,7 +188,7 @@ class TrainingRun:
                 return
 
     def _step(self, episodes: Episodes | MicroBatches, totals: StepTotals) -> Tensor:
-        """Forward, backward, update; the rank's weighted loss."""
+        """Run forward, backward and update; return the rank's weighted loss."""
         self._optimizer.begin_step(self._progress.step, self._total_steps)
         # The mean over all ranks' terms: data-parallel averaging divides by the world size.
         weight = self._ranks.world_size / max(totals.num_terms, 1)
@@ -202,7 +204,7 @@ class TrainingRun:
         return loss
 
     def _after_step(self) -> None:
-        """What is due after so many steps."""
+        """Log, validate and save what is due after this step."""
         run, step = self._config.run, self._progress.step
         if self._meter.steps == run.log_every_steps:
             self._write_reading(self._progress.epoch)
@@ -212,7 +214,7 @@ class TrainingRun:
             self._save()
 
     def _end_epoch(self) -> None:
-        """Behind the last step of an epoch, or of the run within one."""
+        """Log, validate and save what is due after the last step of an epoch, or of the run."""
         config, epoch = self._config, self._progress.epoch
         epoch_over = self.feed.epoch_over(self._progress.epoch_step)
         last = self._steps_are_over() or (epoch_over and epoch + 1 == config.run.epochs)

@@ -6,16 +6,16 @@ Importing the package alone loads no torch: only reading batches needs it.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from metaio.block import Rows
-from metaio.dataset import Dataset, Split, open_dataset
 from metaio.errors import DataError, FormatError, MetaIOError, SchemaError
-from metaio.features import Features, FeatureSpec, TableSpec
-from metaio.order import BlockEpisodes, EpisodeOrder, OrderConfig
-from metaio.writer import Provenance, write_dataset
+from metaio.format.block import Rows
+from metaio.format.dataset import Dataset, Split, open_dataset
+from metaio.format.features import Features, FeatureSpec, TableSpec
+from metaio.format.writer import Provenance, write_dataset
+from metaio.read.order import BlockEpisodes, EpisodeOrder, OrderConfig
 
 if TYPE_CHECKING:
-    from metaio.batch import TaskBatch, empty_batch
-    from metaio.reader import BatchReader, EpisodeRange, RangeReader, read_ranges
+    from metaio.read.batch import TaskBatch, empty_batch
+    from metaio.read.reader import BatchReader, EpisodeRange, RangeReader, read_ranges
 
 __all__ = [
     "BatchReader",
@@ -43,12 +43,12 @@ __all__ = [
 ]
 
 _TORCH = {
-    "TaskBatch": "metaio.batch",
-    "empty_batch": "metaio.batch",
-    "BatchReader": "metaio.reader",
-    "EpisodeRange": "metaio.reader",
-    "RangeReader": "metaio.reader",
-    "read_ranges": "metaio.reader",
+    "TaskBatch": "metaio.read.batch",
+    "empty_batch": "metaio.read.batch",
+    "BatchReader": "metaio.read.reader",
+    "EpisodeRange": "metaio.read.reader",
+    "RangeReader": "metaio.read.reader",
+    "read_ranges": "metaio.read.reader",
 }
 
 

@@ -2,7 +2,8 @@
 
 
 def counted(number: int, noun: str) -> str:
-    """
+    """Return a number and what it counts, such as `7 rows`.
+
     >>> counted(1, "row"), counted(2815, "row")
     ('1 row', '2,815 rows')
     """

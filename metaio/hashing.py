@@ -7,7 +7,7 @@ UInt64 = npt.NDArray[np.uint64]
 
 
 def splitmix64(values: UInt64 | np.uint64) -> UInt64:
-    """A bijection of the 64-bit integers that spreads neighbours apart.
+    """Mix 64-bit integers: a bijection that spreads neighbours apart.
 
     Source: Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014.
     The input is an array of any shape, or a scalar, which gives an array of no dimension.

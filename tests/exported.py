@@ -12,10 +12,11 @@ from gmeta.evaluate import evaluate_run
 from gmeta.export import write_model
 from gmeta.parallel.ranks import Ranks
 from gmeta.serving.folder import Columns, ExportedConfig, TableFormat
+from gmeta_models import ModelConfig
 from metaio import open_dataset
-from metaio.block import Block, offsets
-from metaio.features import Features, FeatureSpec, TableSpec
-from models import ModelConfig
+from metaio.format.block import Block
+from metaio.format.features import Features, FeatureSpec, TableSpec
+from metaio.ragged import offsets
 from tests.distributed.harness import on_ranks
 
 FEATURES = Features(

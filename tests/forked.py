@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 from tests.processes import with_imports_ready
 from tests.waiting import PATIENCE_S
 
+SOURCE_ROOTS = (".", "models", "protos")  # as pyproject.toml has them
+
 
 class Task(NamedTuple):
     """What a process is to become."""
@@ -129,7 +131,7 @@ def _become(task: Task, sign: Connection) -> None:
     if not task.anew:  # what the fork server has imported is then another code
         _fork_ranks_too(task)
     else:
-        sys.path.insert(0, str(task.cwd))
+        sys.path[:0] = [str(Path(str(task.cwd), root)) for root in SOURCE_ROOTS]
         for name in [name for name in sys.modules if name.partition(".")[0] in task.anew]:
             del sys.modules[name]
     sys.argv = [task.program, *task.arguments]

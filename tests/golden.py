@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from metaio.batch import TaskBatch
-from models.config import InputSizes, ModelConfig
-from models.dlrm import DLRM
-from models.melu import MeLU
+from gmeta_models.config import InputSizes, ModelConfig
+from gmeta_models.dlrm import DLRM
+from gmeta_models.melu import MeLU
+from metaio.read.batch import TaskBatch
 
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "oracle" / "golden.npz"
 TABLES = ("emb_user", "emb_item", "emb_tag")

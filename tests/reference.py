@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.linear import adaptable_layers
 from gmeta.adaptation.losses import row_losses_N
+from gmeta.adaptation.plan import adaptable_layers
 from gmeta.learner import MetaLearner
-from metaio.batch import TaskBatch
-from metaio.features import Features, FeatureSpec, TableSpec
-from models.gated import GatedModel
-from models.inputs import RowInputs
+from gmeta_models.gated import GatedModel
+from gmeta_models.inputs import RowInputs
+from metaio.format.features import Features, FeatureSpec, TableSpec
+from metaio.read.batch import TaskBatch
 
 SECOND_ORDER = ("maml", "anil", "metasgd")
 

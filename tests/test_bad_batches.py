@@ -1,5 +1,6 @@
 """A saved batch, and what is in it, whatever loop was to train it."""
 
+import pickle
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.accumulate import in_parts
 from gmeta.build import build_learner
 from gmeta.guards import load_batch, named_tensors, save_batch
-from models import ModelConfig
+from gmeta_models import ModelConfig
 from tests import reference
 
 FEATURES = reference.some_features(2, 1, 1)
@@ -21,8 +22,8 @@ FEATURES = reference.some_features(2, 1, 1)
     ("algorithm", "rows"),
     [
         (AlgorithmConfig(name="reptile"), "TaskGroups"),
-        (AlgorithmConfig(name="maml"), "TaskBlocks"),
-        (AlgorithmConfig(name="maml", adapt_embeddings=False), "StackedBlocks"),
+        (AlgorithmConfig(name="maml"), "PaddedTasks"),
+        (AlgorithmConfig(name="maml", adapt_embeddings=False), "PaddedTasks"),
         (AlgorithmConfig(name="none"), "Side"),
     ],
 )
@@ -46,3 +47,14 @@ def test_the_tensors_of_a_saved_batch_are_found_by_name(
     assert [name.endswith("dense_NK") for name in bad[0]] == [True]
     assert not any(bad[1:])
     assert any(name.endswith("label_N") for name in found[0])
+
+
+def test_a_file_that_is_no_saved_batch_runs_no_code(tmp_path: Path) -> None:
+    class Hostile:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (tmp_path / "mark").write_text, ("it ran",)
+
+    torch.save([Hostile()], tmp_path / "bad.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        load_batch(tmp_path / "bad.pt")
+    assert not (tmp_path / "mark").exists()

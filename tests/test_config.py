@@ -60,14 +60,28 @@ def test_a_saved_config_reads_back_equal(good: Path) -> None:
             "Correct the value",
         ),
         (
-            "data.tasks_per_step=10000000000000000000",
-            "data.tasks_per_step = 10000000000000000000 is too large: at most 9223372036854775807 "
+            "run.max_steps=10000000000000000000",
+            "run.max_steps = 10000000000000000000 is too large: at most 9223372036854775807 "
             "is allowed. Correct the value",
+        ),
+        (
+            "data.tasks_per_step=4611686018427387904",
+            "data.tasks_per_step = 4611686018427387904 is too large: at most 2147483647 is "
+            "allowed. Correct the value",
+        ),
+        (
+            "data.threads=100000",
+            "data.threads = 100000 is too large: at most 1024 is allowed. Correct the value",
         ),
         (
             "run.collective_timeout_s=100000000000000",
             "run.collective_timeout_s = 100000000000000 is too large: at most 1000000000 is "
             "allowed. Correct the value",
+        ),
+        (
+            "outer.accumulate_steps=4611686018427387904",
+            "outer.accumulate_steps = 4611686018427387904 is too large: at most 65536 is allowed. "
+            "Correct the value",
         ),
         ("run.epochs=0", "run.epochs = 0 is too small: at least 1 is allowed. Correct the value"),
         (

@@ -15,18 +15,22 @@ import torch
 from typer.testing import CliRunner
 
 import gmeta
+from gmeta.adaptation.algorithms.registry import ALGORITHMS
+from gmeta.adaptation.config import PLAIN
 from gmeta.checkpoints.summary import summarise_checkpoint
 from gmeta.cli import app
 from gmeta.commands.screen import size_text
 from gmeta.errors import GMetaError, UserError
 from gmeta.export import CheckpointReader, export_run
 from gmeta.runs.folder import list_checkpoints
+from gmeta_models import MODELS
 from metaio import FormatError, open_dataset
-from metaio.prepare import prepare
-from metaio.schema import parse_schema
+from metaio.prepare.local import prepare
+from metaio.prepare.schema import parse_schema
 from tests.commands import SMALL_MODEL, write_config
 from tests.commands import gmeta as run_gmeta
 from tests.exported import evaluated, rows_of_split
+from tests.sealed import seal
 
 SPLIT = "user-item-cold"
 LAYER = "model.learner.model.top.0.weight"
@@ -313,14 +317,51 @@ def test_a_checkpoint_of_another_model_than_the_config_is_not_exported(
     config = json.loads((copy / "config.json").read_text())
     config["model"]["hidden"] = [16, 8]
     (copy / "config.json").write_text(json.dumps(config))
+    checkpoint = list_checkpoints(copy / "checkpoints")[-1]
+    with pytest.raises(UserError) as refused:
+        export_run(copy, tmp_path / "model")
+    assert str(refused.value) == (
+        f"model.hidden = [16, 8], but checkpoint {checkpoint} was trained with [16], and its "
+        "weights mean nothing with another. Set it as it was, or train a new run, which may begin "
+        "with run.start_from"
+    )
+    # One of an older release does not say with what it was trained.
+    seal(checkpoint / "progress.json", lambda about: about.pop("config"))
     with pytest.raises(GMetaError) as caught:
         export_run(copy, tmp_path / "model")
     assert str(caught.value) == (
-        f"checkpoint {list_checkpoints(copy / 'checkpoints')[-1]} has no tensor "
+        f"checkpoint {checkpoint} has no tensor "
         "model.learner.model.top.4.weight: it is of another model than the run's config. Export a "
         "step of the same run"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("section", "name", "known"),
+    [("model", "mine", sorted(MODELS)), ("algorithm", "mimic", [*ALGORITHMS, PLAIN])],
+)
+def test_a_run_of_somebody_elses_registry_is_told_from_a_mistyped_name(
+    run: Path, tmp_path: Path, section: str, name: str, known: list[str]
+) -> None:
+    """To choose another model is no advice for weights that exist."""
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    config = json.loads((copy / "config.json").read_text())
+    config[section]["name"] = name
+    (copy / "config.json").write_text(json.dumps(config))
+    for checkpoint in list_checkpoints(copy / "checkpoints"):
+        seal(checkpoint / "progress.json", lambda about: about["config"][section].update(name=name))
+    told = (
+        f"{copy} was made with {section}.name = {name!r}, which this release does not have: known "
+        f"are {', '.join(known)}. Use the release that made it, or register it here as it was "
+        "there: docs/extending.md"
+    )
+    with pytest.raises(GMetaError) as caught:
+        export_run(copy, tmp_path / "model")
+    assert str(caught.value) == told
+    ended = run_gmeta("evaluate", copy)
+    assert (ended.returncode, ended.stderr) == (1, f"error: {told}\n")
 
 
 @pytest.mark.distributed

@@ -8,22 +8,23 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from gmeta.adaptation.algorithms import ALGORITHMS
-from models import MODELS
+from gmeta.adaptation.algorithms.registry import ALGORITHMS
+from gmeta_models import MODELS
 from tests.commands import SMALL_MODEL, environment, metrics, write_config
 from tests.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("gmeta", "metaio", "models", "protos", "tests")
+FOLDERS = ("gmeta", "metaio", "models", "protos", "tests")
+PACKAGES = ("gmeta", "metaio", "gmeta_models", "gmeta_protos", "tests")
 
 
 @pytest.fixture
 def extended(tmp_path: Path) -> Path:
     """A copy of the repository with every file and line that the page tells to write."""
     copy = tmp_path / "copy"
-    for package in PACKAGES:
+    for folder in FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / package, copy / package, ignore=ignored)
+        shutil.copytree(ROOT / folder, copy / folder, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", copy)
     page = (ROOT / "docs" / "extending.md").read_text()
     for text, block in re.findall(
@@ -46,7 +47,7 @@ def register(path: Path, registry: str, block: str) -> None:
     start = re.search(rf"^{registry}: .* = {{\n", text, re.M)
     assert start is not None
     text = text[: start.end()] + entry.rstrip("\n") + "\n" + text[start.end() :]
-    first_import = re.search(r"^from (?:models|gmeta)\.", text, re.M)
+    first_import = re.search(r"^from (?:gmeta_models|gmeta)\.", text, re.M)
     assert first_import is not None
     path.write_text(text[: first_import.start()] + imported + "\n" + text[first_import.start() :])
 
@@ -66,6 +67,22 @@ def test_the_new_model_and_algorithm_pass_their_tests_and_those_of_all(extended:
     passed = Counter(re.findall(r"^PASSED ([\w/]+\.py)::", result.stdout, re.M))
     assert set(passed) == {*written, *shared}
     assert passed[shared[1]] == len(MODELS) + 1 + len(ALGORITHMS)  # each pair with one of the two
+
+
+def test_the_new_algorithm_gets_the_fused_loop_without_knowing_of_it(extended: Path) -> None:
+    (extended / "tests/test_fused.py").write_text(
+        "from gmeta.adaptation.config import AlgorithmConfig\n"
+        "from gmeta.adaptation.fused.loop import FusedLoop\n"
+        "from gmeta.build import build_learner\n"
+        "from gmeta_models import ModelConfig\n"
+        "from tests import reference\n"
+        "def test_fused():\n"
+        "    features, model = reference.some_features(2, 1, 1), ModelConfig(name='melu')\n"
+        "    learner = build_learner(features, model, AlgorithmConfig(name='boil'), 'bce')\n"
+        "    assert isinstance(learner._fused_loop, FusedLoop)\n"
+    )
+    result = run(extended, "pytest", "tests/test_fused.py", "-o", "addopts=")
+    assert result.returncode == 0, result.stdout
 
 
 def test_the_new_model_trains_by_the_new_algorithm(extended: Path, click_logs: Path) -> None:

@@ -1,6 +1,5 @@
 """The meta-learning step against golden numbers of independent implementations, float64, 1e-10."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -8,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gmeta.adaptation.algorithm import TableSizes
-from gmeta.adaptation.algorithms import ALGORITHMS
+from gmeta.adaptation.algorithms.algorithm import TableSizes
+from gmeta.adaptation.algorithms.metasgd import META_SGD, LearnedRates
+from gmeta.adaptation.algorithms.registry import ALGORITHMS
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.metasgd import META_SGD, LearnedRates
+from gmeta.adaptation.plan import AdaptationPlan
 from gmeta.adaptation.rates import LayerRate
 from gmeta.learner import MetaLearner
 from tests import golden
@@ -36,11 +36,10 @@ ALGORITHMS_K = [
 class ElementRates(nn.Module):
     """Meta-SGD as published: a rate for each element of the tables too, all of them fetched."""
 
-    def __init__(
-        self, layers: Mapping[str, nn.Linear], config: AlgorithmConfig, tables: TableSizes
-    ) -> None:
+    def __init__(self, plan: AdaptationPlan, tables: TableSizes) -> None:
         super().__init__()
-        self.layers = LearnedRates(layers, replace(config, adapt_embeddings=False), tables)
+        of_layers = replace(plan, config=replace(plan.config, adapt_embeddings=False))
+        self.layers = LearnedRates(of_layers, tables)
         self.rows_UD = nn.Parameter(torch.empty(0))
 
     def of_layer(self, name: str) -> LayerRate:

@@ -3,12 +3,10 @@ for large steps only; memory that is kept.
 """
 
 import ctypes
-import mmap
 import random
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,13 +15,11 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.learner import MetaLearner
 from gmeta.numerics import (
-    HUGE_PAGE_BYTES,
     M_MMAP_THRESHOLD,
     autocast,
     keep_freed_memory,
-    use_huge_pages,
 )
-from models import ModelConfig
+from gmeta_models import ModelConfig
 from tests import reference
 
 FEATURES = reference.some_features(3, 1, 2)
@@ -94,38 +90,3 @@ def faults_here(keep: bool) -> float:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc's advice")
 def test_freed_memory_is_used_again_without_page_faults() -> None:
     assert faults_a_round("True") < faults_a_round("False") / 10
-
-
-def bytes_advised(values: torch.Tensor) -> int:
-    """Of the values, in parts of this process's memory that the system may back by huge pages.
-
-    The advice, not its result: how many huge pages the system finds depends on how scattered its
-    free memory is.
-    """
-    first, end, advised = values.data_ptr(), values.data_ptr() + values.nbytes, 0
-    start = stop = 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, _, rest = line.partition(" ")
-        if "-" in name:
-            start, stop = (int(place, 16) for place in name.split("-"))
-        elif name == "VmFlags:" and "hg" in rest.split():
-            advised += max(0, min(end, stop) - max(first, start))
-    return advised
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux's advice")
-def test_large_tables_may_have_huge_pages_and_keep_their_values() -> None:
-    # Memory of its own: the allocator's may have been a large table's before.
-    memory = mmap.mmap(-1, 8 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    table = torch.frombuffer(memory, dtype=torch.float32).uniform_()
-    before, expected = bytes_advised(table), table.clone()
-    if not use_huge_pages(table):
-        pytest.skip("this system has no huge pages")
-    assert torch.equal(table, expected)
-    assert before == 0
-    # All but the ends, which share pages with other values.
-    assert bytes_advised(table) >= 7 * HUGE_PAGE_BYTES
-
-
-def test_values_smaller_than_a_huge_page_keep_theirs() -> None:
-    assert not use_huge_pages(torch.zeros(100))

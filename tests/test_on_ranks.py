@@ -95,7 +95,7 @@ def test_kernels_that_miss_the_driver_are_explained(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
 def test_cuda_without_a_gpu_is_refused_before_any_rank_waits() -> None:
     with pytest.raises(UserError) as refused:
-        be_rank("cuda", 60, lambda ranks: None)
+        be_rank("cuda", 60, {}, lambda ranks: None)
     assert str(refused.value) == (
         'run.device = "cuda", but torch sees no GPU. Set run.device = "cpu" or install the driver'
     )

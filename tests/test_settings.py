@@ -8,10 +8,11 @@ import pytest
 
 from gmeta.errors import ConfigError
 from gmeta.settings import describe_settings, settings_from_dict
+from gmeta_keys import key
 
 
 def setting(default: Any, help_: str = "about it", **bounds: float) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help_, **bounds})
+    return key(default, help_, **bounds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,8 @@ def test_values_have_the_types_of_their_fields() -> None:
         ({"exact": 1}, r"engine\.exact = 1 is not of type bool"),
         ({"rate": math.nan}, r"engine\.rate = nan is not a finite number"),
         ({"rate": math.inf}, r"engine\.rate = inf is not a finite number"),
+        ({"rate": 10**400}, r"engine\.rate = 10+ is not of type float"),
+        ({"steps": 10**400}, r"engine\.steps = 10+ is too large: at most 10 is allowed"),
         ({"rate": -0.5}, r"engine\.rate = -0\.5 is too small: at least 0 is allowed"),
         ({"steps": 11}, r"engine\.steps = 11 is too large: at most 10 is allowed"),
         ({"kind": "mmal"}, r"engine\.kind = 'mmal' is not allowed: choose one of maml, reptile"),
@@ -86,6 +89,12 @@ def test_a_value_in_a_sections_place_is_refused() -> None:
         ConfigError, match=r"engine = 3 is a value, not a section. Write \[engine\]"
     ):
         settings_from_dict(Settings, {"engine": 3})
+
+
+@pytest.mark.parametrize("raw", [None, [], "engine", 3])
+def test_what_is_no_table_at_all_is_refused(raw: Any) -> None:
+    with pytest.raises(ConfigError, match=r"stands where a table of keys is needed"):
+        settings_from_dict(Settings, raw)
 
 
 def test_an_unknown_section_is_refused_with_the_nearest() -> None:

@@ -336,3 +336,18 @@ def test_an_error_is_written_in_one_piece_beside_those_of_other_ranks(
     monkeypatch.setenv("RANK", "1")
     write_error("no [bold] /data/[x]")
     assert [piece for piece in pieces if piece] == ["error on rank 1: no [bold] /data/[x]\n"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_refused_start_leaves_nothing_in_the_way_of_the_corrected_command(
+    config: Path, tmp_path: Path, ranks: int
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    command = ["train", config, *SMALL_MODEL, "data.source=service", "run.max_steps=1"]
+    command += ["--nproc-per-node", str(ranks)]
+    ended = gmeta(*command, f"run.start_from={empty}")
+    assert ended.returncode == 2
+    assert f"{empty} is no run folder: config.json is missing or broken" in ended.stderr
+    assert gmeta(*command).returncode == 0

@@ -19,9 +19,9 @@ from gmeta.learner import MetaLearner
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import Ranks, start_ranks
 from gmeta.parallel.sharding import local_learner, shard_learner, table_shards
-from metaio.batch import TaskBatch
-from metaio.features import Features, FeatureSpec, TableSpec
-from models import InputSizes, ModelConfig, build_model
+from gmeta_models import InputSizes, ModelConfig, build_model
+from metaio.format.features import Features, FeatureSpec, TableSpec
+from metaio.read.batch import TaskBatch
 from peers.interface import Parameters, Peer
 from peers.workload import HIDDEN, WIDTH, Batch, Rates, Workload
 
@@ -56,7 +56,7 @@ class Gmeta(Peer):
         # Announced ahead of its step, as `gmeta train` does.
         local = local_learner(self.sharded)
         episodes = local.learner.arrange(task_batch(batch, self.features))
-        return local.announce(episodes)
+        return local.exchange.announce(episodes)
 
     def step(self, prepared: Episodes) -> float:
         loss = self.sharded(prepared, weight=only_rank().world_size / prepared.num_terms)

@@ -9,7 +9,7 @@ WORKDIR /src
 COPY deploy/requirements/service.txt deploy/requirements/constraints.txt ./
 RUN python -m venv /opt/gmeta \
  && /opt/gmeta/bin/pip install -r service.txt -c constraints.txt
-COPY pyproject.toml README.md ./
+COPY pyproject.toml README.md LICENSE ./
 COPY protos ./protos
 COPY gmeta ./gmeta
 RUN /opt/gmeta/bin/pip install --no-deps .

@@ -18,6 +18,7 @@ RUN python -m venv /opt/gmeta \
 COPY protos ./protos
 COPY models ./models
 COPY metaio ./metaio
+COPY LICENSE ./
 COPY gmeta ./gmeta
 RUN /opt/gmeta/bin/pip install --no-deps .
 

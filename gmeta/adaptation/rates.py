@@ -22,14 +22,19 @@ class WeightRates(NamedTuple):
 LayerRate = float | Tensor | WeightRates
 
 
+def scaled(grads: Tensor, rate: float | Tensor) -> Tensor:
+    """Return the gradients times their rate, in the gradients' precision (autocast's, where on)."""
+    return grads * (rate.to(grads.dtype) if isinstance(rate, Tensor) else rate)
+
+
 class InnerRates(Protocol):
     """The rates of an inner loop, fixed or learned."""
 
     def of_layer(self, name: str) -> LayerRate:
-        """Of the adapted layer of this name."""
+        """Return the rate of the adapted layer of this name."""
 
     def of_rows(self, unique_lengths_B: Tensor, fetched_row_P: Tensor) -> float | Tensor:
-        """Of the tasks' embedding rows, broadcasting against [P, D].
+        """Return the rate of the tasks' embedding rows, which broadcasts against [P, D].
 
         `unique_lengths_B` of the fetched rows are of each table, `fetched_row_P` tells which of
         them a task's row is a copy of.
@@ -43,9 +48,9 @@ class FixedRates:
     rate: float
 
     def of_layer(self, name: str) -> float:
-        """See InnerRates."""
+        """Return the one rate."""
         return self.rate
 
     def of_rows(self, unique_lengths_B: Tensor, fetched_row_P: Tensor) -> float:
-        """See InnerRates."""
+        """Return the one rate."""
         return self.rate

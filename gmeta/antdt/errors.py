@@ -42,6 +42,15 @@ class RefusedError(AntdtError):
         return type(self), (self.code, self.reason, str(self)), vars(self)
 
 
+def shutting_down() -> RefusedError:
+    """Return the refusal of a service that ends, after which a client asks its successor."""
+    return RefusedError(
+        "UNAVAILABLE",
+        "SHUTTING_DOWN",
+        "the service is shutting down; retry: its successor answers.",
+    )
+
+
 class FencedError(AntdtError):
     """This process belongs to the past (a newer process or generation took over): it must stop
     training."""

@@ -18,7 +18,7 @@ class JsonFormatter(logging.Formatter):
     """`log.info("event_name", extra={"fields": {...}})` as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See logging.Formatter.format."""
+        """Return the record as one line of JSON, its traceback included."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "time": f"{stamp}.{int(record.msecs):03d}Z",
@@ -36,13 +36,13 @@ class DecisionLog:
     """The controller's evaluations, one line of JSON each, for `gmeta antdt-replay`."""
 
     def __init__(self, path: Path) -> None:
-        """Goes on after what the file holds. Raises OSError when it cannot be written."""
+        """Open the file and go on after what it holds. Raise OSError when it cannot be written."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab", buffering=0)
 
     def write(self, line: str) -> None:
-        """Whole lines, at once on the disk's way. One that the disk does not take is left out:
-        workers are watched and moved all the same."""
+        """Write one whole line, at once on the disk's way. One that the disk does not take is left
+        out: workers are watched and moved all the same."""
         before = os.fstat(self._file.fileno()).st_size
         content = (line + "\n").encode()
         try:
@@ -54,7 +54,7 @@ class DecisionLog:
 
 
 def configure_logging(level: str = "INFO") -> None:
-    """Sends this package's logs to stderr as JSON lines. For the service process only, never on
+    """Send this package's logs to stderr as JSON lines. For the service process only, never on
     import."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
@@ -66,5 +66,5 @@ def configure_logging(level: str = "INFO") -> None:
 
 
 def event(level: int, name: str, **fields: object) -> None:
-    """Logs one event with its fields."""
+    """Log one event with its fields."""
     logging.getLogger(LOGGER_NAME).log(level, name, extra={"fields": fields})

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 from gmeta.antdt.errors import RefusedError
 
 DEFAULT_MAX_ATTEMPTS = 5
-MAX_SHARDS = 100_000_000  # one byte each in memory
+MAX_SHARDS = 100_000_000  # of one dataset; one byte each in memory
+MAX_SHARDS_IN_ALL = 200_000_000  # of all datasets of a service
 MAX_UNITS = 1 << 48
 MAX_EPOCHS = 1_000_000
+MAX_COUNTED_ATTEMPTS = (1 << 32) - 1  # of a shard: what the wire can carry
 MAX_NAME_CHARS = 128
 MAX_NOTE_CHARS = 1024
 MAX_SHARDS_PER_LEASE_CALL = 256
@@ -100,6 +102,8 @@ class DatasetSpec:
         check_range("num_epochs", self.num_epochs, 1, MAX_EPOCHS)
         check_range("max_attempts", self.max_attempts, 1, 1000)
         check_text("fingerprint", self.fingerprint, MAX_NOTE_CHARS)
+        check_type("shuffle", self.shuffle, bool)
+        check_type("speculative", self.speculative, bool)
         if self.num_shards > MAX_SHARDS:
             raise bad_argument(
                 f"dataset {self.name} would have {self.num_shards} shards; at most {MAX_SHARDS} "
@@ -108,25 +112,26 @@ class DatasetSpec:
 
     @property
     def num_shards(self) -> int:
-        """Shards an epoch; the last one may be short."""
+        """Return the number of shards of an epoch; the last one may be short."""
         return -(-self.num_units // self.units_per_shard)
 
     def start_of(self, shard_index: int) -> int:
-        """First unit of the shard."""
+        """Return the first unit of the shard."""
         return shard_index * self.units_per_shard
 
     def length_of(self, shard_index: int) -> int:
-        """Units in the shard."""
+        """Return how many units the shard has; the last one may be short."""
         return min(self.units_per_shard, self.num_units - self.start_of(shard_index))
 
     @property
     def digest(self) -> str:
-        """Names the spec: equal digests are equal datasets, cut in the same way."""
+        """Return the spec's name for itself: equal digests are equal datasets, cut in the same
+        way."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for ledger and manifests. `speculative` only where it is set: specs without
-        it keep the digest that they had before there was such a field."""
+        """Return plain values, for ledger and manifests. `speculative` only where it is set: specs
+        without it keep the digest that they had before there was such a field."""
         plain = asdict(self)
         if not self.speculative:
             del plain["speculative"]
@@ -174,18 +179,30 @@ class Checkpoint:
 
 
 def bad_argument(message: str) -> RefusedError:
-    """INVALID_ARGUMENT with reason BAD_ARGUMENT."""
+    """Return INVALID_ARGUMENT with reason BAD_ARGUMENT."""
     return RefusedError("INVALID_ARGUMENT", "BAD_ARGUMENT", message)
 
 
+def check_type(what: str, value: object, kind: type) -> None:
+    """Raise RefusedError unless `value` is exactly of `kind`: JSON's `true` and `1.0` are no
+    integers."""
+    if type(value) is not kind:
+        raise bad_argument(
+            f"{what} is {value!r:.80}; allowed is a value of type {kind.__name__}. Correct the "
+            "request."
+        )
+
+
 def check_range(what: str, value: int, low: int, high: int) -> None:
-    """Raises RefusedError unless low <= value <= high."""
+    """Raise RefusedError unless `value` is an integer from `low` to `high`."""
+    check_type(what, value, int)
     if not low <= value <= high:
         raise bad_argument(f"{what} is {value}; allowed is {low} to {high}. Correct the request.")
 
 
 def check_name(what: str, value: str) -> None:
-    """Raises RefusedError unless `value` is a short printable name."""
+    """Raise RefusedError unless `value` is a short printable name."""
+    check_type(what, value, str)
     if not _NAME.fullmatch(value):
         shown = value[:MAX_NAME_CHARS]
         raise bad_argument(
@@ -195,7 +212,8 @@ def check_name(what: str, value: str) -> None:
 
 
 def check_text(what: str, value: str, max_chars: int) -> None:
-    """Raises RefusedError when `value` is longer than `max_chars`."""
+    """Raise RefusedError unless `value` is text of at most `max_chars` characters."""
+    check_type(what, value, str)
     if len(value) > max_chars:
         raise bad_argument(
             f"{what} has {len(value)} characters; at most {max_chars} are allowed. Shorten it."

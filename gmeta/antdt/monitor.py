@@ -7,10 +7,11 @@ transfers; the time that a rank waits for its peers says nothing about the rank 
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal, NamedTuple, final
+from typing import Literal, final
 
+from gmeta.antdt.reports import MonitorConfig, Report
 from gmeta.antdt.windows import LongWindows, Window, tasks_per_s, windows_of
 
 Verdict = Literal["unknown", "healthy", "transient", "persistent", "deterministic"]
@@ -18,70 +19,6 @@ Cause = Literal["", "compute", "reader", "network"]
 CAUSES: tuple[Cause, ...] = ("compute", "reader", "network")
 CUT_AFTER = 0.2  # of a window: no window is cut shorter
 STRAGGLERS = ("transient", "persistent", "deterministic")
-
-
-@dataclass(frozen=True)
-class MonitorConfig:
-    """When a worker counts as slow; the [monitor] section of the service's config."""
-
-    window_s: float = field(default=2.5, metadata={"help": "length of a window", "min": 0.05})
-    slow_ratio: float = field(
-        default=1.5,
-        metadata={"help": "slow: own time per task over the median of the others", "min": 1.01},
-    )
-    recovered_ratio: float = field(
-        default=1.25, metadata={"help": "a straggler has recovered below this ratio", "min": 1.0}
-    )
-    floor_ms: float = field(
-        default=0.1, metadata={"help": "slow only if so many ms per task above it", "min": 0.0}
-    )
-    short_windows: int = field(
-        default=3, metadata={"help": "windows that a verdict looks back", "min": 1}
-    )
-    short_slow: int = field(
-        default=2, metadata={"help": "so many slow ones of them: a transient straggler", "min": 1}
-    )
-    long_windows: int = field(
-        default=240, metadata={"help": "windows that tell transient from persistent", "min": 2}
-    )
-    long_slow: int = field(
-        default=200, metadata={"help": "so many slow ones of them: a persistent one", "min": 2}
-    )
-    steady_spread: float = field(
-        default=0.2,
-        metadata={
-            "help": "slow since its first window and (p90 - p10) / median of the ratio below this: "
-            "a deterministic straggler",
-            "min": 0.0,
-        },
-    )
-
-
-class Report(NamedTuple):
-    """Totals of one worker process since its start, so that a lost or doubled one does no harm."""
-
-    step: int = 0
-    tasks_done: int = 0
-    compute_ms: float = 0.0
-    data_wait_ms: float = 0.0
-    communication_ms: float = 0.0  # own transfers
-    peer_wait_ms: float = 0.0  # waiting for slower ranks
-
-    def since(self, before: "Report") -> "Report":
-        """What was added since an earlier report."""
-        return Report(
-            self.step - before.step,
-            self.tasks_done - before.tasks_done,
-            self.compute_ms - before.compute_ms,
-            self.data_wait_ms - before.data_wait_ms,
-            self.communication_ms - before.communication_ms,
-            self.peer_wait_ms - before.peer_wait_ms,
-        )
-
-    @property
-    def own_ms(self) -> tuple[float, float, float]:
-        """The rank's own time by cause, in the order of CAUSES."""
-        return (self.compute_ms, self.data_wait_ms, self.communication_ms)
 
 
 @dataclass(frozen=True)
@@ -121,7 +58,7 @@ class _Worker:
         self.slow_from_the_start = False
 
     def add_long(self, window: Window) -> None:
-        """Takes in a window that was not cut short."""
+        """Take in a window that was not cut short."""
         self.long.add(window)
         config = self.long.config
         self.num_windows += 1
@@ -130,11 +67,11 @@ class _Worker:
             self.slow_from_the_start = self.num_slow >= config.short_slow
 
     def news(self) -> Report | None:
-        """Totals since the window began; None when no task was finished in it."""
+        """Return the totals since the window began; None when no task was finished in it."""
         return _between(self.at_window_start, self.newest)
 
     def take_delta(self) -> Report | None:
-        """`news`; the next window begins."""
+        """Return `news`, and begin the next window."""
         delta = self.news()
         self.num_idle += 1
         if delta is not None:
@@ -142,15 +79,16 @@ class _Worker:
         return delta
 
     def take_long_delta(self) -> Report | None:
-        """As `take_delta`, since the last window that was not cut short."""
+        """Return what was done since the last window that was not cut short, and begin the next
+        one."""
         delta = _between(self.at_long_start, self.newest)
         if delta is not None:
             self.at_long_start = self.newest
         return delta
 
     def changed(self, ratio: float) -> bool:
-        """Whether own time per task is so many times what it was in the last window, or less by as
-        much."""
+        """Return whether own time per task is at least `ratio` times what it was in the last
+        window, or less by as much."""
         news = self.news()
         if news is None or not self.short:
             return False
@@ -176,7 +114,7 @@ class Monitor:
         self.health: dict[str, WorkerHealth] = {}
 
     def observe(self, worker_id: str, incarnation: str, report: Report) -> None:
-        """Takes a worker's newest totals; another incarnation begins a new history."""
+        """Take in a worker's newest totals; another incarnation begins a new history."""
         worker = self._workers.get(worker_id)
         if worker is None or worker.incarnation != incarnation:
             worker = self._workers[worker_id] = _Worker(incarnation, self.config)
@@ -188,12 +126,13 @@ class Monitor:
             worker.newest = report
 
     def forget(self, worker_id: str) -> None:
-        """The worker left: its past must not weigh on others."""
+        """Drop a worker that left: its past must not weigh on others."""
         self._workers.pop(worker_id, None)
         self.health.pop(worker_id, None)
 
     def close_window(self, now_s: float) -> bool:
-        """Judges every worker if the window is over, or cut short; False while it is neither."""
+        """Judge every worker if the window is over or cut short; return False while it is
+        neither."""
         is_over = now_s >= self._window_end_s
         if not is_over and not self._cut_short(now_s):
             return False
@@ -212,8 +151,8 @@ class Monitor:
         return True
 
     def _cut_short(self, now_s: float) -> bool:
-        """Whether all workers have news and some became much slower or faster: they hurried their
-        reports, so that what is done about it need not wait for the end of the window."""
+        """Return whether all workers have news and some became much slower or faster: they hurried
+        their reports, so that what is done about it need not wait for the end of the window."""
         return (
             now_s >= self._may_cut_s
             and all(worker.news() is not None for worker in self._workers.values())
@@ -284,7 +223,7 @@ class Monitor:
 
 
 def _cause(windows: Sequence[Window]) -> Cause:
-    """The part of the time with the largest excess over the others."""
+    """Return the part of the time with the largest excess over the others."""
     excess = [fmean(window.excess_ms[i] for window in windows) for i in range(len(CAUSES))]
     return CAUSES[excess.index(max(excess))]
 

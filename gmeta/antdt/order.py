@@ -40,7 +40,7 @@ class ShardOrder:
         self._keys = [_round_key(seed, epoch, number) for number in range(NUM_ROUNDS)]
 
     def index_of(self, position: int) -> int:
-        """The shard offered at `position`."""
+        """Return the shard offered at `position`."""
         if not self._shuffle:
             return position
         # A value outside is encrypted again until it falls inside: the larger range is permuted in
@@ -51,7 +51,7 @@ class ShardOrder:
         return value
 
     def position_of(self, index: int) -> int:
-        """The position at which shard `index` is offered."""
+        """Return the position at which shard `index` is offered."""
         if not self._shuffle:
             return index
         value = self._decrypt(index)
@@ -80,7 +80,7 @@ def _round_key(seed: int, epoch: int, number: int) -> int:
 
 
 def _mix(value: int) -> int:
-    """The finaliser of splitmix64 (Steele, Lea, Flood, Fast Splittable Pseudorandom Number
+    """Return the finaliser of splitmix64 (Steele, Lea, Flood, Fast Splittable Pseudorandom Number
     Generators, 2014)."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64

@@ -11,7 +11,7 @@ from statistics import median_low, quantiles
 from typing import TYPE_CHECKING, NamedTuple, final
 
 if TYPE_CHECKING:
-    from gmeta.antdt.monitor import MonitorConfig, Report
+    from gmeta.antdt.reports import MonitorConfig, Report
 
 
 class Window(NamedTuple):
@@ -42,7 +42,7 @@ class LongWindows:
         self._count = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, window: Window) -> None:
-        """Takes in the newest, drops the oldest."""
+        """Take in the newest window, drop the oldest."""
         if len(self.windows) == self.config.long_windows:
             self._count_in(self.windows.popleft(), -1)
         self.windows.append(window)
@@ -61,8 +61,8 @@ class LongWindows:
         self.work_ms += sign * window.tasks * window.work_ms
 
     def overhead_ms(self) -> float:
-        """Intercept of own time per step against tasks per step, by least squares; 0 while the
-        batch hardly varied."""
+        """Return the intercept of own time per step against tasks per step, by least squares; 0
+        while the batch hardly varied."""
         if self._count < 2:
             return 0.0
         x, y = self._x / self._count, self._y / self._count
@@ -74,13 +74,14 @@ class LongWindows:
         return min(max(0.0, y - slope * x), 0.9 * y)
 
     def spread(self) -> float:
-        """(p90 - p10) / median of the ratio."""
+        """Return (p90 - p10) / median of the ratio."""
         deciles = quantiles((window.ratio for window in self.windows), n=10, method="inclusive")
         return (deciles[8] - deciles[0]) / deciles[4] if deciles[4] > 0 else 0.0
 
 
 def windows_of(deltas: Mapping[str, Report], config: MonitorConfig) -> dict[str, Window]:
-    """Every worker against the median of the others: with two workers, each against the other."""
+    """Return the window of every worker, held against the median of the others: with two workers,
+    each against the other."""
     parts = [tuple(ms / delta.tasks_done for ms in delta.own_ms) for delta in deltas.values()]
     own = [sum(part) for part in parts]
     typical_own = _medians_of_others(own)
@@ -108,7 +109,7 @@ def windows_of(deltas: Mapping[str, Report], config: MonitorConfig) -> dict[str,
 
 
 def _medians_of_others(values: Sequence[float]) -> list[float]:
-    """For each value, the median of all others (itself where it is alone)."""
+    """Return, for each value, the median of all others (itself where it is alone)."""
     if len(values) < 2:
         return list(values)
     order = sorted(range(len(values)), key=values.__getitem__)
@@ -124,7 +125,7 @@ def _medians_of_others(values: Sequence[float]) -> list[float]:
 
 
 def tasks_per_s(windows: Sequence[Window]) -> float:
-    """The median, since a window in which the shares change has some of both; of two windows the
-    faster, because the other may hold the start."""
+    """Return the median speed, since a window in which the shares change has some of both; of two
+    windows the faster, because the other may hold the start."""
     task_ms = median_low([window.work_ms for window in windows])
     return 1000 / task_ms if task_ms > 0 else 0.0

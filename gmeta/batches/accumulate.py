@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gmeta.batches.episodes import Episodes, RowFetch
-from metaio.batch import TaskBatch
+from metaio.read.batch import TaskBatch
 
 
 @dataclass(frozen=True)
@@ -30,45 +30,45 @@ class MicroBatches:
 
     @property
     def unique_ids_U(self) -> Tensor:
-        """The ids to fetch for all parts."""
+        """Return the ids to fetch for all parts."""
         return self.parts[0].unique_ids_U
 
     @property
     def unique_lengths_B(self) -> Tensor:
-        """How many of them each table has."""
+        """Count those of each table."""
         return self.parts[0].unique_lengths_B
 
     @property
     def task_T(self) -> Tensor:
-        """Which task each episode is of."""
+        """Return the task that each episode is of."""
         return torch.cat([part.task_T for part in self.parts])
 
     @property
     def num_terms(self) -> int:
-        """Terms of the outer loss."""
+        """Count the terms of the outer loss."""
         return sum(part.num_terms for part in self.parts)
 
     @property
     def num_shown(self) -> int:
-        """Those of them that its value is the mean of."""
+        """Count those of them that its value is the mean of."""
         return sum(part.num_shown for part in self.parts)
 
     @property
     def num_rows(self) -> int:
-        """Support and query rows."""
+        """Count support and query rows."""
         return sum(part.num_rows for part in self.parts)
 
     @property
     def fetch(self) -> RowFetch | None:
-        """The rows of all parts on their way, see Episodes."""
+        """Return the rows of all parts on their way; None: nobody was asked for them yet."""
         return self.parts[0].fetch
 
     def fetched_by(self, fetch: RowFetch) -> "MicroBatches":
-        """See Episodes.fetched_by."""
+        """Return these parts with their rows on the way."""
         return MicroBatches(tuple(part.fetched_by(fetch) for part in self.parts))
 
     def to(self, device: torch.device) -> "MicroBatches":
-        """Copy to a device."""
+        """Copy them to a device."""
         ids_U = self.unique_ids_U.to(device, non_blocking=True)
         lengths_B = self.unique_lengths_B.to(device, non_blocking=True)
         shared = [
@@ -83,7 +83,7 @@ Arranged = TypeVar("Arranged", Episodes, Episodes | MicroBatches)
 def in_parts(
     arrange: Callable[[TaskBatch], Episodes], num_parts: int
 ) -> Callable[[TaskBatch], Episodes | MicroBatches]:
-    """`arrange` for steps that are worked through in `num_parts` parts."""
+    """Return `arrange` for steps that are worked through in `num_parts` parts."""
     if num_parts == 1:
         return arrange
     return lambda batch: MicroBatches(
@@ -92,7 +92,7 @@ def in_parts(
 
 
 def split_tasks(batch: TaskBatch, num_parts: int) -> list[TaskBatch]:
-    """The batch cut between tasks into at most `num_parts` of about as many rows each.
+    """Cut the batch between tasks into at most `num_parts` of about as many rows each.
 
     Every part keeps the whole batch's unique ids. A batch without tasks is one part.
     """
@@ -111,7 +111,7 @@ def split_tasks(batch: TaskBatch, num_parts: int) -> list[TaskBatch]:
 def accumulated_loss(
     learner: nn.Module, rows_UD: Tensor, micro_batches: MicroBatches, weight: float
 ) -> Tensor:
-    """What `learner(rows_UD, episodes, weight)` is for all parts together, in value and gradient.
+    """Return `learner(rows_UD, episodes, weight)` for all parts together, in value and gradient.
 
     The gradient is worked out now and only scaled in backward, so it cannot be differentiated
     again.

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 
 from gmeta.batches.config import AugmentConfig
-from metaio.batch import TaskBatch
-from metaio.features import Features
+from metaio.format.features import Features
 from metaio.hashing import splitmix64
+from metaio.read.batch import TaskBatch
 
 Ints = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
@@ -36,7 +36,7 @@ def augmented(
     epoch: int,
     first_step: int,
 ) -> Iterator[TaskBatch]:
-    """The batches of an epoch's steps from `first_step` on, as training takes them."""
+    """Return the batches of an epoch's steps from `first_step` on, as training takes them."""
     dropped_B = np.array(
         [not config.oov_tables or table.name in config.oov_tables for table in features.tables]
     )
@@ -51,7 +51,7 @@ def augmented(
 
 
 def check_augment(config: AugmentConfig, features: Features) -> None:
-    """Hold the config against the dataset's tables.
+    """Check the config against the dataset's tables.
 
     Raises:
         ValueError: the shares are the wrong way round, or a table is unknown.
@@ -125,7 +125,7 @@ def drop_ids(
 
 
 def _reordered(batch: TaskBatch, order_N: Ints, support_T: Ints) -> TaskBatch:
-    """The batch with its rows in this order, which keeps every episode's rows together."""
+    """Return the batch with its rows in this order, which keeps every episode's rows together."""
     values_N = batch.multi_lengths_NM.numpy().sum(axis=1, dtype=np.int64)
     first_N = np.cumsum(values_N) - values_N
     moved_N = values_N[order_N]
@@ -144,13 +144,13 @@ def _reordered(batch: TaskBatch, order_N: Ints, support_T: Ints) -> TaskBatch:
 
 
 def _uniform(names: UInt64, key: int, stream: int) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) for each name: the upper 53 bits of its hash under the key."""
+    """Return a number in [0, 1) for each name: the upper 53 bits of its hash under the key."""
     mixed = splitmix64(names ^ splitmix64(np.uint64(_key(key, stream))))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _key(*parts: int) -> int:
-    """One 64-bit number for several."""
+    """Mix several numbers into one of 64 bits."""
     mixed = np.zeros(1, dtype=np.uint64)
     for part in parts:
         mixed = splitmix64(mixed + np.uint64(part % 2**64))

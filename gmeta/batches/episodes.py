@@ -16,24 +16,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gmeta.adaptation.bags import Bags
-from gmeta.adaptation.blocks import GROUP_WEIGHTS, StackedBlocks, TaskBlocks, group_tasks
-from gmeta.adaptation.layout import RowLayout
-from gmeta.adaptation.side import Side, Sides, TaskGroups
-from metaio.batch import TaskBatch
-from metaio.task_rows import task_rows
+from gmeta.adaptation.rows.ragged import RowLayout
+from gmeta.adaptation.rows.rectangles import GROUP_WEIGHTS, PaddedTasks, group_tasks
+from gmeta.adaptation.rows.sides import Side, Sides, TaskGroups
+from gmeta.adaptation.rows.sparse_matrix import Bags
+from metaio.read.batch import TaskBatch
+from metaio.read.task_rows import task_rows
 
 Ints = npt.NDArray[np.int64]
-ArrangedRows = Side | Sides | TaskGroups | TaskBlocks | StackedBlocks
+ArrangedRows = Side | Sides | TaskGroups | PaddedTasks
 
 
 class RowFetch(ABC):
     """The rows of a step on their way from the ranks that hold them. All ranks make the same calls
     in the same order.
     """
-
-    # The place in `unique_ids_U` of each row's id; None: rows come in the order of ids.
-    id_of_row_U: Tensor | None = None
 
     @abstractmethod
     def send(self) -> None:
@@ -45,8 +42,9 @@ class RowFetch(ABC):
 
     @abstractmethod
     def rows_UD(self, gradient_unit: float) -> Tensor:
-        """The rows, differentiable; `gradient_unit` is about the size of their gradients, the same
-        on every rank.
+        """Return the rows, differentiable.
+
+        `gradient_unit` is about the size of their gradients, the same on every rank.
         """
 
 
@@ -55,7 +53,7 @@ class Episodes:
     """A rank's share of a step.
 
     Its rows are one side for plain training, where every row is a query row; both sides to predict;
-    for the general inner loop both sides of groups of tasks; for the fused one both as blocks.
+    for the general inner loop both sides of groups of tasks; for the fused one both, padded.
     """
 
     task_T: Tensor  # which task each episode is of; stays on the host
@@ -80,9 +78,7 @@ class Episodes:
         num_terms: int,
         constant: bool = False,
     ) -> "Episodes":
-        """The batch's episodes with their rows arranged so; of constant ones nobody can ask for the
-        gradient.
-        """
+        """Make the batch's episodes with their rows arranged so; constant ones have no gradient."""
         copies = None
         if fetched_row_P is not None:
             copies = Bags.single(fetched_row_P, batch.unique_ids_U.numel(), constant)
@@ -99,11 +95,11 @@ class Episodes:
         )
 
     def fetched_by(self, fetch: RowFetch) -> "Episodes":
-        """These episodes with their rows on the way."""
+        """Return these episodes with their rows on the way."""
         return replace(self, fetch=fetch)
 
     def to(self, device: torch.device) -> "Episodes":
-        """Copy to a device."""
+        """Copy them to a device."""
         return replace(
             self,
             unique_ids_U=self.unique_ids_U.to(device, non_blocking=True),
@@ -115,43 +111,18 @@ class Episodes:
             rows=self.rows.to(device),
         )
 
-    @property
-    def id_of_copy_P(self) -> Tensor | None:
-        """The place in `unique_ids_U` of the id behind each row that the sides index; None when
-        they index the fetched rows themselves.
-        """
-        id_of_row_U = None if self.fetch is None else self.fetch.id_of_row_U
-        if self.fetched_row_P is None or id_of_row_U is None:
-            return self.fetched_row_P
-        return id_of_row_U.index_select(0, self.fetched_row_P)
-
     def working_rows_PD(self, rows_UD: Tensor) -> Tensor:
-        """The rows that the sides index: each task's own copy where embeddings adapt."""
+        """Return the rows that the sides index: each task's own copy where embeddings adapt."""
         return rows_UD if self.copies is None else self.copies.pool(rows_UD)
 
 
-def ids_of_query_rows(batch: TaskBatch) -> Tensor:
-    """Which of the batch's unique ids a query row uses: bool [U]."""
-    lengths = np.stack(side_lengths(batch), axis=1).ravel()  # support, query, support, ...
-    is_query_N = np.repeat(np.arange(lengths.size) % 2 == 1, lengths)
-    query_N = torch.from_numpy(np.flatnonzero(is_query_N))
-    is_used_U = torch.zeros(batch.unique_ids_U.numel(), dtype=torch.bool)
-    used = [batch.positions_NF.index_select(0, query_N).flatten()]
-    if batch.multi_positions_V.numel():
-        values_N = batch.multi_lengths_NM.sum(dim=1).numpy()
-        used.append(batch.multi_positions_V[torch.from_numpy(np.repeat(is_query_N, values_N))])
-    for positions in used:
-        is_used_U.index_fill_(0, positions.to(torch.int64), True)
-    return is_used_U
-
-
 def plain_rows(batch: TaskBatch) -> Episodes:
-    """Every row of the batch on its own, whatever its task and side."""
+    """Return every row of the batch on its own, whatever its task and side."""
     return Episodes.of(batch, None, every_row(batch), batch.num_rows)
 
 
 def every_row(batch: TaskBatch, constant: bool = False) -> Side:
-    """All rows of the batch as one side, which reads from the fetched rows; of constant ones
+    """Return all rows of the batch as one side, which reads from the fetched rows; of constant ones
     nobody can ask for the gradient.
     """
     every_row_N = torch.ones(batch.num_rows, dtype=torch.bool)
@@ -160,8 +131,9 @@ def every_row(batch: TaskBatch, constant: bool = False) -> Side:
 
 
 def support_and_query(batch: TaskBatch, rows_per_task: bool, to_predict: bool = False) -> Episodes:
-    """Both sides of every task; with `rows_per_task` each task gets its own copy of the rows it
-    uses. `to_predict`: nobody can ask for a gradient but that of the copies that adapt.
+    """Return both sides of every task; with `rows_per_task` each task has its own copy of its rows.
+
+    `to_predict`: nobody can ask for a gradient but that of the copies that adapt.
     """
     batch, fetched_row_P, num_rows = reading_copies(batch, rows_per_task)
     constant_sides = to_predict and not rows_per_task, to_predict
@@ -170,8 +142,8 @@ def support_and_query(batch: TaskBatch, rows_per_task: bool, to_predict: bool = 
 
 
 def task_groups(batch: TaskBatch, rows_per_task: bool, num_weights: int) -> Episodes:
-    """The same in groups of tasks of similar size where that saves more work than it makes, with so
-    many weights in the layers that adapt.
+    """Return them in groups of tasks of similar size where that saves more work than it makes, for
+    so many weights in the layers that adapt.
     """
     groups = group_tasks(*side_lengths(batch), least_gain=GROUP_WEIGHTS / max(num_weights, 1))
     batch, fetched_row_P, num_rows = reading_copies(batch, rows_per_task)
@@ -180,8 +152,8 @@ def task_groups(batch: TaskBatch, rows_per_task: bool, num_weights: int) -> Epis
 
 
 def reading_copies(batch: TaskBatch, rows_per_task: bool) -> tuple[TaskBatch, Tensor | None, int]:
-    """The batch with its positions into the tasks' own rows if they have such, the fetched row
-    behind each of these, and how many rows are read from.
+    """Return the batch with its positions into the tasks' own rows if they have such, the fetched
+    row behind each of these, and how many rows are read from.
     """
     if not rows_per_task:
         return batch, None, batch.unique_ids_U.numel()
@@ -191,13 +163,13 @@ def reading_copies(batch: TaskBatch, rows_per_task: bool) -> tuple[TaskBatch, Te
 
 
 def side_lengths(batch: TaskBatch) -> tuple[Ints, Ints]:
-    """Support and query rows of each task."""
+    """Count support and query rows of each task."""
     support_T = batch.support_lengths_T.numpy().astype(np.int64)
     return support_T, batch.row_offsets_T1.diff().numpy() - support_T
 
 
 def _num_with_query(batch: TaskBatch) -> int:
-    """Tasks with query rows."""
+    """Count the tasks with query rows."""
     return int(np.count_nonzero(side_lengths(batch)[1]))
 
 
@@ -207,7 +179,7 @@ def _sides(
     num_rows: int,
     constant_sides: tuple[bool, bool] = (False, False),
 ) -> tuple[Sides, ...]:
-    """Both sides of each group's tasks, in the order of the batch; each may be constant."""
+    """Return both sides of each group's tasks, in the order of the batch; each may be constant."""
     support_T, rows_T = batch.support_lengths_T, batch.row_offsets_T1.diff()
     task_N = torch.repeat_interleave(torch.arange(batch.num_tasks), rows_T)
     within_N = torch.arange(batch.num_rows) - batch.row_offsets_T1[task_N]

@@ -12,12 +12,12 @@ import torch
 from gmeta.adaptation.losses import labels_taken_N
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError
-from metaio.batch import TaskBatch
-from metaio.dataset import Dataset
+from metaio.format.dataset import Dataset
+from metaio.read.batch import TaskBatch
 
 
 def check_first_labels(config: TrainConfig, dataset: Dataset) -> None:
-    """Look at the first block of the training split: what is wrong with all labels is told before
+    """Check the first block of the training split: what is wrong with all labels is told before
     any rank starts or any folder is made. A launcher looks before it starts the job's own service,
     whose store lies in the run folder; rank 0 again, as nothing looked for torchrun's ranks, nor
     for a caller of train(). What only a later block shows is for `labels_checked`.
@@ -39,7 +39,7 @@ def check_first_labels(config: TrainConfig, dataset: Dataset) -> None:
 def labels_checked(
     batches: Iterable[TaskBatch], loss: str, dataset: Dataset, split: str
 ) -> Iterator[TaskBatch]:
-    """The same batches, each looked at before it is given out.
+    """Yield the same batches, each checked before it is given out.
 
     Raises:
         ConfigError: a label is none that the loss takes; its row and task are named.

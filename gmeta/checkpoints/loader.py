@@ -20,8 +20,9 @@ from gmeta.checkpoints.files import (
     read_progress,
     reason_of,
 )
-from gmeta.config import TrainConfig
-from gmeta.errors import GMetaError, UserError
+from gmeta.checkpoints.index import IndexedReader
+from gmeta.config import TrainConfig, config_from_dict
+from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.parallel.ranks import Ranks, gather_to_first, value_of_first
 from gmeta.runs.folder import RunFolder, checkpoint_name, list_checkpoints, step_of
 from gmeta.runs.progress import Progress
@@ -47,7 +48,7 @@ def load_checkpoint(
     _check_together(path, ranks)
     progress = read_progress(path)
     try:
-        load_shards(state, checkpoint_id=str(path), process_group=ranks.control)
+        load_shards(state, storage_reader=IndexedReader(path), process_group=ranks.control)
     except DAMAGE as error:
         reason = reason_of(error).rstrip(".")
         if files_of(read_about(path)) and not isinstance(first_failure(error), OSError):
@@ -71,9 +72,45 @@ def load_checkpoint(
     return progress
 
 
+def tied_config(config: TrainConfig) -> dict[str, Any]:
+    """Return what a checkpoint's weights mean something with, alone: model, algorithm, loss."""
+    saved = config.to_json()
+    tied = {section: saved[section] for section in ("model", "algorithm")}
+    return {**tied, "outer": {"loss": saved["outer"]["loss"]}}
+
+
+def check_config(path: Path, config: TrainConfig) -> None:
+    """Compare the config's model, algorithm and loss with those that a checkpoint was trained with.
+    One of an older release does not say them, and is taken at its word.
+
+    Raises:
+        UserError: one differs.
+        GMetaError: the checkpoint was trained with something that this release does not have.
+    """
+    told = read_about(path).get("config")
+    if told is None:
+        return
+    try:
+        # Through the settings: a later release may have keys beyond, with defaults.
+        before = tied_config(config_from_dict(told))
+    except ConfigError as error:
+        raise GMetaError(
+            f"checkpoint {path} was trained with what this release does not have ({error}). "
+            "Use the release that wrote it"
+        ) from error
+    for section, now in tied_config(config).items():
+        for key, value in now.items():
+            if value != before[section][key]:
+                raise UserError(
+                    f"{section}.{key} = {value!r}, but checkpoint {path} was trained with "
+                    f"{before[section][key]!r}, and its weights mean nothing with another. Set it "
+                    "as it was, or train a new run, which may begin with run.start_from"
+                )
+
+
 def _check_together(path: Path, ranks: Ranks) -> None:
-    """Hold the files against their checksums, each rank its share of them: all of it is read once,
-    whatever the number of ranks, and all ranks refuse what one of them finds."""
+    """Check the files against their checksums, each rank its share: all of it is read once,
+    whatever the number of ranks, and all ranks raise what one of them finds."""
     try:
         check_files(path, ranks.rank, ranks.world_size)
         mine = ""
@@ -86,8 +123,8 @@ def _check_together(path: Path, ranks: Ranks) -> None:
 
 
 def checkpoint_to_use(folder: Path, config: TrainConfig) -> Path | None:
-    """The checkpoint that stands for a run: of its best validation if it stops early, else the
-    newest.
+    """Return the checkpoint that stands for a run: of its best validation if it stops early, else
+    the newest; None if there is none.
     """
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
@@ -100,8 +137,8 @@ def checkpoint_to_use(folder: Path, config: TrainConfig) -> Path | None:
 
 
 def best_not_kept(run: RunFolder) -> str:
-    """What to tell of a run whose newest checkpoint stands for it though it stops early: the best
-    is not there. Empty where it is, or there is none.
+    """Return the line that says that the newest checkpoint stands for a run that stops early,
+    because the best was not kept; "" where it was, or there is none.
     """
     config, checkpoints = run.read_config(), list_checkpoints(run.checkpoints)
     if not (config.run.early_stop_patience and checkpoints):
@@ -131,7 +168,7 @@ def restore_replaced(folder: Path) -> None:
 def state_of(
     sharded: DistributedModelParallel, optimizer: CombinedOptimizer | None
 ) -> dict[str, Any]:
-    """What a checkpoint holds: the live tensors, not copies."""
+    """Return what a checkpoint saves: the live tensors, not copies."""
     state: dict[str, Any] = {"model": sharded.state_dict()}
     kept = optimizer.state_dict() if optimizer is not None else {"state": {}}
     if kept["state"]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from gmeta.checkpoints.files import damage_told, file_problems, read_about, read_index
+from gmeta.checkpoints.files import damage_told, file_problems, intact_index, read_about
 from gmeta.tables.names import table_of
 
 # How torchrec names what state_of gives to torch's checkpoints.
@@ -66,7 +66,7 @@ def summarise_checkpoint(path: Path, verify: bool = False) -> CheckpointSummary:
     """
     about = read_about(path)
     with damage_told(path):
-        return _summary(path, about, read_index(path, about), verify)
+        return _summary(path, about, intact_index(path, about), verify)
 
 
 def _summary(path: Path, about: dict[str, Any], index: Metadata, verify: bool) -> CheckpointSummary:

@@ -15,8 +15,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
@@ -28,19 +26,21 @@ from gmeta.checkpoints.loader import (
     REPLACED_PREFIX,
     TEMPORARY_PREFIX,
     state_of,
+    tied_config,
 )
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
 from gmeta.files.checksums import FileEntry, describe_file
+from gmeta.internals import ShardedTensor, empty_like_sharded
 from gmeta.parallel.ranks import Ranks, gather_to_first, new_control_group
 from gmeta.parallel.together import by_first
 from gmeta.runs.folder import checkpoint_name, list_checkpoints
 from gmeta.runs.progress import Progress
-from metaio.destination import flush_to_disk
+from metaio.format.destination import flush_to_disk
 
 
 def _nothing() -> None:
-    """What follows a commit unless the caller has something to tell."""
+    """Do nothing after a commit, where the caller has nothing to tell."""
 
 
 class CheckpointWriter:
@@ -66,7 +66,11 @@ class CheckpointWriter:
         self._optimizer = optimizer
         # Its own group: the thread's messages must not meet those of the steps.
         self._ranks = replace(ranks, control=new_control_group())
-        self._writer = {"world_size": ranks.world_size, "config_digest": config.digest}
+        self._writer = {
+            "world_size": ranks.world_size,
+            "config_digest": config.digest,
+            "config": tied_config(config),
+        }
         self._keep_last = config.run.keep_last
         self._keep_best = config.run.keep_best
         self._committed = committed
@@ -102,11 +106,11 @@ class CheckpointWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is on its way to the disk."""
+        """Return whether a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def poll(self) -> None:
-        """Once the one being written has ended: tell that it is committed, or what went wrong.
+        """Report on the checkpoint being written if that has ended: call `committed`, or raise.
 
         Raises:
             GMetaError: it could not be written; nothing of it is kept.
@@ -140,7 +144,7 @@ class CheckpointWriter:
         self._committed()
 
     def _staged(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A copy of the state in host memory, in the same place every time: pinned for CUDA."""
+        """Return a copy of the state in host memory, always in the same place: pinned for CUDA."""
         if self._ranks.device.type == "cpu" and self._stager.state_dict_cache is None:
             self._stager.state_dict_cache = _buffers_for(state)
         return self._stager.stage(state)
@@ -208,8 +212,8 @@ class CheckpointWriter:
 
 
 def _described(folder: Path, rank: int) -> dict[str, FileEntry] | OSError:
-    """Checksums of what this rank wrote, while its machine still has it in memory; or why not, for
-    rank 0 to tell: a rank that raised here would leave the others in a collective."""
+    """Return the checksums of what this rank wrote, while its machine still has it in memory; or
+    the error, for rank 0 to raise: raised here, it would leave the others in a collective."""
     try:
         return {path.name: describe_file(path) for path in folder.glob(f"__{rank}_*")}
     except OSError as error:
@@ -217,7 +221,7 @@ def _described(folder: Path, rank: int) -> dict[str, FileEntry] | OSError:
 
 
 def _buffers_for(value: Any) -> Any:
-    """Uninitialised tensors of the shapes and types in a state on the CPU.
+    """Return uninitialised tensors of the shapes and types in a state on the CPU.
 
     torch's stager would make them by a deep copy: at the first checkpoint the tables would be in
     memory three times.
@@ -227,17 +231,13 @@ def _buffers_for(value: Any) -> Any:
     if isinstance(value, ShardedTensor):
         if not value.local_shards():
             return value
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
-            [Shard(torch.empty_like(s.tensor), s.metadata) for s in value.local_shards()],
-            value.metadata(),
-            process_group=value._process_group,
-        )
+        return empty_like_sharded(value)
     return torch.empty_like(value) if isinstance(value, torch.Tensor) else value
 
 
 def _discard(checkpoint: Path) -> None:
-    """Renamed first, since one that is there in part must not pass for a checkpoint. What cannot be
-    removed, as where another host reads it over NFS, ends no run: it goes at the next start."""
+    """Remove a checkpoint, renamed first: half of one must not pass for a checkpoint. One that
+    cannot be removed, as while another host reads it over NFS, goes at the next start."""
     doomed = checkpoint.with_name(TEMPORARY_PREFIX + checkpoint.name)
     with suppress(OSError):
         checkpoint.rename(doomed)
@@ -250,7 +250,8 @@ def _make_empty(folder: Path) -> None:
 
 
 def _free(folder: Path) -> str:
-    """In coarse units: ranks look at different moments, and are to say the same."""
+    """Return the free space in coarse units: ranks look at different moments, and must say the
+    same."""
     try:
         return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB"
     except OSError:

@@ -47,7 +47,7 @@ def antdt_sim(
         Path | None, typer.Option(help="folder for results.json and completion.png")
     ] = None,
 ) -> None:
-    """How long a job takes with each way of dealing with stragglers, in simulated time.
+    """Show how long a job takes with each way of dealing with stragglers, in simulated time.
 
     gmeta antdt-sim --workers 200 --steps 900 --scenario mixed
     """

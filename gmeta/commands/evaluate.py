@@ -57,7 +57,7 @@ def evaluate(
 
 
 def _check_comparable(roots: list[Path], configs: list[TrainConfig]) -> None:
-    """Before any of them is evaluated, which takes minutes."""
+    """Refuse runs that cannot be compared, before minutes are spent on scoring one of them."""
     for root, config in zip(roots[1:], configs[1:], strict=True):
         if roots.count(root) > 1:
             raise UserError(

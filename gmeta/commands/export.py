@@ -65,6 +65,9 @@ def predict(
     verify: Annotated[
         bool, typer.Option(help="check the model's checksums before use, which reads all of it")
     ] = True,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="replace the file at --out")
+    ] = False,
 ) -> None:
     """Adapt to every task of QUERY by its rows in SUPPORT, and predict its rows.
 
@@ -77,11 +80,21 @@ def predict(
     check_local("--out", out)
     if out.is_dir():
         raise UserError(f"--out = {str(out)!r} is a folder: a file is needed. Name one in it")
+    if out.suffix not in ("", ".parquet", ".pq"):
+        raise UserError(
+            f"--out = {str(out)!r} ends with {out.suffix}: what is written is Parquet. Name a file "
+            "that ends with .parquet, and convert it behind"
+        )
     for what, url in (("SUPPORT", support), ("QUERY", query)):
         if out.exists() and Path(url).exists() and out.samefile(url):
             raise UserError(
                 f"--out = {str(out)!r} is {what}, whose rows would be replaced. Name another file"
             )
+    if out.exists() and not overwrite:
+        raise UserError(
+            f"--out = {str(out)!r} exists already. Name another file, or pass --overwrite to "
+            "replace it"
+        )
     from gmeta.commands.work.predict import predict_rows
 
     predict_rows(model, support, query, out, allow_no_support, verify)

@@ -13,9 +13,9 @@ from gmeta.commands.screen import progress_bars, screen, show_table, table_of
 from gmeta.errors import UserError
 from gmeta.files.local import check_local
 from gmeta.files.whole import write_whole
-from metaio.dataset import Dataset, open_dataset
-from metaio.inspection import SKEW_PERCENT, SplitSummary, damage, summarise
-from metaio.picture import drawn
+from metaio.format.dataset import Dataset, open_dataset
+from metaio.format.inspection import SKEW_PERCENT, SplitSummary, damage, summarise
+from metaio.format.picture import drawn
 
 
 def inspect(
@@ -82,7 +82,7 @@ def inspect(
 
 
 def _other_kind(path: Path) -> Callable[[Path, bool], None] | None:
-    """What shows this path, where it is no dataset. A URL is one."""
+    """Return what shows a model, run or checkpoint; None for a dataset, which any URL is."""
     if is_model(path):
         return inspect_model
     if not (is_run(path) or is_checkpoint(path)):
@@ -94,12 +94,12 @@ def _other_kind(path: Path) -> Callable[[Path, bool], None] | None:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a run was trained there. A dataset has a manifest instead."""
+    """Return whether this is a run folder; a dataset has a manifest instead."""
     return (path / "config.json").is_file() and (path / "checkpoints").is_dir()
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether this folder is one checkpoint of a run."""
+    """Return whether this folder is one checkpoint of a run."""
     # By where it lies: a damaged one must be recognised too.
     return path.is_dir() and path.name.startswith("step-") and path.parent.name == "checkpoints"
 
@@ -159,7 +159,7 @@ def _tables(summary: SplitSummary) -> Table:
 
 
 def _unknown(summaries: list[SplitSummary]) -> str:
-    """Tables whose row 0 is used, and by how much of each split: what a model could not learn."""
+    """Return a line for each table whose row 0 is used: the share of unknown ids in each split."""
     lines = []
     for index, table in enumerate(summaries[0].tables):
         shares = {s.name: s.tables[index].unknown_share for s in summaries}

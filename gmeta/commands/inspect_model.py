@@ -10,7 +10,7 @@ from gmeta.serving.folder import ExportedConfig, check_files, read_config, table
 
 
 def is_model(path: Path) -> bool:
-    """Whether an export wrote this folder, be it damaged: its config says so."""
+    """Return whether `gmeta export` wrote this folder; a damaged one counts, its config says so."""
     try:
         return '"gmeta-model"' in (path / "config.json").read_text(encoding="utf-8")[:100]
     except (OSError, UnicodeDecodeError):
@@ -18,8 +18,10 @@ def is_model(path: Path) -> bool:
 
 
 def inspect_model(folder: Path, verify: bool) -> None:
-    """Show the columns and tables of an exported model; GMetaError where a file is missing or cut
-    short, or with `verify` differs from its checksum.
+    """Show the columns and tables of an exported model.
+
+    Raises:
+        GMetaError: a file is missing or cut short, or with `verify` differs from its checksum.
     """
     config = read_config(folder)
     source, console = config.source, screen()
@@ -54,7 +56,7 @@ def inspect_model(folder: Path, verify: bool) -> None:
 
 
 def _columns(config: ExportedConfig) -> Iterator[tuple[str, str, str, str]]:
-    """What rows must hold: name, role, table, values."""
+    """Yield what a row must hold: the name, role, table and values of each column."""
     given, features = config.columns, config.features
     yield given.task, "task", "", "integer or text; tells tasks apart in `gmeta predict`"
     yield given.label, "label", "", "0 to 1" if config.loss == "bce" else "a number"

@@ -104,7 +104,7 @@ def _show(console: Console, summary: CheckpointSummary) -> None:
 
 
 def _end(summaries: list[CheckpointSummary], verify: bool, unreadable: Sequence[str] = ()) -> None:
-    """What is wrong, or how much was looked at."""
+    """Print every problem and exit with code 1; without any, print how much was checked."""
     problems = [*unreadable, *(problem for summary in summaries for problem in summary.problems)]
     for problem in problems:
         typer.echo(problem)

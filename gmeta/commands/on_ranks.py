@@ -10,7 +10,7 @@ from gmeta.parallel.launch import launch, under_torchrun
 
 
 def starts_ranks(nproc_per_node: int) -> bool:
-    """Whether this process is to start ranks rather than to be one."""
+    """Return whether this process starts ranks; False: it is a rank itself."""
     return nproc_per_node > 1 and not under_torchrun()
 
 
@@ -27,8 +27,8 @@ def start(
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Around the import of what a rank runs: 600,000 objects that live as long as it does. The
-    search for garbage goes over none of them, now or later; it took a quarter of the import.
+    """Keep the garbage collector off what is imported inside: 600,000 objects that live as long as
+    the rank. Looking through them took a quarter of the import.
 
     Raises:
         GMetaError: the CUDA build of fbgemm found none of the driver's libraries, which it loads

@@ -15,15 +15,15 @@ from rich.table import Table
 from gmeta.commands.screen import progress_bars, screen, show_table
 from gmeta.commands.spark import prepare_on_spark
 from gmeta.errors import UserError
-from metaio.dataset import Dataset, open_dataset
-from metaio.destination import unfinished
-from metaio.job import PrepareOptions
-from metaio.prepare import prepare as prepare_on_one_machine
+from metaio.format.dataset import Dataset, open_dataset
+from metaio.format.destination import unfinished
+from metaio.prepare.job import PrepareOptions
+from metaio.prepare.local import prepare as prepare_on_one_machine
+from metaio.prepare.schema import load_schema
 from metaio.recipes.movielens import MovieLensConfig, prepare_movielens
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
-from metaio.schema import load_schema
 
-# What each way of preparing looks at, beside --overwrite.
+# The options that each way of preparing reads, beside --overwrite.
 OPTIONS = {
     "--recipe synthetic": {"recipe", "tasks", "items", "rows", "seed"},
     "--recipe movielens-1m": {"recipe", "validation", "order", "history", "seed"},
@@ -133,7 +133,7 @@ def prepare(
 def _check_options(
     context: typer.Context, schema: Path | None, recipe: Recipe | None, spark: bool
 ) -> None:
-    """Refuse what would have no effect: who gives it believes that it has one."""
+    """Refuse options that would have no effect: whoever gives one believes that it has."""
     if recipe is not None and schema is not None:
         raise UserError(
             "both --schema and --recipe are given: a dataset comes of one. Leave one out"
@@ -158,7 +158,7 @@ def _check_options(
 def _prepare_tables(
     inputs: list[str], out: str, schema: Path, options: PrepareOptions, spark: bool
 ) -> None:
-    """By a schema, on this machine or on Spark."""
+    """Prepare raw tables by a schema, on this machine or on Spark."""
     if spark:
         prepare_on_spark(inputs, out, load_schema(schema), options)
     else:
@@ -184,7 +184,7 @@ def _bytes(text: str) -> int:
 
 @contextmanager
 def _phases() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar for each phase that is told of."""
+    """Yield a function (phase, done, total) that shows a progress bar for each phase."""
     bars: dict[str, TaskID] = {}
     with progress_bars() as progress:
 

@@ -15,8 +15,8 @@ COLUMNS_OF_A_FILE = 250
 
 
 def screen(*, stderr: bool = False) -> Console:
-    """Standard output or standard error. Names and notes are others' words, in which brackets are
-    no markup.
+    """Return a console for standard output or standard error, which takes brackets for no markup:
+    names and notes are other people's words.
     """
     stream = sys.stderr if stderr else sys.stdout
     is_known = stream.isatty() or "COLUMNS" in os.environ
@@ -30,13 +30,13 @@ def screen(*, stderr: bool = False) -> Console:
 
 
 def show_table(console: Console, table: RenderableType) -> None:
-    """One or several; cells are folded where a terminal is too narrow for them."""
+    """Print a table, or a group of them; cells are folded where a terminal is too narrow."""
     console.print(table, soft_wrap=False)
 
 
 def table_of(title: str, *heads: str, text: Collection[str]) -> Table:
-    """A titled table. The columns of these heads are text, to the left and folded where there is no
-    room; all others are numbers, to the right and never folded.
+    """Return an empty table with a title and these heads. Columns named in `text` are flush left
+    and may be folded; all others are numbers, flush right and never folded.
     """
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for head in heads:
@@ -46,7 +46,7 @@ def table_of(title: str, *heads: str, text: Collection[str]) -> Table:
 
 
 def size_text(num_bytes: int) -> str:
-    """A number of bytes in the largest unit that leaves at least one."""
+    """Return a number of bytes as text, in the largest unit that leaves at least one."""
     size, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
@@ -56,7 +56,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def progress_bars() -> Progress:
-    """On standard error, gone when the work is done."""
+    """Return progress bars for standard error, which disappear when the work is done."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -38,7 +38,7 @@ def caller_of(
     tls_cert: Path | None,
     tls_key: Path | None,
 ) -> Call:
-    """What makes one call of the service, on a connection of its own."""
+    """Return a function that makes one call of the service, on a connection of its own."""
     config = ConnectionConfig(
         address,
         OPERATOR_BUDGET_S,

@@ -10,7 +10,12 @@ import typer
 
 from gmeta.antdt.access.address import DEFAULT_ADDRESS
 from gmeta.antdt.log import configure_logging
-from gmeta.antdt.service.server import ServiceConfig, ServiceStartError, serve_until_signal
+from gmeta.antdt.service.server import (
+    NOTHING,
+    ServiceConfig,
+    ServiceStartError,
+    serve_until_signal,
+)
 from gmeta.antdt.stragglers.settings import load_straggler_config
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -90,7 +95,7 @@ def shard_service(
         load_straggler_config(antdt_config),
         decisions,
     )
-    if config.secured and insecure:
+    if insecure and config.protection != NOTHING:
         raise ServiceStartError(
             f"--insecure was given beside {config.protection}; a service is the one or the other. "
             "Leave out --insecure, or the rest."

@@ -17,7 +17,7 @@ from gmeta.antdt.manifests.manifest import load_manifest
 from gmeta.commands.screen import screen, show_table
 from gmeta.commands.shard_caller import Address, Call, TlsCa, TlsCert, TlsKey, TokenFile, caller_of
 from gmeta.errors import UserError
-from protos.antdt.v1 import shard_service_pb2 as pb
+from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 shards = typer.Typer(
     help="Look into and operate a running data-shard service; audit checkpoints offline.",
@@ -42,7 +42,7 @@ def status(
     tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Datasets, workers and checkpoints at a glance."""
+    """Show datasets, workers and checkpoints at a glance."""
     call = caller_of(address, token_file, tls_ca, tls_cert, tls_key)
     answer = call("Status", pb.StatusRequest())
     if as_json:
@@ -161,7 +161,8 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Prove, offline, what a checkpoint has been trained on: every unit once, none twice. Exit
-    code 1 when not ok."""
+    code 1 when not ok.
+    """
     manifest = load_manifest(checkpoint)
     report = audit_manifest(manifest)
     if previous is not None:

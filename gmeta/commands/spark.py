@@ -3,14 +3,15 @@ configuration names (`SPARK_CONF_DIR`, `PYSPARK_SUBMIT_ARGS` or spark-submit).
 """
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gmeta.errors import UserError
-from metaio.job import PrepareOptions
-from metaio.schema import Schema
-from metaio.spark import prepare_with_spark
+from metaio.prepare.job import PrepareOptions
+from metaio.prepare.schema import Schema
+from metaio.prepare.spark import prepare_with_spark
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -24,7 +25,7 @@ def prepare_on_spark(inputs: list[str], out: str, schema: Schema, options: Prepa
     """
     for path in inputs:
         # Spark guesses the types of text columns by other rules than one machine does.
-        if path.lower().endswith((".csv", ".tsv", ".csv.gz", ".tsv.gz")):
+        if re.search(r"\.(csv|tsv|json|jsonl|ndjson|zip)(\.gz)?$", path.lower()):
             raise UserError(
                 f"--spark was given {path}; it reads Parquet tables. Convert it, or leave out "
                 "--spark"

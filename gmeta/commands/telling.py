@@ -21,7 +21,7 @@ STORE_ERRORS = (
     ("azure.core.exceptions", "AzureError"),
     ("aiohttp", "ClientError"),
 )
-# Some times what the agent of torchrun takes to see that a rank has ended, and to end the others.
+# Several times what torchrun's agent needs to notice that a rank has ended and to end the others.
 TURN_S = 2.0
 # The user can mend them: another path, or its permissions.
 WRONG_PATHS = (
@@ -34,7 +34,7 @@ WRONG_PATHS = (
 
 
 def told_errors() -> tuple[type[Exception], ...]:
-    """What is told in one line; those of others only if a command has loaded what raises them."""
+    """Return the errors that are printed as one line: those of libraries that are loaded by now."""
     return (GMetaError, OSError, *_loaded(METAIO_ERRORS), *_loaded(STORE_ERRORS))
 
 
@@ -44,7 +44,7 @@ def _loaded(names: Sequence[tuple[str, str]]) -> list[type[Exception]]:
 
 
 def told(error: Exception) -> tuple[str, int]:
-    """The line to print and the exit code."""
+    """Return the line to print for an error, and the exit code."""
     line, code = _told(error)
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     return line + notes, code
@@ -74,8 +74,8 @@ def _told(error: Exception) -> tuple[str, int]:
 
 
 def let_others_tell(error: Exception) -> None:
-    """Under torchrun, wait where another rank of this machine tells the same, or why: once that one
-    has ended, torchrun's agent ends this one, in silence. Whoever is left tells what it met.
+    """Wait, under torchrun, where another rank of this machine may print the same error or its
+    cause: once that rank has ended, torchrun's agent ends this one before it prints anything.
     """
     if not has_agent():
         return  # nobody would end it
@@ -87,7 +87,7 @@ def let_others_tell(error: Exception) -> None:
 
 
 def write_error(message: str) -> None:
-    """The line on standard error, with the rank that it comes from."""
+    """Write one line to standard error, with the rank that it comes from."""
     rank = os.environ.get("RANK")
     prefix = "error" if rank is None else f"error on rank {rank}"
     console = Console(stderr=True, soft_wrap=True)

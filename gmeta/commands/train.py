@@ -1,6 +1,7 @@
 """`gmeta train` and `gmeta config`."""
 
 import os
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -12,9 +13,9 @@ from gmeta.commands import on_ranks
 from gmeta.commands.screen import screen, show_table
 from gmeta.config import TrainConfig, describe_config, load_config
 from gmeta.errors import UserError
-from gmeta.feeds.service import SERVICE_VARIABLE, needs_own_service, own_service
+from gmeta.feeds.service import SERVICE_VARIABLE, SHARDS_FOLDER, needs_own_service, own_service
 from gmeta.parallel.stopping import AGENT_SERVES_VARIABLE
-from gmeta.runs.folder import LOCK_FILE
+from gmeta.runs.folder import CONFIG_FILE, LOCK_FILE
 
 
 def train(
@@ -44,23 +45,32 @@ def train(
     """
     resolved = load_config(config, overrides or [])
     _check_run_folder(resolved, resume)
-    # Loading torch takes seconds: not before the config is known to be right.
-    if not on_ranks.starts_ranks(nproc_per_node):
-        with on_ranks.importing():
-            from gmeta.commands.work.train import train_on_rank
-        train_on_rank(resolved)
-        return
-    from gmeta.build import check_on_data
-
-    check_on_data(resolved)
-    # The run folder was checked above; by the time a rank looks, the service's store is in it.
-    arguments = ["train", str(config), *(overrides or []), "--resume"]
     with ExitStack() as stack:
+        if not (Path(resolved.run.dir) / SHARDS_FOLDER).exists():
+            stack.callback(_drop_unused_store, Path(resolved.run.dir))
+        # Loading torch takes seconds: not before the config is known to be right.
+        if not on_ranks.starts_ranks(nproc_per_node):
+            with on_ranks.importing():
+                from gmeta.commands.work.train import train_on_rank
+            train_on_rank(resolved)
+            return
+        from gmeta.build import check_on_data
+
+        check_on_data(resolved)
+        # The run folder was checked above; by the time a rank looks, the service's store is in it.
+        arguments = ["train", str(config), *(overrides or []), "--resume"]
         if needs_own_service(resolved):
             # Here, not in a rank: it lives through the restarts of all ranks.
             os.environ[SERVICE_VARIABLE] = stack.enter_context(own_service(resolved)).address
             os.environ[AGENT_SERVES_VARIABLE] = "1"
         on_ranks.start(arguments, nproc_per_node, master_port, max_restarts)
+
+
+def _drop_unused_store(root: Path) -> None:
+    """Remove the store of a run that was refused before it began: the corrected command would find
+    a folder that is not empty."""
+    if not (root / CONFIG_FILE).exists() and os.environ.get("RANK", "0") == "0":
+        shutil.rmtree(root / SHARDS_FOLDER, ignore_errors=True)
 
 
 def show_config() -> None:

@@ -11,7 +11,7 @@ import abc
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import final
 
 import torch
@@ -29,8 +29,8 @@ from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import local_learner
 from gmeta.parallel.stopping import Stop
 from gmeta.parallel.together import asking_to_stop
-from gmeta.parallel.transport import Swap
-from metaio.batch import TaskBatch
+from gmeta.parallel.transport.transport import Swap
+from metaio.read.batch import TaskBatch
 
 PROBE_EVERY_STEPS = 16  # 1 ms each on one machine: 0.1 ms a step
 # The fastest of so many probes counts: a rank that was not scheduled once has no slow link.
@@ -45,16 +45,21 @@ class Agent(abc.ABC):
     """Called once a step, and for every batch."""
 
     @abc.abstractmethod
-    def arrange(self, batch: TaskBatch) -> Episodes | MicroBatches:
-        """The batch as the learner takes it."""
+    def arranged(self, batches: Iterator[TaskBatch]) -> Iterator[Episodes | MicroBatches]:
+        """Yield each batch as the learner takes it, in parts where a step is worked through in
+        several.
+        """
 
     @abc.abstractmethod
     def stepped(self, num_tasks: int) -> None:
-        """The optimizer's step is done. Collective: every rank calls it for every step."""
+        """Take note that the optimizer's step is done. Collective: every rank calls it for every
+        step.
+        """
 
     def take_replanned(self) -> bool:
-        """Whether the shares changed behind the last step, so that the batch that was asked for
-        last is planned anew. Called in front of each step; the same on all ranks."""
+        """Say whether the shares changed behind the last step, so that the batch that was asked for
+        last is planned anew. Called in front of each step; the same on all ranks.
+        """
         return False
 
 
@@ -62,29 +67,30 @@ class Agent(abc.ABC):
 class NoAgent(Agent):
     """Shares are fixed and nobody watches."""
 
-    def __init__(self, arrange: Callable[[TaskBatch], Episodes], micro_batches: int) -> None:
-        self._arrange = in_parts(arrange, micro_batches)
+    def __init__(self, sharded: DistributedModelParallel, micro_batches: int) -> None:
+        self._arrange = in_parts(local_learner(sharded).learner.arrange, micro_batches)
 
-    def arrange(self, batch: TaskBatch) -> Episodes | MicroBatches:
-        """See Agent.arrange."""
-        return self._arrange(batch)
+    def arranged(self, batches: Iterator[TaskBatch]) -> Iterator[Episodes | MicroBatches]:
+        """Yield each batch arranged, always in as many parts as the config says."""
+        return map(self._arrange, batches)
 
     def stepped(self, num_tasks: int) -> None:
-        """See Agent.stepped."""
+        """Do nothing: nobody asks."""
 
 
 def open_agent(
     config: TrainConfig,
     feed: Feed,
     sharded: DistributedModelParallel,
-    arrange: Callable[[TaskBatch], Episodes],
     ranks: Ranks,
     stop: Stop,
 ) -> Agent:
-    """An agent where ranks lease shards, and may therefore take unequal shares of a step."""
+    """Return an agent that watches where ranks lease shards, and may therefore take unequal shares
+    of a step.
+    """
     if not isinstance(feed, ServiceFeed):
-        return NoAgent(arrange, config.outer.accumulate_steps)
-    return ServiceAgent(config, feed, sharded, arrange, ranks, stop)
+        return NoAgent(sharded, config.outer.accumulate_steps)
+    return ServiceAgent(config, feed, sharded, ranks, stop)
 
 
 @final
@@ -96,19 +102,20 @@ class ServiceAgent(Agent):
         config: TrainConfig,
         feed: ServiceFeed,
         sharded: DistributedModelParallel,
-        arrange: Callable[[TaskBatch], Episodes],
         ranks: Ranks,
         stop: Stop,
     ) -> None:
         self._feed = feed
         self._ranks = ranks
-        self._arrange = arrange
         self._stop = stop
+        # A rank whose service refuses every lease would answer SIGTERM only when its patience ends.
+        feed.client.stop_when(lambda: stop.asked)
         self._worker = WorkerAgent(
             feed.client, feed.share, self._end_for_restart, config.outer.accumulate_steps
         )
         self._clock = LocalClock()
-        local_learner(sharded).clock = self._clock
+        local = local_learner(sharded)
+        local.clock, self._learner = self._clock, local.learner
         self._probe = LinkProbe(ranks)
         self._swaps_s: deque[float] = deque(maxlen=PROBES_KEPT)
         self._asked: tuple[Plan, Tensor, Swap] | None = None
@@ -118,15 +125,18 @@ class ServiceAgent(Agent):
         self._wait_s = feed.wait_s
         self._ended_s = time.perf_counter()
 
-    def arrange(self, batch: TaskBatch) -> Episodes | MicroBatches:
-        """See Agent.arrange."""
-        began_s = time.perf_counter()
-        arranged = in_parts(self._arrange, self._worker.plan.micro_batches)(batch)
-        self._arranged_s += time.perf_counter() - began_s
-        return arranged
+    def arranged(self, batches: Iterator[TaskBatch]) -> Iterator[Episodes | MicroBatches]:
+        """Yield each batch arranged, in as many parts as the plan says by then; the time counts as
+        this rank's own.
+        """
+        for batch in batches:
+            began_s = time.perf_counter()
+            episodes = in_parts(self._learner.arrange, self._worker.plan.micro_batches)(batch)
+            self._arranged_s += time.perf_counter() - began_s
+            yield episodes
 
     def stepped(self, num_tasks: int) -> None:
-        """See Agent.stepped."""
+        """Report the step's times, and ask all ranks which plan is the newest."""
         now_s, wait_s = time.perf_counter(), self._feed.wait_s
         compute_s = self._clock.take_s() + self._arranged_s
         task_s = self._reading.task_s(self._feed.read_s, self._feed.tasks_read)
@@ -144,9 +154,10 @@ class ServiceAgent(Agent):
             self._swaps_s.append(self._probe.swap_s())
 
     def take_replanned(self) -> bool:
-        """Adopts the plan that was asked about if it is the newest of all ranks: behind the same
-        step, so it is in force for the same batch on all of them. If the speed of any changed, all
-        report at once: the controller then sees the same step of everybody."""
+        """Adopt the plan that was asked about if it is the newest of all ranks: they all hear so
+        behind the same step, so it is in force for the same batch everywhere. If the speed of any
+        rank changed, all report at once, and the controller sees the same step of everybody.
+        """
         if self._asked is None:
             return False
         (plan, mine, swap), self._asked = self._asked, None
@@ -174,7 +185,9 @@ class ServiceAgent(Agent):
         self._asked = plan, mine, self._ranks.transport.swap(mine.repeat(others), counts, counts)
 
     def _end_for_restart(self) -> str:
-        """All ranks keep the steps so far and end; torchrun starts them again."""
+        """Ask all ranks to keep the steps so far and end; torchrun starts them again. Return why
+        that cannot be, or "".
+        """
         used = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         allowed = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
         if used >= allowed:
@@ -198,11 +211,13 @@ class Reading:
         self._steps_to_skip = 0
 
     def skip(self, num_steps: int) -> None:
-        """The tasks of so many steps are in memory."""
+        """Leave out the next so many steps, whose tasks are in memory already."""
         self._steps_to_skip = max(self._steps_to_skip, num_steps)
 
     def task_s(self, read_s: float, tasks_read: int) -> float:
-        """Seconds a task, once a step, from the totals of the rank's reader."""
+        """Return the seconds that reading a task takes, from the totals of the rank's reader;
+        called once a step.
+        """
         if self._steps_to_skip:
             self._steps_to_skip -= 1
         else:
@@ -227,7 +242,7 @@ class Hiding:
         self._credit_s = 0.0  # computed while nothing was read: a later batch may take as long
 
     def shown_s(self, read_s: float, compute_s: float) -> float:
-        """Of a step that read and computed for so long."""
+        """Return how much of the reading a step shows that read and computed for so long."""
         shown_s = read_s - compute_s - self._credit_s
         self._credit_s = min(max(0.0, -shown_s), self._batches_ahead * compute_s)
         return max(0.0, shown_s)
@@ -243,7 +258,7 @@ class LocalClock:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def start(self, rows_UD: Tensor) -> None:
-        """The rows are here; the clock stops when backward reaches them."""
+        """Start the clock: the rows are here. It stops when backward reaches them."""
         if not rows_UD.requires_grad:
             return
         if rows_UD.is_cuda:
@@ -258,7 +273,7 @@ class LocalClock:
         self._spent_s += seconds
 
     def take_s(self) -> float:
-        """Seconds since the last call; on CUDA those of kernels that are through."""
+        """Return the seconds since the last call; on CUDA those of kernels that are through."""
         while self._events and self._events[0][1].query():
             begin, end = self._events.pop(0)
             self._spent_s += begin.elapsed_time(end) / 1000

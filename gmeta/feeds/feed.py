@@ -7,7 +7,7 @@ over, and what a checkpoint must hold so that no episode is trained twice or nev
 import abc
 from collections.abc import Iterator, Mapping
 
-from metaio.batch import TaskBatch
+from metaio.read.batch import TaskBatch
 
 
 class Feed(abc.ABC):
@@ -17,33 +17,38 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
-        """This rank's batch of each step of `epoch` from `first_step` on, empty where it has none
-        now."""
+        """Yield this rank's batch of each step of `epoch` from `first_step` on, empty where it has
+        none now.
+        """
 
     @abc.abstractmethod
     def trained(self, num_tasks: int) -> None:
-        """After the optimizer's step: so many tasks of this rank's batches are in the model."""
+        """Take note, after the optimizer's step, that so many tasks of this rank's batches are in
+        the model.
+        """
 
     @abc.abstractmethod
     def epoch_over(self, epoch_step: int) -> bool:
-        """Whether every episode of the epoch is in the model, on whichever rank."""
+        """Return whether every episode of the epoch is in the model, on whichever rank."""
 
     @abc.abstractmethod
     def checkpoint_files(self, step: int) -> Mapping[str, str]:
-        """What must lie beside the model of this step: names and texts, on rank 0. Collective."""
+        """Return what must lie beside the model of this step: names and texts, on rank 0.
+        Collective.
+        """
 
     @abc.abstractmethod
     def committed(self) -> None:
-        """The checkpoint that holds the last `checkpoint_files` has its final name."""
+        """Take note that the checkpoint with the last `checkpoint_files` has its final name."""
 
     @property
     @abc.abstractmethod
     def wait_s(self) -> float:
-        """Seconds that training has waited for data."""
+        """Return the seconds that training has waited for data."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends what runs in the background. Every rank calls it."""
+        """End what runs in the background. Every rank calls it."""
 
     def __enter__(self) -> "Feed":
         return self

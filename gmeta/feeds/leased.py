@@ -22,9 +22,9 @@ from gmeta.feeds.feed import Feed
 from gmeta.feeds.service import connect, own_service, service_address
 from gmeta.parallel.ranks import Ranks, barrier, value_of_first
 from gmeta.parallel.together import by_all, by_first
-from metaio.batch import TaskBatch
-from metaio.dataset import Dataset
-from metaio.reader import DEFAULT_CACHE_BYTES, EpisodeRange, RangeReader
+from metaio.format.dataset import Dataset
+from metaio.read.batch import TaskBatch
+from metaio.read.reader import DEFAULT_CACHE_BYTES, EpisodeRange, RangeReader
 
 # Shards of a split that a reader can hold decoded: small, so that steps mix tasks from all over it.
 SMALL_SHARD_TASKS = 16
@@ -38,7 +38,8 @@ _log = logging.getLogger("gmeta.feed")
 
 
 def tasks_per_shard(config: TrainConfig, dataset: Dataset) -> int:
-    """`data.tasks_per_shard`, or a size that depends on the data alone: any run may go on with it.
+    """Return `data.tasks_per_shard`, or a size that depends on the data alone: any run may go on
+    with it.
 
     Small where a reader holds the whole split decoded. Elsewhere one block's worth: a smaller shard
     would decode the same block again and again, a larger one mixes tasks less.
@@ -61,7 +62,7 @@ class ServiceFeed(Feed):
     def __init__(
         self, config: TrainConfig, dataset: Dataset, ranks: Ranks, checkpoint: Path | None
     ) -> None:
-        """Rank 0 rolls the service to the checkpoint, then the others join."""
+        """Roll the service back to the checkpoint on rank 0, then let the other ranks join."""
         data, split = config.data, dataset.split(config.data.train_split)
         self._ranks = ranks
         self._split = split.name
@@ -137,7 +138,8 @@ class ServiceFeed(Feed):
             ) from error
 
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
-        """See Feed.batches. The service knows where in the epoch the model stands.
+        """Lease shards and yield their tasks as batches; the service knows where in the epoch the
+        model stands.
 
         Raises:
             AntdtError: of this rank alone: the others may be in a collective.
@@ -149,18 +151,23 @@ class ServiceFeed(Feed):
         self._epoch_ended = True
 
     def change_share(self, num_tasks: int) -> None:
-        """In force at once, whatever was read ahead: the batch that was asked for last is to be
-        dropped and asked for again, on every rank, so that their steps stay whole."""
+        """Take `num_tasks` for each batch from now on, whatever was read ahead: the batch that was
+        asked for last is dropped and asked for again, on every rank, so that their steps stay
+        whole.
+        """
         self.share = num_tasks
         self._replan = True
 
     def _shards_ahead(self) -> int:
-        """A batch's worth is leased while another one is used up."""
+        """Return how many shards to lease while those of a batch are used up: another batch's
+        worth.
+        """
         return min(2 * -(-max(self.share, 1) // self._units_per_shard), MAX_SHARDS_PER_LEASE_CALL)
 
     def _batches_of(self, stream: UnitStream) -> Iterator[TaskBatch]:
-        """What was planned with an old share is dropped and planned anew: its blocks are decoded
-        already."""
+        """Yield the batches of a stream; after a change of share, those read ahead are dropped and
+        planned anew, from blocks that are decoded already.
+        """
         while not stream.ended:
             planned: deque[int] = deque()  # tasks of each batch that is read ahead
             with closing(self._reader.batches(self._groups(stream, planned))) as batches:
@@ -175,7 +182,7 @@ class ServiceFeed(Feed):
             stream.lease_ahead(self._shards_ahead())
 
     def _groups(self, stream: UnitStream, planned: deque[int]) -> Iterator[list[EpisodeRange]]:
-        """The episodes of this rank's next batches, until the epoch has ended."""
+        """Yield the episodes of this rank's next batches, until the epoch has ended."""
         warn_at_s = time.perf_counter() + WARN_AFTER_S
         while not stream.ended:
             began_s = time.perf_counter()
@@ -193,14 +200,16 @@ class ServiceFeed(Feed):
             yield [EpisodeRange(self._split, part.first, part.number) for part in taken]
 
     def trained(self, num_tasks: int) -> None:
-        """See Feed.trained. Where a lease was lost, the next batch and the next checkpoint tell."""
+        """Report the tasks to the service. Where a lease was lost, the next batch and the next
+        checkpoint tell.
+        """
         if self._stream is None:
             raise RuntimeError("trained() needs an epoch: call batches() first")
         with self._noting_problems():
             self._stream.trained(num_tasks)
 
     def epoch_over(self, epoch_step: int) -> bool:
-        """See Feed.epoch_over."""
+        """Return whether the service has ended the epoch."""
         if self._stream is not None and not self._epoch_ended:
             # The last step of a run, and this rank has not asked for a batch since.
             with self._noting_problems():
@@ -208,7 +217,7 @@ class ServiceFeed(Feed):
         return self._epoch_ended
 
     def checkpoint_files(self, step: int) -> Mapping[str, str]:
-        """The shard manifest: exactly what of the data is in the model of this step.
+        """Return the shard manifest: exactly what of the data is in the model of this step.
 
         Raises:
             AntdtError: on all ranks; one of them lost a lease, or the service.
@@ -228,7 +237,7 @@ class ServiceFeed(Feed):
         self.client.flush()
 
     def committed(self) -> None:
-        """See Feed.committed."""
+        """Commit the manifest: its episodes are in a checkpoint that has its final name."""
         if self._manifest is not None:
             with self._noting_problems():
                 self.client.commit_checkpoint(self._manifest)
@@ -236,7 +245,9 @@ class ServiceFeed(Feed):
 
     @contextmanager
     def _noting_problems(self) -> Iterator[None]:
-        """The others may be in a collective: they hear of it with the next batch or checkpoint."""
+        """Keep an error of the service until the next batch or checkpoint: the others may be in a
+        collective now.
+        """
         try:
             yield
         except AntdtError as error:
@@ -248,22 +259,21 @@ class ServiceFeed(Feed):
 
     @property
     def wait_s(self) -> float:
-        """See Feed.wait_s."""
+        """Return the seconds of waiting for batches and for leases."""
         return self._reader.wait_s + self._lease_wait_s
 
     @property
     def read_s(self) -> float:
-        """Seconds that reading has taken, also where nobody had to wait for it."""
+        """Return the seconds that reading has taken, also where nobody had to wait for it."""
         return self._reader.busy_s + self._lease_wait_s
 
     @property
     def tasks_read(self) -> int:
-        """Tasks read in that time, also those that were read ahead and put back."""
+        """Return the tasks read in that time, also those that were read ahead and put back."""
         return self._reader.num_tasks_composed
 
     def close(self) -> None:
-        """Gives back what was not trained, and ends the service if it is this job's own.
-        Collective."""
+        """Give back what was not trained, and end the job's own service, if any. Collective."""
         by_all(self._close_stream, self._ranks)
         self.client.close()
         barrier(self._ranks)  # rank 0 may own the service, and the others still say good-bye to it

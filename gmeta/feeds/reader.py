@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gmeta.errors import ConfigError
-from metaio.reader import BatchReader
+from metaio.read.reader import BatchReader
 
 if TYPE_CHECKING:
     from gmeta.config import TrainConfig
-    from metaio.dataset import Dataset
+    from metaio.format.dataset import Dataset
 
 
 def open_reader(
     config: TrainConfig, dataset: Dataset, split: str, rank: int, world_size: int
 ) -> BatchReader:
-    """A rank's share of a split; the training split in the config's order, others as stored.
+    """Return the reader of a rank's share of a split: the training split in the config's order,
+    others as stored.
 
     Raises:
         ConfigError: the order does not suit itself or the number of ranks.

@@ -14,22 +14,24 @@ SHARDS_FOLDER = "shards"  # in the run folder: store, log and address of the job
 
 
 def service_address(config: TrainConfig) -> str:
-    """HOST:PORT of the service that was named for the job; "" when it is to start its own."""
+    """Return HOST:PORT of the service that was named for the job; "" if it is to start its own."""
     return config.data.service or os.environ.get(SERVICE_VARIABLE, "")
 
 
 def needs_own_service(config: TrainConfig) -> bool:
-    """Whether the job must start a data-shard service for itself."""
+    """Return whether the job must start a data-shard service for itself."""
     return config.data.source == "service" and not service_address(config)
 
 
 def own_service(config: TrainConfig) -> EmbeddedService:
-    """The job's service, its store in the run folder; it ends with this process at the latest."""
+    """Return the job's service, its store in the run folder; it ends with this process at the
+    latest.
+    """
     return EmbeddedService(Path(config.run.dir) / SHARDS_FOLDER)
 
 
 def connect(address: str, rank: int) -> ShardClient:
-    """This rank's client. Raises AntdtError."""
+    """Return this rank's client. Raises AntdtError."""
     token_file, tls_ca, tls_cert, tls_key = (
         Path(path) if (path := os.environ.get(f"GMETA_SHARD_{name}")) else None
         for name in ("TOKEN_FILE", "TLS_CA", "TLS_CERT", "TLS_KEY")

@@ -9,11 +9,11 @@ from gmeta.feeds.feed import Feed
 from gmeta.feeds.leased import ServiceFeed
 from gmeta.feeds.static import StaticFeed
 from gmeta.parallel.ranks import Ranks
-from metaio.dataset import Dataset
+from metaio.format.dataset import Dataset
 
 
 def open_feed(config: TrainConfig, dataset: Dataset, ranks: Ranks, checkpoint: Path | None) -> Feed:
-    """The feed that `data.source` names, at the place in the data where `checkpoint` stands.
+    """Return the feed that `data.source` names, at the place in the data where `checkpoint` stands.
 
     Raises:
         UserError: the checkpoint was trained with the other source, or from other data.

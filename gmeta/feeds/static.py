@@ -8,8 +8,8 @@ from gmeta.errors import UserError
 from gmeta.feeds.feed import Feed
 from gmeta.feeds.reader import open_reader
 from gmeta.parallel.ranks import Ranks
-from metaio.batch import TaskBatch
-from metaio.dataset import Dataset
+from metaio.format.dataset import Dataset
+from metaio.read.batch import TaskBatch
 
 
 @final
@@ -35,30 +35,30 @@ class StaticFeed(Feed):
             self._reader.prefetch(epoch=0)  # while the model and the run folder are made ready
 
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
-        """See Feed.batches."""
+        """Read this rank's share of each step, in the order that the seed gives."""
         yield from self._reader.batches(epoch, first_step=first_step)
         if epoch + 1 < self._num_epochs:
             self._reader.prefetch(epoch + 1)  # while this epoch is validated and saved
 
     def trained(self, num_tasks: int) -> None:
-        """The step's number says it all."""
+        """Do nothing: the step's number says it all."""
 
     def epoch_over(self, epoch_step: int) -> bool:
-        """See Feed.epoch_over."""
+        """Return whether the epoch's last step was taken."""
         return epoch_step >= self.num_steps
 
     def checkpoint_files(self, step: int) -> Mapping[str, str]:
-        """None: progress.json says it all."""
+        """Return nothing: progress.json says it all."""
         return {}
 
     def committed(self) -> None:
-        """Nobody waits for it."""
+        """Do nothing: nobody waits for it."""
 
     @property
     def wait_s(self) -> float:
-        """See Feed.wait_s."""
+        """Return the seconds that steps waited for the reader."""
         return self._reader.wait_s
 
     def close(self) -> None:
-        """See Feed.close."""
+        """End the reader's threads."""
         self._reader.close()

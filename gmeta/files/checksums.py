@@ -1,11 +1,15 @@
-"""Sizes and checksums of files, and what is wrong with files that do not have theirs."""
+"""Sizes and checksums of files, and which files do not have theirs."""
 
 import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
+
+from metaio.format.names import is_path_below
+from metaio.format.typed import typed
 
 
 @dataclass(frozen=True)
@@ -16,8 +20,21 @@ class FileEntry:
     xxh3: str
 
 
+def entries_of(listed: Any) -> dict[str, FileEntry]:
+    """Return the entries of a folder's files by name, from JSON that lists them.
+
+    Raises:
+        ValueError: a name leads out of the folder, or an entry is no size and checksum.
+    """
+    entries: dict[str, FileEntry] = typed(dict[str, FileEntry], listed, "files")
+    for name in entries:
+        if not is_path_below(name):
+            raise ValueError(f"it lists {name!r:.80}, which is no file below its folder")
+    return entries
+
+
 def describe_file(path: Path) -> FileEntry:
-    """Size and checksum of a file; reads all of it, at several GB/s where it is in memory."""
+    """Return the size and checksum of a file; reads all of it, at several GB/s from memory."""
     digest = xxhash.xxh3_64()
     num_bytes = path.stat().st_size
     # Mapped: a table may be larger than memory, and beside training other threads go on.
@@ -31,8 +48,8 @@ def describe_file(path: Path) -> FileEntry:
 def differences(
     folder: Path, files: Mapping[str, FileEntry], listed_in: str, *, contents: bool
 ) -> Iterator[str]:
-    """One line for each file of `folder` that is not as `listed_in` lists it; without `contents`
-    only what sizes tell.
+    """Yield one line for each file of `folder` that is not as `listed_in` lists it; without
+    `contents` only existence and size are compared.
     """
     for name, entry in sorted(files.items()):
         path = folder / name

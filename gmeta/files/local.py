@@ -13,7 +13,7 @@ def check_local(what: str, place: str | Path) -> None:
     """Refuse a URL where a path of this machine is needed; `what` names the option.
 
     Raises:
-        UserError: it is one.
+        UserError: `place` is a URL.
     """
     if _URL.match(str(place)):
         given = _URL.sub(r"\1//", str(place), count=1)

@@ -9,9 +9,9 @@ from typing import BinaryIO
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its name once it is written and on the disk.
+    """Open a file that takes its name once it is written and on the disk.
 
-    After a failure the name stands for what it stood for before, and nothing is left beside it.
+    After a failure `path` is as it was before, and nothing is left beside it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -31,6 +31,6 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """The same for what is in memory already."""
+    """Write `content` to a file that is there whole or not at all."""
     with whole_file(path) as file:
         file.write(content)

@@ -11,7 +11,7 @@ tables.
 Shape suffixes: N rows given out (equal ids may repeat), U distinct rows, D embedding width.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +21,11 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 
-from gmeta.parallel.exchange import WireExchange
+from gmeta.parallel.exchange.wire import WireExchange
 from gmeta.parallel.ranks import add_over_ranks
 from gmeta.parallel.sharding import local_learner
 from gmeta.tables.groups import table_groups
-from gmeta.tables.updates import FastGroup, GivenRows, row_numbers_N, summed_by_row
+from gmeta.tables.updates import FastGroup, row_numbers_N, summed_by_row
 
 # As in torch.nn.utils.clip_grad_norm_, whose results these are.
 NORM_EPSILON = 1e-6
@@ -44,24 +44,24 @@ class _HoldingFastGroup:
 
     def __init__(self, group: FastGroup) -> None:
         self._group = group
-        self._held: list[tuple[Sequence[GivenRows], float]] = []
+        self._held: list[tuple[Tensor, Tensor]] = []
         # In place of the update: it must wait until the norm of the whole step is known.
-        group.take = lambda given, unit: self._held.append((given, unit))
+        group.take = lambda row_N, grad_ND: self._held.append((row_N, grad_ND))
 
     def squared_norm(self) -> Tensor:
-        """Of the gradient of this rank's rows, each summed over all who fetched it: a scalar."""
-        parts = [(part, unit) for given, unit in self._held for part in given]
-        if not parts:
+        """Return the squared norm of the gradient of this rank's rows, each summed over all who
+        fetched it: a scalar.
+        """
+        if not self._held:
             return torch.zeros(())
-        row_N = torch.cat([part.row_N for part, _ in parts])
-        grad_ND = torch.cat([part.grad_ND() * unit for part, unit in parts])
+        row_N, grad_ND = map(torch.cat, zip(*self._held, strict=True))
         return _squared_norm(row_N, grad_ND)
 
     def release(self, scale: Tensor) -> None:
         """Update the rows with `scale` times the gradients."""
         held, self._held = self._held, []
-        for given, unit in held:
-            self._group.update(given, unit * scale.item())
+        for row_N, grad_ND in held:
+            self._group.update(row_N, grad_ND * scale)
 
 
 class _HoldingGroup:
@@ -83,7 +83,7 @@ class _HoldingGroup:
         return leaf_ND
 
     def squared_norm(self) -> Tensor:
-        """See _HoldingFastGroup."""
+        """Return the squared norm of the gradient that has reached the leaves: a scalar."""
         waiting = [given for given in self._given if given.leaf_ND.grad is not None]
         if not waiting:
             return torch.zeros((), device=self._first_row_F.device)
@@ -92,7 +92,7 @@ class _HoldingGroup:
         return _squared_norm(row_N, torch.cat(grads))
 
     def release(self, scale: Tensor) -> None:
-        """See _HoldingFastGroup."""
+        """Let backward go on from the leaves, with `scale` times their gradients."""
         given, self._given = self._given, []
         for _, rows_ND, leaf_ND in given:
             if leaf_ND.grad is not None:
@@ -114,10 +114,10 @@ class GradientClipping:
     ) -> None:
         self._layers = list(layers)
         self._max_norm = max_norm
-        announce = local_learner(sharded).announce
+        exchange = local_learner(sharded).exchange
         self._groups: list[_HoldingFastGroup | _HoldingGroup] = []
-        if isinstance(announce, WireExchange):
-            self._groups += map(_HoldingFastGroup, announce.groups)
+        if isinstance(exchange, WireExchange):
+            self._groups += map(_HoldingFastGroup, exchange.groups)
             return
         for group in table_groups(sharded):
             held = _HoldingGroup(group)
@@ -137,6 +137,7 @@ class GradientClipping:
         add_over_ranks(squared)
         norm = (squared + of_layers.square()).sqrt()
         scale = (self._max_norm / (norm + NORM_EPSILON)).clamp(max=1.0)
-        torch._foreach_mul_(grads, scale)
+        for grad in grads:
+            grad.mul_(scale)
         for group in self._groups:
             group.release(scale)

@@ -27,7 +27,7 @@ class EarlyStop:
     min_delta: float
 
     def judged(self, progress: Progress, score: float | None) -> Progress:
-        """The progress after a validation at its step; an undefined score is none better."""
+        """Return the progress after a validation at its step; no undefined score is better."""
         progress = replace(progress, scored_step=progress.step)
         if score is None or math.isnan(score):
             return replace(progress, stale=progress.stale + 1)
@@ -39,11 +39,11 @@ class EarlyStop:
         return replace(progress, stale=0, best_score=score, best_step=progress.step)
 
     def is_over(self, progress: Progress) -> bool:
-        """Whether the run has waited long enough for a better score."""
+        """Return whether the run has waited long enough for a better score."""
         return 0 < self.patience <= progress.stale
 
     def told(self, progress: Progress) -> str:
-        """Why the run ends."""
+        """Return a line that says why the run ends."""
         if progress.best_score is None:
             return (
                 f"stopped early: {self.metric} was undefined in every validation "
@@ -56,7 +56,7 @@ class EarlyStop:
 
 
 def early_stop_of(config: TrainConfig) -> EarlyStop:
-    """What the config asks for.
+    """Return the early stopping that the config asks for.
 
     Raises:
         ConfigError: there is no split to validate on, or the metric is none of the loss.

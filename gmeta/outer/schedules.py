@@ -16,7 +16,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 
 def rate_scale(schedule: str, warmup_steps: int, step: int, total_steps: int) -> float:
-    """What to multiply the rates by in the step that `step` steps stand before.
+    """Return the factor of the learning rates in the step that comes after `step` steps.
 
     The first `warmup_steps` rise evenly to the full rate (arXiv 1706.02677, section 2.2); the
     schedule takes its course over the steps after them. Steps beyond `total_steps` (leased shards

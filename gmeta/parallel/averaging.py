@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gmeta.internals import call_after_backward
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.transport import Pending
+from gmeta.parallel.transport.transport import Pending
 
 
 class LayerAverage:
@@ -30,7 +31,7 @@ class LayerAverage:
 
     def _ready(self, _: Tensor) -> None:
         if self._missing == len(self._layers):
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            call_after_backward(self._finish)
         self._missing -= 1
         if not self._missing:
             transport = self._ranks.transport
@@ -40,7 +41,9 @@ class LayerAverage:
             self._sum = total, transport.add(given, total)
 
     def _finish(self) -> None:
-        """After the last operation of backward."""
+        """Wait for the sum behind the last operation of backward, and hand every layer its mean
+        gradient.
+        """
         missing, self._missing = self._missing, len(self._layers)
         if self._sum is None:
             raise RuntimeError(f"backward gave {missing} of the layers no gradient to average")

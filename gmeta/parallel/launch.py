@@ -13,18 +13,20 @@ from gmeta.errors import GMetaError, UserError
 
 
 def has_agent() -> bool:
-    """Whether an agent of torchrun, be it `launch`, started this process and looks after it."""
+    """Return whether an agent of torchrun (`launch` is one) started this process and looks after
+    it.
+    """
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def under_torchrun() -> bool:
-    """Whether this process already is one rank of a job that torchrun started."""
+    """Return whether this process already is one rank of a job that torchrun started."""
     return has_agent() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restarts: int) -> int:
-    """Run `python -m gmeta ARGUMENTS` as `nproc_per_node` ranks and wait; returns the exit code of
-    the job.
+    """Run `python -m gmeta ARGUMENTS` as `nproc_per_node` ranks, wait for them, and return the
+    job's exit code.
 
     Raises:
         UserError: the port is taken.

@@ -31,8 +31,9 @@ class LinkProbe:
         )
 
     def swap_s(self) -> float:
-        """Seconds of a swap with the faster neighbour. Collective: every rank calls it. Of two
-        ranks nobody can say whose link it is: 0."""
+        """Return the seconds of a swap with the faster neighbour; 0 where there are only two ranks,
+        of which nobody can say whose link it is. Collective: every rank calls it.
+        """
         times_s = [self._timed_s(peer) for peer in self._peers]
         return min(times_s, default=0.0)
 
@@ -58,7 +59,7 @@ class LinkProbe:
 
 
 def _pairs_of(rank: int, world_size: int) -> Iterator[int]:
-    """The rank's neighbours in an order in which every pair meets at the same time."""
+    """Yield the rank's neighbours, in an order in which every pair meets at the same time."""
     if world_size < 3:
         return
     left, right = (rank - 1) % world_size, (rank + 1) % world_size

@@ -41,7 +41,7 @@ MAX_SHOWN = 6
 def make_plan(
     tables: EmbeddingCollection, config: ShardingConfig, tasks_per_step: int, ranks: Ranks
 ) -> EmbeddingModuleShardingPlan:
-    """The plan of these tables, the same on every rank.
+    """Return the sharding plan of these tables, the same on every rank.
 
     Raises:
         ConfigError: a kind does not fit the device, the width or the number of ranks.
@@ -63,7 +63,8 @@ def make_plan(
 
 
 def check_clipping(plan: EmbeddingModuleShardingPlan, clip_norm: float) -> None:
-    """Clipping sums each row's gradient over all ranks where its one holder is.
+    """Refuse clipping where every rank holds a whole table: a row's gradient must be summed by its
+    one holder.
 
     Raises:
         ConfigError: a table whose rows every rank holds is to be clipped.
@@ -79,7 +80,7 @@ def check_clipping(plan: EmbeddingModuleShardingPlan, clip_norm: float) -> None:
 
 
 def describe_plan(plan: EmbeddingModuleShardingPlan, world_size: int) -> dict[str, Any]:
-    """What plan.json holds: the kind of each table and its shards."""
+    """Return what plan.json holds: the kind of each table and its shards."""
     tables = {}
     for name, sharding in plan.items():
         spec = sharding.sharding_spec
@@ -102,7 +103,7 @@ def describe_plan(plan: EmbeddingModuleShardingPlan, world_size: int) -> dict[st
 
 
 def plan_lines(described: dict[str, Any]) -> list[str]:
-    """The described plan for a reader: how many tables of each kind, and what each rank holds."""
+    """Return the described plan in words: how many tables of each kind, what each rank holds."""
     tables = described["tables"]
     by_kind: dict[str, list[str]] = {}
     values_of_rank = [0] * described["world_size"]
@@ -149,7 +150,9 @@ def _check_kind(name: str, kind: Kind | None, width: int, ranks: Ranks) -> None:
 def _by_hand(
     kinds: dict[str, Kind], num_rows: dict[str, int], world_size: int
 ) -> dict[str, ParameterShardingGenerator]:
-    """Whole tables go, largest first, to the rank that holds the fewest rows of such tables."""
+    """Place whole tables, largest first, on the rank that holds the fewest rows of such tables so
+    far.
+    """
     held = [(0, rank) for rank in range(world_size)]
     placed: dict[str, ParameterShardingGenerator] = {}
     for name in sorted(kinds, key=lambda name: -num_rows[name]):
@@ -168,7 +171,9 @@ def _by_hand(
 def _planned(
     tables: EmbeddingCollection, kinds: dict[str, Kind | None], tasks_per_step: int, ranks: Ranks
 ) -> EmbeddingModuleShardingPlan:
-    """TorchRec's plan, made by rank 0 for all: ranks that planned for themselves might differ."""
+    """Return TorchRec's plan, made by rank 0 for all: ranks that planned for themselves might
+    differ.
+    """
     result: list[Any] = [None]
     if ranks.rank == 0:
         try:

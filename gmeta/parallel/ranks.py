@@ -5,20 +5,19 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from gmeta.errors import GMetaError, UserError
 from gmeta.numerics import keep_freed_memory
-from gmeta.parallel.shared_memory import open_shared_memory
-from gmeta.parallel.transport import Alone, Gloo, Transport
-from models.products import go_in_pieces
+from gmeta.parallel.transport.shared_memory import open_shared_memory
+from gmeta.parallel.transport.transport import Alone, Gloo, Transport
 
 T = TypeVar("T")
 
@@ -64,7 +63,6 @@ def start_ranks(
         torch.cuda.set_device(where)
     else:
         keep_freed_memory()
-        go_in_pieces()
     timeout = timedelta(seconds=timeout_s)
     backend = "nccl" if use_cuda else "gloo"
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -78,12 +76,18 @@ def start_ranks(
     # torch tells groups apart by the order in which they are made: the same on every rank.
     control = dist.new_group(backend="gloo", timeout=timeout)
     rows = control if use_cuda else dist.new_group(backend="gloo", timeout=timeout)
-    transport: Transport = Gloo(rows, control)
-    if world_size == 1:
-        transport = Alone()
-    elif shared_memory and not use_cuda:
-        transport = open_shared_memory(control, timeout_s) or transport
-    return Ranks(dist.get_rank(), dist.get_world_size(), where, control, rows, transport)
+    transport: Transport = Alone() if world_size == 1 else Gloo(rows, control)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), where, control, rows, transport)
+    return with_shared_memory(ranks, timeout_s) if shared_memory else ranks
+
+
+def with_shared_memory(ranks: Ranks, timeout_s: int) -> Ranks:
+    """Return the same ranks, whose messages go through memory if all of them compute on the CPU of
+    one host. Collective."""
+    if ranks.world_size == 1 or ranks.device.type != "cpu":
+        return ranks
+    transport = open_shared_memory(ranks.control, timeout_s) or ranks.transport
+    return replace(ranks, transport=transport)
 
 
 def _quieten() -> None:
@@ -115,7 +119,9 @@ def lost_peers_explained() -> Iterator[None]:
 
 
 def _is_gloos(message: str) -> bool:
-    """Whether it names a file of gloo, or is what a message says that comes after a late one."""
+    """Return whether a message comes from gloo: it names one of gloo's files, or says what gloo
+    says after a late message.
+    """
     return "gloo" in message or "Application timeout caused pair closure" in message
 
 
@@ -125,7 +131,7 @@ def stop_ranks() -> None:
 
 
 def sum_over_ranks(values: list[float], ranks: Ranks) -> list[float]:
-    """Element-wise sum of every rank's values, in float64."""
+    """Return the element-wise sum of every rank's values, added in float64."""
     # Counts of rows beyond 2**24 are whole numbers no more in float32.
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total, group=ranks.control)
@@ -141,7 +147,7 @@ def add_over_ranks(value: Tensor) -> None:
 
 
 def any_rank_later(flag: Tensor, ranks: Ranks) -> Callable[[], bool]:
-    """Ask whether any rank's flag is set, without waiting; what is returned waits and tells."""
+    """Start to ask whether any rank's flag is set; return a function that waits for the answer."""
     number = flag.to(torch.int32).view(1)
     # On CUDA among the devices: the host needs not wait for this step's kernels.
     on_cpu = ranks.device.type == "cpu"
@@ -155,7 +161,8 @@ def any_rank_later(flag: Tensor, ranks: Ranks) -> Callable[[], bool]:
 
 
 def new_control_group() -> dist.ProcessGroup:
-    """Another gloo group, for a thread of its own; every rank must make it in the same place.
+    """Return another gloo group, for a thread of its own; every rank must make it in the same
+    place.
 
     With torch's timeout (30 minutes), not that of a step: a disk may be slow.
     """
@@ -169,14 +176,14 @@ def barrier(ranks: Ranks) -> None:
 
 
 def value_of_first(value: T, ranks: Ranks) -> T:
-    """Rank 0's value, on every rank; also a barrier. It travels pickled."""
+    """Return rank 0's value on every rank; also a barrier. It travels pickled."""
     box = [value]
     dist.broadcast_object_list(box, src=0, group=ranks.control)
     return box[0]
 
 
 def gather_to_first(value: T, ranks: Ranks) -> list[T] | None:
-    """Every rank's value by rank, on rank 0; None elsewhere. Values travel pickled."""
+    """Return every rank's value by rank, on rank 0; None elsewhere. Values travel pickled."""
     received: list[Any] | None = [None] * ranks.world_size if ranks.rank == 0 else None
     dist.gather_object(value, received, dst=0, group=ranks.control)
     return received

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 import torchrec.optim
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed import DistributedModelParallel
@@ -32,17 +31,19 @@ from gmeta.batches.accumulate import Arranged, MicroBatches, accumulated_loss
 from gmeta.batches.episodes import Episodes
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError
+from gmeta.internals import ShardedTensor
 from gmeta.numerics import autocast
 from gmeta.parallel.averaging import LayerAverage
-from gmeta.parallel.exchange import WireExchange
+from gmeta.parallel.exchange.exchange import Exchange
+from gmeta.parallel.exchange.torchrec import TorchRecExchange
+from gmeta.parallel.exchange.wire import WireExchange
 from gmeta.parallel.plan import check_clipping, describe_plan, make_plan
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.shared_memory import SharedMemory
-from gmeta.parallel.stock_exchange import Exchange, TorchRecExchange
 from gmeta.parallel.threads import ThreadChoice
+from gmeta.parallel.transport.shared_memory import SharedMemory
 from gmeta.tables.names import module_name
 from gmeta.tables.sharding import WireDtype
-from metaio.features import Features
+from metaio.format.features import Features
 
 if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business
     from gmeta.learner import MetaLearner, QueryPrediction
@@ -67,7 +68,7 @@ class Clock(Protocol):
     """Measures what a rank computes by itself."""
 
     def start(self, rows_UD: Tensor) -> None:
-        """The rows have arrived."""
+        """Start to measure: the rows have arrived."""
 
 
 class _Alone(DataParallelWrapper):  # type: ignore[misc]
@@ -95,12 +96,13 @@ class ShardedLearner(nn.Module):
         # When it began, its work and its threads; None: something else came since.
         self._last_step: tuple[float, int, int] | None = None
         self._num_weights = sum(parameter.numel() for parameter in learner.parameters())
-        # Tells all ranks which rows these episodes need; set once the tables are sharded.
-        self.announce: Exchange
+        self.exchange: Exchange  # set once the tables are sharded
         self.clock: Clock | None = None  # told when the rows of a step have arrived
 
     def forward(self, episodes: Episodes | MicroBatches, weight: float) -> Tensor:
-        """The rank's weighted loss, see MetaLearner.forward; `weight` is the same on all ranks."""
+        """Return the rank's weighted loss, see MetaLearner.forward; `weight` is the same on all
+        ranks.
+        """
         self._set_threads(episodes.num_rows * self._num_weights)
         episodes, rows_UD = self.fetch(episodes, weight)
         if self.clock is not None:
@@ -112,7 +114,7 @@ class ShardedLearner(nn.Module):
             return loss
 
     def _set_threads(self, work: int) -> None:
-        """Of a step that begins, to its end."""
+        """Choose the number of threads for the step that begins, from what earlier steps took."""
         now = time.perf_counter()
         if self._last_step is not None:
             began, *last = self._last_step
@@ -123,21 +125,23 @@ class ShardedLearner(nn.Module):
 
     @property
     def rows_gradient_sum(self) -> Tensor:
-        """See Exchange."""
-        return self.announce.gradient_sum
+        """Return the sum of the last backward's gradient of this rank's rows, see Exchange."""
+        return self.exchange.gradient_sum
 
     def fetch(self, episodes: Arranged, gradient_unit: float = 1.0) -> tuple[Arranged, Tensor]:
-        """The rows of `episodes.unique_ids_U`, from whichever rank holds them [U, D], and the
-        episodes as they index them.
+        """Return the rows of `episodes.unique_ids_U` [U, D], from whichever rank holds them, and
+        the episodes as they index them.
         """
         if episodes.fetch is None:
-            episodes = self.announce(episodes)
+            episodes = self.exchange.announce(episodes)
         assert episodes.fetch is not None
         return episodes, episodes.fetch.rows_UD(gradient_unit)
 
     @torch.no_grad()
     def predict(self, episodes: Episodes) -> "QueryPrediction":
-        """See MetaLearner.predict; every rank must call it for each step, also without episodes."""
+        """Return the outputs on the query rows, see MetaLearner.predict; every rank must call it
+        for each step, also without episodes.
+        """
         self._last_step = None
         episodes, rows_UD = self.fetch(episodes)
         return self.learner.predict(rows_UD, episodes)
@@ -150,8 +154,8 @@ def shard_learner(
     ranks: Ranks,
     stock_kernels: bool = False,
 ) -> DistributedModelParallel:
-    """Tables spread over the ranks by the config's plan, with their optimizer fused into backward;
-    layers replicated.
+    """Spread the tables over the ranks by the config's plan, with their optimizer fused into
+    backward, and replicate the layers.
 
     On a CPU the exchange and the tables' arithmetic are ours unless `stock_kernels` asks for those
     of TorchRec and fbgemm.
@@ -206,17 +210,15 @@ def shard_learner(
     inner = local_learner(sharded)
     if is_ours:
         width, wire_dtype = config.model.embedding_dim, config.sharding.wire_dtype
-        inner.announce = WireExchange(
-            inner.tables, plan, width, wire_dtype, ranks, learner.support_rows_learn
-        )
+        inner.exchange = WireExchange(inner.tables, plan, width, wire_dtype, ranks)
     else:
-        inner.announce = TorchRecExchange(inner.tables, list(plan))
+        inner.exchange = TorchRecExchange(inner.tables, list(plan))
     initialise_tables(sharded, outer.embedding_init_std, config.run.seed)
     return sharded
 
 
 def _data_parallel(sharded: DistributedModelParallel) -> DistributedDataParallel:
-    """The wrapper that averages the layers' gradients."""
+    """Return the wrapper that averages the layers' gradients."""
     (wrapper,) = (m for m in sharded.modules() if isinstance(m, DistributedDataParallel))
     return wrapper
 
@@ -233,7 +235,7 @@ def _bfloat16_allreduce(_: None, bucket: GradBucket) -> torch.futures.Future[Ten
 
 
 def _sharder(wire_dtype: WireDtype, device: torch.device) -> EmbeddingCollectionSharder:
-    """With TorchRec's codecs, which its own exchange uses."""
+    """Return a sharder with TorchRec's codecs, which its own exchange uses."""
     precision = {
         "float32": CommType.FP32,
         "bfloat16": CommType.BF16,
@@ -259,8 +261,8 @@ def check_sparse_optimizer(name: str, device: torch.device) -> None:
 
 
 def initialise_tables(sharded: DistributedModelParallel, std: float, seed: int) -> None:
-    """Normal values with this deviation in every table shard of this rank, the same under any plan
-    and at any world size.
+    """Fill every table shard of this rank with normal values of this deviation, the same under any
+    plan and at any world size.
     """
     state = sharded.state_dict()
     tables = sorted(name for name in state if name.startswith(TABLES_PREFIX))
@@ -284,7 +286,7 @@ def _fill(
     seed: int,
     table_index: int,
 ) -> None:
-    """Initial values of the part of a table that starts at this row and column."""
+    """Initialise the part of a table that starts at this row and column."""
     end_row, columns = first_row + len(part), slice(first_column, first_column + part.shape[1])
     for block in range(first_row // INIT_BLOCK_ROWS, -(-end_row // INIT_BLOCK_ROWS)):
         # Always the whole block: torch's normal values depend on how many are asked for.
@@ -301,13 +303,13 @@ def _mixed_seed(seed: int, table: int, block: int) -> int:
 
 
 def described_plan(sharded: DistributedModelParallel, ranks: Ranks) -> dict[str, Any]:
-    """Where the rows of every table live, see plan.describe_plan."""
+    """Return where the rows of every table live, see plan.describe_plan."""
     (plan,) = sharded.plan.plan.values()
     return describe_plan(plan, ranks.world_size)
 
 
 def table_shards(sharded: DistributedModelParallel) -> dict[str, ShardedTensor]:
-    """This rank's view of every table, by the name of its weight in the state dict."""
+    """Return this rank's view of every table, by the name of its weight in the state dict."""
     return {
         name: value
         for name, value in sharded.state_dict().items()
@@ -316,7 +318,7 @@ def table_shards(sharded: DistributedModelParallel) -> dict[str, ShardedTensor]:
 
 
 def local_learner(sharded: DistributedModelParallel) -> ShardedLearner:
-    """The module inside the data-parallel wrapper, for evaluation."""
+    """Return the module inside the data-parallel wrapper."""
     wrapped = sharded.module
     # DistributedDataParallel is left out where there is nobody to average with.
     learner: ShardedLearner = wrapped.module if hasattr(wrapped, "module") else wrapped

@@ -12,9 +12,7 @@ from gmeta.batches.accumulate import Arranged
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import local_learner
 from gmeta.parallel.stopping import Stop
-from gmeta.parallel.transport import Pending
-from metaio.batch import TaskBatch, empty_batch
-from metaio.features import Features
+from gmeta.parallel.transport.transport import Pending
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,8 @@ class StepTotals:
 
     @property
     def terms_per_shown(self) -> float:
-        """What makes a loss that is divided by all terms the mean of those that it shows; 0 where
-        it shows none.
+        """Return the factor that turns a mean over all terms into the mean over those shown; 0
+        where none is shown.
         """
         return self.num_terms / self.num_shown if self.num_shown else 0.0
 
@@ -44,45 +42,41 @@ class _Upcoming(Generic[Arranged]):
     work: Pending
 
     def totals(self) -> StepTotals:
-        """Waits for all ranks' counts."""
+        """Wait for all ranks' counts, and return their sums."""
         self.work.wait()
         return StepTotals(*self.counts.tolist())
 
 
 def in_step(
-    batches: Iterator[TaskBatch],
-    arrange: Callable[[TaskBatch], Arranged],
-    features: Features,
+    episodes: Iterator[Arranged],
+    idle: Arranged,
     ranks: Ranks,
     stop: Stop | None = None,
     sharded: DistributedModelParallel | None = None,
     take_replanned: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[Arranged, StepTotals]]:
-    """This rank's episodes, on its device, and the totals of each step, until no rank has data
-    left.
+    """Yield this rank's episodes of each step, on its device, and the totals of all ranks, until no
+    rank has data left.
 
-    A rank that runs out feeds empty batches, so its peers' collectives complete; where no rank has
-    a row there is no step. While a step computes, the ids of the next travel (with `sharded`;
-    without, every step sends its own), and the totals and the numbers of ids of the one after it.
-    Rows are only looked up when their step begins, after the updates of the step before: the losses
-    are those of one step after the other. They travel while the batch after next is arranged.
+    A rank that runs out takes part with the `idle` episodes, so its peers' collectives complete;
+    where no rank has a row there is no step. `episodes` are asked for two steps ahead, and what
+    travels does so while the next ones are arranged: while a step computes, the ids of the next
+    (with `sharded`; without, every step sends its own), and the totals and the numbers of ids of
+    the one after it. Rows are only looked up when their step begins, after the updates of the step
+    before: the losses are those of one step after the other.
 
     With the totals every rank learns that one was asked to stop, and `stop.agreed` ends the steps
     on all of them. Where `take_replanned` says in front of a step (on all ranks alike) that the
-    last batch asked for is planned anew, it is announced again: its ids have not travelled yet.
+    last episodes asked for are planned anew, they are asked for and announced again: their ids have
+    not travelled yet.
     """
-    empty = empty_batch(
-        len(features.tables), len(features.single), len(features.multi), len(features.dense)
-    )
 
     def announce() -> _Upcoming[Arranged]:
-        batch = next(batches, None)
-        given = empty if batch is None else batch
-        if sharded is None:
-            mine = arrange(given).to(ranks.device)
-        else:
-            mine = local_learner(sharded).announce.arranged(given, arrange, ranks.device)
-        has_data, asked = batch is not None, stop is not None and stop.asked
+        given = next(episodes, None)
+        mine = (idle if given is None else given).to(ranks.device)
+        if sharded is not None:
+            mine = local_learner(sharded).exchange.announce(mine)
+        has_data, asked = given is not None, stop is not None and stop.asked
         # In one message: what the step divides by, who has data and who is to stop.
         counts = torch.tensor(
             [mine.num_terms, mine.num_shown, mine.num_rows, int(has_data), int(asked)]

@@ -51,8 +51,10 @@ def end_with_agent() -> None:
 
 @contextmanager
 def stop_on_sigterm() -> Iterator[Stop]:
-    """SIGTERM asks, instead of ending the process; Kubernetes sends it before it takes a pod away.
-    Outside the main thread, which alone may handle signals, it stays as it is."""
+    """Yield a Stop that SIGTERM asks, instead of ending the process; Kubernetes sends it before it
+    takes a pod away. Outside the main thread, which alone may handle signals, SIGTERM stays as it
+    is.
+    """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop

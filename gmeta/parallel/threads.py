@@ -35,7 +35,7 @@ class ThreadChoice:
         self._begin_trial()
 
     def threads_for(self, work: int) -> int:
-        """Of a step of so many rows x weights."""
+        """Return the number of threads for a step of so many rows x weights."""
         if torch.are_deterministic_algorithms_enabled():
             return self._most if work >= THREADED_WORK else 1
         if work < LEAST_WORK:
@@ -43,7 +43,7 @@ class ThreadChoice:
         return self._trial[-1] if self._trial else self._chosen
 
     def took(self, seconds: float, work: int, threads: int) -> None:
-        """What such a step took on so many threads, as a whole."""
+        """Take note of the seconds that a step of so much work took on so many threads."""
         if self._most == 1 or work < LEAST_WORK:
             return
         unit = seconds / work
@@ -63,7 +63,7 @@ class ThreadChoice:
                 self._begin_trial()
 
     def _usual(self, threads: int) -> float:
-        """Seconds per unit of work in the last trial."""
+        """Return the median seconds per unit of work in the last trial."""
         return statistics.median(self._units[threads] or [float("inf")])
 
     def _begin_trial(self) -> None:
@@ -72,7 +72,7 @@ class ThreadChoice:
         self._slow_steps = 0
 
     def _choose(self, threads: int) -> None:
-        """For a while; longer where nothing has changed."""
+        """Hold this number of threads for a while; longer where nothing has changed."""
         is_as_before = threads == self._chosen
         self._hold = min(2 * self._hold, LONGEST_HOLD) if is_as_before else SHORTEST_HOLD
         self._chosen, self._left = threads, self._hold

@@ -1,6 +1,4 @@
-"""What one rank does for all, or meets alone, and all fail of: a rank alone with a failure would
-leave the others in a collective.
-"""
+"""Raise one rank's failure on all ranks, so that none hangs in a collective."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,13 +6,13 @@ from contextlib import contextmanager
 from gmeta.errors import GMetaError
 from gmeta.parallel.ranks import Ranks, gather_to_first, value_of_first
 from gmeta.parallel.stopping import Stop
-from metaio.batch import TaskBatch, empty_batch
 from metaio.errors import MetaIOError
-from metaio.features import Features
+from metaio.format.features import Features
+from metaio.read.batch import TaskBatch, empty_batch
 
 
 def by_first(work: Callable[[], object], ranks: Ranks) -> None:
-    """Rank 0 does it; every rank waits, and raises what it raised.
+    """Run `work` on rank 0 while every rank waits; raise on all ranks what it raised.
 
     Raises:
         GMetaError, MetaIOError, OSError: as `work`.
@@ -31,7 +29,8 @@ def by_first(work: Callable[[], object], ranks: Ranks) -> None:
 
 
 def by_all(work: Callable[[], object], ranks: Ranks) -> None:
-    """Every rank does its part and waits for the others; all raise what the first of them raised.
+    """Run every rank's part of `work`, wait for the others, and raise on all ranks what the first
+    of them raised.
 
     Raises:
         GMetaError, MetaIOError, OSError: as `work`.
@@ -47,24 +46,28 @@ def by_all(work: Callable[[], object], ranks: Ranks) -> None:
 def stopping_if_wrong(
     batches: Iterator[TaskBatch], features: Features, stop: Stop
 ) -> Iterator[TaskBatch]:
-    """The same batches. One that cannot be read or leased, or that the config does not fit, asks
-    all ranks to stop before its step; `raise_first_problem` is to follow.
+    """Yield the same batches. One that cannot be read or leased, or that the config does not fit,
+    asks all ranks to stop before its step; `raise_first_problem` is to follow.
     """
     try:
         yield from batches
         return
     except (GMetaError, MetaIOError, OSError) as error:
         stop.problem, stop.asked = error, True
-    empty = empty_batch(
+    while True:  # a rank without a batch would count as one whose data has run out
+        yield no_tasks(features)
+
+
+def no_tasks(features: Features) -> TaskBatch:
+    """Return a batch without tasks, which keeps the collectives of a rank's peers whole."""
+    return empty_batch(
         len(features.tables), len(features.single), len(features.multi), len(features.dense)
     )
-    while True:  # a rank without a batch would count as one whose data has run out
-        yield empty
 
 
 @contextmanager
 def asking_to_stop(stop: Stop) -> Iterator[None]:
-    """What this rank alone does inside a step that all take: if it fails, it asks all ranks to stop
+    """Turn a failure of this rank inside a step that all take into a request that all ranks stop
     before one of the next steps; `raise_first_problem` is to follow.
     """
     try:
@@ -74,7 +77,7 @@ def asking_to_stop(stop: Stop) -> Iterator[None]:
 
 
 def raise_first_problem(stop: Stop, ranks: Ranks) -> None:
-    """On all ranks what asked the first of them to stop, if it was a problem. Collective.
+    """Raise on all ranks what asked the first of them to stop, if it was a problem. Collective.
 
     Raises:
         GMetaError, MetaIOError, OSError: see `stopping_if_wrong`.

@@ -21,7 +21,7 @@ WHISKERS = "Lines through the points are 95 % intervals over tasks; no line: few
 
 
 def charts_of(evaluation: Evaluation, curves: Sequence[Curve]) -> list[Chart]:
-    """Every chart that there is data for, in the order of the page."""
+    """Return every chart that there is data for, in the order of the page."""
     series = series_of(evaluation.runs)
     charts = [
         _groups_chart(evaluation, series),
@@ -35,7 +35,8 @@ def charts_of(evaluation: Evaluation, curves: Sequence[Curve]) -> list[Chart]:
 
 
 def series_of(runs: Sequence[RunFacts]) -> list[Series]:
-    """Both stages of each run; from the fifth run on colours repeat with other markers."""
+    """Return both stages of each run as series; from the fifth run on colours repeat with other
+    markers."""
     made: list[Series] = []
     for index, run in enumerate(runs):
         color = f"series-{index % NUM_SERIES_COLORS}"
@@ -218,7 +219,7 @@ def _draw_curve(curve: Curve, axes: Axes) -> None:
 def _points(
     series: Series, placed: Iterable[tuple[float, Sequence[Result]]], name: str
 ) -> tuple[list[float], list[Estimate]]:
-    """Places and estimates of a series, without those that are undefined or missing."""
+    """Return places and estimates of a series, without those that are undefined or missing."""
     places, estimates = [], []
     for place, results in placed:
         for result in results:
@@ -232,13 +233,13 @@ def _points(
 
 
 def _offsets(num_series: int, width: float) -> Sequence[float]:
-    """Places of the series side by side around 0."""
+    """Return the places of the series side by side around 0."""
     step = width / max(1, num_series - 1)
     return [(index - (num_series - 1) / 2) * step for index in range(num_series)]
 
 
 def _whiskers(estimates: Sequence[Estimate]) -> Any:
-    """Distances to both ends of the intervals, 0 where there is none. Shape (2, points)."""
+    """Return the distances [2, points] to both ends of the intervals, 0 where there is none."""
     # A skewed metric may stand a hair outside its interval; matplotlib refuses negative lengths.
     below = [max(0.0, _or_zero(one.value - one.low)) for one in estimates]
     above = [max(0.0, _or_zero(one.high - one.value)) for one in estimates]

@@ -22,7 +22,7 @@ METRIC_WIDTH, VALUE_WIDTH, VERDICT_WIDTH, RIVAL_WIDTH = 20, 7, 15, 11
 
 
 def console_table(evaluation: Evaluation) -> RenderableType:
-    """A heading, a table for each group, and how to read them."""
+    """Return a heading, a table for each group, and how to read them."""
     run = evaluation.runs[0]
     parts: list[RenderableType] = [Text(f"{run.name}, step {run.step:,}", style="bold")]
     for group in evaluation.groups:

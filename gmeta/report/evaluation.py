@@ -81,7 +81,7 @@ class SupportBin:
 
     @property
     def label(self) -> str:
-        """`13` or `13 to 20`, with a dash."""
+        """Return `13`, or `13 to 20` with a dash."""
         same = self.min_rows == self.max_rows
         return str(self.min_rows) if same else f"{self.min_rows}\N{EN DASH}{self.max_rows}"
 
@@ -121,13 +121,13 @@ class Group:
     calibration: tuple[Calibration, ...]
 
     def result(self, run: str, stage: Stage) -> Result | None:
-        """The result of a run at a stage; None where the run has no predictions for this group."""
+        """Return a run's result at a stage; None where the run predicted nothing for this group."""
         return next((one for one in self.results if (one.run, one.stage) == (run, stage)), None)
 
     def comparison(
         self, run: str, stage: Stage, minus_run: str, minus_stage: Stage
     ) -> Comparison | None:
-        """(run, stage) minus (minus_run, minus_stage), where that comparison was made."""
+        """Return (run, stage) minus (minus_run, minus_stage); None where that was not compared."""
         wanted = (run, stage, minus_run, minus_stage)
         return next(
             (
@@ -155,7 +155,7 @@ class RunFacts:
     environment: dict[str, Any]
 
     def stage_label(self, stage: Stage) -> str:
-        """The stage in words."""
+        """Return the stage in words."""
         if self.algorithm == PLAIN_ALGORITHM:
             return "as trained" if stage == "before" else "fine-tuned"
         return "before adaptation" if stage == "before" else "adapted"
@@ -185,13 +185,13 @@ class Evaluation:
 
 
 def to_json(evaluation: Evaluation) -> dict[str, Any]:
-    """As plain JSON values: no NaN, no digits that differ between machines."""
+    """Return the evaluation as plain JSON values: no NaN, no digits that machines differ in."""
     plain: dict[str, Any] = _plain(dataclasses.asdict(evaluation))
     return plain
 
 
 def hide_secrets(value: Any) -> Any:
-    """The nested config, values hidden whose key names a secret: reports are passed around."""
+    """Return the nested config without the values of secrets: reports are passed around."""
     if isinstance(value, dict):
         return {
             key: "(hidden)"

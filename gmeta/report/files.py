@@ -62,7 +62,7 @@ def write(folder: Path, runs: Sequence[EvaluatedRun]) -> ReportPaths:
 
 
 def _predictions(runs: Sequence[EvaluatedRun]) -> bytes:
-    """What every run predicted of every query row, as a Parquet file."""
+    """Return what every run predicted of every query row, as the bytes of a Parquet file."""
     tables = [
         run.predictions.add_column(0, "run", pa.array([run.name] * run.predictions.num_rows))
         for run in runs

@@ -30,7 +30,8 @@ class Curve:
 
 
 def curves_of(history: Sequence[dict[str, Any]], loss: Loss, headline: str) -> list[Curve]:
-    """Training loss, then the headline metric on the validation split, or the first one logged."""
+    """Return the curves of the training loss and of the headline metric on the validation split, or
+    the first metric logged."""
     curves = []
     if points := _without_short_end(_points(history, "loss")):
         steps, values = _thinned(points)
@@ -72,8 +73,8 @@ def _points(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[float, flo
 
 
 def _without_short_end(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """A loss is the mean since the one before it: that of the few steps at the end of a run is
-    mostly noise, and would look like a fall or a leap.
+    """Return the points without the last one if it stands for few steps: a logged loss is the mean
+    since the one before, and that of a few steps is mostly noise.
     """
     if len(points) < 3:
         return points
@@ -86,7 +87,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> tuple[Floats, Floats]:
-    """Means of neighbouring points, so that no more than MAX_POINTS remain."""
+    """Return means of neighbouring points, so that no more than MAX_POINTS remain."""
     steps_P, values_P = np.array(points, np.float64).T
     parts = min(MAX_POINTS, len(points))
     steps = [part.mean() for part in np.array_split(steps_P, parts)]
@@ -95,7 +96,8 @@ def _thinned(points: Sequence[tuple[float, float]]) -> tuple[Floats, Floats]:
 
 
 def _smooth(values_P: Floats) -> Floats:
-    """Centred running mean over SMOOTH_SHARE of the curve, at the ends over what there is."""
+    """Return the centred running mean over SMOOTH_SHARE of the curve, at the ends over what there
+    is."""
     if values_P.size < MIN_POINTS_TO_SMOOTH:
         return np.zeros(0)
     half = max(1, round(SMOOTH_SHARE * values_P.size / 2))

@@ -34,7 +34,8 @@ class Interval:
 
 
 def bootstrap_values(terms: Sequence[Terms], resamples: int = 1000, seed: int = 0) -> Floats:
-    """values_MB: each metric on B resamples of tasks, drawn with replacement; NaN where undefined.
+    """Return values_MB: each metric on B resamples of tasks, drawn with replacement; NaN where
+    undefined.
 
     All metrics see the same draws, so values_MB[i] - values_MB[j] compares two models task by task;
     they must be over the same tasks. Cost O(B min(T, 10 000)): more tasks are first pooled at
@@ -63,7 +64,8 @@ def bootstrap_values(terms: Sequence[Terms], resamples: int = 1000, seed: int = 
 
 
 def percentile_interval(values_B: Floats, num_tasks: int) -> Interval:
-    """The middle 95 % of the resampled values; none under ten tasks or with undefined draws."""
+    """Return the middle 95 % of the resampled values; none under ten tasks or with undefined
+    draws."""
     if num_tasks < MIN_TASKS:
         few = counted(num_tasks, "task")
         return Interval(np.nan, np.nan, f"only {few} to count: too few to resample")
@@ -89,7 +91,7 @@ def _pooled(column_TX: Floats, seed: int) -> Floats:
 # A report asks for the same draws for each model and stage in turn; a matrix has at most 10 MB.
 @functools.lru_cache(maxsize=2)
 def _draw_counts(num_units: int, resamples: int, seed: int) -> npt.NDArray[np.uint8]:
-    """counts_BU: how often each of U units is drawn in B samples of U with replacement."""
+    """Return counts_BU: how often each of U units is drawn in B samples of U with replacement."""
     rng = np.random.default_rng(seed)
     counts_BU = np.empty((resamples, num_units), np.uint8)  # 256 draws of a unit: p < 1e-500
     for counts_U in counts_BU:

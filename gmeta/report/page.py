@@ -38,7 +38,7 @@ class TableRow:
 
 
 def page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
-    """The whole page."""
+    """Return the whole page as HTML."""
     # Names are the user's words, so escaped; a name that the template misspells fails.
     environment = Environment(
         loader=PackageLoader("gmeta.report", "."), autoescape=True, undefined=StrictUndefined
@@ -92,7 +92,7 @@ def _facts(evaluation: Evaluation) -> list[tuple[str, str]]:
 
 
 def _notes(evaluation: Evaluation, charts: Sequence[Chart]) -> list[str]:
-    """Why a picture that a reader may look for is not there."""
+    """Return a line for each picture that a reader may look for and that is not there."""
     drawn = {chart.name for chart in charts}
     notes = []
     if "learning_curve" not in drawn:

@@ -51,7 +51,7 @@ class Series:
 
     @property
     def style(self) -> dict[str, Any]:
-        """Keyword arguments of Axes.errorbar and Line2D."""
+        """Return keyword arguments of Axes.errorbar and Line2D."""
         return {
             "color": light(self.color_name),
             "marker": self.marker,
@@ -83,12 +83,12 @@ class Chart:
 
 
 def light(name: str) -> str:
-    """A colour of the palette as it stands on white."""
+    """Return a colour of the palette as it stands on white."""
     return PALETTE[name][0]
 
 
 def png_sheet(chart: Chart) -> bytes:
-    """All panels in one picture on white, at most three a row, with a title and a legend."""
+    """Return all panels in one PNG on white, at most three a row, with a title and a legend."""
     columns = 2 if len(chart.panels) == 4 else min(3, len(chart.panels))
     rows = math.ceil(len(chart.panels) / columns)
     legend_columns = 2 * columns
@@ -116,7 +116,7 @@ def png_sheet(chart: Chart) -> bytes:
 
 
 def svg_panel(chart: Chart, index: int) -> str:
-    """One panel as an <svg> element: no title, legend, fixed size or colours of its own."""
+    """Return one panel as an <svg> element: no title, legend, fixed size or colours of its own."""
     panel = chart.panels[index]
     prefix = f"{chart.name}-{index}"
     with matplotlib.rc_context(_rc(prefix)):
@@ -157,7 +157,8 @@ def _saved(figure: Figure, kind: str, **options: Any) -> bytes:
 
 
 def _themed(svg: str, prefix: str, description: str) -> str:
-    """Palette to CSS variables, the page's font, ids unique on the page, its size left open."""
+    """Replace colours by CSS variables and the font by the page's, make ids unique, leave the size
+    open."""
     # Drawings have no colour but these, each in its light form.
     for name, (color, _) in PALETTE.items():
         svg = svg.replace(color, f"var(--{name})")

@@ -60,11 +60,11 @@ class SplitRows:
     after_N: Array
 
     def prediction_N(self, stage: Stage) -> Array:
-        """The model's output at a stage."""
+        """Return the model's output at a stage."""
         return self.before_N if stage == "before" else self.after_N
 
     def where(self, keep_N: Array) -> "SplitRows":
-        """Only the rows that the mask keeps."""
+        """Return only the rows that the mask keeps."""
         columns = (self.task_N, self.support_rows_N, self.label_N, self.before_N, self.after_N)
         return SplitRows(*(column[keep_N] for column in columns))
 
@@ -96,19 +96,19 @@ def check_runs(runs: Sequence[EvaluatedRun]) -> None:
 
 
 def split_names(predictions: pa.Table) -> list[str]:
-    """Splits in the order of their first row."""
+    """Return the splits in the order of their first row."""
     return [str(name) for name in predictions["split"].unique().to_pylist()]
 
 
 def rows_of_split(predictions: pa.Table, split: str) -> SplitRows:
-    """The rows of one split; none if the table has none."""
+    """Return the rows of one split; none if the table has none."""
     rows = predictions.filter(pc.equal(predictions["split"], split))
     names = ("task", "support_rows", "label", "before", "after")
     return SplitRows(*(rows[name].to_numpy() for name in names))
 
 
 def same_rows(one: SplitRows, other: SplitRows) -> bool:
-    """Whether both hold the same tasks and labels, in any order: only then are they comparable."""
+    """Return whether both hold the same tasks and labels, in any order: only then they compare."""
     if one.task_N.size != other.task_N.size:
         return False
     # Two runs may have read the split in other orders, at other numbers of ranks.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def completion_chart(results: Sequence[Result], subtitle: str) -> Chart:
-    """Job completion times relative to a cluster without stragglers."""
+    """Return a chart of job completion times relative to a cluster without stragglers."""
     scenarios = list(dict.fromkeys(result.scenario for result in results))
     methods = list(dict.fromkeys(result.method for result in results))
     longest = max(result.slowdown for result in results)

@@ -84,7 +84,7 @@ class _Group:
                 self._values[run, stage] = dict(zip(terms, values_MB, strict=True))
 
     def summary(self) -> Group:
-        """All that the report says about this split."""
+        """Return all that the report says about this split."""
         rows = self._rows[self._first]
         support_E = _episode_support_rows(rows)
         return Group(
@@ -163,7 +163,8 @@ class _Group:
 
 
 def support_bin_bounds(support_E: Ints) -> list[tuple[int, int]]:
-    """Inclusive bounds of at most six bins: one a size, or each with a sixth of the episodes."""
+    """Return inclusive bounds of at most six bins: one a size, or each with a sixth of the
+    episodes."""
     sizes, counts = np.unique(support_E, return_counts=True)
     target = 1 if sizes.size <= SUPPORT_BINS else support_E.size / SUPPORT_BINS
     bounds, first, held = [], 0, 0
@@ -177,7 +178,8 @@ def support_bin_bounds(support_E: Ints) -> list[tuple[int, int]]:
 
 
 def calibration(run: str, rows: SplitRows, stage: Stage) -> Calibration:
-    """Predicted against observed probability by bins of equally many rows; none if diverged."""
+    """Return predicted against observed probability by bins of equally many rows; none if
+    diverged."""
     probability_N = rows.prediction_N(stage).astype(np.float64)
     if not np.isfinite(probability_N).all():
         return Calibration(run, stage, math.nan, ())
@@ -205,7 +207,7 @@ def calibration(run: str, rows: SplitRows, stage: Stage) -> Calibration:
 
 
 def _share_terms(label_N: Array, code_N: Ints, in_bin_N: Array) -> Terms:
-    """Share of positives among the rows of one bin, as sums over tasks."""
+    """Return the share of positives among the rows of one bin, as sums over tasks."""
     num_tasks = int(code_N.max()) + 1
     rows_T = np.bincount(code_N[in_bin_N], minlength=num_tasks).astype(np.float64)
     positives_T = np.bincount(code_N[in_bin_N], label_N[in_bin_N], minlength=num_tasks).astype(
@@ -220,7 +222,7 @@ def _within(rows: SplitRows, low: int, high: int) -> SplitRows | None:
 
 
 def _episode_support_rows(rows: SplitRows) -> Ints:
-    """Support sizes of the distinct (task, size) pairs."""
+    """Return the support sizes of the distinct (task, size) pairs."""
     order_N = np.lexsort((rows.support_rows_N, rows.task_N))
     task_N, support_N = rows.task_N[order_N], rows.support_rows_N[order_N]
     changed_N = np.ones(task_N.size, np.bool_)

@@ -34,7 +34,7 @@ class Line:
 
 
 def line_of(evaluation: Evaluation, group: Group, metric: str) -> Line:
-    """What stands at the top of a report for a group and a metric."""
+    """Return what stands at the top of a report for a group and a metric."""
     run = evaluation.runs[0].name
     return Line(
         _estimate(group, run, "before", metric),
@@ -45,7 +45,7 @@ def line_of(evaluation: Evaluation, group: Group, metric: str) -> Line:
 
 
 def _rival(evaluation: Evaluation, group: Group, metric: str, baseline: RunFacts) -> Rival:
-    """The better stage is chosen on the same rows, which favours the baseline: a win counts."""
+    """Return the baseline at its better stage, chosen on the same rows: a win over it counts."""
     sign = 1.0 if evaluation.metrics[metric].higher_is_better else -1.0
     stage = max(
         STAGES, key=lambda one: _score(sign * _estimate(group, baseline.name, one, metric).value)
@@ -85,12 +85,12 @@ def _absent(group: Group, run: str) -> str:
 
 
 def number(value: float) -> str:
-    """Four decimals: a thousandth of AUC is news, a tenth of it is not."""
+    """Return four decimals: a thousandth of AUC is news, a tenth of it is not."""
     return f"{value:.4f}".replace("-", MINUS) if math.isfinite(value) else DASH
 
 
 def signed(value: float) -> str:
-    """Four decimals with a sign, none on what rounds to zero."""
+    """Return four decimals with a sign, none on what rounds to zero."""
     if not math.isfinite(value):
         return DASH
     text = f"{value:+.4f}".replace("-", MINUS)
@@ -98,7 +98,7 @@ def signed(value: float) -> str:
 
 
 def between(low: float, high: float, is_difference: bool = False) -> str:
-    """An interval in brackets, empty where there is none."""
+    """Return an interval in brackets, empty where there is none."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return ""
     ends = (signed(low), signed(high)) if is_difference else (number(low), number(high))
@@ -106,7 +106,7 @@ def between(low: float, high: float, is_difference: bool = False) -> str:
 
 
 def size_of(group: Group) -> str:
-    """Tasks, query rows and support rows of a group."""
+    """Return a group's tasks, query rows and support rows in words."""
     support = counted(group.min_support_rows, "support row")
     if group.min_support_rows < group.max_support_rows:
         low, high, median = (
@@ -120,7 +120,7 @@ def size_of(group: Group) -> str:
 
 
 def flattened(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """`section.key` and value of a nested config, as they are given on the command line."""
+    """Return `section.key` and value of a nested config, as they are given on the command line."""
     for key, value in settings.items():
         if isinstance(value, dict) and value:
             yield from flattened(value, f"{prefix}{key}.")
@@ -129,7 +129,7 @@ def flattened(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def differing_settings(evaluation: Evaluation) -> list[tuple[str, list[str]]]:
-    """Settings that are not the same in all runs, with their value in each."""
+    """Return the settings that are not the same in all runs, with their value in each."""
     configs = [dict(flattened(run.config)) for run in evaluation.runs]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     rows = [(key, [config.get(key, DASH) for config in configs]) for key in keys]

@@ -12,7 +12,8 @@ PACKAGES = ("gmeta", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "pyarr
 
 
 def describe_environment(world_size: int, fingerprint: str) -> dict[str, Any]:
-    """As a run folder keeps it; `fingerprint` is that of the dataset."""
+    """Return machine, data and versions as a run folder keeps them; `fingerprint` is that of the
+    dataset."""
     versions = {}
     for package in PACKAGES:
         try:

@@ -4,13 +4,15 @@ checkpoints.
 
 import json
 import re
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gmeta.config import TrainConfig, config_from_dict, digest_of
-from gmeta.errors import GMetaError, UserError
+from gmeta.errors import ConfigError, GMetaError, UserError
+from gmeta.files.checked_json import json_object, read_json
 from gmeta.files.whole import write_whole
 
 CONFIG_FILE = "config.json"
@@ -29,36 +31,36 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of checkpoints."""
+        """Return the folder of checkpoints."""
         return self.root / "checkpoints"
 
     @property
     def bad_batches(self) -> Path:
-        """Folder of the batches that ended a run."""
+        """Return the folder of the batches that ended a run."""
         return self.root / "bad-batches"
 
     @property
     def profile(self) -> Path:
-        """Folder of the profile of some steps."""
+        """Return the folder of the profile of some steps."""
         return self.root / "profile"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a logged step."""
+        """Return the path of the log: one JSON object a logged step."""
         return self.root / METRICS_FILE
 
     @property
     def plan(self) -> Path:
-        """Which rank holds which rows of which table."""
+        """Return the path of the sharding plan: which rank holds which rows of which table."""
         return self.root / PLAN_FILE
 
     @property
     def tensorboard(self) -> Path:
-        """Event files."""
+        """Return the folder of TensorBoard's event files."""
         return self.root / "tensorboard"
 
     def read_config(self) -> TrainConfig:
-        """The resolved config that the run was started with.
+        """Return the resolved config that the run was started with.
 
         Raises:
             UserError: this is no run folder.
@@ -66,34 +68,41 @@ class RunFolder:
         return self.read_config_and_digest()[0]
 
     def read_config_and_digest(self) -> tuple[TrainConfig, str]:
-        """The same, and what the checkpoints of that config say they were written with: of the file
-        as it is, to which a later release would add the keys that it has beyond.
+        """Return the config and the digest that its checkpoints were written with: that of the file
+        as it is, without keys that a later release has beyond.
 
         Raises:
             UserError: this is no run folder.
         """
         saved = self._saved_config()
-        return config_from_dict(saved), digest_of(saved)
+        try:
+            return config_from_dict(saved), digest_of(saved)
+        except ConfigError as error:
+            raise ConfigError(f"{self.root / CONFIG_FILE}: {error}") from error
 
     def _saved_config(self) -> dict[str, Any]:
         try:
-            return dict(json.loads((self.root / CONFIG_FILE).read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            return read_json(self.root / CONFIG_FILE)
+        except (OSError, ValueError) as error:
             raise UserError(
                 f"{self.root} is no run folder: {CONFIG_FILE} is missing or broken. "
                 "Give the run.dir of a training run"
             ) from error
 
-    def trained_on(self) -> str:
-        """The fingerprint of the dataset that the run was trained on; "" if that is not known."""
+    def read_environment(self) -> dict[str, Any]:
+        """Return what the run ran on, as describe_environment said; empty if that is not known."""
         try:
-            environment = json.loads((self.root / ENVIRONMENT_FILE).read_text())
-            return str(environment["dataset_fingerprint"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return ""
+            return read_json(self.root / ENVIRONMENT_FILE)
+        except (OSError, ValueError):
+            return {}
+
+    def trained_on(self) -> str:
+        """Return the fingerprint of the dataset that the run was trained on; "" if not known."""
+        found = self.read_environment().get("dataset_fingerprint", "")
+        return found if isinstance(found, str) and found.isprintable() else ""
 
     def check_dataset(self, url: str, fingerprint: str) -> None:
-        """Hold the dataset at `url` against the one that the run was trained on.
+        """Compare the dataset at `url` with the one that the run was trained on.
 
         Raises:
             GMetaError: it is another, in which an id may mean another value, or nothing is known.
@@ -112,15 +121,30 @@ class RunFolder:
             )
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Every logged step, oldest first; empty if none was logged. A line that a full disk or a
-        power cut left half-written tells of no step."""
+        """Return every logged step, oldest first; none if none was logged. A line that a full disk
+        or a power cut left half-written, or that is damaged, tells of no step."""
         if not self.metrics.exists():
             return []
         found = []
         for line in self.metrics.read_text(errors="replace").splitlines():
             with suppress(ValueError):
-                found.append(json.loads(line))
+                found.append(_reading(line))
         return found
+
+
+def _reading(line: str) -> dict[str, Any]:
+    """Return one line of the log; ValueError if it is none that a run writes."""
+    reading = json_object(line)
+    values = [value for name, value in reading.items() if name != "valid"]
+    scores = reading.get("valid", {})
+    if not isinstance(scores, dict) or not isinstance(reading.get("step"), int):
+        raise ValueError("it tells of no step")
+    for value in (*values, *scores.values()):
+        if value is not None and (
+            type(value) not in (int, float) or abs(value) > sys.float_info.max
+        ):
+            raise ValueError("it holds something other than numbers")
+    return reading
 
 
 def create_run_folder(config: TrainConfig, environment: dict[str, Any]) -> RunFolder:
@@ -134,7 +158,7 @@ def create_run_folder(config: TrainConfig, environment: dict[str, Any]) -> RunFo
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write whole or not at all."""
+    """Write a value as JSON, whole or not at all."""
     write_whole(path, json.dumps(value, indent=2).encode())
 
 
@@ -145,17 +169,17 @@ def keep_metrics_up_to(folder: RunFolder, step: int) -> None:
 
 
 def checkpoint_name(step: int) -> str:
-    """The folder of a step's checkpoint."""
+    """Return the name of a step's checkpoint folder."""
     return f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name."""
+    """Return the step in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
+    """Return the complete checkpoints of a run, oldest first."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)]

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gmeta.runs.folder import LOCK_FILE
-from metaio.destination import one_writer
+from metaio.format.destination import one_writer
 
 
 @contextmanager

@@ -4,6 +4,7 @@ rank 0.
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,20 +47,20 @@ class StepMeter:
 
     @property
     def steps(self) -> int:
-        """Steps since the last reading."""
+        """Return the number of steps since the last reading."""
         return self._steps
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done inside belongs to no step: the speed of steps leaves its time out."""
+        """Leave the time of what is done inside out of the speed of steps."""
         self._loss.item()  # what the device still has to do does
         began = time.perf_counter()
         yield
         self._began += time.perf_counter() - began
 
     def read(self, wait_s: float) -> dict[str, float | None]:
-        """Means since the last reading; every rank must call it. `wait_s` is the reader's running
-        total. No step with a query row, no loss.
+        """Return the means since the last reading. Collective. `wait_s` is the reader's running
+        total; `loss` is None if no step had a query row.
         """
         # Waits for the device: the time below covers the work.
         loss = self._loss.item() / max(self._shown_steps, 1)
@@ -102,14 +103,23 @@ class RunLog:
 
     def __enter__(self) -> "RunLog":
         if self._active:
+            self._excepthook = threading.excepthook
+            threading.excepthook = self._unless_told
             self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._active:
+            threading.excepthook = self._excepthook
             self._progress.stop()
             self._metrics.close()
             self._tensorboard.close()
+
+    def _unless_told(self, args: threading.ExceptHookArgs) -> None:
+        """Show no traceback of TensorBoard's thread on a full disk: the next write raises it."""
+        of_tensorboard = type(args.thread).__module__.startswith("tensorboard.")
+        if not (of_tensorboard and isinstance(args.exc_value, OSError)):
+            self._excepthook(args)
 
     def tell(self, lines: Sequence[str]) -> None:
         """Show lines that belong to the run, not to a step."""
@@ -117,7 +127,7 @@ class RunLog:
             self._console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
 
     def write(self, step: int, epoch: int, values: dict[str, Any]) -> None:
-        """One reading: a JSON line, scalars for TensorBoard, a look for who watches."""
+        """Write one reading: a JSON line, scalars for TensorBoard, a line or bar on the screen."""
         if not self._active:
             return
         print(json.dumps({"step": step, "epoch": epoch, **values}), file=self._metrics, flush=True)

@@ -55,12 +55,12 @@ class StepProfiler:
             self._profile.stop()
 
     def step(self) -> None:
-        """After every step."""
+        """Count a step; call it after each."""
         if self._active:
             self._profile.step()
 
     def told(self) -> Sequence[str]:
-        """What became of it, once it has ended."""
+        """Return lines on where the profile is, or why there is none, once it has ended."""
         if not self._active:
             return []
         if self._written:

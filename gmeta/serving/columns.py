@@ -18,14 +18,14 @@ import torch
 from gmeta.adaptation.losses import labels_taken_N
 from gmeta.errors import UserError
 from gmeta.serving.folder import Columns
-from gmeta.serving.rows import EncodedColumns, Float32, Int64
-from metaio.block import offsets, ragged_indices
+from gmeta.serving.rows import EncodedColumns
 from metaio.counted import counted
-from metaio.encode import Encoder, Fitted
 from metaio.errors import DataError
-from metaio.features import Features, FeatureSpec
-from metaio.schema import Schema, SplitRule
-from metaio.values import as_float32, as_numbers, hash_values, integer_values, kind_of
+from metaio.format.features import Features, FeatureSpec
+from metaio.prepare.encode import Encoder, Fitted
+from metaio.prepare.schema import Schema, SplitRule
+from metaio.prepare.values import as_float32, as_numbers, hash_values, integer_values, kind_of
+from metaio.ragged import Float32, Int64, offsets, ragged_indices
 
 # What Arrow raises for what it cannot read; OverflowError: a Python integer beyond 64 bits.
 _NOT_READ = (pa.ArrowException, TypeError, ValueError, OverflowError)
@@ -35,10 +35,10 @@ class ColumnEncoder(Protocol):
     """Turns a record batch that holds `names(...)` into ids; the task column may be left out."""
 
     def names(self, with_label: bool) -> list[str]:
-        """Columns that `encode` reads, but for the task column."""
+        """Return the columns that `encode` reads, without the task column."""
 
     def encode(self, batch: pa.RecordBatch, with_label: bool) -> EncodedColumns:
-        """The rows as ids and numbers; labels are 0 where none are asked for.
+        """Return the rows as ids and numbers; labels are 0 where none are asked for.
 
         Raises:
             DataError: a column has the wrong type, a null, or a value that is not allowed.
@@ -64,14 +64,14 @@ class RawColumns:
         }
 
     def names(self, with_label: bool) -> list[str]:
-        """See ColumnEncoder."""
+        """Return the raw columns that the schema encodes."""
         schema = self._schema
         unused = {schema.task.column, schema.label.column} - _inputs(schema)
         label = [schema.label.column] if with_label else []
         return [name for name in schema.columns if name not in unused] + label
 
     def encode(self, batch: pa.RecordBatch, with_label: bool) -> EncodedColumns:
-        """See ColumnEncoder."""
+        """Return the rows hashed, looked up and standardised as prepare did."""
         # The encoder hashes tasks, which a caller with rows of one need not name.
         if self._task not in batch.schema.names:
             batch = batch.append_column(self._task, pa.array(np.zeros(batch.num_rows, np.int64)))
@@ -93,13 +93,13 @@ class IdColumns:
         self._num_rows = {table.name: table.num_rows for table in features.tables}
 
     def names(self, with_label: bool) -> list[str]:
-        """See ColumnEncoder."""
+        """Return the columns by the features' own names."""
         sparse = [feature.name for feature in self._features.sparse]
         label = [self._columns.label] if with_label else []
         return list(dict.fromkeys([*sparse, *self._features.dense, *label]))
 
     def encode(self, batch: pa.RecordBatch, with_label: bool) -> EncodedColumns:
-        """See ColumnEncoder."""
+        """Return the rows with their ids as they are, each held against its table's size."""
         features, num_rows = self._features, batch.num_rows
         for name in batch.schema.names:
             if batch[name].null_count:
@@ -174,7 +174,7 @@ class IdColumns:
 def _typed(
     batch: pa.RecordBatch, types: Mapping[str, pa.DataType], otherwise: pa.DataType
 ) -> pa.RecordBatch:
-    """The batch with a type for the columns that have none of their own: without a value."""
+    """Return the batch with a type for the columns without a value, which have none."""
     arrays = [
         column.cast(types.get(name, otherwise)) if pa.types.is_null(column.type) else column
         for name, column in zip(batch.schema.names, batch.columns, strict=True)
@@ -183,7 +183,7 @@ def _typed(
 
 
 def _inputs(schema: Schema) -> set[str]:
-    """Raw columns that the model sees."""
+    """Return the raw columns that the model reads."""
     return {column.column for column in schema.sparse} | {each.column for each in schema.dense}
 
 
@@ -192,7 +192,8 @@ def _finite(name: str, batch: pa.RecordBatch, role: str) -> Float32:
 
 
 def as_table(rows: object, what: str) -> pa.Table:
-    """Columns as an Arrow table: from a mapping of lists, arrays or tensors, or any Arrow source.
+    """Return columns as an Arrow table, from a mapping of lists, arrays or tensors, or any Arrow
+    source.
 
     Raises:
         UserError: it is none of these, or its columns differ in length.
@@ -248,7 +249,7 @@ def check_task_kinds(name: str, support: pa.Table, query: pa.Table) -> None:
 
 
 def select(table: pa.Table, names: list[str], optional: list[str], what: str) -> pa.RecordBatch:
-    """The named columns as one record batch, the optional ones where they are.
+    """Return the named columns as one record batch, with those optional ones that are there.
 
     Raises:
         UserError: a column is missing, or there are two of it.
@@ -276,8 +277,8 @@ def select(table: pa.Table, names: list[str], optional: list[str], what: str) ->
 
 
 def _known_type(column: pa.Array) -> pa.Array:
-    """Lists that are all empty have no type of their own: any will do. To prepare, lists of one
-    length are lists, and so are list views.
+    """Return the column as plain lists where it holds lists of one length, list views or only empty
+    lists, which have no type of their own.
     """
     if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
         column = _viewed(column)
@@ -292,7 +293,7 @@ def _known_type(column: pa.Array) -> pa.Array:
 
 
 def _viewed(views: pa.Array) -> pa.Array:
-    """What list views show, as lists one after the other. Arrow's own cast loses values."""
+    """Return list views as lists one after the other. Arrow's own cast loses values."""
     lengths_N = pc.fill_null(pc.list_value_length(views), 0).to_numpy()
     ends = pa.array(offsets(lengths_N.astype(np.int64)))
     return pa.LargeListArray.from_arrays(ends, views.flatten(), mask=views.is_null())

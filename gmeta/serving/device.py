@@ -11,8 +11,8 @@ R = TypeVar("R")
 
 
 def on_the_cpu(function: Callable[P, R]) -> Callable[P, R]:
-    """The function with the CPU as its default device (torch.set_default_device or a device as a
-    context).
+    """Return the function with the CPU as its default device, whatever torch.set_default_device or
+    a device as a context says.
     """
 
     @wraps(function)

@@ -11,7 +11,7 @@ from gmeta.files.whole import whole_file
 
 
 def read_rows(url: str) -> pa.Table:
-    """A whole Parquet file from a path or any fsspec URL.
+    """Return a whole Parquet file from a path or any fsspec URL.
 
     Raises:
         UserError: it does not exist, or is no Parquet file.

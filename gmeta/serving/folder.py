@@ -14,14 +14,17 @@ from typing import Any, Literal, get_args
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.config import config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
-from gmeta.files.checksums import FileEntry, differences
-from metaio.destination import flush_to_disk, folder_of_one_writer, replace_folder
+from gmeta.files.checked_json import read_json
+from gmeta.files.checksums import FileEntry, differences, entries_of
+from gmeta_models.config import ModelConfig
 from metaio.errors import MetaIOError
-from metaio.features import Features
-from metaio.manifest import canonical_json, xxh3_hex
-from metaio.schema import Schema, parse_schema
-from metaio.values import Kind
-from models.config import ModelConfig
+from metaio.format.destination import flush_to_disk, folder_of_one_writer, replace_folder
+from metaio.format.features import Features
+from metaio.format.manifest import canonical_json, xxh3_hex
+from metaio.format.names import is_name
+from metaio.format.typed import typed
+from metaio.prepare.schema import Schema, parse_schema
+from metaio.prepare.values import Kind
 
 FORMAT_NAME = "gmeta-model"
 FORMAT_VERSION = 1
@@ -62,12 +65,16 @@ class ExportedConfig:
 
 
 def table_file(index: int) -> str:
-    """Name of the file of the table at this place of `features.tables`."""
+    """Return the name of the file of the table at this place of `features.tables`."""
     return f"table-{index:05d}.safetensors"
 
 
 def vocabulary_file(table: str) -> str:
-    """Path of the vocabulary of a table, as in the dataset that it was copied from."""
+    """Return the path of a table's vocabulary, as in the dataset that it was copied from."""
+    if not is_name(table):
+        raise GMetaError(
+            f"table {table!r:.80} cannot have a vocabulary: it would lie elsewhere. {_REMEDY}"
+        )
     return f"vocabulary/{table}.parquet"
 
 
@@ -83,7 +90,7 @@ def write_config(folder: Path, config: ExportedConfig) -> None:
 
 
 def read_config(folder: Path) -> ExportedConfig:
-    """The config of an exported folder.
+    """Return the config of an exported folder.
 
     Raises:
         UserError: there is no exported model here.
@@ -91,8 +98,8 @@ def read_config(folder: Path) -> ExportedConfig:
     """
     path = folder / CONFIG_FILE
     try:
-        body = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError) as error:
+        body = read_json(path)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise UserError(
             f"{folder} is no exported model: it has no {CONFIG_FILE}. "
             "Give a folder that `gmeta export` wrote"
@@ -100,7 +107,7 @@ def read_config(folder: Path) -> ExportedConfig:
     except ValueError as error:
         raise GMetaError(f"{path} is not JSON: it was cut short or edited. {_REMEDY}") from error
     # Any folder of a run has a config.json too.
-    if not isinstance(body, dict) or body.pop("format", None) != FORMAT_NAME:
+    if body.pop("format", None) != FORMAT_NAME:
         raise UserError(
             f"{path} is not of format {FORMAT_NAME}: {folder} is no exported model. "
             "Give a folder that `gmeta export` wrote"
@@ -120,35 +127,57 @@ def read_config(folder: Path) -> ExportedConfig:
 
 
 def _from_json(path: Path, body: dict[str, Any]) -> ExportedConfig:
+    # The checksum held, but whoever can write the folder can make it hold.
     try:
-        parts = config_from_dict({key: body[key] for key in ("model", "algorithm")})
-        columns = body["columns"]
-        schema = None if columns["schema"] is None else parse_schema(columns["schema"])
+        outer = {"loss": body["loss"]}
+        parts = config_from_dict(
+            {**{key: body[key] for key in ("model", "algorithm")}, "outer": outer}
+        )
         if body["table_format"] not in TABLE_FORMATS:
             raise ConfigError(f"table_format {body['table_format']!r} is unknown")
+        features = typed(Features, body["features"], "features")
+        features.check()
+        columns, files = _columns(body["columns"]), entries_of(body["files"])
+        for name in {LAYERS_FILE, *map(table_file, range(len(features.tables)))} - files.keys():
+            raise ValueError(f"it lists no file {name}")
+        if not isinstance(body["source"], dict):
+            raise ValueError("its source is no object")
     except (ConfigError, MetaIOError) as error:
-        # The checksum held, so this was written so: by a release that knows more than this one.
         raise GMetaError(
             f"{path} asks for what this release does not have ({error}). "
             "Load it with the release that wrote it"
         ) from error
-    moments = {name: (mean, deviation) for name, (mean, deviation) in columns["moments"].items()}
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        raise GMetaError(
+            f"{path} is not what an export writes ({error!r:.200}). {_REMEDY}"
+        ) from error
+    loss, table_format = parts.outer.loss, body["table_format"]
     return ExportedConfig(
-        model=parts.model,
-        algorithm=parts.algorithm,
-        loss=body["loss"],
-        features=Features.from_json(body["features"]),
-        columns=Columns(
-            columns["task"], columns["label"], schema, moments, columns.get("kinds", {})
-        ),
-        table_format=body["table_format"],
-        source=body["source"],
-        files={name: FileEntry(**entry) for name, entry in body["files"].items()},
+        parts.model, parts.algorithm, loss, features, columns, table_format, body["source"], files
     )
 
 
+def _columns(told: dict[str, Any]) -> Columns:
+    """Return what config.json says of the columns; ValueError and its like where it makes no
+    sense."""
+    task, label, kinds = told["task"], told["label"], told.get("kinds", {})
+    moments = {name: (float(mean), float(std)) for name, (mean, std) in told["moments"].items()}
+    if not (isinstance(task, str) and isinstance(label, str)):
+        raise ValueError("its task or label column is no text")
+    if not all(kind in get_args(Kind) for kind in kinds.values()):
+        raise ValueError("a column is neither integer nor text")
+    if told["schema"] is None:
+        return Columns(task, label, None, moments, kinds)
+    schema = parse_schema(told["schema"])
+    if (task, label) != (schema.task.column, schema.label.column):
+        raise ValueError("its schema has another task or label column")
+    if not {column.column for column in schema.dense if column.standardise} <= moments.keys():
+        raise ValueError("a dense column has no mean and deviation")
+    return Columns(task, label, schema, moments, kinds)
+
+
 def check_files(folder: Path, config: ExportedConfig, checksums: bool) -> None:
-    """Hold the files against config.json: sizes always, contents if asked.
+    """Compare the files with config.json: sizes always, contents if asked.
 
     Raises:
         GMetaError: a file is missing, cut short or altered.
@@ -159,8 +188,8 @@ def check_files(folder: Path, config: ExportedConfig, checksums: bool) -> None:
 
 @contextmanager
 def new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder that becomes `out` when the block ends without an error; else it goes, at
-    the next export if the process was killed.
+    """Yield a temporary folder that becomes `out` when the block ends without an error; else it
+    goes, at the next export if the process was killed.
 
     Raises:
         UserError: `out` is taken by a model that may not be replaced, or by something else.
@@ -196,7 +225,7 @@ def _check_free(out: Path, overwrite: bool) -> None:
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether an export wrote this, be it damaged or of another version."""
+    """Return whether an export wrote this, be it damaged or of another version."""
     try:
         read_config(folder)
     except UserError:

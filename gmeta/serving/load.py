@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gmeta.build import build_learner
+from gmeta.build import build_learner, check_registered
 from gmeta.errors import GMetaError
 from gmeta.learner import MetaLearner
 from gmeta.serving.columns import ColumnEncoder, IdColumns, RawColumns
@@ -25,11 +25,12 @@ from gmeta.serving.folder import (
 )
 from gmeta.serving.model import ServedModel
 from gmeta.serving.tables import check_table
+from metaio.prepare.schema import features_of
 
 
 @on_the_cpu
 def load(path: str | Path, verify: bool = True) -> ServedModel:
-    """The model in a folder that `gmeta export` wrote.
+    """Return the model in a folder that `gmeta export` wrote.
 
     Tables are mapped into memory, not read: without `verify`, which reads every file once to hold
     it against its checksum, loading takes no longer for large tables.
@@ -52,7 +53,8 @@ def load(path: str | Path, verify: bool = True) -> ServedModel:
 
 
 def _load_again(folder: Path, config: ExportedConfig) -> ServedModel:
-    """What was pickled in another process, which has verified it if that was asked for."""
+    """Return a model that was pickled, from its folder; checksums were checked when it was first
+    loaded."""
     model = load(folder, verify=False)
     if model.config != config:
         raise GMetaError(
@@ -63,14 +65,19 @@ def _load_again(folder: Path, config: ExportedConfig) -> ServedModel:
 
 
 def _learner(folder: Path, config: ExportedConfig) -> MetaLearner:
+    check_registered(folder, config.model, config.algorithm)
+    tensors = _tensors(folder / LAYERS_FILE)
+
+    def built() -> MetaLearner:
+        return build_learner(config.features, config.model, config.algorithm, config.loss)
+
     try:
-        learner = build_learner(config.features, config.model, config.algorithm, config.loss)
-    except ValueError as error:
+        with torch.device("meta"):  # no memory: somebody's widths could ask for any
+            wanted = built().state_dict()
+    except (ValueError, RuntimeError) as error:
         raise GMetaError(
             f"{folder} cannot be built ({error}). Load it with the release that wrote it"
         ) from error
-    tensors = _tensors(folder / LAYERS_FILE)
-    wanted = learner.state_dict()
     # Compared here, since torch tells of a misfit in as many lines as there are layers.
     lacking = [name for name, value in wanted.items() if _shape(tensors.get(name)) != value.shape]
     if lacking or len(tensors) > len(wanted):
@@ -79,6 +86,7 @@ def _learner(folder: Path, config: ExportedConfig) -> MetaLearner:
             f"{folder / LAYERS_FILE} does not fit config.json: {what}. "
             "The files come from different exports: export the run again"
         )
+    learner = built()
     learner.load_state_dict(tensors)
     return learner
 
@@ -93,6 +101,12 @@ def _encoder(folder: Path, config: ExportedConfig) -> ColumnEncoder:
         return IdColumns(config.columns, config.features)
     tables = {column.table_name for column in schema.sparse if column.vocabulary is not None}
     vocabularies = {table: _vocabulary(folder / vocabulary_file(table)) for table in tables}
+    sizes = {table: len(values) for table, values in vocabularies.items()}
+    if features_of(schema, sizes) != config.features:
+        raise GMetaError(
+            f"{folder} has tables of other sizes or columns than its schema and vocabularies. "
+            "The files come from different exports: export the run again"
+        )
     return RawColumns(config.columns, schema, vocabularies)
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gmeta.adaptation.algorithms import find_algorithm
-from gmeta.adaptation.inner_loop import Adapted, InnerLoop, WorkingRows
+from gmeta.adaptation.general_loop import Adapted
+from gmeta.adaptation.rows.sides import WorkingRows
 from gmeta.batches.episodes import every_row
 from gmeta.errors import UserError
 from gmeta.learner import MetaLearner, QueryPrediction
@@ -32,7 +32,7 @@ from gmeta.serving.folder import ExportedConfig
 from gmeta.serving.rows import EncodedColumns, task_batch
 from gmeta.serving.tables import StoredTable, fetch_UD
 from gmeta.serving.tasks import TaskPredictions, predict_tasks
-from metaio.batch import TaskBatch
+from metaio.read.batch import TaskBatch
 
 # For how many query rows the form of an adapted layer is chosen; any number is as exact.
 _EXPECTED_QUERY_ROWS = 128
@@ -55,13 +55,12 @@ class ServedModel:
         encoder: ColumnEncoder,
         reload: "partial[ServedModel]",
     ) -> None:
-        """`reload` makes the same model again, in another process too."""
+        """Make a model; `reload` makes the same one again, in another process too."""
         self.config = config
         self._reload = reload
         # Inner gradients are taken at the outputs of layers and at rows, never at weights.
         self._learner = learner.requires_grad_(False).eval()
-        algorithm = find_algorithm(config.algorithm.name).preset(learner.model, config.algorithm)
-        self._inner = InnerLoop(learner.model, algorithm, config.loss, learner.rates)
+        self._inner = learner.general_loop
         self._tables = tables
         self._encoder = encoder
         rows_B = torch.tensor([table.num_rows for table in config.features.tables])
@@ -75,7 +74,8 @@ class ServedModel:
 
     @on_the_cpu
     def adapt(self, support: object) -> "AdaptedTask":
-        """The model adapted to one task by its labelled rows; the task column may be left out.
+        """Return the model adapted to one task by its labelled rows, with or without the task
+        column.
 
         Raises:
             UserError: there are no rows, or rows of several tasks.
@@ -98,7 +98,7 @@ class ServedModel:
 
     @on_the_cpu
     def predict(self, rows: object) -> Tensor:
-        """Probabilities (bce) or ratings [N] from the meta-parameters, without adaptation."""
+        """Return probabilities (bce) or ratings [N] by the meta-parameters, without adaptation."""
         batch = self._query(rows)
         with self._exclusive(), torch.no_grad():
             query = every_row(batch, constant=True)
@@ -139,7 +139,8 @@ class ServedModel:
 
     @on_the_cpu
     def predict_adapted(self, adapted: Adapted, key_P: Tensor, rows: object) -> Tensor:
-        """See AdaptedTask.predict; `key_P` tells which row of which table each adapted row is."""
+        """Return predictions [N] with a task's adapted parameters; `key_P` tells which row of which
+        table each adapted row is."""
         batch = self._query(rows)
         with self._exclusive(), torch.no_grad():
             rows_UD, key_U = self._fetch_UD(batch), self._key_U(batch)
@@ -157,20 +158,21 @@ class ServedModel:
             yield
 
     def _adapt(self, batch: TaskBatch) -> tuple[Adapted, Tensor]:
-        """The adapted parameters of a batch of one support set, and the keys of its rows."""
+        """Return the adapted parameters of a batch of one support set, and the keys of its rows."""
         support = every_row(batch, constant=not self._inner.config.adapt_embeddings)
         # Of one task, the distinct (task, row) pairs are the fetched rows themselves.
         place_U = torch.arange(batch.unique_ids_U.numel())
         rate = self._learner.rates.of_rows(batch.unique_lengths_B, place_U)
         rows = WorkingRows(self._fetch_UD(batch), rate)
-        adapted = self._inner.adapt(rows, support, _EXPECTED_QUERY_ROWS, second_order=False)
+        adapted = self._inner.take_steps(rows, support, _EXPECTED_QUERY_ROWS, second_order=False)
         return Adapted(adapted.layers, adapted.rows_PD.detach()), self._key_U(batch)
 
     def _fetch_UD(self, batch: TaskBatch) -> Tensor:
         return fetch_UD(self._tables, batch.unique_ids_U, batch.unique_lengths_B)
 
     def _key_U(self, batch: TaskBatch) -> Tensor:
-        """Place of each fetched row among the rows of all tables; ascending, as ids are sorted."""
+        """Return the place [U] of each fetched row among the rows of all tables; ascending, as ids
+        are sorted."""
         first_U = self._first_key_B.repeat_interleave(batch.unique_lengths_B)
         return first_U + batch.unique_ids_U
 
@@ -181,7 +183,7 @@ class ServedModel:
         return self._one_task(self._encode(rows, "query", with_label=False))
 
     def _one_task(self, rows: EncodedColumns) -> TaskBatch:
-        """A batch of one task that has all rows."""
+        """Return a batch of one task that has all rows."""
         none, every = np.zeros(0, np.int64), np.arange(rows.num_rows)
         lengths_T = np.zeros(1, np.int64), np.array([rows.num_rows])
         return task_batch(self.config.features, rows, rows, (none, every), lengths_T)
@@ -214,7 +216,7 @@ class AdaptedTask:
         )
 
     def predict(self, rows: object) -> Tensor:
-        """Probabilities (bce) or ratings [N] of rows of the task; rows as ServedModel says.
+        """Return probabilities (bce) or ratings [N] of rows of the task; rows as ServedModel says.
 
         Raises:
             UserError: a column is missing.

@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from metaio.batch import TaskBatch
-from metaio.block import Rows, build_block, offsets, ragged_indices, row_sums
-from metaio.compose import compose
-from metaio.features import Features
-
-Int64 = npt.NDArray[np.int64]
-Float32 = npt.NDArray[np.float32]
+from metaio.format.block import Rows, build_block
+from metaio.format.features import Features
+from metaio.ragged import Float32, Int64, offsets, ragged_indices, row_sums
+from metaio.read.batch import TaskBatch
+from metaio.read.compose import compose
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class EncodedColumns:
 
     @property
     def num_rows(self) -> int:
-        """N."""
+        """Return N."""
         return len(self.label_N)
 
 
@@ -43,8 +41,8 @@ def task_batch(
     chosen_E: tuple[Int64, Int64],
     lengths_T: tuple[Int64, Int64],
 ) -> TaskBatch:
-    """Episodes of rows of both sides: indices into them, task by task, and how many of each a task
-    has.
+    """Return a batch of episodes: `chosen_E` are indices of support and query rows, task by task,
+    and `lengths_T` how many of each a task has.
     """
     both = _concat(support, query)
     support_E, query_E = chosen_E

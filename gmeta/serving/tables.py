@@ -25,20 +25,20 @@ class StoredTable:
     scale_R: Tensor | None = None
 
     def rows_UD(self, ids_U: Tensor) -> Tensor:
-        """These rows as float32."""
+        """Return these rows [U, D] as float32."""
         rows_UD = self.values_RD.index_select(0, ids_U).to(torch.float32)
         if self.scale_R is None:
             return rows_UD
         return rows_UD * self.scale_R.index_select(0, ids_U).unsqueeze(1)
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """What goes into the table's file."""
+        """Return what goes into the table's file."""
         scale = {} if self.scale_R is None else {"scale": self.scale_R}
         return {"values": self.values_RD, **scale}
 
 
 def store_table(name: str, weight_RD: Tensor, table_format: TableFormat) -> StoredTable:
-    """A trained float32 table in the format that it is to be served from.
+    """Return a trained float32 table in the format that it is to be served from.
 
     int8: q = round(w / s) with s = max |w| / 127 over the row, so |q s - w| <= s / 2 = max |w| /
     254. float16: rounded to 11 bits, |error| <= |w| / 2048 for |w| >= 6.1e-5.
@@ -77,7 +77,7 @@ def store_table(name: str, weight_RD: Tensor, table_format: TableFormat) -> Stor
 def check_table(
     where: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], table_format: TableFormat
 ) -> StoredTable:
-    """The table in the tensors of its file, if they are what config.json says.
+    """Return the table in the tensors of its file, which must be what config.json says.
 
     Raises:
         GMetaError: a tensor is missing, of another type or of another shape.
@@ -104,6 +104,6 @@ def _shown(tensors: _Description) -> str:
 
 
 def fetch_UD(tables: Sequence[StoredTable], ids_U: Tensor, lengths_B: Tensor) -> Tensor:
-    """Rows [U, D] of the ids, which stand table by table as in a TaskBatch."""
+    """Return the rows [U, D] of the ids, which stand table by table as in a TaskBatch."""
     parts = ids_U.split(lengths_B.tolist())
     return torch.cat([table.rows_UD(ids) for table, ids in zip(tables, parts, strict=True)])

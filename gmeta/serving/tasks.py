@@ -12,9 +12,9 @@ from torch import Tensor
 
 from gmeta.errors import UserError
 from gmeta.serving.rows import EncodedColumns, task_batch
-from metaio.batch import TaskBatch
-from metaio.block import Int64, offsets, ragged_indices
-from metaio.features import Features
+from metaio.format.features import Features
+from metaio.ragged import Int64, offsets, ragged_indices
+from metaio.read.batch import TaskBatch
 
 Predict = Callable[[TaskBatch], tuple[Tensor, Tensor]]
 
@@ -55,7 +55,7 @@ def predict_tasks(
     query: EncodedColumns,
     allow_no_support: bool,
 ) -> TaskPredictions:
-    """Predictions before and after adaptation, of all query rows; `predict` does one batch.
+    """Return predictions before and after adaptation of all query rows; `predict` does one batch.
 
     Raises:
         UserError: a task of the query has no support rows, and that is not allowed.
@@ -98,7 +98,7 @@ def _match(support: EncodedColumns, query: EncodedColumns) -> _Sides:
 
 
 def _batches(sides: _Sides) -> Iterator[tuple[Int64, Int64, Int64, Int64]]:
-    """Support rows, how many a task, query rows, how many a task; of one batch after another."""
+    """Yield, batch by batch: support rows, how many a task has, query rows, how many a task has."""
     pieces_T = -(-sides.query_rows_T // _PIECE_ROWS)
     task_E = np.repeat(np.arange(len(pieces_T)), pieces_T)
     skipped_E = (np.arange(len(task_E)) - np.repeat(offsets(pieces_T)[:-1], pieces_T)) * _PIECE_ROWS
@@ -115,7 +115,7 @@ def _batches(sides: _Sides) -> Iterator[tuple[Int64, Int64, Int64, Int64]]:
 
 
 def _cuts(order: Int64, rows_E: Int64) -> Iterator[Int64]:
-    """Runs of `order` whose number times their largest `rows_E` stays within a batch."""
+    """Yield runs of `order` whose number times their largest `rows_E` stays within a batch."""
     first, longest = 0, 0
     for index, piece in enumerate(order):
         longest = max(longest, int(rows_E[piece]))

@@ -1,18 +1,18 @@
 """The groups of tables that fbgemm keeps together, wherever TorchRec has put them in a module."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import nn
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
+
+from gmeta.internals import table_kernels
 
 
 def adam_groups(sharded: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """This rank's groups of tables with Adam."""
+    """Return this rank's groups of tables with Adam."""
     adams = EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_ADAM
     return [group for group in table_groups(sharded) if group.optimizer in adams]
 
@@ -28,13 +28,5 @@ def set_adam_step(groups: Iterable[SplitTableBatchedEmbeddingBagsCodegen], step:
 
 
 def table_groups(module: nn.Module) -> Iterator[SplitTableBatchedEmbeddingBagsCodegen]:
-    """This rank's groups of tables that share one lookup kernel, wherever in a module they are."""
-    return (kernel.emb_module for kernel in table_kernels(module))
-
-
-def table_kernels(module: nn.Module) -> Iterator[Any]:
-    """What TorchRec wraps each of them in."""
-    for part in module.modules():
-        if isinstance(part, ShardedEmbeddingCollection):
-            for lookup in part._lookups:
-                yield from getattr(lookup, "module", lookup)._emb_modules
+    """Yield this rank's groups of tables that share one lookup kernel, wherever in a module."""
+    return (kernel.group for kernel in table_kernels(module))

@@ -6,8 +6,8 @@ _OF_EVERY_DICT = nn.ModuleDict()
 
 
 def module_name(table: str) -> str:
-    """The table's name as that of a module; the name itself, but for a percent sign, wherever torch
-    takes it.
+    """Return the table's name as that of a module: the name itself, but for a percent sign,
+    wherever torch takes it.
 
     It takes no dot, and none that a ModuleDict has for itself, such as "type" and "items".
 
@@ -19,5 +19,5 @@ def module_name(table: str) -> str:
 
 
 def table_of(module: str) -> str:
-    """Inverse of `module_name`."""
+    """Return the table of a module's name: the inverse of `module_name`."""
     return module.removesuffix("%").replace("%2E", ".").replace("%25", "%")

@@ -5,10 +5,11 @@ rank holds some columns of all rows. Data-parallel: every rank holds all of it. 
 where rows live and what travels, never what is trained.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from gmeta.errors import ConfigError
+from gmeta_keys import key
 
 Kind = Literal["row_wise", "table_wise", "column_wise", "data_parallel"]
 DefaultKind = Literal["row_wise", "table_wise", "column_wise", "data_parallel", "planner"]
@@ -21,34 +22,27 @@ ROW_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam")
 class ShardingConfig:
     """Where the tables' rows live, and in which precision they travel."""
 
-    default: DefaultKind = field(
-        default="row_wise",
-        metadata={
-            "help": "how tables are spread over the ranks: by rows, whole, by columns, or copied "
-            "(CUDA only); planner: TorchRec's planner chooses"
-        },
+    default: DefaultKind = key(
+        "row_wise",
+        "how tables are spread over the ranks: by rows, whole, by columns, or copied "
+        "(CUDA only); planner: TorchRec's planner chooses",
     )
-    tables: tuple[str, ...] = field(
-        default=(), metadata={"help": 'exceptions, e.g. ["city=table_wise", "item=column_wise"]'}
+    tables: tuple[str, ...] = key((), 'exceptions, e.g. ["city=table_wise", "item=column_wise"]')
+    wire_dtype: WireDtype = key(
+        "float32", "precision of embedding rows and their gradients between ranks"
     )
-    wire_dtype: WireDtype = field(
-        default="float32",
-        metadata={"help": "of embedding rows and their gradients between ranks"},
+    dense_wire_dtype: Literal["float32", "bfloat16"] = key(
+        "float32", "precision of the layers' gradients between ranks"
     )
-    dense_wire_dtype: Literal["float32", "bfloat16"] = field(
-        default="float32", metadata={"help": "of the layers' gradients between ranks"}
-    )
-    shared_memory: bool = field(
-        default=False,
-        metadata={
-            "help": "ranks of one host exchange through memory in place of TCP, on the CPU: "
-            "faster where every rank has a core to itself, slower beside other work"
-        },
+    shared_memory: bool = key(
+        False,
+        "ranks of one host exchange through memory in place of TCP, on the CPU: "
+        "faster where every rank has a core to itself, slower beside other work",
     )
 
 
 def kinds_of_tables(config: ShardingConfig, tables: list[str]) -> dict[str, Kind | None]:
-    """The kind of each table, in their order; None: TorchRec's planner is to choose.
+    """Return the kind of each table, in their order; None: TorchRec's planner is to choose.
 
     Raises:
         ConfigError: an entry of `sharding.tables` names no table or no kind.

@@ -15,9 +15,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from metaio.block import Rows, ragged_indices
 from metaio.errors import DataError, SchemaError
-from metaio.features import Features, FeatureSpec, TableSpec
+from metaio.format.block import Rows
+from metaio.format.features import Features, FeatureSpec, TableSpec
+from metaio.format.writer import Provenance, write_dataset
+from metaio.ragged import Int64, ragged_indices
 from metaio.recipes.movielens_files import (
     Movies,
     Ratings,
@@ -28,9 +30,7 @@ from metaio.recipes.movielens_files import (
     read_vocabulary,
 )
 from metaio.recipes.movielens_history import liked_before, with_history
-from metaio.writer import Provenance, write_dataset
 
-Int64 = npt.NDArray[np.int64]
 State = dict[int, tuple[Int64, Int64]]  # user -> movies, ratings (1 to 5)
 
 _STATES = ("train", "user-cold", "item-cold", "user-item-cold")
@@ -69,8 +69,8 @@ class MovieLensConfig:
 
 
 def derive_states(ratings: Ratings, movies: Movies, config: MovieLensConfig) -> list[State]:
-    """MeLU's four states from raw ratings: seeded users, movies by year; unknown movies are left
-    out.
+    """Derive MeLU's four states from raw ratings: seeded users, movies by year; unknown movies are
+    left out.
     """
     rng = np.random.default_rng(config.seed)
     # By sorted user id, so that the draw does not depend on the order of the file.
@@ -98,8 +98,8 @@ def derive_states(ratings: Ratings, movies: Movies, config: MovieLensConfig) -> 
 def divide(
     state: State, is_cold_user: Callable[[int], bool], is_cold_movie: Callable[[int], bool]
 ) -> list[State]:
-    """warm, user-cold, item-cold, user-item-cold; users keep their order, and movies theirs within
-    a user.
+    """Return warm, user-cold, item-cold, user-item-cold; users keep their order, and movies theirs
+    within a user.
     """
     found: list[State] = [{}, {}, {}, {}]
     for user, (movies, ratings) in state.items():
@@ -112,8 +112,8 @@ def divide(
 
 
 def hold_back(warm: State, movies: Movies, config: MovieLensConfig) -> list[State]:
-    """fit, valid-user-cold, valid-item-cold, valid-user-item-cold: the protocol inside the warm
-    state.
+    """Return fit, valid-user-cold, valid-item-cold, valid-user-item-cold: the protocol inside the
+    warm state.
     """
     # A stream of its own: turning validation on leaves every other split as it was.
     rng = np.random.default_rng([config.seed, 1])
@@ -127,8 +127,8 @@ def hold_back(warm: State, movies: Movies, config: MovieLensConfig) -> list[Stat
 def select_tasks(
     states: list[State], config: MovieLensConfig, times: Mapping[tuple[int, int], int] | None
 ) -> list[State]:
-    """Users with min to max ratings, their ratings in the order of which the last query_rows are
-    the query.
+    """Return users with min to max ratings, their ratings in the order of which the last query_rows
+    are the query.
 
     One generator runs through the states in order and permutes the eligible users only, in file
     order: with MeLU's files and seed 2019 this is the shuffle of the workload that other
@@ -185,7 +185,7 @@ class _Encoder:
         self.single = ("rate",) * movies.has_extra + _USER_COLUMNS
 
     def features(self, num_items: int) -> Features:
-        """Tables and columns; the movie itself is the last single feature."""
+        """Return tables and columns; the movie itself is the last single feature."""
         names = self.single + self.multi
         tables = [TableSpec(name, len(self.vocabulary[name]) + 1) for name in names]
         return Features(
@@ -199,7 +199,7 @@ class _Encoder:
         )
 
     def rows(self, state: State, item_ids: Mapping[int, int], query_rows: int) -> Rows:
-        """All tasks of a state. Movies that `item_ids` lacks get row 0."""
+        """Return all tasks of a state. Movies that `item_ids` lacks get row 0."""
         users = list(state)
         lengths_T = np.array([len(movies) for movies, _ in state.values()], dtype=np.int64)
         movie_N = _concat([movies for movies, _ in state.values()])
@@ -244,7 +244,7 @@ class _Encoder:
     def _multi(
         self, distinct_I: Int64, movie_index_N: Int64
     ) -> tuple[Int64, npt.NDArray[np.int32]]:
-        """Values of each rating's movie: sorted, without repeats, feature by feature."""
+        """Return the values of each rating's movie: sorted, without repeats, feature by feature."""
         lists = [
             sorted(
                 {

@@ -15,8 +15,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 
 from metaio.errors import DataError
-
-Int64 = npt.NDArray[np.int64]
+from metaio.ragged import Int64
 
 _YEAR = re.compile(r"\((\d{4})\)\s*$")
 _IN_PARENTHESES = re.compile(r"\([^()]*\)")
@@ -47,12 +46,12 @@ class Movies:
 
     @property
     def has_extra(self) -> bool:
-        """Whether MPAA rate, directors and actors are known."""
+        """Tell whether MPAA rate, directors and actors are known."""
         return bool(self.rate)
 
 
 def _lines(path: Path, num_fields: int) -> list[list[str]]:
-    """Fields of each line; the files mix UTF-8 and Latin-1.
+    """Yield the fields of each line; the files mix UTF-8 and Latin-1.
 
     Raises:
         DataError: the file is missing or empty, or a line has another number of fields.
@@ -78,7 +77,8 @@ def _lines(path: Path, num_fields: int) -> list[list[str]]:
 
 
 def read_ratings(folder: Path) -> Ratings:
-    """ratings.dat (user::movie::rating::timestamp), else ratings_notime.dat (user::movie::rating).
+    """Read ratings.dat (user::movie::rating::timestamp), else ratings_notime.dat
+    (user::movie::rating).
 
     Raises:
         DataError: neither exists, or a field is not a whole number.
@@ -115,13 +115,15 @@ def read_ratings(folder: Path) -> Ratings:
 
 
 def read_users(folder: Path) -> dict[int, tuple[str, str, str, str]]:
-    """gender, age, occupation and zip by user id; "98107-2117" is "98107", as in MeLU."""
+    """Return gender, age, occupation and zip by user id; "98107-2117" is "98107", as in MeLU."""
     lines = _lines(folder / "users.dat", 5)
     return {int(user): (gender, age, job, code[:5]) for user, gender, age, job, code in lines}
 
 
 def read_movies(folder: Path) -> Movies:
-    """Attributes of all movies; with movies_extrainfos.dat its genres replace the others."""
+    """Return the attributes of all movies; with movies_extrainfos.dat its genres replace the
+    others.
+    """
     path = folder / "movies_extrainfos.dat"
     if not path.is_file():
         return _plain_movies(folder)
@@ -159,7 +161,7 @@ def _plain_movies(folder: Path) -> Movies:
 
 
 def read_vocabulary(folder: Path, name: str) -> list[str] | None:
-    """MeLU's list of values (m_NAME.txt, one a line), or None where the file is absent."""
+    """Return MeLU's list of values (m_NAME.txt, one a line), or None where the file is absent."""
     path = folder / f"m_{name}.txt"
     if not path.is_file():
         return None
@@ -167,8 +169,8 @@ def read_vocabulary(folder: Path, name: str) -> list[str] | None:
 
 
 def read_melu_split(folder: Path) -> list[dict[int, tuple[Int64, Int64]]] | None:
-    """MeLU's four states in its order, each user -> (movies, ratings) in file order; None where
-    absent.
+    """Return MeLU's four states in its order, each user -> (movies, ratings) in file order; None
+    where absent.
 
     Raises:
         DataError: a file is missing or its ratings do not match its movies.

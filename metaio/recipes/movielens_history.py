@@ -5,12 +5,8 @@ features, M multi-hot features.
 """
 
 import numpy as np
-import numpy.typing as npt
 
-from metaio.block import ragged_indices, row_sums
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
+from metaio.ragged import Int32, Int64, ragged_indices, row_sums
 
 LIKED = 4  # least rating, of 1 to 5, that counts as liked
 
@@ -18,7 +14,7 @@ LIKED = 4  # least rating, of 1 to 5, that counts as liked
 def liked_before(
     lengths_T: Int64, support_lengths_T: Int64, item_N: Int64, rating_N: Int64, longest: int
 ) -> tuple[Int64, Int32]:
-    """Item ids [H] of each row's history, oldest first, and the histories' lengths [N].
+    """Return the item ids [H] of each row's history, oldest first, and the histories' lengths [N].
 
     A row's history is the last `longest` items that its task's support rows rated at least `LIKED`,
     the row itself left out: neither its own label nor any query label shows in it.
@@ -38,7 +34,7 @@ def liked_before(
 def with_history(
     ids_V: Int64, lengths_NM: Int32, history_H: Int64, history_lengths_N: Int32
 ) -> tuple[Int64, Int32]:
-    """Row-by-row multi-hot lists with each row's history as its last feature."""
+    """Return row-by-row multi-hot lists with each row's history as its last feature."""
     joined = np.concatenate([ids_V, history_H])
     first = row_sums(lengths_NM)
     second = history_lengths_N.astype(np.int64)

@@ -8,10 +8,10 @@ noise, so that its visible features explain most of it. A row is a click with
 
 The taste cannot be read off the user's visible features (age, region, device, which carry small
 effects of their own), nor learnt as an embedding of the user, since the user id is no feature and
-test users are new. Measured by synthetic_oracle.py on the query rows of 500 new users at the
-default size and seed: no model without adaptation can exceed AUC 0.650 (cold items 0.662), one with
-the exact posterior of the user's taste given the 10 to 30 support rows reaches 0.830 (0.817), and
-P(click) itself 0.888 (0.881).
+test users are new. Measured by tests/metaio/recipes/synthetic_oracle.py on the query rows of 500
+new users at the default size and seed: no model without adaptation can exceed AUC 0.650 (cold items
+0.662), one with the exact posterior of the user's taste given the 10 to 30 support rows reaches
+0.830 (0.817), and P(click) itself 0.888 (0.881).
 
 Shape suffixes: T users (one episode each), N rows, L latent factors, I items, G tags of an item.
 """
@@ -21,14 +21,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from metaio.block import Rows
 from metaio.errors import SchemaError
-from metaio.features import Features, FeatureSpec, TableSpec
-from metaio.layout import DEFAULT_BLOCK_ROWS
-from metaio.writer import Provenance, write_dataset
+from metaio.format.block import Rows
+from metaio.format.features import Features, FeatureSpec, TableSpec
+from metaio.format.layout import DEFAULT_BLOCK_ROWS
+from metaio.format.writer import Provenance, write_dataset
+from metaio.ragged import Int64
 
 Float = npt.NDArray[np.float64]
-Int64 = npt.NDArray[np.int64]
 
 _LATENT = 8
 _CLUSTERS = 12
@@ -36,7 +36,7 @@ _GENRES, _BRANDS, _TAGS = 24, 200, 120
 _AGES, _REGIONS, _DEVICES, _HOURS = 8, 50, 6, 24
 _MAX_TAGS = 4
 # Large enough that taste decides most clicks, small enough that clicks stay noisy; see
-# synthetic_oracle.py.
+# synthetic_oracle.py of its tests.
 TASTE_SCALE = 2.0
 _TASTE_NOISE = 0.5
 _CHUNK_USERS = 2_000
@@ -90,8 +90,8 @@ class World:
 
 
 def features(config: SyntheticConfig) -> Features:
-    """Tables and columns of every synthetic dataset; row 0 of a table is never drawn but for cold
-    items.
+    """Return tables and columns of every synthetic dataset; row 0 of a table is never drawn but for
+    cold items.
     """
     sizes = {
         "item": config.num_items,
@@ -246,7 +246,7 @@ def _rows(
 
 
 def split_plan(config: SyntheticConfig) -> dict[str, tuple[int, int, bool]]:
-    """First user, number of users, and whether the items are cold, of each split.
+    """Return first user, number of users, and whether the items are cold, of each split.
 
     item-cold holds train users with items that no training row has; the user-cold splits hold new
     users.
@@ -283,13 +283,13 @@ def prepare_synthetic(out: str, config: SyntheticConfig, overwrite: bool = False
 
 
 def sigmoid(logits: Float) -> Float:
-    """1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x))."""
     result: Float = 1.0 / (1.0 + np.exp(-logits))
     return result
 
 
 def draw_tastes(rng: np.random.Generator, world: World, count: int) -> Float:
-    """Hidden tastes [count, L] of new users."""
+    """Return hidden tastes [count, L] of new users."""
     centres = world.centres_CL[rng.integers(0, _CLUSTERS, count)]
     tastes: Float = centres + _TASTE_NOISE * rng.standard_normal(centres.shape)
     return tastes

@@ -7,7 +7,7 @@ from torch import nn
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
-from models import ModelConfig
+from gmeta_models import ModelConfig
 from tests import reference
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gmeta.adaptation.algorithms import ALGORITHMS
+from gmeta.adaptation.algorithms.registry import ALGORITHMS
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.learner import MetaLearner
-from metaio.features import Features
-from models import MODELS, ModelConfig
+from gmeta_models import MODELS, ModelConfig
+from metaio.format.features import Features
 from tests import reference
 
 FEATURES = reference.some_features(2, 1, 1, history=True)

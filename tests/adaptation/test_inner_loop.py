@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gmeta.adaptation.algorithm import TableSizes
+from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.config import AlgorithmConfig, InnerPath, LearnedRates
-from gmeta.adaptation.fused import FusedLoop
-from gmeta.adaptation.linear import LowRankChange, MaterialisedChange
-from gmeta.adaptation.paths import paths_of_layers
+from gmeta.adaptation.fused.loop import FusedLoop
+from gmeta.adaptation.layer_change import LayerChange, one_step
+from gmeta.adaptation.plan import Path, paths_of_layers
+from gmeta.adaptation.rates import LayerRate
 from gmeta.build import input_sizes
 from gmeta.learner import MetaLearner
-from metaio.batch import TaskBatch
-from models import InputSizes, ModelConfig, RowInputs, build_model
+from gmeta_models import InputSizes, ModelConfig, RowInputs, build_model
+from metaio.read.batch import TaskBatch
 from tests import reference
 from tests.adaptation.agreement import assert_equals_loop
 
@@ -181,7 +182,7 @@ def test_nothing_to_adapt_is_refused() -> None:
 def test_an_unknown_algorithm_lists_the_known_ones() -> None:
     assert refusal(AlgorithmConfig(name="mamll")) == (
         "algorithm.name = 'mamll' is unknown: known are maml, fomaml, anil, reptile, metasgd, "
-        "none. Choose one of them, or register yours in gmeta/adaptation/algorithms.py"
+        "none. Choose one of them, or register yours in gmeta/adaptation/algorithms/registry.py"
     )
 
 
@@ -239,16 +240,13 @@ def test_each_layer_may_have_a_path_of_its_own(
 
 def test_layers_are_held_as_their_paths_say(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[tuple[str, int]] = []
-    for kind in (LowRankChange, MaterialisedChange):
-        made = kind.of
 
-        def noted(
-            seen_TSI: Tensor, grads_TSO: Tensor, rate: float, made: Any = made, kind: type = kind
-        ) -> Any:
-            held.append((kind.__name__, grads_TSO.shape[-1]))
-            return made(seen_TSI, grads_TSO, rate)
+    def noted(path: Path, seen_TSI: Tensor, grads_TSO: Tensor, rate: LayerRate) -> LayerChange:
+        change = one_step(path, seen_TSI, grads_TSO, rate)
+        held.append((type(change).__name__, grads_TSO.shape[-1]))
+        return change
 
-        monkeypatch.setattr(kind, "of", noted)
+    monkeypatch.setattr("gmeta.adaptation.adapted_layers.one_step", noted)
     monkeypatch.setattr(FusedLoop, "suits", lambda *_: False)
     config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5, 3))
     paths = ("*=low_rank", "top.2=materialised")
@@ -324,7 +322,9 @@ def test_episodes_of_another_arrangement_are_refused() -> None:
     arranged = fused.arrange(batch)
     with pytest.raises(ValueError) as caught:
         general(rows_UD, arranged, 1.0)
-    assert str(caught.value) == "blocks, but this learner has no fused loop: use its own arrange"
+    assert str(caught.value) == (
+        "padded tasks, but this learner has no fused loop: use its own arrange"
+    )
     with pytest.raises(ValueError) as caught:
         fused.predict(rows_UD, arranged)
     assert str(caught.value) == (

@@ -1,17 +1,17 @@
-"""Which embedding rows the outer gradient reaches: what the learner says against what it does."""
+"""Which embedding rows the outer gradient reaches, and which are arranged to need none."""
 
 import random
 
 import pytest
 import torch
 
-from gmeta.adaptation.blocks import TaskBlocks
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.side import Sides
-from gmeta.batches.episodes import ids_of_query_rows, support_and_query
+from gmeta.adaptation.rows.rectangles import PaddedTasks
+from gmeta.adaptation.rows.sides import Sides
+from gmeta.batches.episodes import support_and_query
 from gmeta.build import build_learner
-from metaio.batch import TaskBatch, empty_batch
-from models import ModelConfig
+from gmeta_models import ModelConfig
+from metaio.read.batch import TaskBatch
 from tests import reference
 
 FEATURES = reference.some_features(2, 2, 1, history=True)
@@ -25,34 +25,26 @@ def some_batch() -> TaskBatch:
     return reference.batch_of(tasks, FEATURES)
 
 
-def test_the_ids_of_query_rows_are_those_that_a_loop_over_them_finds() -> None:
-    batch = some_batch()
+def ids_of_query_rows(batch: TaskBatch) -> torch.Tensor:
+    """Tell which of the batch's unique ids a query row uses: bool [U]."""
     firsts, ends = batch.row_offsets_T1[:-1].tolist(), batch.row_offsets_T1[1:].tolist()
     values_NM, first_value = batch.multi_lengths_NM.tolist(), 0
-    used: set[int] = set()
+    is_used_U = torch.zeros(batch.unique_ids_U.numel(), dtype=torch.bool)
     for task, (first, end) in enumerate(zip(firsts, ends, strict=True)):
         for row in range(first, end):
-            values = range(first_value, first_value + sum(values_NM[row]))
+            values = slice(first_value, first_value + sum(values_NM[row]))
             first_value = values.stop
             if row >= first + batch.support_lengths_T[task].item():
-                used |= set(batch.positions_NF[row].tolist())
-                used |= {int(batch.multi_positions_V[value]) for value in values}
-    assert ids_of_query_rows(batch).nonzero().squeeze(1).tolist() == sorted(used)
-    assert len(used) < batch.unique_ids_U.numel()
-
-
-def test_a_batch_without_tasks_has_no_query_rows() -> None:
-    nothing = empty_batch(
-        len(FEATURES.tables), len(FEATURES.single), len(FEATURES.multi), len(FEATURES.dense)
-    )
-    assert ids_of_query_rows(nothing).numel() == 0
+                is_used_U[batch.positions_NF[row].long()] = True
+                is_used_U[batch.multi_positions_V[values].long()] = True
+    return is_used_U
 
 
 @pytest.mark.parametrize("general", [False, True])
 @pytest.mark.parametrize("model", ["melu", "dlrm", "cbml", "din"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("adapt_embeddings", [False, True])
-def test_rows_of_the_support_side_get_no_gradient_where_the_learner_says_so(
+def test_rows_of_the_support_side_get_no_gradient_in_first_order_without_gates(
     name: str, model: str, adapt_embeddings: bool, general: bool
 ) -> None:
     torch.manual_seed(0)
@@ -71,17 +63,18 @@ def test_rows_of_the_support_side_get_no_gradient_where_the_learner_says_so(
         learner.use_general_loop()
     batch = some_batch()
     episodes = learner.arrange(batch)
-    if isinstance(episodes.rows, TaskBlocks):
+    they_learn = name != "fomaml" or model == "cbml"
+    if isinstance(episodes.rows, PaddedTasks):
         # No sort for a derivative that nobody takes, be it of the outer loop or of inner steps.
-        is_constant = episodes.rows.support.bags.backward is None
-        assert is_constant != (learner.support_rows_learn or adapt_embeddings)
+        is_constant = episodes.rows.features[0].bags.backward is None
+        assert is_constant != (they_learn or adapt_embeddings)
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
     learner(rows_UD, episodes, 1.0).backward()
     assert rows_UD.grad is not None
     reached_U = (rows_UD.grad != 0).any(dim=1)
     only_support_U = ~ids_of_query_rows(batch)
-    assert (reached_U & only_support_U).any() == learner.support_rows_learn
-    assert learner.support_rows_learn != (name == "fomaml" and model != "cbml")
+    assert only_support_U.any()
+    assert (reached_U & only_support_U).any() == they_learn
 
 
 @pytest.mark.parametrize("model", ["dlrm", "cbml", "din"])

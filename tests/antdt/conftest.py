@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
-from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
+from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 from tests.antdt.pki import Authority
 
 

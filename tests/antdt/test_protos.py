@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from google.protobuf import descriptor as pb
 
-from protos.antdt.v1 import shard_service_pb2 as wire
+from gmeta_protos.antdt.v1 import shard_service_pb2 as wire
 
 ROOT = Path(__file__).parents[2]
-PROTO = "protos/antdt/v1/shard_service.proto"
+CODE = Path("gmeta_protos/antdt/v1")
 FILE = wire.DESCRIPTOR
 SERVICE = FILE.services_by_name["ShardService"]
 
@@ -29,16 +29,17 @@ def all_enums() -> list[pb.EnumDescriptor]:
 
 def test_committed_code_is_what_the_generator_makes(tmp_path: Path) -> None:
     pytest.importorskip("grpc_tools", reason="the generator is a development dependency")
-    command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", PROTO]
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-Igmeta_protos=protos"]
+    command.append(f"{CODE}/shard_service.proto")
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "grpc_python")]
     subprocess.run([*command, *outputs], cwd=ROOT, check=True)
-    made = sorted((tmp_path / "protos/antdt/v1").iterdir())
+    made = sorted((tmp_path / CODE).iterdir())
     assert [file.name for file in made] == [
         "shard_service_pb2.py",
         "shard_service_pb2_grpc.py",
     ]
     for file in made:
-        committed = ROOT / "protos/antdt/v1" / file.name
+        committed = ROOT / "protos" / CODE / file.name
         assert committed.read_text() == file.read_text(), f"{committed} is stale. Run: make protos"
 
 

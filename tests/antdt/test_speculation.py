@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from gmeta.antdt import DatasetSpec, LeaseLostError, ShardClient
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.manifests.audit import audit_manifest
-from gmeta.antdt.monitor import MonitorConfig
 from gmeta.antdt.policies.interface import ControllerConfig
+from gmeta.antdt.reports import MonitorConfig
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.antdt.stragglers.settings import StragglerConfig
 from gmeta.commands.shards import shards

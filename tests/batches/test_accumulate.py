@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gmeta.batches.accumulate import split_tasks
-from metaio.batch import TaskBatch
+from metaio.read.batch import TaskBatch
 from tests import reference
 
 FEATURES = reference.some_features(2, 1, 1)

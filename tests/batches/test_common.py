@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from gmeta.adaptation.blocks import StackedBlocks
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches import blocks
+from gmeta.adaptation.rows.rectangles import PaddedTasks
+from gmeta.batches import for_fused as blocks
 from gmeta.build import build_learner
-from metaio.batch import TaskBatch
-from metaio.features import Features
-from models import ModelConfig
+from gmeta_models import ModelConfig
+from metaio.format.features import Features
+from metaio.read.batch import TaskBatch
 from tests import reference
 
 FEATURES = reference.some_features(3, 1, 0)
@@ -40,11 +40,12 @@ def common_features(batch: TaskBatch, features: Features = FEATURES) -> tuple[in
     algorithm = AlgorithmConfig(name="maml", adapt_embeddings=False)
     model = ModelConfig(name="melu", embedding_dim=4, hidden=(6, 5))
     rows = build_learner(features, model, algorithm, "bce").arrange(batch).rows
-    assert isinstance(rows, StackedBlocks)
+    assert isinstance(rows, PaddedTasks)
     if rows.common is None:
         return None
     num_features = len(features.single) + len(features.multi)
-    assert rows.both.num_features == num_features - len(rows.common.features)
+    (both,) = rows.features
+    assert both.num_features == num_features - len(rows.common.features)
     return rows.common.features
 
 

@@ -5,8 +5,8 @@ import re
 import grpc
 
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
-from protos.antdt.v1 import shard_service_pb2 as pb
-from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
+from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
+from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 from tests.deploy.monitoring import ALERTS, DASHBOARDS
 
 

@@ -6,7 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from gmeta.antdt.monitor import Monitor, MonitorConfig, Report
+from gmeta.antdt.monitor import Monitor
+from gmeta.antdt.reports import MonitorConfig, Report
 from gmeta.feeds.agent import MEETINGS_PER_STEP
 from gmeta.parallel.links import LinkProbe
 from gmeta.parallel.ranks import Ranks

@@ -5,7 +5,7 @@ The processes are forked from one that has the imports ready: they cost seconds 
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,10 @@ import torch
 import torch.multiprocessing as mp
 
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
+from gmeta.parallel.steps import StepTotals, in_step
+from gmeta.parallel.together import no_tasks
+from metaio.format.features import Features
+from metaio.read.batch import TaskBatch
 from tests.deploy.network import INTERFACE, Host
 from tests.processes import with_imports_ready
 from tests.waiting import PATIENCE_S
@@ -38,6 +42,17 @@ def on_ranks(
             torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
             for rank in range(world_size)
         ]
+
+
+def steps_of(
+    batches: Iterable[TaskBatch],
+    arrange: Callable[[TaskBatch], Any],
+    features: Features,
+    ranks: Ranks,
+    **rest: Any,
+) -> Iterator[tuple[Any, StepTotals]]:
+    """The steps of these batches, each arranged so, as `in_step` yields them."""
+    return in_step(map(arrange, batches), arrange(no_tasks(features)), ranks, **rest)
 
 
 def _rank(

@@ -8,7 +8,7 @@ import pytest
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.antdt.ledger import commands as cmd
-from gmeta.antdt.monitor import MonitorConfig
+from gmeta.antdt.reports import MonitorConfig
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.antdt.stragglers.settings import StragglerConfig
 from gmeta.build import build_learner
@@ -19,8 +19,9 @@ from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner
 from gmeta.parallel.steps import in_step
 from gmeta.parallel.stopping import Stop
+from gmeta.parallel.together import no_tasks
+from gmeta_models import ModelConfig
 from metaio import open_dataset
-from models import ModelConfig
 from tests.distributed.harness import on_ranks
 
 MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(6,), bottom=(5,))
@@ -36,14 +37,19 @@ def train_on_rank(ranks: Ranks, config: TrainConfig) -> tuple[list[list[int]], l
     sharded = shard_learner(learner, dataset.features, config, ranks)
     epochs: list[list[int]] = []
     with ServiceFeed(config, dataset, ranks, None) as feed:
-        agent = ServiceAgent(config, feed, sharded, learner.arrange, ranks, Stop())
+        stop = Stop()
+        agent = ServiceAgent(config, feed, sharded, ranks, stop)
+        # What the rank hears its calls to the service hear too, wherever they wait.
+        is_stopping, heard = feed.client._session.connection.is_stopping, []
+        for stop.asked in (True, False):
+            heard.append(is_stopping())
+        assert heard == [True, False]
         for epoch in range(MAX_EPOCHS):
             steps: list[int] = []
             batches = feed.batches(epoch, 0)
             for episodes, totals in in_step(
-                batches,
-                agent.arrange,
-                dataset.features,
+                agent.arranged(batches),
+                learner.arrange(no_tasks(dataset.features)),
                 ranks,
                 sharded=sharded,
                 take_replanned=agent.take_replanned,

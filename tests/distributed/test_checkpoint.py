@@ -31,13 +31,12 @@ from gmeta.learner import MetaLearner
 from gmeta.outer.optimizers import OuterOptimizer, build_optimizer
 from gmeta.parallel.ranks import Ranks, barrier
 from gmeta.parallel.sharding import shard_learner, table_shards
-from gmeta.parallel.steps import in_step
 from gmeta.runs.folder import list_checkpoints
 from gmeta.runs.progress import Progress
 from gmeta.tables.sharding import ShardingConfig
-from models import ModelConfig
+from gmeta_models import ModelConfig
 from tests import reference
-from tests.distributed.harness import on_ranks
+from tests.distributed.harness import on_ranks, steps_of
 
 FEATURES = reference.some_features(2, 0, 0)
 MODEL = ModelConfig(name="melu", embedding_dim=4, hidden=(3,))
@@ -214,7 +213,7 @@ def train_steps(
         reference.batch_of(tasks(step)[ranks.rank :: ranks.world_size], FEATURES) for step in steps
     )
     losses = []
-    for episodes, totals in in_step(batches, learner.arrange, FEATURES, ranks):
+    for episodes, totals in steps_of(batches, learner.arrange, FEATURES, ranks):
         optimizer.begin_step(0, 1)
         loss = sharded(episodes, ranks.world_size / totals.num_terms)
         loss.backward()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.antdt.monitor import MonitorConfig
 from gmeta.antdt.policies.interface import ControllerConfig
+from gmeta.antdt.reports import MonitorConfig
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.antdt.stragglers.settings import StragglerConfig
 from gmeta.build import build_learner
@@ -20,8 +20,9 @@ from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner
 from gmeta.parallel.steps import in_step
 from gmeta.parallel.stopping import Stop
+from gmeta.parallel.together import no_tasks
+from gmeta_models import ModelConfig
 from metaio import EpisodeRange, RangeReader, open_dataset
-from models import ModelConfig
 from tests.distributed.harness import on_ranks
 from tests.distributed.test_equals_reference import local_rows, whole_tables
 from tests.waiting import PATIENCE_S
@@ -61,13 +62,12 @@ def train_on_rank(ranks: Ranks, config: TrainConfig) -> dict[str, Any]:
     shares, last = [], {}
     give_up_s = time.monotonic() + PATIENCE_S
     with ServiceFeed(config, dataset, ranks, None) as feed:
-        agent = ServiceAgent(config, feed, sharded, learner.arrange, ranks, Stop())
+        agent = ServiceAgent(config, feed, sharded, ranks, Stop())
         clock = agent._clock = ScriptedClock(TASK_S[ranks.rank])  # type: ignore[assignment]
         for epoch in range(1000):
             for episodes, totals in in_step(
-                feed.batches(epoch, 0),
-                agent.arrange,
-                dataset.features,
+                agent.arranged(feed.batches(epoch, 0)),
+                learner.arrange(no_tasks(dataset.features)),
                 ranks,
                 sharded=sharded,
                 take_replanned=agent.take_replanned,

@@ -17,11 +17,10 @@ from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner, table_shards
-from gmeta.parallel.steps import in_step
-from metaio.features import Features
-from models import ModelConfig
+from gmeta_models import ModelConfig
+from metaio.format.features import Features
 from tests import reference
-from tests.distributed.harness import on_ranks
+from tests.distributed.harness import on_ranks, steps_of
 
 MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(6,), bottom=(5,))
 COLUMNS = (2, 1, 2)
@@ -138,7 +137,7 @@ def train_on_rank(ranks: Ranks, cases: list[str]) -> dict[str, dict[str, Any]]:
             for step in range(num_steps)
         )
         losses = []
-        for episodes, totals in in_step(batches, arrange, features, ranks, sharded=sharded):
+        for episodes, totals in steps_of(batches, arrange, features, ranks, sharded=sharded):
             loss = sharded(episodes, ranks.world_size / totals.num_terms)
             optimizer.zero_grad()
             loss.backward()

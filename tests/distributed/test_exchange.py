@@ -4,22 +4,19 @@ a step of the format.
 
 from dataclasses import replace
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.episodes import Episodes, ids_of_query_rows
+from gmeta.batches.episodes import Episodes
 from gmeta.config import OuterConfig, TrainConfig
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import local_learner, shard_learner
-from gmeta.parallel.steps import in_step
 from gmeta.tables.sharding import ShardingConfig
-from tests.distributed.harness import on_ranks
+from tests.distributed.harness import on_ranks, steps_of
 from tests.distributed.test_sharding_plans import (
     ALGORITHM,
     FEATURES,
@@ -40,7 +37,7 @@ GRADIENT_UNIT = 1e-7
 
 
 # The second learns a rate for each table: it must know which table a row is of. With the third no
-# gradient reaches the rows of the support side: overlapped they are only read.
+# gradient reaches the rows of the support side.
 ALGORITHMS = (
     ALGORITHM,
     AlgorithmConfig(name="metasgd", inner_lr=0.1, learned_rates="layer"),
@@ -61,7 +58,7 @@ def train_with_and_without_overlap(ranks: Ranks) -> list[list[dict[str, Any]]]:
 def trained(ranks: Ranks, algorithm: AlgorithmConfig, overlapped: bool) -> dict[str, Any]:
     run = Run(ranks, "mixed", algorithm=algorithm)
     batches = iter(batches_of_rank(ranks)[: 4 - ranks.rank])
-    steps = in_step(
+    steps = steps_of(
         batches,
         run.learner.arrange,
         FEATURES,
@@ -103,8 +100,8 @@ def train_on_one_batch(ranks: Ranks) -> list[list[dict[str, Any]]]:
 
 def steps_on_one_batch(ranks: Ranks, algorithm: AlgorithmConfig, times: int) -> dict[str, Any]:
     run = Run(ranks, "row_wise", algorithm=algorithm)
-    exchange, batch = local_learner(run.sharded).announce, batches_of_rank(ranks)[0]
-    announced = [exchange.arranged(batch, run.learner.arrange, ranks.device) for _ in range(times)]
+    exchange, batch = local_learner(run.sharded).exchange, batches_of_rank(ranks)[0]
+    announced = [exchange.announce(run.learner.arrange(batch)) for _ in range(times)]
     for episodes in announced * (3 // times):
         take_step(run, episodes, 1 / episodes.num_terms)
     return run.result()
@@ -143,46 +140,6 @@ def test_a_rank_sees_the_gradient_of_the_rows_that_it_fetched(world_size: int) -
     for by_exchange in on_ranks(world_size, sums_of_gradients):
         for seen, expected in by_exchange:
             assert seen == expected
-
-
-def values_sent(ranks: Ranks) -> list[tuple[int, int]]:
-    """Of the only step of each algorithm, how many values of rows and of gradients this rank took
-    from the others and gave back.
-    """
-    found = []
-    for algorithm in ALGORITHMS:
-        run = Run(ranks, "row_wise", algorithm=algorithm)
-        batches = iter([batches_of_rank(ranks)[0].tasks(0, 1)])
-        transport = ranks.transport
-        with mock.patch.object(type(transport), "swap", wraps=transport.swap) as swap:
-            steps = in_step(batches, run.learner.arrange, FEATURES, ranks, sharded=run.sharded)
-            for episodes, totals in steps:
-                run.sharded(episodes, ranks.world_size / totals.num_terms).backward()
-        _, of_gradients = [
-            call.args for call in swap.call_args_list if call.args[0].dtype == torch.float32
-        ]
-        rows = next(call.args for call in swap.call_args_list if len(call.args) == 4)
-        found.append((sum(rows[2]), sum(of_gradients[1])))
-    return found
-
-
-@pytest.mark.distributed
-def test_gradients_travel_back_only_for_rows_that_can_have_one() -> None:
-    for rank, by_algorithm in enumerate(on_ranks(2, values_sent)):
-        batch = batches_of_rank(SimpleNamespace(rank=rank, world_size=2))[0].tasks(0, 1)
-        sizes = [table.num_rows for table in FEATURES.tables]
-        ids = zip(
-            batch.unique_ids_U.tolist(),
-            np.repeat(sizes, batch.unique_lengths_B),
-            ids_of_query_rows(batch).tolist(),
-            strict=True,
-        )
-        remote = [is_query for row, size, is_query in ids if (row >= -(-size // 2)) != rank]
-        maml, metasgd, fomaml = by_algorithm
-        asked, back = len(remote) * MODEL.embedding_dim, sum(remote) * MODEL.embedding_dim
-        assert maml == metasgd == (asked, asked)
-        assert fomaml == (asked, back)
-        assert back < asked
 
 
 def exchange_on_rank(ranks: Ranks) -> dict[str, Any]:

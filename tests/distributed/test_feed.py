@@ -32,10 +32,9 @@ from gmeta.feeds.reader import open_reader
 from gmeta.feeds.service import SERVICE_VARIABLE
 from gmeta.feeds.source import open_feed
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.steps import in_step
 from gmeta.train import train
 from metaio import open_dataset
-from tests.distributed.harness import on_ranks
+from tests.distributed.harness import on_ranks, steps_of
 
 NUM_TASKS = 200
 
@@ -68,7 +67,7 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, even: bool) -> list[list[lis
         for epoch in range(2):
             steps = []
             batches = feed.batches(epoch, 0)
-            for episodes, totals in in_step(
+            for episodes, totals in steps_of(
                 batches,
                 lambda batch: support_and_query(batch, False),
                 dataset.features,

@@ -14,8 +14,8 @@ from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
 from gmeta.parallel.ranks import Ranks
 from gmeta.train import train
+from gmeta_models.config import ModelConfig
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
-from models.config import ModelConfig
 from tests.antdt.faults.counting.sitecustomize import COUNTS_FILE, count_tasks
 from tests.antdt.faults.test_training_job import check_lineage, checkpoints
 from tests.distributed.harness import on_ranks

@@ -17,12 +17,11 @@ from gmeta.guards import StepGuard, load_batch
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import local_learner, shard_learner
-from gmeta.parallel.steps import in_step
 from gmeta.runs.progress import Progress
-from metaio.batch import TaskBatch
-from models import ModelConfig
+from gmeta_models import ModelConfig
+from metaio.read.batch import TaskBatch
 from tests import reference
-from tests.distributed.harness import on_ranks
+from tests.distributed.harness import on_ranks, steps_of
 
 FEATURES = reference.some_features(2, 0, 1)
 MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(3,), bottom=(3,))
@@ -54,7 +53,7 @@ def train_on_rank(ranks: Ranks, folder: Path) -> dict[str, Any]:
     ended: list[str] = []
     guard = StepGuard(folder, learner.parameters(), ranks, lambda: ended.append("ending"))
     batches = (batch_of_step(step, ranks.rank) for step in range(NUM_STEPS))
-    steps = in_step(batches, in_parts(learner.arrange, 2), FEATURES, ranks)
+    steps = steps_of(batches, in_parts(learner.arrange, 2), FEATURES, ranks)
     done = 0
     try:
         for step, (episodes, totals) in enumerate(steps):
@@ -100,5 +99,5 @@ def test_all_ranks_end_with_the_batch_that_is_to_blame(tmp_path: Path) -> None:
     ]
     parts = load_batch(tmp_path / "step-00000002-rank-1.pt")
     assert [part.task_T.tolist() for part in parts] == [[100, 101], [102, 103]]
-    assert [int(part.rows.support.dense_NK.isnan().sum()) for part in parts] == [1, 0]
-    assert sum(part.rows.query.rows.label_N.numel() for part in parts) == 8
+    assert [int(part.rows.features[0].dense_NK.isnan().sum()) for part in parts] == [1, 0]
+    assert sum(part.rows.query.label_N.numel() for part in parts) == 8

@@ -28,7 +28,7 @@ from metaio import (
     open_dataset,
     write_dataset,
 )
-from metaio.batch import empty_batch
+from metaio.read.batch import empty_batch
 from tests.distributed.harness import on_ranks
 from tests.metaio.conftest import FEATURES, make_rows
 

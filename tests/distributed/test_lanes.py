@@ -13,10 +13,10 @@ import pytest
 from gmeta.config import DataConfig, RunConfig, TrainConfig
 from gmeta.parallel.ranks import Ranks
 from gmeta.train import train
+from gmeta_models.config import ModelConfig
 from metaio import Dataset, open_dataset
-from metaio.block import Block
+from metaio.format.block import Block
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
-from models.config import ModelConfig
 from tests.distributed.harness import on_ranks
 
 LANES, WHOLE_BLOCKS = DataConfig(tasks_per_step=8, lanes=2), DataConfig(blocks_per_step=2)

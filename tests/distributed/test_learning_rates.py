@@ -13,10 +13,9 @@ from gmeta.outer.optimizers import build_optimizer
 from gmeta.outer.schedules import rate_scale
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner
-from gmeta.parallel.steps import in_step
-from models import ModelConfig
+from gmeta_models import ModelConfig
 from tests import reference
-from tests.distributed.harness import on_ranks
+from tests.distributed.harness import on_ranks, steps_of
 from tests.distributed.test_equals_reference import local_rows, whole_tables
 
 MODEL = ModelConfig(name="melu", embedding_dim=4, hidden=(5,))
@@ -62,7 +61,7 @@ def train_with(ranks: Ranks, schedule: str, warmup_steps: int) -> dict[str, obje
         reference.batch_of(tasks[ranks.rank :: ranks.world_size], FEATURES)
         for tasks in tasks_of_steps()
     )
-    steps = in_step(batches, learner.arrange, FEATURES, ranks)
+    steps = steps_of(batches, learner.arrange, FEATURES, ranks)
     for step, (episodes, totals) in enumerate(steps):
         optimizer.begin_step(step, NUM_STEPS)
         loss = sharded(episodes, ranks.world_size / totals.num_terms)

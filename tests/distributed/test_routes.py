@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gmeta.parallel.routes import Asked, Routes, Shard
+from gmeta.parallel.exchange.routes import Asked, Routes, Shard
 
 WIDTH = 8
 TABLE_WISE, ROW_WISE, COLUMN_WISE = range(3)
@@ -40,11 +40,10 @@ def random_ids(rng: random.Random, shards: Sequence[Shard], table: int) -> list[
     return rng.sample(range(num_rows), rng.randint(0, num_rows))
 
 
-def ask(routes: Routes, ids_B: list[list[int]], learns: Sequence[bool] | None = None) -> Asked:
+def ask(routes: Routes, ids_B: list[list[int]]) -> Asked:
     flat = [number for ids in ids_B for number in ids]
     lengths_B = torch.tensor([len(ids) for ids in ids_B], dtype=torch.int64)
-    learns_U = None if learns is None else torch.tensor(learns, dtype=torch.bool)
-    return routes.ask(torch.tensor(flat, dtype=torch.int64), lengths_B, learns_U)
+    return routes.ask(torch.tensor(flat, dtype=torch.int64), lengths_B)
 
 
 def answered_ids(routes: Routes, asked: Asked) -> list[tuple[Shard, list[int]]]:
@@ -103,41 +102,6 @@ def test_places_lead_every_id_to_its_own_row(world_size: int, seed: int) -> None
             continue
         assert [fetched[place] for place in asked.place_U.tolist()] == wanted
         assert [wanted[index] for index in asked.id_U.tolist()] == fetched
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("seed", range(12))
-def test_rows_that_are_only_read_follow_those_that_learn(world_size: int, seed: int) -> None:
-    rng = random.Random(200 + seed)
-    num_tables = rng.randint(1, 5)
-    shards = random_shards(rng, num_tables, world_size)
-    ids_B = [random_ids(rng, shards, table) for table in range(num_tables)]
-    if seed % 2:
-        ids_B = [sorted(ids) for ids in ids_B]
-    wanted = [(table, number) for table, ids in enumerate(ids_B) for number in ids]
-    learns = [rng.random() < 0.5 for _ in wanted]
-    cut = sorted({s.table for s in shards if s.num_columns < WIDTH})
-    learning = {row for row, is_so in zip(wanted, learns, strict=True) if is_so or row[0] in cut}
-    for rank in range(world_size):
-        routes = Routes(shards, rank, world_size, WIDTH, some_only_read=True)
-        asked = ask(routes, ids_B, learns)
-        answered = answered_ids(routes, asked)
-        for shard, ids in answered:
-            held = range(shard.first_row, shard.first_row + shard.num_rows)
-            here = {(shard.table, number) for number in ids_B[shard.table] if number in held}
-            expected = here - learning if shard.only_read else here & learning
-            assert sorted((shard.table, number) for number in ids) == sorted(expected)
-        for peer in range(world_size):
-            only_read = [shard.only_read for shard, _ in answered if shard.rank == peer]
-            assert only_read == sorted(only_read)
-        fetched = fetched_rows(routes, asked, ids_B)
-        assert asked.place_U is not None
-        assert asked.id_U is not None
-        assert [fetched[place] for place in asked.place_U.tolist()] == wanted
-        assert [wanted[index] for index in asked.id_U.tolist()] == fetched
-        # Without the learners' names everything learns.
-        everything = answered_ids(routes, ask(routes, ids_B))
-        assert not any(ids for shard, ids in everything if shard.only_read)
 
 
 def test_rows_of_small_shards_travel_as_half_as_many_bytes() -> None:

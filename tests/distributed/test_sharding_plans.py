@@ -21,13 +21,12 @@ from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.plan import check_clipping, make_plan, plan_lines
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner, table_shards
-from gmeta.parallel.steps import in_step
 from gmeta.runs.progress import Progress
 from gmeta.tables.sharding import ShardingConfig, check_sharding, kinds_of_tables
-from metaio.batch import TaskBatch
-from models import ModelConfig
+from gmeta_models import ModelConfig
+from metaio.read.batch import TaskBatch
 from tests import reference
-from tests.distributed.harness import on_ranks
+from tests.distributed.harness import on_ranks, steps_of
 
 MODEL = ModelConfig(name="melu", embedding_dim=16, hidden=(5,))
 FEATURES = reference.some_features(2, 2, 1)
@@ -81,7 +80,7 @@ class Run:
 
     def train(self, first: int, end: int) -> None:
         batches = iter(batches_of_rank(self.ranks)[first:end])
-        for episodes, totals in in_step(batches, self.learner.arrange, FEATURES, self.ranks):
+        for episodes, totals in steps_of(batches, self.learner.arrange, FEATURES, self.ranks):
             loss = self.sharded(episodes, self.ranks.world_size / totals.num_terms)
             self.optimizer.zero_grad()
             loss.backward()

@@ -3,7 +3,6 @@
 import time
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -11,18 +10,15 @@ import torch.distributed as dist
 from torch import nn
 
 from gmeta.parallel.averaging import LayerAverage
-from gmeta.parallel.ranks import Ranks, barrier
-from gmeta.parallel.shared_memory import (
+from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.transport.shared_memory import (
     FIRST_BYTES,
-    MESSAGES_OF_PACKET,
     SharedMemory,
     open_shared_memory,
 )
-from gmeta.parallel.steps import in_step
-from gmeta.parallel.transport import Gloo, Swap, Transport
+from gmeta.parallel.transport.transport import Gloo, Swap, Transport
 from tests.distributed.harness import on_ranks
-from tests.distributed.test_exchange import take_step
-from tests.distributed.test_sharding_plans import FEATURES, Run, batches_of_rank
+from tests.distributed.test_sharding_plans import Run
 from tests.waiting import PATIENCE_S
 
 DTYPES = (torch.float32, torch.int32, torch.int64, torch.float16)
@@ -105,55 +101,6 @@ def test_memory_grows_with_the_messages_and_is_used_again() -> None:
     for exact, small in on_ranks(2, large_on_rank):
         assert exact == [True, True, True]
         assert small == [2.0 * number for number in range(200)]
-
-
-def told_on_rank(ranks: Ranks) -> tuple[list[float], float]:
-    """More sums than one packet tells of, waited for backwards; then a swap of a rank that goes on
-    without waiting for anything.
-    """
-    ranks = sharing(ranks)
-    values = [torch.tensor([number + 0.5 * ranks.rank]) for number in range(2 * MESSAGES_OF_PACKET)]
-    pending = [ranks.transport.add(one, one) for one in values]
-    for one in reversed(pending):
-        one.wait()
-    swap = ranks.transport.swap(torch.full((1,), 7.0 + ranks.rank), [1], [1])
-    if ranks.rank == 0:
-        ranks.transport.flush()
-        barrier(ranks)
-        return [one.item() for one in values], 0.0
-    (part,) = swap.parts()
-    barrier(ranks)
-    return [one.item() for one in values], part.item()
-
-
-@pytest.mark.distributed
-def test_many_messages_are_told_together_and_at_once_where_others_wait_for_them() -> None:
-    (sums, _), (other_sums, swapped) = on_ranks(2, told_on_rank)
-    assert sums == other_sums == [2 * number + 0.5 for number in range(2 * MESSAGES_OF_PACKET)]
-    assert swapped == 7.0
-
-
-def packets_on_rank(ranks: Ranks) -> list[int]:
-    """To every peer, in runs of so many steps; the first makes the ranks' memory known."""
-    run, batch = Run(sharing(ranks), "row_wise"), batches_of_rank(ranks)[0]
-    found = []
-    for num_steps in (2, 3, 7):
-        batches = iter([batch] * num_steps)
-        steps = in_step(batches, run.learner.arrange, FEATURES, run.ranks, sharded=run.sharded)
-        tell = mock.patch.object(
-            SharedMemory, "_tell", autospec=True, side_effect=SharedMemory._tell
-        )
-        with tell as told:
-            for episodes, totals in steps:
-                take_step(run, episodes, ranks.world_size / totals.num_terms)
-        found.append(told.call_count)
-    return found
-
-
-@pytest.mark.distributed
-def test_a_step_takes_two_packets_rows_and_gradients_with_all_that_is_not_urgent() -> None:
-    for _, few, more in on_ranks(2, packets_on_rank):
-        assert more - few == 2 * 4
 
 
 def kept_on_rank(ranks: Ranks) -> tuple[list[bool], bool, int]:

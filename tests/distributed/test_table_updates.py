@@ -9,10 +9,10 @@ import torch
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.learner import MetaLearner
 from gmeta.outer.optimizers import build_optimizer
-from gmeta.parallel.exchange import WireExchange
+from gmeta.parallel.exchange.wire import WireExchange
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import local_learner, shard_learner
-from models import InputSizes, ModelConfig, build_model
+from gmeta_models import InputSizes, ModelConfig, build_model
 from tests import reference
 from tests.distributed.harness import on_ranks
 
@@ -41,7 +41,7 @@ def train_on_rank(ranks: Ranks, stock: bool) -> dict[str, Any]:
             optimizer.step()
         results[optimizer_name] = {
             "state": flat({**sharded.state_dict(), **optimizer.state_dict()["state"]}),
-            "exchange": type(local_learner(sharded).announce),
+            "exchange": type(local_learner(sharded).exchange),
         }
     return results
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from metaio import BatchReader, MetaIOError, TaskBatch, open_dataset
-from metaio.dataset import Dataset
+from metaio.format.dataset import Dataset
 
 
 def whole_content(dataset: Dataset) -> bytes:

@@ -2,7 +2,7 @@
 
 import torch
 
-from models import InputSizes, RowInputs, SparseColumn
+from gmeta_models import InputSizes, RowInputs, SparseColumn
 
 
 def named_sizes(num_single: int, num_multi: int, num_dense: int) -> InputSizes:

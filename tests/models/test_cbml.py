@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.layout import RowLayout
-from gmeta.adaptation.linear import adaptable_layers
+from gmeta.adaptation.plan import adaptable_layers
+from gmeta.adaptation.rows.ragged import RowLayout
 from gmeta.build import input_sizes
 from gmeta.learner import MetaLearner
-from models import InputSizes, ModelConfig, build_model
-from models.cbml import CBML
+from gmeta_models import InputSizes, ModelConfig, build_model
+from gmeta_models.cbml import CBML
 from tests import reference
 from tests.models.inputs import some_inputs
 

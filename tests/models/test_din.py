@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from models import InputSizes, ModelConfig, RowInputs, SparseColumn, build_model
-from models.din import DIN
+from gmeta_models import InputSizes, ModelConfig, RowInputs, SparseColumn, build_model
+from gmeta_models.din import DIN
 from tests.models.inputs import named_sizes, row, some_inputs
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-import models
-from models import MODELS, InputSizes, ModelConfig, RowInputs, build_model
+import gmeta_models
+from gmeta_models import MODELS, InputSizes, ModelConfig, RowInputs, build_model
 from tests.models.inputs import named_sizes, row, some_inputs
 
 
@@ -97,10 +97,10 @@ def test_dlrm_takes_the_dot_products_of_all_pairs_in_the_papers_order() -> None:
 
 
 def test_the_package_has_what_it_names_and_nothing_else() -> None:
-    assert [name for name in models.__all__ if not hasattr(models, name)] == []
+    assert [name for name in gmeta_models.__all__ if not hasattr(gmeta_models, name)] == []
     with pytest.raises(AttributeError) as caught:
-        models.DLRN  # noqa: B018
-    assert str(caught.value) == "module 'models' has no attribute 'DLRN'"
+        gmeta_models.DLRN  # noqa: B018
+    assert str(caught.value) == "module 'gmeta_models' has no attribute 'DLRN'"
 
 
 def test_an_unknown_model_lists_the_known_ones() -> None:
@@ -108,7 +108,7 @@ def test_an_unknown_model_lists_the_known_ones() -> None:
         build_model(ModelConfig(name="dlmr"), InputSizes(1, 0, 0))
     assert str(caught.value) == (
         f"model.name = 'dlmr' is unknown: known are {', '.join(sorted(MODELS))}. "
-        "Choose one of them, or register yours in models/registry.py"
+        "Choose one of them, or register yours in models/gmeta_models/registry.py"
     )
 
 

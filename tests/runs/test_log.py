@@ -1,6 +1,9 @@
 """What a run tells while it trains: readings, where they go, and who is silent."""
 
+import errno
 import json
+import os
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer import event_file_writer
+from tensorboard.summary.writer import event_file_writer, record_writer
 
 from gmeta.runs import log as run_log
 from gmeta.runs.folder import RunFolder
@@ -153,3 +156,30 @@ def test_what_is_told_is_shown_as_it_is(
     with RunLog(folder_of(tmp_path / "run"), of_rank(0), total_steps=1, done_steps=0) as log:
         log.tell(["table [bold] of /data/[x]"])
     assert "table [bold] of /data/[x]" in capsys.readouterr().err
+
+
+def test_a_full_disk_under_tensorboard_is_raised_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: object, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    shown: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", shown.append)
+    log = RunLog(RunFolder(tmp_path), of_rank(0), total_steps=9, done_steps=0)
+
+    def write_on() -> None:
+        with log:
+            monkeypatch.setattr(record_writer.RecordWriter, "write", full)
+            while True:  # its thread fails; what writes next says so
+                log.write(1, 0, {"loss": 0.5})
+                time.sleep(0.01)
+
+    with pytest.raises(OSError, match="No space left"):
+        write_on()
+    assert shown == []
+    assert threading.excepthook == shown.append
+    # What another thread dies of is shown.
+    other = threading.ExceptHookArgs((ValueError, ValueError("x"), None, None))
+    log._unless_told(other)
+    assert shown == [other]

@@ -15,8 +15,8 @@ from gmeta.errors import GMetaError, UserError
 from gmeta.files.checksums import describe_file
 from gmeta.serving.folder import TableFormat, new_folder
 from gmeta.serving.tables import store_table
-from metaio.manifest import canonical_json, xxh3_hex
-from models import MODELS
+from gmeta_models import MODELS
+from metaio.format.manifest import canonical_json, xxh3_hex
 from tests.exported import random_rows, write_random_model
 
 
@@ -122,10 +122,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "an unknown model": (
         unknown_model,
-        "{model} cannot be built (model.name = 'dlrm2' is unknown: "
+        "{model} was made with model.name = 'dlrm2', which this release does not have: "
         f"known are {', '.join(sorted(MODELS))}. "
-        "Choose one of them, or register yours in models/registry.py). "
-        "Load it with the release that wrote it",
+        "Use the release that made it, or register it here as it was there: docs/extending.md",
     ),
     "a table of another type": (
         narrower_table,

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import gmeta
-from gmeta.adaptation.algorithms import ALGORITHMS
+from gmeta.adaptation.algorithms.registry import ALGORITHMS
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.cli import app
 from gmeta.commands.work.predict import OUTPUT_COLUMNS
@@ -26,8 +26,8 @@ from gmeta.errors import UserError
 from gmeta.serving import tasks
 from gmeta.serving.folder import TableFormat
 from gmeta.serving.model import ServedModel
+from gmeta_models import MODELS, ModelConfig
 from metaio.errors import DataError
-from models import MODELS, ModelConfig
 from tests.commands import environment
 from tests.exported import random_rows, write_random_model
 
@@ -449,10 +449,26 @@ def test_predict_says_what_is_wrong_with_its_files(exported: Path, tmp_path: Pat
         r"not adapted, in \d+\.\d\d s\)",
         result.stderr.strip(),
     )
-    found = pq.read_table(tmp_path / "out.parquet")
+    out = tmp_path / "out.parquet"
+    found, written = pq.read_table(out), out.read_bytes()
     assert found.column_names == [*query_names(query), *OUTPUT_COLUMNS]
     assert found["prediction"].equals(found["prediction_before"])
     assert set(found["support_rows"].to_pylist()) == {0}
+    for name, message in (
+        ("out.parquet", "exists already. Name another file, or pass --overwrite to replace it"),
+        (
+            "out.csv",
+            "ends with .csv: what is written is Parquet. Name a file that ends with .parquet, and "
+            "convert it behind",
+        ),
+    ):
+        result = runner.invoke(app, [*arguments, str(tmp_path / name)])
+        assert str(result.exception) == f"--out = '{tmp_path / name}' {message}"
+    assert out.read_bytes() == written
+    assert not (tmp_path / "out.csv").exists()
+    out.write_bytes(b"")
+    assert runner.invoke(app, [*arguments, str(out), "--overwrite"]).exit_code == 0
+    assert pq.read_table(out).equals(found)
 
 
 def query_names(path: Path) -> list[str]:

@@ -2,7 +2,6 @@
 whoever brings them, on the rows as they are by then.
 """
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +10,10 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 
-from gmeta.tables import updates
-from gmeta.tables.repeated_rows import ascend
-from gmeta.tables.updates import FastGroup, GivenRows, summed_by_row
+from gmeta.tables.updates import FastGroup, summed_by_row
 
 NUM_ROWS, WIDTH = 90, 3
-RATE, EPSILON, UNIT = 0.5, 1e-8, 0.25
+RATE, EPSILON = 0.5, 1e-8
 OPTIMIZERS = (
     EmbOptimType.EXACT_SGD,
     EmbOptimType.EXACT_ADAGRAD,
@@ -39,36 +36,17 @@ def some_group(optimizer: EmbOptimType) -> Any:
     )
 
 
-def given_rows(
-    group: FastGroup, rows_of_ranks: list[Tensor], memory: object = "of other ranks"
-) -> list[GivenRows]:
-    """Rows as they are now, with random gradients."""
+def random_gradients(row_N: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    parts = []
-    for row_N in rows_of_ranks:
-        rows_ND, grad_ND = torch.randn(
-            2, row_N.numel(), WIDTH, generator=generator, dtype=torch.float64
-        )
-        group.look_up(row_N, rows_ND)
-        parts.append(
-            GivenRows(
-                row_N,
-                rows_ND,
-                partial(Tensor.detach, grad_ND),
-                ascend(row_N.numpy()),
-                group.weights._version,
-                memory,
-            )
-        )
-    return parts
+    return torch.randn(row_N.numel(), WIDTH, generator=generator, dtype=torch.float64)
 
 
-def expected_after(group: Any, parts: list[GivenRows]) -> tuple[Tensor, Tensor]:
+def expected_after(group: Any, row_N: Tensor, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
     """Weights and momentum of all rows, row by row from the optimizers' formulas."""
     weights = group.weights_host.detach().clone().view(NUM_ROWS, WIDTH)
     momentum = group.momentum1_host.clone().view(NUM_ROWS, -1)
-    for row in sorted({row for part in parts for row in part.row_N.tolist()}):
-        grad = UNIT * sum(part.grad_ND()[part.row_N == row].sum(dim=0) for part in parts)
+    for row in sorted(set(row_N.tolist())):
+        grad = grad_ND[row_N == row].sum(dim=0)
         step = grad
         if group.optimizer != EmbOptimType.EXACT_SGD:
             squares = grad.square()
@@ -89,58 +67,40 @@ def rows_of_ranks(ranks: int, repeated: int) -> list[Tensor]:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("repeated", [0, 1, 3, 40])
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize("rows_at_once", [7, updates.ROWS_AT_ONCE])
 def test_rows_take_one_step_with_the_sum_of_their_gradients(
-    optimizer: EmbOptimType,
-    ranks: int,
-    repeated: int,
-    rows_at_once: int,
-    monkeypatch: pytest.MonkeyPatch,
+    optimizer: EmbOptimType, ranks: int, repeated: int
 ) -> None:
-    monkeypatch.setattr(updates, "ROWS_AT_ONCE", rows_at_once)
     stored = some_group(optimizer)
-    group = FastGroup(stored)
     rows = rows_of_ranks(ranks, repeated)
-    nobody = torch.zeros(0, dtype=torch.int64)  # a rank that asks for nothing
-    parts = given_rows(group, [rows[0].flip(0), nobody, *rows[1:]])
-    before = [(part.rows_ND.clone(), part.grad_ND().clone()) for part in parts]
-    weights, momentum = expected_after(stored, parts)
-    group.update(parts, UNIT)
+    row_N = torch.cat([rows[0].flip(0), *rows[1:]])
+    grad_ND = random_gradients(row_N)
+    before = grad_ND.clone()
+    weights, momentum = expected_after(stored, row_N, grad_ND)
+    FastGroup(stored).update(row_N, grad_ND)
     torch.testing.assert_close(stored.weights_host.detach().view(NUM_ROWS, WIDTH), weights)
     torch.testing.assert_close(stored.momentum1_host.view(NUM_ROWS, -1), momentum)
-    # They may lie in memory of other ranks.
-    for part, (rows_ND, grad_ND) in zip(parts, before, strict=True):
-        assert torch.equal(part.rows_ND, rows_ND)
-        assert torch.equal(part.grad_ND(), grad_ND)
+    assert torch.equal(grad_ND, before)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_rows_are_looked_up_as_they_are_on_any_number_of_threads(threads: int) -> None:
+def test_rows_are_looked_up_where_they_are_asked_for() -> None:
     stored = some_group(EmbOptimType.EXACT_ADAGRAD)
     row_N = torch.tensor([88, 3, 3, 0, 89])
     # In a part of a message that holds others' rows, too.
     message_MD = torch.zeros(7, WIDTH, dtype=torch.float64)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        FastGroup(stored).look_up(row_N, message_MD[1:6])
-    finally:
-        torch.set_num_threads(before)
+    FastGroup(stored).look_up(row_N, message_MD[1:6])
     weights = stored.weights_host.detach().view(NUM_ROWS, WIDTH)
     assert torch.equal(message_MD[1:6], weights[row_N])
     assert message_MD[[0, 6]].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("repeated", [0, 2, 20])
-def test_rows_of_one_rank_may_stand_twice(repeated: int) -> None:
-    stored = some_group(EmbOptimType.EXACT_ADAGRAD)
-    group = FastGroup(stored)
-    row_N = torch.cat([torch.arange(60).flip(0), torch.arange(repeated), torch.arange(repeated)])
-    parts = given_rows(group, [row_N], memory=None)
-    weights, momentum = expected_after(stored, parts)
-    group.update(parts, UNIT)
-    torch.testing.assert_close(stored.weights_host.detach().view(NUM_ROWS, WIDTH), weights)
-    torch.testing.assert_close(stored.momentum1_host.view(NUM_ROWS, WIDTH), momentum)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_update_without_rows_changes_nothing(optimizer: EmbOptimType) -> None:
+    stored = some_group(optimizer)
+    before = stored.weights_host.detach().clone(), stored.momentum1_host.clone()
+    nobody = torch.zeros(0, dtype=torch.int64)
+    FastGroup(stored).update(nobody, random_gradients(nobody))
+    assert torch.equal(stored.weights_host.detach(), before[0])
+    assert torch.equal(stored.momentum1_host, before[1])
 
 
 def test_summed_by_row_sums_the_gradients_of_equal_rows() -> None:
@@ -149,14 +109,13 @@ def test_summed_by_row_sums_the_gradients_of_equal_rows() -> None:
     assert grad_UD.tolist() == [[5.0], [2.0]]
 
 
-def test_rows_that_changed_since_they_were_looked_up_are_read_again() -> None:
+def test_two_updates_of_one_step_both_move_the_rows() -> None:
     stored = some_group(EmbOptimType.EXACT_SGD)
     group, row_N = FastGroup(stored), torch.tensor([1, 3])
     before = stored.weights_host.detach().clone().view(NUM_ROWS, WIDTH)
-    # Both forwards come before either backward, as in a step of several batches with clipping.
-    for part in [*given_rows(group, [row_N]), *given_rows(group, [row_N])]:
-        ones = torch.ones_like(part.rows_ND)
-        group.update([part._replace(grad_ND=partial(Tensor.detach, ones))], 1.0)
+    # As in a step of several batches with clipping.
+    for _ in range(2):
+        group.update(row_N, torch.ones(2, WIDTH, dtype=torch.float64))
     moved = before - stored.weights_host.detach().view(NUM_ROWS, WIDTH)
     expected = torch.zeros_like(moved).index_fill_(0, row_N, 2 * RATE)
     torch.testing.assert_close(moved, expected)

@@ -16,7 +16,7 @@ class AddressError(AntdtError, UserError):
 
 
 def split_address(name: str, address: str) -> tuple[str, int]:
-    """(host, port) to listen on; `name` says in the message what has the value. Raises
+    """Return (host, port) to listen on; `name` says in the message what has the value. Raise
     AddressError."""
     host, port = _halves(address)
     if not host or not 0 <= port <= HIGHEST_PORT:
@@ -28,8 +28,8 @@ def split_address(name: str, address: str) -> tuple[str, int]:
 
 
 def check_target(address: str) -> None:
-    """A service's address, also one with a scheme of gRPC's (`dns:///HOST:PORT`, `unix:PATH`).
-    Raises AddressError."""
+    """Raise AddressError unless it is a service's address, with or without a scheme of gRPC's
+    (`dns:///HOST:PORT`, `unix:PATH`)."""
     host, port = _halves(address)
     if not address.startswith("unix:") and (not host or not 0 < port <= HIGHEST_PORT):
         raise AddressError(
@@ -44,8 +44,8 @@ def _halves(address: str) -> tuple[str, int]:
 
 
 def check_free(name: str, host: str, port: int) -> None:
-    """Says why an address cannot be bound, where gRPC only says that it cannot. Raises
-    AddressError."""
+    """Raise AddressError where an address cannot be bound, and say why: gRPC only says that it
+    cannot."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

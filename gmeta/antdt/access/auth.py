@@ -2,14 +2,17 @@
 
 Two proofs can be asked for, and each one that is configured must be given: a client certificate
 (its URI names a role) and a bearer token (its file names the role). A caller acts in the role that
-both allow.
+both allow. Before its proof a call holds nothing: it is judged before its message is waited for.
+Health probes show no proof, and have places of their own.
 """
 
+import asyncio
 import base64
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -27,6 +30,9 @@ from gmeta.antdt.errors import REASON_KEY, RefusedError
 from gmeta.antdt.log import event
 
 MIN_TOKEN_LENGTH = 16
+MAX_CALLS = 8192  # under way at once, of callers who have shown their proof; streams count too
+MAX_PROBES = 64  # under way at once
+MESSAGE_TIMEOUT_S = 10.0  # for a call's message to come
 _OPEN_PREFIX = "/grpc.health."  # probes show no proof
 _RELOAD_EVERY_S = 1.0
 
@@ -38,7 +44,7 @@ class Tokens:
     second."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CredentialError."""
+        """Read the folder's files. Raise CredentialError."""
         self._paths = {role: folder / role.value for role in Role}
         self._folder = folder
         self._files = WatchedFiles(list(self._paths.values()))
@@ -46,8 +52,8 @@ class Tokens:
         self._next_look_s = 0.0
 
     def role_of(self, authorization: str) -> Role | None:
-        """The role behind `Bearer TOKEN`, or behind `Basic` with the token as the password (what
-        a browser sends); None for a stranger."""
+        """Return the role behind `Bearer TOKEN`, or behind `Basic` with the token as the password
+        (what a browser sends); None for a stranger."""
         self._refresh()
         # Looked up by digest: how long it takes tells nothing about the tokens.
         return self._roles.get(_digest(_token_in(authorization)))
@@ -115,7 +121,7 @@ class Shown(NamedTuple):
 
     @staticmethod
     def by(context: Any) -> "Shown":
-        """Of a call's context."""
+        """Return what a call's context shows."""
         of_connection = context.auth_context()
 
         def texts(key: str) -> tuple[str, ...]:
@@ -139,29 +145,60 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     rate."""
 
     def __init__(self, tokens: Tokens | None, certificates: bool, limits: CallLimits) -> None:
-        """`certificates`: the handshake has demanded and verified a client certificate."""
+        """Take the proofs to ask for. `certificates`: the handshake has demanded and verified a
+        client certificate."""
         self._tokens = tokens
         self._certificates = certificates
         self._limits = limits
+        self._num_calls = 0
+        self._probes: dict[Any, None] = {}  # the task of each, the oldest first
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: Any
     ) -> Any:
-        """See grpc.aio.ServerInterceptor. Wraps the handler: the peer is known only inside the
-        call."""
+        """Return the method's handler behind this guard. The handler is wrapped, not the call
+        refused here: the peer is known only inside it."""
         handler = await continuation(details)
-        if handler is None or details.method.startswith(_OPEN_PREFIX):
-            return handler
-        given = dict(details.invocation_metadata).get("authorization", "")
-        if self._tokens is not None and self._tokens.role_of(str(given)) is None:
-            # Before the message is even parsed.
-            return grpc.unary_unary_rpc_method_handler(_refuse_stranger)
-        return _wrap(handler, lambda context: self._check(details.method, Shown.by(context)))
+        if handler is None:
+            return None
+        if details.method.startswith(_OPEN_PREFIX):
+            return _behind(handler, lambda context: self._probe())
+        return _behind(handler, lambda context: self._call(details.method, context))
+
+    @contextmanager
+    def _call(self, method: str, context: Any) -> Iterator[None]:
+        """Judge a call, and hold a place for it until it ends. Raise RefusedError."""
+        self._check(method, Shown.by(context))
+        if self._num_calls >= MAX_CALLS:
+            raise _busy(f"{MAX_CALLS} calls are under way; no more are taken. Retry after a pause.")
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+
+    @contextmanager
+    def _probe(self) -> Iterator[None]:
+        """Hold a place for a probe. Of too many the oldest loses its own: an honest probe brings
+        its message along and is answered at once. Raise RefusedError in the one that loses."""
+        task = asyncio.current_task()
+        if len(self._probes) >= MAX_PROBES:
+            oldest = next(iter(self._probes))
+            del self._probes[oldest]
+            oldest.cancel()
+        self._probes[task] = None
+        try:
+            yield
+        except asyncio.CancelledError:
+            if task in self._probes:  # its caller has left
+                raise
+            raise _busy(f"{MAX_PROBES} later probes came. Use Check in place of Watch.") from None
+        finally:
+            self._probes.pop(task, None)
 
     def admission(self, context: Any) -> Callable[[str], None]:
-        """For the requests of one stream: judges one of the RPC as if it came now by itself, so
-        that a proof that has expired or was withdrawn ends with the next request. Raises
-        RefusedError."""
+        """Return what judges each request of a stream as if it came by itself, so that a proof that
+        has expired or was withdrawn ends with the next request. It raises RefusedError."""
         shown = Shown.by(context)
         return lambda rpc: self._check(SERVICE_PREFIX + rpc, shown)
 
@@ -178,10 +215,11 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 )
         refused = self._limits.refusal(shown.peer, _identity(shown, roles))
         if refused is not None:
-            raise RefusedError("RESOURCE_EXHAUSTED", "BUSY", refused)
+            raise _busy(refused)
 
     def _roles(self, shown: Shown) -> list[Role]:
-        """One by each proof that is asked for."""
+        """Return one role for each proof that is asked for. Raise RefusedError where one is
+        missing."""
         roles = []
         if self._tokens is not None:
             role = self._tokens.role_of(shown.authorization)
@@ -201,36 +239,53 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return roles
 
 
-def _wrap(handler: Any, check: Callable[[Any], None]) -> Any:
-    """The handler with `check` before its first line."""
+def _behind(handler: Any, place: Callable[[Any], AbstractContextManager[None]]) -> Any:
+    """Return the handler with `place` entered before its message is waited for. To gRPC it is one
+    of a stream of messages: for one message gRPC itself would wait, without an end."""
     behaviour = handler.unary_unary or handler.unary_stream or handler.stream_stream
 
-    async def admitted(context: Any) -> None:
+    async def answer(requests: Any, context: Any) -> Any:
         try:
-            check(context)
+            with place(context):
+                return await behaviour(await _message(context), context)
         except RefusedError as error:
             await abort(context, error)
 
-    async def answer(request: Any, context: Any) -> Any:
-        await admitted(context)
-        return await behaviour(request, context)
-
-    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-        await admitted(context)
-        async for response in behaviour(request, context):
-            yield response
+    async def stream(requests: Any, context: Any) -> None:
+        try:
+            with place(context):
+                given = requests if handler.stream_stream else await _message(context)
+                responses = behaviour(given, context)
+                if isinstance(responses, Awaitable):  # it writes by itself
+                    await responses
+                else:
+                    async for response in responses:
+                        await context.write(response)
+        except RefusedError as error:
+            await abort(context, error)
 
     codecs = handler.request_deserializer, handler.response_serializer
     if handler.unary_unary:
-        return grpc.unary_unary_rpc_method_handler(answer, *codecs)
-    if handler.unary_stream:
-        return grpc.unary_stream_rpc_method_handler(stream, *codecs)
+        return grpc.stream_unary_rpc_method_handler(answer, *codecs)
     return grpc.stream_stream_rpc_method_handler(stream, *codecs)
 
 
+async def _message(context: Any) -> Any:
+    """Return the one message of a call. Raise RefusedError when it does not come."""
+    try:
+        async with asyncio.timeout(MESSAGE_TIMEOUT_S):
+            message = await context.read()
+    except TimeoutError:
+        message = grpc.aio.EOF
+    if message is grpc.aio.EOF:
+        # As a refusal that is tried again: a network may have been cut, or this process stopped.
+        raise _busy(f"the call's message did not come within {MESSAGE_TIMEOUT_S:.0f} s. Retry.")
+    return message
+
+
 def _identity(shown: Shown, roles: list[Role]) -> str:
-    """Whose calls count together. All workers of a job show the same credentials, so for them the
-    address tells apart; a person or a dashboard is one caller from wherever."""
+    """Return whose calls count together. All workers of a job show the same credentials, so their
+    addresses tell them apart; a person or a dashboard is one caller from wherever."""
     names = [role.value for role in roles] + list(shown.common_names)
     if Role.WORKER in roles:
         # Without the port: a worker's connections count together.
@@ -247,11 +302,11 @@ def _stranger() -> RefusedError:
     )
 
 
-async def _refuse_stranger(request: Any, context: Any) -> None:
-    await abort(context, _stranger())
+def _busy(message: str) -> RefusedError:
+    return RefusedError("RESOURCE_EXHAUSTED", "BUSY", message)
 
 
 async def abort(context: Any, error: RefusedError) -> None:
-    """Ends a call with the refusal as its status. Raises what gRPC ends a handler with."""
+    """End a call with the refusal as its status. Raise what gRPC ends a handler with."""
     context.set_trailing_metadata(((REASON_KEY, error.reason),))
     await context.abort(getattr(grpc.StatusCode, error.code), str(error))

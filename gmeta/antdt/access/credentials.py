@@ -29,7 +29,7 @@ class CredentialError(AntdtError, UserError):
 
 
 def read_file(path: Path) -> bytes:
-    """A credential file's content. Raises CredentialError."""
+    """Return a credential file's content. Raise CredentialError."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -39,13 +39,12 @@ def read_file(path: Path) -> bytes:
 
 
 def read_token(path: Path) -> str:
-    """The first token in a file. Raises CredentialError."""
-    tokens = read_tokens(path)
-    return tokens[0]
+    """Return the first token in a file. Raise CredentialError."""
+    return read_tokens(path)[0]
 
 
 def read_tokens(path: Path) -> list[str]:
-    """The tokens in a file, one a line: several while an old one is being replaced. Raises
+    """Return the tokens in a file, one a line: several while an old one is being replaced. Raise
     CredentialError."""
     try:
         lines = [line.strip() for line in read_file(path).decode().splitlines()]
@@ -70,7 +69,7 @@ def read_tokens(path: Path) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def end_of_certificate(pem: bytes) -> float:
-    """Until when a verified certificate is valid, in seconds since 1970.
+    """Return until when a verified certificate is valid, in seconds since 1970.
 
     The standard library reads no certificate that it has not verified itself: RFC 5280, section
     4.1, as far as `notAfter`.
@@ -85,7 +84,7 @@ def end_of_certificate(pem: bytes) -> float:
 
 
 def _der_values(data: bytes) -> list[tuple[int, bytes]]:
-    """(tag, content) of consecutive DER values."""
+    """Return (tag, content) of consecutive DER values."""
     found = []
     while data:
         length, begin = data[1], 2
@@ -98,7 +97,7 @@ def _der_values(data: bytes) -> list[tuple[int, bytes]]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the host."""
+    """Return whether only this machine reaches the host."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -116,7 +115,7 @@ class WatchedFiles:
         self._seen = self._look()
 
     def changed(self) -> bool:
-        """Whether a file is another than when this was last asked."""
+        """Return whether a file is another than when this was last asked."""
         with self._lock:
             now = self._look()
             different = now != self._seen
@@ -146,7 +145,8 @@ class ServerTls:
 
     @staticmethod
     def of(cert: Path | None, key: Path | None, client_ca: Path | None) -> "ServerTls | None":
-        """None without TLS. Raises CredentialError when half of it is given."""
+        """Return the three files, or None without TLS. Raise CredentialError when half of it is
+        given."""
         if cert is None and key is None and client_ca is None:
             return None
         if cert is None or key is None:
@@ -158,7 +158,7 @@ class ServerTls:
         return ServerTls(cert, key, client_ca)
 
     def check(self) -> None:
-        """Raises CredentialError unless the files can be read and the key is the certificate's."""
+        """Raise CredentialError unless the files can be read and the key is the certificate's."""
         for path in (self.cert, self.key, *([self.client_ca] if self.client_ca else [])):
             read_file(path)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -176,8 +176,8 @@ class ServerTls:
 
 
 def server_credentials(tls: ServerTls | None) -> Any:
-    """TLS for the gRPC server, None without. New connections get replaced files at once; files
-    that do not fit together are logged and the old ones stay. Raises CredentialError."""
+    """Return TLS for the gRPC server, None without. New connections get replaced files at once;
+    where those do not fit together, that is logged and the old ones stay. Raise CredentialError."""
     if tls is None:
         return None
     files = WatchedFiles([tls.cert, tls.key, tls.client_ca])
@@ -204,7 +204,7 @@ def server_credentials(tls: ServerTls | None) -> Any:
 
 
 def client_credentials(ca: Path | None, cert: Path | None, key: Path | None) -> Any:
-    """TLS for a client that trusts `ca`; None without TLS. Raises CredentialError."""
+    """Return TLS for a client that trusts `ca`; None without TLS. Raise CredentialError."""
     if ca is None:
         if cert is not None or key is not None:
             raise CredentialError(
@@ -227,13 +227,13 @@ class Bearer:
     """The caller's token as metadata of each call, read again when its file is replaced."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CredentialError."""
+        """Read the file. Raise CredentialError."""
         self._path = path
         self._files = WatchedFiles([path])
         self._metadata = self._read()
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """For the next call. A file that cannot be read just now leaves the old token."""
+        """Return what the next call carries. While the file cannot be read the old token stays."""
         if self._files.changed():
             try:
                 self._metadata = self._read()

@@ -3,6 +3,8 @@ the service has it.
 
 Who looks shows a token of the role operator or viewer (Bearer, or as the password of Basic), or a
 client certificate of one; either is enough, so that a browser and a scraper need only one of them.
+Before that a connection is one of those that wait: of too many the oldest is closed, so that a
+probe, which sends its request at once, is always answered.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import logging
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, final
 from urllib.parse import urlsplit
@@ -24,7 +28,8 @@ if TYPE_CHECKING:
     from gmeta.antdt.access.auth import Tokens
 
 MAX_REQUESTS = 64  # answered at once; the connections of more are closed without an answer
-REQUEST_TIMEOUT_S = 10.0  # for the handshake, and for a caller to send its request
+MAX_WAITING = 64  # connections that have not shown who looks; of more the oldest is closed
+REQUEST_TIMEOUT_S = 10.0  # for the handshake and the whole request, and for each answer
 
 Route = Callable[["HttpRequest"], None]
 
@@ -39,7 +44,7 @@ class HttpRequest(BaseHTTPRequestHandler):
     timeout = REQUEST_TIMEOUT_S
 
     def do_GET(self) -> None:
-        """Probes are open; every other path asks who looks."""
+        """Answer one request: a probe's without a proof, any other once it is known who looks."""
         try:
             path = urlsplit(self.path).path
         except ValueError:  # such as http://[
@@ -59,8 +64,12 @@ class HttpRequest(BaseHTTPRequestHandler):
         route = self.server.routes.get(path)
         if route is None:
             return self.send(404, f"no such page; there are {', '.join(self.server.routes)}\n")
-        route(self)
+        self.server.answer(route, self)
         return None
+
+    def may_look(self) -> bool:
+        """Return whether who asks may still look; a stream asks before each of its parts."""
+        return self.server.role_of(self) in (Role.OPERATOR, Role.VIEWER)
 
     do_HEAD = do_GET
 
@@ -71,7 +80,7 @@ class HttpRequest(BaseHTTPRequestHandler):
         headers: Mapping[str, str] | None = None,
         content_type: str = "text/plain; charset=utf-8",
     ) -> None:
-        """A whole answer."""
+        """Send a whole answer; for HEAD its headers alone."""
         content = body.encode() if isinstance(body, str) else body
         self.send_response(status)
         self.send_header("Content-Type", content_type)
@@ -83,7 +92,8 @@ class HttpRequest(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a probe every few seconds is no news, and a request line may hold anything."""
+        """Log nothing: a probe every few seconds is no news, and a request line may hold
+        anything."""
 
 
 @final
@@ -92,6 +102,7 @@ class HttpServer(ThreadingHTTPServer):
 
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = 2 * MAX_WAITING  # connections that the kernel holds meanwhile
 
     def __init__(
         self,
@@ -102,12 +113,14 @@ class HttpServer(ThreadingHTTPServer):
         tls: ServerTls | None = None,
         tokens: Tokens | None = None,
     ) -> None:
-        """Binds the address. Raises OSError for a port in use, CredentialError."""
+        """Bind the address. Raise OSError for a port in use, CredentialError."""
         self.routes = routes
         self.is_serving = is_serving
         self._tls = tls
         self._tokens = tokens
         self._places = threading.Semaphore(MAX_REQUESTS)
+        self._waiting: dict[socket.socket, float] = {}  # and since when, the oldest first
+        self._lock = threading.Lock()  # of those that wait
         if tls is not None:
             self._files = WatchedFiles([tls.cert, tls.key, tls.client_ca])
             self._context = _context(tls)
@@ -117,44 +130,78 @@ class HttpServer(ThreadingHTTPServer):
         super().__init__((host.strip("[]"), port), HttpRequest)
 
     def start(self) -> int:
-        """Returns the port."""
+        """Serve from now on; return the port."""
         self._thread.start()
         return int(self.server_address[1])
 
     def stop(self) -> None:
-        """Ends at once; streams under way end with the process."""
+        """End at once; streams under way end with the process."""
         self.shutdown()
         self.server_close()
         self._thread.join()
 
     def role_of(self, request: HttpRequest) -> Role | None:
-        """Whose request it is; where nothing asks for a proof, a viewer's."""
+        """Return whose request it is: None for a stranger's, a viewer's where nothing asks for a
+        proof."""
         if self._tokens is None and (self._tls is None or self._tls.client_ca is None):
             return Role.VIEWER
         if self._tls is not None and self._tls.client_ca is not None:
             certificate: Any = request.connection.getpeercert()  # type: ignore[attr-defined]
-            if certificate:
+            # It was valid at the handshake, and a stream may be older than that.
+            if certificate and ssl.cert_time_to_seconds(certificate["notAfter"]) > time.time():
                 names = certificate.get("subjectAltName", ())
                 return role_of_certificate(name for kind, name in names if kind == "URI")
         return (
             self._tokens.role_of(request.headers.get("Authorization", "")) if self._tokens else None
         )
 
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        """In the request's thread: the handshake, then the request."""
-        # No answer: under TLS it would take the handshake, which is what is too much just now.
+    def answer(self, route: Route, request: HttpRequest) -> None:
+        """Answer a request whose caller may look; one too many is dropped."""
         if not self._places.acquire(blocking=False):
             return
         try:
+            self._end_wait(request.connection)
+            route(request)
+        finally:
+            self._places.release()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answer one connection, in a thread of its own."""
+        try:
             request.settimeout(REQUEST_TIMEOUT_S)
             if self._tls is not None:
-                request = self._fresh_context().wrap_socket(request, server_side=True)
+                # The handshake comes with the first byte that is read, as part of the wait.
+                request = self._fresh_context().wrap_socket(
+                    request, server_side=True, do_handshake_on_connect=False
+                )
+            self._begin_wait(request)
             HttpRequest(request, client_address, self)
         except OSError:
             pass  # a caller that left, or whose certificate is not trusted
         finally:
-            self._places.release()
+            self._end_wait(request)
             request.close()
+
+    def service_actions(self) -> None:
+        """Hang up on who has not sent a request in time; called twice a second. The timeout of the
+        socket is for each of its bytes."""
+        late_s = time.monotonic() - REQUEST_TIMEOUT_S
+        with self._lock:
+            for connection, since_s in self._waiting.items():
+                if since_s < late_s:
+                    _hang_up(connection)
+
+    def _begin_wait(self, connection: socket.socket) -> None:
+        with self._lock:
+            if len(self._waiting) >= MAX_WAITING:
+                oldest = next(iter(self._waiting))
+                del self._waiting[oldest]
+                _hang_up(oldest)
+            self._waiting[connection] = time.monotonic()
+
+    def _end_wait(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._waiting.pop(connection, None)
 
     def _fresh_context(self) -> ssl.SSLContext:
         assert self._tls is not None
@@ -164,6 +211,13 @@ class HttpServer(ThreadingHTTPServer):
             except CredentialError as error:
                 event(logging.ERROR, "certificate_not_rotated", message=str(error))
         return self._context
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Wake the thread that reads from the connection: it finds its end. Below TLS, whose own state
+    belongs to that thread."""
+    with suppress(OSError):  # it has ended by itself
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def _context(tls: ServerTls) -> ssl.SSLContext:

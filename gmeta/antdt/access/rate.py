@@ -31,7 +31,7 @@ class RateLimit:
         self._lock = threading.Lock()
 
     def admit(self, caller: str) -> bool:
-        """Whether the caller may make one more call now."""
+        """Return whether the caller may make one more call now."""
         now_s = self._clock()
         with self._lock:
             left, at_s = self._buckets.pop(caller, (self._burst, now_s))
@@ -60,7 +60,7 @@ class CallLimits:
         )
 
     def refusal(self, connection: str, identity: str) -> str | None:
-        """Why the call must wait; None admits it."""
+        """Return why the call must wait; None admits it."""
         if not self._connections.admit(connection):
             who, rate = "this connection", self._rates[0]
         elif not self._identities.admit(identity):

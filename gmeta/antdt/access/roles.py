@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Iterable, Mapping
 
-from protos.antdt.v1 import shard_service_pb2 as pb
+from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 
 class Role(enum.Enum):
@@ -41,16 +41,16 @@ SERVICE_PREFIX = f"/{pb.DESCRIPTOR.services_by_name['ShardService'].full_name}/"
 
 
 def may_call(role: Role, method: str) -> bool:
-    """Whether the role may make the call, by its full name. What is named for no role is refused
-    to all; reflection, which only tells what the proto tells, is open to every role."""
+    """Return whether the role may make the call, by its full name. What is named for no role is
+    refused to all; reflection, which only tells what the proto tells, is open to every role."""
     if not method.startswith(SERVICE_PREFIX):
         return True
     return method.removeprefix(SERVICE_PREFIX) in ALLOWED[role]
 
 
 def role_of_certificate(uris: Iterable[str]) -> Role:
-    """The role that a client certificate's URI names: `spiffe://ANY/gmeta/operator`. Without one
-    it is a worker's: the role that every job hands to its pods."""
+    """Return the role that a client certificate's URI names: `spiffe://ANY/gmeta/operator`. Without
+    one it is a worker's: the role that every job hands to its pods."""
     for uri in uris:
         for role in Role:
             if uri.endswith(f"/gmeta/{role.value}"):

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from gmeta.antdt.errors import RefusedError
-from gmeta.antdt.monitor import Report
-from protos.antdt.v1 import shard_service_pb2 as pb
+from gmeta.antdt.reports import Report
+from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 if TYPE_CHECKING:
     from gmeta.antdt.client.client import ShardClient
@@ -40,7 +40,8 @@ class WorkerAgent:
     def __init__(
         self, client: ShardClient, share: int, restart: Callable[[], str], micro_batches: int = 1
     ) -> None:
-        """`restart` makes this process end so that it is started again, or says why it cannot."""
+        """Watch one client. `restart` makes this process end so that it is started again, or says
+        why it cannot."""
         self._client = client
         self._restart = restart
         self._seen: set[str] = set()
@@ -59,7 +60,7 @@ class WorkerAgent:
         communication_ms: float,
         peer_wait_ms: float,
     ) -> bool:
-        """One more step was taken, with so many of this worker's tasks. Returns whether this worker
+        """Count one more step, with so many of this worker's tasks. Return whether this worker
         became much slower or faster: then nobody should wait for the next heartbeat."""
         old = self.totals
         self.totals = Report(
@@ -83,7 +84,7 @@ class WorkerAgent:
         return usual_ms > 0 and not usual_ms / CHANGE_RATIO < now_ms < usual_ms * CHANGE_RATIO
 
     def take_actions(self) -> None:
-        """Takes in what came since the last call; a plan waits in `newest` for all ranks."""
+        """Take in what came since the last call; a plan waits in `newest` for all ranks."""
         for action in self._client.take_actions():
             if action.action_id in self._seen:
                 continue
@@ -99,7 +100,7 @@ class WorkerAgent:
                 self._answer(action.action_id, "REFUSED", refusal)
 
     def adopt(self, plan: Plan) -> None:
-        """All ranks hold this plan: it is in force from the step that they agreed on."""
+        """Put a plan that all ranks hold in force, from the step that they agreed on."""
         self.plan = plan
         self._answer(plan.action_id, "APPLIED", "")
 
@@ -126,7 +127,8 @@ class WorkerAgent:
 
 
 def _version(action_id: str) -> int:
-    """Of "SERVICE_EPOCH.GENERATION.NUMBER": rises with each plan, also over service restarts."""
+    """Return the order of "SERVICE_EPOCH.GENERATION.NUMBER": it rises with each plan, also over
+    service restarts."""
     service_epoch, _, number = (int(part) for part in action_id.split("."))
     # Plans of one service start are numbered from 1, so a later start comes above all of them.
     return (service_epoch << 32) | number

@@ -12,13 +12,9 @@ import grpc
 
 from gmeta.antdt.errors import REASON_KEY
 from gmeta.antdt.rpc.loop import event_loop
-from protos.antdt.v1 import shard_service_pb2 as pb
+from gmeta.antdt.rpc.streamed import STREAMED
+from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
-# The calls that a stream carries, and their fields in its requests and responses.
-STREAMED = {
-    field.message_type.name.removesuffix("Request"): field.name
-    for field in pb.StreamRequest.DESCRIPTOR.oneofs_by_name["call"].fields
-}
 # What gRPC calls a connection that broke at the wrong moment: in a write, or between two frames.
 _CUT_CODES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
 _CUT = "Stream removed"
@@ -37,7 +33,7 @@ class CallError(Exception):
 
     @staticmethod
     def of(error: Any, of_stream: bool = False) -> "CallError":
-        """Of a grpc.RpcError."""
+        """Return the CallError of a grpc.RpcError."""
         # Pairs on purpose: as a mapping, grpcio 1.76 has pairs for keys.
         metadata = dict(iter(error.trailing_metadata() or ()))
         reason = str(metadata.get(REASON_KEY, ""))
@@ -67,7 +63,8 @@ class CallStream:
     """One open stream; `call` is safe from several threads."""
 
     def __init__(self, stub: Any, metadata: tuple[tuple[str, str], ...]) -> None:
-        """`metadata` holds for all its calls: other credentials need another stream."""
+        """Open the stream. `metadata` holds for all its calls: other credentials need another
+        stream."""
         self.metadata = metadata
         self._loop = event_loop()
         self._stub = stub
@@ -80,11 +77,11 @@ class CallStream:
 
     @property
     def ended(self) -> bool:
-        """Whether it can carry nothing more."""
+        """Return whether the stream can carry nothing more."""
         return self._ended is not None
 
     def call(self, rpc: str, request: Any, timeout_s: float) -> Any:
-        """The response of one RPC of `STREAMED`. Raises CallError."""
+        """Return the response of one RPC of `STREAMED`. Raise CallError."""
         field = STREAMED[rpc]
         with self._counting:
             self._last_id += 1
@@ -107,7 +104,7 @@ class CallStream:
         return getattr(answer, field)
 
     def close(self) -> None:
-        """Ends the stream; what is unanswered fails as UNAVAILABLE."""
+        """End the stream; what is unanswered fails as UNAVAILABLE."""
         self._running.cancel()
 
     def _ask(self, asked: _Asked) -> None:

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -21,9 +21,9 @@ from gmeta.antdt.client.session import Session
 from gmeta.antdt.errors import AntdtError, LeaseLostError
 from gmeta.antdt.manifests.manifest import ShardManifest, parse_manifest
 from gmeta.antdt.model import DatasetSpec, Outcome
-from gmeta.antdt.monitor import Report
+from gmeta.antdt.reports import Report
 from gmeta.antdt.rpc.wire import grant_from, spec_to
-from protos.antdt.v1 import shard_service_pb2 as pb
+from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 _log = logging.getLogger("gmeta.antdt.client")
 
@@ -44,7 +44,7 @@ class ShardClient:
         tls_key: Path | None = None,
         token_file: Path | None = None,
     ) -> None:
-        """Registers at once. Raises FencedError, RefusedError or ServiceUnavailableError.
+        """Register at once. Raise FencedError, RefusedError or ServiceUnavailableError.
 
         `worker_id` is one per rank and stays the same over restarts. `rdzv_round` is torchrun's
         rendezvous round when the caller counts them; a higher one takes every lease of earlier
@@ -71,32 +71,38 @@ class ShardClient:
 
     @property
     def worker_id(self) -> str:
-        """Whom the leases belong to."""
+        """Return the worker id that the leases belong to."""
         return self._session.worker_id
 
     @property
     def incarnation(self) -> str:
-        """Tells this process from those before and after it under the same worker id."""
+        """Return what tells this process from those before and after it under the same worker
+        id."""
         return self._session.incarnation
 
     @property
     def run_generation(self) -> int:
-        """The generation this process belongs to."""
+        """Return the generation that this process belongs to."""
         return self._session.run_generation
 
     @property
     def service_epoch(self) -> int:
-        """Starts of the service on its store, as last seen."""
+        """Return how often the service had started on its store when it last answered."""
         return self._session.service_epoch
 
     @property
     def held(self) -> list[Lease]:
-        """The live leases."""
+        """Return the live leases."""
         return self._leases.live()
 
+    def stop_when(self, is_stopping: Callable[[], bool]) -> None:
+        """From now on ask in every wait for the service whether this process was asked to stop;
+        calls then give an outage up after seconds."""
+        self._session.connection.is_stopping = is_stopping
+
     def register_dataset(self, spec: DatasetSpec) -> int:
-        """Names a dataset; returns its number of shards. Raises RefusedError when the name
-        stands for other data."""
+        """Name a dataset; return its number of shards. Raise RefusedError when the name stands for
+        other data."""
         response = self._session.call(
             "RegisterDataset", lambda _: pb.RegisterDatasetRequest(spec=spec_to(spec))
         )
@@ -105,7 +111,7 @@ class ShardClient:
     def lease(
         self, dataset: str, epoch: int, max_shards: int = 1
     ) -> list[Lease] | WaitFor | EndOfEpoch:
-        """Up to `max_shards` shards, or WaitFor, or END. Does not block on data, only on an
+        """Return up to `max_shards` shards, or WaitFor, or END. Does not block on data, only on an
         outage."""
         # From before the call: the service counts the ttl from a moment that lies behind it.
         sent_s = time.monotonic()
@@ -130,7 +136,7 @@ class ShardClient:
         return leases
 
     def shards(self, dataset: str, epoch: int = 0, prefetch_shards: int = 1) -> Iterator[Lease]:
-        """Every shard that this worker gets of the epoch, waiting where it must; ends at END.
+        """Yield every shard that this worker gets of the epoch, waiting where it must; end at END.
 
         For loops in which each worker trains by itself. The shard is completed when the loop
         asks for the next one, so its units must be in the model by then. One of a speculative
@@ -161,8 +167,9 @@ class ShardClient:
             )
 
     def complete(self, lease: Lease) -> bool:
-        """The result of the whole shard is ready and not yet in effect. True: it counts, put it
-        into effect. False: another worker was first, or the lease had run out; discard it."""
+        """Report that the result of the whole shard is ready and not yet in effect. True: it
+        counts, put it into effect. False: another worker was first, or the lease had run out;
+        discard it."""
         outcomes = self._complete([lease.token])
         try:
             self._leases.settle([(lease, lease.num_units)], outcomes, drop=True)
@@ -171,8 +178,8 @@ class ShardClient:
         return True
 
     def completed(self, token: int) -> bool:
-        """For a result that an earlier process of this worker left behind, killed between
-        `complete` and putting it into effect: whether it counts. The service remembers the last
+        """Return whether a result counts that an earlier process of this worker left behind,
+        killed between `complete` and putting it into effect. The service remembers the last
         16,384 shards."""
         return bool(self._complete([token])[0] != Outcome.FENCED)
 
@@ -185,8 +192,8 @@ class ShardClient:
         return outcomes
 
     def flush(self) -> None:
-        """At a step boundary: tells the service what is in the model, durably. Raises
-        LeaseLostError and FencedError.
+        """Tell the service, at a step boundary, what is in the model, durably. Raise LeaseLostError
+        and FencedError.
 
         Leases that are finished are completed and no longer held. In a synchronous job every
         rank calls this before the checkpoint is prepared. May run in one thread while another
@@ -214,8 +221,8 @@ class ShardClient:
             self._leases.settle(whole, outcomes, drop=True)
 
     def release(self, leases: Iterable[Lease]) -> None:
-        """Gives shards back with what was flushed of them; others continue there. Lost leases
-        are no error."""
+        """Give shards back with what was flushed of them; others continue there. Lost leases are no
+        error."""
         tokens = [lease.token for lease in leases]
         if tokens:
             self._session.call_numbered(
@@ -225,7 +232,7 @@ class ShardClient:
         self._leases.drop(tokens)
 
     def fail(self, lease: Lease, failure_class: str, message: str) -> bool:
-        """The shard cannot be processed; returns True when it is quarantined now. Raises
+        """Report that the shard cannot be processed; return True when it is quarantined now. Raise
         LeaseLostError."""
         response = self._session.call_numbered(
             "Fail",
@@ -241,8 +248,8 @@ class ShardClient:
         return bool(response.quarantined)
 
     def prepare_checkpoint(self, checkpoint_id: str, step: int) -> ShardManifest:
-        """Rank 0, after every rank has flushed at `step`: the manifest to save inside the
-        checkpoint folder."""
+        """Return the manifest to save inside the checkpoint folder. For rank 0, after every rank
+        has flushed at `step`."""
         response = self._session.call(
             "PrepareCheckpoint",
             lambda caller: pb.PrepareCheckpointRequest(
@@ -252,8 +259,8 @@ class ShardClient:
         return parse_manifest(response.manifest_json.decode(), "the service's manifest")
 
     def commit_checkpoint(self, manifest: ShardManifest) -> None:
-        """Rank 0, after the checkpoint folder was renamed into place. Losing this call loses
-        nothing."""
+        """Tell the service that the checkpoint folder was renamed into place (rank 0). Losing this
+        call loses nothing."""
         self._session.call(
             "CommitCheckpoint",
             lambda caller: pb.CommitCheckpointRequest(
@@ -262,8 +269,8 @@ class ShardClient:
         )
 
     def restore(self, manifest: ShardManifest | None) -> int:
-        """Rank 0, at every start of the job: rolls the service to the checkpoint (None: to the
-        beginning).
+        """Roll the service to the checkpoint (None: to the beginning); rank 0, at every start of
+        the job.
 
         Returns the new generation; every process registered before is fenced. The other ranks
         create their client after this, or hand the generation's start on with a barrier.
@@ -282,21 +289,21 @@ class ShardClient:
         return self.run_generation
 
     def report(self, report: Report, share: int = 0) -> None:
-        """What the next heartbeat tells the monitor; from the first report on there is one as
+        """Set what the next heartbeat tells the monitor; from the first report on there is one as
         often as the service asks for. `share`: tasks that this worker takes in each step now."""
         self._heartbeat.report(report, share)
 
     def hurry(self) -> None:
-        """Reports at once, and looks soon after what the controller decided."""
+        """Report at once, and look soon after what the controller decided."""
         self._heartbeat.hurry()
 
     def take_actions(self) -> list[Any]:
-        """Actions that heartbeats brought since the last call; acknowledge each with
+        """Return the actions that heartbeats brought since the last call; acknowledge each with
         `ack_action`."""
         return self._heartbeat.take_actions()
 
     def ack_action(self, action_id: str, result: str, message: str = "") -> None:
-        """`result` is APPLIED, REFUSED or FAILED."""
+        """Acknowledge an action; `result` is APPLIED, REFUSED or FAILED."""
         number = pb.AckActionRequest.Result.Value(f"RESULT_{result}")
         self._session.call(
             "AckAction",
@@ -306,8 +313,8 @@ class ShardClient:
         )
 
     def close(self) -> None:
-        """Gives the leases back and ends the background thread. An unreachable service is not
-        waited for."""
+        """Give the leases back and end the background thread. An unreachable service is not waited
+        for."""
         session = self._session
         if session.closed.is_set():
             return

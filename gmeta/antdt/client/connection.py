@@ -24,10 +24,11 @@ from gmeta.antdt.access.credentials import (
     client_credentials,
     is_loopback,
 )
-from gmeta.antdt.client.call_stream import STREAMED, CallError, CallStream
+from gmeta.antdt.client.call_stream import CallError, CallStream
 from gmeta.antdt.errors import FencedError, RefusedError, ServiceUnavailableError
 from gmeta.antdt.rpc.loop import wait_for
-from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
+from gmeta.antdt.rpc.streamed import STREAMED
+from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
 MAX_MESSAGE_BYTES = 16 << 20
 # A call of a training loop is far smaller; whatever is not goes by itself.
@@ -38,6 +39,10 @@ _MAX_PAUSE_S = 2.0
 _PAUSE_GROWS = 1.5  # so a client is back within half of the time that the service was away
 _QUIET_S = 1.0  # a restart of the service within it is not worth a line
 _WARN_EVERY_S = 10.0
+# Of a process that was asked to stop: long enough for a restart of the service, and Kubernetes
+# kills it 30 s after it has asked.
+STOPPING_BUDGET_S = 5.0
+_LOOK_EVERY_S = 0.25  # in a pause, whether it was
 # A cut link is UNAVAILABLE after keepalive time + timeout; without keepalive it hangs for ever.
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
@@ -84,7 +89,7 @@ class Connection:
     threads."""
 
     def __init__(self, config: ConnectionConfig) -> None:
-        """Connects lazily. Raises AddressError, and CredentialError for unreadable credentials."""
+        """Connect lazily. Raise AddressError, and CredentialError for unreadable credentials."""
         self._config = config
         check_target(config.address)
         host = config.address.rpartition(":")[0]
@@ -104,10 +109,13 @@ class Connection:
         self._opening = threading.Lock()  # one stream is opened at a time
         self._stream: CallStream | None = None
         self._has_streams = True  # until the service says otherwise
+        # Whether the process was asked to stop. Asked in pauses: a signal's handler may set no
+        # event that the thread it interrupts waits for.
+        self.is_stopping: Callable[[], bool] = lambda: False
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What each call carries: the token, as its file has it now."""
+        """Return what each call carries: the token, as its file has it now."""
         return self._bearer.metadata() if self._bearer else ()
 
     async def _open(self) -> Any:
@@ -118,8 +126,8 @@ class Connection:
         return grpc.aio.secure_channel(config.address, credentials, self._options)
 
     def _take_new_certificates(self) -> bool:
-        """After a failed call: a channel holds on to the certificates it was made with. Whether
-        there are new ones."""
+        """Return whether there are new certificates, after a failed call: a channel holds on to
+        those it was made with."""
         if not self._files.changed():
             return False
         try:
@@ -135,7 +143,7 @@ class Connection:
         return True
 
     def _attempt(self, rpc: str, request: Any) -> Any:
-        """Raises CallError."""
+        """Make one attempt at a call and return its response. Raise CallError."""
         timeout_s, metadata = self._config.call_timeout_s, self.metadata
         # A message beyond the limit would take the whole stream down, and others' calls with it.
         if rpc in STREAMED and self._has_streams and request.ByteSize() <= MAX_STREAMED_BYTES:
@@ -161,7 +169,8 @@ class Connection:
             return stream
 
     def _end_stream(self) -> None:
-        """Other threads' calls on it fail as in an outage, and are made again over the next."""
+        """End the stream. Other threads' calls on it fail as in an outage, and are made again over
+        the next."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -173,11 +182,12 @@ class Connection:
         renew: Callable[[], None] | None = None,
         budget_s: float | None = None,
     ) -> Any:
-        """The response of one RPC. `build` makes the request anew for each attempt, so that it
-        carries current fences.
+        """Return the response of one RPC. `build` makes the request anew for each attempt, so that
+        it carries current fences.
 
         `renew` registers again after a restart of the service. Raises FencedError, RefusedError,
-        or ServiceUnavailableError after the outage budget (`budget_s` overrides it).
+        or ServiceUnavailableError after the outage budget (`budget_s` overrides it), which is
+        smaller once the process was asked to stop.
         """
         budget_s = self._config.outage_budget_s if budget_s is None else budget_s
         began_s = time.monotonic()
@@ -200,6 +210,8 @@ class Connection:
                 if not is_transient(error):
                     raise _final_error(error) from error
                 waited_s = time.monotonic() - began_s
+                if self.is_stopping():
+                    budget_s = min(budget_s, STOPPING_BUDGET_S)
                 if waited_s + pause_s > budget_s:
                     raise self._outage(rpc, waited_s, error) from error
                 if waited_s >= warn_after_s:
@@ -207,12 +219,18 @@ class Connection:
                     left_s = budget_s - waited_s
                     _log.warning("%s: %s; trying for %.0f s more", rpc, error.details, left_s)
             # Jitter, so that a thousand workers do not come back in the same instant.
-            time.sleep(pause_s * random.uniform(0.5, 1.0))
+            self._pause(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(_PAUSE_GROWS * pause_s, _MAX_PAUSE_S)
 
+    def _pause(self, pause_s: float) -> None:
+        """Sleep so long, or until the process is asked to stop."""
+        was_stopping, until_s = self.is_stopping(), time.monotonic() + pause_s
+        while (left_s := until_s - time.monotonic()) > 0 and self.is_stopping() == was_stopping:
+            time.sleep(min(left_s, _LOOK_EVERY_S))
+
     def _gives_up_streams(self, error: CallError) -> bool:
-        """Whether the service has no stream for this client, now or at all; its calls do as well,
-        only slower."""
+        """Return whether the service has no stream for this client, now or at all; its calls do as
+        well, only slower."""
         none_left = error.reason == "LIMIT"
         if not error.of_stream or not (none_left or error.code is grpc.StatusCode.UNIMPLEMENTED):
             return False
@@ -227,23 +245,30 @@ class Connection:
         return True
 
     def close(self) -> None:
-        """Ends the channel."""
+        """End the channel."""
         with self._opening:
             self._end_stream()
         for channel in self._channels:
             wait_for(channel.close())
 
     def _outage(self, rpc: str, waited_s: float, error: CallError) -> ServiceUnavailableError:
-        return ServiceUnavailableError(
+        told = (
             f"the shard service at {self._config.address} did not answer {rpc} for {waited_s:.0f} "
-            f"s ({error.code.name}: {error.details}); allowed is "
-            f"{self._config.outage_budget_s:.0f} s. "
+            f"s ({error.code.name}: {error.details})"
+        )
+        if self.is_stopping():
+            return ServiceUnavailableError(
+                f"{told}, and this process was asked to stop, which waits no longer. Start it "
+                "again once the service answers: what is in no checkpoint is handed out again."
+            )
+        return ServiceUnavailableError(
+            f"{told}; allowed is {self._config.outage_budget_s:.0f} s. "
             "Start it again on the same store, or look into its log; the data has NOT ended."
         )
 
 
 def is_transient(error: CallError) -> bool:
-    """Whether the same call may succeed later without anyone changing it."""
+    """Return whether the same call may succeed later without anyone changing it."""
     exhausted = (
         error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.reason in _TRANSIENT_REASONS
     )

@@ -25,7 +25,7 @@ class ShardFeed:
     def __init__(
         self, client: ShardClient, dataset: str, epoch: int, prefetch_shards: int = 2
     ) -> None:
-        """Begins to lease at once. Raises ValueError for a prefetch below 1."""
+        """Begin to lease at once. Raise ValueError for a prefetch below 1."""
         if prefetch_shards < 1:
             raise ValueError(
                 f"prefetch_shards is {prefetch_shards}; at least 1 is needed. Use 2 to hide the "
@@ -48,14 +48,14 @@ class ShardFeed:
 
     @property
     def ended(self) -> bool:
-        """The service said END: every shard of the epoch is done, this rank's included. Raises
-        what the thread met."""
+        """Return whether the service said END: every shard of the epoch is done, this rank's
+        included. Raise what the thread met."""
         self._raise_error()
         return self._end_seen and not self._ready
 
     def poll(self) -> Lease | None:
-        """The next shard, or None when none is ready. Never blocks. Raises what the thread met
-        (a fence, an outage)."""
+        """Return the next shard, or None when none is ready. Never blocks. Raise what the thread
+        met (a fence, an outage)."""
         self._raise_error()
         lease = self._ready.popleft() if self._ready else None
         # Not for every shard: a step may take many, and the thread would take turns with it.
@@ -64,14 +64,14 @@ class ShardFeed:
         return lease
 
     def take(self) -> Lease | None:
-        """The next shard, or None when the service said WAIT or END: then only other workers, or
-        a flush of this one, can bring more. Raises what the thread met."""
+        """Return the next shard, or None when the service said WAIT or END: then only other
+        workers, or a flush of this one, can bring more. Raise what the thread met."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._held_back or self._error)
         return self.poll()
 
     def close(self) -> None:
-        """Stops leasing and gives back what was not taken."""
+        """Stop leasing and give back what was not taken."""
         self._closed.set()
         self._wake.set()
         self._thread.join()
@@ -98,14 +98,14 @@ class ShardFeed:
                 self._changed.notify_all()
 
     def _missing(self) -> int:
-        """Shards to lease now: half of them at once, as a call costs the same for one as for
-        many."""
+        """Return how many shards to lease now: half of them at once, as a call costs the same for
+        one as for many."""
         wanted = self.prefetch_shards
         missing = wanted - len(self._ready)
         return missing if missing >= max(1, wanted // 2) else 0
 
     def _fill(self) -> float | None:
-        """Leases what is missing; returns how long to pause, None until so much is missing."""
+        """Lease what is missing; return how long to pause, None until so much is missing."""
         missing = self._missing()
         if not missing:
             return None

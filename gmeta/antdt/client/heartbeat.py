@@ -9,12 +9,12 @@ import time
 from typing import TYPE_CHECKING, Any, final
 
 from gmeta.antdt.errors import AntdtError, FencedError
-from protos.antdt.v1 import shard_service_pb2 as pb
+from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 if TYPE_CHECKING:
     from gmeta.antdt.client.held import HeldLeases
     from gmeta.antdt.client.session import Session
-    from gmeta.antdt.monitor import Report
+    from gmeta.antdt.reports import Report
 
 _log = logging.getLogger("gmeta.antdt.client")
 
@@ -37,7 +37,7 @@ class Heartbeat:
         self._thread.start()
 
     def report(self, report: Report, share: int) -> None:
-        """See ShardClient.report."""
+        """Set the report of the next heartbeat."""
         is_first = self._report is None
         self._report = pb.WorkerReport(**report._asdict(), share=share)
         # Or it would come with the next beat for the leases, up to a third of the ttl later.
@@ -45,18 +45,18 @@ class Heartbeat:
             self._due.set()
 
     def hurry(self) -> None:
-        """See ShardClient.hurry."""
+        """Wake the thread, so that it beats now and again soon."""
         self._beat_again_s = DECIDED_AFTER_S
         self._due.set()
 
     def take_actions(self) -> list[Any]:
-        """See ShardClient.take_actions."""
+        """Return the actions that came since the last call."""
         with self._actions_lock:
             actions, self._actions = self._actions, []
         return actions
 
     def join(self) -> None:
-        """The session is closed: wait for the thread, which needs not wait for its next beat."""
+        """Wait for the thread of a closed session, which need not wait for its next beat."""
         self._due.set()
         self._thread.join()
 
@@ -84,7 +84,7 @@ class Heartbeat:
         return min(session.ttl_s / 3, session.report_every_s)
 
     def beat(self) -> None:
-        """One heartbeat, now. Raises FencedError, RefusedError or ServiceUnavailableError."""
+        """Send one heartbeat now. Raise FencedError, RefusedError or ServiceUnavailableError."""
         # From before the call: the service counts the ttl from a moment that lies behind it.
         report, sent_s, tokens = self._report, time.monotonic(), self._leases.tokens()
         response = self._session.call(

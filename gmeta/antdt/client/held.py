@@ -22,23 +22,23 @@ class HeldLeases:
         self._lost: list[Lease] = []  # since the last flush: what they trained may be unreported
 
     def add(self, leases: Iterable[Lease]) -> None:
-        """They were granted."""
+        """Add leases that were granted."""
         with self._lock:
             self._held.update((lease.token, lease) for lease in leases)
 
     def live(self) -> list[Lease]:
-        """In the order of their grants."""
+        """Return the live leases in the order of their grants."""
         with self._lock:
             return list(self._held.values())
 
     def tokens(self) -> set[int]:
-        """Of the live ones."""
+        """Return the tokens of the live leases."""
         with self._lock:
             return set(self._held)
 
     def noted(self) -> Sent:
-        """What each live lease has in the model now. Raises LeaseLostError when one was lost since
-        the last call with units that the service does not know of."""
+        """Return what each live lease has in the model now. Raise LeaseLostError when one was lost
+        since the last call with units that the service does not know of."""
         with self._lock:
             noted = [(lease, lease.units_done) for lease in self._held.values()]
             lost, self._lost = self._lost, []
@@ -48,21 +48,22 @@ class HeldLeases:
         return noted
 
     def drop(self, tokens: Iterable[int]) -> None:
-        """They were given back."""
+        """Drop leases that were given back."""
         with self._lock:
             for token in tokens:
                 self._held.pop(token, None)
 
     def lose_all(self, why: str) -> None:
-        """None may be used any more."""
+        """Mark every lease lost: none may be used any more."""
         with self._lock:
             for lease in self._held.values():
                 lease.lost = why
             self._held.clear()
 
     def renewed(self, usable_until_s: float, gone: set[int]) -> None:
-        """The service's answer: it renewed all leases that were held when it was asked, but those
-        that are gone. One granted while the call was under way is not this answer's business."""
+        """Take in an answer of the service: it renewed all leases that were held when it was
+        asked, but for those that are gone. A lease granted while the call was under way is not
+        concerned."""
         with self._lock:
             for token, lease in list(self._held.items()):
                 if token not in gone:
@@ -75,7 +76,7 @@ class HeldLeases:
                         self._lost.append(lease)
 
     def settle(self, sent: Sent, outcomes: Iterable[int], drop: bool) -> None:
-        """The service's answer to a report; with `drop` the leases end by it. Raises
+        """Take in the service's answer to a report; with `drop` the leases end by it. Raise
         LeaseLostError."""
         lost = []
         for (lease, units_sent), outcome in zip(sent, outcomes, strict=True):

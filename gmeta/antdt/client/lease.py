@@ -53,24 +53,24 @@ class Lease:
 
     @property
     def end_unit(self) -> int:
-        """One past the last unit."""
+        """Return one past the last unit."""
         return self.start_unit + self.num_units
 
     @property
     def finished(self) -> bool:
-        """Every unit is in the model."""
+        """Return whether every unit is in the model."""
         return self.units_done == self.num_units
 
     def units(self) -> Iterator[int]:
-        """The units still to train, in order, from where the last holder stopped. Raises
+        """Yield the units still to train, in order, from where the last holder stopped. Raise
         LeaseLostError when lost."""
         for unit in range(self.start_unit + self.units_done, self.end_unit):
             self.check()
             yield unit
 
     def advance(self, num_units: int) -> None:
-        """Notes that so many more units went into the model. Raises LeaseLostError, and
-        ValueError beyond the end."""
+        """Note that so many more units went into the model. Raise LeaseLostError, and ValueError
+        beyond the end."""
         self.check()
         # A count beyond the end would be refused by the service, long after the step that is wrong.
         if not 0 <= self.units_done + num_units <= self.num_units:
@@ -81,7 +81,7 @@ class Lease:
         self.units_done += num_units
 
     def check(self) -> None:
-        """Raises LeaseLostError when the lease was revoked, or was not renewed for 0.8 of its
+        """Raise LeaseLostError when the lease was revoked, or was not renewed for 0.8 of its
         ttl."""
         late_s = time.monotonic() - self.usable_until_s
         # Once late, lost for good: by now the shard may be another worker's.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from gmeta.antdt.client.lease import SAFE_FRACTION
 from gmeta.antdt.errors import FencedError
-from protos.antdt.v1 import shard_service_pb2 as pb
+from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 if TYPE_CHECKING:
     from gmeta.antdt.client.connection import Connection
@@ -46,40 +46,42 @@ class Session:
 
     @property
     def run_generation(self) -> int:
-        """The generation this process belongs to."""
+        """Return the generation that this process belongs to."""
         return int(self._caller.run_generation)
 
     @property
     def service_epoch(self) -> int:
-        """Starts of the service on its store, as last seen."""
+        """Return how often the service had started on its store when it last answered."""
         return int(self._caller.service_epoch)
 
     @property
     def is_fenced(self) -> bool:
-        """Whether the service told that this process belongs to the past."""
+        """Return whether the service said that this process belongs to the past."""
         return self._fenced is not None
 
     def check_fence(self) -> None:
-        """Raises FencedError if this process belongs to the past."""
+        """Raise FencedError if this process belongs to the past."""
         if self._fenced is not None:
             raise FencedError(self._fenced.reason, str(self._fenced))
 
     def enter_generation(self, run_generation: int) -> None:
-        """This process has begun a new one, and goes on in it."""
+        """Go on in a generation that this process has begun."""
         self._caller.run_generation = run_generation
 
     def call(
         self, rpc: str, build: Callable[[pb.Caller], Any], budget_s: float | None = None
     ) -> Any:
-        """The response of one RPC; see Connection.call. `build` makes the request of who calls."""
+        """Return the response of one RPC, as Connection.call does. `build` makes the request of who
+        calls."""
         return self._call(rpc, lambda: build(self._caller), budget_s)
 
     def call_numbered(self, rpc: str, build: Callable[[pb.Caller, int], Any]) -> Any:
-        """As `call`, under the next number: `build` makes the request of who calls and that."""
+        """Return the response of one RPC under the next number: `build` makes the request of who
+        calls and of that number."""
         sent_to = 0  # the epoch of the service that the last attempt was meant for
 
         def build_whole() -> Any:
-            """The request, of a caller and a number that belong together."""
+            """Build the request of a caller and a number that belong together."""
             nonlocal sent_to
             with self._seq_lock:
                 request = build(self._caller, self._seq + 1)
@@ -107,8 +109,9 @@ class Session:
             raise
 
     def register(self) -> None:
-        """Also after a restart of the service, which answers with the leases that this process
-        still holds. Raises FencedError, RefusedError or ServiceUnavailableError."""
+        """Register this process, also after a restart of the service, which answers with the
+        leases that this process still holds. Raise FencedError, RefusedError or
+        ServiceUnavailableError."""
         with self._registering:
             sent_s, named = time.monotonic(), self._leases.tokens()
             response = self.connection.call(
@@ -140,5 +143,5 @@ class Session:
             self.renewed(sent_s, named - live)
 
     def renewed(self, sent_s: float, gone: set[int]) -> None:
-        """A call that was sent then renewed all leases but those that are gone."""
+        """Take in that a call sent then renewed all leases but those that are gone."""
         self._leases.renewed(sent_s + SAFE_FRACTION * self.ttl_s, gone)

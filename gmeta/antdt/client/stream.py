@@ -34,7 +34,7 @@ class UnitStream:
     """
 
     def __init__(self, client: ShardClient, dataset: str, epoch: int, prefetch_shards: int) -> None:
-        """Begins to lease at once."""
+        """Begin to lease at once."""
         self._client = client
         self._feed = ShardFeed(client, dataset, epoch, prefetch_shards)
         self._held: deque[Lease] = deque()  # in the order of taking, trained in part or not yet
@@ -50,17 +50,20 @@ class UnitStream:
 
     @property
     def ended(self) -> bool:
-        """Every unit of the epoch is in the model or was skipped, whichever rank had it."""
+        """Return whether every unit of the epoch is in the model or was skipped, whichever rank had
+        it."""
         self._raise_error()
         return self._feed.ended
 
     @property
     def waiting_for(self) -> str:
-        """Why the service holds shards back now; "" when it does not."""
+        """Return why the service holds shards back now; "" when it does not."""
         return self._feed.waiting_for
 
     def take(self, num_units: int) -> list[UnitRange]:
-        """The next units, fewer than asked for when the others are in other ranks' hands.
+        """Return the next units, fewer than asked for when the others are in other ranks' hands.
+        Waits for the service, never for other ranks. Raise AntdtError: a fence, a lost lease, an
+        outage beyond the budget.
 
         Waits for the service, never for other ranks. Raises AntdtError: a fence, a lost lease, an
         outage beyond the budget.
@@ -84,7 +87,7 @@ class UnitStream:
         return ranges
 
     def put_back(self, num_units: int) -> None:
-        """The last so many units taken will be taken again: a plan for them was dropped."""
+        """Take the last so many units again later: a plan for them was dropped."""
         while num_units:
             lease = self._held[-1]
             number = min(num_units, self._next_unit - lease.start_unit - lease.units_done)
@@ -98,12 +101,12 @@ class UnitStream:
                 self._next_unit = self._held[-1].end_unit
 
     def lease_ahead(self, num_shards: int) -> None:
-        """So many leases are kept ready from now on."""
+        """Keep so many leases ready from now on."""
         self._feed.prefetch_shards = num_shards
 
     def trained(self, num_units: int) -> None:
-        """So many more of the units taken are in the model. Raises what the reporter met, and
-        LeaseLostError."""
+        """Note that so many more of the units taken are in the model. Raise what the reporter met,
+        and LeaseLostError."""
         self._raise_error()
         while num_units:
             # The last one stays: `take` goes on in it, or sees that it is used up.
@@ -119,12 +122,12 @@ class UnitStream:
             num_units -= number
 
     def flush(self) -> None:
-        """Returns when the service has everything that is in the model, durably."""
+        """Return when the service has everything that is in the model, durably."""
         self._raise_error()
         self._client.flush()
 
     def close(self) -> None:
-        """Stops leasing and reporting; what is still held goes back when the client is closed."""
+        """Stop leasing and reporting; what is still held goes back when the client is closed."""
         self._closed.set()
         self._wake.set()
         self._reporter.join()

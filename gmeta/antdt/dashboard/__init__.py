@@ -40,14 +40,16 @@ class Dashboard:
         self._page = resources.files(__package__).joinpath("page.html").read_bytes()
         self._places = threading.Semaphore(MAX_WATCHERS)
         self._closing = threading.Event()
+        self._auditing = threading.Lock()
         self._audited: tuple[str, dict[str, Any] | None] = ("", None)  # by digest
 
     def close(self) -> None:
-        """Ends the streams."""
+        """End the streams."""
         self._closing.set()
 
     def page(self, request: HttpRequest) -> None:
-        """GET /: with the state now, so that it can be read before the first event."""
+        """Answer GET / with the state of now, so that the page can be read before the first
+        event."""
         now = json.dumps(self.document()).replace("<", "\\u003c")  # it stands inside <script>
         request.send(
             200,
@@ -57,7 +59,7 @@ class Dashboard:
         )
 
     def events(self, request: HttpRequest) -> None:
-        """GET /events: the state now, and then once a second."""
+        """Answer GET /events: the state of now, and then once a second."""
         if not self._places.acquire(blocking=False):
             return request.send(503, f"{MAX_WATCHERS} pages are open; close one\n")
         try:
@@ -65,7 +67,8 @@ class Dashboard:
             request.send_header("Content-Type", "text/event-stream")
             request.send_header("Cache-Control", "no-store")
             request.end_headers()
-            while request.command == "GET" and not self._closing.is_set():
+            # Asked again for each: a token may have been withdrawn meanwhile.
+            while request.command == "GET" and not self._closing.is_set() and request.may_look():
                 request.wfile.write(f"data: {json.dumps(self.document())}\n\n".encode())
                 self._closing.wait(EVERY_S)
         except OSError:
@@ -75,7 +78,7 @@ class Dashboard:
         return None
 
     def document(self) -> dict[str, Any]:
-        """All that the page shows. Raises nothing: a service that cannot answer says so."""
+        """Return all that the page shows. Raise nothing: a service that cannot answer says so."""
         try:
             status, newest = self._ask(Read(_read))
         except RefusedError as error:
@@ -107,14 +110,16 @@ class Dashboard:
         }
 
     def _audit(self, newest: Checkpoint | None) -> dict[str, Any] | None:
-        """Of the newest checkpoint; worked out once for each, and not in the writer's thread."""
+        """Return the audit of the newest checkpoint; worked out once for each, not in the writer's
+        thread."""
         if newest is None:
             return None
-        if self._audited[0] != newest.digest:
-            report = audit_manifest(parse_manifest(newest.manifest_json))
-            found = {"id": newest.checkpoint_id, "ok": report.ok, "lines": report.lines}
-            self._audited = (newest.digest, found)
-        return self._audited[1]
+        with self._auditing:
+            if self._audited[0] != newest.digest:
+                report = audit_manifest(parse_manifest(newest.manifest_json))
+                found = {"id": newest.checkpoint_id, "ok": report.ok, "lines": report.lines}
+                self._audited = (newest.digest, found)
+            return self._audited[1]
 
     def _workers(self, status: Any, health: dict[str, WorkerHealth]) -> list[dict[str, Any]]:
         shares = self._governor.controller.shares
@@ -160,7 +165,8 @@ def _read(ledger: Ledger, now_s: float) -> tuple[Any, Checkpoint | None]:
 
 
 def _newest(spoken: Iterable[Spoken]) -> list[dict[str, Any]]:
-    """In one go first: the governor's thread adds to them meanwhile."""
+    """Return the newest decisions. Copied in one go first: the governor's thread adds to them
+    meanwhile."""
     return [said._asdict() for said in list(spoken)[: -MAX_DECISIONS - 1 : -1]]
 
 

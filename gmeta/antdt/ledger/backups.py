@@ -25,11 +25,11 @@ class Backups:
         self.twins: dict[int, int] = {}  # token -> the other token of its shard, both ways
 
     def pair(self, token: int, other: int) -> None:
-        """They are leases of one shard from now on."""
+        """Record that the two tokens are leases of one shard."""
         self.twins[token], self.twins[other] = other, token
 
     def drop(self, token: int) -> None:
-        """The lease ended."""
+        """Forget a lease that ended."""
         self.wanted.discard(token)
         other = self.twins.pop(token, None)
         if other is not None:
@@ -38,16 +38,16 @@ class Backups:
     def candidates(
         self, worker: Worker, leases: Mapping[int, Lease], tables: Mapping[str, ShardTable]
     ) -> list[int]:
-        """The worker's leases that a decision to back it up is about: of speculative datasets,
-        where nothing is left to hand out, and with no second lease yet."""
+        """Return those of the worker's leases that a decision to back it up is about: of
+        speculative datasets, where nothing is left to hand out, and without a second lease yet."""
         free = worker.tokens - self.wanted - self.twins.keys()
         return [token for token in sorted(free) if _is_at_its_tail(tables[leases[token].dataset])]
 
     def next_for(
         self, worker: Worker, table: ShardTable, leases: Mapping[int, Lease]
     ) -> int | None:
-        """The oldest lease of the dataset beside which this worker may get one; None: there is
-        none, or the worker is itself one of the slow ones."""
+        """Return the oldest lease of the dataset beside which this worker may get one; None where
+        there is none, or where the worker is itself one of the slow ones."""
         if not self.wanted.isdisjoint(worker.tokens):
             return None
         # Tokens rise with time: the shard that was held longest comes first.

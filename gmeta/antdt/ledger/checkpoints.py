@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from gmeta.antdt.errors import ManifestError, RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
+from gmeta.antdt.ledger.offers import check_room
 from gmeta.antdt.manifests.manifest import ShardManifest, describe_table, parse_manifest
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 def prepared_before(
     state: LedgerState, command: cmd.PrepareCheckpoint
 ) -> ev.CheckpointPrepared | None:
-    """The manifest already handed out under this id in this generation, for a retry. Raises
-    RefusedError on a clash."""
+    """Return the manifest already handed out under this id in this generation, for a retry; None
+    for a new id. Raise RefusedError where the id stands for another step."""
     checkpoint = state.checkpoints.get(command.checkpoint_id)
     # The same id in an older generation is that of a lineage that was rolled back: it must not be
     # answered again.
@@ -39,7 +40,7 @@ def prepared_before(
 def build_manifest(
     state: LedgerState, command: cmd.PrepareCheckpoint, num_events: int, head: bytes
 ) -> ShardManifest:
-    """The state of every dataset at this moment."""
+    """Return the manifest of every dataset's state at this moment."""
     holders: dict[str, dict[int, str]] = {name: {} for name in state.tables}
     for lease in state.leases.values():
         holders[lease.dataset][lease.position] = lease.worker_id  # of two the one granted last
@@ -56,7 +57,7 @@ def build_manifest(
 
 
 def find_checkpoint(state: LedgerState, checkpoint_id: str) -> Checkpoint:
-    """A prepared checkpoint that the service still holds. Raises RefusedError."""
+    """Return a prepared checkpoint that the service still holds. Raise RefusedError for another."""
     checkpoint = state.checkpoints.get(checkpoint_id)
     if checkpoint is None:
         raise RefusedError(
@@ -70,7 +71,7 @@ def find_checkpoint(state: LedgerState, checkpoint_id: str) -> Checkpoint:
 
 
 def is_new_commit(state: LedgerState, command: cmd.CommitCheckpoint) -> bool:
-    """False for a repeated commit. Raises RefusedError when id and digest do not belong
+    """Return False for a repeated commit. Raise RefusedError when id and digest do not belong
     together."""
     checkpoint = find_checkpoint(state, command.checkpoint_id)
     if checkpoint.digest != command.digest:
@@ -85,7 +86,8 @@ def is_new_commit(state: LedgerState, command: cmd.CommitCheckpoint) -> bool:
 
 
 def check_restore(state: LedgerState, manifest_json: str) -> str:
-    """The digest of a manifest that fits this service ("" for none). Raises RefusedError."""
+    """Return the digest of a manifest that fits this service ("" for none). Raise RefusedError for
+    one that does not."""
     if not manifest_json:
         return ""
     try:
@@ -111,4 +113,5 @@ def check_restore(state: LedgerState, manifest_json: str) -> str:
                 f"{table.spec}. The data or its cut changed since the checkpoint: train from the "
                 "old data, or begin without the checkpoint.",
             )
+    check_room(state, [x.spec for x in manifest.datasets if x.spec.name not in state.tables])
     return manifest.digest

@@ -245,12 +245,12 @@ NEEDS_NO_SYNC = (LeasesGranted, BackupGranted, BackupsWanted, LeasesExpired, Act
 
 
 def encode(event: Event) -> bytes:
-    """One line of JSON without a line break."""
+    """Return the event as one line of JSON, without a line break."""
     return _ENCODER.encode((_TAG_OF[type(event)], *event)).encode()
 
 
 def decode(record: bytes) -> Event:
-    """The event of one stored line. Raises StoreFailedError for a line that no version before
+    """Return the event of one stored line. Raise StoreFailedError for a line that no version before
     wrote."""
     try:
         tag, *fields = json.loads(record)

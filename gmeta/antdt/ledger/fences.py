@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def check_process(state: LedgerState, caller: Caller) -> Worker:
-    """Fences one and three: the service epoch and the incarnation. Raises RefusedError."""
+    """Return the worker that calls. Check fences one and three, the service epoch and the
+    incarnation; raise RefusedError."""
     worker = state.workers.get(caller.worker_id)
     if worker is None:
         raise RefusedError(
@@ -37,7 +38,8 @@ def check_process(state: LedgerState, caller: Caller) -> Worker:
 
 
 def check_caller(state: LedgerState, caller: Caller) -> Worker:
-    """All fences of the call (a token is checked item by item). Raises RefusedError."""
+    """Return the worker that calls. Check all fences of the call (a token is checked item by item);
+    raise RefusedError."""
     worker = check_process(state, caller)
     if caller.run_generation != state.generation:
         raise stale_generation(caller.worker_id, caller.run_generation, state.generation)
@@ -47,7 +49,7 @@ def check_caller(state: LedgerState, caller: Caller) -> Worker:
 def check_registration(
     state: LedgerState, worker_id: str, incarnation: str, rdzv_round: int | None
 ) -> None:
-    """Whether this process may speak for `worker_id` in this round. Raises RefusedError."""
+    """Raise RefusedError unless this process may speak for `worker_id` in this round."""
     worker = state.workers.get(worker_id)
     if worker is None:
         if len(state.workers) >= MAX_WORKERS:
@@ -76,7 +78,7 @@ def check_registration(
 
 
 def superseded(worker_id: str, incarnation: str, current: str) -> RefusedError:
-    """Another process speaks for this worker id."""
+    """Return the error for a process whose worker id another process speaks for."""
     return RefusedError(
         "ABORTED",
         "FENCED_INCARNATION",
@@ -86,7 +88,7 @@ def superseded(worker_id: str, incarnation: str, current: str) -> RefusedError:
 
 
 def stale_generation(worker_id: str, generation: int, current: int) -> RefusedError:
-    """The job restarted since."""
+    """Return the error for a process from before a restart of the job."""
     return RefusedError(
         "ABORTED",
         "FENCED_GENERATION",

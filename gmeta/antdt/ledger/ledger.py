@@ -61,16 +61,16 @@ class Ledger:
         self._needs_sync = False
 
     def replay(self, record: bytes) -> None:
-        """Takes one stored record back in."""
+        """Take one stored record back in."""
         self.state.evolve(ev.decode(record))
         self._chain(record)
 
     def renew_all(self, now_s: float) -> None:
-        """After a recovery nobody knows how old a lease is: every one gets a full ttl."""
+        """Give every lease a full ttl: after a recovery nobody knows how old one is."""
         self._renew(list(self.state.leases), now_s)
 
     def apply(self, command: cmd.Command, now_s: float) -> Applied:
-        """Decides and applies one command at monotonic time `now_s`.
+        """Decide and apply one command at monotonic time `now_s`.
 
         Raises RefusedError when the command is refused; what expired before it stays expired,
         see take_records.
@@ -82,8 +82,8 @@ class Ledger:
         return Applied(reply, *self.take_records())
 
     def take_records(self) -> tuple[list[bytes], bool]:
-        """Records emitted since the last call (also by a refused command: leases that were due),
-        and whether to sync."""
+        """Return the records emitted since the last call (also by a refused command: leases that
+        were due), and whether to sync."""
         records, needs_sync = self._records, self._needs_sync
         self._records, self._needs_sync = [], False
         return records, needs_sync
@@ -111,7 +111,7 @@ class Ledger:
         )
 
     def _renew(self, tokens: Iterable[int], now_s: float) -> None:
-        """Gives live leases one full ttl from now."""
+        """Give live leases one full ttl from now."""
         deadline_s = now_s + self.lease_ttl_s
         for token in tokens:
             self.state.leases[token].deadline_s = deadline_s
@@ -120,7 +120,8 @@ class Ledger:
         self._next_deadline_s = min(self._next_deadline_s, deadline_s)
 
     def _numbered(self, command: Any, now_s: float) -> tuple[Worker, int, cmd.Reply]:
-        """The worker, the call's checksum, and the stored reply when it was answered before."""
+        """Return the worker, the call's checksum, and the stored reply if it was answered
+        before."""
         worker = check_caller(self.state, command.caller)
         self._saw(worker.worker_id, now_s)
         call_crc = crc_of(command)
@@ -324,7 +325,7 @@ class Ledger:
 
 
 def chained(head: bytes, record: bytes) -> bytes:
-    """The head of the chain with one more record."""
+    """Return the head of the chain with one more record."""
     return hashlib.sha256(head + record).digest()
 
 

@@ -40,18 +40,17 @@ class CallNumbers:
         self._unrecorded: dict[str, Unrecorded] = {}
 
     def take_over(self, older: CallNumbers) -> None:
-        """The ledger was read back from its store within one service epoch: what left no event
-        is still known."""
+        """Keep what left no event when the ledger was read back within one service epoch."""
         self._unrecorded = older._unrecorded
 
     def last_seq(self, worker: Worker) -> int:
-        """The number of the worker's last answered call."""
+        """Return the number of the worker's last answered call."""
         unrecorded = self._newer_unrecorded(worker)
         return unrecorded.seq if unrecorded else worker.last_seq
 
     def answered_before(self, worker: Worker, command: Any, call_crc: int) -> cmd.Reply:
-        """None for a new call, the stored reply for the last one again. Raises RefusedError for
-        any other number."""
+        """Return None for a new call, the stored reply for the last one again. Raise RefusedError
+        for any other number."""
         last_seq = self.last_seq(worker)
         if command.seq == last_seq + 1:
             return None
@@ -75,12 +74,12 @@ class CallNumbers:
         return last_reply
 
     def note_unrecorded(self, worker: Worker, seq: int, call_crc: int, reply: cmd.Reply) -> None:
-        """The call was answered without an event."""
+        """Remember the reply to a call that left no event."""
         self._unrecorded[worker.worker_id] = Unrecorded(worker.incarnation, seq, call_crc, reply)
 
     def reply_of(self, event: Any) -> cmd.Reply:
-        """The reply to a numbered call, from its event and nothing else: a retry after a crash
-        gets the same."""
+        """Rebuild the reply to a numbered call from its event alone: a retry after a crash gets the
+        same."""
         if isinstance(event, ev.LeasesGranted | ev.BackupGranted):
             table = self._state.tables[event.dataset]
             # A retry of a call of an earlier epoch would need its order; such tokens are long
@@ -109,7 +108,7 @@ class CallNumbers:
 
 
 def crc_of(command: Any) -> int:
-    """Tells two calls under one number apart; the caller is left out, a restarted service
-    changes it."""
+    """Return a checksum that tells two calls under one number apart. The caller is left out: a
+    restarted service changes it."""
     # Caller and number stand first in every numbered command, see commands.py.
     return zlib.crc32(repr((type(command).__name__, command[2:])).encode())

@@ -12,6 +12,7 @@ from gmeta.antdt.ledger import events as ev
 from gmeta.antdt.model import (
     MAX_DATASETS,
     MAX_LEASES_PER_WORKER,
+    MAX_SHARDS_IN_ALL,
     TOKEN_COUNTER_BITS,
     TOKEN_COUNTER_MASK,
     DatasetSpec,
@@ -21,6 +22,8 @@ from gmeta.antdt.model import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gmeta.antdt.ledger.state import LedgerState
     from gmeta.antdt.ledger.table import ShardTable
 
@@ -29,16 +32,10 @@ OPERATOR_RETRY_MS = 1000  # waiting for a person
 
 
 def is_new_dataset(state: LedgerState, spec: DatasetSpec) -> bool:
-    """False for the same spec again. Raises RefusedError for another spec under the name."""
+    """Return False for the same spec again. Raise RefusedError for another spec under the name."""
     table = state.tables.get(spec.name)
     if table is None:
-        if len(state.tables) >= MAX_DATASETS:
-            raise RefusedError(
-                "RESOURCE_EXHAUSTED",
-                "LIMIT",
-                f"{len(state.tables)} datasets are registered; at most {MAX_DATASETS} are "
-                "allowed. Start another service.",
-            )
+        check_room(state, [spec])
         return True
     if table.spec != spec:
         differing = [
@@ -56,11 +53,26 @@ def is_new_dataset(state: LedgerState, spec: DatasetSpec) -> bool:
     return False
 
 
+def check_room(state: LedgerState, specs: Sequence[DatasetSpec]) -> None:
+    """Raise RefusedError unless the service has room for these datasets beside its own: their
+    number is bounded, and the shards of all together, which are its memory."""
+    num_shards = sum(table.spec.num_shards for table in state.tables.values())
+    num_shards += sum(spec.num_shards for spec in specs)
+    if len(state.tables) + len(specs) > MAX_DATASETS:
+        told = f"{len(state.tables)} datasets are registered; at most {MAX_DATASETS}"
+    elif num_shards > MAX_SHARDS_IN_ALL:
+        told = f"all datasets would have {num_shards} shards; at most {MAX_SHARDS_IN_ALL}"
+    else:
+        return
+    told += " are allowed. Start another service."
+    raise RefusedError("RESOURCE_EXHAUSTED", "LIMIT", told)
+
+
 def hold_back(
     state: LedgerState, worker: Worker, table: ShardTable, epoch: int, seq: int
 ) -> cmd.Wait | cmd.End | None:
-    """WAIT or END when the epoch or a drain allows no grant at all, else None. Raises RefusedError
-    for no such epoch."""
+    """Return WAIT or END where the epoch or a drain allows no grant at all, else None. Raise
+    RefusedError for an epoch that the dataset does not have."""
     spec = table.spec
     if epoch >= spec.num_epochs:
         raise bad_argument(
@@ -88,7 +100,7 @@ def hold_back(
 
 
 def nothing_left(table: ShardTable, seq: int) -> cmd.Wait:
-    """The WAIT for an epoch in which nothing is READY and not everything is done."""
+    """Return the WAIT for an epoch in which nothing is READY and not everything is done."""
     doing, quarantined = table.counts[ShardState.DOING], table.counts[ShardState.QUARANTINED]
     # First: what is in hand may still come back, and needs nobody's decision.
     if doing:
@@ -105,9 +117,9 @@ def nothing_left(table: ShardTable, seq: int) -> cmd.Wait:
 def next_grant(
     state: LedgerState, worker: Worker, table: ShardTable, command: cmd.LeaseShards, call_crc: int
 ) -> ev.LeasesGranted | ev.BackupGranted | None:
-    """What the worker gets: shards that nobody holds; where there are none, one that a slow worker
-    holds and that it may do as well (one, so that the last shards spread over all who are idle).
-    Raises RefusedError at the limits."""
+    """Return the grant of shards that nobody holds; where there are none, of one that a slow worker
+    holds and that this one may do as well (one, so that the last shards spread over all idle
+    workers). None where there is neither. Raise RefusedError at the limits."""
     positions = table.next_ready(command.max_shards)
     if positions:
         return grant(state, worker, table, command, call_crc, positions)
@@ -127,8 +139,8 @@ def grant(
     call_crc: int,
     positions: list[int],
 ) -> ev.LeasesGranted:
-    """The event that hands `positions` to the worker under new tokens. Raises RefusedError at the
-    limits."""
+    """Return the event that hands `positions` to the worker under new tokens. Raise RefusedError at
+    the limits."""
     if len(worker.tokens) + len(positions) > MAX_LEASES_PER_WORKER:
         raise RefusedError(
             "RESOURCE_EXHAUSTED",

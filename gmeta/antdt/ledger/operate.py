@@ -19,7 +19,7 @@ _SKIP_FROM = (ShardState.READY, ShardState.DOING, ShardState.QUARANTINED)
 
 
 def decide(state: LedgerState, command: cmd.Requeue | cmd.Skip | cmd.Drain) -> ev.Event:
-    """The event of an operator's request. Raises RefusedError."""
+    """Return the event of an operator's request. Raise RefusedError where it is not allowed now."""
     if isinstance(command, cmd.Drain):
         return _drain(state, command)
     table = find_table(state.tables, command.dataset)
@@ -75,7 +75,8 @@ _ADJUST_BS = 2  # of the proto
 
 
 def action_for(action: ev.ActionPosted, worker_id: str) -> cmd.PostAction | None:
-    """What of an action concerns this worker: its own, or its part of a global one."""
+    """Return what of an action concerns this worker: its own action, or its part of a global one;
+    None where nothing does."""
     if action.worker_id:
         return cmd.PostAction(*action) if action.worker_id == worker_id else None
     parameters = action.parameters
@@ -92,7 +93,7 @@ def action_for(action: ev.ActionPosted, worker_id: str) -> cmd.PostAction | None
 
 
 def is_new_action(state: LedgerState, command: cmd.PostAction) -> bool:
-    """False when the action id was used before. Raises RefusedError at the limit."""
+    """Return False when the action id was used before. Raise RefusedError at the limit."""
     # Also one that was answered by now: the controller posts again what it heard nothing of.
     if command.action_id in state.actions or command.action_id in state.acked:
         return False
@@ -104,7 +105,7 @@ def is_new_action(state: LedgerState, command: cmd.PostAction) -> bool:
 
 
 def check_ack(state: LedgerState, worker: Worker, action_id: str) -> None:
-    """Raises RefusedError unless the action is open and this worker's."""
+    """Raise RefusedError unless the action is open and this worker's."""
     action = state.actions.get(action_id)
     if action is None or action.worker_id not in ("", worker.worker_id):
         raise RefusedError(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def progressed(
     state: LedgerState, worker: Worker, items: Iterable[tuple[int, int]]
 ) -> tuple[list[Outcome], dict[int, int]]:
-    """The outcome of each (token, units done), and the units of the tokens that moved."""
+    """Return the outcome of each (token, units done), and the units of the tokens that moved."""
     moved: dict[int, int] = {}
     outcomes = []
     for token, units_done in items:
@@ -45,7 +45,7 @@ def _judged(
 def completed(
     state: LedgerState, worker: Worker, command: cmd.Complete, call_crc: int
 ) -> ev.ShardsCompleted:
-    """The event of a Complete, also where none of its tokens counts: its number is used."""
+    """Return the event of a Complete, also where none of its tokens counts: its number is used."""
     items: dict[int, Outcome] = {}
     for token in command.tokens:
         if token in worker.tokens:
@@ -59,7 +59,7 @@ def completed(
 
 
 def released(worker: Worker, command: cmd.Release, call_crc: int) -> ev.ShardsReleased:
-    """The event of a Release, as of a Complete."""
+    """Return the event of a Release, also where none of its tokens counts."""
     items = [
         (token, int(Outcome.ACCEPTED if token in worker.tokens else Outcome.FENCED))
         for token in command.tokens
@@ -70,7 +70,7 @@ def released(worker: Worker, command: cmd.Release, call_crc: int) -> ev.ShardsRe
 def failed(
     state: LedgerState, worker: Worker, command: cmd.Fail, call_crc: int
 ) -> ev.ShardFailed | None:
-    """The event of a Fail; None where the worker does not hold the shard."""
+    """Return the event of a Fail; None where the worker does not hold the shard."""
     if command.token not in worker.tokens:
         return None
     lease = state.leases[command.token]
@@ -83,7 +83,7 @@ def failed(
 
 
 def _once(items: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """A token named twice in one call is accepted once; the others are ALREADY."""
+    """Accept a token that is named twice in one call once; the others are ALREADY."""
     seen: set[int] = set()
     listed = []
     for token, outcome in items:

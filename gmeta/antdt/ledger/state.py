@@ -53,11 +53,11 @@ class LedgerState:
         self.acked: dict[str, int] = {}
 
     def evolve(self, event: ev.Event) -> None:
-        """Applies one fact."""
+        """Apply one fact."""
         _EVOLVE[type(event)](self, event)
 
     def drop_lease(self, token: int) -> Lease:
-        """The token is worth nothing from now on; the shard's state is the caller's business."""
+        """End a lease and return it. What becomes of the shard is for the caller to say."""
         lease = self.leases.pop(token)
         self.workers[lease.worker_id].tokens.discard(token)
         self.backups.drop(token)

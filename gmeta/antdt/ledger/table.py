@@ -29,7 +29,7 @@ class ShardTable:
         self.open_epoch(epoch)
 
     def open_epoch(self, epoch: int) -> None:
-        """Every shard READY, in the order of `epoch`."""
+        """Make every shard READY, in the order of `epoch`."""
         self.epoch = epoch
         self.order = ShardOrder(self.spec.num_shards, self.spec.seed, epoch, self.spec.shuffle)
         self.states = bytearray(self.spec.num_shards)
@@ -47,23 +47,23 @@ class ShardTable:
 
     @property
     def finished(self) -> bool:
-        """Every shard is DONE or was skipped by an operator: the only state that may be answered
-        with END."""
+        """Return whether every shard is DONE or was skipped by an operator: the only state that may
+        be answered with END."""
         return (
             self.counts[ShardState.DONE] + self.counts[ShardState.SKIPPED] == self.spec.num_shards
         )
 
     @property
     def num_committed(self) -> int:
-        """DONE shards that the last committed checkpoint holds."""
+        """Return how many DONE shards the last committed checkpoint holds."""
         return sum(end - start for start, end in self.committed)
 
     def state_of(self, position: int) -> ShardState:
-        """The state at `position`."""
+        """Return the state at `position`."""
         return ShardState(self.states[position])
 
     def set_state(self, position: int, state: ShardState) -> None:
-        """Moves one shard; keeps the counts, the search hint and the dirty pages true."""
+        """Move one shard; keep the counts, the search hint and the dirty pages true."""
         self.counts[self.states[position]] -= 1
         self.counts[state] += 1
         self.states[position] = state
@@ -76,8 +76,7 @@ class ShardTable:
             self.notes.pop(position, None)
 
     def next_ready(self, max_shards: int) -> list[int]:
-        """Up to `max_shards` positions that are READY, smallest first; moves only the search
-        hint."""
+        """Return up to `max_shards` READY positions, smallest first. Moves only the search hint."""
         found: list[int] = []
         position = self.states.find(_READY_BYTE, self.first_ready)
         self.first_ready = position if position >= 0 else len(self.states)
@@ -89,8 +88,9 @@ class ShardTable:
     def give_back(
         self, position: int, counts_attempt: bool, note: str = "", still_held: bool = False
     ) -> None:
-        """A DOING shard returns: READY again, or QUARANTINED after too many attempts. Its offset is
-        kept. While another worker still holds it, it stays DOING: that one may complete it."""
+        """Return a DOING shard: READY again, or QUARANTINED after too many attempts, with its
+        offset kept. While another worker still holds it, it stays DOING: that one may complete
+        it."""
         if counts_attempt:
             self.attempts[position] = self.attempts.get(position, 0) + 1
         if note:
@@ -101,7 +101,7 @@ class ShardTable:
         self.set_state(position, ShardState.QUARANTINED if exhausted else ShardState.READY)
 
     def grant(self, token: int, position: int, units_done: int, attempts: int) -> Grant:
-        """The wire form of one lease."""
+        """Return the wire form of one lease."""
         index = self.order.index_of(position)
         spec = self.spec
         return Grant(
@@ -117,45 +117,47 @@ class ShardTable:
         )
 
     def length_at(self, position: int) -> int:
-        """Units of the shard at `position`."""
+        """Return the units of the shard at `position`."""
         return self.spec.length_of(self.order.index_of(position))
 
     def done_intervals(self) -> list[tuple[int, int]]:
-        """Maximal runs [start, end) of DONE positions."""
+        """Return the maximal runs [start, end) of DONE positions."""
         return [match.span() for match in _DONE_RUN.finditer(self.states)]
 
-    def positions_in(self, state: ShardState, start: int = 0) -> Iterator[int]:
-        """All positions from `start` on that are in `state`, ascending."""
+    def positions_in(
+        self, state: ShardState, start: int = 0, end: int | None = None
+    ) -> Iterator[int]:
+        """Yield the positions in [start, end) that are in `state`, ascending."""
         wanted = bytes([state])
-        position = self.states.find(wanted, start)
+        position = self.states.find(wanted, start, end)
         while position >= 0:
             yield position
-            position = self.states.find(wanted, position + 1)
+            position = self.states.find(wanted, position + 1, end)
 
     def page(self, number: int) -> bytes:
-        """The bytes of one page."""
+        """Return the bytes of one page."""
         return bytes(self.states[number * SHARDS_PER_PAGE : (number + 1) * SHARDS_PER_PAGE])
 
     def load_pages(self, pages: Sequence[tuple[int, bytes]]) -> None:
-        """Takes stored pages into a fresh table; pages that were never stored are all READY."""
+        """Load stored pages into a fresh table; pages that were never stored are all READY."""
         for number, page in pages:
             self.states[number * SHARDS_PER_PAGE : number * SHARDS_PER_PAGE + len(page)] = page
         self.recount()
 
     def mark_all_dirty(self) -> None:
-        """Every page that is not all READY must be stored again."""
+        """Have every page stored again that is not all READY."""
         num_pages = -(-len(self.states) // SHARDS_PER_PAGE)
         # A page that is not stored stands for READY alone, see load_pages.
         self.dirty_pages = {n for n in range(num_pages) if self.page(n).strip(_READY_BYTE)}
 
     def recount(self) -> None:
-        """Derives counts and search hint from the states."""
+        """Derive the counts and the search hint from the states."""
         self.counts = [self.states.count(bytes([state])) for state in ShardState]
         self.first_ready = 0
 
 
 def find_table(tables: Mapping[str, ShardTable], dataset: str) -> ShardTable:
-    """The dataset's table. Raises RefusedError for an unknown name."""
+    """Return the dataset's table. Raise RefusedError for an unknown name."""
     table = tables.get(dataset)
     if table is None:
         raise RefusedError(

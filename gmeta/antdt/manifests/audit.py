@@ -5,6 +5,8 @@ that none was seen twice.
 this is reached.
 """
 
+import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gmeta.antdt.errors import ManifestError
@@ -23,7 +25,8 @@ class AuditReport:
 
 
 def audit_manifest(manifest: ShardManifest) -> AuditReport:
-    """Accounts for every unit of every dataset. Not ok while the epoch has quarantined shards."""
+    """Return a report that accounts for every unit of every dataset. It is not ok while the epoch
+    has quarantined shards."""
     lines = [
         f"checkpoint {manifest.checkpoint_id} of job {manifest.job}: step {manifest.step}, "
         f"generation {manifest.generation}",
@@ -43,7 +46,7 @@ def audit_manifest(manifest: ShardManifest) -> AuditReport:
 
 
 def check_descends(child: ShardManifest, parent: ShardManifest) -> None:
-    """Raises ManifestError unless everything that `parent` holds is in `child` as well (same
+    """Raise ManifestError unless everything that `parent` holds is in `child` as well (same
     lineage, later)."""
     by_name = {entry.spec.name: entry for entry in child.datasets}
     for old in parent.datasets:
@@ -57,12 +60,16 @@ def check_descends(child: ShardManifest, parent: ShardManifest) -> None:
 
 
 def _before(new: DatasetManifest, old: DatasetManifest) -> bool:
-    """Whether `new` lacks something that `old` has trained."""
+    """Return whether `new` lacks something that `old` has trained."""
     if new.epoch != old.epoch:
         return new.epoch < old.epoch
 
+    runs = sorted(new.done)
+
     def is_done(start: int, end: int) -> bool:
-        return any(left <= start and end <= right for left, right in new.done)
+        # No run begins behind the dataset's last shard: the one that begins at `start` counts too.
+        number = bisect.bisect_right(runs, (start, new.spec.num_shards)) - 1
+        return number >= 0 and end <= runs[number][1]
 
     # Shards that are in the model in part: as much of each, or all of it by now.
     units_done = {item.position: item.units_done for item in new.exceptions}
@@ -75,13 +82,22 @@ def _before(new: DatasetManifest, old: DatasetManifest) -> bool:
 
 def _account(entry: DatasetManifest) -> list[str]:
     spec = entry.spec
-    ranges = list(entry.trained_ranges())
-    # Of skipped and quarantined shards the front may be in the model: it counts as trained.
-    num_trained = sum(end - start for start, end in ranges)
+    # By arithmetic over the runs: all shards have one length, but for the last of the dataset.
+    last_index = spec.num_shards - 1
     order = ShardOrder(spec.num_shards, spec.seed, entry.epoch, spec.shuffle)
-    num_skipped = sum(
-        spec.length_of(order.index_of(x.position)) - x.units_done for x in entry.skipped
-    )
+    last = order.position_of(last_index)
+    num_short = spec.units_per_shard - spec.length_of(last_index)
+
+    def num_units(runs: Iterable[tuple[int, int]]) -> int:
+        return sum(
+            (end - start) * spec.units_per_shard - (num_short if start <= last < end else 0)
+            for start, end in runs
+        )
+
+    # Of skipped and quarantined shards the front may be in the model: it counts as trained.
+    num_trained = num_units(entry.done) + sum(x.units_done for x in entry.exceptions)
+    num_skipped = num_units((x.position, x.position + 1) for x in entry.skipped)
+    num_skipped -= sum(x.units_done for x in entry.skipped)
     left = spec.num_units - num_trained - num_skipped
     # A job that decides itself when to stop registers without a limit.
     epochs = f" of {spec.num_epochs}" if spec.num_epochs < MAX_EPOCHS else ""

@@ -6,18 +6,27 @@ seeded order (order.py), so an epoch in progress is one interval and a few excep
 offline by audit.py.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gmeta.antdt.errors import ManifestError, RefusedError
-from gmeta.antdt.model import DatasetSpec, ShardState
+from gmeta.antdt.model import (
+    MAX_COUNTED_ATTEMPTS,
+    MAX_NAME_CHARS,
+    MAX_NOTE_CHARS,
+    DatasetSpec,
+    ShardState,
+    bad_argument,
+    check_range,
+    check_text,
+    check_type,
+)
 from gmeta.antdt.order import ORDER_NAME, ShardOrder
 
 if TYPE_CHECKING:
@@ -52,17 +61,17 @@ class DatasetManifest:
 
     @property
     def exceptions(self) -> tuple[Exceptional, ...]:
-        """Every shard that has something to remember."""
+        """Return every shard that has something to remember."""
         return (*self.partial, *self.skipped, *self.quarantined)
 
     @property
     def num_done(self) -> int:
-        """Shards that are in the model as a whole."""
+        """Return how many shards are in the model as a whole."""
         return sum(end - start for start, end in self.done)
 
     def trained_ranges(self) -> Iterator[tuple[int, int]]:
-        """[start, end) unit ranges of this epoch that are in the model, one for each shard
-        touched."""
+        """Yield the [start, end) unit ranges of this epoch that are in the model, one for each
+        shard touched."""
         order = ShardOrder(self.spec.num_shards, self.spec.seed, self.epoch, self.spec.shuffle)
         for start, end in self.done:
             for index in map(order.index_of, range(start, end)):
@@ -89,13 +98,13 @@ class ShardManifest:
     datasets: tuple[DatasetManifest, ...] = field(default=())
 
     def to_json(self) -> str:
-        """Canonical JSON, digest included: the bytes of shards.json."""
+        """Return canonical JSON, digest included: the bytes of shards.json."""
         body = self._body()
         return _canonical({**body, "digest": _digest(body)})
 
     @property
     def digest(self) -> str:
-        """sha256 over the canonical JSON without the digest."""
+        """Return the sha256 over the canonical JSON without the digest."""
         return _digest(self._body())
 
     def _body(self) -> dict[str, Any]:
@@ -105,15 +114,16 @@ class ShardManifest:
         return {"schema_version": SCHEMA_VERSION, "order": ORDER_NAME, **body}
 
     def save(self, folder: Path) -> Path:
-        """Writes shards.json into a checkpoint folder that is still being written; the folder's
-        rename commits it."""
+        """Write shards.json into a checkpoint folder that is still being written, and return its
+        path; the folder's rename commits it."""
         path = Path(folder) / MANIFEST_FILE_NAME
         path.write_text(self.to_json(), encoding="utf-8")
         return path
 
 
 def load_manifest(path: Path) -> ShardManifest:
-    """Reads shards.json, or the one inside a checkpoint folder. Raises ManifestError."""
+    """Return the manifest of shards.json, or of the one inside a checkpoint folder. Raise
+    ManifestError."""
     path = Path(path)
     file = path / MANIFEST_FILE_NAME if path.is_dir() else path
     if not file.is_file():
@@ -126,24 +136,26 @@ def load_manifest(path: Path) -> ShardManifest:
 
 
 def parse_manifest(text: str, source: str = "the manifest") -> ShardManifest:
-    """Checks schema, digest and every number; nothing after it needs to doubt them. Raises
-    ManifestError."""
+    """Check schema, digest and the type and range of every field, and return the manifest: nothing
+    after it needs to doubt a value. Raise ManifestError, whatever the text is."""
     try:
         raw = json.loads(text)
         version = raw.pop("schema_version")
         order, digest = raw.pop("order"), raw.pop("digest")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        # Over what was read: parsing converts, and could hide what was altered.
+        found = _digest({"schema_version": version, "order": order, **raw})
+    # A lone surrogate is a ValueError when it is encoded, nesting without end a RecursionError.
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ManifestError(
-            f"{source} is no shard manifest ({error!r}): it was cut short or is another file. "
+            f"{source} is no shard manifest ({error!r:.200}): it was cut short or is another file. "
             f"Use the {MANIFEST_FILE_NAME} of a whole checkpoint."
         ) from error
     if version != SCHEMA_VERSION or order != ORDER_NAME:
         raise ManifestError(
-            f"{source} has schema version {version!r} and order {order!r}; this program reads "
-            f"version {SCHEMA_VERSION} and {ORDER_NAME}. Use the version of gmeta that wrote it."
+            f"{source} has schema version {version!r:.80} and order {order!r:.80}; this program "
+            f"reads version {SCHEMA_VERSION} and {ORDER_NAME}. Use the version of gmeta that "
+            "wrote it."
         )
-    # Over what was read: parsing converts, and could hide what was altered.
-    found = _digest({"schema_version": version, "order": order, **raw})
     if found != digest:
         raise ManifestError(
             f"{source} was altered after it was written: its content has digest {found[:12]}, it "
@@ -152,8 +164,11 @@ def parse_manifest(text: str, source: str = "the manifest") -> ShardManifest:
     try:
         datasets = tuple(_parse_dataset(item) for item in raw.pop("datasets"))
         manifest = ShardManifest(**raw, datasets=datasets)
+        _check_fields(manifest)
         for dataset in datasets:
             _check_positions(dataset, source)
+        if manifest.digest != digest:
+            raise ValueError("it is written in another form than the service's")
     except (KeyError, TypeError, ValueError, RefusedError) as error:
         raise ManifestError(
             f"{source} has a field that does not fit: {str(error).rstrip('.')}. Use a manifest "
@@ -162,14 +177,14 @@ def parse_manifest(text: str, source: str = "the manifest") -> ShardManifest:
     return manifest
 
 
-def describe_table(table: ShardTable, holders: dict[int, str]) -> DatasetManifest:
-    """The manifest entry of a live table; `holders` maps a DOING position to its worker."""
+def describe_table(table: "ShardTable", holders: dict[int, str]) -> DatasetManifest:
+    """Return the manifest entry of a live table; `holders` maps a DOING position to its worker."""
     # Whoever stands in no list is untouched, so ten million shards make no list.
     touched = set(table.units_done) | set(table.attempts) | set(holders)
     states = table.states
     partial = [p for p in touched if states[p] in (ShardState.READY, ShardState.DOING)]
 
-    def entries(positions: Iterator[int] | Sequence[int]) -> tuple[Exceptional, ...]:
+    def entries(positions: Iterable[int]) -> tuple[Exceptional, ...]:
         return tuple(
             Exceptional(
                 p,
@@ -186,17 +201,13 @@ def describe_table(table: ShardTable, holders: dict[int, str]) -> DatasetManifes
         table.epoch,
         tuple(table.done_intervals()),
         entries(partial),
-        entries(table.positions_in(ShardState.SKIPPED) if table.counts[ShardState.SKIPPED] else ()),
-        entries(
-            table.positions_in(ShardState.QUARANTINED)
-            if table.counts[ShardState.QUARANTINED]
-            else ()
-        ),
+        entries(table.positions_in(ShardState.SKIPPED)),
+        entries(table.positions_in(ShardState.QUARANTINED)),
     )
 
 
-def restore_table(table: ShardTable, entry: DatasetManifest | None) -> None:
-    """Makes `table` exactly what `entry` says (None: nothing trained); shards in flight are READY
+def restore_table(table: "ShardTable", entry: DatasetManifest | None) -> None:
+    """Make `table` exactly what `entry` says (None: nothing trained); shards in flight are READY
     with their offset."""
     table.open_epoch(0 if entry is None else entry.epoch)
     if entry is None:
@@ -217,21 +228,47 @@ def restore_table(table: ShardTable, entry: DatasetManifest | None) -> None:
         if item.note:
             table.notes[item.position] = item.note
     table.recount()
-    table.committed = list(entry.done)
+    table.committed = sorted(entry.done)
     table.mark_all_dirty()
 
 
 def _parse_dataset(raw: dict[str, Any]) -> DatasetManifest:
+    """Return one dataset's entry. Raise RefusedError for a field out of type or range, TypeError
+    or ValueError for another shape."""
+    spec = DatasetSpec(**raw["spec"])
+    check_range("epoch", raw["epoch"], 0, spec.num_epochs - 1)
+    done = tuple((start, end) for start, end in raw["done"])
+    for edge in itertools.chain.from_iterable(done):
+        check_type("an edge of done", edge, int)
     lists = {
         name: tuple(Exceptional(*item) for item in raw[name])
         for name in ("partial", "skipped", "quarantined")
     }
-    done = tuple((int(start), int(end)) for start, end in raw["done"])
-    return DatasetManifest(DatasetSpec(**raw["spec"]), raw["epoch"], done, **lists)
+    for item in itertools.chain.from_iterable(lists.values()):
+        # Their bounds are the shard's: _check_positions tells them.
+        check_type("position", item.position, int)
+        check_type("units_done", item.units_done, int)
+        check_range("attempts", item.attempts, 0, MAX_COUNTED_ATTEMPTS)
+        check_text("note", item.note, 2 * MAX_NOTE_CHARS)
+        check_text("worker_id", item.worker_id, MAX_NAME_CHARS)
+    return DatasetManifest(spec, raw["epoch"], done, **lists)
+
+
+def _check_fields(manifest: ShardManifest) -> None:
+    """Raise RefusedError unless the fields beside the datasets are of their types and each dataset
+    is listed once."""
+    for name in ("job", "checkpoint_id", "parent", "ledger_head"):
+        check_text(name, getattr(manifest, name), MAX_NOTE_CHARS)
+    for name in ("step", "generation", "ledger_events"):
+        check_range(name, getattr(manifest, name), 0, (1 << 64) - 1)
+    ((name, count),) = Counter(x.spec.name for x in manifest.datasets).most_common(1) or [("", 0)]
+    if count > 1:
+        raise bad_argument(f"dataset {name} is listed {count} times; once is allowed")
 
 
 def _check_positions(dataset: DatasetManifest, source: str) -> None:
-    """Every position at most once and inside the dataset, every offset inside its shard."""
+    """Raise ManifestError unless every position is inside the dataset and listed once, and every
+    offset inside its shard."""
     spec = dataset.spec
     order = ShardOrder(spec.num_shards, spec.seed, dataset.epoch, spec.shuffle)
     exceptions = ((item.position, item.position + 1) for item in dataset.exceptions)

@@ -16,7 +16,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def find_policy(name: str) -> Policy:
-    """The policy of a name or of FILE.py:FUNCTION.
+    """Return the policy of a name or of FILE.py:FUNCTION.
 
     Raises:
         ConfigError: no such name, file or function, or the file does not load.

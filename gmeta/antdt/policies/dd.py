@@ -9,7 +9,7 @@ from gmeta.antdt.policies.split import Speed, better_split
 
 
 def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
-    """ADJUST_BS with tasks and micro-batches of every worker, once all speeds are known."""
+    """Return ADJUST_BS with tasks and micro-batches of every worker, once all speeds are known."""
     active = snapshot.active
     takes_part = [worker for worker in snapshot.workers if not worker.excluded]
     if not snapshot.tasks_per_step or len(active) < 2 or len(active) != len(takes_part):
@@ -33,7 +33,7 @@ def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
 
 
 def _speed(worker: WorkerView, config: ControllerConfig) -> Speed:
-    """Time of a step as overhead and time per task, from the long windows."""
+    """Return the time of a step as overhead and time per task, from the long windows."""
     health = worker.health
     num_tasks = max(1, worker.tasks_per_step)
     step_ms = num_tasks * 1000 / health.tasks_per_s_long

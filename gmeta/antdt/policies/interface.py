@@ -3,10 +3,11 @@ that returns decisions and keeps no state: everything it needs is in the snapsho
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from gmeta.antdt.monitor import STRAGGLERS, WorkerHealth
+from gmeta_keys import key
 
 ActionKind = Literal[
     "NONE", "ADJUST_BS", "ADJUST_LR", "BACKUP_WORKERS", "KILL_RESTART", "EXCLUDE"
@@ -17,52 +18,31 @@ ActionKind = Literal[
 class ControllerConfig:
     """What the controller may do, and how often; the [controller] section of the config."""
 
-    policy: str = field(
-        default="none",
-        metadata={"help": "nd, dd, none, or FILE.py:FUNCTION with a policy of your own"},
+    policy: str = key("none", "nd, dd, none, or FILE.py:FUNCTION with a policy of your own")
+    dry_run: bool = key(False, "decide and log, but post no action")
+    synchronous: bool = key(
+        True, "all ranks take every step together (torchrun); false: each by itself"
     )
-    dry_run: bool = field(default=False, metadata={"help": "decide and log, but post no action"})
-    synchronous: bool = field(
-        default=True,
-        metadata={"help": "all ranks take every step together (torchrun); false: each by itself"},
+    min_tasks: int = key(1, "smallest share of a worker in a step", min=0)
+    max_micro_batch: int = key(0, "dd: tasks that fit a worker's memory; 0: any", min=0)
+    min_gain: float = key(0.05, "change batches only for a step shorter by this part", min=0.0)
+    cooldown_s: float = key(1.0, "time between two changes of the batches", min=0.0)
+    scale_lr: bool = key(False, "scale the learning rate with the tasks per step")
+    restart_cost_s: float = key(90.0, "from the end of a process to its next step", min=0.0)
+    restart_stops_job: bool = key(
+        True, "a restart of one rank stops all (torchrun); false: only that worker"
     )
-    min_tasks: int = field(
-        default=1, metadata={"help": "smallest share of a worker in a step", "min": 0}
+    restarts_per_worker: int = key(1, "KILL_RESTART at most so often for one worker", min=0)
+    restart_share_per_hour: float = key(
+        0.1, "part of the workers that may be restarted within an hour", min=0.0
     )
-    max_micro_batch: int = field(
-        default=0, metadata={"help": "dd: tasks that fit a worker's memory; 0: any", "min": 0}
-    )
-    min_gain: float = field(
-        default=0.05,
-        metadata={"help": "change batches only for a step shorter by this part", "min": 0.0},
-    )
-    cooldown_s: float = field(
-        default=1.0, metadata={"help": "time between two changes of the batches", "min": 0.0}
-    )
-    scale_lr: bool = field(
-        default=False, metadata={"help": "scale the learning rate with the tasks per step"}
-    )
-    restart_cost_s: float = field(
-        default=90.0, metadata={"help": "from the end of a process to its next step", "min": 0.0}
-    )
-    restart_stops_job: bool = field(
-        default=True,
-        metadata={"help": "a restart of one rank stops all (torchrun); false: only that worker"},
-    )
-    restarts_per_worker: int = field(
-        default=1, metadata={"help": "KILL_RESTART at most so often for one worker", "min": 0}
-    )
-    restart_share_per_hour: float = field(
-        default=0.1,
-        metadata={"help": "part of the workers that may be restarted within an hour", "min": 0.0},
-    )
-    backup_share: float = field(
-        default=0.25,
-        metadata={"help": "part of the workers whose last shards others do at a time", "min": 0.0},
+    backup_share: float = key(
+        0.25, "part of the workers whose last shards others do at a time", min=0.0
     )
 
     def restarts_per_hour(self, num_workers: int) -> int:
-        """Of all workers together; one at least, or a small job could never restart any."""
+        """Return the restarts of all workers together; at least one, or a small job could never
+        restart any."""
         return max(1, int(self.restart_share_per_hour * num_workers))
 
 
@@ -92,16 +72,16 @@ class Snapshot:
 
     @property
     def active(self) -> tuple[WorkerView, ...]:
-        """Workers that take part and whose speed is known."""
+        """Return the workers that take part and whose speed is known."""
         return tuple(w for w in self.workers if not w.excluded and w.health.tasks_per_s > 0)
 
     @property
     def stragglers(self) -> tuple[WorkerView, ...]:
-        """The slow ones of them."""
+        """Return the slow ones of the active workers."""
         return tuple(w for w in self.active if w.health.verdict in STRAGGLERS)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; infinities become null."""
+        """Return plain values; infinities become null."""
         raw = asdict(self)
         for name in ("remaining_s", "last_adjust_s"):
             if abs(raw[name]) == float("inf"):
@@ -110,7 +90,7 @@ class Snapshot:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "Snapshot":
-        """The inverse of `to_json`."""
+        """Return the snapshot of what `to_json` gave."""
         workers = tuple(
             WorkerView(**{**one, "health": WorkerHealth(**one["health"])}) for one in raw["workers"]
         )

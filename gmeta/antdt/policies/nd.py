@@ -12,8 +12,8 @@ USUAL_RATIO = 1.25  # a window that is not slower than this is noise
 
 
 def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
-    """KILL_RESTART for persistent stragglers where it pays, ADJUST_BS for all others, and
-    BACKUP_WORKERS for the last shards of whoever is slow in a job that is not synchronous."""
+    """Return KILL_RESTART for persistent stragglers where it pays, ADJUST_BS for all others, and
+    BACKUP_WORKERS for the last shards of slow workers in a job that is not synchronous."""
     decisions = _restarts(snapshot, config)
     # Those beyond the hour's budget are held back, but told: their workers stay in the job, and
     # its batches must go on being balanced around them.
@@ -27,7 +27,8 @@ def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
 
 
 def _backups(snapshot: Snapshot, restarted: Set[str]) -> list[Decision]:
-    """Slowest first. Whoever does the shard too has nothing else to do, so it costs nothing."""
+    """Return the backups, slowest worker first. Whoever does the shard too has nothing else to do,
+    so it costs nothing."""
     slow = [
         worker
         for worker in snapshot.stragglers
@@ -46,8 +47,8 @@ def _backups(snapshot: Snapshot, restarted: Set[str]) -> list[Decision]:
 
 
 def _restarts(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
-    """Worst first. A restart pays when the speed won back until the end of the job is worth more
-    tasks than the restart costs."""
+    """Return the restarts, worst first. One pays when the speed won back until the end of the job
+    is worth more tasks than the restart costs."""
     active = snapshot.active
     if not active:
         return []
@@ -74,8 +75,8 @@ def _restarts(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
 
 
 def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
-    """Shares in proportion to speed, when somebody is slow or the shares are still unequal from
-    before."""
+    """Return shares in proportion to speed, when a worker is slow or the shares are still unequal
+    from before."""
     active = snapshot.active
     takes_part = [worker for worker in snapshot.workers if not worker.excluded]
     if not snapshot.tasks_per_step or len(active) < 2 or len(active) != len(takes_part):
@@ -109,16 +110,16 @@ def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
 
 
 def _speeds(active: Sequence[WorkerView], somebody_is_slow: bool) -> list[Speed]:
-    """Time of a task and of a step's overhead, of every worker."""
+    """Return the time of a task and of a step's overhead, of every worker."""
     overheads_ms = _overheads_ms(active)
     tasks_per_s = [_tasks_per_s(worker, somebody_is_slow) for worker in active]
     return [Speed(1000 / v, ms) for v, ms in zip(tasks_per_s, overheads_ms, strict=True)]
 
 
 def _tasks_per_s(worker: WorkerView, somebody_is_slow: bool) -> float:
-    """Of a straggler the short windows, of all others the long mean, so that noise and a hiccup
-    move no batch. But the newest window of who became slow in it beside a straggler, and of who
-    became fast: averages would follow only after some windows."""
+    """Return each worker's speed: of a straggler by the short windows, of all others by the long
+    mean, so that noise and a hiccup move no batch. A worker that became slow beside a straggler, or
+    that became fast, counts by its newest window: averages would follow only after some windows."""
     health = worker.health
     usual, newest = health.tasks_per_s_long, health.tasks_per_s_newest
     if newest >= USUAL_RATIO * usual:
@@ -129,7 +130,10 @@ def _tasks_per_s(worker: WorkerView, somebody_is_slow: bool) -> float:
 
 
 def _overheads_ms(active: Sequence[WorkerView]) -> list[float]:
-    """What a step takes beyond its tasks: collectives, and the host's work around them.
+    """Return what a step takes beyond its tasks: collectives, and the host's work around them. The
+    slowest worker never waits for its peers, so the overhead is estimated from the smallest peer
+    wait. Whoever computes slowly does this slowly too: the others' overhead is shorter by as much
+    as they are faster, and nobody's is longer than its wait.
 
     It hides in what a worker waits for its peers. But the worker that all wait for waits for
     nobody: its wait is its overhead. Whoever computes slowly does this slowly too, so the others'

@@ -12,19 +12,19 @@ class Speed(NamedTuple):
     max_micro_batch: int = 0  # 0: any
 
     def micro_batches(self, num_tasks: int) -> int:
-        """As few as the memory allows."""
+        """Return how many micro-batches the memory demands, at least."""
         if not self.max_micro_batch:
             return 1
         return max(1, -(-num_tasks // self.max_micro_batch))
 
     def step_ms(self, num_tasks: int) -> float:
-        """Time of its share of a step; nothing for no tasks."""
+        """Return the time of its share of a step; 0 for no tasks."""
         if num_tasks == 0:
             return 0.0
         return self.micro_batches(num_tasks) * self.overhead_ms + num_tasks * self.task_ms
 
     def tasks_within(self, limit_ms: float) -> int:
-        """The most tasks whose step ends within the limit."""
+        """Return the most tasks whose step ends within the limit."""
         if self.overhead_ms == 0 or not self.max_micro_batch:
             # 1e-9: a limit that is a whole number of tasks must not lose one to rounding.
             return max(0, int((limit_ms - self.overhead_ms) / self.task_ms + 1e-9))
@@ -36,7 +36,7 @@ class Speed(NamedTuple):
 
 
 def proportional_split(total: int, speeds: Sequence[float], minimum: int) -> list[int]:
-    """B_i = B v_i / sum v by largest remainder, none below `minimum` (AntDT-ND's ADJUST_BS).
+    """Return B_i = B v_i / sum v by largest remainder, none below `minimum` (AntDT-ND's ADJUST_BS).
 
     >>> proportional_split(13, [4.0, 4.0, 4.0, 1.0], 1)
     [4, 4, 4, 1]
@@ -64,8 +64,10 @@ def proportional_split(total: int, speeds: Sequence[float], minimum: int) -> lis
 
 
 def fastest_split(total: int, speeds: Sequence[Speed], minimum: int = 0) -> list[int]:
-    """The split of `total` tasks whose slowest worker ends first: min over n of max_i t_i(n_i)
-    (AntDT-DD). Exact: a bisection over the time limit, then whole tasks are taken back.
+    """Return the split of `total` tasks whose slowest worker ends first: min over n of max_i
+    t_i(n_i) (AntDT-DD). Exact: a bisection over the time limit, then whole tasks are taken back. Of
+    splits that end at the same time it is the one with the most slack where a task takes long: a
+    straggler's time is the least certain.
 
     Of splits that end at the same time it is the one with the most slack where a task takes long:
     a straggler's time is the least certain.
@@ -109,8 +111,8 @@ class Resplit(NamedTuple):
 def better_split(
     shares: Sequence[int], total: int, speeds: Sequence[Speed], minimum: int, min_gain: float
 ) -> Resplit | None:
-    """The fastest split in place of `shares`; None where the step would be no shorter by the part
-    `min_gain`."""
+    """Return the fastest split in place of `shares`; None where the step would be no shorter by the
+    part `min_gain`."""
     wanted = fastest_split(total, speeds, minimum)
     now_ms, then_ms = (
         max(speed.step_ms(n) for speed, n in zip(speeds, split, strict=True))

@@ -20,7 +20,7 @@ _STOP_S = 5.0  # for the callback that runs when the process ends
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The loop, running; started by the first call."""
+    """Return the running loop; the first call starts it."""
     with _starting:
         # Not when this is imported: who only reads a manifest needs no thread.
         if not _started:
@@ -32,13 +32,14 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def wait_for(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs the coroutine on the loop; returns or raises what it does. Not from the loop itself."""
+    """Run the coroutine on the loop and return or raise what it does. Never call it on the loop
+    itself."""
     return asyncio.run_coroutine_threadsafe(coroutine, event_loop()).result()
 
 
 def _stop() -> None:
-    """A daemon thread outlives the interpreter by the time that the process takes to unload, and a
-    callback of uvloop's that comes due then is a segmentation fault."""
+    """Stop the loop. Its daemon thread outlives the interpreter by the time that the process takes
+    to unload, and a callback of uvloop's that comes due then is a segmentation fault."""
     for loop, thread in _started:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(_STOP_S)

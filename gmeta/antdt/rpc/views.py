@@ -4,17 +4,16 @@ Nothing here changes it."""
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from gmeta.antdt.ledger.checkpoints import find_checkpoint
 from gmeta.antdt.ledger.table import ShardTable, find_table
 from gmeta.antdt.manifests.audit import audit_manifest
 from gmeta.antdt.manifests.manifest import parse_manifest
 from gmeta.antdt.model import MAX_SHARDS, ShardState, bad_argument
 from gmeta.antdt.rpc.wire import spec_to
-from protos.antdt.v1 import shard_service_pb2 as pb
+from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 if TYPE_CHECKING:
     from gmeta.antdt.ledger.ledger import Ledger
@@ -37,7 +36,7 @@ _LEDGER_STATE = {wire: state for state, wire in _WIRE_STATE.items()} | {
 
 
 def status(ledger: Ledger, now_s: float) -> Any:
-    """StatusResponse."""
+    """Return a StatusResponse: datasets, workers and checkpoints at `now_s`."""
     state = ledger.state
     return pb.StatusResponse(
         job=state.job,
@@ -105,24 +104,16 @@ def _worker_status(ledger: Ledger, worker_id: str, now_s: float) -> Any:
     if seen is not None:
         message.silent_ms = max(0, int((now_s - seen.seen_s) * 1000))
         if seen.report:
-            for name, value in zip(REPORT_FIELDS, seen.report, strict=True):
-                setattr(message.report, name, value)
+            report = dict(zip(REPORT_FIELDS, seen.report, strict=True))
+            message.report.CopyFrom(pb.WorkerReport(**report))
     return message
 
 
-REPORT_FIELDS = (
-    "step",
-    "tasks_done",
-    "compute_ms",
-    "data_wait_ms",
-    "communication_ms",
-    "peer_wait_ms",
-    "share",
-)
+REPORT_FIELDS = tuple(pb.WorkerReport.DESCRIPTOR.fields_by_name)
 
 
 def list_shards(ledger: Ledger, dataset: str, state: int, page_size: int, page_token: str) -> Any:
-    """ListShardsResponse; the page token is the next position. Raises RefusedError."""
+    """Return a ListShardsResponse; its page token is the next position. Raise RefusedError."""
     table = find_table(ledger.state.tables, dataset)
     size = page_size or DEFAULT_PAGE
     # A token is a position: more digits are no number of a shard, nor one that int() takes.
@@ -155,9 +146,16 @@ def _matching(table: ShardTable, state: int, start: int) -> Iterator[int]:
     if not state:
         yield from range(start, table.spec.num_shards)
         return
-    for position in table.positions_in(_LEDGER_STATE[state], start):
-        if _wire_state(table, position) == state:
-            yield position
+    runs: Iterable[tuple[int, int]] = [(0, table.spec.num_shards)]
+    if state == pb.SHARD_STATE_DONE_COMMITTED:
+        runs = table.committed
+    elif state == pb.SHARD_STATE_DONE_OPEN:
+        # Between the committed runs: of those there may be millions of shards, none of them asked
+        # for.
+        edges = [0, *chain.from_iterable(table.committed), table.spec.num_shards]
+        runs = zip(edges[::2], edges[1::2], strict=True)
+    for left, right in runs:
+        yield from table.positions_in(_LEDGER_STATE[state], max(left, start), right)
 
 
 def _wire_state(table: ShardTable, position: int) -> int:
@@ -192,10 +190,8 @@ def _shard_info(table: ShardTable, position: int, holders: Sequence[str]) -> Any
     )
 
 
-def audit(ledger: Ledger, checkpoint_id: str) -> Any:
-    """AuditResponse of a prepared checkpoint. Raises RefusedError for an unknown one."""
-    checkpoint = find_checkpoint(ledger.state, checkpoint_id)
-    report = audit_manifest(parse_manifest(checkpoint.manifest_json))
-    return pb.AuditResponse(
-        ok=report.ok, lines=report.lines, manifest_json=checkpoint.manifest_json.encode()
-    )
+def audit(manifest_json: str) -> Any:
+    """Return the AuditResponse of a manifest. Needs no ledger, so that it can be worked out beside
+    the writer."""
+    report = audit_manifest(parse_manifest(manifest_json))
+    return pb.AuditResponse(ok=report.ok, lines=report.lines, manifest_json=manifest_json.encode())

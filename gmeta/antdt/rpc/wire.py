@@ -27,13 +27,14 @@ from gmeta.antdt.model import (
     check_range,
     check_text,
 )
-from protos.antdt.v1 import shard_service_pb2 as pb
+from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
+MAX_REPORTED_MS = 1e15  # 30,000 years
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
 
 
 def spec_from(message: Any) -> DatasetSpec:
-    """Raises RefusedError for a spec out of bounds."""
+    """Return the spec of a proto. Raise RefusedError where it is out of bounds."""
     return DatasetSpec(
         message.name,
         message.num_units,
@@ -48,29 +49,30 @@ def spec_from(message: Any) -> DatasetSpec:
 
 
 def spec_to(spec: DatasetSpec) -> Any:
-    """The proto of a spec."""
+    """Return the proto of a spec."""
     return pb.DatasetSpec(**vars(spec))
 
 
 def grant_to(grant: Grant) -> Any:
-    """The proto of a grant."""
+    """Return the proto of a grant."""
     return pb.Grant(**grant._asdict())
 
 
 def grant_from(message: Any) -> Grant:
-    """The grant of a proto."""
+    """Return the grant of a proto."""
     return Grant(*(getattr(message, name) for name in Grant._fields))
 
 
 def refusal_to(error: RefusedError) -> Any:
-    """The proto of a refusal on a stream."""
+    """Return the proto that a refusal is on a stream."""
     # The value of a gRPC status is (number, name in words).
     code, _ = getattr(grpc.StatusCode, error.code).value
     return pb.Refusal(code=code, reason=f"REASON_{error.reason}", message=str(error))
 
 
 def caller_from(message: Any) -> Caller:
-    """Who calls; names are matched against registered ones: only their length is bounded."""
+    """Return who calls. Names are matched against registered ones, so only their length is checked.
+    Raise RefusedError."""
     check_text("worker_id", message.worker_id, MAX_NAME_CHARS)
     check_text("incarnation", message.incarnation, MAX_NAME_CHARS)
     return Caller(
@@ -79,7 +81,7 @@ def caller_from(message: Any) -> Caller:
 
 
 def _plain(text: str) -> str:
-    """Free text for ledger and logs: no control characters, bounded."""
+    """Return free text fit for ledger and logs: without control characters, cut to its bound."""
     return _CONTROL.sub(" ", text)[:MAX_NOTE_CHARS]
 
 
@@ -116,11 +118,13 @@ def _heartbeat(request: Any) -> cmd.Command:
         r = request.report
         times = (r.compute_ms, r.data_wait_ms, r.communication_ms, r.peer_wait_ms)
         # One infinity would stay in the sums of the monitor for all of its long windows.
-        if not all(0 <= ms < float("inf") for ms in times):
+        if not all(0 <= ms <= MAX_REPORTED_MS for ms in times):
             raise bad_argument(
-                f"the report's times are {times} ms; allowed are finite numbers from 0. Correct it."
+                f"the report's times are {times} ms; allowed are finite numbers from 0 to "
+                f"{MAX_REPORTED_MS:.0e}. Correct it."
             )
-        report = (r.step, r.tasks_done, *times, r.share)
+        # In nanoseconds: neither a sum nor a ratio of such numbers leaves the range of a float.
+        report = (r.step, r.tasks_done, *(round(ms, 6) for ms in times), r.share)
     return cmd.Heartbeat(caller_from(request.caller), _items("tokens", request.tokens), report)
 
 
@@ -130,14 +134,10 @@ def _progress(request: Any) -> cmd.Command:
     return cmd.Progress(caller_from(request.caller), items)
 
 
-def _complete(request: Any) -> cmd.Command:
-    tokens = _items("tokens", request.tokens)
-    return cmd.Complete(caller_from(request.caller), request.seq, tokens)
-
-
-def _release(request: Any) -> cmd.Command:
-    tokens = _items("tokens", request.tokens)
-    return cmd.Release(caller_from(request.caller), request.seq, tokens)
+def _given_back(kind: type[cmd.Complete | cmd.Release]) -> Callable[[Any], cmd.Command]:
+    return lambda request: kind(
+        caller_from(request.caller), request.seq, _items("tokens", request.tokens)
+    )
 
 
 def _fail(request: Any) -> cmd.Command:
@@ -234,6 +234,10 @@ def _beaten(reply: cmd.Beat, ttl_ms: int) -> Any:
     return pb.HeartbeatResponse(lease_ttl_ms=ttl_ms, revoked_tokens=reply.revoked, actions=actions)
 
 
+def _numbered(kind: Any) -> Callable[[cmd.Outcomes, int], Any]:
+    return lambda reply, _: kind(last_seq=reply.last_seq, outcomes=reply.outcomes)
+
+
 def _failed(reply: cmd.Outcomes, ttl_ms: int) -> Any:
     return pb.FailResponse(
         last_seq=reply.last_seq, outcome=reply.outcomes[0], quarantined=reply.quarantined
@@ -256,14 +260,8 @@ CODECS: dict[str, tuple[Callable[[Any], cmd.Command], Callable[[Any, int], Any]]
     "Lease": (_lease, _leased),
     "Heartbeat": (_heartbeat, _beaten),
     "Progress": (_progress, lambda reply, _: pb.ProgressResponse(outcomes=reply.outcomes)),
-    "Complete": (
-        _complete,
-        lambda reply, _: pb.CompleteResponse(last_seq=reply.last_seq, outcomes=reply.outcomes),
-    ),
-    "Release": (
-        _release,
-        lambda reply, _: pb.ReleaseResponse(last_seq=reply.last_seq, outcomes=reply.outcomes),
-    ),
+    "Complete": (_given_back(cmd.Complete), _numbered(pb.CompleteResponse)),
+    "Release": (_given_back(cmd.Release), _numbered(pb.ReleaseResponse)),
     "Fail": (_fail, _failed),
     "PrepareCheckpoint": (_prepare, _prepared),
     "CommitCheckpoint": (_commit, lambda reply, _: pb.CommitCheckpointResponse()),

@@ -14,20 +14,21 @@ from typing import Any, final
 import grpc
 
 from gmeta.antdt.access.auth import Guard, abort
-from gmeta.antdt.client.call_stream import STREAMED
-from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.errors import RefusedError, shutting_down
+from gmeta.antdt.ledger.checkpoints import find_checkpoint
 from gmeta.antdt.ledger.ledger import Ledger
 from gmeta.antdt.log import event
 from gmeta.antdt.model import bad_argument, check_range
 from gmeta.antdt.rpc import views
 from gmeta.antdt.rpc.loop import event_loop
+from gmeta.antdt.rpc.streamed import STREAMED
 from gmeta.antdt.rpc.wire import CODECS, refusal_to
 from gmeta.antdt.service.metrics import ServiceMetrics
 from gmeta.antdt.service.tickets import ANSWER_TIMEOUT_S, Ticket, hung_disk, resolve, told
 from gmeta.antdt.storage.request import Answer, Read, Request
 from gmeta.antdt.storage.writer import Writer
-from protos.antdt.v1 import shard_service_pb2 as pb
-from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
+from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
+from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
 MAX_WATCHERS = 8  # each has the whole status built again and again
 MAX_STREAMS = 4096  # one a worker; the workers beyond make their calls one by one
@@ -54,8 +55,8 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
     def __init__(
         self, lease_ttl_s: float, report_every_s: float = 0.0, guard: Guard | None = None
     ) -> None:
-        """`guard` judges each request of a stream; in front of the other calls it stands by
-        itself."""
+        """Take what replies state (`lease_ttl_s`, `report_every_s`) and the `guard`, which judges
+        each request of a stream here; in front of the other calls it stands by itself."""
         self._ttl_ms = int(lease_ttl_s * 1000)
         self._report_every_ms = int(report_every_s * 1000)
         self._guard = guard
@@ -64,23 +65,24 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         self._streams: dict[Any, bool] = {}  # the task of each, and whether it waits for a request
         self._asked: dict[asyncio.Future[Answer], float] = {}  # and since when
         self._closing = asyncio.Event()
+        self._auditing = asyncio.Lock()
         self.metrics = ServiceMetrics(self.read_status, lambda: len(self._streams))
 
     def open(self, writer: Writer) -> None:
-        """Recovery is done: calls are answered from now on."""
+        """Answer calls from now on: the store has been read."""
         self._writer = writer
         event_loop().call_soon_threadsafe(self._look_for_hung_disk)
 
     async def close(self) -> None:
-        """Ends the streams, so that a drain need not wait for them; what they have asked is
-        answered first."""
+        """End the streams, so that a drain need not wait for them; what they have asked is answered
+        first."""
         self._closing.set()
         for task, is_idle in self._streams.items():
             if is_idle:
                 task.cancel()
 
     def ask(self, request: Request) -> Any:
-        """Waits for the request's answer, in a thread other than the event loop's. Raises
+        """Return the request's answer; wait for it in a thread other than the event loop's. Raise
         RefusedError."""
         ticket = Ticket()
         self._submit(request, ticket)
@@ -89,7 +91,7 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         return told(ticket.answer)
 
     async def _ask(self, request: Request) -> Any:
-        """As `ask`, on the event loop."""
+        """Return the request's answer, as `ask` does, on the event loop."""
         future = asyncio.get_running_loop().create_future()
         self._submit(request, future)
         self._asked[future] = time.monotonic()
@@ -99,7 +101,8 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
             del self._asked[future]
 
     def _look_for_hung_disk(self) -> None:
-        """One timer for all that is asked: one for each would be a tenth of a call's CPU."""
+        """Refuse what has waited too long, again and again. One timer for all calls: one for each
+        would be a tenth of a call's CPU."""
         late_s = time.monotonic() - ANSWER_TIMEOUT_S
         resolve([(each, hung_disk()) for each, at_s in self._asked.items() if at_s < late_s])
         if not self._closing.is_set():
@@ -115,14 +118,14 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         self._writer.submit(request, ticket)
 
     def read_status(self) -> Any:
-        """StatusResponse, or None while the service cannot answer."""
+        """Return a StatusResponse, or None while the service cannot answer."""
         try:
             return self.ask(Read(views.status))
         except RefusedError:
             return None
 
     async def _judged(self, rpc: str, peer: str, respond: Callable[[], Awaitable[Any]]) -> Any:
-        """Answers one call, with its metrics and its line in the log. Raises RefusedError."""
+        """Answer one call, with its metrics and its line in the log. Raise RefusedError."""
         began_s = time.perf_counter()
         code = "OK"
         try:
@@ -142,18 +145,18 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
             self.metrics.observe_call(rpc, code, time.perf_counter() - began_s)
 
     async def _answer(self, rpc: str, context: Any, respond: Callable[[], Awaitable[Any]]) -> Any:
-        """As `_judged`; a refusal becomes a status."""
+        """Answer one call as `_judged` does; a refusal becomes its status."""
         try:
             return await self._judged(rpc, context.peer(), respond)
         except RefusedError as error:
             await abort(context, error)
 
     async def Status(self, request: Any, context: Any) -> Any:
-        """See the proto."""
+        """Return datasets, workers and checkpoints as they are now."""
         return await self._answer("Status", context, lambda: self._ask(Read(views.status)))
 
     async def ListShards(self, request: Any, context: Any) -> Any:
-        """See the proto."""
+        """Return one page of a dataset's shards, of one state or of all."""
 
         def view(ledger: Ledger, now_s: float) -> Any:
             r = request
@@ -162,19 +165,32 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         return await self._answer("ListShards", context, lambda: self._ask(Read(view)))
 
     async def Audit(self, request: Any, context: Any) -> Any:
-        """See the proto."""
+        """Return what a prepared checkpoint was trained on, unit by unit accounted for."""
+        return await self._answer("Audit", context, lambda: self._audit(request.checkpoint_id))
 
-        def view(ledger: Ledger, now_s: float) -> Any:
-            return views.audit(ledger, request.checkpoint_id)
+    async def _audit(self, checkpoint_id: str) -> Any:
+        """Return the AuditResponse, worked out in a thread of its own: the writer only looks the
+        manifest up. One at a time, because each takes several times a manifest's memory."""
 
-        return await self._answer("Audit", context, lambda: self._ask(Read(view)))
+        def view(ledger: Ledger, now_s: float) -> str:
+            return find_checkpoint(ledger.state, checkpoint_id).manifest_json
+
+        async with self._auditing:
+            return await asyncio.to_thread(views.audit, await self._ask(Read(view)))
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        """See the proto."""
+        """Yield the status again and again, as long as the caller may see it."""
+        admit = None if self._guard is None else self._guard.admission(context)
+
+        async def look() -> Any:
+            if admit is not None:
+                admit("Watch")
+            return await self._ask(Read(views.status))
+
         interval_s = await self._answer("Watch", context, lambda: self._begin_watch(request))
         try:
             while not self._closing.is_set():
-                status = await self._answer("Watch", context, lambda: self._ask(Read(views.status)))
+                status = await self._answer("Watch", context, look)
                 yield pb.WatchResponse(status=status)
                 try:
                     async with asyncio.timeout(interval_s):
@@ -198,7 +214,7 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         return float(interval_ms / 1000)
 
     async def Stream(self, requests: Any, context: Any) -> AsyncIterator[Any]:
-        """See the proto."""
+        """Yield the answer to each request of a worker's stream, in their order."""
         if len(self._streams) >= MAX_STREAMS:
             await abort(
                 context,
@@ -226,7 +242,7 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         finally:
             self._streams.pop(task, None)
         # Said, so that the client asks the successor and does not take it for a cut link.
-        await abort(context, _shutting_down())
+        await abort(context, shutting_down())
 
     async def _answer_streamed(
         self, request: Any, peer: str, admit: Callable[[str], None] | None
@@ -261,26 +277,18 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         return response
 
 
-def _shutting_down() -> RefusedError:
-    return RefusedError(
-        "UNAVAILABLE",
-        "SHUTTING_DOWN",
-        "the service is shutting down; retry: its successor answers.",
-    )
-
-
 def _handler(rpc: str) -> Callable[[Edge, Any, Any], Awaitable[Any]]:
     async def handle(self: Edge, request: Any, context: Any) -> Any:
         peer = context.peer()
         return await self._answer(rpc, context, lambda: self._respond(rpc, request, peer))
 
     handle.__name__ = rpc
-    handle.__doc__ = "See the proto."
+    handle.__doc__ = f"Apply {rpc} and return its response once it is durable."
     return handle
 
 
 def _fields(command: Any) -> dict[str, object]:
-    """A command for the log: the caller flattened, long texts cut."""
+    """Return a command's fields for the log: the caller flattened, long texts cut."""
     fields = {k: v for k, v in command._asdict().items() if k != "caller"}
     caller = getattr(command, "caller", None)
     if caller is not None:

@@ -37,7 +37,8 @@ class EmbeddedService:
     and store."""
 
     def __init__(self, folder: Path) -> None:
-        """Returns when it can be called. Raises AntdtError with what the service said."""
+        """Start the service; return when it can be called. Raise AntdtError with what the service
+        said."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         # Bound and never listened on as long as this lives: nobody is given the port by chance,
@@ -57,7 +58,7 @@ class EmbeddedService:
         self._watcher.start()
 
     def close(self) -> None:
-        """Lets the service finish the calls under way and store a snapshot, then ends it."""
+        """End the service once it has answered the calls under way and stored a snapshot."""
         self._closing.set()
         # The end of its standard input is how the service is told.
         os.close(self._owner_lives)

@@ -26,7 +26,9 @@ class ServiceMetrics:
     embedded)."""
 
     def __init__(self, read_status: Callable[[], Any], num_streams: Callable[[], int]) -> None:
-        """`read_status` returns a StatusResponse, or None while the service cannot answer."""
+        """Register the metrics. `read_status` returns a StatusResponse, or None while the service
+        cannot answer."""
+        # Without auto_describe: it must not scrape while the service is recovering.
         self.registry = CollectorRegistry()
         self.streams = Gauge("antdt_streams", "Open streams of calls.", registry=self.registry)
         self.streams.set_function(num_streams)
@@ -59,8 +61,8 @@ class ServiceMetrics:
         self._children: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
 
     def observe_call(self, rpc: str, code: str, seconds: float) -> None:
-        """One call was answered; the labelled children are kept, looking them up costs as much
-        as the rest."""
+        """Count one answered call. The labelled children are kept: looking them up costs as much as
+        the rest."""
         found = self._children.get((rpc, code))
         if found is None:
             found = (self.calls.labels(rpc, code), self.call_seconds.labels(rpc))
@@ -70,11 +72,11 @@ class ServiceMetrics:
         histogram.observe(seconds)
 
     def add_governor(self, governor: Governor) -> None:
-        """Verdicts, speeds and decisions, read at each scrape."""
+        """Add verdicts, speeds and decisions, read at each scrape."""
         self.registry.register(_GovernorCollector(governor))
 
     def answer(self, request: HttpRequest) -> None:
-        """GET /metrics, in the format that the scraper asks for."""
+        """Answer GET /metrics in the format that the scraper asks for."""
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         request.send(200, encode(self.registry), content_type=content_type)
 
@@ -86,12 +88,9 @@ class _StateCollector(Collector):
     def __init__(self, read_status: Callable[[], Any]) -> None:
         self._read_status = read_status
 
-    def describe(self) -> list[Any]:
-        """Nothing up front: the registry must not scrape while the service is recovering."""
-        return []
-
     def collect(self) -> Iterator[Any]:
-        """See prometheus_client.registry.Collector.collect."""
+        """Yield shards by state, workers' seconds and the service's counts, as the ledger has them
+        now."""
         status = self._read_status()
         if status is None:
             return
@@ -132,12 +131,8 @@ class _GovernorCollector(Collector):
     def __init__(self, governor: Governor) -> None:
         self._governor = governor
 
-    def describe(self) -> list[Any]:
-        """Nothing up front."""
-        return []
-
     def collect(self) -> Iterator[Any]:
-        """See prometheus_client.registry.Collector.collect."""
+        """Yield speeds, slowdowns, shares, stragglers and decisions."""
         governor = self._governor
         speed = GaugeMetricFamily(
             "antdt_worker_tasks_per_s", "By its own time alone.", labels=["worker"]

@@ -1,8 +1,10 @@
 """The service process: listens, recovers, serves, drains. Start to SERVING is well under a
 second."""
 
+import asyncio
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -18,7 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from gmeta.antdt.access.address import DEFAULT_ADDRESS, check_free, split_address
-from gmeta.antdt.access.auth import Guard, Tokens
+from gmeta.antdt.access.auth import MAX_CALLS, Guard, Tokens
 from gmeta.antdt.access.credentials import ServerTls, is_loopback, server_credentials
 from gmeta.antdt.access.http_edge import HttpServer, Route
 from gmeta.antdt.access.rate import CallLimits
@@ -26,8 +28,9 @@ from gmeta.antdt.dashboard import Dashboard
 from gmeta.antdt.errors import AntdtError
 from gmeta.antdt.ledger.ledger import DEFAULT_LEASE_TTL_S
 from gmeta.antdt.log import DecisionLog, event
+from gmeta.antdt.model import MAX_NAME_CHARS, MAX_WORKERS
 from gmeta.antdt.rpc.loop import wait_for
-from gmeta.antdt.service.edge import MAX_STREAMS, Edge
+from gmeta.antdt.service.edge import Edge
 from gmeta.antdt.service.tickets import deliver
 from gmeta.antdt.storage.committer import Committer
 from gmeta.antdt.storage.urls import open_store
@@ -35,13 +38,20 @@ from gmeta.antdt.storage.writer import GroupStats, Writer
 from gmeta.antdt.stragglers.governor import Governor
 from gmeta.antdt.stragglers.settings import StragglerConfig
 from gmeta.errors import UserError
-from protos.antdt.v1 import shard_service_pb2 as pb
-from protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
+from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
+from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
+NOTHING = "nothing"  # of all options that protect a service
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ShardService"].full_name
 MAX_MESSAGE_BYTES = 16 << 20  # a manifest; every other message is far smaller
-MAX_CONCURRENT_CALLS = MAX_STREAMS + 4096  # beyond it callers get RESOURCE_EXHAUSTED and retry
 DRAIN_S = 10.0  # calls under way at SIGTERM may take so long
+AFTER_DRAIN_S = 5.0  # then gRPC cancels them, which may hang on a peer whose cable was pulled
+HANDSHAKE_TIMEOUT_S = 10  # a connection that has said nothing by then is closed
+MAX_CONNECTION_IDLE_S = 60  # as one without a call for so long; the next call connects anew
+# Descriptors that the store, the log and the HTTP address need beside the workers' connections.
+RESERVED_DESCRIPTORS = 256
+MAX_CONNECTIONS = 2 * MAX_WORKERS
+FEW_CONNECTIONS = 1000  # a larger job, or a stranger's idle connections, could take them all
 MAX_CONNECTION_AGE_S = 3600  # then a client shakes hands anew: an expired certificate is found out
 
 _OPTIONS = (
@@ -51,12 +61,13 @@ _OPTIONS = (
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.max_concurrent_streams", 256),  # calls at once on one connection
     ("grpc.http2.bdp_probe", 0),  # messages are small: no pings to measure the bandwidth
-    # Clients ping every few seconds to notice a cut link (install.md section 3): permit it.
+    # Clients ping every few seconds to notice a cut link: permit it.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
 )
 _TLS_OPTIONS = (
+    ("grpc.max_connection_idle_ms", MAX_CONNECTION_IDLE_S * 1000),
     ("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_S * 1000),
     ("grpc.max_connection_age_grace_ms", 60_000),
 )
@@ -79,21 +90,30 @@ class ServiceConfig:
     stragglers: StragglerConfig = field(default_factory=StragglerConfig)
     decisions: Path | None = None
 
+    def __post_init__(self) -> None:
+        """Raise ServiceStartError for a job without a name that can be written down."""
+        # It stands in manifests, logs and metrics as it is.
+        if not (self.job.strip() and self.job.isprintable() and len(self.job) <= MAX_NAME_CHARS):
+            raise ServiceStartError(
+                f"--job is {self.job[:MAX_NAME_CHARS]!r}; allowed are 1 to {MAX_NAME_CHARS} "
+                "printable characters. Name the job."
+            )
+
     @property
     def secured(self) -> bool:
-        """Whether the wire is encrypted and every caller must prove who they are."""
+        """Return whether the wire is encrypted and every caller must prove who they are."""
         return self.tls_cert is not None and bool(self.tls_client_ca or self.tokens)
 
     @property
     def protection(self) -> str:
-        """The options given that protect the service, as on the command line, for messages."""
+        """Return the options given that protect the service, as on the command line."""
         given = {
             "--tls-cert": self.tls_cert,
             "--tls-key": self.tls_key,
             "--tls-client-ca": self.tls_client_ca,
             "--tokens": self.tokens,
         }
-        return " ".join(f"{name} {path}" for name, path in given.items() if path) or "nothing"
+        return " ".join(f"{name} {path}" for name, path in given.items() if path) or NOTHING
 
 
 class ServiceStartError(AntdtError, UserError):
@@ -105,8 +125,8 @@ class ShardServer:
     """A running service. Also usable inside another process (tests, one-machine jobs)."""
 
     def __init__(self, config: ServiceConfig) -> None:
-        """Binds the address, recovers the store and serves. Raises ServiceStartError,
-        AddressError, CredentialError or StoreError."""
+        """Bind the address, recover the store and serve. Raise ServiceStartError, AddressError,
+        CredentialError or StoreError."""
         self.config = config
         self.ended = threading.Event()  # nothing can be served any more
         _check_exposure(config)
@@ -137,14 +157,18 @@ class ShardServer:
 
     @property
     def address(self) -> str:
-        """HOST:PORT for clients, with the port that was bound."""
+        """Return HOST:PORT for clients, with the port that was bound."""
         return f"{split_address('--listen', self.config.listen)[0]}:{self.port}"
 
     async def _listen(self) -> tuple[Any, int]:
+        options = [*_OPTIONS, *([] if self._tls is None else _TLS_OPTIONS)]
+        options.append(("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_S * 1000))
+        options.append(("grpc.max_allowed_incoming_connections", _max_connections()))
         server = grpc.aio.server(
             interceptors=[self._guard] if self._guard else [],
-            options=_OPTIONS if self._tls is None else (*_OPTIONS, *_TLS_OPTIONS),
-            maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
+            options=options,
+            # The guard counts the calls that have shown a proof: others must not fill the places.
+            maximum_concurrent_rpcs=None if self._guard else MAX_CALLS,
         )
         pb_grpc.add_ShardServiceServicer_to_server(self.edge, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -197,7 +221,7 @@ class ShardServer:
             "/metrics": self.edge.metrics.answer,
         }
         try:
-            server = HttpServer(host, port, routes, self._is_serving, self._tls, self._tokens)
+            server = HttpServer(host, port, routes, lambda: self._serving, self._tls, self._tokens)
         except OSError as error:
             raise ServiceStartError(
                 f"cannot listen on {self.config.metrics_listen} for metrics: {error.strerror}. "
@@ -206,17 +230,14 @@ class ShardServer:
         self._stop_http = server.stop
         return server.start()
 
-    def _is_serving(self) -> bool:
-        return self._serving
-
     def stop(self, drain_s: float = DRAIN_S) -> None:
-        """Refuses new calls, answers those under way, stores a snapshot, gives the store free."""
+        """Refuse new calls, answer those under way, store a snapshot and let go of the store."""
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         # Streams first: gRPC would wait for them as long as a drain may take.
         wait_for(self.edge.close())
         self.governor.stop()
         self._dashboard.close()
-        wait_for(self._server.stop(drain_s))
+        wait_for(_drained(self._server, drain_s))
         # Behind the last call and the governor, which both wait for its answers.
         self._writer.stop()
         self._stop_http()
@@ -242,8 +263,9 @@ class ShardServer:
 
 
 def serve_until_signal(config: ServiceConfig) -> int:
-    """Runs a service until SIGTERM or SIGINT (exit code 0) or until another one takes the store
-    (1)."""
+    """Run a service until SIGTERM or SIGINT, then return 0; return 1 when another one takes the
+    store."""
+    _raise_descriptor_limit()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -259,7 +281,8 @@ def serve_until_signal(config: ServiceConfig) -> int:
 
 
 def _check_exposure(config: ServiceConfig) -> None:
-    """Beyond this machine only with TLS, and only to callers who prove who they are."""
+    """Raise ServiceStartError for an address beyond this machine without TLS and a proof of who
+    calls."""
     if config.secured:
         return
     addresses = (("--listen", config.listen), ("--metrics-listen", config.metrics_listen))
@@ -270,6 +293,24 @@ def _check_exposure(config: ServiceConfig) -> None:
                 f"service there is {config.protection}; --tls-cert, --tls-key and one of "
                 "--tls-client-ca and --tokens are needed. Pass them, or listen on 127.0.0.1."
             )
+
+
+def _raise_descriptor_limit() -> None:
+    """Raise the process's limit of descriptors as far as it may and need: each worker takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + RESERVED_DESCRIPTORS
+    limit = wanted if hard < 0 else min(wanted, hard)  # below 0: there is none
+    if 0 <= soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if _max_connections() < FEW_CONNECTIONS:
+        event(logging.WARNING, "few_descriptors", limit=limit, max_connections=_max_connections())
+
+
+def _max_connections() -> int:
+    """Return how many connections of callers the process has descriptors for."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    left = max(soft - RESERVED_DESCRIPTORS, soft // 2)
+    return MAX_CONNECTIONS if soft < 0 else min(MAX_CONNECTIONS, left)
 
 
 def _decision_log(path: Path | None) -> DecisionLog | None:
@@ -283,7 +324,14 @@ def _decision_log(path: Path | None) -> DecisionLog | None:
 
 
 def _wait_for_end_of_stdin(stop: threading.Event) -> None:
-    """The parent holds the other end of the pipe: however it dies, the kernel closes it."""
+    """Set `stop` when standard input ends. The parent holds the other end of the pipe: however it
+    dies, the kernel closes it."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     stop.set()
+
+
+async def _drained(server: grpc.aio.Server, drain_s: float) -> None:
+    """Stop the server within its drain and a little more, whether or not gRPC says that it has."""
+    stopping = asyncio.ensure_future(server.stop(drain_s))
+    await asyncio.wait({stopping}, timeout=drain_s + AFTER_DRAIN_S)

@@ -25,8 +25,8 @@ class Ticket:
 
 
 def deliver(answered: list[Answered]) -> None:
-    """Called by the writer's threads after the commit. A ticket is a Ticket, or a future of the
-    event loop, which is woken once for the whole group."""
+    """Hand answers to whoever waits for them; called by the writer's threads after the commit. A
+    ticket is a Ticket, or a future of the event loop, which is woken once for the whole group."""
     awaited = []
     for ticket, answer in answered:
         if isinstance(ticket, Ticket):
@@ -39,21 +39,21 @@ def deliver(answered: list[Answered]) -> None:
 
 
 def resolve(awaited: list[tuple[Any, Answer]]) -> None:
-    """On the event loop."""
+    """Set the answers of futures; call it on the event loop."""
     for future, answer in awaited:
         if not future.done():  # else its caller has gone
             future.set_result(answer)
 
 
 def told(answer: Answer) -> Any:
-    """What was answered. Raises RefusedError."""
+    """Return an answer. Raise it where it is a RefusedError."""
     if isinstance(answer, RefusedError):
         raise answer
     return answer
 
 
 def hung_disk() -> RefusedError:
-    """There was no answer in time."""
+    """Return the refusal of a call that the disk did not answer in time."""
     return RefusedError(
         "UNAVAILABLE",
         "STORE_FAILED",

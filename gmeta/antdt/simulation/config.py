@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gmeta.antdt.monitor import MonitorConfig
+from gmeta.antdt.reports import MonitorConfig
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class JobConfig:
 
     @property
     def tasks_per_step(self) -> int:
-        """All workers together."""
+        """Return the tasks of one step of all workers together."""
         return self.num_workers * self.tasks_per_worker
 
     @property
     def healthy_s(self) -> float:
-        """Job completion time without stragglers, noise or tail."""
+        """Return the job completion time without stragglers, noise or tail."""
         return self.num_steps * (self.overhead_ms + self.tasks_per_worker * self.task_ms) / 1000
 
 

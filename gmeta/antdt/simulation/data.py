@@ -49,38 +49,38 @@ class SimulatedData:
 
     @property
     def finished(self) -> bool:
-        """Every shard is done."""
+        """Return whether every shard is done."""
         return self.ledger.state.tables[DATASET].finished
 
     def take(self, wanted_W: Ints, now_s: float) -> Ints:
-        """Up to so many tasks for each worker's next step; fewer where the data runs out. They
-        count once `finish` says so."""
+        """Return up to so many tasks for each worker's next step; fewer where the data runs out.
+        They count once `finish` says so."""
         for worker in np.flatnonzero(self._left_W < wanted_W).tolist():
             self._lease(worker, int(wanted_W[worker] - self._left_W[worker]), now_s)
         return np.minimum(wanted_W, self._left_W)
 
     def finish(self, tasks_W: Ints, now_s: float) -> None:
-        """The tasks are in the model; shards that are through are completed."""
+        """Put the tasks into the model; complete the shards that are through."""
         self._left_W -= tasks_W
         self._first_left_W -= tasks_W
         for worker in np.flatnonzero((self._first_left_W <= 0) & (tasks_W > 0)).tolist():
             self._complete(worker, now_s)
 
     def take_for(self, worker: int, num_tasks: int, now_s: float) -> int:
-        """As `take`, for one worker."""
+        """Return up to so many tasks for one worker."""
         if self._left_W[worker] < num_tasks:
             self._lease(worker, num_tasks - int(self._left_W[worker]), now_s)
         return min(num_tasks, int(self._left_W[worker]))
 
     def finish_of(self, worker: int, num_tasks: int, now_s: float) -> None:
-        """As `finish`, for one worker."""
+        """Put one worker's tasks into the model."""
         self._left_W[worker] -= num_tasks
         self._first_left_W[worker] -= num_tasks
         if self._first_left_W[worker] <= 0:
             self._complete(worker, now_s)
 
     def restart(self, worker: int, process: int, now_s: float) -> None:
-        """A new process of the worker: what the old one held goes back, with its offset."""
+        """Start a new process of the worker: what the old one held goes back, with its offset."""
         held = self._held[worker]
         if held:
             token, num_tasks, _ = held[0]

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gmeta.antdt.client.agent import CHANGE_AFTER_S, CHANGE_RATIO
-from gmeta.antdt.monitor import Monitor, Report
+from gmeta.antdt.monitor import Monitor
 from gmeta.antdt.policies import find_policy
 from gmeta.antdt.policies.interface import ControllerConfig, Decision
 from gmeta.antdt.policies.split import proportional_split
+from gmeta.antdt.reports import Report
 from gmeta.antdt.simulation.config import JobConfig, Outcome
 from gmeta.antdt.simulation.data import SimulatedData
 from gmeta.antdt.simulation.traces import Floats, Trace
@@ -39,7 +40,8 @@ class _Cluster:
         self._random = np.random.default_rng((config.seed, 3))
 
     def compute_s(self, tasks_W: Ints) -> Floats:
-        """How long each worker computes for so many tasks, as slow as it is now; 0 for none."""
+        """Return how long each worker computes for so many tasks, as slow as it is now; 0 for
+        none."""
         self.trace.advance(self.now_s)
         # Of median 1, and never below 0.
         noise_W = self._random.lognormal(0.0, self.config.jitter, len(tasks_W))
@@ -47,33 +49,36 @@ class _Cluster:
         return np.where(tasks_W > 0, healthy_W * self.trace.factors * noise_W / 1000, 0.0)
 
     def step_s(self, tasks_W: Ints, compute_W: Floats) -> Floats:
-        """Own time of each worker: what reading takes longer than computing is waited for."""
+        """Return each worker's own time: where reading takes longer than computing, it waits for
+        the reader."""
         return np.maximum(compute_W, tasks_W * self.config.read_ms * self.trace.reading / 1000)
 
     def take(self, shares_W: Ints) -> Ints:
-        """Tasks for the next step, as many as each gets of its share."""
+        """Return the tasks of the next step, as many as each worker gets of its share."""
         return self.data.take(shares_W, self.now_s)
 
     def finish(self, tasks_W: Ints) -> None:
-        """They are in the model."""
+        """Put the step's tasks into the model."""
         self.data.finish(tasks_W, self.now_s)
         self.tasks_left -= int(tasks_W.sum())
 
 
 def run_static(config: JobConfig, trace: Trace) -> Outcome:
-    """BSP: equal shares, everybody waits for the slowest."""
+    """Run BSP: equal shares, everybody waits for the slowest."""
     return _run_steps(_Cluster(config, trace), lambda step_s, tasks_W: None, 0)
 
 
 def run_backup_workers(config: JobConfig, trace: Trace) -> Outcome:
-    """A step ends without the last few workers; their tasks of the step are done again later."""
+    """Run steps that end without the last few workers; their tasks of the step are done again
+    later."""
     dropped = round(config.backup_share * config.num_workers)
     return _run_steps(_Cluster(config, trace), lambda step_s, tasks_W: None, dropped)
 
 
 def run_lb_bsp(config: JobConfig, trace: Trace) -> Outcome:
-    """LB-BSP (Chen et al., 2020): shares in proportion to the speed of the last steps, which all
-    workers know at once and at no cost; they wait as long as others' until they are in force.
+    """Run LB-BSP (Chen et al., 2020): shares in proportion to the speed of the last steps, which
+    all workers know at once and at no cost; new shares take effect as late as the other methods'
+    do.
 
     Speeds are an exponential mean with weight 1/2 on the newest step; no worker is ever restarted.
     """
@@ -81,7 +86,8 @@ def run_lb_bsp(config: JobConfig, trace: Trace) -> Outcome:
 
 
 def run_lb_bsp_at_once(config: JobConfig, trace: Trace) -> Outcome:
-    """As `run_lb_bsp`, in force in the very next step: no trainer that sends ids ahead can."""
+    """Run LB-BSP with shares in force in the very next step: no trainer that sends ids ahead
+    can."""
     return _run_lb_bsp(0, config, trace)
 
 
@@ -107,7 +113,7 @@ def _run_lb_bsp(take_steps: int, config: JobConfig, trace: Trace) -> Outcome:
 def _run_steps(
     cluster: _Cluster, rebalance: Callable[[Floats, Ints], Ints | None], dropped: int
 ) -> Outcome:
-    """Steps that all workers take together until the data ends."""
+    """Run steps that all workers take together until the data ends."""
     config = cluster.config
     shares_W = np.full(config.num_workers, config.tasks_per_worker)
     num_steps = 0
@@ -124,7 +130,8 @@ def _run_steps(
 
 
 def _end_of_step(step_s: Floats, dropped: int) -> float:
-    """When all but the last `dropped` of the workers with tasks are through; of fewer, all."""
+    """Return when all but the last `dropped` of the workers with tasks are through; of fewer,
+    all."""
     busy_s = np.sort(step_s[step_s > 0])
     return float(busy_s[-1 - dropped] if len(busy_s) > dropped else busy_s[-1])
 
@@ -135,7 +142,7 @@ def run_antdt(
     trace: Trace,
     log: Callable[[str], object] | None = None,
 ) -> Outcome:
-    """AntDT: the monitor and the controller of the service, with the policy named."""
+    """Run AntDT: the monitor and the controller of the service, with the policy named."""
     return _Governed(policy, config, trace, log).run()
 
 
@@ -179,7 +186,7 @@ class _Governed:
             self.monitor.observe(name, "p0", Report())
 
     def run(self) -> Outcome:
-        """To the end of the data."""
+        """Run to the end of the data."""
         cluster, config = self.cluster, self.config
         next_heartbeat_s = config.heartbeat_s
         while not cluster.data.finished:
@@ -212,8 +219,8 @@ class _Governed:
         return Outcome(cluster.now_s, self.num_steps, self.num_adjustments, self.num_restarts)
 
     def _changed(self, tasks_W: Ints, step_s: Floats) -> bool:
-        """Whether any worker's agent finds it much slower or faster than when it last looked (see
-        WorkerAgent): then all report behind this step."""
+        """Return whether any worker's agent finds it much slower or faster than when it last looked
+        (see WorkerAgent): then all report behind this step."""
         self.news_s += np.stack([tasks_W, step_s, np.full(len(step_s), step_s.max())])
         done_W, own_s, wall_s = self.news_s
         if wall_s.max() < CHANGE_AFTER_S:

@@ -11,9 +11,10 @@ import numpy as np
 
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger.offers import WAIT_RETRY_MS
-from gmeta.antdt.monitor import Monitor, Report
+from gmeta.antdt.monitor import Monitor
 from gmeta.antdt.policies import find_policy
 from gmeta.antdt.policies.interface import ControllerConfig
+from gmeta.antdt.reports import Report
 from gmeta.antdt.simulation.config import JobConfig, Outcome
 from gmeta.antdt.simulation.data import SimulatedData
 from gmeta.antdt.simulation.traces import Trace
@@ -24,13 +25,13 @@ HEARTBEAT = -1  # in the place of a worker
 
 
 def run_pulling(config: JobConfig, trace: Trace) -> Outcome:
-    """As asynchronous training does; the last shards of slow workers are waited for."""
+    """Run as asynchronous training does; the last shards of slow workers are waited for."""
     return _Pulling(config, trace, with_backups=False).run()
 
 
 def run_pulling_with_backups(config: JobConfig, trace: Trace) -> Outcome:
-    """Idle workers do the last shards of slow ones too (AntDT-ND in a job whose results can be
-    discarded, without restarts), and the first to complete one counts."""
+    """Run with idle workers doing the last shards of slow ones too (AntDT-ND in a job whose results
+    can be discarded, without restarts); the first to complete one counts."""
     return _Pulling(config, trace, with_backups=True).run()
 
 
@@ -56,7 +57,7 @@ class _Pulling:
         self.controller = Controller(controlled, find_policy("nd"))
 
     def run(self) -> Outcome:
-        """To the end of the data."""
+        """Run to the end of the data."""
         if self.with_backups:
             self._beat(0.0)
         now_s = 0.0
@@ -89,7 +90,8 @@ class _Pulling:
             heapq.heappush(self.queue, (now_s + WAIT_RETRY_MS / 1000, worker))
 
     def _finish(self, worker: int, now_s: float) -> None:
-        """A worker whose shard another one had first learns it here; it holds nobody up."""
+        """Complete the worker's shard. Where another worker had it first, it learns so here and
+        holds nobody up."""
         num_tasks = self.in_hand[worker][2]
         if num_tasks:
             self.totals[worker] = self._report(worker, now_s)
@@ -97,7 +99,7 @@ class _Pulling:
             self.data.finish_of(worker, num_tasks, now_s)
 
     def _report(self, worker: int, now_s: float) -> Report:
-        """Totals up to now, with the tasks of the shard in hand that are through."""
+        """Return the totals up to now, with the tasks of the shard in hand that are through."""
         began_s, takes_s, num_tasks = self.in_hand[worker]
         done = self.totals[worker]
         if not num_tasks:
@@ -108,7 +110,7 @@ class _Pulling:
         return Report(done.step + tasks, done.tasks_done + tasks, compute_ms)
 
     def _beat(self, now_s: float) -> None:
-        """All report; once a window is over the controller decides, and the ledger is told."""
+        """Let all report; once a window is over the controller decides, and the ledger is told."""
         heapq.heappush(self.queue, (now_s + self.config.heartbeat_s, HEARTBEAT))
         for worker in range(self.config.num_workers):
             self.monitor.observe(f"w{worker}", "p0", self._report(worker, now_s))

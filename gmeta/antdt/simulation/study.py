@@ -46,12 +46,13 @@ class Result(NamedTuple):
 
     @property
     def slowdown(self) -> float:
-        """Completion time over that of a healthy cluster without noise."""
+        """Return the completion time over that of a healthy cluster without noise."""
         return self.outcome.completion_s / self.healthy_s
 
 
 def find_methods(names: Sequence[str]) -> dict[str, Callable[[JobConfig, Trace], Outcome]]:
-    """Methods by name; FILE.py:FUNCTION is AntDT with that policy. All where none is named.
+    """Return the methods by name, all where none is named; FILE.py:FUNCTION is AntDT with that
+    policy.
 
     Raises:
         UserError: no such method.
@@ -73,7 +74,7 @@ def find_methods(names: Sequence[str]) -> dict[str, Callable[[JobConfig, Trace],
 def run_study(
     config: JobConfig, scenarios: Sequence[str], methods: Sequence[str], recorded: Path | None
 ) -> Iterator[Result]:
-    """One result after the other; a method sees the same stragglers as every other.
+    """Yield one result after the other; a method sees the same stragglers as every other.
 
     Raises:
         UserError: an unknown scenario or method, or a recording that cannot be read.

@@ -77,7 +77,7 @@ class Trace:
         self.reading = self._factors["reader"]
 
     def advance(self, now_s: float) -> None:
-        """Takes in what changed up to now."""
+        """Take in what changed up to now."""
         moved = False
         while self._next < len(self._changes) and self._changes[self._next].time_s <= now_s:
             change = self._changes[self._next]
@@ -88,7 +88,7 @@ class Trace:
             self._multiply()
 
     def restart(self, worker: int) -> None:
-        """The worker moves to another node, which is as likely as any to have a noisy neighbour."""
+        """Move the worker to another node, which is as likely as any to have a noisy neighbour."""
         is_slow = self._random.random() < self._node_share
         self._factors["node"][worker] = self._node_factor if is_slow else 1.0
         # What slowed the old process for a while does not follow the new one.
@@ -105,7 +105,7 @@ class Trace:
 
 
 def synthetic_trace(stragglers: Stragglers, num_workers: int, until_s: float, seed: int) -> Trace:
-    """The same for every method that runs on the same seed."""
+    """Return a trace that is the same for every method that runs on the same seed."""
     random = np.random.default_rng((seed, 1))
     hardware = np.ones(num_workers)
     if stragglers.hardware_share:
@@ -137,8 +137,8 @@ def _moments(
 
 
 def recorded_trace(path: Path, seed: int) -> tuple[Trace, int]:
-    """(trace, number of workers) of a recording: a CSV file with the columns time_s, worker and
-    slowdown, or the decision log (.jsonl) of a real job.
+    """Return (trace, number of workers) of a recording: a CSV file with the columns time_s, worker
+    and slowdown, or the decision log (.jsonl) of a real job.
 
     Raises:
         TraceError: the file is neither, or a value is no number above 0.
@@ -157,7 +157,7 @@ def recorded_trace(path: Path, seed: int) -> tuple[Trace, int]:
 
 
 def _rows_of_table(path: Path) -> Iterator[tuple[float, str, float]]:
-    """(time_s, worker, slowdown) of each line."""
+    """Yield (time_s, worker, slowdown) of each line."""
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         reader = csv.DictReader(file)
         missing = {"time_s", "worker", "slowdown"} - set(reader.fieldnames or ())
@@ -180,7 +180,7 @@ def _rows_of_table(path: Path) -> Iterator[tuple[float, str, float]]:
 
 
 def _rows_of_log(path: Path) -> Iterator[tuple[float, str, float]]:
-    """(time_s, worker, slowdown) of each worker at each evaluation that the log holds.
+    """Yield (time_s, worker, slowdown) of each worker at each evaluation that the log holds.
 
     The log has a line whenever a verdict changed, so nothing that got a verdict is missed. A
     straggler was slow before it was found: its first slowdown is set to when it began.

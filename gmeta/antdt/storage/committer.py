@@ -20,9 +20,10 @@ from gmeta.antdt.errors import (
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger.ledger import DEFAULT_LEASE_TTL_S, Ledger, chained
 from gmeta.antdt.ledger.state import LedgerState
+from gmeta.antdt.model import TOKEN_COUNTER_BITS
 from gmeta.antdt.storage.request import Answer, Read, Request
 from gmeta.antdt.storage.snapshot import load_state, mark_stored, take_snapshot
-from gmeta.antdt.storage.store import Store
+from gmeta.antdt.storage.store import Store, damaged
 from gmeta.antdt.storage.stored import Batch
 
 SNAPSHOT_EVERY_EVENTS = 20_000  # so many are replayed in about 0.2 s after a crash
@@ -50,7 +51,7 @@ class Committer:
         lease_ttl_s: float = DEFAULT_LEASE_TTL_S,
         snapshot_every_events: int = SNAPSHOT_EVERY_EVENTS,
     ) -> None:
-        """Claims the store and recovers. Raises StoreError."""
+        """Claim the store and recover. Raise StoreError."""
         self._store = store
         self._clock = clock
         self._job = job
@@ -63,12 +64,16 @@ class Committer:
         # missed.
         self.service_epoch = store.claim()
         self.ledger = self._recovered()
+        known, epoch = self.ledger.state.service_epoch, self.service_epoch
+        # Tokens carry the epoch: a smaller one would repeat them, a larger one does not fit.
+        if not known < epoch < 1 << (63 - TOKEN_COUNTER_BITS):
+            raise damaged(f"the store counts service epoch {epoch}, and its ledger knows {known}")
         applied = self.ledger.apply(cmd.StartService(self.service_epoch, job), clock())
         self._append(applied.records)
         store.sync()
 
     def commit(self, requests: Sequence[Request]) -> list[Answer]:
-        """Applies the requests in order, makes what follows from them durable, then returns the
+        """Apply the requests in order, make what follows from them durable, then return the
         answers."""
         group = self.append(requests)
         if group.needs_sync:
@@ -76,9 +81,9 @@ class Committer:
         return group.answers
 
     def append(self, requests: Sequence[Request]) -> Group:
-        """Applies and stores. `is_early` answers may leave now, the others after a `Store.sync`."""
+        """Apply and store the requests. `is_early` answers may leave now, the others after a
+        `Store.sync`."""
         try:
-            self._catch_up()
             answers, records, needs_sync = self._apply_all(requests)
             if records:
                 self._append(records)
@@ -90,59 +95,67 @@ class Committer:
         return Group(answers, needs_sync)
 
     def sync(self) -> None:
-        """Everything appended so far survives a power cut. Raises StoreError."""
+        """Make everything appended so far survive a power cut. Raise StoreError."""
         self._store.sync()
 
     def snapshot(self) -> None:
-        """Stores a snapshot, so that the next start replays nothing. Raises StoreError."""
+        """Store a snapshot, so that the next start replays nothing. Raise StoreError."""
         ledger = self.ledger
         self._store.write_snapshot(take_snapshot(ledger.state, ledger.num_events, ledger.head))
         mark_stored(ledger.state)
         self._snapshot_at = ledger.num_events
 
     def _apply_all(self, requests: Sequence[Request]) -> tuple[list[Answer], list[bytes], bool]:
-        answers: list[Answer] = []
-        records: list[bytes] = []
-        any_sync = False
-        now_s = self._clock()
-        for request in requests:
-            try:
-                if isinstance(request, Read):
-                    answers.append(self._look(request, now_s))
+        """Return the answers, the records and whether they need a sync. A request that a defect
+        ends is INTERNAL for its caller alone: what it may have changed by half is forgotten, and
+        the group applied without it."""
+        failed: dict[int, RefusedError] = {}
+        while True:
+            self._catch_up()
+            answers: list[Answer] = []
+            records: list[bytes] = []
+            any_sync = False
+            now_s = self._clock()
+            for number, request in enumerate(requests):
+                if number in failed:
+                    answers.append(failed[number])
                     continue
-                reply, new, needs_sync = self.ledger.apply(request, now_s)
-                answers.append(reply)
-            except RefusedError as error:
-                # A refused call may have come upon leases that were due; their expiry is a fact all
-                # the same.
-                new, needs_sync = self.ledger.take_records()
-                answers.append(error)
-            records += new
-            any_sync = any_sync or needs_sync
-        return answers, records, any_sync
+                try:
+                    if isinstance(request, Read):
+                        answers.append(self._look(request, now_s))
+                        continue
+                    reply, new, needs_sync = self.ledger.apply(request, now_s)
+                    answers.append(reply)
+                except RefusedError as error:
+                    # A refused call may have come upon leases that were due; their expiry is a fact
+                    # all the same.
+                    new, needs_sync = self.ledger.take_records()
+                    answers.append(error)
+                except Exception as error:  # noqa: BLE001 - a defect can raise anything
+                    failed[number] = _defect("command_failed", error)
+                    self._in_step = False
+                    break
+                records += new
+                any_sync = any_sync or needs_sync
+            else:
+                return answers, records, any_sync
 
     def _look(self, question: Read, now_s: float) -> Answer:
-        """What the view shows. A defect in one is its caller's alone: it has changed nothing, so
-        the other calls of the group go on."""
+        """Return what the view shows. A defect in one is its caller's alone: it has changed
+        nothing, so the other calls of the group go on."""
         try:
             return question.view(self.ledger, now_s)
         except RefusedError as error:
             return error
         except Exception as error:  # noqa: BLE001 - a defect can raise anything
-            _log.exception("view_failed", extra={"fields": {"error": repr(error)}})
-            return RefusedError(
-                "INTERNAL",
-                "INTERNAL",
-                f"the service could not answer: {type(error).__name__}: {error}. That is a defect "
-                "of the service, which goes on; report it with the traceback from its log.",
-            )
+            return _defect("view_failed", error)
 
     def _append(self, records: Sequence[bytes]) -> None:
         first_event = self.ledger.num_events - len(records)
         self._store.append(Batch(first_event, records, self.ledger.head))
 
     def _recovered(self) -> Ledger:
-        """The ledger as the store has it; the chain of everything replayed is checked."""
+        """Return the ledger as the store has it; check the chain of everything replayed."""
         snapshot, batches = self._store.load()
         if snapshot is None:
             ledger = Ledger(LedgerState(self._job), self._lease_ttl_s)
@@ -157,7 +170,7 @@ class Committer:
                 num_after = ledger.num_events + len(batch.records)
                 raise _broken_chain(f"the records before event {num_after} were altered")
             for record in batch.records:
-                ledger.replay(record)
+                _replay(ledger, record)
         if ledger.state.job != self._job:
             raise StoreFailedError(
                 f"the store belongs to job {ledger.state.job!r}, this service is for "
@@ -179,7 +192,7 @@ class Committer:
             self._in_step = True
 
     def _fall_back(self, error: StoreError) -> None:
-        """The store did not take the batch: forget it in memory too, now or when the store can be
+        """Forget the batch that the store did not take in memory too, now or when the store can be
         read again."""
         if isinstance(error, StoreTakenError):
             self.taken = error
@@ -187,7 +200,7 @@ class Committer:
         _log.error("store_failed", extra={"fields": {"error": str(error)}})
 
     def try_snapshot(self) -> None:
-        """As `snapshot`, but a store that cannot take one now is only logged."""
+        """Store a snapshot; only log it where the store cannot take one now."""
         try:
             self.snapshot()
         except StoreError as error:
@@ -202,6 +215,32 @@ def _refusal(error: StoreError) -> RefusedError:
     if isinstance(error, StoreTakenError):
         return RefusedError("UNAVAILABLE", "STORE_TAKEN", str(error))
     return RefusedError("UNAVAILABLE", "STORE_FAILED", str(error))
+
+
+def _defect(name: str, error: Exception) -> RefusedError:
+    """Log a defect with its traceback; return what its caller is told."""
+    _log.exception(name, extra={"fields": {"error": repr(error)}})
+    return RefusedError(
+        "INTERNAL",
+        "INTERNAL",
+        f"the service could not answer: {type(error).__name__}: {error}. That is a defect of the "
+        "service, which goes on; report it with the traceback from its log.",
+    )
+
+
+def _replay(ledger: Ledger, record: bytes) -> None:
+    """Take a stored record back in. Raise StoreFailedError for one that makes no sense to the
+    state, such as a manifest that an older version did not check."""
+    try:
+        ledger.replay(record)
+    except StoreError:
+        raise
+    except Exception as error:
+        raise StoreFailedError(
+            f"the store's event {ledger.num_events + 1} cannot be applied: {record[:80]!r}: "
+            f"{str(error).rstrip('.') or repr(error)}. Restore the store from a backup, or delete "
+            "it: the manifest in a checkpoint rebuilds the service."
+        ) from error
 
 
 def _broken_chain(what: str) -> StoreFailedError:

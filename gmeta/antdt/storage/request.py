@@ -30,8 +30,8 @@ class Answered(NamedTuple):
 
 
 def is_early(answer: Answer) -> bool:
-    """Whether an answer needs no durability: a grant lost in a power cut is fenced by the next
-    service epoch.
+    """Return whether an answer needs no durability: a grant lost in a power cut is fenced by the
+    next service epoch.
 
     END and WAIT are not early: they speak of completions that may not be durable yet.
     """

@@ -1,15 +1,17 @@
 """A ledger's state as bytes and back: one JSON document for everything small, and the pages that
 changed since the last one."""
 
+import hashlib
 import json
 from dataclasses import asdict
 from typing import Any
 
-from gmeta.antdt.errors import StoreFailedError
+from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.ledger import events as ev
 from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.ledger.table import ShardTable
-from gmeta.antdt.model import Checkpoint, DatasetSpec, Lease, Worker
+from gmeta.antdt.model import Checkpoint, DatasetSpec, Lease, Worker, check_range
+from gmeta.antdt.storage.store import damaged
 from gmeta.antdt.storage.stored import Snapshot
 
 # Attributes of LedgerState that are JSON as they are.
@@ -28,7 +30,7 @@ _PLAIN = (
 
 
 def take_snapshot(state: LedgerState, num_events: int, head: bytes) -> Snapshot:
-    """The state after `num_events` events, whose chain ends in `head`. Reads, changes nothing; call
+    """Return the state after `num_events` events, whose chain ends in `head`. Changes nothing; call
     `mark_stored` once the snapshot is durable."""
     document: dict[str, Any] = {name: getattr(state, name) for name in _PLAIN}
     document["job"] = state.job
@@ -58,23 +60,20 @@ def take_snapshot(state: LedgerState, num_events: int, head: bytes) -> Snapshot:
 
 
 def mark_stored(state: LedgerState) -> None:
-    """The last snapshot is durable: its pages are clean."""
+    """Mark all pages clean: the last snapshot is durable."""
     for table in state.tables.values():
         table.dirty_pages.clear()
         table.cleared = False
 
 
 def load_state(snapshot: Snapshot) -> LedgerState:
-    """The state of a snapshot. Leases have no deadline until StartService gives them one.
-    Raises StoreFailedError for a document that is none of ours."""
+    """Return the state of a snapshot. Leases have no deadline until StartService gives them one.
+    Raise StoreFailedError for a document that no service wrote."""
     try:
         return _load_state(snapshot)
-    except (ValueError, KeyError, TypeError) as error:
-        raise StoreFailedError(
-            f"the snapshot of the store after {snapshot.num_events} events cannot be read "
-            f"({error!r}): the store is damaged. Restore it from a backup, or delete it: the "
-            "manifest in a checkpoint rebuilds the service."
-        ) from error
+    except (ValueError, KeyError, TypeError, RefusedError) as error:
+        what = f"the snapshot of the store after {snapshot.num_events} events cannot be read"
+        raise damaged(f"{what} ({error!r})") from error
 
 
 def _load_state(snapshot: Snapshot) -> LedgerState:
@@ -108,6 +107,7 @@ def _table_document(table: ShardTable) -> dict[str, Any]:
     return {
         "spec": table.spec.to_dict(),
         "epoch": table.epoch,
+        "digest": _digest(table),
         "units_done": list(table.units_done.items()),
         "attempts": list(table.attempts.items()),
         "notes": list(table.notes.items()),
@@ -116,23 +116,27 @@ def _table_document(table: ShardTable) -> dict[str, Any]:
 
 
 def _load_table(item: dict[str, Any], snapshot: Snapshot) -> ShardTable:
-    table = ShardTable(DatasetSpec(**item["spec"]), item["epoch"])
+    spec = DatasetSpec(**item["spec"])
+    check_range("epoch", item["epoch"], 0, spec.num_epochs - 1)
+    table = ShardTable(spec, item["epoch"])
     name, num_shards = table.spec.name, table.spec.num_shards
     table.load_pages(
         [(number, page) for (owner, number), page in snapshot.pages.items() if owner == name]
     )
-    if len(table.states) != num_shards or sum(table.counts) != num_shards:
-        raise StoreFailedError(
-            f"the pages of dataset {name!r} do not describe its {num_shards} shards: the store is "
-            "damaged. Restore it from a backup, or delete it: the manifest in a checkpoint "
-            "rebuilds the service."
-        )
+    digest = item.get("digest")  # a store of version 2 has none
+    if sum(table.counts) != num_shards or digest not in (None, _digest(table)):
+        raise damaged(f"the pages of dataset {name!r} do not describe its {num_shards} shards")
     table.units_done = dict(item["units_done"])
     table.attempts = dict(item["attempts"])
     table.notes = dict(item["notes"])
     table.committed = [(start, end) for start, end in item["committed"]]
     table.cleared = False
     return table
+
+
+def _digest(table: ShardTable) -> str:
+    # Of the states, not of the pages: it also tells a page that is missing, or an older one.
+    return hashlib.sha256(table.states).hexdigest()
 
 
 def _worker_document(worker: Worker) -> list[Any]:

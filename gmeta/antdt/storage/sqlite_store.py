@@ -4,7 +4,7 @@ import fcntl
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import final
 
@@ -15,10 +15,12 @@ from gmeta.antdt.errors import (
     StoreTakenError,
     StoreVersionError,
 )
-from gmeta.antdt.storage.store import Store, check_epoch
-from gmeta.antdt.storage.stored import Batch, Snapshot
+from gmeta.antdt.storage.store import Store, check_epoch, damaged
+from gmeta.antdt.storage.stored import Batch, Snapshot, seal_of
 
-STORE_VERSION = 2  # 2: second leases of a shard; a store of version 1 has none
+# 2: second leases of a shard; a store of version 1 has none. 3: snapshots are sealed, and the log
+# begins where the snapshot ends.
+STORE_VERSION = 3
 TAKEN = "is held by another service"  # also read from the log of a service that could not start
 
 _SCHEMA = """
@@ -28,9 +30,14 @@ CREATE TABLE pages (
     dataset TEXT, page INTEGER, states BLOB NOT NULL, PRIMARY KEY (dataset, page)
 ) WITHOUT ROWID;
 CREATE TABLE snapshot (
-    id INTEGER PRIMARY KEY CHECK (id = 1), num_events INTEGER, head BLOB, document TEXT
+    id INTEGER PRIMARY KEY CHECK (id = 1), num_events INTEGER, head BLOB, document TEXT, seal BLOB
 );
 INSERT INTO meta VALUES ('service_epoch', 0);
+"""
+_UPGRADE = """
+ALTER TABLE snapshot ADD COLUMN seal BLOB;
+UPDATE snapshot SET seal = seal_of(num_events, head, document);
+DELETE FROM log WHERE first_event < (SELECT num_events FROM snapshot);
 """
 # Nothing is inserted when another service has counted the epoch up.
 _APPEND = """
@@ -43,13 +50,16 @@ class SqliteStore(Store):
     """One SQLite file; a batch survives the process after `append`, a power cut after `sync`."""
 
     def __init__(self, path: Path) -> None:
-        """Creates or opens the file. Raises a StoreError of the kind that fits."""
+        """Create or open the file. Raise a StoreError of the kind that fits."""
         self.path = path
         self._epoch = 0
         with ExitStack() as undo:
             self._lock_fd = _lock(path)
             undo.callback(os.close, self._lock_fd)
             with _translated(path):
+                self._durable_fd = _open_durable(path)
+                undo.callback(os.close, self._durable_fd)
+                self._num_events = self._num_durable = _read_durable(self._durable_fd)
                 # Transactions are begun by hand; the writer's thread is another than the one that
                 # opens.
                 self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -70,9 +80,13 @@ class SqliteStore(Store):
                 "Use the newer version of gmeta that wrote it, or another --store."
             )
         if version < STORE_VERSION:
-            # What version 1 wrote is read as it is; from now on only this version understands all.
-            schema = "" if version else _SCHEMA
-            self._db.executescript(f"BEGIN;{schema}PRAGMA user_version={STORE_VERSION};COMMIT;")
+            # From now on only this version understands all.
+            self._db.create_function("seal_of", 3, seal_of, deterministic=True)
+            script = _UPGRADE if version else _SCHEMA
+            self._db.executescript(f"BEGIN;{script}PRAGMA user_version={STORE_VERSION};COMMIT;")
+        # A page that is in use and listed as free would be found out when it is written over.
+        elif self._db.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+            raise damaged(f"the pages of the file {self.path} do not fit together")
         self._wal_fd = _open_wal(self._db, self.path)
 
     @contextmanager
@@ -92,29 +106,49 @@ class SqliteStore(Store):
         check_epoch(str(self.path), found, self._epoch)
 
     def claim(self) -> int:
-        """See Store.claim."""
+        """Count the epoch up in one transaction, and sync it."""
         with self._transaction():
             self._db.execute("UPDATE meta SET value = value + 1 WHERE key='service_epoch'")
-            epoch = self._db.execute("SELECT value FROM meta WHERE key='service_epoch'").fetchone()[
-                0
-            ]
+            row = self._db.execute("SELECT value FROM meta WHERE key='service_epoch'").fetchone()
+            if row is None:
+                raise damaged(f"the store {self.path} has no service epoch")
         self.sync()
-        self._epoch = int(epoch)
+        self._epoch = int(row[0])
         return self._epoch
 
     def load(self) -> tuple[Snapshot | None, list[Batch]]:
-        """See Store.load."""
+        """Read snapshot and log, held against the seal and against what was noted as durable."""
         with _translated(self.path):
-            row = self._db.execute("SELECT num_events, head, document FROM snapshot").fetchone()
-            pages = {
-                (d, n): states
-                for d, n, states in self._db.execute("SELECT dataset, page, states FROM pages")
-            }
-            snapshot = None if row is None else Snapshot(row[0], row[1], row[2], pages)
-            return snapshot, list(self._batches(0 if snapshot is None else snapshot.num_events))
+            snapshot = self._snapshot()
+            rows = self._db.execute(
+                "SELECT first_event, CAST(records AS BLOB), head FROM log ORDER BY first_event"
+            )
+            batches = [Batch(first, records.split(b"\n"), head) for first, records, head in rows]
+        end = 0 if snapshot is None else snapshot.num_events
+        if batches:
+            end = batches[-1].first_event + len(batches[-1].records)
+        if end < self._num_durable:
+            raise StoreFailedError(
+                f"the store {self.path} ends after {end} events, and {self._num_durable} were on "
+                "the disk: its newest part was lost, and what was trained since would be offered "
+                "again. Restore it with its -wal and .durable from a backup, or delete it: the "
+                "manifest in a checkpoint rebuilds the service."
+            )
+        return snapshot, batches
+
+    def _snapshot(self) -> Snapshot | None:
+        row = self._db.execute("SELECT num_events, head, document, seal FROM snapshot").fetchone()
+        if row is None:
+            return None
+        num_events, head, document, seal = row
+        if seal != seal_of(num_events, head, document):
+            raise damaged(f"the snapshot of the store {self.path} was altered")
+        rows = self._db.execute("SELECT dataset, page, states FROM pages")
+        pages = {(name, number): states for name, number, states in rows}
+        return Snapshot(num_events, head, document, pages)
 
     def append(self, batch: Batch) -> None:
-        """See Store.append."""
+        """Insert one row, in the same statement that checks the epoch."""
         # JSON escapes line breaks: none stands within a record.
         row = (batch.first_event, b"\n".join(batch.records), batch.head, self._epoch)
         # One statement is a transaction by itself: BEGIN, a look at the epoch and COMMIT would
@@ -123,9 +157,11 @@ class SqliteStore(Store):
             inserted = self._db.execute(_APPEND, row).rowcount
             if inserted != 1:
                 self._check_epoch()
+        self._num_events = batch.first_event + len(batch.records)
 
     def sync(self) -> None:
-        """See Store.sync."""
+        """Sync the WAL, then note how many events are durable."""
+        num_events = self._num_events  # before: what is appended meanwhile may not be durable
         try:
             os.fdatasync(self._wal_fd)
         except OSError as error:
@@ -133,9 +169,13 @@ class SqliteStore(Store):
                 f"the disk under {self.path} failed to write: {error.strerror}. What was not yet "
                 "acknowledged may be lost. Check the disk, then start the service again."
             ) from error
+        if num_events > self._num_durable:
+            self._num_durable = num_events
+            _write_durable(self._durable_fd, num_events)
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
-        """See Store.write_snapshot."""
+        """Write the changed pages and the document, and delete the covered rows, in one
+        transaction."""
         with self._transaction():
             self._check_epoch()
             self._db.executemany(
@@ -143,31 +183,22 @@ class SqliteStore(Store):
             )
             rows = ((name, number, page) for (name, number), page in snapshot.pages.items())
             self._db.executemany("INSERT OR REPLACE INTO pages VALUES (?, ?, ?)", rows)
-            row = (snapshot.num_events, snapshot.head, snapshot.document)
-            self._db.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?, ?, ?)", row)
-
-    def read_log(self) -> Iterator[Batch]:
-        """See Store.read_log."""
-        with _translated(self.path):
-            yield from self._batches(0)
-
-    def _batches(self, first_event: int) -> Iterator[Batch]:
-        query = (
-            "SELECT first_event, records, head FROM log WHERE first_event >= ? ORDER BY first_event"
-        )
-        for first, records, head in self._db.execute(query, (first_event,)):
-            yield Batch(first, records.split(b"\n"), head)
+            row = (snapshot.num_events, snapshot.head, snapshot.document, snapshot.seal)
+            self._db.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?, ?, ?, ?)", row)
+            covered = (snapshot.num_events,)
+            self._db.execute("DELETE FROM log WHERE first_event < ?", covered)
 
     def close(self) -> None:
-        """See Store.close."""
+        """Close the database, then the lock."""
         self._db.close()
         os.close(self._wal_fd)
+        os.close(self._durable_fd)
         os.close(self._lock_fd)
 
 
 def _lock(path: Path) -> int:
-    """Holds PATH.lock for the life of the process: the quick answer to a second service on the
-    same host.
+    """Hold PATH.lock for the life of the process: the quick answer to a second service on the same
+    host.
 
     The service epoch is the real fence; it also holds where file locks do not (some network file
     systems).
@@ -187,21 +218,49 @@ def _lock(path: Path) -> int:
         ) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+        # Only once the lock is had: until then the file names who holds it.
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    except BlockingIOError as error:
         holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(fd)
         raise StoreTakenError(
             f"the store {path} {TAKEN} (process {holder}); a store has one service. "
             "Stop that one, or name another --store."
         ) from error
-    # Only once the lock is had: until then the file names who holds it.
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    except OSError as error:
+        os.close(fd)
+        raise StoreNameError(
+            f"the file {lock} cannot be locked and written: {error.strerror}. Free space, or name "
+            "a --store on a local disk."
+        ) from error
     return fd
 
 
+def _open_durable(path: Path) -> int:
+    """Return a descriptor of PATH.durable, which says how many events survive a power cut: SQLite
+    reads a WAL up to the first page that does not fit, and says nothing of what lay behind it."""
+    # A store that is not there was deleted to be built anew: what was durable of it counts no more.
+    anew = 0 if path.exists() else os.O_TRUNC
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | anew
+    return os.open(path.with_name(path.name + ".durable"), flags, 0o644)
+
+
+def _write_durable(fd: int, num_events: int) -> None:
+    """Note that so many events are durable. The note need not be: an older number is true too."""
+    with suppress(OSError):  # a full disk may refuse it; the store goes on without
+        os.pwrite(fd, f"{num_events:020} {num_events:020}\n".encode(), 0)
+
+
+def _read_durable(fd: int) -> int:
+    """Return how many events were noted as durable; 0 where nothing says so, or not twice the
+    same."""
+    first, _, second = os.pread(fd, 64, 0).decode(errors="replace").partition(" ")
+    return int(first) if first == second.strip() and first.isdecimal() else 0
+
+
 def _open_wal(db: sqlite3.Connection, path: Path) -> int:
-    """A descriptor of the WAL for `sync`, with the file and its folder entry durable.
+    """Return a descriptor of the WAL for `sync`, with the file and its folder entry durable.
 
     SQLite keeps the one file while the store is open; it locks the -shm file, so this descriptor
     can be closed without giving any lock away.
@@ -220,22 +279,23 @@ def _open_wal(db: sqlite3.Connection, path: Path) -> int:
 
 @contextmanager
 def _translated(path: Path) -> Iterator[None]:
-    """SQLite's errors as StoreErrors that say what to do."""
+    """Turn SQLite's errors into StoreErrors that say what to do."""
     try:
         yield
     except OSError as error:  # such as a file system that cannot sync a folder
         raise StoreFailedError(
             f"the store {path} failed: {error.strerror}. Name one on a local disk with --store."
         ) from error
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeError) as error:  # it may quote damaged text
         name = getattr(error, "sqlite_errorname", "") or type(error).__name__
         if name.startswith("SQLITE_FULL"):
             raise StoreFullError(
                 f"the disk under {path} is full: the call was not applied. Free space; the "
                 "service continues by itself."
             ) from error
+        told = " ".join(str(error).split())  # one line, also where it quotes a damaged schema
         raise StoreFailedError(
-            f"the store {path} failed with {name}: {error}. Check the disk; a file that is no "
+            f"the store {path} failed with {name}: {told}. Check the disk; a file that is no "
             "store of this service needs another --store, a damaged one is rebuilt by deleting it "
             "and restoring a checkpoint."
         ) from error

@@ -6,11 +6,10 @@ rely on the checkpoint's manifest alone. tests/antdt/storage/test_store.py holds
 """
 
 import abc
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import final
 
-from gmeta.antdt.errors import StoreTakenError
+from gmeta.antdt.errors import StoreFailedError, StoreTakenError
 from gmeta.antdt.storage.stored import Batch, Snapshot
 
 
@@ -20,16 +19,16 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def claim(self) -> int:
-        """Takes the store over: counts the service epoch up, durably, and returns it. An older
-        holder fails from then on."""
+        """Take the store over: count the service epoch up, durably, and return it. An older holder
+        fails from then on."""
 
     @abc.abstractmethod
     def load(self) -> tuple[Snapshot | None, list[Batch]]:
-        """The last snapshot and every batch after it, in order."""
+        """Return the last snapshot and every batch after it, in order."""
 
     @abc.abstractmethod
     def append(self, batch: Batch) -> None:
-        """Stores one batch; it survives this process, but a power cut only after `sync`.
+        """Store one batch; it survives this process, but a power cut only after `sync`.
 
         Batches are lost in a power cut from the last one backwards, never one from the middle.
         Raises StoreTakenError when another service claimed the store.
@@ -37,21 +36,17 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def sync(self) -> None:
-        """Every batch appended before survives a power cut. May run beside `append`, in another
+        """Make every batch appended before survive a power cut. May run beside `append`, in another
         thread."""
 
     @abc.abstractmethod
     def write_snapshot(self, snapshot: Snapshot) -> None:
-        """Replaces the snapshot; the log stays. Raises StoreTakenError when another service claimed
-        the store."""
-
-    @abc.abstractmethod
-    def read_log(self) -> Iterator[Batch]:
-        """The whole log from the first event on, for audits."""
+        """Replace the snapshot, and drop the batches that it covers. Raise StoreTakenError when
+        another service claimed the store."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Gives the store free."""
+        """Give the store free."""
 
 
 @final
@@ -74,48 +69,51 @@ class MemoryStore(Store):
         self._epoch = 0
 
     def claim(self) -> int:
-        """See Store.claim."""
+        """Count the disk's epoch up."""
         self.disk.epoch += 1
         self._epoch = self.disk.epoch
         return self._epoch
 
     def load(self) -> tuple[Snapshot | None, list[Batch]]:
-        """See Store.load."""
-        snapshot = self.disk.snapshot
-        num_events = snapshot.num_events if snapshot else 0
-        return snapshot, [batch for batch in self.disk.log if batch.first_event >= num_events]
+        """Return what the disk holds; nothing here can be damaged."""
+        return self.disk.snapshot, list(self.disk.log)
 
     def append(self, batch: Batch) -> None:
-        """See Store.append."""
+        """Add the batch to the disk's log, unsynced."""
         check_epoch("the memory store", self.disk.epoch, self._epoch)
         self.disk.log.append(Batch(batch.first_event, tuple(batch.records), batch.head))
 
     def sync(self) -> None:
-        """See Store.sync."""
+        """Note that a power cut spares the whole log."""
         self.disk.num_synced = len(self.disk.log)
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
-        """See Store.write_snapshot."""
+        """Put the pages over the older ones, drop the covered batches, and sync."""
         check_epoch("the memory store", self.disk.epoch, self._epoch)
         old = self.disk.snapshot.pages if self.disk.snapshot else {}
         kept = {key: page for key, page in old.items() if key[0] not in snapshot.cleared}
         self.disk.snapshot = replace(
             snapshot, pages={**kept, **snapshot.pages}, cleared=frozenset()
         )
+        self.disk.log = [x for x in self.disk.log if x.first_event >= snapshot.num_events]
         self.sync()
 
-    def read_log(self) -> Iterator[Batch]:
-        """See Store.read_log."""
-        return iter(list(self.disk.log))
-
     def close(self) -> None:
-        """See Store.close."""
+        """Do nothing: a memory store has no lock."""
 
 
 def check_epoch(store: str, found: int, mine: int) -> None:
-    """Raises StoreTakenError where a newer service claimed the store."""
+    """Raise StoreTakenError where a newer service claimed the store."""
     if found != mine:
         raise StoreTakenError(
             f"{store} was taken over by a service with epoch {found}, this one has {mine}; a "
             "store has one service. Stop one of the two."
         )
+
+
+def damaged(what: str) -> StoreFailedError:
+    """Return the error for a store whose content cannot be what a service wrote."""
+    return StoreFailedError(
+        f"{what}: the store is damaged. Restore it from a backup, or delete it: the manifest in a "
+        "checkpoint rebuilds the service."
+    )

@@ -1,5 +1,6 @@
 """What a store keeps of a ledger, as bytes: batches of records, and a snapshot of the state."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -26,3 +27,13 @@ class Snapshot:
     document: str
     pages: dict[tuple[str, int], bytes] = field(default_factory=dict)
     cleared: frozenset[str] = frozenset()
+
+    @property
+    def seal(self) -> bytes:
+        """Return the sha256 of all but the pages; of those the document holds digests."""
+        return seal_of(self.num_events, self.head, self.document)
+
+
+def seal_of(num_events: object, head: object, document: object) -> bytes:
+    """Return the seal of a snapshot. Damage can make any type of a value, so any is taken."""
+    return hashlib.sha256(f"{num_events!r} {head!r} {document}".encode()).digest()

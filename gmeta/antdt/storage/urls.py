@@ -10,7 +10,7 @@ URL_FORMS = "sqlite:///relative/path, sqlite:////absolute/path or memory:"
 
 
 def open_store(url: str) -> Store:
-    """The store of a URL. Raises StoreError."""
+    """Return the store of a URL. Raise StoreError."""
     if url == "memory:":
         return MemoryStore()
     prefix = "sqlite:///"

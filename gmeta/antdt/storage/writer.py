@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from gmeta.antdt.errors import RefusedError, StoreError
+from gmeta.antdt.errors import RefusedError, StoreError, shutting_down
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.log import event
 from gmeta.antdt.storage.request import Answered, Request, is_early
@@ -50,8 +50,8 @@ class Writer:
         observe: Callable[[GroupStats], None],
         on_end: Callable[[], None],
     ) -> None:
-        """`deliver` gets each group's answers, `on_end` is called once when nothing can be served
-        any more: another service took the store, or the disk failed."""
+        """Prepare the threads. `deliver` gets each group's answers, `on_end` is called once when
+        nothing can be served any more: another service took the store, or the disk failed."""
         self._committer = committer
         self._deliver = deliver
         self._observe = observe
@@ -67,19 +67,15 @@ class Writer:
         self._syncer = threading.Thread(target=self._sync, name="antdt-syncer", daemon=True)
 
     def start(self) -> None:
-        """Begins to serve."""
+        """Begin to serve."""
         self._thread.start()
         self._syncer.start()
 
     def submit(self, request: Request, ticket: Any) -> None:
-        """Queues a request; its answer comes through `deliver` with the ticket. Raises RefusedError
+        """Queue a request; its answer comes through `deliver` with the ticket. Raise RefusedError
         when overloaded."""
         if self._stopping:
-            raise RefusedError(
-                "UNAVAILABLE",
-                "SHUTTING_DOWN",
-                "the service is shutting down; retry: its successor answers.",
-            )
+            raise shutting_down()
         if len(self._queue) >= MAX_QUEUED:
             raise RefusedError(
                 "RESOURCE_EXHAUSTED",
@@ -92,7 +88,7 @@ class Writer:
             self._wake.set()
 
     def stop(self) -> None:
-        """Commits what is queued, stores a snapshot, ends the thread."""
+        """Commit what is queued, store a snapshot, end the thread."""
         self._stopping = True
         self._wake.set()
         self._thread.join()
@@ -137,8 +133,8 @@ class Writer:
             self._end()
 
     def _sync(self) -> None:
-        """Groups leave in the order in which they were appended, so an answer never overtakes
-        what it speaks of."""
+        """Hand groups out in the order in which they were appended, so that an answer never
+        overtakes what it speaks of."""
         try:
             while not self._written or self._unsynced:
                 if not self._unsynced:
@@ -157,7 +153,7 @@ class Writer:
             self._end()
 
     def _end(self) -> None:
-        """Nothing can be served any more, by order, by another service's take-over or by a
+        """Take no more requests: stopped by order, by another service's take-over or by a
         defect."""
         if not self._stopping:
             self._stopping = True

@@ -39,7 +39,7 @@ class Ruling(NamedTuple):
 
 
 def rule(snapshot: Snapshot, config: ControllerConfig, policy: Policy) -> list[Ruling]:
-    """The policy's decisions, each allowed or held back. Raises PolicyError."""
+    """Return the policy's decisions, each allowed or held back. Raise PolicyError."""
     try:
         decisions = list(policy(snapshot, config))
     # A user's function: it may raise anything, and the log must name it.
@@ -72,7 +72,7 @@ def _refusal(
     restarts: int,
     backed_up: Set[str],
 ) -> str:
-    """Why the decision is held back; empty when it may go."""
+    """Return why the decision is held back; empty when it may go."""
     workers = {worker.health.worker_id: worker for worker in snapshot.workers}
     if decision.kind not in _GLOBAL + _OF_A_WORKER:
         return f"{decision.kind!r} is no action"
@@ -144,8 +144,8 @@ class Controller:
     def __init__(
         self, config: ControllerConfig, policy: Policy, log: Callable[[str], object] | None = None
     ) -> None:
-        """`log` gets one line of JSON for each evaluation that decided something, held something
-        else back than the one before or saw a verdict change."""
+        """Begin with equal shares. `log` gets one line of JSON for each evaluation that decided
+        something, held something else back than the one before or saw a verdict change."""
         self.config = config
         self.shares: dict[str, int] = {}
         self.excluded: set[str] = set()
@@ -166,8 +166,8 @@ class Controller:
         now_s: float,
         backups: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> Snapshot:
-        """What the policy will see. Workers that were given no share yet have an equal one;
-        `backups` are (to back up, backed up) of those who hold shards of speculative datasets."""
+        """Return what the policy will see. Workers without a share yet have an equal one; `backups`
+        are (to back up, backed up) of those who hold shards of speculative datasets."""
         while self._restart_times_s and self._restart_times_s[0] < now_s - HOUR_S:
             self._restart_times_s.popleft()
         names = sorted(health)
@@ -195,11 +195,11 @@ class Controller:
         )
 
     def start_over(self) -> None:
-        """The job restarted: its ranks begin with equal shares."""
+        """Begin with equal shares again, as the ranks of a restarted job do."""
         self.shares = {}
 
     def decide(self, snapshot: Snapshot) -> list[Ruling]:
-        """Rules on the snapshot, remembers what is allowed, logs. Raises PolicyError."""
+        """Rule on the snapshot, remember what is allowed, log it. Raise PolicyError."""
         rulings = rule(snapshot, self.config, self._policy)
         for decision, allowed, _ in rulings:
             if allowed:
@@ -230,7 +230,7 @@ class Controller:
 
 
 def equal_shares(total: int, names: Sequence[str]) -> dict[str, int]:
-    """What every job begins with."""
+    """Return the shares that every job begins with."""
     if not names:
         return {}
     shares = proportional_split(total, [1.0] * len(names), 0)
@@ -238,7 +238,7 @@ def equal_shares(total: int, names: Sequence[str]) -> dict[str, int]:
 
 
 def log_line(snapshot: Snapshot, rulings: Sequence[Ruling]) -> str:
-    """One evaluation with its inputs, as JSON."""
+    """Return one evaluation with its inputs, as JSON."""
     return json.dumps(
         {
             "snapshot": snapshot.to_json(),
@@ -252,7 +252,7 @@ def log_line(snapshot: Snapshot, rulings: Sequence[Ruling]) -> str:
 
 
 def replayed(line: str, config: ControllerConfig, policy: Policy) -> tuple[Any, Any]:
-    """(rulings of the log, rulings now) of one logged evaluation, as plain JSON values.
+    """Return (rulings of the log, rulings now) of one logged evaluation, as plain JSON values.
 
     Raises:
         PolicyError: the line is none of a decision log.

@@ -15,11 +15,12 @@ from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.log import event
 from gmeta.antdt.model import ShardState
-from gmeta.antdt.monitor import CUT_AFTER, Monitor, Report, WorkerHealth
+from gmeta.antdt.monitor import CUT_AFTER, Monitor, WorkerHealth
 from gmeta.antdt.policies import find_policy
+from gmeta.antdt.reports import Report
 from gmeta.antdt.storage.request import Read, Request
 from gmeta.antdt.stragglers.controller import Controller, PolicyError, Ruling
-from protos.antdt.v1 import shard_service_pb2 as pb
+from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 if TYPE_CHECKING:
     from gmeta.antdt.ledger.ledger import Ledger
@@ -58,7 +59,7 @@ class Spoken(NamedTuple):
 
 
 def read_ledger(ledger: Ledger, now_s: float) -> Reading:
-    """Workers of the present generation, and the data still to train."""
+    """Return the workers of the present generation, and the data still to train."""
     state = ledger.state
     workers = {}
     for name, worker in state.workers.items():
@@ -76,8 +77,8 @@ def read_ledger(ledger: Ledger, now_s: float) -> Reading:
 
 
 def read_backups(state: LedgerState) -> dict[str, tuple[int, int]]:
-    """Of each worker with such shards: how many a decision to back it up would be about, and how
-    many one was."""
+    """Return, for each worker with such shards, how many a decision to back it up would be about,
+    and how many one was."""
     if not any(table.spec.speculative for table in state.tables.values()):
         return {}
     backups = state.backups
@@ -101,7 +102,8 @@ class Governor:
         log: Callable[[str], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ask` answers a request to the ledger. Raises ConfigError for an unknown policy."""
+        """Prepare the thread. `ask` answers a request to the ledger. Raise ConfigError for an
+        unknown policy."""
         self.config = config
         self.controller = Controller(config.controller, find_policy(config.controller.policy), log)
         self.monitor = Monitor(config.monitor, clock())
@@ -124,17 +126,17 @@ class Governor:
         self._thread = threading.Thread(target=self._run, name="antdt-governor", daemon=True)
 
     def start(self) -> None:
-        """Begins to watch."""
+        """Begin to watch."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def tick(self) -> None:
-        """Takes in the newest reports; judges and decides when a window is over."""
+        """Take in the newest reports; judge and decide when a window is over."""
         reading: Reading = self._ask(Read(read_ledger))
         if reading.generation != self._generation:
             self._start_over(reading)
@@ -151,7 +153,7 @@ class Governor:
 
     @property
     def health(self) -> dict[str, WorkerHealth]:
-        """Of every worker that was judged; a copy, for other threads."""
+        """Return the health of every worker that was judged; a copy, for other threads."""
         return dict(self.monitor.health)
 
     def _run(self) -> None:
@@ -166,7 +168,7 @@ class Governor:
                 event(logging.ERROR, "policy_failed", message=str(error))
 
     def _start_over(self, reading: Reading) -> None:
-        """Ranks of a restarted job begin with equal shares and an empty history."""
+        """Give the ranks of a restarted job equal shares and an empty history."""
         self._generation = reading.generation
         self.monitor = Monitor(self.config.monitor, self._clock())
         self.controller.start_over()
@@ -244,7 +246,8 @@ class Governor:
         )
 
     def _post_all(self) -> None:
-        """Raises RefusedError while the store takes nothing; what is left is for the next tick."""
+        """Post what was decided. Raise RefusedError while the store takes nothing; what is left is
+        for the next tick."""
         for key, command in list(self._unposted.items()):
             try:
                 self._ask(command)

@@ -4,8 +4,8 @@ import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gmeta.antdt.monitor import MonitorConfig
 from gmeta.antdt.policies.interface import ControllerConfig
+from gmeta.antdt.reports import MonitorConfig
 from gmeta.errors import ConfigError
 from gmeta.settings import describe_settings, settings_from_dict
 
@@ -19,7 +19,7 @@ class StragglerConfig:
 
 
 def load_straggler_config(path: Path | None) -> StragglerConfig:
-    """The defaults for no path: workers are watched and left alone.
+    """Return the config at `path`; without one the defaults: workers are watched and left alone.
 
     Raises:
         ConfigError: the file cannot be read, or a key or value is not allowed.
@@ -30,12 +30,11 @@ def load_straggler_config(path: Path | None) -> StragglerConfig:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}. Name a readable file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no TOML: {error}. Correct it") from error
-    config: StragglerConfig = settings_from_dict(StragglerConfig, raw)
-    return config
+    return settings_from_dict(StragglerConfig, raw)
 
 
 def describe_straggler_config() -> list[tuple[str, str, str]]:
-    """(key, default, help) of every key: the table in docs/stragglers.md."""
+    """Return (key, default, help) of every key: the table in docs/stragglers.md."""
     return describe_settings(StragglerConfig)

@@ -14,7 +14,7 @@ from gmeta.runs.folder import RunFolder
 
 
 def evaluate_on_rank(roots: list[Path], splits: list[str], out: Path, config: TrainConfig) -> None:
-    """Score the runs at `roots` together with the other ranks; `config` is the first run's."""
+    """Score the runs at `roots` together with the other ranks, by the first run's `config`."""
 
     def work(ranks: Ranks) -> None:
         # Folders of the same name in different places are told apart by their paths.
@@ -33,4 +33,6 @@ def evaluate_on_rank(roots: list[Path], splits: list[str], out: Path, config: Tr
 
     # A run that was trained on a GPU is evaluated on what is here.
     device = "cpu" if config.run.device == "cpu" else "auto"
-    be_rank(device, config.run.collective_timeout_s, work)
+    configs = [RunFolder(root).read_config().digest for root in roots]
+    told = {"--split": splits, "the config of each RUN": configs}
+    be_rank(device, config.run.collective_timeout_s, told, work)

@@ -12,7 +12,7 @@ from gmeta.serving.folder import TableFormat
 def export_model(
     run: Path, out: Path, tables: TableFormat, step: int | None, overwrite: bool
 ) -> None:
-    """Export the run's checkpoint, and tell what came out and how it is used."""
+    """Export the run's checkpoint, and print how large it became and how to use it."""
     written = export_run(run, out, tables, step, overwrite)
     share = written.table_bytes / max(written.float32_table_bytes, 1)
     console = screen(stderr=True)

@@ -15,7 +15,7 @@ OUTPUT_COLUMNS = ("prediction", "prediction_before", "support_rows")
 def predict_rows(
     model: Path, support: str, query: str, out: Path, allow_no_support: bool, verify: bool
 ) -> None:
-    """Predict the rows of `query`, and tell how many there were."""
+    """Predict the rows of `query`, write them to `out` and print how many there were."""
     served = load(model, verify)
     support_rows, query_rows = read_rows(support), read_rows(query)
     for name in OUTPUT_COLUMNS:

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from gmeta.commands.telling import told, told_errors, write_error
+from gmeta.internals import job_store
 from gmeta.parallel.ranks import Ranks
 
 # Ranks that refuse the same are at the same place of the same work. A rank that is alone with what
@@ -23,7 +24,7 @@ PAUSE_S = 0.02
 
 @contextmanager
 def told_once(ranks: Ranks, patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """Tell what is raised inside, on one rank where all of them would say the same, and end with
+    """Print the error that is raised inside, on one rank if all would print the same, and end with
     its exit code.
 
     Raises:
@@ -35,7 +36,7 @@ def told_once(ranks: Ranks, patience_s: float = PATIENCE_S) -> Iterator[None]:
         if ranks.world_size == 1 or os.environ.get("GMETA_TRACEBACK"):
             raise
         line, code = told(error)
-        store = PrefixStore("gmeta-told-once", _get_default_store())
+        store = PrefixStore("gmeta-told-once", job_store())
         if ranks.rank == 0:
             # First of all: the rank that leaves first has the others ended.
             write_error(line)
@@ -46,7 +47,7 @@ def told_once(ranks: Ranks, patience_s: float = PATIENCE_S) -> Iterator[None]:
 
 
 def _tell_others(store: Store, line: str, num_others: int, patience_s: float) -> None:
-    """Rank 0 may be the one that holds the store: it stays until the others have read the line."""
+    """Leave the line in the store, which rank 0 may hold: wait until the others have read it."""
     try:
         store.set("line", line)
         _wait_until(lambda: store.add("heard", 0) == num_others, patience_s)
@@ -55,7 +56,7 @@ def _tell_others(store: Store, line: str, num_others: int, patience_s: float) ->
 
 
 def _first_said(store: Store, line: str, patience_s: float) -> bool:
-    """Whether rank 0 has told this very line."""
+    """Return whether rank 0 has printed this very line."""
     try:
         if not _wait_until(lambda: store.check(["line"]), patience_s):
             return False

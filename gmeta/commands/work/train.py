@@ -7,6 +7,7 @@ from gmeta.commands.screen import screen
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig
 from gmeta.parallel.ranks import Ranks
+from gmeta.runs.alike import settings_of_all
 from gmeta.runs.folder import RunFolder
 from gmeta.train import train
 
@@ -22,17 +23,21 @@ def train_on_rank(config: TrainConfig) -> None:
     be_rank(
         config.run.device,
         config.run.collective_timeout_s,
+        settings_of_all(config),
         work,
         shared_memory=config.sharding.shared_memory,
     )
 
 
 def _tell(folder: RunFolder) -> None:
-    readings = [line for line in folder.read_metrics() if "loss" in line]
+    # Such as every logged step has, unless its line was edited.
+    speeds, waits = (
+        [line[key] for line in folder.read_metrics() if isinstance(line.get(key), int | float)]
+        for key in ("samples_per_s", "data_wait_share")
+    )
     lines = [f"\ntrained: {folder.root}  (metrics.jsonl, tensorboard/, checkpoints/)"]
-    if readings:  # a finished run that is resumed takes no step, and its log may be gone
-        speed = statistics.median(line["samples_per_s"] for line in readings)
-        wait = statistics.mean(line["data_wait_share"] for line in readings)
+    if speeds and waits:  # a finished run that is resumed takes no step, and its log may be gone
+        speed, wait = statistics.median(speeds), statistics.mean(waits)
         lines += [f"speed: {speed:,.0f} samples/s, {wait:.1%} of the time waiting for data"]
     if line := best_not_kept(folder):
         lines += [line]

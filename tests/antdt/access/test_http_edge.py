@@ -10,7 +10,7 @@ import pytest
 
 from gmeta.antdt.access import http_edge
 from gmeta.antdt.access.http_edge import HttpRequest, HttpServer
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 
 class Site:
@@ -144,3 +144,33 @@ def test_one_request_too_many_is_dropped_and_the_others_are_answered(
         except ConnectionError:
             continue
     site.server.stop()
+
+
+def test_a_request_that_comes_byte_by_byte_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte is in time, the request is not."""
+    monkeypatch.setattr(http_edge, "REQUEST_TIMEOUT_S", 0.05)
+    site = Site()
+    with socket.create_connection(("127.0.0.1", site.port), PATIENCE_S) as dribbling:
+        dribbling.settimeout(0.01)
+        dribbling.sendall(b"GET /page HTTP/1.1\r\nX-A: ")
+        wait_until(lambda: hung_up_on_the_next_byte(dribbling), "hung up")
+    site.server.stop()
+
+
+def hung_up_on_the_next_byte(caller: socket.socket) -> bool:
+    try:
+        caller.sendall(b"a")
+        return not caller.recv(1)
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_a_probe_is_answered_while_every_place_is_taken(site: Site) -> None:
+    for _ in range(http_edge.MAX_REQUESTS):
+        threading.Thread(target=site.ask, args=("/slow",), daemon=True).start()
+        assert site.entered.acquire(timeout=PATIENCE_S)
+    with pytest.raises(ConnectionError):
+        site.ask("/page")
+    assert site.ask("/healthz")[1] == "serving\n"

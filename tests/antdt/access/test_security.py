@@ -28,7 +28,7 @@ from gmeta.antdt.log import LOGGER_NAME
 from gmeta.antdt.service.server import SERVICE_NAME, ServiceConfig, ServiceStartError, ShardServer
 from gmeta.cli import app
 from gmeta.commands.shards import shards
-from protos.antdt.v1 import shard_service_pb2 as pb
+from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 from tests.antdt.driver import FakeClock
 from tests.antdt.pki import Authority, Pair
 from tests.antdt.slow_rate import limits_by_count
@@ -408,6 +408,11 @@ def test_a_client_sends_its_token_over_tls_or_to_its_own_machine(tokens: Path) -
             ["--insecure", "--tls-cert", "c", "--tls-key", "k", "--tokens", "t"],
             "--insecure was given beside --tls-cert c --tls-key k --tokens t; a service is the "
             "one or the other. Leave out --insecure, or the rest.",
+        ),
+        (
+            ["--insecure", "--tokens", "t"],
+            "--insecure was given beside --tokens t; a service is the one or the other. Leave out "
+            "--insecure, or the rest.",
         ),
     ],
 )

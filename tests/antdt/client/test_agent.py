@@ -9,7 +9,7 @@ from gmeta.antdt.client.agent import WorkerAgent
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import DatasetSpec
-from gmeta.antdt.monitor import MonitorConfig, Report
+from gmeta.antdt.reports import MonitorConfig, Report
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.antdt.storage.request import Read
 from gmeta.antdt.stragglers.settings import StragglerConfig

@@ -17,15 +17,16 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 
 from gmeta.antdt.access.credentials import end_of_certificate
-from gmeta.antdt.client.call_stream import STREAMED, CallError, CallStream
+from gmeta.antdt.client.call_stream import CallError, CallStream
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.connection import MAX_STREAMED_BYTES
 from gmeta.antdt.client.lease import EndOfEpoch
 from gmeta.antdt.errors import FencedError, RefusedError
 from gmeta.antdt.model import DatasetSpec
+from gmeta.antdt.rpc.streamed import STREAMED
 from gmeta.antdt.service.edge import Edge
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
-from protos.antdt.v1 import shard_service_pb2 as pb
+from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 from tests.antdt.faults.test_network import Proxy
 from tests.antdt.pki import Authority
 from tests.antdt.slow_rate import limits_by_count

@@ -20,7 +20,7 @@ from gmeta.antdt.client.held import HeldLeases
 from gmeta.antdt.client.lease import Lease, WaitFor
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.model import Grant
-from gmeta.antdt.monitor import Report
+from gmeta.antdt.reports import Report
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from tests.antdt.faults.service_process import free_port
 from tests.waiting import PATIENCE_S, wait_until

@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.forked import run_forked
+from tests.forked import SOURCE_ROOTS, run_forked
 
 ROOT = Path(__file__).parents[3]
 COPIED = (
     "gmeta/__init__.py",
     "gmeta/errors.py",
+    "gmeta/settings.py",
     "gmeta/antdt",
     "gmeta/commands",
     "protos",
@@ -227,13 +228,14 @@ def make_copy(folder: Path, mutant: Mutant | None) -> None:
 
 def survives(folder: Path, files: Sequence[str]) -> bool:
     """Whether the tests all pass in the copy; a hang counts as caught."""
+    roots = os.pathsep.join(str(folder / root) for root in SOURCE_ROOTS)
     try:
         done = run_forked(
             "pytest",
             *("-x", "-q", "-p", "no:cacheprovider", *files),
-            env={**os.environ, "PYTHONPATH": str(folder), "ANTDT_SCHEDULES": MUTANT_SCHEDULES},
+            env={**os.environ, "PYTHONPATH": roots, "ANTDT_SCHEDULES": MUTANT_SCHEDULES},
             cwd=folder,
-            anew=("gmeta", "protos", "tests"),
+            anew=("gmeta", "gmeta_protos", "tests"),
             timeout_s=600,
         )
     except subprocess.TimeoutExpired:

@@ -8,7 +8,7 @@ delayed or restored on the way.
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,9 +80,6 @@ class FaultyStore(Store):
         self.at("before_snapshot")
         self.inner.write_snapshot(snapshot)
         self.at("after_snapshot")
-
-    def read_log(self) -> Iterator[Batch]:
-        return self.inner.read_log()
 
     def close(self) -> None:
         self.inner.close()

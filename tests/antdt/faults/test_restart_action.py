@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gmeta.antdt.ledger import commands as cmd
-from gmeta.antdt.monitor import MonitorConfig
+from gmeta.antdt.reports import MonitorConfig
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.antdt.stragglers.settings import StragglerConfig
 from tests.commands import SMALL_MODEL, environment, metrics, write_config

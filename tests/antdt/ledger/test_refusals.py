@@ -1,6 +1,7 @@
 """What the ledger refuses: the whole message, and that nothing of the call was applied."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from gmeta.antdt.errors import RefusedError, StoreFailedError
 from gmeta.antdt.ledger import checkpoints, fences, offers, operate
 from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.manifests.manifest import DatasetManifest, ShardManifest
 from gmeta.antdt.model import MAX_NOTE_CHARS, DatasetSpec
 from gmeta.antdt.storage.committer import Committer
 from gmeta.antdt.storage.store import MemoryDisk, MemoryStore
@@ -321,3 +323,20 @@ def test_every_checkpoint_that_is_held_can_be_found() -> None:
         "checkpoint 'c7' is not among the last 3 prepared ones ['c0', 'c1', 'c2']. Audit an older "
         "one offline: gmeta shards audit FOLDER."
     )
+
+
+def test_the_shards_of_all_datasets_together_are_bounded(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that a manifest brings: each is a byte of the service's memory."""
+    monkeypatch.setattr(offers, "MAX_SHARDS_IN_ALL", 9)
+    too_many = (
+        "RESOURCE_EXHAUSTED",
+        "LIMIT",
+        "all datasets would have 10 shards; at most 9 are allowed. Start another service.",
+    )
+    other = DatasetSpec("other", 20, 4)
+    assert refused(scene, lambda s, w: s.call(cmd.RegisterDataset(other))) == too_many
+    brought = ShardManifest("default", "c", 1, 1, "", 7, "00", (DatasetManifest(other, 0),))
+    assert refused(scene, lambda s, w: w.restore(brought.to_json(), "r")) == too_many
+    assert scene[0].call(cmd.RegisterDataset(replace(other, num_units=16))).created

@@ -2,10 +2,13 @@
 starts and ends."""
 
 import json
+import math
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -22,11 +25,13 @@ from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.errors import FencedError, RefusedError, StoreTakenError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import Caller, DatasetSpec
+from gmeta.antdt.rpc import views
 from gmeta.antdt.service.edge import Edge
-from gmeta.antdt.service.server import SERVICE_NAME, ServiceConfig, ShardServer
+from gmeta.antdt.service.server import SERVICE_NAME, ServiceConfig, ServiceStartError, ShardServer
 from gmeta.cli import app
 from gmeta.errors import UserError
-from protos.antdt.v1 import shard_service_pb2 as pb
+from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
+from tests.antdt.driver import FakeClock
 from tests.antdt.faults.service_process import free_port, running
 from tests.waiting import PATIENCE_S
 
@@ -239,6 +244,33 @@ def test_done_is_committed_only_by_the_checkpoint(server: ShardServer, stub: Any
     assert audit.manifest_json.decode() == manifest.to_json()
 
 
+def test_the_service_serves_while_an_audit_is_worked_out(
+    server: ShardServer, stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a manifest of any size: an audit waits here until heartbeats were answered."""
+    began, go_on, threads = threading.Event(), threading.Event(), list[str]()
+    real = views.audit_manifest
+
+    def held_up(manifest: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        began.set()
+        assert go_on.wait(PATIENCE_S)
+        return real(manifest)
+
+    monkeypatch.setattr(views, "audit_manifest", held_up)
+    stub.RegisterDataset(pb.RegisterDatasetRequest(spec=SPEC))
+    who = caller(stub)
+    stub.PrepareCheckpoint(pb.PrepareCheckpointRequest(caller=who, checkpoint_id="c", step=1))
+    audits = [stub.Audit.future(pb.AuditRequest(checkpoint_id="c")) for _ in range(3)]
+    assert began.wait(PATIENCE_S)
+    for _ in range(5):
+        stub.Heartbeat(pb.HeartbeatRequest(caller=who))
+    assert len(threads) == 1  # one at a time: each takes memory
+    go_on.set()
+    assert all(audit.result(PATIENCE_S).ok for audit in audits)
+    assert not {"antdt-writer", "MainThread"} & set(threads)
+
+
 def test_watch_streams_statuses_and_is_bounded(stub: Any) -> None:
     stream = stub.Watch(pb.WatchRequest(interval_ms=200))
     assert [next(stream).status.service_epoch for _ in range(2)] == [1, 1]
@@ -314,6 +346,17 @@ def test_an_old_service_whose_store_was_taken_answers_nothing_more(tmp_path: Pat
     old.stop(0.0)
 
 
+@pytest.mark.parametrize("job", ["", "  ", "a\nb", "\udc80", "j" * 129])
+def test_a_job_without_a_name_that_can_be_written_down_is_not_served(job: str) -> None:
+    with pytest.raises(ServiceStartError) as nameless:
+        CliRunner().invoke(
+            app, ["shard-service", "--insecure", "--job", job], catch_exceptions=False
+        )
+    assert str(nameless.value) == (
+        f"--job is {job[:128]!r}; allowed are 1 to 128 printable characters. Name the job."
+    )
+
+
 @pytest.mark.parametrize("address", ["7070", ":7070", "host:", "host:99999", "host:x"])
 def test_an_address_that_is_none_is_explained(address: str) -> None:
     with pytest.raises(AddressError) as bad:
@@ -354,7 +397,7 @@ def test_metrics_that_cannot_be_served_end_the_start_and_free_the_store(tmp_path
     ShardServer(ServiceConfig("127.0.0.1:0", url)).stop(0.0)
 
 
-@pytest.mark.parametrize("compute_ms", [-1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("compute_ms", [-1.0, 1e16, float("inf"), float("nan")])
 def test_a_report_with_a_time_that_is_none_is_refused(stub: Any, compute_ms: float) -> None:
     report = pb.WorkerReport(step=1, tasks_done=1, compute_ms=compute_ms)
     beat = pb.HeartbeatRequest(caller=caller(stub), report=report)
@@ -362,8 +405,31 @@ def test_a_report_with_a_time_that_is_none_is_refused(stub: Any, compute_ms: flo
         "INVALID_ARGUMENT",
         "BAD_ARGUMENT",
         f"the report's times are ({compute_ms}, 0.0, 0.0, 0.0) ms; allowed are finite numbers from "
-        "0. Correct it.",
+        "0 to 1e+15. Correct it.",
     )
+
+
+def test_no_report_puts_a_number_on_the_page_that_json_does_not_have(
+    server: ShardServer, stub: Any
+) -> None:
+    """Sums and ratios of the most and the least that a report may hold stay finite."""
+    clock = server.governor._clock = FakeClock(time.monotonic())
+    callers = [caller(stub, name) for name in "abc"]
+    for number in range(1, 40):
+        for worker, each in enumerate(callers):
+            # The first takes no time at all, the second all of it, the third each in turn.
+            ms = 5e-324 * number if worker == 0 or number * worker % 2 else 1e15
+            report = pb.WorkerReport(
+                step=number, tasks_done=(1 << 63) + number, compute_ms=ms, share=4
+            )
+            stub.Heartbeat(pb.HeartbeatRequest(caller=each, report=report))
+        clock.advance(2 * server.config.stragglers.monitor.window_s)
+        server.governor.tick()
+    document = server._dashboard.document()
+    assert [row["name"] for row in document["workers"]]
+    json.dumps(document, allow_nan=False)  # raises ValueError for NaN and for an infinity
+    for family in server.edge.metrics.registry.collect():
+        assert all(math.isfinite(sample.value) for sample in family.samples), family.name
 
 
 def test_a_service_that_still_reads_its_store_asks_for_a_moment() -> None:

@@ -8,7 +8,9 @@ import pytest
 
 from gmeta.antdt.errors import RefusedError, StoreFailedError
 from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.ledger import events as ev
 from gmeta.antdt.ledger.ledger import Ledger
+from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.log import JsonFormatter
 from gmeta.antdt.model import Caller, DatasetSpec
 from gmeta.antdt.service.tickets import Ticket, deliver
@@ -130,6 +132,39 @@ def test_a_view_that_raises_fails_its_own_call_and_nothing_else(
     assert harness.ask(Read(lambda ledger, now_s: len(ledger.state.leases))) == 2
     assert not harness.ended.is_set()
     harness.writer.stop()
+
+
+def test_a_command_that_raises_fails_its_own_call_and_leaves_nothing_behind(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half of it was applied in memory: nothing of that half may be answered or stored."""
+    evolve = LedgerState.evolve
+
+    def broken(state: LedgerState, event: Any) -> None:
+        evolve(state, event)
+        if isinstance(event, ev.DrainSet):
+            raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(LedgerState, "evolve", broken)
+    harness.disk_free.clear()
+    first = harness.send(cmd.LeaseShards(caller("a"), 1, "d", 0, 1))
+    asking = harness.send(cmd.Drain("r", "", undo=False))
+    last = harness.send(cmd.LeaseShards(caller("b"), 1, "d", 0, 1))
+    harness.disk_free.set()
+    for ticket in (first, asking, last):
+        assert ticket.lock.acquire(timeout=PATIENCE_S)
+    assert (asking.answer.code, asking.answer.reason) == ("INTERNAL", "INTERNAL")
+    assert str(asking.answer) == (
+        "the service could not answer: ZeroDivisionError: a defect. That is a defect of the "
+        "service, which goes on; report it with the traceback from its log."
+    )
+    assert all(isinstance(each.answer, cmd.Granted) for each in (first, last))
+    (logged,) = [record for record in caplog.records if record.message == "command_failed"]
+    assert "test_writer.py" in JsonFormatter().format(logged)
+    assert harness.ask(Read(lambda ledger, now_s: ledger.state.draining)) is False
+    harness.writer.stop()
+    successor = Committer(harness.store, time.monotonic).ledger.state
+    assert (successor.draining, len(successor.leases)) == (False, 2)
 
 
 def test_callers_beyond_the_queue_are_told_to_come_back(

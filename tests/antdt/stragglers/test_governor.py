@@ -11,8 +11,8 @@ import pytest
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.log import DecisionLog
-from gmeta.antdt.monitor import MonitorConfig, Report
 from gmeta.antdt.policies.interface import ControllerConfig
+from gmeta.antdt.reports import MonitorConfig, Report
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.antdt.stragglers.governor import Governor
 from gmeta.antdt.stragglers.settings import (

@@ -18,6 +18,7 @@ from tests.deploy.cluster.api import ApiServer
 from tests.deploy.cluster.container import Container, Mount
 from tests.deploy.network import Host
 from tests.deploy.rendering import ROOT, Manifest
+from tests.forked import SOURCE_ROOTS
 
 _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 _PROGRAMS = b"/opt/gmeta/bin/"
@@ -50,7 +51,7 @@ def image_of(name: str) -> Image:
     env = dict(pair.split("=", 1) for line in said["ENV"] for pair in shlex.split(line))
     env["PATH"] = "/opt/gmeta/bin:/usr/local/bin:/usr/bin:/bin"
     # In the image the packages are installed; here they are beside each other.
-    env["PYTHONPATH"] = str(ROOT)
+    env["PYTHONPATH"] = os.pathsep.join(str(ROOT / root) for root in SOURCE_ROOTS)
     return Image(json.loads(said["ENTRYPOINT"][-1]), said["WORKDIR"][-1], env)
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from metaio.job import PrepareOptions
-from metaio.prepare import prepare
-from metaio.schema import load_schema
+from metaio.prepare.job import PrepareOptions
+from metaio.prepare.local import prepare
+from metaio.prepare.schema import load_schema
 from tests.deploy.cluster.cluster import Cluster, running
 from tests.deploy.network import NoNamespacesError
 from tests.deploy.rendering import ROOT, Manifest, render
 from tests.deploy.test_deploy_check import needs_kubectl, one
-from tests.metaio.test_prepare import raw_table
-from tests.metaio.test_spark_command import SCHEMA, files, needs_spark
+from tests.metaio.prepare.test_local import raw_table
+from tests.metaio.prepare.test_spark_command import SCHEMA, files, needs_spark
 from tests.waiting import PATIENCE_S
 
 # What this machine has room for; the rest of the settings is the overlay's.

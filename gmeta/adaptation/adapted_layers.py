@@ -1,0 +1,132 @@
+"""Linear layers of any model adapted to many tasks at once: hooks on the model's own layers, one
+GEMM for all tasks and the change inside each task (layer_change.py).
+
+A gate per task on W's rows and b multiplies x W + b and nothing else.
+
+Shape suffixes: T tasks, L longest task, N rows, I input width, O output width, S support rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from gmeta.adaptation.layer_change import LayerChange, after_step, one_step
+
+if TYPE_CHECKING:
+    from gmeta.adaptation.plan import AdaptationPlan, TaskSize
+    from gmeta.adaptation.rates import InnerRates
+    from gmeta.adaptation.rows.ragged import RowLayout
+
+Gates = Mapping[str, tuple[nn.Linear, Tensor]]  # by layer name: the layer, and its gates [T, O]
+
+
+@dataclass
+class Tape:
+    """What the adapted layers worked on in one forward pass: names, inputs and outputs, in order of
+    use.
+    """
+
+    layout: RowLayout
+    names: list[str] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+class AdaptedLayers:
+    """The adaptation of some linear layers of a model to T tasks; starts as none at all.
+
+    A layer may have a gate and not adapt.
+    """
+
+    def __init__(
+        self, plan: AdaptationPlan, rates: InnerRates, size: TaskSize, gates: Gates
+    ) -> None:
+        self._plan = plan
+        self._rates = rates
+        self._size = size
+        self._gates = gates
+        self._changes: dict[str, LayerChange] = {}
+
+    @contextmanager
+    def applied(self, layout: RowLayout) -> Iterator[Tape]:
+        """Let the model's layers act on each row with the weights of the row's task, inside.
+
+        Yields the tape that `step` takes; it fills while the model runs on rows of this layout.
+        """
+        tape = Tape(layout)
+        # Hooks run in the order of registration: the gate is part of the output that adapts.
+        handles = [
+            layer.register_forward_hook(_gate_hook(name, layout, gate_TO))
+            for name, (layer, gate_TO) in self._gates.items()
+        ]
+        handles += [
+            layer.register_forward_hook(self._hook(name, tape))
+            for name, layer in self._plan.layers.items()
+        ]
+        try:
+            yield tape
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def step(self, tape: Tape, output_grads: Sequence[Tensor]) -> None:
+        """Take one inner SGD step, from the gradients of the summed support losses at
+        `tape.outputs`.
+        """
+        for name, rows, grad in zip(tape.names, tape.inputs, output_grads, strict=True):
+            activations_TSI, grads_TSO = _by_task(tape.layout, rows), _by_task(tape.layout, grad)
+            widths = activations_TSI.shape[-1], grads_TSO.shape[-1]
+            path = self._plan.path(name, *widths, self._size, uses=math.prod(rows.shape[1:-1]))
+            step = one_step(path, activations_TSI, grads_TSO, self._rates.of_layer(name))
+            self._changes[name] = after_step(self._changes.get(name), step)
+
+    def _hook(self, name: str, tape: Tape) -> Callable[[nn.Linear, tuple[Tensor], Tensor], Tensor]:
+        layout, change = tape.layout, self._changes.get(name)
+
+        def on_forward(layer: nn.Linear, args: tuple[Tensor], output: Tensor) -> Tensor:
+            (rows,) = args
+            _check_rows(name, rows, layout)
+            if change is not None:
+                block_TLO = change.of_outputs_TLO(_by_task(layout, rows), layer.bias is not None)
+                block_shape = (layout.num_tasks, layout.longest, *output.shape[1:])
+                output = output - layout.unpad(block_TLO.reshape(block_shape))
+            if not output.requires_grad and torch.is_grad_enabled():
+                # Frozen weights: the inner gradient still needs a handle.
+                output = output.requires_grad_()
+            tape.names.append(name)
+            tape.inputs.append(rows)
+            tape.outputs.append(output)
+            return output
+
+        return on_forward
+
+
+def _gate_hook(
+    name: str, layout: RowLayout, gate_TO: Tensor
+) -> Callable[[nn.Linear, tuple[Tensor], Tensor], Tensor]:
+    def on_forward(layer: nn.Linear, args: tuple[Tensor], output: Tensor) -> Tensor:
+        _check_rows(name, args[0], layout)
+        gate_NO = layout.spread(gate_TO)
+        return output * gate_NO.view(layout.num_rows, *[1] * (output.dim() - 2), gate_NO.shape[1])
+
+    return on_forward
+
+
+def _check_rows(name: str, rows: Tensor, layout: RowLayout) -> None:
+    if rows.shape[0] != layout.num_rows:
+        raise ValueError(
+            f"layer {name!r} works on {rows.shape[0]} rows, the tasks have {layout.num_rows}: "
+            "only layers applied row by row can adapt. Leave it out of algorithm.adapt_layers"
+        )
+
+
+def _by_task(layout: RowLayout, rows: Tensor) -> Tensor:
+    """Return [N, ..., I] as [T, S, I]: extra dimensions of a row count as more rows of its task."""
+    return layout.pad(rows).flatten(1, -2)

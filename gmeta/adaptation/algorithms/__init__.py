@@ -1,0 +1,1 @@
+"""The meta-learning algorithms: one file each."""

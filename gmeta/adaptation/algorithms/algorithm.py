@@ -1,0 +1,63 @@
+"""What a meta-learning algorithm is: a value of `Algorithm`. Each has a file here and a line in
+registry.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from gmeta.adaptation.rates import FixedRates, InnerRates
+
+if TYPE_CHECKING:
+    from gmeta.adaptation.config import AlgorithmConfig
+    from gmeta.adaptation.plan import AdaptationPlan
+    from gmeta.adaptation.rows.sides import WorkingRows
+
+Tasks = TypeVar("Tasks", contravariant=True)
+Adapted = TypeVar("Adapted")
+
+
+class InnerLoop(Protocol[Tasks, Adapted]):
+    """What an algorithm asks of the inner loop, be it the general or the fused one."""
+
+    def adapt(self, rows: WorkingRows, tasks: Tasks, second_order: bool) -> Adapted:
+        """Return theta_t of every task, after k steps on its support rows."""
+
+    def query_loss_sum(self, adapted: Adapted, tasks: Tasks) -> Tensor:
+        """Return the sum over the tasks of the mean query loss at theta_t: a scalar."""
+
+
+@dataclass(frozen=True)
+class TableSizes:
+    """The embedding tables in front of a model: how many, and how wide each row is."""
+
+    num_tables: int
+    width: int
+
+
+def as_configured(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
+    """Return the config as it stands: the preset of an algorithm that fixes nothing."""
+    return config
+
+
+def fixed_rates(plan: AdaptationPlan, tables: TableSizes) -> InnerRates:
+    """Return algorithm.inner_lr for everything: the rates of an algorithm that learns none."""
+    return FixedRates(plan.config.inner_lr)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How a learner adapts to its tasks, and from what it gets its meta-gradient."""
+
+    # (inner loop, rows, tasks) -> a scalar, the sum over the tasks of the outer losses; its
+    # gradient is the sum of the tasks' meta-gradients. A QueryLoss (maml.py) is given the fused
+    # inner loop where that serves, any other function the general one.
+    loss_sum: Callable[[Any, WorkingRows, Any], Tensor]
+    preset: Callable[[nn.Module, AlgorithmConfig], AlgorithmConfig] = as_configured
+    rates: Callable[[AdaptationPlan, TableSizes], InnerRates] = fixed_rates
+    # The side that a task needs rows of to count in the mean over the tasks.
+    learns_from: Literal["query", "support"] = "query"

@@ -1,0 +1,44 @@
+"""MAML: the gradient of the query loss through the inner steps, second order and exact.
+
+    min over theta of  mean_t L_query,t(theta_t),   theta_t = k steps of  theta <- theta - a grad
+                                                               L_support,t(theta)   from theta
+
+Finn et al., "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks", arXiv 1703.03400.
+Departs from the paper in nothing; adapt_layers and adapt_embeddings can leave parameters out of the
+inner steps, which are then meta-parameters only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gmeta.adaptation.algorithms.algorithm import Algorithm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gmeta.adaptation.algorithms.algorithm import Adapted, InnerLoop, Tasks
+    from gmeta.adaptation.rows.sides import WorkingRows
+
+
+@dataclass(frozen=True)
+class QueryLoss:
+    """The outer loss of MAML and its family: the query loss at what the inner steps make of theta.
+
+    Without `second_order` the inner gradients are constants (fomaml.py).
+    """
+
+    second_order: bool
+
+    def __call__(
+        self, inner_loop: InnerLoop[Tasks, Adapted], rows: WorkingRows, tasks: Tasks
+    ) -> Tensor:
+        """Return the sum over the tasks of the mean query loss at theta_t: a scalar, whose gradient
+        is the sum of the tasks' meta-gradients.
+        """
+        adapted = inner_loop.adapt(rows, tasks, self.second_order)  # theta_t, all tasks at once
+        return inner_loop.query_loss_sum(adapted, tasks)
+
+
+MAML = Algorithm(QueryLoss(second_order=True))

@@ -1,0 +1,99 @@
+"""Meta-SGD: MAML whose inner rates are parameters, trained with theta by the same meta-gradient.
+
+    theta_t = k steps of  theta <- theta - alpha * grad L_support,t(theta)   from theta,
+    min over theta and alpha of  mean_t L_query,t(theta_t)
+
+Li et al., "Meta-SGD: Learning to Learn Quickly for Few-Shot Learning", arXiv 1707.09835. There
+alpha has the shape of theta: `algorithm.learned_rates = "weight"`. Departures: alpha may also be
+coarser, one rate a `layer` (and a table) or an `output` (and a table's column; the default), which
+keeps the inner loop's low rank and so MAML's cost; a rate for each element of a table would double
+the table, so with "weight" too a table has one for each column; all rates start at inner_lr, where
+the paper draws them at random; several steps share their rates, as in MAML's inner loop.
+
+Shape suffixes: B tables, P distinct (task, row) pairs, D embedding width, C rates a table: 1 or D.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from gmeta.adaptation.algorithms.algorithm import Algorithm
+from gmeta.adaptation.algorithms.maml import QueryLoss
+from gmeta.adaptation.rates import WeightRates
+
+if TYPE_CHECKING:
+    from gmeta.adaptation.algorithms.algorithm import TableSizes
+    from gmeta.adaptation.config import AlgorithmConfig
+    from gmeta.adaptation.plan import AdaptationPlan
+    from gmeta.adaptation.rates import LayerRate
+
+
+class LayerRates(nn.Module):
+    """The learned rates of one layer; `bias` only where each weight has its own."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, layer: nn.Linear, config: AlgorithmConfig) -> None:
+        super().__init__()
+        shapes = {"layer": (), "output": (layer.out_features,), "weight": layer.weight.shape}
+        self.weight = _rates(shapes[config.learned_rates], config.inner_lr, layer.weight)
+        elementwise = config.learned_rates == "weight" and layer.bias is not None
+        self.bias = _rates(layer.bias.shape, config.inner_lr, layer.bias) if elementwise else None
+
+    @property
+    def rate(self) -> LayerRate:
+        """Return it as the inner loop takes it."""
+        return WeightRates(self.weight, self.bias) if self.weight.dim() == 2 else self.weight
+
+
+class LearnedRates(nn.Module):
+    """Inner rates that are parameters; a module, so that the dense optimizer and checkpoints take
+    them.
+    """
+
+    def __init__(self, plan: AdaptationPlan, tables: TableSizes) -> None:
+        super().__init__()
+        config, layers = plan.config, plan.layers
+        if config.learned_rates == "weight" and "low_rank" in plan.paths.values():
+            raise ValueError(
+                'algorithm.inner_path or layer_paths says "low_rank" with algorithm.learned_rates '
+                '= "weight": a rate for each weight leaves a change no low rank. '
+                'Set "auto" in its place, or learned_rates = "layer" or "output"'
+            )
+        if config.adapt_embeddings and not tables.num_tables:
+            raise ValueError(
+                'algorithm.name = "metasgd" with adapt_embeddings = true, and 0 tables to learn '
+                "rates for: tell the learner their TableSizes, as gmeta.build.build_learner does"
+            )
+        # A module's name may hold no dot.
+        self.layers = nn.ModuleDict(
+            {name.replace(".", "/"): LayerRates(layer, config) for name, layer in layers.items()}
+        )
+        self.tables_BC: nn.Parameter | None = None
+        if config.adapt_embeddings:
+            columns = 1 if config.learned_rates == "layer" else tables.width
+            like = next((layer.weight for layer in layers.values()), torch.empty(0))
+            self.tables_BC = _rates((tables.num_tables, columns), config.inner_lr, like)
+
+    def of_layer(self, name: str) -> LayerRate:
+        """Return the parameters of the layer of this name."""
+        return cast(LayerRates, self.layers[name.replace(".", "/")]).rate
+
+    def of_rows(self, unique_lengths_B: Tensor, fetched_row_P: Tensor) -> float | Tensor:
+        """Return the rate of each of the tasks' rows, its table's: [P, C]; 0 if none adapts."""
+        if self.tables_BC is None:
+            return 0.0
+        tables_B = torch.arange(len(unique_lengths_B), device=unique_lengths_B.device)
+        table_U = tables_B.repeat_interleave(unique_lengths_B)
+        return self.tables_BC.index_select(0, table_U.index_select(0, fetched_row_P))
+
+
+def _rates(shape: tuple[int, ...], start: float, like: Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.full(shape, start, dtype=like.dtype, device=like.device))
+
+
+META_SGD = Algorithm(QueryLoss(second_order=True), rates=LearnedRates)

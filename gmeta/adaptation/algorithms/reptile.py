@@ -1,0 +1,48 @@
+"""Reptile: theta moves towards where the tasks' inner steps went; no query set, first order.
+
+    meta-gradient = mean_t (theta - theta_t),   theta_t = k steps of  theta <- theta - a grad
+                                                          L_support,t(theta)   from theta
+
+Nichol et al., "On First-Order Meta-Learning Algorithms", arXiv 1803.02999, batched, and neither
+divided by a nor by k; with outer SGD at rate e it is their theta <- theta + e mean_t (theta_t -
+theta). As theta - theta_t = a sum_j grad L_support,t(theta_j), with theta_j a constant away from
+theta, it is the gradient of a sum_j L_support,t(theta_j): that is what is computed, for layers and
+embedding rows alike. Departures: the data sets keep their split, so theta_t is of the support rows
+alone, and the query rows serve the loss that is shown, to which tasks without them add 0
+(Episodes.num_shown). What does not adapt (adapt_layers, adapt_embeddings, gates) would stand still;
+it takes the gradient of the same sum, the way it would have gone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from gmeta.adaptation.algorithms.algorithm import Algorithm
+from gmeta.adaptation.losses import weighted_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gmeta.adaptation.general_loop import GeneralLoop
+    from gmeta.adaptation.rows.sides import Sides, WorkingRows
+
+
+def reptile_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:
+    """Return a scalar over the tasks with support rows: its value is the sum of the mean query loss
+    at theta_t, its gradient the sum of theta - theta_t.
+    """
+    support, query = tasks
+    longest = query.layout.longest
+    adapted = inner_loop.take_steps(rows, support, longest, second_order=False, keep_path=True)
+    with torch.no_grad():
+        losses_N = inner_loop.losses_N(adapted, query)
+        counted_N = query.layout.spread(support.layout.lengths_T > 0)
+        weights_N = query.layout.mean_weights_N(losses_N.dtype)
+        shown = weighted_sum(losses_N * counted_N, weights_N)
+    pull = sum(adapted.support_loss_sums, shown * 0.0) * inner_loop.config.inner_lr
+    return shown + pull - pull.detach()
+
+
+REPTILE = Algorithm(reptile_loss_sum, learns_from="support")

@@ -1,0 +1,1 @@
+"""The fast inner loop, for models whose MLPs adapt."""

@@ -1,0 +1,241 @@
+"""The equations of mlp.py with their derivatives written out: the kernel for a CPU.
+
+autograd would find the same derivatives in five times as many operations, most of which allocate.
+A gradient that autograd hands to a `backward` here was made for it alone, but for those at z_L and
+d_0: the others' memory is used for what is added to them.
+
+Shape suffixes: N rows of one side, S support rows, I input width, O output width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gmeta.adaptation.fused.layer_update import LayerUpdate
+from gmeta.adaptation.fused.mlp import AdaptedMlp
+from gmeta.adaptation.rates import WeightRates, scaled
+from gmeta_models.ops.matmul import linear
+
+if TYPE_CHECKING:
+    from gmeta.adaptation.fused.layer_update import Grads, Saved, Sides
+    from gmeta.adaptation.rates import LayerRate
+    from gmeta.adaptation.rows.rectangles import PaddedRows
+
+_relu_backward = torch.ops.aten.threshold_backward.grad_input
+
+
+@final
+@dataclass(frozen=True)
+class FastMlp(AdaptedMlp):
+    """One operation a pass. Takes one rate for a layer or for each of its outputs."""
+
+    moved: tuple[LayerUpdate, ...] = ()  # by layer; none before the first step
+
+    def forward(self, inputs_NI: Tensor, rows: PaddedRows) -> tuple[Tensor, ...]:
+        """Return h_0, ..., h_{L-1} and z_L of rows of the tasks."""
+        layers = self._layers(rows)
+        passed: tuple[Tensor, ...] = _Forward.apply(layers, inputs_NI.contiguous(), *layers.tensors)
+        return passed
+
+    def gradients(
+        self, last_SO: Tensor, hidden: Sequence[Tensor], lowest: int
+    ) -> tuple[Tensor, ...]:
+        """Return d_lowest, ..., d_L of the support rows, from d_L and h_1, ..., h_{L-1}."""
+        if lowest == len(self.weights_OI):
+            return (last_SO,)
+        layers = self._layers(self.support)
+        below: tuple[Tensor, ...] = _Gradients.apply(
+            layers, lowest, last_SO.contiguous(), *hidden, *layers.tensors
+        )
+        return (*below, last_SO)
+
+    @property
+    def _updates(self) -> tuple[LayerUpdate, ...]:
+        return self.moved or tuple(
+            LayerUpdate(
+                tuple(at for at, path in enumerate(paths) if path == "low_rank"),
+                tuple(at for at, path in enumerate(paths) if path == "materialised"),
+            )
+            for paths in self.paths
+        )
+
+    def _layers(self, rows: PaddedRows) -> _Layers:
+        sides = rows.rectangles, self.support.rectangles
+        return _Layers(self.weights_OI, self.biases_O, self.gates_of(rows), self._updates, sides)
+
+    def _moved(self, at: int, activations_SI: Tensor, grads_SO: Tensor, rate: LayerRate) -> Self:
+        if isinstance(rate, WeightRates):
+            raise TypeError("a rate for each weight leaves no low rank: PlainMlp takes such")
+        updates, scaled_SO = list(self._updates), scaled(grads_SO, rate)
+        updates[at] = updates[at].then(activations_SI, scaled_SO, self.support.rectangles)
+        return replace(self, moved=tuple(updates))
+
+
+class _Layers(NamedTuple):
+    """An MLP as a pass of rows finds it."""
+
+    weights_OI: Sequence[Tensor]
+    biases_O: Sequence[Tensor]
+    gates_NO: Sequence[Tensor | None]  # of each row
+    updates: Sequence[LayerUpdate]
+    sides: Sides
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return all that autograd has to know of; `LayerGrads.in_order` is in their order."""
+        gates = [gate for gate in self.gates_NO if gate is not None]
+        moved = [tensor for update in self.updates for tensor in update.flat]
+        return [*self.weights_OI, *self.biases_O, *gates, *moved]
+
+    @property
+    def num_shared(self) -> int:
+        """Count those of them that are not what inner steps took."""
+        return 2 * len(self.updates) + sum(gate is not None for gate in self.gates_NO)
+
+
+class _LayerGrads:
+    """The gradients of an MLP's tensors, as far as they are known."""
+
+    def __init__(self, layers: _Layers) -> None:
+        nothing: Grads = [None] * len(layers.updates)
+        self.weights, self.biases, self.gates = nothing.copy(), nothing.copy(), nothing.copy()
+        self.moved: list[Grads] = [[None] * len(update.flat) for update in layers.updates]
+        self._gated = [at for at, gate in enumerate(layers.gates_NO) if gate is not None]
+
+    @property
+    def in_order(self) -> Grads:
+        """Return them in the order of the tensors."""
+        gates = [self.gates[at] for at in self._gated]
+        moved = [grad for grads in self.moved for grad in grads]
+        return [*self.weights, *self.biases, *gates, *moved]
+
+
+# Both save all tensors, so that torch notices when one is changed before backward. What else a ctx
+# keeps goes with the first backward; results it must save, as it would keep itself alive by them.
+
+
+class _Forward(torch.autograd.Function):
+    """h_0, ..., h_{L-1} and z_L; h_0 again, so that the gradient of what else sees the inputs is
+    added up here.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, layers: _Layers, inputs_NI: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        passed, ungated, saved, out_NO = [inputs_NI], {}, [], inputs_NI
+        for at, gate_NO in enumerate(layers.gates_NO):
+            if at:
+                passed.append(out_NO.relu_())
+            out_NO = linear(passed[-1], layers.weights_OI[at], layers.biases_O[at])
+            if gate_NO is not None:
+                ungated[at], out_NO = out_NO, out_NO * gate_NO
+            saved.append(layers.updates[at].subtract(out_NO, passed[-1], layers.sides))
+        ctx.set_materialize_grads(False)
+        ctx.layers, ctx.ungated, ctx.saved = layers, ungated, saved
+        ctx.save_for_backward(*passed, *tensors)
+        return (inputs_NI.view_as(inputs_NI), *passed[1:], out_NO)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
+        layers, ungated, saved = ctx.layers, ctx.ungated, ctx.saved
+        ctx.layers = ctx.ungated = ctx.saved = None
+        above, passed, found = _contiguous(above), ctx.saved_tensors, _LayerGrads(layers)
+        wants_inputs, *wants = ctx.needs_input_grad[1:]
+        wants_moved = any(wants[layers.num_shared :])
+        grad, below = above[-1], None
+        for at in reversed(range(len(layers.updates))):
+            below = above[at] if at or wants_inputs else None
+            if grad is not None:
+                shared, gate_NO = grad, layers.gates_NO[at]
+                if gate_NO is not None:
+                    found.gates[at], shared = grad * ungated[at], grad * gate_NO
+                found.weights[at] = shared.mT @ passed[at]
+                found.biases[at] = shared.sum(dim=0)
+                if at or wants_inputs:
+                    below = _onto(below, shared, layers.weights_OI[at])
+                found.moved[at] = layers.updates[at].subtract_backward(
+                    saved[at],
+                    grad,
+                    passed[at],
+                    below,
+                    layers.sides,
+                    wants_moved,
+                )
+            if at:
+                grad = (
+                    None
+                    if below is None
+                    else _relu_backward(below, passed[at], 0, grad_input=below)
+                )
+        return (None, below, *found.in_order)
+
+
+class _Gradients(torch.autograd.Function):
+    """d_lowest, ..., d_{L-1} from d_L; ReLU has no second derivative, so none goes on to h."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layers: _Layers, lowest: int, last_SO: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        hidden, grads = tensors[: len(layers.updates) - 1], [last_SO]
+        saved: list[Saved] = []
+        for at in reversed(range(lowest, len(layers.updates))):
+            gate_SO = layers.gates_NO[at]
+            shared = grads[0] if gate_SO is None else grads[0] * gate_SO
+            below = linear(shared, layers.weights_OI[at].mT)
+            saved.insert(0, layers.updates[at].subtract_back(below, grads[0], layers.sides[1]))
+            if at:
+                _relu_backward(below, hidden[at - 1], 0, grad_input=below)
+            grads.insert(0, below)
+        ctx.set_materialize_grads(False)
+        ctx.layers, ctx.lowest, ctx.saved = layers, lowest, saved
+        ctx.save_for_backward(*grads, *tensors)
+        return tuple(grads[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
+        layers, lowest, saved, tensors = ctx.layers, ctx.lowest, ctx.saved, ctx.saved_tensors
+        ctx.layers = ctx.saved = None
+        count, found = len(layers.updates), _LayerGrads(layers)
+        grads, hidden = tensors[: count + 1 - lowest], tensors[count + 1 - lowest :]
+        below, *following = (*_contiguous(above), None)
+        for at in range(lowest, count):
+            onto = following[at - lowest]
+            if below is None:
+                below = onto
+                continue
+            if at:
+                _relu_backward(below, hidden[at - 1], 0, grad_input=below)
+            shared = grad = grads[at + 1 - lowest]
+            gate_SO, matrix_IO = layers.gates_NO[at], layers.weights_OI[at].mT
+            if gate_SO is None:
+                carried = _onto(onto, below, matrix_IO)
+            else:
+                carried = linear(below, layers.weights_OI[at])
+                found.gates[at], shared = carried * grad, grad * gate_SO
+                carried = carried.mul_(gate_SO) if onto is None else onto.addcmul_(carried, gate_SO)
+            found.weights[at] = shared.mT @ below
+            found.moved[at] = layers.updates[at].subtract_back_backward(
+                saved[at - lowest], below, grad, carried, layers.sides[1]
+            )
+            below = carried
+        return (None, None, below, *[None] * (count - 1), *found.in_order)
+
+
+def _contiguous(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return them as rectangles can be cut from them."""
+    return tuple(grad if grad is None else grad.contiguous() for grad in grads)
+
+
+def _onto(into: Tensor | None, rows_NI: Tensor, matrix_IO: Tensor) -> Tensor:
+    """Return rows matrix, added in place to what there is."""
+    return rows_NI @ matrix_IO if into is None else into.addmm_(rows_NI, matrix_IO)

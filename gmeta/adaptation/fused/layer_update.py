@@ -1,0 +1,213 @@
+"""How far inner steps have moved one layer, in each rectangle of tasks: layer_change.py for the
+written-out derivatives of fast_mlp.py. Nothing here is differentiable but `LayerUpdate.then`; the
+derivative of each product stands below it. Products are put where they are added up, in place.
+
+`sides` are the rectangles of the rows, and those of the support rows that the factors are of.
+
+Shape suffixes: N rows of one side, S support rows, T tasks, I input width, O output width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from gmeta.adaptation.rows.rectangles import Rectangle
+
+    Rectangles = tuple[Rectangle, ...]
+    Sides = tuple[Rectangles, Rectangles]
+
+Saved = list[list[Tensor]]  # for the derivative: a product by inner step and rectangle
+Grads = list[Tensor | None]
+
+
+class Factors(NamedTuple):
+    """One inner step's A and a G: it takes A^T a G from the layer."""
+
+    activations_SI: Tensor
+    scaled_grads_SO: Tensor
+
+
+class Matrix(NamedTuple):
+    """What all inner steps so far add to the tasks of a rectangle: - sum_j A_j^T a G_j."""
+
+    weight_TIO: Tensor
+    bias_T1O: Tensor
+
+
+class LayerUpdate(NamedTuple):
+    """What the inner steps so far took from a layer, each rectangle of tasks held in its own way.
+
+    `flat`, factors first, is what autograd sees, and what their gradients are given in.
+    """
+
+    low_rank: tuple[int, ...]  # rectangles that keep the factors of every step
+    materialised: tuple[int, ...]  # rectangles that keep a matrix
+    factors: tuple[Factors, ...] = ()
+    matrices: tuple[Matrix, ...] = ()  # none before the first step
+
+    @property
+    def flat(self) -> list[Tensor]:
+        """Return all tensors."""
+        return [tensor for pair in (*self.factors, *self.matrices) for tensor in pair]
+
+    def then(self, activations_SI: Tensor, scaled_SO: Tensor, support: Rectangles) -> LayerUpdate:
+        """Return it with one inner step more; differentiable."""
+        factors, matrices = self.factors, self.matrices
+        if self.low_rank:
+            factors = (*factors, Factors(activations_SI, scaled_SO))
+        if self.materialised:
+            before = [tensor for matrix in matrices for tensor in matrix]
+            mine = tuple(support[at] for at in self.materialised)
+            found = _AddStep.apply(mine, activations_SI, scaled_SO, *before)
+            matrices = tuple(map(Matrix, found[::2], found[1::2]))
+        return self._replace(factors=factors, matrices=matrices)
+
+    def subtract(self, out_NO: Tensor, rows_NI: Tensor, sides: Sides) -> Saved:
+        """Take what the steps took from the outputs of rows x: out -= (x A^T + 1) a G."""
+        for at, matrix in zip(self.materialised, self.matrices, strict=False):
+            out, rows = sides[0][at].of(out_NO), sides[0][at].of(rows_NI)
+            out.add_(_times(rows, matrix.weight_TIO)).add_(matrix.bias_T1O)
+        saved: Saved = []
+        for step in self.factors:
+            saved.append([])
+            for at in self.low_rank:
+                mine, support = sides[0][at], sides[1][at]
+                spread = torch.bmm(mine.of(rows_NI), support.of(step.activations_SI).mT).add_(1.0)
+                mine.of(out_NO).baddbmm_(spread, support.of(step.scaled_grads_SO), alpha=-1)
+                saved[-1].append(spread)
+        return saved
+
+    def subtract_backward(
+        self,
+        saved: Saved,
+        grad_NO: Tensor,
+        rows_NI: Tensor,
+        rows_grad_NI: Tensor | None,
+        sides: Sides,
+        wanted: bool,
+    ) -> Grads:
+        """Return the gradients of `flat`, if wanted; add that of the rows to what there is."""
+        found: Grads = []
+        for step, spreads in zip(self.factors, saved, strict=True):
+            of_step = self._empty(step) if wanted else None
+            for at, spread in zip(self.low_rank, spreads, strict=True):
+                mine, support = sides[0][at], sides[1][at]
+                grad = mine.of(grad_NO)
+                of_spread = torch.bmm(grad, support.of(step.scaled_grads_SO).mT)
+                if rows_grad_NI is not None:
+                    activations = support.of(step.activations_SI)
+                    mine.of(rows_grad_NI).baddbmm_(of_spread, activations, alpha=-1)
+                if of_step is not None:
+                    _put_minus(support.of(of_step.activations_SI), of_spread.mT, mine.of(rows_NI))
+                    _put_minus(support.of(of_step.scaled_grads_SO), spread.mT, grad)
+            found += (None, None) if of_step is None else of_step
+        for at, matrix in zip(self.materialised, self.matrices, strict=False):
+            grad = sides[0][at].of(grad_NO)
+            if rows_grad_NI is not None:
+                sides[0][at].of(rows_grad_NI).baddbmm_(grad, matrix.weight_TIO.mT)
+            if wanted:
+                of_weight = _times(sides[0][at].of(rows_NI).mT, grad)
+                found += of_weight, grad.sum(dim=1, keepdim=True)
+            else:
+                found += None, None
+        return found
+
+    def subtract_back(self, below_SI: Tensor, grads_SO: Tensor, support: Rectangles) -> Saved:
+        """Take what the steps took from gradients g on their way back: below -= (g a G^T) A."""
+        for at, matrix in zip(self.materialised, self.matrices, strict=False):
+            mine = support[at]
+            mine.of(below_SI).baddbmm_(mine.of(grads_SO), matrix.weight_TIO.mT)
+        saved: Saved = []
+        for step in self.factors:
+            saved.append([])
+            for at in self.low_rank:
+                mine = support[at]
+                spread = torch.bmm(mine.of(grads_SO), mine.of(step.scaled_grads_SO).mT)
+                mine.of(below_SI).baddbmm_(spread, mine.of(step.activations_SI), alpha=-1)
+                saved[-1].append(spread)
+        return saved
+
+    def subtract_back_backward(
+        self,
+        saved: Saved,
+        below_grad_SI: Tensor,
+        grads_SO: Tensor,
+        grads_grad_SO: Tensor,
+        support: Rectangles,
+    ) -> Grads:
+        """Return the gradients of `flat`; add that of g to what there is."""
+        found: Grads = []
+        for step, spreads in zip(self.factors, saved, strict=True):
+            of_step = self._empty(step)
+            for at, spread in zip(self.low_rank, spreads, strict=True):
+                mine = support[at]
+                below, scaled = mine.of(below_grad_SI), mine.of(step.scaled_grads_SO)
+                of_spread = torch.bmm(below, mine.of(step.activations_SI).mT)
+                mine.of(grads_grad_SO).baddbmm_(of_spread, scaled, alpha=-1)
+                _put_minus(mine.of(of_step.activations_SI), spread.mT, below)
+                _put_minus(mine.of(of_step.scaled_grads_SO), of_spread.mT, mine.of(grads_SO))
+            found += of_step
+        for at, matrix in zip(self.materialised, self.matrices, strict=False):
+            mine = support[at]
+            below = mine.of(below_grad_SI)
+            mine.of(grads_grad_SO).add_(_times(below, matrix.weight_TIO))
+            found += _times(below.mT, mine.of(grads_SO)), None
+        return found
+
+    def _empty(self, step: Factors) -> Factors:
+        """Return memory for a step's gradients that the rectangles fill; 0 where others do not."""
+        like = torch.zeros_like if self.materialised else torch.empty_like
+        return Factors(like(step.activations_SI), like(step.scaled_grads_SO))
+
+
+class _AddStep(torch.autograd.Function):
+    """D - A^T a G of the tasks of each of these rectangles; of the first step 0 - A^T a G."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, support: Rectangles, activations_SI: Tensor, scaled_SO: Tensor, *before: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.support = support
+        ctx.save_for_backward(activations_SI, scaled_SO)
+        found: list[Tensor] = []
+        for number, mine in enumerate(support):
+            activations, scaled = mine.of(activations_SI).mT, mine.of(scaled_SO)
+            bias_T1O = scaled.sum(dim=1, keepdim=True)
+            if before:
+                weight_TIO, more_T1O = before[2 * number : 2 * number + 2]
+                weight_TIO = torch.baddbmm(weight_TIO, activations, scaled, alpha=-1)
+                found += weight_TIO, more_T1O - bias_T1O
+            else:
+                found += _times(activations, scaled).neg_(), bias_T1O.neg_()
+        return tuple(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        activations_SI, scaled_SO = ctx.saved_tensors
+        of_activations, of_scaled = torch.zeros_like(activations_SI), torch.zeros_like(scaled_SO)
+        for mine, weight_TIO, bias_T1O in zip(ctx.support, grads[::2], grads[1::2], strict=True):
+            activations, scaled = mine.of(activations_SI), mine.of(scaled_SO)
+            _put_minus(mine.of(of_activations), scaled, weight_TIO.mT)
+            torch.neg(_times(activations, weight_TIO).add_(bias_T1O), out=mine.of(of_scaled))
+        before = grads if any(ctx.needs_input_grad[3:]) else ()
+        return (None, of_activations, of_scaled, *before)
+
+
+def _put_minus(block_TLO: Tensor, left_TLK: Tensor, right_TKO: Tensor) -> None:
+    """Set block = - left right; what it held, maybe NaN, is not read."""
+    block_TLO.baddbmm_(left_TLK, right_TKO, beta=0, alpha=-1)
+
+
+def _times(left_TLK: Tensor, right_TKO: Tensor) -> Tensor:
+    """Return left right inside each task. A single column, as the last layer has it, takes MKL five
+    times as long as this: 4 % of a step.
+    """
+    if right_TKO.shape[2] == 1:
+        return (left_TLK * right_TKO.mT).sum(dim=2, keepdim=True)
+    return torch.bmm(left_TLK, right_TKO)

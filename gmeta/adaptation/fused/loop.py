@@ -1,0 +1,308 @@
+"""The inner loop for models that end in an MLP, over all tasks of a batch at once: exact, and a
+fraction of the operations of general_loop.py, which does the same for any model.
+
+A pass goes through the layers over the dense columns, the model's features and the decision layers.
+An MLP kernel does the layers (mlp.py); what is between them is autograd's. Where no step moves what
+the decision layers see, their first layer's products are taken once (still_inputs.py); where
+embedding rows adapt, or layers over the dense columns, every step sees new inputs.
+
+Shape suffixes: N rows of one side, R rows of both, S support rows, P distinct (task, row) pairs, X
+inputs of the decision layers, O output width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from gmeta.adaptation.fused.fast_mlp import FastMlp
+from gmeta.adaptation.fused.plain_mlp import PlainMlp
+from gmeta.adaptation.fused.still_inputs import FirstLayer, StillMlp, first_outputs
+from gmeta.adaptation.plan import TaskSize
+from gmeta.adaptation.rates import LayerRate, WeightRates
+from gmeta.adaptation.rows.common import CommonInputs
+from gmeta.adaptation.rows.rectangles import FusedLayout
+from gmeta_models.decision import DecisionModel
+from gmeta_models.gated import GatedModel
+
+if TYPE_CHECKING:
+    from gmeta.adaptation.fused.mlp import AdaptedMlp
+    from gmeta.adaptation.losses import RowLoss
+    from gmeta.adaptation.plan import AdaptationPlan
+    from gmeta.adaptation.rates import InnerRates
+    from gmeta.adaptation.rows.rectangles import PaddedFeatures, PaddedRows, PaddedTasks
+    from gmeta.adaptation.rows.sides import WorkingRows
+    from gmeta_models.inputs import RowFeatures
+
+
+@dataclass(frozen=True)
+class MovingInputs:
+    """A model in the middle of an inner loop that moves what its decision layers see."""
+
+    rows_PD: Tensor
+    support_features: RowFeatures | None  # None: they move, too
+    decision: AdaptedMlp
+    dense: AdaptedMlp | None  # None: no such layer adapts, and autograd does them with the rest
+
+
+class FusedLoop:
+    """k SGD steps on every task's support set and the query loss after them; owns no parameters."""
+
+    def __init__(
+        self, model: DecisionModel, plan: AdaptationPlan, loss: str, rates: InnerRates
+    ) -> None:
+        self._model = model
+        self._plan = plan
+        self._config = plan.config
+        self._loss = loss
+        self._rates = rates
+        names: dict[nn.Module, str] = {layer: name for name, layer in plan.layers.items()}
+        self._decision = _Layers.of(model.decision_layers, names)
+        self._dense = _Layers.of(model.dense_layers, names)
+        self._moves_inputs = plan.config.adapt_embeddings or self._dense.adapt
+
+    @staticmethod
+    def suits(model: nn.Module, plan: AdaptationPlan, rates: InnerRates) -> bool:
+        """Tell whether this loop supports the plan: only decision layers, layers over the dense
+        columns and embedding rows adapt, and no weight has a rate of its own.
+        """
+        if not isinstance(model, DecisionModel):
+            return False
+        inside = (*_linear(model.decision_layers), *_linear(model.dense_layers))
+        return (
+            len(_linear(model.decision_layers)) > 1
+            and all(layer in inside for layer in plan.layers.values())
+            and not any(isinstance(rates.of_layer(name), WeightRates) for name in plan.layers)
+        )
+
+    def layout(self, second_order: bool) -> FusedLayout:
+        """Return how a batch is to be arranged for this loop."""
+        still = not self._moves_inputs
+        gated = isinstance(self._model, GatedModel)
+        may_split = still and self._model.features_from is not None
+        return FusedLayout(
+            pooling=self._model.pooling,
+            history=self._model.history,
+            rows_per_task=self._config.adapt_embeddings,
+            stacked=still and second_order,
+            constant_support=not (self._config.adapt_embeddings or second_order or gated),
+            first_layer_weights=self._decision.layers[0].weight.numel() if may_split else 0,
+        )
+
+    def adapt(
+        self, rows: WorkingRows, tasks: PaddedTasks, second_order: bool
+    ) -> MovingInputs | StillMlp:
+        """Return the model after k steps on every task's support rows, from the meta-parameters.
+
+        With `second_order` it is differentiable through the inner gradients, else they are
+        constants.
+        """
+        dtype = _precision(rows.values_PD)
+        start = self._moving if self._moves_inputs else self._still
+        adapted = start(rows.values_PD, tasks, second_order)
+        loss = tasks.support.row_loss(self._loss, dtype, self._config.support_prior)
+        for _ in range(self._config.inner_steps):
+            if isinstance(adapted, StillMlp):
+                rates = self._decision.rates(self._rates)
+                adapted = adapted.after_step(loss, rates, second_order)
+            else:
+                adapted = self._after_step(adapted, rows.rate, tasks, loss, second_order)
+        return adapted
+
+    def query_loss_sum(self, adapted: MovingInputs | StillMlp, tasks: PaddedTasks) -> Tensor:
+        """Return the sum over the tasks of the mean query loss at the adapted parameters."""
+        if isinstance(adapted, StillMlp):
+            dtype = adapted.query.outputs_NO.dtype
+            return adapted.query_loss(tasks, tasks.query.row_loss(self._loss, dtype))
+        features, dense_NO = tasks.features[1].values(adapted.rows_PD), None
+        if adapted.dense is not None:
+            dense_NO = adapted.dense.forward(_in_autocast(features.dense_NK), tasks.query)[-1]
+        inputs_NX = self._decision_inputs_NX(features, dense_NO)
+        outputs_NO = adapted.decision.forward(inputs_NX, tasks.query)[-1]
+        return tasks.query.row_loss(self._loss, outputs_NO.dtype).sum(outputs_NO)
+
+    def _moving(self, rows_PD: Tensor, tasks: PaddedTasks, second_order: bool) -> MovingInputs:
+        gates: Sequence[Tensor | None] = ()
+        if isinstance(self._model, GatedModel):
+            support_SX = self._inputs_NX(rows_PD, tasks.features[0])
+            gates = self._gates_TO(support_SX, tasks.support, None)
+        decision = self._decision.mlp(rows_PD, gates, tasks, self._plan)
+        dense = self._dense.mlp(rows_PD, (), tasks, self._plan) if self._dense.adapt else None
+        features: RowFeatures | None = None
+        if not self._config.adapt_embeddings:
+            features = tasks.features[0].values(rows_PD if second_order else rows_PD.detach())
+        return MovingInputs(rows_PD, features, decision, dense)
+
+    def _still(self, rows_PD: Tensor, tasks: PaddedTasks, second_order: bool) -> StillMlp:
+        gated, constant_SX = isinstance(self._model, GatedModel), None
+        if second_order:
+            inputs = self._inputs_NX(rows_PD, tasks.features[0])
+            support_SX = inputs[: tasks.support.num_rows]
+        else:
+            with torch.set_grad_enabled(gated):
+                support_SX = self._inputs_NX(rows_PD, tasks.features[0])
+            inputs, constant_SX = self._inputs_NX(rows_PD, tasks.features[1]), support_SX.detach()
+        first, *upper = self._decision.layers
+        weight_OX, bias = first.weight.to(inputs.dtype), first.bias.to(inputs.dtype)
+        common, in_common_T = None, None
+        if tasks.common is not None and self._model.features_from is not None:
+            column, width = self._model.features_from, first.in_features
+            common = CommonInputs.of(tasks.common, rows_PD, column, width)
+            common = common._replace(values_TU=_in_autocast(common.values_TU))
+            in_common_T = common.in_common_T(second_order)
+            weight_OX, bias = common.split_layer(weight_OX, bias)
+        gates: list[Tensor | None] = [None] * len(self._decision.layers)
+        if gated:
+            gates = self._gates_TO(support_SX, tasks.support, common)
+        adapts = self._decision.names[0] is not None
+        gate_TO = None if gates[0] is None else gates[0].to(inputs.dtype)
+        layer = FirstLayer(weight_OX, bias, in_common_T, gate_TO, adapts)
+        steps = self._config.inner_steps
+        support, query = first_outputs(layer, inputs, constant_SX, tasks, steps > 1)
+        above = _Layers(tuple(upper), self._decision.names[1:])
+        mlp = above.mlp(rows_PD, gates[1:], tasks, self._plan)
+        return StillMlp(support, query, mlp, adapts)
+
+    def _after_step(
+        self,
+        adapted: MovingInputs,
+        rate: float | Tensor,
+        tasks: PaddedTasks,
+        loss: RowLoss,
+        second_order: bool,
+    ) -> MovingInputs:
+        """Return the model after one inner step more."""
+        before_PD, decision, dense = adapted.rows_PD, adapted.decision, adapted.dense
+        adapts_rows = self._config.adapt_embeddings
+        # A view: the step's gradient must not see what the same rows do elsewhere, in the gates.
+        rows_PD = before_PD.view_as(before_PD) if second_order else before_PD.detach()
+        moving: list[Tensor] = []
+        if adapts_rows:
+            moving.append(rows_PD if rows_PD.requires_grad else rows_PD.requires_grad_())
+        features, dense_NO = adapted.support_features, None
+        if features is None:
+            features = tasks.features[0].values(rows_PD)
+        if dense is not None:
+            with torch.set_grad_enabled(second_order):
+                *dense_passed, dense_NO = dense.forward(
+                    _in_autocast(features.dense_NK), tasks.support
+                )
+            moving.append(dense_NO if dense_NO.requires_grad else dense_NO.requires_grad_())
+        inputs_SX = self._decision_inputs_NX(features, dense_NO)
+        with torch.set_grad_enabled(second_order):
+            activations, grads = decision.step_gradients(
+                inputs_SX if second_order else inputs_SX.detach(), loss, lowest=0
+            )
+        found = torch.autograd.grad(inputs_SX, moving, grads[0], create_graph=second_order)
+        after = replace(
+            adapted,
+            decision=decision.after_step(activations, grads, self._decision.rates(self._rates)),
+        )
+        if adapts_rows:
+            after = replace(after, rows_PD=before_PD - rate * found[0])
+        if dense is not None:
+            with torch.set_grad_enabled(second_order):
+                dense_grads = dense.gradients(found[-1], dense_passed[1:], dense.lowest_moving)
+            rates = self._dense.rates(self._rates)
+            after = replace(after, dense=dense.after_step(dense_passed, dense_grads, rates))
+        return after
+
+    def _gates_TO(
+        self, support_SX: Tensor, support: PaddedRows, common: CommonInputs | None
+    ) -> list[Tensor | None]:
+        """Return the gates of each decision layer for every task; None for a layer without."""
+        mean_TX = support.mean_TX(support_SX)
+        if common is not None:
+            is_known_T1 = support.mean_TX(support_SX.new_ones(len(support_SX), 1))
+            mean_TX = common.beside(mean_TX, is_known_T1)
+        gates = cast(GatedModel, self._model).gates_TO(mean_TX)
+        by_layer = {self._model.get_submodule(name): gate for name, gate in gates.items()}
+        return [by_layer.get(layer) for layer in self._decision.layers]
+
+    def _inputs_NX(self, rows_PD: Tensor, features: PaddedFeatures) -> Tensor:
+        """Return what the decision layers see of rows whose dense layers do not adapt."""
+        return self._decision_inputs_NX(features.values(rows_PD), None)
+
+    def _decision_inputs_NX(self, features: RowFeatures, dense_NO: Tensor | None) -> Tensor:
+        """Return what the decision layers see; `dense_NO` is of dense layers if they adapt."""
+        if dense_NO is None:
+            features = self._model.through_dense(features)
+        else:
+            features = features._replace(dense_NK=dense_NO.relu())
+        return _in_autocast(self._model.decision_inputs_NX(features)).contiguous()
+
+
+def mlp_kernel(device: torch.device) -> type[FastMlp] | type[PlainMlp]:
+    """Return the faster kernel of an MLP on this device."""
+    return FastMlp if device.type == "cpu" else PlainMlp
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """Linear layers with ReLU between them, and which of them adapt."""
+
+    layers: tuple[nn.Linear, ...]
+    names: tuple[str | None, ...]  # None: it does not adapt
+
+    @classmethod
+    def of(cls, layers: nn.Sequential | None, names: dict[nn.Module, str]) -> _Layers:
+        found = _linear(layers)
+        return cls(found, tuple(map(names.get, found)))
+
+    @property
+    def adapt(self) -> bool:
+        """Tell whether any of them does."""
+        return any(self.names)
+
+    def rates(self, rates: InnerRates) -> list[LayerRate]:
+        """Return the rate of each layer; 0 where it does not adapt."""
+        return [0.0 if name is None else rates.of_layer(name) for name in self.names]
+
+    def mlp(
+        self,
+        rows_PD: Tensor,
+        gates_TO: Sequence[Tensor | None],
+        tasks: PaddedTasks,
+        plan: AdaptationPlan,
+    ) -> AdaptedMlp:
+        """Return the MLP before the first inner step."""
+        dtype = _precision(rows_PD)
+        sides = tasks.support.rectangles, tasks.query.rectangles
+        sizes = [TaskSize(mine.rows, other.rows) for mine, other in zip(*sides, strict=True)]
+        kernel = mlp_kernel(rows_PD.device)
+        gates_TO = gates_TO or [None] * len(self.layers)
+        return kernel(
+            tuple(layer.weight.to(dtype) for layer in self.layers),
+            tuple(layer.bias.to(dtype) for layer in self.layers),
+            tuple(None if gate_TO is None else gate_TO.to(dtype) for gate_TO in gates_TO),
+            tuple(
+                ()
+                if name is None
+                else tuple(
+                    plan.path(name, layer.in_features, layer.out_features, size) for size in sizes
+                )
+                for layer, name in zip(self.layers, self.names, strict=True)
+            ),
+            tasks.support,
+        )
+
+
+def _linear(layers: nn.Sequential | None) -> tuple[nn.Linear, ...]:
+    """Return the linear ones in their order; none of None."""
+    return tuple(layer for layer in layers or () if isinstance(layer, nn.Linear))
+
+
+def _in_autocast(rows_NI: Tensor) -> Tensor:
+    """Return the rows in autocast's precision where that is on: operations with written-out
+    derivatives are closed to autocast.
+    """
+    return rows_NI.to(_precision(rows_NI))
+
+
+def _precision(rows: Tensor) -> torch.dtype:
+    device = rows.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype

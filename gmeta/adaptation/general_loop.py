@@ -1,0 +1,143 @@
+"""The inner loop for any model: from support rows to adapted parameters, and the model's outputs
+with them. fused/loop.py does the same for models that end in an MLP, in a fraction of the time.
+
+theta_t <- theta_t - a grad L_support(theta_t), k times, for the chosen linear layers and, if asked,
+for the task's copy of the embedding rows it uses. All tasks at once: they share no adapted value,
+so the gradient of the summed loss is every task's own gradient.
+
+Shape suffixes: N rows, P distinct (task, row) pairs, D embedding width.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from gmeta.adaptation.adapted_layers import AdaptedLayers, Gates
+from gmeta.adaptation.losses import row_losses_N, weighted_sum
+from gmeta.adaptation.plan import AdaptationPlan, TaskSize
+from gmeta.adaptation.rates import InnerRates
+from gmeta.adaptation.rows.ragged import RowLayout
+from gmeta.adaptation.rows.sides import Side, Sides, WorkingRows
+from gmeta_models.gated import GatedModel, row_layers
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model after k inner steps, for every task."""
+
+    layers: AdaptedLayers
+    rows_PD: Tensor
+    # Before each step, the sum over the tasks of the (shrunken) mean support loss; none without
+    # support rows.
+    support_loss_sums: tuple[Tensor, ...] = ()
+
+
+class GeneralLoop:
+    """k SGD steps on every task's support set, for any model; owns no parameters."""
+
+    def __init__(
+        self, model: nn.Module, plan: AdaptationPlan, loss: str, rates: InnerRates
+    ) -> None:
+        self.config = plan.config
+        self._model = model
+        self._plan = plan
+        self._loss = loss
+        self._rates = rates
+
+    def adapt(self, rows: WorkingRows, tasks: Sides, second_order: bool) -> Adapted:
+        """Return theta_t of every task, after k inner steps from the meta-parameters.
+
+        With `second_order` it is differentiable through the inner gradients, else they are
+        constants.
+        """
+        return self.take_steps(rows, tasks.support, tasks.query.layout.longest, second_order)
+
+    def query_loss_sum(self, adapted: Adapted, tasks: Sides) -> Tensor:
+        """Return the sum over the tasks of the mean loss of their query rows: a scalar.
+
+        A task without query rows counts 0.
+        """
+        losses_N = self.losses_N(adapted, tasks.query)
+        return weighted_sum(losses_N, tasks.query.layout.mean_weights_N(losses_N.dtype))
+
+    def take_steps(
+        self,
+        rows: WorkingRows,
+        support: Side,
+        query_rows: int,
+        second_order: bool,
+        keep_path: bool = False,
+    ) -> Adapted:
+        """Return the parameters after k inner steps on the support rows.
+
+        `keep_path` keeps the support losses differentiable in first order too, at the price of
+        their graphs. `query_rows` (of the longest task) only helps to choose the cheaper path.
+        """
+        size = TaskSize(support.layout.longest, query_rows)
+        gates = self._gates(rows, support)
+        layers = AdaptedLayers(self._plan, self._rates, size, gates)
+        adapted = Adapted(layers, rows.values_PD)
+        for _ in range(self.config.inner_steps if support.layout.num_rows else 0):
+            adapted = self._step(adapted, rows.rate, support, second_order, keep_path)
+        return adapted
+
+    def unadapted(self, rows: WorkingRows, side: Side) -> Adapted:
+        """Return the meta-parameters as they are, for tasks of which nothing is known yet."""
+        nothing = replace(self._plan, layers={})
+        gates = self._gates(rows, side, known=False)
+        return Adapted(AdaptedLayers(nothing, self._rates, TaskSize(0, 0), gates), rows.values_PD)
+
+    def output_N(self, adapted: Adapted, side: Side) -> Tensor:
+        """Return the model's outputs on the rows of a side, at the adapted parameters."""
+        with adapted.layers.applied(side.layout):
+            output: Tensor = self._model(side.inputs(adapted.rows_PD))
+        return output
+
+    def losses_N(self, adapted: Adapted, side: Side) -> Tensor:
+        """Return the loss of each row of a side, at the adapted parameters."""
+        return row_losses_N(self._loss, self.output_N(adapted, side), side.label_N)
+
+    def _gates(self, rows: WorkingRows, side: Side, known: bool = True) -> Gates:
+        """Return the gates that the rows of a side ask for; those of no rows if not `known`."""
+        if not isinstance(self._model, GatedModel):
+            return {}
+        inputs, layout = side.inputs(rows.values_PD), side.layout
+        if not known:
+            inputs, layout = inputs.no_rows(), RowLayout.of(torch.zeros_like(layout.lengths_T))
+        gates = self._model.gates_TO(layout.mean_TX(self._model.seen_NX(inputs)))
+        layers = row_layers(self._model)
+        return {name: (layers[name], gate_TO) for name, gate_TO in gates.items()}
+
+    def _step(
+        self,
+        adapted: Adapted,
+        rate: float | Tensor,
+        support: Side,
+        second_order: bool,
+        keep_path: bool,
+    ) -> Adapted:
+        """Return the parameters after one inner step more."""
+        adapts_rows = self.config.adapt_embeddings
+        before_PD = adapted.rows_PD
+        # A view: the step's gradient must not see what the same rows do elsewhere, in the gates.
+        rows_PD = before_PD.view_as(before_PD) if second_order or keep_path else before_PD.detach()
+        if adapts_rows and not rows_PD.requires_grad:
+            rows_PD.requires_grad_()
+        with adapted.layers.applied(support.layout) as tape:
+            output_N = self._model(support.inputs(rows_PD))
+        losses_N = row_losses_N(self._loss, output_N, support.label_N)
+        prior = self.config.support_prior
+        loss_sum = weighted_sum(losses_N, support.layout.mean_weights_N(losses_N.dtype, prior))
+        wanted = [*tape.outputs, rows_PD] if adapts_rows else tape.outputs
+        grads = torch.autograd.grad(
+            loss_sum, wanted, create_graph=second_order, retain_graph=second_order or keep_path
+        )
+        if not second_order:
+            tape.inputs = [rows.detach() for rows in tape.inputs]
+        adapted.layers.step(tape, grads[: len(tape.outputs)])
+        return replace(
+            adapted,
+            rows_PD=before_PD - rate * grads[-1] if adapts_rows else before_PD,
+            support_loss_sums=(*adapted.support_loss_sums, loss_sum),
+        )

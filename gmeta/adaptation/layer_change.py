@@ -1,0 +1,109 @@
+"""How far inner steps have moved a linear layer of every task, as plain differentiable products.
+
+After k inner steps a task's weight is W - sum_j A_j^T (a G_j): A_j are the activations that entered
+the layer on the support rows in step j, G_j the gradients of the support loss at the layer's
+outputs, a the inner rate. So rows x of the task pass the layer, and gradients g at its outputs come
+back through it, as
+
+    x W + b - sum_j (x A_j^T + 1) (a G_j)          g W^T - sum_j (g (a G_j)^T) A_j
+
+which is exact in any order of differentiation: the second order flows through A and G. The sums are
+kept as factors (low rank) or added up to one matrix a task (materialised).
+
+Shape suffixes: T tasks, L rows of a task, S support rows (of all steps), I input width, O output
+width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gmeta.adaptation.rates import WeightRates, scaled
+
+if TYPE_CHECKING:
+    from gmeta.adaptation.plan import Path
+    from gmeta.adaptation.rates import LayerRate
+
+
+@dataclass(frozen=True)
+class LowRankChange:
+    """sum_j A_j^T (a G_j) as its factors: S (I + O) numbers a task."""
+
+    activations_TSI: Tensor
+    scaled_grads_TSO: Tensor
+
+    def then(self, step: LowRankChange) -> LowRankChange:
+        """Return this change and one more step."""
+        return LowRankChange(
+            torch.cat([self.activations_TSI, step.activations_TSI], dim=1),
+            torch.cat([self.scaled_grads_TSO, step.scaled_grads_TSO], dim=1),
+        )
+
+    def of_outputs_TLO(self, rows_TLI: Tensor, has_bias: bool = True) -> Tensor:
+        """Return what to subtract from the shared layer's outputs: (x A^T + 1) (a G)."""
+        weights_TLS = rows_TLI @ self.activations_TSI.mT
+        return (weights_TLS + 1.0 if has_bias else weights_TLS) @ self.scaled_grads_TSO
+
+    def of_gradients_TLI(self, grads_TLO: Tensor) -> Tensor:
+        """Return what to subtract from the gradients behind the shared layer: (g (a G)^T) A."""
+        return grads_TLO @ self.scaled_grads_TSO.mT @ self.activations_TSI
+
+
+@dataclass(frozen=True)
+class MaterialisedChange:
+    """sum_j a A_j^T G_j as a matrix: I O numbers a task, however many rows and steps."""
+
+    weight_TIO: Tensor
+    bias_T1O: Tensor
+
+    def then(self, step: MaterialisedChange) -> MaterialisedChange:
+        """Return this change and one more step."""
+        return MaterialisedChange(self.weight_TIO + step.weight_TIO, self.bias_T1O + step.bias_T1O)
+
+    def of_outputs_TLO(self, rows_TLI: Tensor, has_bias: bool = True) -> Tensor:
+        """Return what to subtract from the shared layer's outputs: x (A^T a G) + sum_s a G_s."""
+        if has_bias:
+            return torch.baddbmm(self.bias_T1O, rows_TLI, self.weight_TIO)
+        return rows_TLI @ self.weight_TIO
+
+    def of_gradients_TLI(self, grads_TLO: Tensor) -> Tensor:
+        """Return what to subtract from the gradients behind the shared layer: g (A^T a G)^T."""
+        return grads_TLO @ self.weight_TIO.mT
+
+
+LayerChange = LowRankChange | MaterialisedChange
+
+
+def one_step(
+    path: Path, activations_TSI: Tensor, grads_TSO: Tensor, rate: LayerRate
+) -> LayerChange:
+    """Return the change of one inner step: W_t -= a A_t^T G_t and b_t -= a sum_s G_ts.
+
+    A rate for each weight leaves no low rank: the change is then a matrix, whatever the path.
+    """
+    if not isinstance(rate, WeightRates):
+        scaled_TSO = scaled(grads_TSO, rate)
+        if path == "low_rank":
+            return LowRankChange(activations_TSI, scaled_TSO)
+        bias_T1O = scaled_TSO.sum(dim=1, keepdim=True)
+        return MaterialisedChange(activations_TSI.mT @ scaled_TSO, bias_T1O)
+    weight_TIO = activations_TSI.mT @ grads_TSO * rate.weight_OI.mT
+    bias_T1O = grads_TSO.sum(dim=1, keepdim=True)
+    return MaterialisedChange(
+        weight_TIO, bias_T1O if rate.bias_O is None else bias_T1O * rate.bias_O
+    )
+
+
+def after_step(before: LayerChange | None, step: LayerChange) -> LayerChange:
+    """Return a change, if there is one, and one step more, held in the same way."""
+    if isinstance(before, LowRankChange) and isinstance(step, LowRankChange):
+        return before.then(step)
+    if isinstance(before, MaterialisedChange) and isinstance(step, MaterialisedChange):
+        return before.then(step)
+    if before is not None:
+        raise TypeError(f"a {type(before).__name__} is continued by a {type(step).__name__}")
+    return step

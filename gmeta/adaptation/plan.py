@@ -1,0 +1,136 @@
+"""What of a model adapts to a task, and how the update of each layer is held: decided once, when a
+learner is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
+
+from gmeta.adaptation.config import AlgorithmConfig, InnerPath
+from gmeta_models.gated import row_layers
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Path = Literal["low_rank", "materialised"]
+
+
+class TaskSize(NamedTuple):
+    """The rows of the longest task of a group: what the cheaper path of a layer depends on."""
+
+    support_rows: int
+    query_rows: int
+
+
+@dataclass(frozen=True)
+class AdaptationPlan:
+    """The answer to "what adapts, and how?", for a model and the config of its algorithm."""
+
+    config: AlgorithmConfig
+    layers: Mapping[str, nn.Linear]  # those that adapt, by name
+    paths: Mapping[str, InnerPath]  # of each of them, as the config says
+
+    @classmethod
+    def of(cls, model: nn.Module, config: AlgorithmConfig) -> AdaptationPlan:
+        """Make the plan of a model.
+
+        Raises:
+            ValueError: the config names a layer that the model does not have, or a path that does
+                not exist, or nothing would adapt.
+        """
+        layers = adaptable_layers(model, config.adapt_layers)
+        if not layers and not config.adapt_embeddings:
+            raise ValueError(
+                "algorithm.adapt_layers = [] and algorithm.adapt_embeddings = false: "
+                'nothing would adapt. Set one of them, or algorithm.name = "none" with any of '
+                "them for the plain baseline"
+            )
+        return cls(config, layers, paths_of_layers(config, list(layers)))
+
+    @property
+    def num_weights(self) -> int:
+        """Count the weights of the layers that adapt."""
+        return sum(layer.weight.numel() for layer in self.layers.values())
+
+    def path(self, name: str, width_in: int, width_out: int, size: TaskSize, uses: int = 1) -> Path:
+        """Return how the update of a layer is held: as the config says, or whichever needs fewer
+        multiply-adds for a layer that works `uses` times on each row of tasks of this size.
+        """
+        path = self.paths[name]
+        if path != "auto":
+            return path
+        costs = PathCosts(size, self.config.inner_steps, width_in, width_out, uses)
+        return "low_rank" if costs.low_rank <= costs.materialised else "materialised"
+
+
+class PathCosts(NamedTuple):
+    """Multiply-adds a task over one meta-step's forward passes, for each way to hold an update."""
+
+    size: TaskSize
+    steps: int
+    width_in: int
+    width_out: int
+    uses: int
+
+    @property
+    def low_rank(self) -> int:
+        """Count those of factors: pass j on the support rows applies j - 1 steps' factors, the
+        query pass all.
+        """
+        support, query = self.size.support_rows * self.uses, self.size.query_rows * self.uses
+        support_passes = support * self.steps * (self.steps - 1) // 2
+        return (self.width_in + self.width_out) * support * (support_passes + query * self.steps)
+
+    @property
+    def materialised(self) -> int:
+        """Count those of matrices: each step forms one, and each pass but the first applies it."""
+        support, query = self.size.support_rows * self.uses, self.size.query_rows * self.uses
+        return self.width_in * self.width_out * (support * (2 * self.steps - 1) + query)
+
+
+def adaptable_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear]:
+    """Return the row layers of `model` whose names match any of the glob patterns, by name.
+
+    Raises:
+        ValueError: a pattern matches no such layer.
+    """
+    linears = row_layers(model)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in linears):
+            raise ValueError(
+                f"algorithm.adapt_layers: {pattern!r} matches no layer; "
+                f"this model has {', '.join(linears)}. "
+                'Name some of them, "*" for all, or none at all: []'
+            )
+    return {
+        name: layer
+        for name, layer in linears.items()
+        if any(fnmatchcase(name, p) for p in patterns)
+    }
+
+
+def paths_of_layers(config: AlgorithmConfig, layers: Sequence[str]) -> dict[str, InnerPath]:
+    """Return what the config says of each adapted layer, by name.
+
+    Raises:
+        ValueError: an entry of `layer_paths` matches none of them, or names no path.
+    """
+    paths = dict.fromkeys(layers, config.inner_path)
+    for entry in config.layer_paths:
+        pattern, _, path = entry.partition("=")
+        if path not in get_args(InnerPath):
+            raise ValueError(
+                f"algorithm.layer_paths has {entry!r}: write layer=path with one of the paths "
+                f"{', '.join(get_args(InnerPath))}"
+            )
+        matched = [name for name in layers if fnmatchcase(name, pattern)]
+        if not matched:
+            raise ValueError(
+                f"algorithm.layer_paths: {pattern!r} matches no layer that adapts; those are "
+                f"{', '.join(layers) or 'none'}. Name one of them, or remove the entry"
+            )
+        paths |= dict.fromkeys(matched, cast(InnerPath, path))
+    return paths

@@ -1,0 +1,1 @@
+"""How the rows of many tasks are laid out for the inner loops."""

@@ -1,0 +1,241 @@
+"""The rows of many tasks as [tasks, rows] rectangles, tasks of similar size in one.
+
+Padding is built in when the batch is arranged, so that products inside each task need no copies.
+
+Shape suffixes: T tasks, N rows of one side with its padding, F features, D embedding width, K dense
+columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gmeta.adaptation.losses import HALVES, RowLoss
+from gmeta.adaptation.rows.sparse_matrix import Bags
+from gmeta_models.inputs import History, RowFeatures
+
+if TYPE_CHECKING:
+    from gmeta.adaptation.rows.common import CommonFeatures
+    from gmeta_models.config import Pooling
+
+Ints = npt.NDArray[np.int64]
+
+# A rectangle more costs about 0.1 ms a step in calls on a CPU (18 of them at one inner step and
+# three layers), padding as many rows more of every product.
+MOST_RECTANGLES = 8
+# A group more of the general loop costs the calls of all its passes: 5.5 ms at one inner step of a
+# DLRM on a CPU. So do rows of padding in layers of, together, so many weights.
+GROUP_WEIGHTS = 50_000_000
+PADDING_SHARE = 0.1
+
+
+class Rectangle(NamedTuple):
+    """Rows [first, first + tasks * rows) of a side."""
+
+    first: int
+    tasks: int
+    rows: int
+
+    def of(self, rows_NX: Tensor) -> Tensor:
+        """Return a view of these rows of a contiguous tensor: [tasks, rows, X]."""
+        count = self.tasks * self.rows
+        mine_NX = rows_NX if count == len(rows_NX) else rows_NX.narrow(0, self.first, count)
+        return mine_NX.view(self.tasks, self.rows, rows_NX.shape[1])
+
+
+@dataclass(frozen=True)
+class PaddedHistory:
+    """A multi-id feature that the model sees unpooled."""
+
+    bags: Bags  # of one value or none: entry h of row n is bag n * H + h
+    there_NH: Tensor  # bool
+
+    def values(self, rows_PD: Tensor) -> History:
+        """Return the feature when the embedding rows have these values."""
+        # The width is named: of rows whose histories are all empty torch could not infer it.
+        shape_NHD = (*self.there_NH.shape, rows_PD.shape[1])
+        return History(self.bags.pool(rows_PD).view(shape_NHD), self.there_NH)
+
+    def to(self, device: torch.device) -> PaddedHistory:
+        """Copy it to a device."""
+        return PaddedHistory(self.bags.to(device), self.there_NH.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """Where the rows of each task are on one side, and what their loss needs; rows that pad count
+    as one of infinitely many, so that they weigh nothing.
+    """
+
+    rectangles: tuple[Rectangle, ...]
+    label_N: Tensor
+    count_N: Tensor  # float64: rows of the row's task
+    task_N: Tensor  # int64: the row's task, counted rectangle by rectangle
+
+    @property
+    def num_rows(self) -> int:
+        """Count the rows, those that pad included."""
+        return self.label_N.numel()
+
+    def split(self, rows_NX: Tensor) -> list[Tensor]:
+        """Return views of the rectangles: [tasks, rows, X] each."""
+        return [rectangle.of(rows_NX) for rectangle in self.rectangles]
+
+    def mean_TX(self, rows_NX: Tensor) -> Tensor:
+        """Return the mean of each task's rows, rectangle by rectangle; 0 of none."""
+        weighted_NX = rows_NX * self.mean_weights_N(rows_NX.dtype).unsqueeze(1)
+        return torch.cat([rows.sum(dim=1) for rows in self.split(weighted_NX)])
+
+    def mean_weights_N(self, dtype: torch.dtype, prior: float = 0.0) -> Tensor:
+        """Return the weight of each row in a sum over the tasks of the (shrunken) mean of their
+        rows, as RowLayout.mean_weights_N does; 0 for a row that pads.
+        """
+        count_N = self.count_N + prior if prior else self.count_N
+        return count_N.reciprocal().to(dtype)
+
+    def row_loss(self, kind: str, dtype: torch.dtype, prior: float = 0.0) -> RowLoss:
+        """Return the sum over the tasks of the (shrunken) mean loss of their rows, for outputs of
+        this dtype.
+        """
+        weight_N = self.mean_weights_N(torch.float32 if dtype in HALVES else dtype, prior)
+        return RowLoss(kind, self.label_N.unsqueeze(1), weight_N.unsqueeze(1))
+
+    def to(self, device: torch.device) -> PaddedRows:
+        """Copy it to a device."""
+        return replace(
+            self,
+            label_N=self.label_N.to(device, non_blocking=True),
+            count_N=self.count_N.to(device, non_blocking=True),
+            task_N=self.task_N.to(device, non_blocking=True),
+        )
+
+
+@dataclass(frozen=True)
+class PaddedFeatures:
+    """The features of the rows of one side, or of both. A row that pads has none."""
+
+    bags: Bags  # the pooled features of row n are bags n * F to (n + 1) * F
+    num_features: int
+    history: PaddedHistory | None  # its pooled feature is then zero
+    dense_NK: Tensor
+
+    def values(self, rows_PD: Tensor) -> RowFeatures:
+        """Return what the model sees when the embedding rows have these values."""
+        features_NFD = self.bags.pool(rows_PD).view(-1, self.num_features, rows_PD.shape[1])
+        history = None if self.history is None else self.history.values(rows_PD)
+        return RowFeatures(features_NFD, self.dense_NK.to(rows_PD.dtype), history)
+
+    def to(self, device: torch.device) -> PaddedFeatures:
+        """Copy it to a device."""
+        return replace(
+            self,
+            bags=self.bags.to(device),
+            history=None if self.history is None else self.history.to(device),
+            dense_NK=self.dense_NK.to(device, non_blocking=True),
+        )
+
+
+@dataclass(frozen=True)
+class PaddedTasks:
+    """Support and query rows of the tasks of a batch, for the fused loop; rectangle i of the one
+    side and of the other hold the same tasks in the same order.
+    """
+
+    support: PaddedRows
+    query: PaddedRows
+    # One a side; or a single one of both, the support first: where no inner step moves the
+    # embedding rows, and both sides' are differentiated, half as many operations do.
+    features: tuple[PaddedFeatures, ...]
+    common: CommonFeatures | None = None  # those that `features` are without
+
+    def to(self, device: torch.device) -> PaddedTasks:
+        """Copy it to a device."""
+        return PaddedTasks(
+            self.support.to(device),
+            self.query.to(device),
+            tuple(features.to(device) for features in self.features),
+            None if self.common is None else self.common.to(device),
+        )
+
+
+@dataclass(frozen=True)
+class FusedLayout:
+    """How a batch is arranged for the fused loop."""
+
+    pooling: Pooling  # how the model pools multi-id features
+    history: int | None  # the one that it sees unpooled
+    rows_per_task: bool  # every task has its own copy of the embedding rows it uses
+    stacked: bool  # both sides' features stand in one
+    constant_support: bool  # nobody asks for the gradient of what the support rows use
+    # Weights of the first decision layer, if what all rows of a task share may stand apart; else 0.
+    first_layer_weights: int
+
+
+class TaskGroup(NamedTuple):
+    """Tasks of similar size, and the rows of the longest."""
+
+    tasks: Ints
+    support_rows: int
+    query_rows: int
+
+
+def group_tasks(support_T: Ints, query_T: Ints, least_gain: float = 1) -> list[Ints]:
+    """Group tasks of similar sizes; return their indices.
+
+    The group that gains most is cut in two, by support or by query rows, until rows that pad are at
+    most PADDING_SHARE of the true ones, there are MOST_RECTANGLES groups or a cut saves fewer rows
+    than `least_gain`.
+
+    >>> groups = group_tasks(np.array([9, 2, 9, 2]), np.array([5, 5, 5, 5]))
+    >>> [group.tolist() for group in groups]
+    [[1, 3], [0, 2]]
+    """
+    if not len(support_T):
+        return []
+    groups = [_Group.of(np.arange(len(support_T)), support_T, query_T)]
+    allowed = (1 + PADDING_SHARE) * (support_T.sum() + query_T.sum())
+    while len(groups) < MOST_RECTANGLES and sum(group.cost for group in groups) > allowed:
+        best = max(groups, key=lambda group: group.gain)
+        if best.gain < least_gain:
+            break
+        groups.remove(best)
+        groups += [_Group.of(half, support_T, query_T) for half in best.halves]
+    return [group.tasks for group in groups]
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Some tasks and the best way to cut them in two."""
+
+    tasks: Ints
+    cost: int  # rows with padding
+    gain: int  # by cutting the tasks into `halves`
+    halves: tuple[Ints, ...]
+
+    @classmethod
+    def of(cls, tasks: Ints, support_T: Ints, query_T: Ints) -> _Group:
+        cost, gain = len(tasks) * int(support_T[tasks].max() + query_T[tasks].max()), 0
+        halves: tuple[Ints, ...] = ()
+        counts = np.arange(1, len(tasks) + 1)
+        for key_T, other_T in ((support_T, query_T), (query_T, support_T)):
+            key = key_T[tasks]
+            order = np.argsort(key, kind="stable")
+            key = key[order]
+            if key[0] == key[-1]:
+                continue  # no cut by it gains more than the best by the other
+            other = other_T[tasks[order]]
+            # Rows with padding of the first task, the first two, ...; of the last, the last two.
+            head = (key + np.maximum.accumulate(other)) * counts
+            tail = (key[-1] + np.maximum.accumulate(other[::-1])) * counts
+            halved = head[:-1] + tail[-2::-1]
+            cut = int(halved.argmin())
+            if cost - halved[cut] > gain:
+                gain = int(cost - halved[cut])
+                halves = tasks[order[: cut + 1]], tasks[order[cut + 1 :]]
+        return cls(tasks, cost, gain, halves)

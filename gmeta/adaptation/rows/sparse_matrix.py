@@ -1,0 +1,139 @@
+"""Weighted sums of chosen rows: a sparse matrix in compressed rows, and its transpose for backward.
+
+A gather is the case of one row a bag. torch's own backward of a gather clears a gradient of all
+rows and adds to it row by row, at 70 ns a row (280 with int32 positions); summing the bags of the
+transpose needs a fifth of that, and no clearing. The price is one sort on the host, paid where a
+batch is arranged, unless nobody differentiates: in first order that is the support side of most
+models.
+
+Shape suffixes: V chosen rows of all bags, C bags, P rows chosen from, D row width; C1 = C + 1.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+class SparseRows(NamedTuple):
+    """A sparse [C, P] matrix: row c holds weight_V at columns index_V, offsets c to c + 1."""
+
+    index_V: Tensor  # int32
+    offsets_C1: Tensor  # int32
+    weight_V: Tensor | None  # None: all 1
+
+    def times(self, rows_PD: Tensor) -> Tensor:
+        """Return the product with a dense matrix: [C, D]."""
+        num_bags = self.offsets_C1.numel() - 1
+        if not self.index_V.numel():
+            return rows_PD.new_zeros(num_bags, rows_PD.shape[1])
+        weight_V = None if self.weight_V is None else self.weight_V.to(rows_PD.dtype)
+        sums_CD: Tensor = torch.embedding_bag(
+            # Detached: for torch's own backward, which is never called, it would keep a third more.
+            rows_PD.detach().contiguous(),
+            self.index_V,
+            self.offsets_C1,
+            mode=0,  # sum
+            per_sample_weights=weight_V,
+            include_last_offset=True,
+        )[0]
+        return sums_CD
+
+    def transposed(self, num_columns: int) -> "SparseRows":
+        """Return the [P, C] matrix, made on the host."""
+        lengths_C = self.offsets_C1.diff().numpy()
+        bag_V = np.repeat(np.arange(lengths_C.size, dtype=np.int32), lengths_C)
+        order_V = _stable_order(self.index_V.numpy(), num_columns)
+        lengths_P = torch.bincount(self.index_V, minlength=num_columns)
+        weight_V = None if self.weight_V is None else self.weight_V[torch.from_numpy(order_V)]
+        return SparseRows(torch.from_numpy(bag_V[order_V]), _offsets(lengths_P), weight_V)
+
+    def to(self, device: torch.device) -> "SparseRows":
+        """Copy it to a device."""
+        weight_V = self.weight_V
+        return SparseRows(
+            self.index_V.to(device, non_blocking=True),
+            self.offsets_C1.to(device, non_blocking=True),
+            weight_V if weight_V is None else weight_V.to(device, non_blocking=True),
+        )
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Sums that are cheap to differentiate, any number of times."""
+
+    forward: SparseRows
+    backward: SparseRows | None  # None: the sums are constants
+
+    @classmethod
+    def of(
+        cls,
+        index_V: Tensor,
+        lengths_C: Tensor,
+        weight_V: Tensor | None,
+        num_rows: int,
+        constant: bool = False,
+    ) -> "Bags":
+        """Make bags of these lengths over a block of `num_rows` rows."""
+        forward = SparseRows(index_V.to(torch.int32), _offsets(lengths_C), weight_V)
+        return cls(forward, None if constant else forward.transposed(num_rows))
+
+    @classmethod
+    def single(cls, index_V: Tensor, num_rows: int, constant: bool = False) -> "Bags":
+        """Make a plain gather of rows."""
+        return cls.of(index_V, torch.ones_like(index_V), None, num_rows, constant)
+
+    def pool(self, rows_PD: Tensor) -> Tensor:
+        """Return the bags' sums: [C, D].
+
+        Raises:
+            ValueError: they are constants, and asked for where rows are differentiated.
+        """
+        if self.backward is not None:
+            pooled_CD: Tensor = _Pool.apply(rows_PD, self.forward, self.backward)
+            return pooled_CD
+        if torch.is_grad_enabled() and rows_PD.requires_grad:
+            raise ValueError(
+                "these bags were arranged as constants, but their rows are differentiated: "
+                "arrange them without `constant`"
+            )
+        return self.forward.times(rows_PD)
+
+    def to(self, device: torch.device) -> "Bags":
+        """Copy it to a device."""
+        backward = self.backward
+        return Bags(self.forward.to(device), backward if backward is None else backward.to(device))
+
+
+class _Pool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_PD: Tensor, matrix: SparseRows, transposed: SparseRows) -> Tensor:
+        ctx.matrices = transposed, matrix
+        return matrix.times(rows_PD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        # Linear: its derivative is the transpose, whose derivative is this again.
+        if not torch.is_grad_enabled():
+            return ctx.matrices[0].times(grads[0]), None, None
+        return _Pool.apply(grads[0], *ctx.matrices), None, None
+
+
+def _stable_order(values: npt.NDArray[np.int32], below: int) -> npt.NDArray[np.int64]:
+    """np.argsort of values in [0, below), 16 bits at a time: numpy sorts those by radix, in a tenth
+    of the time of a comparing sort.
+    """
+    order: npt.NDArray[np.int64] = np.argsort(values.astype(np.uint16), kind="stable")
+    if below > 1 << 16:
+        high = (values >> 16).astype(np.uint16)
+        order = order[np.argsort(high[order], kind="stable")]
+    return order
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device=lengths.device)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=offsets[1:])
+    return offsets

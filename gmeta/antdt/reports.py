@@ -1,0 +1,53 @@
+"""What workers report of themselves, and the settings by which the monitor judges it."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gmeta_keys import key
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """When a worker counts as slow; the [monitor] section of the service's config."""
+
+    window_s: float = key(2.5, "length of a window", min=0.05)
+    slow_ratio: float = key(1.5, "slow: own time per task over the median of the others", min=1.01)
+    recovered_ratio: float = key(1.25, "a straggler has recovered below this ratio", min=1.0)
+    floor_ms: float = key(0.1, "slow only if so many ms per task above it", min=0.0)
+    short_windows: int = key(3, "windows that a verdict looks back", min=1)
+    short_slow: int = key(2, "so many slow ones of them: a transient straggler", min=1)
+    long_windows: int = key(240, "windows that tell transient from persistent", min=2)
+    long_slow: int = key(200, "so many slow ones of them: a persistent one", min=2)
+    steady_spread: float = key(
+        0.2,
+        "slow since its first window and (p90 - p10) / median of the ratio below this: "
+        "a deterministic straggler",
+        min=0.0,
+    )
+
+
+class Report(NamedTuple):
+    """Totals of one worker process since its start, so that a lost or doubled one does no harm."""
+
+    step: int = 0
+    tasks_done: int = 0
+    compute_ms: float = 0.0
+    data_wait_ms: float = 0.0
+    communication_ms: float = 0.0  # own transfers
+    peer_wait_ms: float = 0.0  # waiting for slower ranks
+
+    def since(self, before: "Report") -> "Report":
+        """Return what was added since an earlier report."""
+        return Report(
+            self.step - before.step,
+            self.tasks_done - before.tasks_done,
+            self.compute_ms - before.compute_ms,
+            self.data_wait_ms - before.data_wait_ms,
+            self.communication_ms - before.communication_ms,
+            self.peer_wait_ms - before.peer_wait_ms,
+        )
+
+    @property
+    def own_ms(self) -> tuple[float, float, float]:
+        """Return the rank's own time by cause, in the order of CAUSES."""
+        return (self.compute_ms, self.data_wait_ms, self.communication_ms)

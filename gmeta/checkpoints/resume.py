@@ -1,0 +1,147 @@
+"""Whether a run can go on from a checkpoint with the config and the data that it is given now, and
+what a new run begins with.
+"""
+
+from pathlib import Path
+
+from gmeta.checkpoints.files import read_progress
+from gmeta.checkpoints.loader import check_config, checkpoint_to_use
+from gmeta.config import OuterConfig, TrainConfig
+from gmeta.errors import UserError
+from gmeta.files.local import check_local
+from gmeta.outer.early_stop import early_stop_of
+from gmeta.runs.folder import CONFIG_FILE, STEP_FOLDER, RunFolder
+from gmeta.runs.progress import Progress
+from metaio.counted import counted
+from metaio.format.dataset import Dataset
+
+# What decides which episodes a static step of an epoch holds. The service keeps its own account.
+ORDER_KEYS = (
+    "data.train_split",
+    "data.tasks_per_step",
+    "data.shuffle",
+    "data.lanes",
+    "data.window_blocks",
+    "data.blocks_per_step",
+    "data.drop_last",
+    "run.seed",
+)
+
+
+def check_goes_on(
+    folder: RunFolder, checkpoint: Path, config: TrainConfig, dataset: Dataset
+) -> None:
+    """Refuse what would train some episodes twice and others never, or on ids that mean something
+    else, or lose what the optimizers have gathered. A run folder that does not say what it was
+    trained with is taken at its word.
+
+    Raises:
+        UserError: model, algorithm, loss, an optimizer, what is judged, or the order of a half-done
+            epoch was changed.
+        GMetaError: the dataset is another.
+    """
+    if folder.trained_on():
+        folder.check_dataset(dataset.url, dataset.fingerprint)
+    check_config(checkpoint, config)
+    if not (folder.root / CONFIG_FILE).exists():
+        return
+    before, progress = folder.read_config(), read_progress(checkpoint)
+    _check_loss(folder, before.outer.loss, config.outer.loss)
+    _check_optimizers(folder, before.outer, config.outer)
+    _check_scores(folder, before, config, progress)
+    if config.data.source == "static" and progress.epoch_step:
+        _check_order(folder, before, config, progress.epoch_step)
+
+
+def _check_loss(folder: RunFolder, was: str, asked: str) -> None:
+    """Refuse another loss: optimizer state and logged losses belong to the old one."""
+    if was != asked:
+        raise UserError(
+            f"outer.loss = {asked!r}, but run {folder.root} was trained with {was!r}: the state of "
+            "its optimizers and its metrics are of no use to the other. Set it as it was, or begin "
+            f"a new run with the weights alone: add run.start_from={folder.root} and choose "
+            "another run.dir"
+        )
+
+
+def _check_optimizers(folder: RunFolder, before: OuterConfig, now: OuterConfig) -> None:
+    """Refuse another optimizer: each keeps other state, and torch would drop what it does not
+    know."""
+    for key, was, asked in (
+        ("dense_optimizer", _layers_state(before), _layers_state(now)),
+        ("momentum", before.momentum > 0, now.momentum > 0),
+        ("sparse_optimizer", before.sparse_optimizer, now.sparse_optimizer),
+    ):
+        if was != asked:
+            raise UserError(
+                f"outer.{key} = {getattr(now, key)!r}, but run {folder.root} was trained with "
+                f"{getattr(before, key)!r}, whose state is of no use to the other. Set it as it "
+                f"was, or begin a new run with the weights alone: add run.start_from={folder.root} "
+                "and choose another run.dir"
+            )
+
+
+def _layers_state(outer: OuterConfig) -> str:
+    """Return which optimizer's state the layers' optimizer keeps: AdamW keeps Adam's."""
+    return "adam" if outer.dense_optimizer == "adamw" else outer.dense_optimizer
+
+
+def _check_scores(
+    folder: RunFolder, before: TrainConfig, now: TrainConfig, progress: Progress
+) -> None:
+    """Refuse another metric or validation split: the best score so far compares with neither."""
+    if progress.best_score is None or not now.data.valid_split:
+        return  # there is nothing to compare
+    for key, was, asked in (
+        ("run.early_stop_metric", early_stop_of(before).metric, early_stop_of(now).metric),
+        ("data.valid_split", before.data.valid_split, now.data.valid_split),
+    ):
+        if was != asked:
+            raise UserError(
+                f"{key} = {asked!r}, but run {folder.root} holds its best {was!r} so far "
+                f"({progress.best_score:.4g}), with which no other can be compared. Set it as it "
+                f"was, or begin a new run with the weights: add run.start_from={folder.root} and "
+                "choose another run.dir"
+            )
+
+
+def _check_order(
+    folder: RunFolder, config_before: TrainConfig, config: TrainConfig, epoch_step: int
+) -> None:
+    before, now = config_before.to_json(), config.to_json()
+    for name in ORDER_KEYS:
+        section, key = name.split(".")
+        if before[section][key] != now[section][key]:
+            raise UserError(
+                f"{name} = {now[section][key]!r}, but run {folder.root} stands "
+                f"{counted(epoch_step, 'step')} into an epoch that began with "
+                f"{before[section][key]!r}: the rest of it would train some episodes twice and "
+                "others never. Set it as it was until the epoch is over, or choose another run.dir"
+            )
+
+
+def checkpoint_to_start_from(config: TrainConfig, dataset: Dataset) -> Path | None:
+    """Return the checkpoint whose weights a new run begins with; None if `run.start_from` is empty.
+
+    Raises:
+        UserError: there is no checkpoint.
+        GMetaError: it was trained on another dataset, in which an id may mean another value.
+    """
+    named = config.run.start_from
+    if not named:
+        return None
+    check_local("run.start_from", named)
+    path = Path(named)
+    if STEP_FOLDER.fullmatch(path.name):
+        # runs/demo/checkpoints/step-00000400
+        folder, found = RunFolder(path.parent.parent), path if path.is_dir() else None
+    else:
+        folder = RunFolder(path)
+        found = checkpoint_to_use(folder.checkpoints, folder.read_config())
+    if found is None:
+        raise UserError(
+            f"run.start_from = {named!r} has no checkpoint: a run folder that has one, or one of "
+            "its checkpoints is needed. Correct it, or leave it empty"
+        )
+    folder.check_dataset(dataset.url, dataset.fingerprint)
+    return found

@@ -1,0 +1,32 @@
+"""JSON that somebody may have edited or cut: read whole, or refused with the reason."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: see json_object.
+    """
+    return json_object(path.read_text(encoding="utf-8"))
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Return the JSON object that a text is.
+
+    Raises:
+        ValueError: it is none, or holds NaN, an infinity or half of a character, which could
+            neither be shown nor written again.
+    """
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a {type(value).__name__}, not an object")
+    return value

@@ -1,0 +1,64 @@
+"""Every private name of torch and TorchRec that the engine uses, each behind a function of ours.
+
+When a new version moves one, tests/test_internals.py names it, and this is the file to mend.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor as ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.distributed_c10d import Store, _get_default_store
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+
+
+class TableKernel(NamedTuple):
+    """Tables that fbgemm keeps as one block of memory and looks up together."""
+
+    group: SplitTableBatchedEmbeddingBagsCodegen
+    tables: list[Any]  # TorchRec's ShardedEmbeddingTable of each, in the order of the memory
+
+
+def table_kernels(module: nn.Module) -> Iterator[TableKernel]:
+    """Yield this rank's groups of tables, wherever TorchRec has put them in `module`.
+
+    If they move: whatever `ShardedEmbeddingCollection.forward` calls to look rows up.
+    """
+    for part in module.modules():
+        if isinstance(part, ShardedEmbeddingCollection):
+            for lookup in part._lookups:
+                for kernel in getattr(lookup, "module", lookup)._emb_modules:
+                    yield TableKernel(kernel.emb_module, kernel._config.embedding_tables)
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Have `function` called when the backward that runs now has done its last operation.
+
+    If it moves: torch's DistributedDataParallel and FSDP2 need the same.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def job_store() -> Store:
+    """Return the store through which the ranks of this job met.
+
+    If it moves: start_ranks can make the store itself, in place of init_process_group.
+    """
+    return _get_default_store()
+
+
+def empty_like_sharded(value: ShardedTensor) -> ShardedTensor:
+    """Return a ShardedTensor of the same layout, with uninitialised memory for this rank's shards.
+
+    If it moves: DTensor replaces ShardedTensor where TorchRec's state dict does.
+    """
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        [Shard(torch.empty_like(shard.tensor), shard.metadata) for shard in value.local_shards()],
+        value.metadata(),
+        process_group=value._process_group,
+    )

@@ -1,0 +1,31 @@
+"""What brings the rows of a step to the ranks that need them: `wire` is ours, for the CPU;
+`torchrec` is TorchRec's, for CUDA and to compare with.
+"""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from gmeta.batches.accumulate import Arranged
+
+
+class Exchange(ABC):
+    """Brings the rows that episodes need."""
+
+    def __init__(self) -> None:
+        # Of this rank's rows in the last backward, on the device: finite where the gradient was.
+        self.gradient_sum = torch.tensor(0.0)
+
+    def saw_gradient(self, grad_UD: Tensor) -> None:
+        """Take note of the gradient of all rows of a step."""
+        # One pass without a mask; a sum that overflows is as far off as one that is infinite.
+        self.gradient_sum = grad_UD.sum()
+
+    @abstractmethod
+    def announce(self, episodes: "Arranged") -> "Arranged":
+        """Tell all ranks how many rows these episodes need of each, and return the episodes with
+        their rows on the way.
+        """

@@ -1,0 +1,218 @@
+"""Our exchange, for the CPU: ids go out to the ranks that hold their rows, the rows come back, and
+their gradients go the same way again.
+
+One AlltoAll each way a step, whatever the kinds of sharding: support and query together, each id
+once. A rank's own rows enter no collective. An id travels as its row number within the shard that
+holds it, in 4 bytes where that is enough. Who is to get how many ids is announced before: the ids
+of a step can then travel while another step computes.
+
+Shape suffixes: U ids that a rank asks for, N rows that it gives out, W ranks: the others in order,
+then this one; S shards that it holds, G groups of tables that these are in, D embedding width.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.types import EmbeddingModuleShardingPlan
+
+from gmeta.batches.accumulate import Arranged
+from gmeta.batches.episodes import RowFetch
+from gmeta.internals import TableKernel, table_kernels
+from gmeta.parallel.exchange.exchange import Exchange
+from gmeta.parallel.exchange.routes import Asked, Ints, Routes, Shard
+from gmeta.parallel.exchange.row_swap import RowSwap
+from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.transport.transport import Swap
+from gmeta.tables.sharding import WireDtype
+from gmeta.tables.updates import FastGroup
+
+KINDS = ("row_wise", "table_wise", "column_wise")
+WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class WireExchange(Exchange):
+    """See the top of the file."""
+
+    def __init__(
+        self,
+        tables: ShardedEmbeddingCollection,
+        plan: EmbeddingModuleShardingPlan,
+        width: int,
+        wire_dtype: WireDtype,
+        ranks: Ranks,
+    ) -> None:
+        super().__init__()
+        shards = [
+            Shard(
+                KINDS.index(sharding.sharding_type),
+                table,
+                shard.shard_offsets[1],
+                shard.shard_sizes[1],
+                shard.shard_offsets[0],
+                shard.shard_sizes[0],
+                shard.placement.rank(),
+            )
+            for table, sharding in enumerate(plan.values())
+            for shard in sharding.sharding_spec.shards
+        ]
+        self.ranks = ranks
+        self.routes = Routes(shards, ranks.rank, ranks.world_size, width)
+        self.wire_dtype = WIRE_DTYPES.get(wire_dtype)
+        places = _places_of_shards(list(table_kernels(tables)), list(plan))
+        own = self.routes.of_peer[-1]
+        mine = [places[s.table, s.first_row, s.first_column] for s in own]
+        # Shards of one group stand together, because a group serves one kind of sharding.
+        self.groups = list(dict.fromkeys(group for group, _ in mine))
+        self.is_of_group_SG = np.array(
+            [[group is other for other in self.groups] for group, _ in mine], np.int64
+        ).reshape(len(mine), len(self.groups))
+        # Of this rank's shards, once for every rank that asks.
+        self.first_row_WS = np.tile(np.array([row for _, row in mine], np.int64), ranks.world_size)
+        self.columns_S = np.array([s.num_columns for s in own], np.int64)
+
+    def announce(self, episodes: Arranged) -> Arranged:
+        """Sort the ids by the rank that holds their rows and tell each rank how many it is to send;
+        return the episodes with their rows on the way.
+        """
+        asked = self.routes.ask(episodes.unique_ids_U, episodes.unique_lengths_B)
+        return episodes.fetched_by(_WireFetch(self, asked))
+
+
+class _WireFetch(RowFetch):
+    """One step's exchange, as one rank sees it."""
+
+    def __init__(self, exchange: WireExchange, asked: Asked) -> None:
+        routes = exchange.routes
+        self._exchange = exchange
+        self._asked = asked
+        self._swap: Swap | None = None  # what is under way: the counts, then the ids
+        self._sent = False
+        self._rows: RowSwap | None = None
+        others = len(routes.of_peer) - 1
+        remote_counts_S, own_counts_S = np.split(
+            asked.counts_S, [len(asked.counts_S) - routes.num_local]
+        )
+        self._counts_WS = np.zeros((others + 1, routes.num_local), np.int64)
+        self._counts_WS[-1] = own_counts_S
+        self._remote_ids, self._own_ids = asked.row_of_shard.split_with_sizes(
+            [int(remote_counts_S.sum()), int(own_counts_S.sum())]
+        )
+        if others:
+            counts = torch.from_numpy(remote_counts_S).int()
+            of_peer = [len(shards) for shards in routes.of_peer[:-1]]
+            self._swap = exchange.ranks.transport.swap(counts, of_peer, [routes.num_local] * others)
+
+    def send(self) -> None:
+        """Wait for the numbers of ids that the others ask for, and let the ids travel."""
+        self._sent = True
+        if self._swap is None:
+            return
+        routes = self._exchange.routes
+        for counts_S, told in zip(self._counts_WS[:-1], self._swap.parts(), strict=True):
+            counts_S[:] = told.numpy()
+        self._swap = self._exchange.ranks.transport.swap(
+            self._remote_ids,
+            self._asked_of_rank(routes.is_of_peer_SW)[:-1],
+            self._counts_WS[:-1].sum(axis=1).tolist(),
+        )
+
+    def look_up(self) -> None:
+        """Wait for the ids that the others ask for, look their rows up and let them travel."""
+        if not self._sent:
+            self.send()
+        exchange = self._exchange
+        self._rows = RowSwap(
+            exchange.ranks.transport,
+            exchange.groups,
+            exchange.wire_dtype,
+            self._rows_to_give_WG(),
+            (self._counts_WS @ exchange.columns_S).tolist(),
+            self._asked_of_rank(exchange.routes.columns_SW),
+            exchange.saw_gradient,
+        )
+
+    def rows_UD(self, gradient_unit: float) -> Tensor:
+        """Wait for the rows, and return them in the order of the ids: [U, D]."""
+        if self._rows is None:
+            self.look_up()
+        rows, self._rows = self._rows, None
+        assert rows is not None
+        # A power of two changes no digit.
+        rows_UD = self._put_together(rows.values(2.0 ** -round(math.log2(gradient_unit))))
+        if self._asked.place_U is None:
+            return rows_UD
+        in_order_UD: Tensor = _Permuted.apply(rows_UD, self._asked.place_U, self._asked.id_U)
+        return in_order_UD
+
+    def _asked_of_rank(self, values_of_id_SW: Ints) -> list[int]:
+        """Return how many values each rank is asked for."""
+        values_W: list[int] = (self._asked.counts_S @ values_of_id_SW).tolist()
+        return values_W
+
+    def _rows_to_give_WG(self) -> list[list[Tensor]]:
+        """Return the rows that each rank asks of this one, by their numbers within each group."""
+        exchange, ids = self._exchange, self._own_ids
+        if self._swap is not None:
+            ids = torch.cat([*self._swap.parts(), ids])
+            self._swap = None
+        row_N = np.repeat(exchange.first_row_WS, self._counts_WS.reshape(-1))
+        row_N += ids.numpy()
+        counts_WG = self._counts_WS @ exchange.is_of_group_SG
+        rows = iter(torch.from_numpy(row_N).split_with_sizes(counts_WG.reshape(-1).tolist()))
+        return [[next(rows) for _ in counts_G] for counts_G in counts_WG]
+
+    def _put_together(self, flat: Tensor) -> Tensor:
+        """Return the fetched rows [U, D] from the values that the ranks gave."""
+        routes = self._exchange.routes
+        if not routes.cut_tables:
+            return flat.view(-1, routes.width)
+        values = flat.split_with_sizes((self._asked.counts_S * routes.columns_S).tolist())
+        whole: list[Tensor] = []
+        parts: dict[int, list[tuple[int, Tensor]]] = {table: [] for table in routes.cut_tables}
+        for shard, of_shard in zip(routes.shards, values, strict=True):
+            rows = of_shard.view(-1, shard.num_columns)
+            if shard.num_columns == routes.width:
+                whole.append(rows)
+            else:
+                parts[shard.table].append((shard.first_column, rows))
+        joined = [
+            torch.cat([rows for _, rows in sorted(parts[table], key=lambda part: part[0])], dim=1)
+            for table in routes.cut_tables
+        ]
+        return torch.cat([*whole, *joined])
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows gathered from `place`; `inverse` tells where each went, so backward is a gather too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_UD: Tensor, place_U: Tensor, inverse_U: Tensor) -> Tensor:
+        ctx.inverse_U = inverse_U
+        return rows_UD.index_select(0, place_U)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.inverse_U), None, None
+
+
+def _places_of_shards(
+    kernels: list[TableKernel], names: list[str]
+) -> dict[tuple[int, int, int], tuple[FastGroup, int]]:
+    """Return, by (table, first row, first column) of this rank's shards, the group of each and its
+    first row there.
+    """
+    places = {}
+    for kernel in kernels:
+        group = FastGroup(kernel.group)
+        first_value_B = kernel.group.weights_offsets.tolist()
+        for table, first_value in zip(kernel.tables, first_value_B, strict=True):
+            first_row, first_column = table.local_metadata.shard_offsets
+            place = names.index(table.name), first_row, first_column
+            places[place] = group, first_value // table.local_cols
+    return places

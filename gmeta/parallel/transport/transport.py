@@ -1,0 +1,138 @@
+"""What carries a step's messages between the ranks on a CPU: gloo, or memory that they share.
+
+Every rank makes the same calls in the same order; what a call returns may be waited for in any
+order, or not at all.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Pending(Protocol):
+    """A message under way."""
+
+    def wait(self) -> object:
+        """Return when the result is there."""
+
+
+class Swap(ABC):
+    """Values that the ranks give each other, under way."""
+
+    @abstractmethod
+    def parts(self) -> list[Tensor]:
+        """Wait for what each of the other ranks gave, and return it in their order. It may lie in
+        memory of theirs: read it while the Swap lives, and never write it.
+        """
+
+
+class Transport(ABC):
+    """Swaps and sums between all ranks of the job."""
+
+    def outgoing(self, num_values: int, dtype: torch.dtype) -> Tensor:
+        """Return memory [num_values] for values that the next call gives: from there they need not
+        be copied. It keeps them while what that call returns lives.
+        """
+        return torch.empty(num_values, dtype=dtype)
+
+    @abstractmethod
+    def swap(
+        self,
+        given: Tensor,
+        counts_given: Sequence[int],
+        counts_taken: Sequence[int],
+        taken: Tensor | None = None,
+    ) -> Swap:
+        """Start to give the other ranks these values, flat, and to take theirs, into `taken` if
+        there is one; the counts are in the ranks' order.
+        """
+
+    @abstractmethod
+    def add(self, values: Tensor, total: Tensor) -> Pending:
+        """Start the element-wise sum of flat values over the ranks, equal on all of them, in
+        `total`: this may be `values` itself unless they are `outgoing`.
+        """
+
+
+@final
+class Gloo(Transport):
+    """Over TCP, between any hosts. `rows` carries the swaps and `control` the sums."""
+
+    def __init__(self, rows: dist.ProcessGroup, control: dist.ProcessGroup) -> None:
+        self._rows = rows
+        self._control = control
+
+    def swap(
+        self,
+        given: Tensor,
+        counts_given: Sequence[int],
+        counts_taken: Sequence[int],
+        taken: Tensor | None = None,
+    ) -> "_GlooSwap":
+        """Start one AlltoAll over the `rows` group."""
+        own = self._rows.rank()
+        taken = given.new_empty(sum(counts_taken)) if taken is None else taken
+        work: dist.Work = dist.all_to_all_single(
+            taken,
+            given,
+            # gloo counts every rank; what a rank keeps for itself does not travel.
+            [*counts_taken[:own], 0, *counts_taken[own:]],
+            [*counts_given[:own], 0, *counts_given[own:]],
+            group=self._rows,
+            async_op=True,
+        )
+        return _GlooSwap(work, taken, counts_taken)
+
+    def add(self, values: Tensor, total: Tensor) -> Pending:
+        """Start one AllReduce over the `control` group."""
+        if total is not values:
+            total.copy_(values)
+        work: dist.Work = dist.all_reduce(total, group=self._control, async_op=True)
+        return work
+
+
+@final
+class _GlooSwap(Swap):
+    def __init__(self, work: dist.Work, taken: Tensor, counts_taken: Sequence[int]) -> None:
+        self._work = work
+        self._taken = taken
+        self._counts_taken = counts_taken
+
+    def parts(self) -> list[Tensor]:
+        """Wait for the AlltoAll, and return each rank's part."""
+        self._work.wait()
+        return list(self._taken.split_with_sizes(list(self._counts_taken)))
+
+
+@final
+class Alone(Transport):
+    """One rank: there is nobody to talk to."""
+
+    def swap(
+        self,
+        given: Tensor,
+        counts_given: Sequence[int],
+        counts_taken: Sequence[int],
+        taken: Tensor | None = None,
+    ) -> "_NoSwap":
+        """Return a swap with nobody."""
+        return _NoSwap()
+
+    def add(self, values: Tensor, total: Tensor) -> Pending:
+        """Copy the values: they are the sum."""
+        if total is not values:
+            total.copy_(values)
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+
+@final
+class _NoSwap(Swap):
+    def parts(self) -> list[Tensor]:
+        """Return nothing: there is no other rank."""
+        return []

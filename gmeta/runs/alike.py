@@ -1,0 +1,44 @@
+"""Ranks that people start by hand may have been told different things: they would train a
+model that nobody asked for, or wait for each other for ever.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from gmeta.config import TrainConfig
+from gmeta.errors import UserError
+from gmeta.parallel.ranks import Ranks, gather_to_first, value_of_first
+
+# What may differ from one machine to the next: where the data is, and how many threads read it.
+OF_ONE_MACHINE = ("data.path", "data.service", "data.threads")
+
+
+def settings_of_all(config: TrainConfig) -> dict[str, Any]:
+    """Return the config's values by section.key, without those that are a machine's own."""
+    saved = config.to_json()
+    values = {f"{part}.{key}": value for part in saved for key, value in saved[part].items()}
+    return {key: value for key, value in values.items() if key not in OF_ONE_MACHINE}
+
+
+def check_alike(told: Mapping[str, Any], ranks: Ranks) -> None:
+    """Compare what each rank was told with what rank 0 was. Collective.
+
+    Raises:
+        UserError: a rank was told something else; on all ranks, with the keys that differ.
+    """
+    everyone = gather_to_first(dict(told), ranks) or []
+    problem = ""
+    for rank, other in enumerate(everyone):
+        if other != everyone[0] and not problem:
+            differing = ", ".join(
+                f"{key} = {other.get(key)!r} (rank 0: {value!r})"
+                for key, value in everyone[0].items()
+                if other.get(key) != value
+            )
+            problem = (
+                f"rank {rank} has {differing}: all ranks of a run need the same. Start every rank "
+                "with the same command, config and data"
+            )
+    problem = value_of_first(problem, ranks)
+    if problem:
+        raise UserError(problem)

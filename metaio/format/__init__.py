@@ -1,0 +1,1 @@
+"""The on-disk format of a prepared dataset: written, opened, checked."""

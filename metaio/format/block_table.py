@@ -1,0 +1,104 @@
+"""The block table of a split: counts and checksums of its blocks, read when a dataset is opened.
+
+Shape suffixes: X blocks of a split in stored order, B tables, C column chunks of a block.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from metaio.errors import REMEDY, FormatError, faulty
+from metaio.format.features import Features
+from metaio.format.layout import block_table_schema
+from metaio.format.manifest import SplitEntry, xxh3_hex
+from metaio.format.storage import Storage
+from metaio.ragged import Int64
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """Counts and checksums of the blocks of a split, in stored order."""
+
+    shard_X: Int64
+    num_episodes_X: Int64
+    num_rows_X: Int64
+    num_values_X: Int64
+    unique_lengths_XB: Int64
+    xxh3_XC: npt.NDArray[np.uint64]  # C column chunks, see layout.checksum_columns
+    content_xxh3_X: Int64
+
+
+def read_block_table(
+    storage: Storage, path: str, entry: SplitEntry, features: Features, num_columns: int
+) -> BlockTable:
+    """Return the table at `path`, whose blocks have `num_columns` column chunks each.
+
+    Raises:
+        FormatError: it is missing or altered, or its lists have the wrong lengths.
+    """
+    data = storage.read(path)
+    if xxh3_hex(data) != entry.block_table.xxh3:
+        raise FormatError(
+            f"{storage.name(path)} differs from the checksum in the manifest. {REMEDY}"
+        )
+    # Only now: what passed its checksum is what its writer closed.
+    try:
+        table = pq.read_table(pa.BufferReader(data), schema=block_table_schema())
+        flat = {name: _flat(table[name].combine_chunks()) for name in table.column_names}
+    except (pa.ArrowException, OSError) as error:
+        raise faulty(f"{storage.name(path)} cannot be decoded: {error}") from error
+    num_blocks, num_tables = table.num_rows, len(features.tables)
+    # A foreign writer may give lists of any length; ours cannot once the checksum matches.
+    if (len(flat["unique_lengths"]), len(flat["xxh3"])) != (
+        num_blocks * num_tables,
+        num_blocks * num_columns,
+    ):
+        raise faulty(
+            f"{storage.name(path)} must list {num_tables} unique lengths and {num_columns} "
+            "checksums for each block"
+        )
+    _check_counts(storage.name(path), entry, flat)
+    return BlockTable(
+        shard_X=flat["shard"],
+        num_episodes_X=flat["num_episodes"],
+        num_rows_X=flat["num_rows"],
+        num_values_X=flat["num_values"],
+        unique_lengths_XB=flat["unique_lengths"].reshape(num_blocks, num_tables),
+        # Stored signed, since Spark has no unsigned type; the bits are those of the hash.
+        xxh3_XC=flat["xxh3"].view(np.uint64).reshape(num_blocks, num_columns),
+        content_xxh3_X=flat["content_xxh3"],
+    )
+
+
+def _flat(column: pa.Array) -> Int64:
+    """Return a column as int64, lists end to end; raise ArrowInvalid where it holds a null."""
+    values = column.flatten() if pa.types.is_list(column.type) else column
+    if column.null_count or values.null_count:
+        raise pa.ArrowInvalid("it holds a null")
+    found: Int64 = values.to_numpy(zero_copy_only=False).astype(np.int64)
+    return found
+
+
+def _check_counts(name: str, entry: SplitEntry, flat: dict[str, Int64]) -> None:
+    """Hold the counts of the blocks against those of the manifest.
+
+    Raises:
+        FormatError: they contradict, so that readers would look in the wrong place.
+    """
+    for column in ("num_episodes", "num_rows", "num_values", "unique_lengths"):
+        if flat[column].min(initial=0) < 0:
+            raise faulty(f"{name}: column {column} holds {flat[column].min()}; 0 is the least")
+        if column != "unique_lengths" and flat[column].sum() != getattr(entry, column):
+            raise faulty(
+                f"{name}: column {column} adds up to {flat[column].sum()}, the manifest says "
+                f"{getattr(entry, column)}"
+            )
+    lengths = [shard.num_blocks for shard in entry.shards]
+    # The sum first: lengths that somebody made up could ask for any memory.
+    if sum(lengths) != len(flat["shard"]) or not np.array_equal(
+        flat["shard"], np.repeat(np.arange(len(lengths)), np.array(lengths, dtype=np.int64))
+    ):
+        raise faulty(f"{name}: column shard contradicts the shards of the manifest")

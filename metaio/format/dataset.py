@@ -1,0 +1,292 @@
+"""Opens a prepared dataset and reads one block at a time, each checked at its first read.
+
+Shape suffixes: T episodes, N rows, F single-id features, M multi-id features, K dense columns, V
+ids of all multi-id features, B tables, U unique ids of all tables, X blocks of a split; T1 = T + 1.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+
+import pyarrow.parquet as pq
+
+from metaio.errors import REMEDY, FormatError, NoDatasetError, faulty
+from metaio.format.block import Block
+from metaio.format.block_table import BlockTable, read_block_table
+from metaio.format.decode import RowGroup, assemble, check_counts, read_footer
+from metaio.format.features import Features
+from metaio.format.layout import (
+    BLOCK_TABLE_NAME,
+    MANIFEST_NAME,
+    VOCABULARY_FOLDER,
+    checksum_columns,
+    chunk_ranges,
+    streams,
+)
+from metaio.format.manifest import (
+    MIN_FOOTER_BYTES,
+    FileEntry,
+    Manifest,
+    ShardEntry,
+    decode_manifest,
+    xxh3_hex,
+)
+from metaio.format.names import NAME_RULE, is_name
+from metaio.format.storage import ByteRange, Storage
+from metaio.ragged import Int64, offsets
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split of a dataset: its counts, its shards and where its blocks are."""
+
+    name: str
+    num_episodes: int
+    num_rows: int
+    num_values: int
+    shards: tuple[ShardEntry, ...]
+    blocks: BlockTable
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of row groups of all shards."""
+        return len(self.blocks.shard_X)
+
+    @cached_property
+    def episode_offsets(self) -> Int64:
+        """Return the first episode of each block, then the number of episodes."""
+        return offsets(self.blocks.num_episodes_X)
+
+    @cached_property
+    def first_block(self) -> Int64:
+        """Return the first block of each shard, then the number of blocks."""
+        return offsets([shard.num_blocks for shard in self.shards])
+
+
+class Dataset:
+    """A prepared dataset. Opening reads the manifest and the block tables; blocks are read on
+    demand.
+
+    Safe to use from several threads.
+    """
+
+    def __init__(self, storage: Storage, manifest: Manifest, splits: Mapping[str, Split]) -> None:
+        self.manifest = manifest
+        self.features: Features = manifest.features
+        self.task = manifest.task
+        self.label = manifest.label
+        self.fingerprint = manifest.fingerprint
+        self.splits: Mapping[str, Split] = MappingProxyType(dict(splits))
+        self._storage = storage
+        self._streams = streams(manifest.features)
+        self._metadata: dict[tuple[str, int], list[pq.FileMetaData]] = {}
+        self._verified: set[tuple[str, int]] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """Return where the dataset was opened."""
+        return self._storage.url
+
+    @property
+    def is_local(self) -> bool:
+        """Tell whether blocks come from a local file system, at no latency."""
+        return self._storage.is_local
+
+    def split(self, name: str) -> Split:
+        """Return the split of that name.
+
+        Raises:
+            FormatError: the dataset has no such split.
+        """
+        if name not in self.splits:
+            raise FormatError(
+                f"{self.url} has no split {name}; it has {', '.join(self.splits)}. "
+                "Choose one of them, or prepare it"
+            )
+        return self.splits[name]
+
+    def block_bytes(self, split: str) -> Int64:
+        """Return the decoded size of each block [X], in bytes, from counts alone."""
+        features, table = self.features, self.split(split).blocks
+        # As Block holds them: 4 bytes for each number of a row, four times 8 for an episode, 8 for
+        # an id.
+        per_row = 4 * (1 + len(features.dense) + len(features.single) + len(features.multi))
+        sizes: Int64 = (
+            table.num_rows_X * per_row + table.num_episodes_X * 32 + table.num_values_X * 4
+        )
+        sizes += 8 * table.unique_lengths_XB.sum(axis=1)
+        return sizes
+
+    def files(self) -> Iterator[tuple[str, FileEntry]]:
+        """Yield the path below the dataset and manifest entry of every file but the manifest."""
+        yield from (
+            (f"{VOCABULARY_FOLDER}/{n}.parquet", e) for n, e in self.manifest.vocabularies.items()
+        )
+        for name, split in self.manifest.splits.items():
+            yield f"{name}/{BLOCK_TABLE_NAME}", split.block_table
+            for index, shard in enumerate(split.shards):
+                yield from ((s.path(name, index), shard.files[s.name]) for s in self._streams)
+
+    def read_file(self, path: str) -> bytes:
+        """Return a whole file below the dataset, unchecked.
+
+        Raises:
+            FormatError: it is missing or unreadable.
+        """
+        return self._storage.read(path)
+
+    def read_block(self, split: str, block: int) -> Block:
+        """Read and decode one block; checksums are verified at its first read, remote ones always.
+
+        Raises:
+            FormatError: a file is missing, truncated or altered; it names file, row group, column.
+        """
+        entry = self.split(split)
+        shard = int(entry.blocks.shard_X[block])
+        row_group = block - int(entry.first_block[shard])
+        # A remote read may go wrong each time, and checking costs little beside the transfer.
+        with self._lock:
+            verify = not self.is_local or (split, block) not in self._verified
+        groups = self._row_groups(split, shard, row_group)
+        # One list for all files of the shard, in the order of layout.checksum_columns.
+        checksums = iter(entry.blocks.xxh3_XC[block].tolist())
+        columns = {}
+        for stream, group in zip(self._streams, groups, strict=True):
+            if verify:  # just before they are decoded: the bytes come from the cache then
+                group.check([next(checksums) for _ in group.ranges])
+            columns[stream.name] = group.decode()
+        place = f"{self.url}, split {split}, block {block}"
+        try:
+            decoded = assemble(self.features, columns, entry.blocks.unique_lengths_XB[block])
+        except ValueError as error:
+            raise faulty(f"{place}: {error}") from error
+        if verify:
+            table = entry.blocks
+            counts = (table.num_episodes_X, table.num_rows_X, table.num_values_X)
+            own = (int(counts_X[block]) for counts_X in counts)
+            check_counts(place, self.features, decoded, *own)
+            with self._lock:
+                self._verified.add((split, block))
+        return decoded
+
+    def _row_groups(self, split: str, shard: int, row_group: int) -> list[RowGroup]:
+        """Return the bytes of a row group of each stream's file, fetched together."""
+        files = self.splits[split].shards[shard].files
+        paths = [stream.path(split, shard) for stream in self._streams]
+        entries = [files[stream.name] for stream in self._streams]
+        metadata = self._shard_metadata(split, shard, paths, entries)
+        # A row group's chunks lie side by side, so one range a file brings them all.
+        ranges = [chunk_ranges(own, row_group) for own in metadata]
+        windows = self._storage.windows(
+            [
+                ByteRange(path, file.num_bytes, own[0][0], own[-1][1])
+                for path, file, own in zip(paths, entries, ranges, strict=True)
+            ]
+        )
+        return [
+            RowGroup(self._storage.name(path), row_group, own, window, chunks)
+            for path, own, window, chunks in zip(paths, metadata, windows, ranges, strict=True)
+        ]
+
+    def _shard_metadata(
+        self, split: str, shard: int, paths: list[str], entries: list[FileEntry]
+    ) -> list[pq.FileMetaData]:
+        """Return the footers of a shard's files, which are read and checked once."""
+        key, num_blocks = (split, shard), self.splits[split].shards[shard].num_blocks
+        # Two threads may both read a footer; the second result replaces an equal one.
+        with self._lock:
+            known = self._metadata.get(key)
+        if known is not None:
+            return known
+        ranges = [
+            ByteRange(path, file.num_bytes, file.num_bytes - file.footer_bytes, file.num_bytes)
+            for path, file in zip(paths, entries, strict=True)
+        ]
+        found = []
+        windows = self._storage.windows(ranges)
+        parts = zip(self._streams, ranges, entries, windows, strict=True)
+        for stream, own, file, window in parts:
+            name, footer = self._storage.name(own.path), window.view(own.begin, own.end)
+            if xxh3_hex(footer) != file.footer_xxh3:
+                raise FormatError(
+                    f"{name}: the footer differs from the checksum in the manifest. {REMEDY}"
+                )
+            found.append(read_footer(name, footer, stream, num_blocks, file.num_bytes))
+        with self._lock:
+            self._metadata[key] = found
+        return found
+
+
+def open_dataset(url: str) -> Dataset:
+    """Open the dataset at a local path or any fsspec URL.
+
+    Raises:
+        NoDatasetError: there is none.
+        FormatError: it is of another version, or the manifest or a block table was altered.
+    """
+    storage = Storage(url)
+    try:
+        raw = storage.read(MANIFEST_NAME)
+    except FormatError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            raise NoDatasetError(
+                f"{url} holds no dataset: {MANIFEST_NAME} is missing. "
+                "Give a folder that gmeta prepare made"
+            ) from error
+        raise
+    manifest = decode_manifest(raw, storage.name(MANIFEST_NAME))
+    _check_manifest(manifest, storage.name(MANIFEST_NAME))
+    columns = checksum_columns(manifest.features)
+    splits = {
+        name: Split(
+            name,
+            entry.num_episodes,
+            entry.num_rows,
+            entry.num_values,
+            entry.shards,
+            read_block_table(
+                storage, f"{name}/{BLOCK_TABLE_NAME}", entry, manifest.features, len(columns)
+            ),
+        )
+        for name, entry in manifest.splits.items()
+    }
+    return Dataset(storage, manifest, splits)
+
+
+def _check_manifest(manifest: Manifest, name: str) -> None:
+    """Raise FormatError for names that lead elsewhere, and files and counts that contradict."""
+    # Whoever made the checksum fit chose the names too: they become paths, here and in exports.
+    for key, names in (("splits", manifest.splits), ("vocabularies", manifest.vocabularies)):
+        for own in names:
+            if not is_name(own):
+                raise faulty(f"{name}: {key} has the name {own!r}; allowed are {NAME_RULE}")
+    try:
+        manifest.features.check()
+    except ValueError as error:
+        raise faulty(f"{name}: {error}") from error
+    wanted = {stream.name for stream in streams(manifest.features)}
+    for split, entry in manifest.splits.items():
+        for index, shard in enumerate(entry.shards):
+            place = f"{name}: shard {index} of split {split}"
+            if shard.files.keys() != wanted:
+                raise faulty(f"{place} must have the files {', '.join(sorted(wanted))}")
+            for stream, file in shard.files.items():
+                if not MIN_FOOTER_BYTES <= file.footer_bytes <= file.num_bytes:
+                    raise faulty(f"{place}: {stream} cannot have {file.footer_bytes} footer bytes")
+
+
+def verify_file(dataset: Dataset, path: str, entry: FileEntry) -> None:
+    """Hold a whole file against the manifest.
+
+    Raises:
+        FormatError: it is missing, or its size or checksum differs.
+    """
+    data = dataset.read_file(path)
+    if len(data) != entry.num_bytes or xxh3_hex(data) != entry.xxh3:
+        raise FormatError(
+            f"{dataset.url}/{path}: {len(data)} bytes that differ from the checksum in the "
+            f"manifest, which lists {entry.num_bytes} bytes. {REMEDY}"
+        )

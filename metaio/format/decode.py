@@ -1,0 +1,197 @@
+"""Checks and decodes the row groups of one block.
+
+Shape suffixes: T episodes, N rows, M multi-id features, B tables, U unique ids of all tables.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from metaio.counted import counted
+from metaio.errors import REMEDY, FormatError, faulty
+from metaio.format.block import Block
+from metaio.format.features import Features
+from metaio.format.layout import Stream, chunk_ranges
+from metaio.format.storage import Window
+from metaio.ragged import Int64, offsets, row_sums
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """The bytes of one row group of one file, and where its column chunks lie."""
+
+    name: str  # address of the file
+    index: int
+    metadata: pq.FileMetaData
+    window: Window
+    ranges: list[tuple[int, int]]
+
+    def check(self, checksums: list[int]) -> None:
+        """Hold the bytes of each column chunk against its xxh3_64.
+
+        Raises:
+            FormatError: one differs.
+        """
+        for column, ((begin, end), wanted) in enumerate(zip(self.ranges, checksums, strict=True)):
+            if xxhash.xxh3_64_intdigest(self.window.view(begin, end)) != wanted:
+                column_name = self.metadata.schema.column(column).name
+                raise FormatError(
+                    f"{self.name}, row group {self.index}, column {column_name}: the bytes differ "
+                    f"from the checksum in the block table. {REMEDY}"
+                )
+
+    def decode(self) -> list[npt.NDArray[np.generic]]:
+        """Return the columns as arrays, which share Arrow's memory.
+
+        Raises:
+            FormatError: the pages are not what the footer says.
+        """
+        try:
+            # The footer is given, not read again. One thread: other blocks keep the others busy.
+            source = pq.ParquetFile(self.window.open(), metadata=self.metadata)
+            table = source.reader.read_row_group(self.index, use_threads=False)
+            columns = [_to_numpy(column) for column in table.columns]
+        except (pa.ArrowException, OSError) as error:
+            raise FormatError(
+                f"{self.name}, row group {self.index} cannot be decoded: "
+                f"{str(error).rstrip('.')}. {REMEDY}"
+            ) from error
+        self.window.done(self.ranges[0][0], self.ranges[-1][1])
+        return columns
+
+
+def read_footer(
+    name: str, data: memoryview, stream: Stream, num_blocks: int, num_bytes: int
+) -> pq.FileMetaData:
+    """Return the footer of a file of `num_bytes`, given its bytes.
+
+    Raises:
+        FormatError: its columns are not the stream's, or its row groups not the shard's blocks.
+    """
+    # Its checksum is right, but somebody else may have written both.
+    try:
+        metadata = pq.read_metadata(pa.BufferReader(pa.py_buffer(data)))
+        schema = metadata.schema.to_arrow_schema()
+        groups = [chunk_ranges(metadata, index) for index in range(metadata.num_row_groups)]
+    except (pa.ArrowException, OSError) as error:
+        raise faulty(f"{name}: the footer cannot be decoded: {error}") from error
+    if (schema.names, schema.types) != (stream.schema.names, stream.schema.types):
+        raise faulty(f"{name} has other columns or types than {', '.join(stream.schema.names)}")
+    if len(groups) != num_blocks:
+        raise faulty(f"{name} has {len(groups)} row groups, its shard {num_blocks} blocks")
+    for ranges in groups:
+        bounds = [0, ranges[0][0], ranges[-1][1], num_bytes]
+        if bounds != sorted(bounds) or any(begin > end for begin, end in ranges):
+            raise faulty(f"{name}: a column chunk lies outside of the file's {num_bytes} bytes")
+    return metadata
+
+
+def check_counts(
+    place: str,
+    features: Features,
+    decoded: Block,
+    num_episodes: int,
+    num_rows: int,
+    num_values: int,
+) -> None:
+    """Hold decoded arrays against the block table and each other, as a foreign writer may be wrong.
+
+    Raises:
+        FormatError: they contradict.
+    """
+    # Little beside decoding; unseen, it would be an index out of bounds in some step.
+    for column in _contradictions(features, decoded, num_episodes, num_rows, num_values):
+        raise FormatError(
+            f"{place}: column {column} contradicts the block table. The program that wrote it is "
+            "at fault; docs/format.md says what belongs there"
+        )
+
+
+def _contradictions(
+    features: Features, decoded: Block, num_episodes: int, num_rows: int, num_values: int
+) -> Iterator[str]:
+    """Yield the columns that are wrong; from the second on they may be so because of the first."""
+    rows_T, row_offsets_T1 = np.diff(decoded.row_offsets_T1), decoded.row_offsets_T1
+    if decoded.num_episodes != num_episodes:
+        yield "num_episodes"
+    if not decoded.num_rows == num_rows == row_offsets_T1[-1] or rows_T.min(initial=0) < 0:
+        yield "num_rows"
+    if decoded.multi_lengths_NM.min(initial=0) < 0:
+        yield "length"
+    values_T1 = offsets(row_sums(decoded.multi_lengths_NM))[row_offsets_T1]
+    if not np.array_equal(values_T1, decoded.value_offsets_T1) or values_T1[-1] != num_values:
+        yield "num_values"
+    if len(decoded.multi_positions_V) != num_values:
+        yield "num_values"
+    support_T = decoded.support_lengths_T
+    if support_T.min(initial=0) < 0 or (support_T > rows_T).any():
+        yield "num_support"
+    for positions in (decoded.positions_NF, decoded.multi_positions_V):
+        if _outside(positions, len(decoded.unique_ids_U)):
+            yield "position"
+    if not _are_ids(features, decoded.unique_ids_U, decoded.unique_offsets_B1):
+        yield "id"
+
+
+def _are_ids(features: Features, unique_ids_U: Int64, unique_offsets_B1: Int64) -> bool:
+    """Tell whether each table's ids are rows of it."""
+    parts = np.split(unique_ids_U, unique_offsets_B1[1:-1])
+    return unique_offsets_B1[-1] == len(unique_ids_U) and not any(
+        _outside(own, table.num_rows) for table, own in zip(features.tables, parts, strict=False)
+    )
+
+
+def _to_numpy(column: pa.ChunkedArray) -> npt.NDArray[np.generic]:
+    if column.null_count:
+        raise pa.ArrowInvalid(f"it holds {counted(column.null_count, 'null')}")
+    whole = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    found: npt.NDArray[np.generic] = whole.to_numpy()
+    return found
+
+
+def _outside(values: npt.NDArray[np.int32] | Int64, stop: int) -> bool:
+    # As unsigned numbers negative ones are the largest: one pass over them instead of two.
+    unsigned = np.dtype(f"u{values.itemsize}")
+    return bool(values.size) and bool(values.view(unsigned).max() >= stop)
+
+
+def assemble(
+    features: Features, columns: Mapping[str, list[Any]], unique_lengths_B: Int64
+) -> Block:
+    """Return the block of decoded columns, stream by stream; lengths become offsets.
+
+    Raises:
+        ValueError: they cannot be arranged, since their lengths contradict.
+    """
+    task_T, num_rows_T, num_support_T, num_values_T = columns["episodes"]
+    label_N, *length_columns = columns["rows"]
+    num_rows = len(label_N)
+    empty = np.zeros(0, dtype=np.int32)
+
+    def flat(stream: str, absent: Any = empty) -> Any:
+        return columns[stream][0] if stream in columns else absent
+
+    lengths_NM = np.zeros((num_rows, len(length_columns)), dtype=np.int32)
+    for index, column in enumerate(length_columns):
+        lengths_NM[:, index] = column
+    return Block(
+        task_T=task_T.astype(np.int64, copy=False),
+        row_offsets_T1=offsets(num_rows_T),
+        support_lengths_T=num_support_T.astype(np.int64),
+        value_offsets_T1=offsets(num_values_T),
+        label_N=label_N.astype(np.float32, copy=False),
+        dense_NK=flat("dense", np.zeros(0, dtype=np.float32)).reshape(
+            num_rows, len(features.dense)
+        ),
+        positions_NF=flat("positions").reshape(num_rows, len(features.single)),
+        multi_positions_V=flat("multi"),
+        multi_lengths_NM=lengths_NM,
+        unique_ids_U=flat("unique", np.zeros(0, dtype=np.int64)),
+        unique_offsets_B1=offsets(unique_lengths_B),
+    )

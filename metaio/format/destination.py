@@ -1,0 +1,185 @@
+"""Makes a dataset appear at once or not at all, on a local disk or an object store."""
+
+import errno
+import fcntl
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import xxhash
+
+from metaio.errors import DataError
+from metaio.format.layout import MANIFEST_NAME
+from metaio.format.storage import file_system, is_local
+
+# What flock says on a file system that has none, such as Lustre mounted without them: nothing tells
+# two writers apart there.
+WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_FREE_SPACE = "Free space or choose another place"
+_REMEDIES = {
+    errno.ENOSPC: _FREE_SPACE,
+    errno.EDQUOT: _FREE_SPACE,
+    errno.EIO: "The disk, or what leads to it, fails: look into the system's log",
+}
+
+
+@contextmanager
+def destination(out: str, overwrite: bool) -> Iterator[tuple[Path, bool]]:
+    """Give a temporary folder whose content becomes `out` when the block ends without an error.
+
+    The flag says whether that folder itself is renamed to `out` (a local path), or its files are
+    uploaded, the manifest last. What a killed writer left there is removed first.
+
+    Raises:
+        DataError: `out` exists already, another process writes it, or the disk is full.
+    """
+    fs, root = file_system(out)
+    exists = fs.exists(f"{root}/{MANIFEST_NAME}")
+    if exists and not overwrite:
+        raise DataError(
+            f"{out} holds a dataset already. Choose another place, or pass --overwrite to replace "
+            "it"
+        )
+    local = is_local(fs)
+    if local:
+        _check_target(Path(root), exists)
+    with folder_of_one_writer(_partial(out), root if local else out) as folder:
+        yield folder, local
+        if local:
+            replace_folder(folder, Path(root))
+        else:
+            _upload(fs, root, folder, exists)
+
+
+def flush_to_disk(paths: Iterable[Path]) -> None:
+    """Wait until these files and folders are on the disk; at once for those that are already."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def unfinished(out: str) -> Path | None:
+    """Return what a killed writer of `out` left, if anything; the next one removes it and starts
+    over.
+    """
+    partial = _partial(out)
+    if not partial.exists():
+        return None
+    with _lock_file(partial).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None  # it is being written
+    return partial
+
+
+def _partial(out: str) -> Path:
+    """Return where `out` is built: always the same place, so that a re-run finds it."""
+    fs, root = file_system(out)
+    if is_local(fs):
+        return Path(root).parent / f".{Path(root).name}.partial"
+    return Path(tempfile.gettempdir()) / f".metaio-{xxhash.xxh3_64_hexdigest(out.encode())}.partial"
+
+
+def _lock_file(partial: Path) -> Path:
+    return partial.with_suffix(".lock")
+
+
+def _check_target(target: Path, exists: bool) -> None:
+    if target.exists() and not exists and (not target.is_dir() or any(target.iterdir())):
+        raise DataError(
+            f"{target} exists and is not a dataset. Choose a place that is empty or does not exist"
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def folder_of_one_writer(partial: Path, name: str) -> Iterator[Path]:
+    """Give an empty folder at `partial`, whatever a killed writer left there, and remove it
+    afterwards.
+
+    Raises:
+        DataError: another process writes `name`, as messages call it, or the disk is full.
+    """
+    with one_writer(_lock_file(partial), name):
+        try:
+            # What a killed writer left: the lock says that nobody is at work on it.
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            yield partial
+        except OSError as error:
+            remedy = _REMEDIES.get(error.errno or 0, "Look at the place and its permissions")
+            raise DataError(f"{name} could not be written: {error}. {remedy}") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def one_writer(lock_file: Path, name: str) -> Iterator[None]:
+    """Keep other processes out of the block; the lock file is removed afterwards.
+
+    Raises:
+        DataError: another process writes `name`, as messages call it.
+    """
+    with lock_file.open("a+") as lock:
+        _lock(lock, name)
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")  # for who is refused
+        lock.flush()
+        try:
+            yield
+        finally:
+            # While the lock is held: whoever opened it meanwhile finds another inode, or none, in
+            # _lock.
+            lock_file.unlink(missing_ok=True)
+
+
+def _upload(fs: Any, root: str, folder: Path, exists: bool) -> None:
+    manifest = folder / MANIFEST_NAME
+    # Without its manifest the old dataset is gone before its files are overwritten: a reader sees
+    # the old one, none, or the new one, never a mixture.
+    if exists:
+        fs.rm_file(f"{root}/{MANIFEST_NAME}")
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path != manifest:
+            fs.put_file(str(path), f"{root}/{path.relative_to(folder).as_posix()}")
+    fs.put_file(str(manifest), f"{root}/{MANIFEST_NAME}")
+
+
+def _lock(lock: IO[str], name: str) -> None:
+    # The lock dies with its process, so a killed prepare never blocks the next one.
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The last holder may have removed the file between our opening and our locking it.
+        if os.fstat(lock.fileno()).st_ino != os.stat(lock.name).st_ino:
+            raise BlockingIOError
+    except (BlockingIOError, FileNotFoundError) as error:
+        lock.seek(0)
+        raise DataError(
+            f"{lock.read() or 'another process'} is writing {name}. Wait for it, or choose "
+            "another place"
+        ) from error
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise
+
+
+def replace_folder(partial: Path, target: Path) -> None:
+    """Give a folder whose files are on the disk its name; what has that name goes."""
+    old = target.parent / f".{target.name}.old"
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    # Rename is the commit. A crash before it leaves the old dataset, or for a moment none.
+    partial.rename(target)
+    # The rename itself must reach the disk, not only the files.
+    flush_to_disk([target.parent])
+    shutil.rmtree(old, ignore_errors=True)

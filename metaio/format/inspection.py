@@ -1,0 +1,160 @@
+"""What a prepared dataset holds: counts, episode sizes, ids in use and their skew; and whether it
+is intact.
+
+Shape suffixes: T episodes, U unique ids of a block, B tables, R rows of a table.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from metaio.errors import DataError, FormatError
+from metaio.format.block import Block
+from metaio.format.dataset import Dataset, verify_file
+from metaio.ragged import Int64
+
+Progress = Callable[[int, int], None]  # blocks done, blocks in all
+
+# Ids by falling use, in per cent of the ids in use: what share of all uses they carry.
+SKEW_PERCENT = (1, 10, 50)
+
+
+@dataclass(frozen=True)
+class TableUse:
+    """How one split uses one embedding table. `uses_R` counts positions, single and multi."""
+
+    name: str
+    num_rows: int
+    uses_R: Int64
+
+    @property
+    def num_used(self) -> int:
+        """Return the number of distinct ids that occur."""
+        return int(np.count_nonzero(self.uses_R))
+
+    @property
+    def unknown_share(self) -> float:
+        """Return the share of uses that fell to row 0, the out-of-vocabulary row."""
+        total = int(self.uses_R.sum())
+        return float(self.uses_R[0] / total) if total else 0.0
+
+    def top_share(self, percent: int) -> float:
+        """Return share of uses that the most used `percent` per cent of the ids in use carry."""
+        falling = np.sort(self.uses_R[self.uses_R > 0])[::-1]
+        if not len(falling):
+            return 0.0
+        count = max(1, round(len(falling) * percent / 100))
+        return float(falling[:count].sum() / falling.sum())
+
+
+@dataclass(frozen=True)
+class SplitSummary:
+    """One split: its episodes' sizes and its use of each table."""
+
+    name: str
+    num_tasks: int
+    support_T: Int64
+    query_T: Int64
+    label_mean: float
+    label_range: tuple[float, float]
+    tables: tuple[TableUse, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of support and query rows."""
+        return int(self.support_T.sum() + self.query_T.sum())
+
+
+def _blocks(dataset: Dataset, split: str, done: Callable[[], None]) -> Iterator[Block]:
+    for block in range(dataset.split(split).num_blocks):
+        yield dataset.read_block(split, block)
+        done()
+
+
+def summarise(dataset: Dataset, progress: Progress | None = None) -> list[SplitSummary]:
+    """Read every block of every split once and count.
+
+    Raises:
+        FormatError: a block is damaged.
+    """
+    total = sum(split.num_blocks for split in dataset.splits.values())
+    finished = 0
+
+    def done() -> None:
+        nonlocal finished
+        finished += 1
+        if progress is not None:
+            progress(finished, total)
+
+    return [_summarise_split(dataset, name, done) for name in dataset.splits]
+
+
+def _summarise_split(dataset: Dataset, name: str, done: Callable[[], None]) -> SplitSummary:
+    tables = dataset.features.tables
+    try:
+        uses = [np.zeros(table.num_rows, dtype=np.int64) for table in tables]
+    except MemoryError as error:
+        largest = max(tables, key=lambda table: table.num_rows)
+        raise DataError(
+            f"{dataset.url}: table {largest.name} has {largest.num_rows:,} rows, and to count the "
+            "use of each takes more memory than there is. Inspect it on a larger machine"
+        ) from error
+    tasks, support, query = (
+        [np.zeros(0, np.int64)],
+        [np.zeros(0, np.int64)],
+        [np.zeros(0, np.int64)],
+    )
+    label_sum, low, high = 0.0, np.inf, -np.inf
+    for block in _blocks(dataset, name, done):
+        tasks.append(block.task_T)
+        support.append(block.support_lengths_T)
+        query.append(np.diff(block.row_offsets_T1) - block.support_lengths_T)
+        # In float64: a billion labels of 0 and 1 are more than float32 can count.
+        label_sum += float(block.label_N.sum(dtype=np.float64))
+        low = min(low, float(block.label_N.min(initial=np.inf)))
+        high = max(high, float(block.label_N.max(initial=-np.inf)))
+        # Positions are counted per block and carried to the ids once, not id by id.
+        counts_U = np.bincount(block.positions_NF.ravel(), minlength=len(block.unique_ids_U))
+        counts_U += np.bincount(block.multi_positions_V, minlength=len(block.unique_ids_U))
+        for table, used_R in enumerate(uses):
+            own = slice(block.unique_offsets_B1[table], block.unique_offsets_B1[table + 1])
+            # A table's ids are unique within a block, so plain indexing adds each count once.
+            used_R[block.unique_ids_U[own]] += counts_U[own]
+    num_rows = dataset.split(name).num_rows
+    return SplitSummary(
+        name=name,
+        num_tasks=len(np.unique(np.concatenate(tasks))),
+        support_T=np.concatenate(support),
+        query_T=np.concatenate(query),
+        label_mean=label_sum / num_rows if num_rows else 0.0,
+        label_range=(low, high) if num_rows else (0.0, 0.0),
+        tables=tuple(
+            TableUse(t.name, t.num_rows, used_R) for t, used_R in zip(tables, uses, strict=True)
+        ),
+    )
+
+
+def damage(dataset: Dataset, progress: Progress | None = None) -> list[str]:
+    """Check every file and every column chunk; returns one message for each that is missing or
+    altered.
+    """
+    found = []
+    places = [
+        (name, block) for name, split in dataset.splits.items() for block in range(split.num_blocks)
+    ]
+    for finished, (name, block) in enumerate(places, start=1):
+        try:
+            dataset.read_block(name, block)
+        except FormatError as error:
+            found.append(str(error))
+        if progress is not None:
+            progress(finished, len(places))
+    # Bytes outside of footers and column chunks are read by no reader of ours, but by others.
+    for path, entry in dataset.files():
+        try:
+            verify_file(dataset, path, entry)
+        except FormatError as error:
+            found.append(str(error))
+    # A missing file is found by every block that it holds, and once more by name.
+    return list(dict.fromkeys(found))

@@ -1,0 +1,136 @@
+"""The manifest: what a dataset holds, and the checksums that every other file is held against."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from metaio.errors import FormatError, faulty
+from metaio.format.features import Features
+from metaio.format.layout import FORMAT_NAME, FORMAT_VERSION, MANIFEST_NAME
+from metaio.format.typed import typed
+
+MIN_FOOTER_BYTES = 8  # of a Parquet file: the length of its footer, and "PAR1"
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size and checksums of one file; `footer_*` cover the Parquet footer with its length and
+    magic.
+    """
+
+    num_bytes: int
+    xxh3: str
+    footer_bytes: int
+    footer_xxh3: str
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One shard: consecutive blocks, and its file of each stream."""
+
+    num_blocks: int
+    num_episodes: int
+    num_rows: int
+    files: dict[str, FileEntry]
+
+
+@dataclass(frozen=True)
+class SplitEntry:
+    """One split: its shards in stored order, and the file of its block table."""
+
+    num_episodes: int
+    num_rows: int
+    num_values: int
+    block_table: FileEntry
+    shards: tuple[ShardEntry, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything in manifest.json but its own checksum. `task_kind` is "integer" or "hashed"."""
+
+    features: Features
+    task: str
+    task_kind: str
+    label: str
+    seed: int
+    block_rows: int
+    splits: dict[str, SplitEntry]
+    fingerprint: str
+    recipe: dict[str, Any]
+    recipe_xxh3: str
+    protocol: str
+    vocabularies: dict[str, FileEntry] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
+    created_by: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def support_is_past(self) -> bool:
+        """Tell whether the support rows of an episode are older than its query rows."""
+        schema = self.recipe.get("schema")
+        if not isinstance(schema, dict):
+            return self.recipe.get("order") == "time"
+        rule = schema.get("episodes")
+        return isinstance(rule, dict) and "time" in schema and rule.get("by") != "random"
+
+
+def canonical_json(value: Any) -> bytes:
+    """Return the one spelling of a JSON value that checksums are taken of."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+def xxh3_hex(data: bytes | memoryview) -> str:
+    """Return xxh3_64 as 16 hexadecimal digits."""
+    return f"{xxhash.xxh3_64_intdigest(data):016x}"
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the bytes of manifest.json, checksum included."""
+    body: dict[str, Any] = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **vars(manifest)}
+    body["features"] = manifest.features.to_json()
+    # There and back, so that the checksum sees what a reader will see: lists, not tuples.
+    body = json.loads(json.dumps(body, default=vars))
+    # Last, over all of the rest.
+    body["checksum"] = xxh3_hex(canonical_json(body))
+    # Indented for people; the checksum is over the canonical form.
+    return json.dumps(body, indent=1).encode()
+
+
+def decode_manifest(data: bytes, name: str) -> Manifest:
+    """Return what `encode_manifest` was given; `name` is the address that messages speak of.
+
+    Raises:
+        FormatError: it is not a manifest, of another version, or altered since it was written.
+    """
+    try:
+        body = json.loads(data)
+        json.dumps(body, ensure_ascii=False).encode()  # half of a character could not be shown
+    except (ValueError, RecursionError) as error:
+        raise _altered(name, f"is not JSON ({error})") from error
+    if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
+        raise _altered(name, f"is not a {FORMAT_NAME} manifest")
+    if body.get("version") != FORMAT_VERSION:
+        raise FormatError(
+            f"{name} has format version {body.get('version')}, this release reads version "
+            f"{FORMAT_VERSION}. "
+            "Prepare the dataset again, or read it with the release that wrote it"
+        )
+    # Over the canonical form: reformatting the file does no harm, changing a value does.
+    checksum = body.pop("checksum", None)
+    if checksum != xxh3_hex(canonical_json(body)):
+        raise _altered(name, "does not match its own checksum")
+    kept = {key: value for key, value in body.items() if key not in ("format", "version")}
+    try:
+        manifest: Manifest = typed(Manifest, kept, "manifest")
+    except ValueError as error:
+        raise faulty(f"{name}: {error}") from error
+    return manifest
+
+
+def _altered(name: str, what: str) -> FormatError:
+    return FormatError(
+        f"{name} {what}: it was cut short or edited. {MANIFEST_NAME} is written by prepare alone; "
+        "copy the dataset again or prepare it again"
+    )

@@ -1,0 +1,75 @@
+"""Draws what `gmeta inspect` counts: sizes of support and query sets, and how unevenly ids are
+used.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from metaio.counted import counted
+from metaio.errors import DataError
+from metaio.format.inspection import SplitSummary
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Tables drawn: the largest say most about skew, and more lines cannot be told apart.
+_MAX_CURVES = 8
+
+
+def drawn(summaries: list[SplitSummary], path: Path) -> bytes:
+    """Return a picture of the kind that `path` names, PNG if it names none: one row a split, sizes
+    on the left, cumulative use of ids on the right.
+
+    Raises:
+        DataError: matplotlib writes no such kind.
+    """
+    # Half a second to import, and most who inspect want no picture.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 2.6 * max(len(summaries), 1)), layout="constrained")
+    kinds = figure.canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in ("", *kinds):
+        raise DataError(f"picture {path} is of no known kind: {', '.join(kinds)}. Name it .png")
+    axes = figure.subplots(max(len(summaries), 1), 2, squeeze=False)
+    for (sizes, skew), summary in zip(axes, summaries, strict=False):
+        _draw_sizes(sizes, summary)
+        _draw_skew(skew, summary)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=120, format=path.suffix[1:].lower() or "png")
+    return content.getvalue()
+
+
+def _draw_sizes(axes: Axes, summary: SplitSummary) -> None:
+    largest = int(max(summary.support_T.max(initial=0), summary.query_T.max(initial=0), 1))
+    # Whole numbers only: bars between two sizes would stay empty.
+    bins = np.unique(np.linspace(0, largest + 1, 41).round())
+    axes.hist(summary.support_T, bins.tolist(), alpha=0.7, label="support")
+    axes.hist(summary.query_T, bins.tolist(), alpha=0.7, label="query")
+    axes.set(
+        title=f"{summary.name}: {counted(len(summary.support_T), 'episode')}",
+        xlabel="rows",
+        ylabel="episodes",
+    )
+    axes.legend()
+
+
+def _draw_skew(axes: Axes, summary: SplitSummary) -> None:
+    # A curve of a single id is a point.
+    used = [use for use in summary.tables if use.num_used > 1]
+    for use in sorted(used, key=lambda use: -use.num_used)[:_MAX_CURVES]:
+        falling = np.sort(use.uses_R[use.uses_R > 0])[::-1]
+        share = np.cumsum(falling) / falling.sum()
+        axes.plot(100 * np.arange(1, len(share) + 1) / len(share), 100 * share, label=use.name)
+    axes.set(
+        title="share of uses carried by the most used ids",
+        xlabel="% of ids in use",
+        ylabel="% of uses",
+    )
+    axes.grid(alpha=0.3)
+    if used:
+        axes.legend(fontsize="small", ncols=2)

@@ -1,0 +1,148 @@
+"""Writes the Parquet files of one shard, block by block, and takes their checksums."""
+
+import mmap
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from metaio.errors import DataError
+from metaio.format.block import Block, content_digest
+from metaio.format.features import Features
+from metaio.format.layout import Stream, block_table_schema, chunk_ranges, encodings, streams
+from metaio.format.manifest import MIN_FOOTER_BYTES, FileEntry, ShardEntry, xxh3_hex
+
+
+def _signed(unsigned: int) -> int:
+    # Spark has no unsigned 64-bit type, so checksums are stored as the int64 of the same bits.
+    return unsigned - (1 << 64) if unsigned >= 1 << 63 else unsigned
+
+
+def _columns(block: Block, stream: str) -> list[Any]:
+    if stream == "episodes":
+        return [
+            block.task_T,
+            np.diff(block.row_offsets_T1),
+            block.support_lengths_T,
+            np.diff(block.value_offsets_T1),
+        ]
+    # One transposing copy makes each feature's lengths contiguous, which Arrow needs.
+    if stream == "rows":
+        return [block.label_N, *np.ascontiguousarray(block.multi_lengths_NM.T)]
+    flat: dict[str, Any] = {
+        "dense": block.dense_NK,
+        "positions": block.positions_NF,
+        "multi": block.multi_positions_V,
+        "unique": block.unique_ids_U,
+    }
+    return [flat[stream].ravel()]
+
+
+def _table(block: Block, stream: Stream) -> pa.Table:
+    columns = _columns(block, stream.name)
+    arrays = [
+        pa.array(column, type=kind)
+        for column, kind in zip(columns, stream.schema.types, strict=True)
+    ]
+    return pa.Table.from_arrays(arrays, schema=stream.schema)
+
+
+def file_entry(data: memoryview) -> FileEntry:
+    """Return size and checksums of a finished Parquet file, given its bytes."""
+    # The footer's own checksum lets a reader trust it without reading the rest of the file.
+    footer_bytes = int.from_bytes(data[-MIN_FOOTER_BYTES:][:4], "little") + MIN_FOOTER_BYTES
+    return FileEntry(len(data), xxh3_hex(data), footer_bytes, xxh3_hex(data[-footer_bytes:]))
+
+
+def mapped(path: Path) -> memoryview:
+    """Return the bytes of a finished file, not copied; it is never empty."""
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+class ShardWriter:
+    """One shard being written below `folder`; finished by `close`, undone with the folder."""
+
+    def __init__(
+        self, folder: Path, split: str, shard: int, features: Features, compact: bool
+    ) -> None:
+        self._streams = streams(features)
+        self._paths = [folder / stream.path(split, shard) for stream in self._streams]
+        self._shard = shard
+        self._blocks: list[dict[str, object]] = []
+        (folder / split).mkdir(parents=True, exist_ok=True)
+        self._writers = [
+            pq.ParquetWriter(path, stream.schema, **encodings(stream, compact))
+            for path, stream in zip(self._paths, self._streams, strict=True)
+        ]
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks written so far."""
+        return len(self._blocks)
+
+    def write(self, block: Block) -> None:
+        """Append one block as a row group of every file.
+
+        Raises:
+            DataError: the block has more positions than a 32-bit offset can count.
+        """
+        if (
+            max(block.positions_NF.size, len(block.multi_positions_V), block.dense_NK.size)
+            >= 1 << 31
+        ):
+            raise DataError(
+                f"a block of {block.num_rows} rows holds 2^31 or more values. Set block_rows "
+                "lower, or max_rows so that no episode is that long"
+            )
+        for writer, stream in zip(self._writers, self._streams, strict=True):
+            table = _table(block, stream)
+            # Exactly one row group a block, also for a stream that is empty in this block.
+            writer.write_table(table, row_group_size=max(table.num_rows, 1))
+        self._blocks.append(
+            {
+                "shard": self._shard,
+                "num_episodes": block.num_episodes,
+                "num_rows": block.num_rows,
+                "num_values": len(block.multi_positions_V),
+                "unique_lengths": np.diff(block.unique_offsets_B1),
+                "content_xxh3": _signed(content_digest(block)),
+            }
+        )
+
+    def close(self) -> tuple[ShardEntry, pa.Table]:
+        """Finish the files. Returns the manifest's entry and its rows of the block table."""
+        files = {}
+        checksums: list[list[int]] = [[] for _ in self._blocks]
+        for writer, stream, path in zip(self._writers, self._streams, self._paths, strict=True):
+            writer.close()
+            # Read back, not noted while writing: the checksums are of what is in the file.
+            data = mapped(path)
+            files[stream.name] = file_entry(data)
+            metadata = pq.read_metadata(path)
+            for row_group, row in enumerate(checksums):
+                for begin, end in chunk_ranges(metadata, row_group):
+                    row.append(_signed(xxhash.xxh3_64_intdigest(data[begin:end])))
+        for block, row in zip(self._blocks, checksums, strict=True):
+            block["xxh3"] = row
+        table = pa.Table.from_pylist(self._blocks, schema=block_table_schema())
+        counts = {
+            name: int(np.sum(table[name].to_numpy())) for name in ("num_episodes", "num_rows")
+        }
+        return ShardEntry(
+            len(self._blocks), counts["num_episodes"], counts["num_rows"], files
+        ), table
+
+    def abort(self) -> None:
+        """Close the files without finishing the shard; nothing once it is finished."""
+        for writer in self._writers:
+            writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()

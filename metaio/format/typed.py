@@ -1,0 +1,39 @@
+"""Dataclasses from JSON that somebody handed over: every value has its type, or is named."""
+
+import reprlib
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+_NEEDED = {int: "a whole number from 0 to 2^64 - 1", str: "text", tuple: "a list"}
+
+
+def typed(kind: Any, value: Any, place: str) -> Any:
+    """Return `value` as `kind`: a dataclass, a tuple or dict of a kind, text, or a natural number.
+
+    `place` says where the value stands; messages begin with it.
+
+    Raises:
+        ValueError: a value has another type, or a key is missing or unknown.
+    """
+    base = get_origin(kind) or kind
+    if is_dataclass(base) and isinstance(value, dict):
+        hints = get_type_hints(base)
+        optional = {
+            f.name for f in fields(base) if (f.default, f.default_factory) != (MISSING, MISSING)
+        }
+        for name in sorted((hints.keys() ^ value.keys()) - (optional - value.keys())):
+            fault = "is missing" if name in hints else "is unknown"
+            raise ValueError(f"{place}: key {reprlib.repr(name)} {fault}")
+        made = {name: typed(hints[name], own, f"{place}.{name}") for name, own in value.items()}
+        return kind(**made)
+    if base is tuple and isinstance(value, list):
+        own = get_args(kind)[0]
+        return tuple(typed(own, part, f"{place}[{i}]") for i, part in enumerate(value))
+    if base is dict and isinstance(value, dict):
+        own = get_args(kind)[1]
+        return {name: typed(own, part, f"{place}.{name}") for name, part in value.items()}
+    if kind is Any or (type(value) is kind and (kind is not int or 0 <= value < 1 << 64)):
+        return value
+    raise ValueError(
+        f"{place} is {reprlib.repr(value)}; {_NEEDED.get(base, 'an object')} is needed"
+    )

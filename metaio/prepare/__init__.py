@@ -1,0 +1,1 @@
+"""From raw logs to a prepared dataset, on one machine or with Spark."""

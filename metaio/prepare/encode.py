@@ -1,0 +1,395 @@
+"""Encodes raw rows by a schema: ids, dense values, and the keys that decide split, bucket and
+order.
+
+The same function serves DuckDB, Spark and prediction, so that all of them agree to the byte.
+
+Shape suffixes: N rows, F single-id features, M multi-id features, V ids of all multi-id features.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from metaio.counted import counted
+from metaio.errors import DataError
+from metaio.format.names import check_split_name
+from metaio.hashing import UInt64, splitmix64
+from metaio.prepare.schema import DenseColumn, Schema, SparseColumn
+from metaio.prepare.values import (
+    Kind,
+    as_float32,
+    as_numbers,
+    hash_values,
+    integer_values,
+    kind_of,
+    time_values,
+)
+from metaio.prepare.vocabulary import TextIndex
+from metaio.ragged import Int64, offsets, ragged_indices, row_sums
+
+# Keeps the hash that draws splits apart from the one that orders tasks.
+_SPLIT_SALT = np.uint64(0x5EED)
+_ONE = np.uint64(1)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What prepare learnt from the train split: needed again to encode new rows."""
+
+    vocabularies: dict[str, pa.Array] = field(default_factory=dict)  # table -> sorted values
+    # Mean and deviation of each column.
+    moments: dict[str, tuple[float, float]] = field(default_factory=dict)
+    split_names: tuple[str, ...] = ("train",)
+    # sparse column -> what its values were; absent: not known, any will do
+    kinds: dict[str, Kind] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Rows as ids and numbers, with the keys that decide split, bucket and order.
+
+    `values_V` holds the ids of all multi-hot columns, row by row and column by column within a row.
+    """
+
+    task_hash_N: UInt64
+    task_N: Int64
+    time_N: Int64
+    row_hash_N: UInt64
+    split_N: npt.NDArray[np.int32]
+    label_N: npt.NDArray[np.float32]
+    ids_NF: npt.NDArray[np.integer[Any]]  # int32 where all tables are that small
+    dense_NK: npt.NDArray[np.float32]
+    lengths_NM: npt.NDArray[np.int32]
+    values_V: npt.NDArray[np.integer[Any]]
+
+    @property
+    def num_rows(self) -> int:
+        """Return N."""
+        return len(self.label_N)
+
+
+def array_types(schema: Schema) -> dict[str, tuple[np.dtype[Any], int | None]]:
+    """Return the type of each array of EncodedRows and the width of its rows; None for arrays of
+    one axis.
+    """
+    # Half the bytes through disk and caches; a vocabulary of 2^31 values would not fit in memory.
+    small = all(column.hash is None or column.hash <= 1 << 31 for column in schema.sparse)
+    ids = np.dtype("<i4" if small else "<i8")
+    return {
+        "task_hash_N": (np.dtype("<u8"), None),
+        "task_N": (np.dtype("<i8"), None),
+        "time_N": (np.dtype("<i8"), None),
+        "row_hash_N": (np.dtype("<u8"), None),
+        "split_N": (np.dtype("<i4"), None),
+        "label_N": (np.dtype("<f4"), None),
+        "ids_NF": (ids, len(schema.single)),
+        "dense_NK": (np.dtype("<f4"), len(schema.dense)),
+        "lengths_NM": (np.dtype("<i4"), len(schema.multi)),
+        "values_V": (ids, None),
+    }
+
+
+def allocate(schema: Schema, num_rows: int, num_values: int) -> EncodedRows:
+    """Return rows to be filled in: arrays of the right types and sizes, with any content."""
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for name, (dtype, width) in array_types(schema).items():
+        length = num_values if name == "values_V" else num_rows
+        arrays[name] = np.empty(length if width is None else (length, width), dtype)
+    return EncodedRows(**arrays)
+
+
+def split_names(schema: Schema, found: list[str] | None = None) -> tuple[str, ...]:
+    """Return the splits in the order of the manifest: shares as listed, the values `found` in a
+    column sorted, the train split first.
+
+    Raises:
+        SchemaError: one has a name that no split may have.
+        DataError: none of them is the train split.
+    """
+    train = schema.splits.train
+    names = [train] if schema.splits.column is None else found or []
+    if train not in names:
+        raise DataError(
+            f"the train split {train} has no rows; the splits found are "
+            f"{', '.join(sorted(names))}. Set splits.train to one of them"
+        )
+    ordered = tuple(schema.splits.shares or sorted(names, key=lambda name: (name != train, name)))
+    # Before anything is written: they become folders, and a log may hold any text.
+    for name in ordered:
+        check_split_name(name)
+    return ordered
+
+
+def split_of(
+    schema: Schema, batch: pa.RecordBatch, task_hash: UInt64, names: tuple[str, ...]
+) -> Int64:
+    """Return the index into `names` of each row.
+
+    Raises:
+        DataError: the split column holds a name that no earlier row had.
+    """
+    if schema.splits.shares is not None:
+        # 53 bits make a float64 in [0, 1) exactly, so every machine draws the same split.
+        unit = (
+            splitmix64(task_hash ^ _SPLIT_SALT ^ np.uint64(schema.seed)) >> np.uint64(11)
+        ) * 2.0**-53
+        bounds = np.cumsum([schema.splits.shares[name] for name in names])[:-1]
+        return np.searchsorted(bounds, unit, side="right")
+    if schema.splits.column is None:
+        return np.zeros(batch.num_rows, dtype=np.int64)
+    column = batch[schema.splits.column].cast(pa.string())
+    return integer_values(pc.index_in(column, value_set=pa.array(names)))
+
+
+def task_keys(schema: Schema, batch: pa.RecordBatch) -> tuple[UInt64, Int64]:
+    """Return hash and id of each row's task; text tasks have the xxh3_64 of their name as id."""
+    column = batch[schema.task.column]
+    values = hash_values(column, kind_of(schema.task.column, column.type, "task"))
+    return splitmix64(values), values.view(np.int64)
+
+
+def refuse_nulls(schema: Schema, nulls: dict[str, int]) -> None:
+    """Raise DataError for the first column that holds nulls and may not."""
+    allowed = {column.column for column in schema.sparse if column.null == "unknown"}
+    allowed |= {column.column for column in schema.dense if column.fill is not None}
+    required = {schema.task.column, schema.label.column}
+    required |= {schema.time.column} if schema.time else set()
+    for name in schema.columns:
+        count = nulls.get(name, 0)
+        if count and (name in required or name not in allowed):
+            remedy = (
+                "Remove those rows"
+                if name in required
+                else "Remove those rows, or allow it in the schema: "
+            )
+            if name not in required:
+                is_dense = any(column.column == name for column in schema.dense)
+                remedy += "fill = VALUE" if is_dense else 'null = "unknown"'
+            raise DataError(
+                f"column {name} has {counted(count, 'null')}; none are allowed. {remedy}"
+            )
+
+
+class Encoder:
+    """Encodes raw record batches. Pure: the same rows give the same records, whatever batch they
+    stand in.
+    """
+
+    def __init__(self, schema: Schema, fitted: Fitted) -> None:
+        self.schema = schema
+        self.fitted = fitted
+        self._types = array_types(schema)
+        self._text: dict[str, TextIndex] = {}
+
+    def encode(self, batch: pa.RecordBatch, with_label: bool = True) -> EncodedRows:
+        """Return the batch with its columns encoded.
+
+        Raises:
+            DataError: a column has the wrong type, a null where none is allowed, or a number that
+                is not finite.
+        """
+        schema, types = self.schema, self._types
+        refuse_nulls(schema, {name: batch[name].null_count for name in batch.schema.names})
+        num_rows = batch.num_rows
+        task_hash_N, task_N = task_keys(schema, batch)
+        time_N = np.zeros(num_rows, dtype=np.int64)
+        if schema.time is not None:
+            time_N = time_values(schema.time.column, batch[schema.time.column])
+        split_N, label_N = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float32)
+        if with_label:
+            names = self.fitted.split_names
+            split_N = split_of(schema, batch, task_hash_N, names).astype(np.int32)
+            label_N = self._label(batch)
+        # Column by column into row-major arrays: rows are what is dealt to buckets and sorted.
+        ids_NF = np.empty((num_rows, len(schema.single)), dtype=types["ids_NF"][0])
+        for index, single in enumerate(schema.single):
+            ids_NF[:, index] = self._ids(single, batch[single.column])
+        dense_NK = np.empty((num_rows, len(schema.dense)), dtype=np.float32)
+        for index, dense in enumerate(schema.dense):
+            dense_N = self._dense(dense, batch[dense.column])
+            dense_NK[:, index] = as_float32(dense.column, dense_N, "dense")
+        lengths_NM = np.zeros((num_rows, len(schema.multi)), dtype=np.int32)
+        values_V, sums_N = self._multi(batch, lengths_NM)
+        # The task is left out: the hash orders rows within a task, where it is always the same.
+        bits_N = label_N.view(np.uint32) ^ sums_N ^ np.uint64(schema.seed)
+        row_hash_N = _row_hash(bits_N, ids_NF, dense_NK.view(np.uint32), lengths_NM)
+        return EncodedRows(
+            task_hash_N,
+            task_N,
+            time_N,
+            row_hash_N,
+            split_N,
+            label_N,
+            ids_NF,
+            dense_NK,
+            lengths_NM,
+            values_V.astype(types["values_V"][0]),
+        )
+
+    def _label(self, batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
+        rule = self.schema.label
+        numbers = as_numbers(rule.column, batch[rule.column], "label")
+        # Before the threshold: NaN is not above it, but no click of 0 either.
+        label_N = as_float32(rule.column, numbers, "label")
+        if rule.threshold is not None:
+            return (numbers >= rule.threshold).astype(np.float32)
+        return label_N
+
+    def _ids(self, rule: SparseColumn, column: pa.Array) -> Int64:
+        kind = kind_of(rule.column, column.type, "sparse")
+        self._check_kind(rule.column, column, kind)
+        # Row 0 for what is null; refuse_nulls has let through only what the schema allows.
+        if column.null_count:
+            known = column.is_valid().to_numpy(zero_copy_only=False)
+            ids = np.zeros(len(column), dtype=np.int64)
+            ids[known] = self._ids(rule, column.drop_null())
+            return ids
+        # Row 0 stays free for unknown values, hence rows - 1 places. The remainder's bias is below
+        # rows / 2^64.
+        if rule.hash is not None:
+            mixed = splitmix64(hash_values(column, kind))
+            # numpy divides by a constant with multiplications, its remainder does not.
+            whole = mixed // np.uint64(rule.hash - 1)
+            whole *= np.uint64(rule.hash - 1)
+            mixed -= whole
+            mixed += _ONE
+            return mixed.view(np.int64)
+        return self._look_up(rule.table_name, column, kind)
+
+    def _check_kind(self, name: str, column: pa.Array, kind: Kind) -> None:
+        expected = self.fitted.kinds.get(name, kind)
+        # A column without a value has no kind, whatever its type.
+        if kind != expected and column.null_count < len(column):
+            raise DataError(
+                f"sparse column {name} holds {kind} values; they were {expected} when the data was "
+                f"prepared, and would get other ids. Cast the column to {expected}"
+            )
+
+    def _look_up(self, table: str, column: pa.Array, kind: Kind) -> Int64:
+        vocabulary = self.fitted.vocabularies[table]
+        # A table that columns of integers and of text share has a vocabulary of text.
+        if kind == "integer" and pa.types.is_integer(vocabulary.type):
+            # Sorted integers: bisection needs no hash table and gives the row at once.
+            values = vocabulary.to_numpy(zero_copy_only=False)
+            wanted = integer_values(column)
+            rows = np.minimum(np.searchsorted(values, wanted), max(len(values) - 1, 0))
+            return (
+                np.where(values[rows] == wanted, rows + 1, 0)
+                if len(values)
+                else np.zeros(len(wanted), np.int64)
+            )
+        if kind == "integer":
+            column = pa.array(integer_values(column))  # written as they were counted
+        # Two threads may both build an index; the first one stays.
+        index = self._text.get(table) or self._text.setdefault(table, TextIndex(vocabulary))
+        return index.rows(column)
+
+    def _dense(self, rule: DenseColumn, column: pa.Array) -> npt.NDArray[np.float64]:
+        numbers = dense_input(rule, column.drop_null())
+        if column.null_count:
+            # As numbers: a fill of 0.5 would become 0 in a column of integers.
+            known = column.is_valid().to_numpy(zero_copy_only=False)
+            filled = dense_input(rule, pa.array([rule.fill], pa.float64())).repeat(len(column))
+            filled[known] = numbers
+            numbers = filled
+        if rule.standardise:
+            mean, deviation = self.fitted.moments[rule.column]
+            numbers = (numbers - mean) / deviation
+        return numbers
+
+    def _multi(
+        self, batch: pa.RecordBatch, lengths_NM: npt.NDArray[np.int32]
+    ) -> tuple[Int64, UInt64]:
+        """Return the ids [V] row by row, and per row a hash of its lists; fill in the lengths [N,
+        M].
+        """
+        ids = []
+        for index, rule in enumerate(self.schema.multi):
+            lists = as_lists(rule, batch[rule.column])
+            lengths_NM[:, index] = integer_values(pc.fill_null(pc.list_value_length(lists), 0))
+            ids.append(self._ids(rule, lists.flatten()))
+        # Lists come column by column but are stored row by row: every list's place is known from
+        # the lengths alone.
+        starts_NM = offsets(lengths_NM.ravel())[:-1].reshape(lengths_NM.shape)
+        values = np.empty(sum(len(part) for part in ids), dtype=np.int64)
+        for index, part in enumerate(ids):
+            values[ragged_indices(starts_NM[:, index], lengths_NM[:, index].astype(np.int64))] = (
+                part
+            )
+        row_offsets = offsets(row_sums(lengths_NM))
+        # The rank in the row makes the hash depend on the order of ids.
+        rank = np.arange(len(values)) - np.repeat(row_offsets[:-1], np.diff(row_offsets))
+        # Ranks are few, so each is hashed once.
+        hash_of_rank = splitmix64(np.arange(rank.max(initial=0) + 1, dtype=np.uint64))
+        mixed = splitmix64(values.view(np.uint64) ^ hash_of_rank[rank])
+        # Sums of a row's part as differences of running sums: both wrap around at 2^64, so they
+        # agree.
+        sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(mixed, dtype=np.uint64)])
+        return values, sums[row_offsets[1:]] - sums[row_offsets[:-1]]
+
+
+def _row_hash(bits_N: UInt64, *columns: npt.NDArray[np.integer[Any]]) -> UInt64:
+    """Return the hash that orders rows of equal time; equal hashes mean equal stored rows.
+
+    Multilinear hashing modulo 2^64 with fixed odd multipliers, then a final mix (Lemire, Kaser
+    2014).
+    """
+    total_N = splitmix64(bits_N)
+    # Two multiplications an entry; mixing each one would take five times as long.
+    multipliers = splitmix64(np.arange(sum(c.shape[1] for c in columns), dtype=np.uint64)) | _ONE
+    for column in columns:
+        for index in range(column.shape[1]):
+            total_N += column[:, index].astype(np.uint64) * multipliers[index]
+        multipliers = multipliers[column.shape[1] :]
+    return splitmix64(total_N)
+
+
+def dense_input(rule: DenseColumn, column: pa.Array) -> npt.NDArray[np.float64]:
+    """Return the numbers before standardising.
+
+    Raises:
+        DataError: log1p is asked for and a value is -1 or less, or a value is not finite.
+    """
+    numbers = as_numbers(rule.column, column, "dense")
+    if rule.log1p:
+        if (numbers <= -1).any():
+            raise DataError(
+                f"dense column {rule.column} holds {numbers.min():g}; log1p needs values above -1. "
+                "Clip the column, or leave out log1p"
+            )
+        numbers = np.log1p(numbers)
+    if not np.isfinite(numbers).all():
+        raise DataError(
+            f"dense column {rule.column} holds {numbers[~np.isfinite(numbers)][0]}; finite "
+            "numbers are needed. Replace those values, or make them null and give fill"
+        )
+    return numbers
+
+
+def as_lists(rule: SparseColumn, column: pa.Array) -> pa.Array:
+    """Return a multi-hot column as a list array: a list already, or text to be split; empty text is
+    an empty list.
+
+    Raises:
+        DataError: it is neither.
+    """
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        return column
+    if rule.separator is None:
+        raise DataError(
+            f"multi column {rule.column} has type {column.type}; a list is needed, or text with a "
+            "separator. Give separator in the schema"
+        )
+    if kind_of(rule.column, column.type, "multi") != "text":
+        raise DataError(
+            f"multi column {rule.column} has type {column.type}; a list is needed, or text to be "
+            f"split at {rule.separator!r}. Cast it to text"
+        )
+    text = pc.fill_null(column.cast(pa.string()), "")
+    # Splitting "" gives [""], a list of one empty id, where none is meant.
+    text = pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.string()), text)
+    return pc.split_pattern(text, pattern=rule.separator)

@@ -1,0 +1,231 @@
+"""What every engine of prepare shares once the rows are surveyed: buckets, blocks, report."""
+
+import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from metaio.errors import DataError, MetaIOError
+from metaio.format.block import Block, build_block
+from metaio.format.dataset import open_dataset
+from metaio.format.features import Features
+from metaio.format.layout import DEFAULT_BLOCK_ROWS, VOCABULARY_FOLDER
+from metaio.format.manifest import ShardEntry
+from metaio.format.shard_writer import ShardWriter
+from metaio.format.writer import DatasetWriter, Provenance, block_cuts, write_dataset
+from metaio.prepare.encode import EncodedRows, Fitted
+from metaio.prepare.episodes import Dropped, make_episodes
+from metaio.prepare.schema import Schema, SparseColumn, features_of
+from metaio.prepare.spool import BucketPlan, plan_buckets
+from metaio.prepare.survey import Survey
+from metaio.prepare.values import Kind, kind_of, time_of
+
+DEFAULT_MEMORY_BYTES = 2 << 30
+# Half a million rows of 300 bytes sort in memory several times over within 1 GB.
+SHARD_BLOCKS = 8
+# Beyond this many rows a table's used ids are not counted: it would cost more than it tells.
+MAX_COUNTED_ROWS = 1 << 28
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """How to prepare. None of it but `block_rows` changes which bytes come out."""
+
+    memory_bytes: int = DEFAULT_MEMORY_BYTES
+    threads: int = os.cpu_count() or 1
+    block_rows: int = DEFAULT_BLOCK_ROWS
+    compact: bool = False
+    overwrite: bool = False
+
+
+class WrittenShard(NamedTuple):
+    """A bucket's shard: its manifest entry and block table, and what its tasks lost."""
+
+    bucket: int
+    entry: ShardEntry
+    block_table: pa.Table
+    dropped: Dropped
+    num_rows: int  # of the bucket, dropped ones included
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of prepare. It is sent to every worker of a cluster, vocabularies included."""
+
+    schema: Schema
+    options: PrepareOptions
+    fitted: Fitted
+    plan: BucketPlan
+    features: Features
+    task_kind: str
+    cut_time: int | None
+
+    def open(self, out: str) -> AbstractContextManager[DatasetWriter]:
+        """Return the writer of the dataset.
+
+        Raises:
+            DataError: it would replace a dataset whose columns held values of another kind.
+        """
+        schema, rule = self.schema, self.schema.episodes
+        # Where nothing may be replaced, the writer refuses an old dataset by itself.
+        if self.options.overwrite:
+            self._check_kinds(out)
+        provenance = Provenance(
+            task=schema.task.column,
+            label=schema.label.column,
+            seed=schema.seed,
+            task_kind=self.task_kind,
+            protocol=f"{rule.by}, {rule.min_rows} to {rule.max_rows} rows",
+            recipe={
+                "name": "schema",
+                "schema": schema.to_json(),
+                "moments": self.fitted.moments,
+                "kinds": self.fitted.kinds,
+            },
+        )
+        return write_dataset(
+            out,
+            self.features,
+            provenance,
+            block_rows=self.options.block_rows,
+            compact=self.options.compact,
+            overwrite=self.options.overwrite,
+        )
+
+    def _check_kinds(self, out: str) -> None:
+        """Raise DataError where a model trained on the dataset at `out` would take new ids for
+        other values.
+        """
+        try:
+            kinds = open_dataset(out).manifest.recipe.get("kinds")
+        except MetaIOError:
+            return  # none there, or none that a model could have been trained on
+        for name, kind in self.fitted.kinds.items():
+            before = kinds.get(name, kind) if isinstance(kinds, dict) else kind
+            if kind != before:
+                raise DataError(
+                    f"column {name} holds {kind} values, in the dataset at {out} it held {before}: "
+                    f"its ids would change. Cast the column to {before}, or remove that dataset"
+                )
+
+    def write_shard(
+        self, folder: Path, bucket: int, rows: EncodedRows, use: "TableUse"
+    ) -> WrittenShard:
+        """Write all rows of a bucket as a shard below `folder`, and count the ids in `use`.
+
+        Safe to call from several threads, for different buckets.
+        """
+        # Cut within the bucket, so that workers need not know each other's episodes.
+        episodes, dropped = make_episodes(self.schema, rows, self.cut_time)
+        split = self.plan.split_of(bucket)
+        name, index = self.fitted.split_names[split], bucket - self.plan.of_split(split).start
+        with ShardWriter(folder, name, index, self.features, self.options.compact) as shard:
+            for first, stop in pairwise(
+                block_cuts(episodes.row_lengths_T, self.options.block_rows)
+            ):
+                block = build_block(self.features, episodes.part(first, stop))
+                shard.write(block)
+                use.add(block)
+            return WrittenShard(bucket, *shard.close(), dropped, rows.num_rows)
+
+    def write_vocabularies(self, folder: Path) -> None:
+        """Keep the values behind the ids: encoding new rows needs them."""
+        for name, values in self.fitted.vocabularies.items():
+            path = folder / VOCABULARY_FOLDER / f"{name}.parquet"
+            path.parent.mkdir(exist_ok=True)
+            pq.write_table(pa.table({"value": values}), path, store_schema=False)
+
+
+def make_job(
+    schema: Schema,
+    options: PrepareOptions,
+    fitted: Fitted,
+    survey: Survey,
+    types: dict[str, pa.DataType],
+) -> Job:
+    """Decide buckets, features and the cut in time; `types` are the Arrow types of the raw columns.
+
+    Raises:
+        DataError: the task column has the wrong type, or `episodes.at` does not suit the time's.
+    """
+    rows = [survey.rows_of_split.get(name, 0) for name in fitted.split_names]
+    task, at = schema.task.column, schema.episodes.at
+    kinds = {column.column: _kind(column, types[column.column]) for column in schema.sparse}
+    integer = kind_of(task, types[task], "task") == "integer"
+    return Job(
+        schema=schema,
+        options=options,
+        fitted=replace(fitted, kinds=kinds),
+        plan=plan_buckets(rows, SHARD_BLOCKS * options.block_rows),
+        features=features_of(schema, {name: len(v) for name, v in fitted.vocabularies.items()}),
+        task_kind="integer" if integer else "hashed",
+        cut_time=time_of(at, types[schema.time.column]) if schema.time and at is not None else None,
+    )
+
+
+def _kind(column: SparseColumn, kind: pa.DataType) -> Kind:
+    """Tell whether a column's ids, or those of its lists, are integers or text."""
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return kind_of(column.column, kind.value_type if is_list else kind, "sparse")
+
+
+class TableUse:
+    """Which rows of the hashed tables are used: tells how many values share a row."""
+
+    def __init__(self, job: Job, max_rows: int = MAX_COUNTED_ROWS) -> None:
+        hashed = {column.table_name for column in job.schema.sparse if column.hash is not None}
+        self.used: dict[int, npt.NDArray[np.bool_]] = {
+            index: np.zeros(table.num_rows, dtype=np.bool_)
+            for index, table in enumerate(job.features.tables)
+            if table.name in hashed and table.num_rows <= max_rows
+        }
+        self._names = [table.name for table in job.features.tables]
+
+    # Packed to bits: on Spark it travels with every shard.
+    def __getstate__(self) -> dict[str, Any]:
+        packed = {index: (len(used), np.packbits(used)) for index, used in self.used.items()}
+        return {"names": self._names, "used": packed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._names = state["names"]
+        self.used = {
+            index: np.unpackbits(bits, count=count).astype(np.bool_)
+            for index, (count, bits) in state["used"].items()
+        }
+
+    def add(self, block: Block) -> None:
+        """Count a block's ids."""
+        for index, used in self.used.items():
+            begin, end = block.unique_offsets_B1[index : index + 2]
+            used[block.unique_ids_U[begin:end]] = True
+
+    def merge(self, other: "TableUse") -> None:
+        """Add what another worker counted."""
+        for index, used in other.used.items():
+            self.used[index] |= used
+
+    def report(self) -> dict[str, dict[str, int]]:
+        """Return the rows used of each table, and the raw values that likely share one.
+
+        Linear counting (Whang et al. 1990): r of R rows used means about -R ln(1 - r/R) values.
+        """
+        found = {}
+        for index, used_R in self.used.items():
+            # Row 0 is nobody's hash. A full table would mean infinitely many values: half a row is
+            # kept free.
+            rows, used = len(used_R) - 1, int(used_R[1:].sum())
+            values = rows * -float(np.log1p(-min(used, rows - 0.5) / rows))
+            found[self._names[index]] = {
+                "rows": rows,
+                "rows_used": used,
+                "values_estimated": round(values),
+                "values_sharing_a_row_estimated": round(max(values - used, 0.0)),
+            }
+        return found

@@ -1,0 +1,142 @@
+"""prepare on one machine: raw tables to a dataset, out of core.
+
+Look at the rows once (vocabularies and means are learnt from the train split), encode them into
+buckets of whole tasks on disk, then sort each bucket and write it as a shard.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import pyarrow as pa
+
+from metaio.format.writer import DatasetWriter
+from metaio.prepare.encode import EncodedRows, Encoder, split_names
+from metaio.prepare.episodes import Dropped, check_some
+from metaio.prepare.job import Job, PrepareOptions, TableUse, WrittenShard, make_job
+from metaio.prepare.schema import Schema
+from metaio.prepare.source import DuckSource
+from metaio.prepare.spool import Spool, split_by_bucket
+from metaio.prepare.survey import Survey, fit, survey_batch, survey_columns
+
+__all__ = ["PrepareOptions", "Progress", "prepare"]
+
+Progress = Callable[[str, int, int], None]  # phase, rows done, rows in all
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+# A bucket is held about three times over: as read, the keys and ranks that sort it (which of narrow
+# rows are as large), and one block of it as rows, positions and Arrow arrays.
+_COPIES_OF_A_BUCKET = 3
+
+
+def prepare(
+    inputs: list[str],
+    out: str,
+    schema: Schema,
+    options: PrepareOptions | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write a dataset at URL `out` from raw tables (URLs, globs or folders of CSV, TSV or Parquet).
+
+    Raises:
+        DataError: an input is missing, empty or does not fit the schema; `out` exists; the disk is
+            full.
+    """
+    options = options or PrepareOptions()
+    tell = progress or (lambda phase, done, total: None)
+    memory_bytes = options.memory_bytes // 2  # the other half is for encoded rows
+    with DuckSource(inputs, schema, memory_bytes=memory_bytes, threads=options.threads) as source:
+        total = source.survey()
+        column = schema.splits.column
+        # The names come first: a row's split is an index into them.
+        names = split_names(schema, source.distinct(column) if column else None)
+        survey = _survey(
+            source, schema, names, options.threads, lambda done: tell("looking", done, total)
+        )
+        fitted = fit(schema, survey, names)
+        job = make_job(schema, options, fitted, survey, source.arrow_types(schema.columns))
+        with job.open(out) as writer:
+            # Inside the unfinished dataset: on its disk, and gone with it.
+            spool = Spool(writer.folder / ".spool", schema)
+            encoder = Encoder(schema, job.fitted)
+            done = 0
+
+            def encode(batch: pa.RecordBatch) -> tuple[int, list[tuple[int, EncodedRows]]]:
+                return batch.num_rows, split_by_bucket(job.plan, encoder.encode(batch))
+
+            for num_rows, parts in _map(options.threads, encode, source.batches(schema.columns)):
+                spool.append(parts)
+                done += num_rows
+                tell("encoding", done, total)
+            spool.flush()
+            _write_shards(
+                job, writer, spool, source.left_out, lambda done: tell("writing", done, total)
+            )
+            spool.close()
+
+
+def _survey(
+    source: DuckSource,
+    schema: Schema,
+    names: tuple[str, ...],
+    threads: int,
+    tell: Callable[[int], None],
+) -> Survey:
+    def look(batch: pa.RecordBatch) -> Survey:
+        return survey_batch(schema, batch, names)
+
+    total, done = Survey(), 0
+    for part in _map(threads, look, source.batches(survey_columns(schema))):
+        total.add(part)
+        done += sum(part.rows_of_split.values())
+        tell(done)
+    return total
+
+
+def _write_shards(
+    job: Job,
+    writer: DatasetWriter,
+    spool: Spool,
+    left_out: dict[str, int],
+    tell: Callable[[int], None],
+) -> None:
+    """Turn every bucket into a shard of its split, then write vocabularies and the report."""
+    dropped, use, done, num_episodes = Dropped(), TableUse(job), 0, 0
+
+    def write(bucket: int) -> WrittenShard:
+        return job.write_shard(writer.folder, bucket, spool.take(bucket), use)
+
+    for index, name in enumerate(job.fitted.split_names):
+        buckets = job.plan.of_split(index)
+        largest_bytes = max(max(spool.num_bytes(bucket) for bucket in buckets), 1)
+        # A task of two million rows makes a bucket of its own size: then fewer are built at once.
+        at_once = job.options.memory_bytes // (_COPIES_OF_A_BUCKET * largest_bytes)
+        threads = max(1, min(job.options.threads, at_once))
+        for shard in _map(threads, write, buckets):
+            writer.adopt_shard(name, shard.entry, shard.block_table)
+            dropped += shard.dropped
+            num_episodes += shard.entry.num_episodes
+            done += shard.num_rows
+            tell(done)
+    check_some(num_episodes, dropped)
+    job.write_vocabularies(writer.folder)
+    # Only what there was: other engines know no files, and must write the same manifest.
+    lost = vars(dropped) | {name: count for name, count in left_out.items() if count}
+    writer.report = {"dropped": lost, "hashed_tables": use.report()}
+
+
+def _map(
+    threads: int, function: Callable[[Item], Result], items: Iterable[Item]
+) -> Iterator[Result]:
+    """Yield `function` of each item in order, with `threads` at work and two more waiting."""
+    # In order, whatever thread is first: the order of shards is part of the result.
+    with ThreadPoolExecutor(threads, thread_name_prefix="metaio-prepare") as pool:
+        queue: deque[Future[Result]] = deque()
+        for item in items:
+            queue.append(pool.submit(function, item))
+            if len(queue) >= threads + 2:
+                yield queue.popleft().result()
+        while queue:
+            yield queue.popleft().result()

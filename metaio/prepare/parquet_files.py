@@ -1,0 +1,69 @@
+"""Streams local Parquet files with pyarrow, where it gives what DuckDB would: in half the time."""
+
+import base64
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+# Column chunks come through buffers of this size, so that memory does not follow the size of row
+# groups; whole chunks at once take half as long again, for their pages are touched for the first
+# time.
+_BUFFER_BYTES = 1 << 20
+
+
+def holds(name: str, types: dict[str, pa.DataType]) -> bool:
+    """Tell whether a file is local and has these columns, of these types."""
+    # Elsewhere it would need a file system of its own; a folder like `day=1` is a column to DuckDB.
+    if "://" in name or any(f"/{column}=" in f"/{name}" for column in types):
+        return False
+    try:
+        schema = pq.read_schema(name)
+    except (pa.ArrowException, OSError):
+        return False  # DuckDB reads it, or says what is wrong with it
+    return all(
+        # Of two columns of one name DuckDB and pyarrow would not take the same.
+        schema.names.count(column) == 1 and _same(schema.field(column).type, wanted)
+        for column, wanted in types.items()
+    )
+
+
+def _same(own: pa.DataType, wanted: pa.DataType) -> bool:
+    if pa.types.is_list(own) and pa.types.is_list(wanted):
+        # What the elements are called and whether they may be null is of no account.
+        return bool(own.value_type.equals(wanted.value_type))
+    return bool(own.equals(wanted))
+
+
+def duration_columns(arrow_schema: bytes) -> dict[str, pa.DataType]:
+    """Return the columns that hold durations, or lists of them, by what Arrow wrote of its own
+    types into the file: Parquet has no such type, and all else in the file calls them integers.
+    """
+    try:
+        schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(arrow_schema)))
+    except (pa.ArrowException, OSError, ValueError):
+        return {}  # pyarrow does not know this schema, DuckDB does without
+    return {field.name: field.type for field in schema if _is_duration(field.type)}
+
+
+def _is_duration(kind: pa.DataType) -> bool:
+    while (inner := getattr(kind, "value_type", None)) is not None:
+        kind = inner
+    return bool(pa.types.is_duration(kind))
+
+
+def batches(name: str, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
+    """Return the rows of a file in portions of at most `rows`.
+
+    Raises:
+        pa.ArrowException, OSError: it is damaged, or holds text that is not UTF-8.
+    """
+    with pq.ParquetFile(name, buffer_size=_BUFFER_BYTES) as file:
+        # One at a time: buffers of the row groups before are kept until the iterator ends.
+        for group in range(file.num_row_groups):
+            # One thread: a portion of a column is too little work to hand to another one.
+            portions = file.iter_batches(rows, [group], columns=columns, use_threads=False)
+            for batch in portions:
+                # pyarrow takes text as it comes, DuckDB refuses what is none.
+                batch.validate(full=True)
+                yield batch.select(columns)

@@ -1,0 +1,387 @@
+"""Reads raw tables through DuckDB: CSV, TSV, JSON lines and Parquet on any fsspec URL, streamed as
+record batches. DuckDB decides what the columns are; local Parquet of the same types comes from
+pyarrow.
+"""
+
+import difflib
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import duckdb
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from metaio.errors import DataError, shown
+from metaio.prepare import parquet_files
+from metaio.prepare.encode import refuse_nulls
+from metaio.prepare.inputs import expand
+from metaio.prepare.schema import Schema, TextRule
+from metaio.prepare.text_faults import bad_bytes, fault_of, fields_of, shortened
+from metaio.prepare.text_types import asked_types, declared_types, loss_refusal, revealing_types
+
+# 16,384 rows of 41 encoded columns are 3 MB, which stay in the second-level cache while their
+# columns are filled in one by one: encoding takes 0.6 s a million rows, with 131,072 rows 1.5 s.
+_BATCH_ROWS = 16_384
+# Makes each line one field: it stands in no text, or the line would be no text.
+_NO_DELIMITER = "\x01"
+
+
+def _quote(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _name(column: str) -> str:
+    return '"' + column.replace('"', '""') + '"'
+
+
+def _listed(values: Iterable[str]) -> str:
+    return "[" + ", ".join(_quote(value) for value in values) + "]"
+
+
+def _struct(types: dict[str, str]) -> str:
+    return "{" + ", ".join(f"{_quote(name)}: {_quote(kind)}" for name, kind in types.items()) + "}"
+
+
+def _names_zone(kind: str) -> bool:
+    return kind == "TIMESTAMP WITH TIME ZONE"
+
+
+class DuckSource:
+    """The raw rows of all inputs as one table. Use it as a context manager."""
+
+    def __init__(
+        self, inputs: list[str], schema: Schema, *, memory_bytes: int, threads: int
+    ) -> None:
+        self._schema = schema
+        self._connection = duckdb.connect()
+        self._run(f"SET memory_limit = '{memory_bytes // (1 << 20)}MiB'")
+        self._run(f"SET threads = {threads}")
+        # The order is decided later, by sorting; keeping this one would cost memory.
+        self._run("SET preserve_insertion_order = false")
+        # Times that name no zone are UTC on every machine.
+        self._run("SET TimeZone = 'UTC'")
+        # gmeta has its own.
+        self._run("SET enable_progress_bar = false")
+        self._time = None if schema.time is None else schema.time.column
+        self._text = schema.text or TextRule()
+        self._folder = tempfile.TemporaryDirectory(prefix="metaio-")  # of unpacked archives
+        self._files = expand(inputs, Path(self._folder.name))
+        for fs in self._files.file_systems:
+            self._connection.register_filesystem(fs)
+        self._options = self._text_options()
+        self._spelled: dict[str, str] = {}  # all columns, where DuckDB cannot find them out
+        first = self._files.names[0]
+        self._types = self._column_types(first)
+        self._check_columns(first)
+        for name in self._files.names[1:]:
+            self._check_drift(name)
+        if self._files.kind == "Parquet":
+            self._check_durations()
+        # The first file's types are asked of all: a row that does not fit is refused by name
+        # instead of turning a whole column into text.
+        self._asked = {} if self._files.kind == "Parquet" else asked_types(schema, self._types)
+        self._table = self._scan(self._files.names, self._asked)
+        self.left_out = {"empty_files": self._files.num_empty}
+
+    def _text_options(self) -> str:
+        """Return the options of read_csv that decide what is a line and what is a null."""
+        rule = self._text
+        # Without a comment DuckDB would look for one, and leave out lines that begin with #.
+        return (
+            f"comment = {_quote(rule.comment)}, encoding = {_quote(rule.encoding)}, "
+            f"nullstr = {_listed(('', *rule.null))}, max_line_size = {rule.max_line_bytes}"
+        )
+
+    def _scan(self, names: list[str], types: dict[str, str] | None) -> str:
+        """Return the table function that reads these files, with these types where given."""
+        if self._files.kind == "Parquet":
+            return f"read_parquet({_listed(names)})"
+        if self._files.kind == "JSON":
+            columns = f", columns = {_struct(types)}" if types else ""
+            return f"read_json({_listed(names)}, format = 'newline_delimited'{columns})"
+        typed = self._spelled | declared_types(self._schema) | (types or {})
+        option = "columns" if self._spelled else "types"
+        asked = f", {option} = {_struct(typed)}" if typed else ""
+        return f"read_csv({_listed(names)}, {self._options}{asked})"
+
+    def _lines(self, names: list[str], columns: str) -> str:
+        """Return a query over the lines of text files, each as the text `line`."""
+        # As Latin-1 all bytes are text, also those of columns that nobody reads.
+        encoding = "utf-16" if self._text.encoding == "utf-16" else "latin-1"
+        return (
+            f"SELECT {columns} FROM read_csv({_listed(names)}, auto_detect = false, "
+            f"header = false, delim = '{_NO_DELIMITER}', quote = '', escape = '', comment = '', "
+            f"columns = {{'line': 'VARCHAR'}}, strict_mode = false, "
+            f"encoding = '{encoding}', max_line_size = {self._text.max_line_bytes})"
+        )
+
+    def _header(self, name: str) -> tuple[str, list[str]]:
+        """Return the delimiter and the fields of a text file's first line, if it names all columns
+        that are read, and nothing if not.
+        """
+        # With one thread, or it could be another line.
+        query = self._lines([name], "line").removesuffix(")") + ", parallel = false) LIMIT 1"
+        try:
+            rows = self._connection.sql(query).fetchall()
+        except duckdb.Error:
+            return "", []
+        line = (rows[0][0] if rows else "") or ""
+        if self._text.encoding == "utf-8":
+            line = line.encode("latin-1").decode("utf-8-sig", errors="replace")
+        for delimiter in ",;\t|":
+            fields = fields_of(line, delimiter)
+            if set(self._schema.columns) <= set(fields):
+                return delimiter, fields
+        return "", []
+
+    def _column_types(self, name: str) -> dict[str, str]:
+        """Return the SQL type of each column of a file, by its first rows."""
+        describe = f"DESCRIBE SELECT * FROM {self._scan([name], None)}"
+        try:
+            rows = self._connection.sql(describe).fetchall()
+        except duckdb.InvalidInputException as error:
+            if "Invalid unicode" not in str(error):
+                raise self._refusal(error, name) from error
+            self._spell_out(name, error)
+            rows = self._fetch(f"DESCRIBE SELECT * FROM {self._scan([name], None)}", name)
+        except duckdb.Error as error:
+            raise self._refusal(error, name) from error
+        types = {row[0]: row[1] for row in rows}
+        if self._files.kind == "JSON":
+            said = declared_types(self._schema).items()
+            types |= {column: kind for column, kind in said if column in types}
+        for column in self._schema.columns:
+            # DuckDB calls the second one so, and would read the first.
+            if f"{column}_1" in types and self._names(name).count(column) > 1:
+                raise DataError(f"input {name} has two columns {column}. Rename or remove one")
+        return types
+
+    def _names(self, name: str) -> list[str]:
+        """Return the names of a file's columns as they stand in it."""
+        if self._files.kind != "Parquet":
+            return self._header(name)[1]
+        with fsspec.open(name, "rb") as file:
+            names: list[str] = pq.read_schema(file).names
+        return names
+
+    def _spell_out(self, name: str, error: duckdb.Error) -> None:
+        """Tell DuckDB what it cannot find out where a column that nobody reads is not UTF-8.
+
+        Raises:
+            DataError: the column is read, or not all files have the same header.
+        """
+        header = self._header(name)
+        _, column = bad_bytes(name, *header)
+        same = all(self._header(other) == header for other in self._files.names)
+        if not column or column in self._schema.columns or not same:
+            raise self._refusal(error, name) from error
+        options = self._options.replace("'utf-8'", "'latin-1'")
+        *_, columns, _, _, _, call = self._fetch(
+            f"SELECT * FROM sniff_csv({_quote(name)}, {options})", name
+        )[0]
+        found = re.search(r"auto_detect=false.*?(?=, columns=)", call)
+        if found:
+            self._options += f", {found[0]}"
+            self._spelled = {part["name"]: part["type"] for part in columns}
+
+    def _check_columns(self, name: str) -> None:
+        numbers = {self._schema.label.column, *(column.column for column in self._schema.dense)}
+        for column in self._schema.columns:
+            if column not in self._types:
+                self._look_for_ragged_rows(name)
+                near = difflib.get_close_matches(column, self._types, n=1)
+                names = shown(", ".join(self._types), 300)
+                hint = f"did you mean {near[0]}?" if near else f"it has {names}."
+                raise DataError(f"input {name} has no column {column}; {hint} Correct the schema")
+            if self._types[column] == "JSON" and column not in numbers:
+                raise DataError(
+                    f"column {column} of input {name} holds values of several kinds, or none. "
+                    "Write all as text or all as integers, or declare the column's type in the "
+                    "schema"
+                )
+
+    def _look_for_ragged_rows(self, name: str) -> None:
+        """Raise DataError for the row that kept DuckDB from finding the columns, if there is one.
+
+        Of a short file it takes each line for one column where the rows differ in length.
+        """
+        delimiter, fields = self._header(name) if self._files.kind == "text" else ("", [])
+        if fields:
+            columns = _struct(dict.fromkeys(fields, "VARCHAR"))
+            self._fetch(
+                f"SELECT count(*) FROM read_csv({_listed([name])}, {self._options}, "
+                f"auto_detect = false, delim = '{delimiter}', quote = '\"', escape = '\"', "
+                f"header = true, columns = {columns})",
+                name,
+            )
+
+    def _check_drift(self, name: str) -> None:
+        first = self._files.names[0]
+        wanted = {column: self._types[column] for column in self._schema.columns}
+        types = self._column_types(name)
+        for column, kind in wanted.items():
+            if column not in types:
+                self._look_for_ragged_rows(name)
+                raise DataError(
+                    f"input {name} has no column {column}, but {first} has. Make the files agree"
+                )
+            # Types of text files are guessed from the first rows; rows that do not fit are refused
+            # later. But the zone of a time would be dropped without a word.
+            zones = _names_zone(types[column]) != _names_zone(kind) and column == self._time
+            if types[column] != kind and (self._files.kind == "Parquet" or zones):
+                raise DataError(
+                    f"column {column} is {types[column]} in {name} and {kind} in {first}. "
+                    "Cast one of them, so that all files agree"
+                )
+
+    def _check_durations(self) -> None:
+        """Raise DataError for a column of durations: DuckDB takes them for integers, and a minute
+        for 60,000,000,000 where the unit is the nanosecond.
+        """
+        found = self._fetch(
+            f"SELECT file_name, value FROM parquet_kv_metadata({_listed(self._files.names)}) "
+            "WHERE key = 'ARROW:schema'::BLOB ORDER BY file_name"
+        )
+        for name, arrow_schema in found:
+            durations = parquet_files.duration_columns(arrow_schema)
+            for column in self._schema.columns:
+                if column in durations:
+                    raise DataError(
+                        f"column {column} has type {durations[column]} in {name}; a number, text, "
+                        "date or timestamp is needed. Cast it to a number of a unit of your "
+                        "choice, such as seconds"
+                    )
+
+    def survey(self) -> int:
+        """Return the number of rows, once no column holds what it may not hold.
+
+        Raises:
+            DataError: there are no rows, nulls where none are allowed, or values of a text file
+                that its columns' types would cut.
+        """
+        columns = self._schema.columns
+        counts = ", ".join(f"count({_name(column)})" for column in columns)
+        revealing = revealing_types(self._schema, self._asked)
+        lost = "".join(
+            f", min({_name(c)}) FILTER (WHERE {condition.format(_name(c))})"
+            for c, (_, condition) in revealing.items()
+        )
+        ids = [c for c in columns if self._asked.get(c) == "BIGINT" and c != self._time]
+        bounds = "".join(f", min({_name(c)}), max({_name(c)})" for c in ids)
+        types = self._asked | {column: kind for column, (kind, _) in revealing.items()}
+        table = self._scan(self._files.names, types)
+        total, *found = self._fetch(f"SELECT count(*), {counts}{lost}{bounds} FROM {table}")[0]
+        present, values = found[: len(columns)], found[len(columns) :]
+        if total == 0:
+            raise DataError(
+                f"the inputs hold no rows: {', '.join(self._files.names)}. Check the path"
+            )
+        refuse_nulls(self._schema, {c: total - n for c, n in zip(columns, present, strict=True)})
+        for column, value in zip(revealing, values, strict=False):
+            if value is not None:
+                kind = self._asked[column]
+                raise DataError(loss_refusal(self._schema, column, kind, value))
+        limits = iter(values[len(revealing) :])
+        for column, least, most in zip(ids, limits, limits, strict=True):
+            # As a float 2^63 - 1 is 2^63: of numbers without a sign both have the same bits.
+            if most is not None and most >= 2.0**63 and least >= 0:
+                self._asked[column] = "UBIGINT"
+        self._table = self._scan(self._files.names, self._asked)
+        if self._files.kind == "text":
+            self._count_lines(int(total))
+        return int(total)
+
+    def _count_lines(self, num_rows: int) -> None:
+        """Note how many lines are no rows: DuckDB leaves out blank ones without a word."""
+        mark = self._text.comment
+        comments = f"count(*) FILTER (starts_with(line, {_quote(mark)}))" if mark else "0"
+        query = self._lines(self._files.names, f"count(*), count(line), {comments}")
+        num_lines, num_filled, num_comments = self._fetch(query)[0]
+        # A value in quotes may hold blank lines, too: then rows and headers are not all the rest.
+        is_exact = num_filled - num_comments == num_rows + len(self._files.names)
+        blank = "blank_lines" if is_exact else "blank_lines_at_most"
+        self.left_out |= {"comment_lines": num_comments, blank: num_lines - num_filled}
+
+    def distinct(self, column: str) -> list[str]:
+        """Return the sorted distinct values of a column, as text."""
+        query = f"SELECT DISTINCT CAST({_name(column)} AS VARCHAR) FROM {self._table} ORDER BY 1"
+        return [row[0] for row in self._fetch(query)]
+
+    def arrow_types(self, columns: list[str]) -> dict[str, pa.DataType]:
+        """Return the types of the columns as Arrow sees them."""
+        with self._refused(""):
+            empty = self._connection.sql(f"{self._select(columns)} LIMIT 0").to_arrow_table()
+        return dict(zip(columns, empty.schema.types, strict=True))
+
+    def batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        """Yield all rows, in no particular order, in batches that share nothing."""
+        if self._arrow_gives_the_same:
+            for name in self._files.names:
+                with self._refused(name):
+                    yield from parquet_files.batches(name, columns, _BATCH_ROWS)
+            return
+        with self._refused(""):
+            yield from self._connection.sql(self._select(columns)).to_arrow_reader(_BATCH_ROWS)
+
+    def _select(self, columns: list[str]) -> str:
+        """Return the query for these columns, times of a format as timestamps."""
+        parts = [_name(column) for column in columns]
+        rule = self._schema.time
+        if rule is not None and rule.format is not None and rule.column in columns:
+            name = _name(rule.column)
+            parts[columns.index(rule.column)] = f"strptime({name}, {_quote(rule.format)}) AS {name}"
+        return f"SELECT {', '.join(parts)} FROM {self._table}"
+
+    @cached_property
+    def _arrow_gives_the_same(self) -> bool:
+        if self._files.kind != "Parquet" or (self._schema.time and self._schema.time.format):
+            return False
+        types = self.arrow_types(self._schema.columns)
+        return all(parquet_files.holds(name, types) for name in self._files.names)
+
+    def _run(self, statement: str) -> None:
+        self._connection.execute(statement)
+
+    def _fetch(self, query: str, name: str = "") -> list[tuple[Any, ...]]:
+        with self._refused(name):
+            rows: list[tuple[Any, ...]] = self._connection.sql(query).fetchall()
+        return rows
+
+    @contextmanager
+    def _refused(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (pa.ArrowException, duckdb.Error, OSError) as error:
+            raise self._refusal(error, name) from error
+
+    def _refusal(self, error: Exception, name: str) -> DataError:
+        """Return what DuckDB or pyarrow found wrong as one line."""
+        what, where = str(error), f"input {name}" if name else "an input"
+        if isinstance(error, duckdb.OutOfMemoryException):
+            return DataError(
+                f"{where} cannot be read within the memory allowed: {shortened(what)}. Allow more "
+                "(--memory)"
+            )
+        if isinstance(error, duckdb.IOException) or getattr(error, "errno", None):
+            remedy = "Look after the disk or the network, then try again"
+        elif self._files.kind == "Parquet":
+            remedy = "Write that file again"
+        else:
+            fault = fault_of(what, self._header)
+            if fault is not None:
+                return DataError(fault)
+            remedy = "Correct that row, or declare the column's type in the schema"
+        return DataError(f"{where} cannot be read: {shortened(what)}. {remedy}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        self._folder.cleanup()

@@ -1,0 +1,204 @@
+"""prepare on a cluster: the same dataset to the byte; Spark reads, shuffles and places the work.
+
+Spark only moves rows. Encoding, order, episodes and files are the functions that the one-machine
+engine calls, so the two cannot drift apart. Needs the extra `spark`.
+"""
+
+import pickle
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import pyarrow as pa
+
+from metaio.errors import DataError
+from metaio.format.writer import DatasetWriter
+from metaio.prepare.encode import EncodedRows, Encoder, refuse_nulls, split_names
+from metaio.prepare.episodes import Dropped, check_some
+from metaio.prepare.job import Job, PrepareOptions, TableUse, WrittenShard, make_job
+from metaio.prepare.schema import Schema
+from metaio.prepare.spool import joined, split_by_bucket
+from metaio.prepare.survey import Survey, fit, survey_batch, survey_columns
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+# Bits of table use travel to the driver with every shard; larger tables are left out of the report.
+_MAX_COUNTED_ROWS = 1 << 17
+_PAYLOAD = pa.schema([("payload", pa.binary())])
+_KEYED = pa.schema([("bucket", pa.int32()), ("payload", pa.binary())])
+
+
+def prepare_with_spark(
+    frame: "DataFrame", out: str, schema: Schema, options: PrepareOptions | None = None
+) -> None:
+    """Write a dataset at URL `out` from the rows of a Spark DataFrame.
+
+    `out` must be reachable from every worker: a shared file system or an object store. The options'
+    memory and threads are Spark's own matter.
+
+    Raises:
+        DataError: the rows do not fit the schema, or `out` exists.
+    """
+    options = options or PrepareOptions()
+    _check_frame(frame, schema)
+    column = schema.splits.column
+    # As on one machine, names come first: a row's split is an index into them.
+    found = [row[0] for row in frame.select(column).distinct().collect()] if column else None
+    names = split_names(schema, [str(name) for name in found] if found is not None else None)
+    survey = _survey(frame, schema, names)
+    types = dict(zip(schema.columns, _arrow_types(frame, schema), strict=True))
+    job = make_job(schema, options, fit(schema, survey, names), survey, types)
+    with job.open(out) as writer:
+        _write_shards(frame, job, writer, out)
+
+
+def _check_frame(frame: "DataFrame", schema: Schema) -> None:
+    from pyspark.sql import functions
+
+    if schema.time is not None and schema.time.format is not None:
+        raise DataError(
+            f"time.format is {schema.time.format!r}, which Spark does not know. Make the column a "
+            "timestamp with to_timestamp(), and leave the format out"
+        )
+    for column in schema.columns:
+        if column not in frame.columns:
+            raise DataError(
+                f"the DataFrame has no column {column}; it has {', '.join(frame.columns)}. "
+                "Correct the schema"
+            )
+    # One pass over all columns; count() of a column leaves out its nulls.
+    counts = [functions.count(functions.col(f"`{column}`")) for column in schema.columns]
+    row = frame.agg(functions.count(functions.lit(1)), *counts).collect()[0]
+    if row[0] == 0:
+        raise DataError("the DataFrame holds no rows. Check its source")
+    refuse_nulls(schema, {c: row[0] - n for c, n in zip(schema.columns, row[1:], strict=True)})
+
+
+def _arrow_types(frame: "DataFrame", schema: Schema) -> list[pa.DataType]:
+    """Return the types as workers see them: those of a batch of Spark's own making."""
+
+    def first(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            yield _payload([pickle.dumps(batch.schema)])
+            return
+
+    rows = frame.select(_quoted(schema.columns)).limit(1).mapInArrow(first, "payload binary")
+    return list(_collect(rows)[0].types)
+
+
+def _collect(frame: "DataFrame") -> list[Any]:
+    """Return the unpickled payloads of a DataFrame; an error of ours in a worker comes out as
+    itself.
+    """
+    from py4j.protocol import Py4JJavaError
+    from pyspark.errors import PySparkException
+
+    try:
+        return [pickle.loads(row[0]) for row in frame.collect()]
+    except (Py4JJavaError, PySparkException) as error:
+        message = re.search(r"metaio\.errors\.DataError: (.*)", str(error))
+        if message is None:
+            raise
+        raise DataError(message.group(1).strip()) from error
+
+
+def _quoted(columns: list[str]) -> list[str]:
+    return [f"`{column}`" for column in columns]
+
+
+def _payload(payloads: list[bytes]) -> pa.RecordBatch:
+    return pa.record_batch([pa.array(payloads, pa.binary())], schema=_PAYLOAD)
+
+
+def _survey(frame: "DataFrame", schema: Schema, names: tuple[str, ...]) -> Survey:
+    def look(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        own = Survey()
+        for batch in batches:
+            own.add(survey_batch(schema, batch, names))
+        yield _payload([pickle.dumps(own)])
+
+    total = Survey()
+    rows = frame.select(_quoted(survey_columns(schema))).mapInArrow(look, "payload binary")
+    for part in _collect(rows):
+        total.add(part)
+    return total
+
+
+def _write_shards(frame: "DataFrame", job: Job, writer: DatasetWriter, out: str) -> None:
+    num_buckets = sum(job.plan.buckets_of_split)
+    keyed = frame.select(_quoted(job.schema.columns)).mapInArrow(
+        _encoder(job), "bucket int, payload binary"
+    )
+    # A task per bucket; the sort keeps a bucket's batches together where two share a task.
+    dealt = keyed.repartition(num_buckets, "bucket").sortWithinPartitions("bucket")
+    # Workers write beside the manifest that does not exist yet, so nothing can be read too early.
+    target = str(writer.folder) if writer.is_local else out
+    written = _collect(dealt.mapInArrow(_shard_writer(job, target), "payload binary"))
+    found = {shard.bucket: (shard, use) for shard, use in written}
+    dropped, use, num_episodes = Dropped(), TableUse(job, _MAX_COUNTED_ROWS), 0
+    for index, name in enumerate(job.fitted.split_names):
+        for bucket in job.plan.of_split(index):
+            # Spark starts no task for a bucket without rows; its shard is empty but exists.
+            none = joined(job.schema, [])
+            shard, own_use = found.get(bucket) or _write_shard(job, target, bucket, none)
+            writer.adopt_shard(name, shard.entry, shard.block_table)
+            dropped += shard.dropped
+            num_episodes += shard.entry.num_episodes
+            use.merge(own_use)
+    check_some(num_episodes, dropped)
+    job.write_vocabularies(writer.folder)
+    writer.report = {"dropped": vars(dropped), "hashed_tables": use.report()}
+
+
+def _encoder(job: Job) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    def encode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        encoder = Encoder(job.schema, job.fitted)
+        for batch in batches:
+            # A few large values instead of many small rows: Spark's shuffle just copies them.
+            parts = split_by_bucket(job.plan, encoder.encode(batch))
+            buckets = pa.array([bucket for bucket, _ in parts], pa.int32())
+            payloads = pa.array([pickle.dumps(rows) for _, rows in parts], pa.binary())
+            yield pa.record_batch([buckets, payloads], schema=_KEYED)
+
+    return encode
+
+
+def _shard_writer(
+    job: Job, target: str
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for bucket, parts in groupby(_keyed_rows(batches), key=lambda pair: pair[0]):
+            rows = joined(job.schema, [pickle.loads(payload) for _, payload in parts])
+            yield _payload([pickle.dumps(_write_shard(job, target, bucket, rows))])
+
+    return write
+
+
+def _keyed_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, bytes]]:
+    for batch in batches:
+        yield from zip(batch["bucket"].to_pylist(), batch["payload"].to_pylist(), strict=True)
+
+
+def _write_shard(
+    job: Job, target: str, bucket: int, rows: EncodedRows
+) -> tuple[WrittenShard, TableUse]:
+    """Write a bucket's shard below `target`; what the manifest must say of it."""
+    use = TableUse(job, _MAX_COUNTED_ROWS)
+    with tempfile.TemporaryDirectory(prefix="metaio-shard-") as folder:
+        shard = job.write_shard(Path(folder), bucket, rows, use)
+        _deliver(Path(folder), target)
+    return shard, use
+
+
+def _deliver(folder: Path, target: str) -> None:
+    """Copy finished files into place. A task that Spark runs twice writes the same bytes twice."""
+    fs, root = fsspec.core.url_to_fs(target)
+    for path in sorted(folder.rglob("*.parquet")):
+        place = f"{root}/{path.relative_to(folder).as_posix()}"
+        fs.makedirs(place.rsplit("/", 1)[0], exist_ok=True)
+        fs.put_file(str(path), place)

@@ -1,0 +1,140 @@
+"""First look at the raw rows: how many each split has, and what vocabularies and means are learnt
+from.
+
+Surveys of parts of the data add up to the survey of all of it, so any engine may split the work.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from metaio.errors import DataError
+from metaio.prepare.encode import Fitted, as_lists, dense_input, split_of, task_keys
+from metaio.prepare.schema import Schema
+from metaio.prepare.values import integer_values, kind_of
+
+# Rounding gives a constant column a deviation of up to so much of its mean.
+_NOISE = 1e-10
+# Batches of counts are merged once there are this many, so that memory follows the distinct values.
+_MERGE_AFTER = 16
+
+
+@dataclass
+class Survey:
+    """Counts of the rows seen so far. `moments` holds of dense columns the count, the mean and the
+    sum of squared deviations from it.
+    """
+
+    rows_of_split: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, list[pa.Table]] = field(default_factory=dict)  # table -> (value, count)
+    moments: dict[str, tuple[int, float, float]] = field(default_factory=dict)
+
+    def add(self, other: "Survey") -> None:
+        """Add the counts of other rows."""
+        for name, rows in other.rows_of_split.items():
+            self.rows_of_split[name] = self.rows_of_split.get(name, 0) + rows
+        for table, parts in other.counts.items():
+            own = self.counts.setdefault(table, [])
+            own.extend(parts)
+            if len(own) > _MERGE_AFTER:
+                self.counts[table] = [_merge(own)]
+        for column, moments in other.moments.items():
+            self.moments[column] = _joined(self.moments.get(column, (0, 0.0, 0.0)), moments)
+
+
+def survey_columns(schema: Schema) -> list[str]:
+    """Return the raw columns that a survey reads."""
+    names = [schema.task.column]
+    names += [schema.splits.column] if schema.splits.column else []
+    names += [column.column for column in schema.sparse if column.vocabulary is not None]
+    names += [column.column for column in schema.dense if column.standardise]
+    return list(dict.fromkeys(names))
+
+
+def survey_batch(schema: Schema, batch: pa.RecordBatch, names: tuple[str, ...]) -> Survey:
+    """Return the survey of one batch; it must have no nulls in the task and split columns."""
+    task_hash, _ = task_keys(schema, batch)
+    splits = split_of(schema, batch, task_hash, names)
+    counts = np.bincount(splits, minlength=len(names)).tolist()
+    found = Survey(rows_of_split=dict(zip(names, counts, strict=True)))
+    # What is learnt from the data is learnt from training rows alone, or evaluation would leak.
+    train = batch.filter(pa.array(splits == names.index(schema.splits.train)))
+    for column in schema.sparse:
+        if column.vocabulary is None:
+            continue
+        values = train[column.column]
+        if column in schema.multi:
+            values = as_lists(column, values).flatten()
+        # One type for each kind: counts of int32 and int64 batches must merge.
+        values = values.drop_null()
+        text = kind_of(column.column, values.type, "sparse") == "text"
+        known = values.cast(pa.string()) if text else pa.array(integer_values(values))
+        counted = pc.value_counts(known)
+        table = pa.table({"value": counted.field(0), "count": counted.field(1)})
+        found.counts.setdefault(column.table_name, []).append(table)
+    for dense in schema.dense:
+        if dense.standardise:
+            numbers = dense_input(dense, train[dense.column].drop_null())
+            mean = float(numbers.mean()) if len(numbers) else 0.0
+            squares = float(np.square(numbers - mean).sum())
+            found.moments[dense.column] = (len(numbers), mean, squares)
+    return found
+
+
+def _joined(
+    ours: tuple[int, float, float], theirs: tuple[int, float, float]
+) -> tuple[int, float, float]:
+    """Return the moments of the rows of both (Chan, Golub, LeVeque, 1979, equation 2.1). Of a
+    column far from 0, such as a time stamp, the squares themselves would leave no digit for its
+    deviation.
+    """
+    (n, mean, squares), (n_theirs, mean_theirs, squares_theirs) = ours, theirs
+    count, apart = n + n_theirs, mean_theirs - mean
+    share = n_theirs / max(count, 1)
+    return count, mean + apart * share, squares + squares_theirs + apart * apart * n * share
+
+
+def _merge(parts: list[pa.Table]) -> pa.Table:
+    types = {part.schema.field("value").type for part in parts}
+    if len(types) > 1:
+        # Two columns of one table, one of integers and one of text: text can hold both.
+        parts = [part.set_column(0, "value", part["value"].cast(pa.string())) for part in parts]
+    merged = pa.concat_tables(parts).group_by("value").aggregate([("count", "sum")])
+    return pa.table({"value": merged["value"], "count": merged["count_sum"]})
+
+
+def fit(schema: Schema, survey: Survey, names: tuple[str, ...]) -> Fitted:
+    """Return vocabularies in the order of their values, and the moments of dense columns.
+
+    Raises:
+        DataError: the train split has no rows.
+    """
+    if not survey.rows_of_split.get(schema.splits.train):
+        raise DataError(
+            f"the train split {schema.splits.train} has no rows; the splits found are "
+            f"{', '.join(names)}. Set splits.train to one of them"
+        )
+    least = {c.table_name: c.vocabulary for c in schema.sparse if c.vocabulary is not None}
+    vocabularies = {}
+    for table, count in least.items():
+        merged = _merge(survey.counts[table])
+        # Sorted by value: the row of an id does not depend on the order in which batches came.
+        kept = merged.filter(pc.greater_equal(merged["count"], count))["value"].combine_chunks()
+        vocabularies[table] = kept.take(pc.sort_indices(kept))
+    # A table that several columns share learns from all of them: they were counted together.
+    moments = {name: _mean_and_deviation(*known) for name, known in survey.moments.items()}
+    return Fitted(vocabularies, moments, names)
+
+
+def _mean_and_deviation(count: int, mean: float, squares: float) -> tuple[float, float]:
+    deviation = math.sqrt(squares / max(count, 1))
+    if deviation <= _NOISE * abs(mean):
+        return mean, 1.0  # a constant
+    # They depend on the order of adding in their last bits; six digits do not, so engines agree. Of
+    # the mean as many more as it is larger: it is the deviation that tells values apart.
+    larger = math.log10(abs(mean) / deviation) if mean else 0.0
+    digits = 6 + max(0, math.ceil(larger))
+    return float(f"{mean:.{digits}g}"), float(f"{deviation:.6g}")

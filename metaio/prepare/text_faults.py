@@ -1,0 +1,96 @@
+"""Says in one line what DuckDB finds wrong with a line of text: its own words are a page long, and
+advise settings of DuckDB.
+"""
+
+import csv
+import re
+from collections.abc import Callable, Sequence
+
+import fsspec
+
+from metaio.errors import shown
+
+_ENCODING = (
+    'Say how the file is written under [text] in the schema, such as encoding = "latin-1", or '
+    "convert it to UTF-8"
+)
+_FIT = "Correct that row, or declare the column's type in the schema"
+# What DuckDB says, the same in one line, and what to do.
+_FAULTS = (
+    (
+        r"Expected Number of Columns: (\d+) Found: (\d+)",
+        "it has {1} fields, the header has {0}",
+        "Correct that row; a line that is no row needs comment under [text] in the schema",
+    ),
+    (
+        r"Maximum line size of (\d+) bytes exceeded",
+        "it has more than {0} bytes",
+        "Close a quote that is open, or raise max_line_bytes under [text] in the schema",
+    ),
+    (r"unterminated quote", "a quote is not closed", "Correct that row"),
+    (
+        r"Error when converting column \"(.*)\"\. Could not convert string (\".*\") to '(.*)'",
+        "column {0} holds {1}, which is no {2}",
+        f"{_FIT}, or, if it means a null, list it in null under [text]",
+    ),
+)
+
+
+def fault_of(message: str, header_of: Callable[[str], tuple[str, list[str]]]) -> str | None:
+    """Return which line of which file is wrong, how, and what to do, given DuckDB's words; None
+    where they tell of no line. `header_of` returns a file's delimiter and columns.
+    """
+    json = re.search(r"Malformed JSON in file \"(.*?)\", at byte \d+ in line (\d+)", message)
+    if json:
+        # DuckDB counts the lines from 2.
+        return f"input {json[1]}, line {int(json[2]) - 1}: it is no JSON. Correct it"
+    date = re.search(r"parse string (\".*\") according to format specifier (\".*\")", message)
+    if date:
+        return f"[time] holds {date[1]}, which is not of its format {date[2]}. Correct one of them"
+    line = re.search(r"CSV Error on Line: (\d+)", message)
+    if line is None:
+        return None
+    # From behind: the line itself is quoted before, and may hold anything.
+    file = re.findall(r"^  file = (.*)$", message, re.MULTILINE)[-1]
+    if "Invalid unicode" in message:
+        number, column = bad_bytes(file, *header_of(file))
+        what = f"column {column}" if column else "it"
+        return f"input {file}, line {number}: {what} is not UTF-8. {_ENCODING}"
+    text, remedy = shortened(message.partition("\n")[2]), _FIT
+    for pattern, fault, known_remedy in _FAULTS:
+        found = re.search(pattern, message)
+        if found:
+            text, remedy = shortened(fault.format(*found.groups())), known_remedy
+            break
+    return f"input {file}, line {line[1]}: {text}. {remedy}"
+
+
+def shortened(text: str) -> str:
+    """Return the first lines of `text` as one, with an end."""
+    lines = (line.strip() for line in text.splitlines()[:3])
+    return shown(" ".join(line for line in lines if line).rstrip("."), 300)
+
+
+def fields_of(line: str, delimiter: str) -> list[str]:
+    """Return the fields of one line."""
+    return next(csv.reader([line], delimiter=delimiter), [])
+
+
+def bad_bytes(name: str, delimiter: str, header: Sequence[str]) -> tuple[int, str]:
+    """Return the first line of a file that is not UTF-8, and its column; "" where that is not
+    known.
+    """
+    with fsspec.open(name, "rb", compression="infer") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                # Each byte that is no text becomes a surrogate, which UTF-8 cannot hold.
+                text = line.decode(errors="surrogateescape")
+                fields = zip(header, fields_of(text, delimiter), strict=False) if header else ()
+                return number, next((column for column, own in fields if _is_bad(own)), "")
+    return 0, ""
+
+
+def _is_bad(text: str) -> bool:
+    return any("\udc80" <= character <= "\udcff" for character in text)

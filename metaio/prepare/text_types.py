@@ -1,0 +1,86 @@
+"""Which types are asked of text and JSON files. DuckDB guesses them by the first rows of the first
+file and holds all rows to them: 9.5 among integers becomes 10, a time among dates loses its hour,
+and a time among times of a zone loses its own. Nothing may be lost that way.
+"""
+
+from collections.abc import Mapping
+
+from metaio.prepare.schema import Schema, SparseColumn, TaskColumn
+
+_WHOLE = ("BIGINT", "HUGEINT", "UBIGINT")
+_ZONED = "TIMESTAMP WITH TIME ZONE"
+_NAMES_ZONE = r"regexp_matches({0}, '\d\s*([Zz]|UTC|GMT|[+-]\d\d(:?\d\d)?)\s*$')"
+_SQL_TYPES = {"integer": "BIGINT", "text": "VARCHAR"}
+
+
+def declared_types(schema: Schema) -> dict[str, str]:
+    """Return the SQL types that the schema says, by column."""
+    columns: list[TaskColumn | SparseColumn] = [schema.task, *schema.single]
+    said = {column.column: _SQL_TYPES[column.type] for column in columns if column.type}
+    if schema.time is not None and schema.time.format is not None:
+        said[schema.time.column] = "VARCHAR"
+    # What is to be split is text, also where no row of the first file has more than one value.
+    return said | {c.column: "VARCHAR" for c in schema.multi if c.separator is not None}
+
+
+def asked_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
+    """Return the guessed types, but for labels and dense columns, which may have decimals later,
+    and integers beyond 64 bits, which survey() looks at.
+    """
+    asked = {column: guessed[column] for column in schema.columns}
+    ids = {schema.task.column, schema.splits.column, *(c.column for c in schema.sparse)}
+    numbers = {schema.label.column, *(c.column for c in schema.dense)}
+    time = None if schema.time is None else schema.time.column
+    for column, kind in asked.items():
+        if column in numbers - ids - {time} and kind in (*_WHOLE, "JSON"):
+            asked[column] = "DOUBLE"
+        elif kind in _WHOLE:
+            asked[column] = "BIGINT"
+    return asked
+
+
+def revealing_types(schema: Schema, types: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Return, for each column whose type could lose something, as which type to read it to see
+    that, and the SQL condition that something is lost. Dates are no timestamps: DuckDB finds out
+    how they are written for the type that it guessed alone.
+    """
+    conditions = {
+        "BIGINT": ("DOUBLE", "{0} <> floor({0})"),
+        "DATE": ("VARCHAR", "contains({0}, ':')"),
+    }
+    found = {column: conditions[kind] for column, kind in types.items() if kind in conditions}
+    time = "" if schema.time is None else schema.time.column
+    zones = {"TIMESTAMP": _NAMES_ZONE, _ZONED: f"NOT {_NAMES_ZONE}"}
+    if types.get(time) in zones:
+        found[time] = ("VARCHAR", zones[types[time]])
+    return found
+
+
+def loss_refusal(schema: Schema, column: str, kind: str, value: float | str) -> str:
+    """Return why a value ends prepare in a column of the type `kind`, where it would lose a part
+    of itself.
+    """
+    if not isinstance(value, str):
+        return _rounding_refusal(schema, column, value)
+    before, loss = {
+        "DATE": ("dates", "as one it would lose its hour"),
+        "TIMESTAMP": ("times without a zone", "it would lose its own"),
+        _ZONED: ("times with a zone", "it would be taken for UTC"),
+    }[kind]
+    return (
+        f"column {column} holds {value!r}, but its first rows hold {before}, and {loss}. Write all "
+        "of its times alike"
+    )
+
+
+def _rounding_refusal(schema: Schema, column: str, value: float) -> str:
+    can_declare = column in {schema.task.column, *(c.column for c in schema.single)}
+    remedy = (
+        'declare the column as text in the schema (type = "text")'
+        if can_declare
+        else "write all of its numbers with a decimal point"
+    )
+    return (
+        f"column {column} holds {value!r}, but its first rows hold integers, and as one it would "
+        f"be rounded. Correct that row, or {remedy}"
+    )

@@ -1,0 +1,107 @@
+"""TaskBatch: whole episodes of one rank's share of a step, as tensors, ready for one embedding
+lookup.
+
+Shape suffixes: T episodes, N rows (support and query), F single-id features, M multi-id features,
+V ids of all multi-id features, B tables, U unique ids of all tables, K dense columns; T1 = T + 1.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class TaskBatch:
+    """Whole episodes: the rows of an episode are contiguous, support rows before query rows.
+
+    `unique_ids_U` are the ids to look up, table by table (`unique_lengths_B` ids each, in the order
+    of Features.tables). Positions point into `unique_ids_U`, so one gather of the fetched rows [U,
+    D] serves all features. An id may stand in `unique_ids_U` more than once only if no episode
+    holds it under two positions: inside an episode the same table and id always have the same
+    position.
+    """
+
+    task_T: Tensor  # int64, the task each episode belongs to
+    row_offsets_T1: Tensor  # int64, first row of each episode, then N
+    support_lengths_T: (
+        Tensor  # int64, support rows of each episode; the rest of its rows are query rows
+    )
+    label_N: Tensor  # float32
+    dense_NK: Tensor  # float32
+    unique_ids_U: Tensor  # int64
+    unique_lengths_B: Tensor  # int64
+    positions_NF: Tensor  # int32, into unique_ids_U
+    multi_positions_V: (
+        Tensor  # int32, into unique_ids_U; row by row, feature by feature within a row
+    )
+    multi_lengths_NM: Tensor  # int32
+
+    @property
+    def num_tasks(self) -> int:
+        """Return the number of episodes in this batch; 0 is allowed (a rank without work)."""
+        return self.task_T.numel()
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of support and query rows together."""
+        return self.label_N.numel()
+
+    def tasks(self, begin: int, end: int) -> "TaskBatch":
+        """Return episodes `begin` to `end` (not included), with all unique ids of the batch."""
+        first, last = (int(self.row_offsets_T1[task]) for task in (begin, end))
+        # Ids of multi-id features lie row by row, so whole rows are one stretch of them.
+        values_before = self.multi_lengths_NM[:first].sum()
+        values = slice(values_before, values_before + self.multi_lengths_NM[first:last].sum())
+        return TaskBatch(
+            task_T=self.task_T[begin:end],
+            row_offsets_T1=self.row_offsets_T1[begin : end + 1] - first,
+            support_lengths_T=self.support_lengths_T[begin:end],
+            label_N=self.label_N[first:last],
+            dense_NK=self.dense_NK[first:last],
+            unique_ids_U=self.unique_ids_U,
+            unique_lengths_B=self.unique_lengths_B,
+            positions_NF=self.positions_NF[first:last],
+            multi_positions_V=self.multi_positions_V[values],
+            multi_lengths_NM=self.multi_lengths_NM[first:last],
+        )
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> "TaskBatch":
+        """Return the same batch with every tensor replaced by `move(tensor)`."""
+        return TaskBatch(**{field.name: move(getattr(self, field.name)) for field in fields(self)})
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "TaskBatch":
+        """Copy to a device; the method that TorchRec's pipelines call."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "TaskBatch":
+        """Copy to page-locked memory, so that the copy to CUDA can overlap compute."""
+        return self.map(lambda tensor: tensor.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tell CUDA's caching allocator that `stream` uses the tensors."""
+        for field in fields(self):
+            getattr(self, field.name).record_stream(stream)
+
+
+def empty_batch(num_tables: int, num_single: int, num_multi: int, num_dense: int) -> TaskBatch:
+    """Return a batch of no episode, which a rank without work feeds so that its peers' collectives
+    complete.
+    """
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype)
+
+    return TaskBatch(
+        task_T=zeros(0),
+        row_offsets_T1=zeros(1),
+        support_lengths_T=zeros(0),
+        label_N=zeros(0, dtype=torch.float32),
+        dense_NK=zeros(0, num_dense, dtype=torch.float32),
+        unique_ids_U=zeros(0),
+        unique_lengths_B=zeros(num_tables),
+        positions_NF=zeros(0, num_single, dtype=torch.int32),
+        multi_positions_V=zeros(0, dtype=torch.int32),
+        multi_lengths_NM=zeros(0, num_multi, dtype=torch.int32),
+    )

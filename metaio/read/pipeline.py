@@ -1,0 +1,282 @@
+"""Turns plans of episodes into batches ahead of their use: a bounded block cache, threads, a queue
+in order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from metaio.format.block import Block
+from metaio.read.batch import TaskBatch
+from metaio.read.compose import compose
+from metaio.read.order import BlockEpisodes
+
+if TYPE_CHECKING:
+    from metaio.format.dataset import Dataset
+
+Plan = list[tuple[str, BlockEpisodes]]
+_BlockKey = tuple[str, int]
+_Loading = list[tuple[Future[Block], BlockEpisodes]]
+# Done once the blocks of a batch are loaded: the inner future is the batch.
+_Begun = Future[Future[TaskBatch]]
+
+# Remote blocks wait for requests, not for the CPU: more of them are fetched at once than decoded.
+_REMOTE_FETCHES = 8
+# Plans are small; this many are looked through for blocks that will be needed.
+_MAX_PLANS_AHEAD = 4_096
+
+
+class _BusyClock:
+    """How long at least one thread of several has been at work, and what came of it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_at_work = 0
+        self._since_s = 0.0
+        self._busy_s = 0.0
+        self.num_tasks = 0  # composed
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._num_at_work:
+                self._since_s = time.perf_counter()
+            self._num_at_work += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_at_work -= 1
+            if not self._num_at_work:
+                self._busy_s += time.perf_counter() - self._since_s
+
+    def composed(self, num_tasks: int) -> None:
+        """Count one more batch, of so many tasks."""
+        with self._lock:
+            self.num_tasks += num_tasks
+
+    def read_s(self) -> float:
+        """Return the seconds until now."""
+        with self._lock:
+            under_way_s = time.perf_counter() - self._since_s if self._num_at_work else 0.0
+            return self._busy_s + under_way_s
+
+
+class BlockCache:
+    """Decoded blocks, loaded by background threads, kept within a budget; least recently used go
+    first.
+    """
+
+    def __init__(
+        self, dataset: Dataset, budget_bytes: int, pool: ThreadPoolExecutor, clock: _BusyClock
+    ) -> None:
+        self._dataset = dataset
+        self._clock = clock
+        self._budget_bytes = budget_bytes
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._blocks: OrderedDict[_BlockKey, tuple[Future[Block], int]] = OrderedDict()
+        self._held_bytes = 0
+        self._num_loading = 0
+
+    def load(self, key: _BlockKey, num_bytes: int) -> Future[Block]:
+        """Return the block, being read unless it is held already."""
+        with self._lock:
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+                return self._blocks[key][0]
+            future = self._pool.submit(self._read, *key)
+            self._num_loading += 1
+            self._blocks[key] = (future, num_bytes)
+            self._held_bytes += num_bytes
+            while self._held_bytes > self._budget_bytes and len(self._blocks) > 1:
+                # A batch that still needs the block holds its future, so letting go is safe.
+                _, (_, freed_bytes) = self._blocks.popitem(last=False)
+                self._held_bytes -= freed_bytes
+        # Outside the lock, which the callback takes: the block may be read already.
+        future.add_done_callback(self._loaded)
+        return future
+
+    def _read(self, split: str, block: int) -> Block:
+        with self._clock:
+            return self._dataset.read_block(split, block)
+
+    def num_loading(self) -> int:
+        """Return the number of blocks that are being read."""
+        return self._num_loading
+
+    def _loaded(self, _: Future[Block]) -> None:
+        with self._lock:
+            self._num_loading -= 1
+
+    def close(self) -> None:
+        """Let go of the blocks."""
+        with self._lock:
+            self._blocks.clear()
+            self._held_bytes = 0
+
+
+class _Ahead:
+    """Plans drawn but not yet composed; their blocks are loading or held, within a budget."""
+
+    def __init__(
+        self, plans: Iterable[Plan], cache: BlockCache, sizes: dict[str, list[int]]
+    ) -> None:
+        self._plans = iter(plans)
+        self._cache = cache
+        self._sizes = sizes
+        self._waiting: deque[list[tuple[_BlockKey, Future[Block], BlockEpisodes]]] = deque()
+        self._uses: Counter[_BlockKey] = Counter()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def draw(self) -> bool:
+        """Take one more plan and start loading its blocks; False when there are no more."""
+        plan = next(self._plans, None)
+        if plan is None:
+            return False
+        loading = []
+        for split, part in plan:
+            key, num_bytes = (split, part.block), self._sizes[split][part.block]
+            self.num_bytes += num_bytes if not self._uses[key] else 0
+            self._uses[key] += 1
+            loading.append((key, self._cache.load(key, num_bytes), part))
+        self._waiting.append(loading)
+        return True
+
+    def take(self) -> _Loading:
+        """Return the oldest plan."""
+        loading = self._waiting.popleft()
+        for key, _, _ in loading:
+            self._uses[key] -= 1
+            if not self._uses[key]:
+                del self._uses[key]
+                self.num_bytes -= self._sizes[key[0]][key[1]]
+        return [(future, part) for _, future, part in loading]
+
+
+class BatchPipeline:
+    """Turns plans (which episodes of which blocks) into batches, in order, ahead of their use."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        threads: int,
+        prefetch_batches: int,
+        cache_bytes: int,
+        pin_memory: bool = False,
+    ) -> None:
+        if threads < 1 or prefetch_batches < 1:
+            raise ValueError(
+                f"threads is {threads} and prefetch_batches is {prefetch_batches}; both must be at "
+                "least 1. Raise them"
+            )
+        self._dataset = dataset
+        # Fewer would leave threads without a batch to compose.
+        self._prefetch_batches = max(prefetch_batches, threads)
+        self._cache_bytes = cache_bytes
+        self._pin_memory = pin_memory
+        self._sizes = {name: dataset.block_bytes(name).tolist() for name in dataset.splits}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="metaio-batch")
+        # Decoding shares the threads of composing. Remote blocks wait for requests and have threads
+        # of their own.
+        self._fetch_pool = self._pool
+        self._fetches = threads
+        if not dataset.is_local:
+            self._fetches = max(threads, _REMOTE_FETCHES)
+            self._fetch_pool = ThreadPoolExecutor(self._fetches, thread_name_prefix="metaio-fetch")
+        self._clock = _BusyClock()
+        self._cache = BlockCache(dataset, cache_bytes, self._fetch_pool, self._clock)
+        self.wait_s = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Return the seconds in which a batch was being read or made, waited for or not."""
+        return self._clock.read_s()
+
+    @property
+    def num_tasks_composed(self) -> int:
+        """Return the number of tasks of all batches made so far, also of those that nobody took."""
+        return self._clock.num_tasks
+
+    def run(self, plans: Iterable[Plan], look_ahead: bool = False) -> Generator[TaskBatch]:
+        """Yield the batch of each plan. Plans are drawn as batches are needed.
+
+        With `look_ahead` they are drawn further, as far as blocks can be read meanwhile.
+        """
+        return self._drain(_Ahead(plans, self._cache, self._sizes), deque(), look_ahead)
+
+    def start(self, plans: Iterable[Plan]) -> Iterator[TaskBatch]:
+        """Do as `run` with `look_ahead`, but begin the first batches before one is asked for."""
+        ahead, queue = _Ahead(plans, self._cache, self._sizes), deque[_Begun]()
+        self._fill(ahead, queue, look_ahead=True)
+        return self._drain(ahead, queue, look_ahead=True)
+
+    def _fill(self, ahead: _Ahead, queue: deque[_Begun], look_ahead: bool) -> None:
+        # Batches first, then blocks for later ones: what the consumer waits for goes ahead.
+        while len(queue) < self._prefetch_batches and (len(ahead) or ahead.draw()):
+            queue.append(_Begun())
+            self._compose_once_loaded(ahead.take(), queue[-1])
+        while look_ahead and self._has_room(ahead) and ahead.draw():
+            pass
+
+    def _drain(self, ahead: _Ahead, queue: deque[_Begun], look_ahead: bool) -> Generator[TaskBatch]:
+        try:
+            while True:
+                self._fill(ahead, queue, look_ahead)
+                if not queue:
+                    return
+                begin_s = time.perf_counter()
+                batch = queue.popleft().result().result()
+                self.wait_s += time.perf_counter() - begin_s
+                yield batch
+        finally:
+            # Also when the consumer stops early or fails: what has not begun is not begun.
+            for begun in queue:
+                if not begun.cancel() and begun.exception() is None:
+                    begun.result().cancel()
+
+    def _compose_once_loaded(self, loading: _Loading, begun: _Begun) -> None:
+        # Queued before its blocks are there, it would hold a thread that could read the next one:
+        # two threads would read whole blocks no faster than one.
+        missing = next((future for future, _ in loading if not future.done()), None)
+        if missing is not None:
+            # A future keeps its callbacks: emptied, this one does not keep other blocks alive.
+            waiting = [(loading, begun)]
+            missing.add_done_callback(lambda _: self._compose_once_loaded(*waiting.pop()))
+        elif any(future.cancelled() for future, _ in loading):
+            begun.cancel()  # the pool is closing, and holds the lock that submitting takes
+        elif begun.set_running_or_notify_cancel():
+            try:
+                begun.set_result(self._pool.submit(self._compose, loading))
+            except RuntimeError as error:  # closed meanwhile
+                begun.set_exception(error)
+
+    def _has_room(self, ahead: _Ahead) -> bool:
+        # Half of the budget is for what lies ahead, so that it cannot push out what is in use.
+        return (
+            len(ahead) < _MAX_PLANS_AHEAD
+            and ahead.num_bytes < self._cache_bytes // 2
+            and self._cache.num_loading() < self._fetches
+        )
+
+    def _compose(self, loading: _Loading) -> TaskBatch:
+        with self._clock:
+            parts = [(future.result(), part.episodes) for future, part in loading]
+            batch = compose(self._dataset.features, parts)
+            self._clock.composed(batch.num_tasks)
+            # Page-locking takes as long as copying: done here, behind the consumer's back.
+            return batch.pin_memory() if self._pin_memory else batch
+
+    def close(self) -> None:
+        """Stop all threads; a batch that is being made is finished first."""
+        # In this order: a block that is read hands its batch to the other pool.
+        self._fetch_pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._cache.close()

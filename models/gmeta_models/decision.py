@@ -1,0 +1,65 @@
+"""The contract of models that end in an MLP over pooled features: what the fused inner loop reads.
+
+Shape suffixes: N rows, X inputs of the decision layers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from gmeta_models.config import Pooling
+    from gmeta_models.inputs import RowFeatures, RowInputs
+
+
+class DecisionModel(nn.Module, ABC):
+    """A model whose output is its decision layers on something made of pooled features.
+
+    It sees the ids of a multi-id feature only as their pooled vector, those of `history` aside, and
+    applies its decision layers, an `mlp` with one output, to a row once; so too an `mlp` over its
+    dense columns, if it has one.
+    """
+
+    pooling: Pooling
+    history: int | None = None  # the multi-id feature that it sees unpooled
+    # The column of the decision inputs from which the features stand side by side, however many
+    # there are, so that what all rows of a task share is taken once a task; None: they do not.
+    features_from: int | None = None
+
+    @property
+    @abstractmethod
+    def decision_layers(self) -> nn.Sequential:
+        """Linear layers with ReLU between them; the last has one output and no ReLU."""
+
+    @property
+    def dense_layers(self) -> nn.Sequential | None:
+        """Linear layers, a ReLU after each, that see a row's dense columns alone; None: no layer
+        does, and the columns stay as they are.
+        """
+        return None
+
+    @abstractmethod
+    def decision_inputs_NX(self, rows: RowFeatures) -> Tensor:
+        """Return what the decision layers see of each row, which depends on that row alone.
+
+        In place of its dense columns the row has what the dense layers make of them. The pooled
+        vector of the history is not to be read: it may be anything.
+        """
+
+    def through_dense(self, rows: RowFeatures) -> RowFeatures:
+        """Return the rows as `decision_inputs_NX` takes them."""
+        layers = self.dense_layers
+        return rows if layers is None else rows._replace(dense_NK=layers(rows.dense_NK))
+
+    def seen_NX(self, inputs: RowInputs) -> Tensor:
+        """Return what the decision layers see of rows that are not pooled yet."""
+        rows = self.through_dense(inputs.pooled(self.pooling, self.history))
+        return self.decision_inputs_NX(rows)
+
+    def forward(self, inputs: RowInputs) -> Tensor:
+        """Return one output a row: [N]."""
+        output_N: Tensor = self.decision_layers(self.seen_NX(inputs)).squeeze(1)
+        return output_N

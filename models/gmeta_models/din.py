@@ -1,0 +1,94 @@
+"""DIN: attention pooling over a behaviour history, by what the row's target item has to do with it.
+
+Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", KDD 2018 (arXiv 1706.06978),
+section 4.3.
+
+Shape suffixes: N rows, H longest history, D embedding width, F single-id features, M multi-id
+features, X inputs of the decision layers.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from gmeta_models.config import InputSizes, ModelConfig
+from gmeta_models.decision import DecisionModel
+from gmeta_models.inputs import History, RowFeatures
+from gmeta_models.mlp import mlp
+
+
+class DIN(DecisionModel):
+    """Logit of a click, or a rating, for every row.
+
+    interest = sum_h a(h, e) h over the history's entries h, with the target's embedding e and the
+    activation unit a(h, e) = MLP([h, e, h - e, h * e]). The weights are not normalised, as in the
+    paper: their sum tells how strong the interest is. The decision layers see all features, with
+    the history as its interest. Departures: ReLU in place of Dice, and the difference and the
+    element-wise product (as in the authors' code) in place of the outer product.
+
+    `model.history` names the multi-id column; the target is the single-id column that shares its
+    table.
+    """
+
+    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+        super().__init__()
+        self.pooling = config.pooling
+        self.history: int
+        self.history, self.target = history_and_target(config.history, sizes)
+        self.num_single = sizes.num_single
+        width = config.embedding_dim
+        self.attention = mlp([4 * width, *config.attention, 1], activate_last=False)
+        inputs = (sizes.num_single + sizes.num_multi) * width + sizes.num_dense
+        self.decision = mlp([inputs, *config.hidden, 1], activate_last=False)
+
+    @property
+    def decision_layers(self) -> nn.Sequential:
+        """Return the layers that make the output."""
+        return self.decision
+
+    def decision_inputs_NX(self, rows: RowFeatures) -> Tensor:
+        """Return the features side by side, the history pooled by attention: [N, X]."""
+        single_NFD, pooled_NMD = rows.features_NFD.tensor_split([self.num_single], dim=1)
+        parts = [
+            single_NFD.flatten(1),
+            # `history` above asks for it.
+            self.interest_ND(cast(History, rows.history), single_NFD[:, self.target]),
+            pooled_NMD[:, : self.history].flatten(1),
+            pooled_NMD[:, self.history + 1 :].flatten(1),
+            rows.dense_NK,
+        ]
+        return torch.cat(parts, dim=1)
+
+    def interest_ND(self, history: History, target_ND: Tensor) -> Tensor:
+        """Return each row's history, pooled by its attention to the row's target; 0 without one."""
+        history_NHD, there_NH = history
+        target_NHD = target_ND.unsqueeze(1).expand_as(history_NHD)
+        pairs = [history_NHD, target_NHD, history_NHD - target_NHD, history_NHD * target_NHD]
+        weight_NH: Tensor = self.attention(torch.cat(pairs, dim=2)).squeeze(2)
+        return (weight_NH * there_NH).unsqueeze(1).bmm(history_NHD).squeeze(1)
+
+
+def history_and_target(history: str, sizes: InputSizes) -> tuple[int, int]:
+    """Return which multi-id column holds the history, and which single-id column its target.
+
+    Raises:
+        ValueError: there is no such multi-id column, or not exactly one single-id column shares its
+            table.
+    """
+    multi = [column.name for column in sizes.multi]
+    if history not in multi:
+        raise ValueError(
+            f"model.history = {history!r} is no multi-id column: this dataset has "
+            f"{', '.join(multi) or 'none'}. Name the one that holds the behaviour history"
+        )
+    table = sizes.multi[multi.index(history)].table
+    targets = [index for index, column in enumerate(sizes.single) if column.table == table]
+    if len(targets) != 1:
+        names = [sizes.single[index].name for index in targets]
+        raise ValueError(
+            f"model.history = {history!r} has table {table!r}, which {len(targets)} single-id "
+            f"columns share ({', '.join(names) or 'none'}): DIN takes exactly 1, the target item. "
+            f"Give that column table = {table!r} in the schema, and no other, and prepare again"
+        )
+    return multi.index(history), targets[0]

@@ -1,0 +1,72 @@
+"""DLRM: bottom MLP over dense columns, feature interaction, top MLP.
+
+Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
+arXiv 1906.00091. Trained with an inner loop it is Meta-DLRM of G-Meta (arXiv 2401.04338).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from gmeta_models.config import InputSizes, ModelConfig
+from gmeta_models.decision import DecisionModel
+from gmeta_models.inputs import RowFeatures
+from gmeta_models.mlp import mlp
+from gmeta_models.ops.pairwise_dots import PairwiseDots
+
+
+class DLRM(DecisionModel):
+    """Logit of a click, or a rating, for every row.
+
+    The dense columns become one more vector v_0 = MLP(dense) beside the features' embeddings; the
+    top MLP sees v_0 and the dot products v_i . v_j of all pairs i > j (`dot`), or all vectors side
+    by side (`cat`). Without dense columns there is no v_0.
+
+    Raises:
+        ValueError: `dot` of a single vector, which has no pair: every row would score the same.
+    """
+
+    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+        super().__init__()
+        self.pooling = config.pooling
+        self.interaction = config.interaction
+        width = config.embedding_dim
+        num_vectors = sizes.num_single + sizes.num_multi
+        self.bottom: nn.Sequential | None = None
+        if sizes.num_dense:
+            self.bottom = mlp([sizes.num_dense, *config.bottom, width], activate_last=True)
+            num_vectors += 1
+        if config.interaction == "dot" and num_vectors < 2:
+            raise ValueError(
+                'model.interaction = "dot" takes the dot products of pairs of columns: this '
+                "dataset has 1 column, so no row would differ from another. "
+                'Set model.interaction = "cat", or add a column to the schema and prepare again'
+            )
+        top_width = num_vectors * width
+        if config.interaction == "dot":
+            top_width = num_vectors * (num_vectors - 1) // 2 + (
+                width if self.bottom is not None else 0
+            )
+            self.dots = PairwiseDots(num_vectors)
+        else:
+            self.features_from = 0 if self.bottom is None else width
+        self.top = mlp([top_width, *config.hidden, 1], activate_last=False)
+
+    @property
+    def decision_layers(self) -> nn.Sequential:
+        """Return the layers that make the output."""
+        return self.top
+
+    @property
+    def dense_layers(self) -> nn.Sequential | None:
+        """Return the bottom MLP, if there are dense columns."""
+        return self.bottom
+
+    def decision_inputs_NX(self, rows: RowFeatures) -> Tensor:
+        """Return the features, or their dot products, and the dense vector: [N, X]."""
+        vectors_NFD, dense_ND = rows.features_NFD, rows.dense_NK
+        if self.bottom is not None:
+            vectors_NFD = torch.cat([dense_ND.unsqueeze(1), vectors_NFD], dim=1)
+        if self.interaction == "cat":
+            return vectors_NFD.flatten(1)
+        dots_NP: Tensor = self.dots(vectors_NFD)
+        return dots_NP if self.bottom is None else torch.cat([dense_ND, dots_NP], dim=1)

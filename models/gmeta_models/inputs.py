@@ -1,0 +1,109 @@
+"""What a model sees of a set of rows: fetched embedding rows and dense columns, whatever fetched
+them.
+
+Shape suffixes: N rows, F single-id features, M multi-id features, V ids of all bags, H longest bag,
+D embedding width, K dense columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from gmeta_models.config import Pooling
+
+
+class History(NamedTuple):
+    """The values of one multi-id feature in their order, padded with zeros to the longest bag, and
+    which of them are there (bool).
+    """
+
+    values_NHD: Tensor
+    there_NH: Tensor
+
+
+class RowFeatures(NamedTuple):
+    """What is left of the rows for a model that sees the ids of a multi-id feature only pooled, but
+    for those of one, its history.
+    """
+
+    features_NFD: Tensor  # single, then pooled
+    dense_NK: Tensor
+    history: History | None
+
+    def side_by_side_NX(self) -> Tensor:
+        """Return all features and the dense columns in one row: [N, (F + M) D + K]."""
+        flat = self.features_NFD.flatten(1)
+        return torch.cat([flat, self.dense_NK], dim=1) if self.dense_NK.shape[1] else flat
+
+
+@dataclass(frozen=True)
+class RowInputs:
+    """Rows of any number of tasks; a model treats each row on its own, so tasks need no mention
+    here.
+    """
+
+    single_NFD: Tensor
+    bag_values_VD: (
+        Tensor  # embeddings of all multi-id features: row by row, feature by feature in a row
+    )
+    bag_index_V: Tensor  # int64, row * M + feature: the bag each value belongs to
+    num_multi: int  # M
+    dense_NK: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """Count the rows."""
+        return self.single_NFD.shape[0]
+
+    def no_rows(self) -> RowInputs:
+        """Return the same columns without a row."""
+        return RowInputs(
+            single_NFD=self.single_NFD[:0],
+            bag_values_VD=self.bag_values_VD[:0],
+            bag_index_V=self.bag_index_V[:0],
+            num_multi=self.num_multi,
+            dense_NK=self.dense_NK[:0],
+        )
+
+    def bags_NHD(self, feature: int) -> History:
+        """Return one multi-id feature, unpooled."""
+        mine_V = self.bag_index_V % self.num_multi == feature
+        row_V = self.bag_index_V[mine_V] // self.num_multi
+        lengths_N = torch.bincount(row_V, minlength=self.num_rows)
+        longest = int(lengths_N.max()) if self.num_rows else 0
+        there_NH = torch.arange(longest, device=row_V.device) < lengths_N.unsqueeze(1)
+        # Row by row and in order, as the values stand: their places are those of the true entries.
+        places_V = there_NH.flatten().nonzero().squeeze(1)
+        width = self.bag_values_VD.shape[1]
+        padded = self.bag_values_VD.new_zeros(self.num_rows * longest, width)
+        padded = padded.index_copy(0, places_V, self.bag_values_VD[mine_V])
+        return History(padded.view(self.num_rows, longest, width), there_NH)
+
+    def pooled_NMD(self, mode: Pooling) -> Tensor:
+        """Return a vector for each bag; repeated ids count repeatedly, an empty bag is zero."""
+        num_rows, _, width = self.single_NFD.shape
+        num_bags = num_rows * self.num_multi
+        bags = self.bag_values_VD.new_zeros(num_bags, width).index_add(
+            0, self.bag_index_V, self.bag_values_VD
+        )
+        if mode == "mean":
+            # An empty bag is divided by one, and stays zero.
+            sizes = torch.bincount(self.bag_index_V, minlength=num_bags).clamp(min=1)
+            bags = bags / sizes.to(bags.dtype).unsqueeze(1)
+        return bags.view(num_rows, self.num_multi, width)
+
+    def features_NFD(self, mode: Pooling) -> Tensor:
+        """Return all features, single then pooled: [N, F + M, D]."""
+        if self.num_multi == 0:
+            return self.single_NFD
+        return torch.cat([self.single_NFD, self.pooled_NMD(mode)], dim=1)
+
+    def pooled(self, mode: Pooling, history: int | None = None) -> RowFeatures:
+        """Return the rows with their bags pooled; the values of `history` stay apart."""
+        unpooled = None if history is None else self.bags_NHD(history)
+        return RowFeatures(self.features_NFD(mode), self.dense_NK, unpooled)

@@ -1,0 +1,37 @@
+"""MeLU: concatenated embeddings and decision layers that adapt to a user.
+
+Lee et al., "MeLU: Meta-Learned User Preference Estimator for Cold-Start Recommendation", KDD 2019
+(arXiv 1908.00413), section 3: the embeddings are meta-parameters only, the decision layers adapt.
+"""
+
+from torch import Tensor, nn
+
+from gmeta_models.config import InputSizes, ModelConfig
+from gmeta_models.decision import DecisionModel
+from gmeta_models.inputs import RowFeatures
+from gmeta_models.mlp import mlp
+
+
+class MeLU(DecisionModel):
+    """Rating (or logit) for every row from the features' embeddings side by side.
+
+    x = concat(e_1, ..., e_F, pooled bags, dense); y = out(ReLU(fc2(ReLU(fc1(x))))). Departs from
+    the paper only in taking dense columns when the data has some.
+    """
+
+    features_from = 0
+
+    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+        super().__init__()
+        self.pooling = config.pooling
+        width = (sizes.num_single + sizes.num_multi) * config.embedding_dim + sizes.num_dense
+        self.decision = mlp([width, *config.hidden, 1], activate_last=False)
+
+    @property
+    def decision_layers(self) -> nn.Sequential:
+        """Return the layers that make the output."""
+        return self.decision
+
+    def decision_inputs_NX(self, rows: RowFeatures) -> Tensor:
+        """Return the features and dense columns side by side: [N, X]."""
+        return rows.side_by_side_NX()

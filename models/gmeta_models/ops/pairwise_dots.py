@@ -1,0 +1,119 @@
+"""The dot products of all pairs of a row's vectors, and derivatives of them that touch each value
+once.
+
+torch's derivative of `products[:, row, column]` adds one value after the other to a cleared matrix
+a row. But with the gradient g of the pairs written as a symmetric matrix G of zero diagonal, that
+of the vectors V is G V: a gather and one product. A gradient U of G V gives G U to V, and U V^T and
+its transpose at the pairs to g, which again have such derivatives.
+
+Shape suffixes: N rows, F vectors of a row, D their width, P pairs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class PairwiseDots(nn.Module):
+    """v_i . v_j of all pairs i > j, in the order of i, then j."""
+
+    pair_P: Tensor
+    place_FF: Tensor
+
+    def __init__(self, num_vectors: int) -> None:
+        super().__init__()
+        row_P, column_P = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+        # The pair at each place of the matrix of all dot products; on its diagonal one too many.
+        place_FF = torch.full((num_vectors, num_vectors), row_P.numel())
+        place_FF[row_P, column_P] = place_FF[column_P, row_P] = torch.arange(row_P.numel())
+        # Not for checkpoints: they follow from the number of vectors.
+        self.register_buffer("pair_P", row_P * num_vectors + column_P, persistent=False)
+        self.register_buffer("place_FF", place_FF.flatten(), persistent=False)
+
+    def forward(self, vectors_NFD: Tensor) -> Tensor:
+        """Return the dots of all pairs: [N, F, D] -> [N, P]."""
+        device = vectors_NFD.device.type
+        if torch.is_autocast_enabled(device):
+            # Before, not inside: the derivative multiplies by the vectors.
+            vectors_NFD = vectors_NFD.to(torch.get_autocast_dtype(device))
+        dots_NP: Tensor = _Dots.apply(vectors_NFD, self.pair_P, self.place_FF)
+        return dots_NP
+
+
+class _Dots(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(vectors_NFD: Tensor, pair_P: Tensor, place_FF: Tensor) -> Tensor:
+        return _pairs(torch.bmm(vectors_NFD, vectors_NFD.mT), pair_P)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        vectors_NFD, pair_P, place_FF = ctx.saved_tensors
+        return _Spread.apply(grads[0], vectors_NFD, pair_P, place_FF), None, None
+
+
+class _Spread(torch.autograd.Function):
+    """G V."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grad_NP: Tensor, vectors_NFD: Tensor, pair_P: Tensor, place_FF: Tensor) -> Tensor:
+        num_rows, num_vectors, _ = vectors_NFD.shape
+        # One pair more, whose gradient is 0: the diagonal takes its place.
+        with_zero = torch.cat([grad_NP, grad_NP.new_zeros(num_rows, 1)], dim=1)
+        symmetric_NFF = with_zero.index_select(1, place_FF).view(-1, num_vectors, num_vectors)
+        return torch.bmm(symmetric_NFF, vectors_NFD)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_NP, vectors_NFD, pair_P, place_FF = ctx.saved_tensors
+        of_pairs, of_vectors, _, _ = ctx.needs_input_grad
+        return (
+            _Crossed.apply(grads[0], vectors_NFD, pair_P, place_FF) if of_pairs else None,
+            _Spread.apply(grad_NP, grads[0], pair_P, place_FF) if of_vectors else None,
+            None,
+            None,
+        )
+
+
+class _Crossed(torch.autograd.Function):
+    """u_i . v_j + u_j . v_i of all pairs."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(other_NFD: Tensor, vectors_NFD: Tensor, pair_P: Tensor, place_FF: Tensor) -> Tensor:
+        products_NFF, num_vectors = torch.bmm(other_NFD, vectors_NFD.mT), other_NFD.shape[1]
+        # Of the pair (i, j), the place of (j, i).
+        mirrored_P = pair_P % num_vectors * num_vectors + pair_P // num_vectors
+        return _pairs(products_NFF, pair_P) + _pairs(products_NFF, mirrored_P)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        other_NFD, vectors_NFD, pair_P, place_FF = ctx.saved_tensors
+        of_other, of_vectors, _, _ = ctx.needs_input_grad
+        return (
+            _Spread.apply(grads[0], vectors_NFD, pair_P, place_FF) if of_other else None,
+            _Spread.apply(grads[0], other_NFD, pair_P, place_FF) if of_vectors else None,
+            None,
+            None,
+        )
+
+
+def _pairs(products_NFF: Tensor, pair_P: Tensor) -> Tensor:
+    return products_NFF.flatten(1).index_select(1, pair_P)

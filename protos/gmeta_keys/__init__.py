@@ -1,0 +1,129 @@
+"""Keys of TOML files as fields of frozen dataclasses: help and bounds stand beside each key, and
+every value is checked once.
+
+It stands below all packages, since metaio, the models and the data-shard service all have keys and
+none of them may import another.
+"""
+
+import dataclasses
+import difflib
+import math
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+# Counts of rows, tasks and steps lie in int64 tensors and arrays.
+MOST_INT = 2**63 - 1
+
+Part = TypeVar("Part")
+
+
+class Wording(NamedTuple):
+    """How one kind of file says what is wrong with it."""
+
+    error: type[Exception]
+    subject: str  # before a key's name
+    known: str  # before the names that are known
+    wrong_type: Callable[[str, Any, object], str]  # of a key, its field's type and its value
+
+
+def key(default: Any, help: str, **bounds: float) -> Any:
+    """Return a dataclass field with a default and a line of help.
+
+    `bounds` may be min, max and multiple; they hold for each entry of a list.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, **bounds})
+
+
+def parse(kind: type[Part], raw: Mapping[str, Any], wording: Wording, prefix: str = "") -> Part:
+    """Return the dataclass `kind` with the values of `raw`, nested dicts as TOML or JSON gives
+    them.
+
+    Raises:
+        wording.error: an unknown or missing key, a wrong type, or a value outside its bounds.
+    """
+    if not isinstance(raw, Mapping):
+        raise wording.error(f"{raw!r} stands where a table of keys is needed. Correct it")
+    hints = get_type_hints(kind)
+    known = {item.name: item for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    subject = f"{wording.subject}{prefix}"
+    for name in raw:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            names = f"{wording.known} are {', '.join(known)}"
+            hint = f"did you mean {prefix}{near[0]}?" if near else names
+            raise wording.error(f"{subject}{name} is unknown; {hint}")
+    values = {
+        name: _value(f"{prefix}{name}", hints[name], known[name].metadata, value, wording)
+        for name, value in raw.items()
+    }
+    for name, item in known.items():
+        if name not in raw and item.default is item.default_factory is dataclasses.MISSING:
+            raise wording.error(f"{subject}{name} is missing; it has no default. Add it")
+    return kind(**values)
+
+
+def _value(
+    name: str, hint: Any, bounds: Mapping[str, Any], value: object, wording: Wording
+) -> object:
+    """Return `value` as the first type of `hint` that takes it, or raise the wording's error."""
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if bounds and len(options) > 1:
+        # A mistake in the dataclass, not in the file.
+        raise TypeError(f"{name}: config fields have one type each, not {hint}")
+    for option in options:
+        converted = _converted(name, option, bounds, value, wording)
+        if converted is not None:
+            _check_number(name, converted, bounds, wording)
+            return converted
+    raise wording.error(wording.wrong_type(name, hint, value))
+
+
+def _converted(
+    name: str, kind: Any, bounds: Mapping[str, Any], value: Any, wording: Wording
+) -> Any:
+    """Return `value` as the type `kind`; None where it is of another."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return value if value in inner else None
+    if origin is tuple and isinstance(value, list | tuple):
+        if not dataclasses.is_dataclass(inner[0]):
+            entries = enumerate(value)
+            return tuple(
+                _value(f"{name}[{i}]", inner[0], bounds, entry, wording) for i, entry in entries
+            )
+        if all(isinstance(part, Mapping) for part in value):
+            tables = [parse(inner[0], part, wording, f"{name}.") for part in value]  # type: ignore
+            return tuple(tables)
+    if origin is dict and isinstance(value, Mapping):
+        numbers = [_converted(name, inner[1], bounds, entry, wording) for entry in value.values()]
+        finite = all(number is not None and math.isfinite(number) for number in numbers)
+        return value if finite else None
+    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        return parse(kind, value, wording, f"{name}.")  # type: ignore[arg-type]
+    # TOML's 1 is a fine rate; true is not, though Python counts it among the integers.
+    if origin is not None or (isinstance(value, bool) and kind is not bool):
+        return None
+    if kind is float and isinstance(value, int):
+        return float(value) if abs(value) <= sys.float_info.max else None
+    return value if isinstance(value, kind) else None
+
+
+def _check_number(name: str, value: object, bounds: Mapping[str, Any], wording: Wording) -> None:
+    """Raise the wording's error for a number that is not finite or outside its bounds."""
+    if not isinstance(value, int | float):
+        return
+    least = bounds.get("min", -math.inf)
+    most = bounds.get("max", MOST_INT if isinstance(value, int) else math.inf)
+    if isinstance(value, float) and not math.isfinite(value):
+        complaint = "not a finite number"
+    elif value < least:
+        complaint = f"too small: at least {least} is allowed"
+    elif value > most:
+        complaint = f"too large: at most {most} is allowed"
+    elif "multiple" in bounds and value % bounds["multiple"]:
+        complaint = f"no multiple of {bounds['multiple']}: only these are allowed"
+    else:
+        return
+    raise wording.error(f"{wording.subject}{name} = {value} is {complaint}. Correct the value")

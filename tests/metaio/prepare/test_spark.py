@@ -1,0 +1,94 @@
+"""Spark against the one-machine engine: the same files to the byte."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from metaio import DataError, open_dataset
+from metaio.prepare.job import PrepareOptions
+from metaio.prepare.local import prepare
+from tests.metaio.prepare.test_local import BASE, changed, raw_table
+
+pyspark = pytest.importorskip("pyspark", reason="needs the extra spark")
+pytestmark = pytest.mark.skipif(shutil.which("java") is None, reason="needs Java on PATH")
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Any]:
+    from pyspark.sql import SparkSession
+
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")  # the machine's name may have no address
+
+    builder = SparkSession.builder.master("local[2]").appName("metaio")
+    for key, value in {
+        "spark.ui.enabled": "false",
+        "spark.sql.shuffle.partitions": "4",
+        "spark.driver.memory": "1g",
+        "spark.sql.execution.arrow.maxRecordsPerBatch": "97",
+    }.items():
+        builder = builder.config(key, value)
+    spark = builder.getOrCreate()
+    yield spark
+    spark.stop()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"splits": {"shares": {"train": 0.7, "user-cold": 0.3}}},
+        {"splits": {"column": "part"}, "dense": [{"column": "price", "standardise": True}]},
+        {"episodes": {**BASE["episodes"], "max_rows": 7}, "seed": 3},
+    ],
+)
+def test_spark_and_one_machine_agree_to_the_byte(
+    tmp_path: Path, session: Any, parts: dict[str, Any]
+) -> None:
+    raw = tmp_path / "raw.parquet"
+    pq.write_table(raw_table(2_000), raw)
+    # 20 rows a block make several buckets; some of them stay empty.
+    options = PrepareOptions(threads=1, block_rows=20)
+    schema = changed(**parts)
+    prepare([str(raw)], str(tmp_path / "one"), schema, options)
+    from metaio.prepare.spark import prepare_with_spark
+
+    prepare_with_spark(session.read.parquet(str(raw)), str(tmp_path / "many"), schema, options)
+    one, many = open_dataset(str(tmp_path / "one")), open_dataset(str(tmp_path / "many"))
+    assert many.manifest == one.manifest
+    files = [path.relative_to(one.url) for path in Path(one.url).rglob("*.parquet")]
+    assert len(files) > 30
+    for file in files:
+        assert (Path(many.url) / file).read_bytes() == (Path(one.url) / file).read_bytes()
+
+
+def test_spark_refuses_what_one_machine_refuses(tmp_path: Path, session: Any) -> None:
+    from metaio.prepare.spark import prepare_with_spark
+
+    raw = tmp_path / "raw.parquet"
+    pq.write_table(raw_table(50), raw)
+    frame = session.read.parquet(str(raw))
+    with pytest.raises(DataError) as caught:
+        prepare_with_spark(frame, str(tmp_path / "out"), changed(label={"column": "click"}))
+    assert str(caught.value).startswith("the DataFrame has no column click; it has user, item, ")
+    multi = [{"column": "tags", "separator": "|", "hash": 20}]
+    with pytest.raises(DataError) as caught:
+        prepare_with_spark(frame, str(tmp_path / "out"), changed(multi=multi))
+    assert "column tags has " in str(caught.value)
+    table = raw_table(50)
+    price = table.schema.get_field_index("price")
+    pq.write_table(table.set_column(price, "price", pa.array([-2.0] * 50)), raw)
+    frame = session.read.parquet(str(raw))
+    with pytest.raises(DataError) as caught:
+        prepare_with_spark(frame, str(tmp_path / "out"), changed())
+    assert str(caught.value) == (
+        "dense column price holds -2; log1p needs values above -1. Clip the column, or leave out "
+        "log1p"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["raw.parquet"]

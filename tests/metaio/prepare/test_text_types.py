@@ -1,0 +1,119 @@
+"""Text files: nothing is lost because the first rows looked narrower than later ones."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from metaio import DataError, Dataset, open_dataset
+from metaio.prepare.local import prepare
+from metaio.prepare.schema import parse_schema
+
+GUESSED_FROM = 30_000  # more rows than DuckDB looks at
+
+SCHEMA: dict[str, Any] = {
+    "task": {"column": "user"},
+    "label": {"column": "y"},
+    "single": [{"column": "item", "vocabulary": 1}],
+    "episodes": {"by": "last", "query_rows": 1},
+}
+
+
+def prepared(tmp_path: Path, texts: list[str], **parts: Any) -> Dataset:
+    for index, text in enumerate(texts):
+        (tmp_path / f"{index}.csv").write_text(text)
+    prepare([str(tmp_path / "*.csv")], str(tmp_path / "out"), parse_schema(SCHEMA | parts))
+    return open_dataset(str(tmp_path / "out"))
+
+
+def refused(tmp_path: Path, texts: list[str], **parts: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        prepared(tmp_path, texts, **parts)
+    return str(caught.value)
+
+
+def test_decimals_behind_integers_stay_decimals(tmp_path: Path) -> None:
+    first = "user,item,y,price\n1,7,1,4\n1,8,0,5\n"
+    dense = [{"column": "price"}]
+    block = prepared(
+        tmp_path, [first, "user,item,y,price\n2,7,0.5,9.5\n2,8,1,5\n"], dense=dense
+    ).read_block("train", 0)
+    assert sorted(block.dense_NK[:, 0].tolist()) == [4.0, 5.0, 5.0, 9.5]
+    assert sorted(block.label_N.tolist()) == [0.0, 0.5, 1.0, 1.0]
+
+
+def test_decimals_behind_many_integers_of_one_file_stay_decimals(tmp_path: Path) -> None:
+    rows = "".join(f"{row // 10},7,1,4\n" for row in range(GUESSED_FROM))
+    dataset = prepared(
+        tmp_path, [f"user,item,y,price\n{rows}0,7,1,5.25\n"], dense=[{"column": "price"}]
+    )
+    assert np.unique(dataset.read_block("train", 0).dense_NK).tolist() == [4.0, 5.25]
+
+
+@pytest.mark.parametrize(
+    ("column", "row", "remedy"),
+    [
+        ("user", "1.5,7,1,4", 'declare the column as text in the schema (type = "text")'),
+        ("item", "2,1.5,1,4", 'declare the column as text in the schema (type = "text")'),
+        ("at", "2,7,1,1.5", "write all of its numbers with a decimal point"),
+    ],
+)
+def test_decimals_among_ids_and_times_are_not_rounded(
+    tmp_path: Path, column: str, row: str, remedy: str
+) -> None:
+    texts = ["user,item,y,at\n1,7,1,4\n1,8,0,5\n", f"user,item,y,at\n{row}\n2,8,0,5\n"]
+    assert refused(tmp_path, texts, time={"column": "at"}) == (
+        f"column {column} holds 1.5, but its first rows hold integers, and as one it would be "
+        f"rounded. Correct that row, or {remedy}"
+    )
+
+
+def test_integers_written_with_a_decimal_point_stay_integers(tmp_path: Path) -> None:
+    """As pandas writes them where the column has a null elsewhere."""
+    texts = ["user,item,y\n1,7,1\n1,8,0\n", "user,item,y\n1.0,7.0,1\n1,9007199254740993,0\n"]
+    dataset = prepared(tmp_path, texts)
+    assert dataset.split("train").num_episodes == 1
+    assert dataset.features.tables[0].num_rows == 4  # 7, 8, the large one and the unknown
+
+
+def test_times_behind_dates_do_not_lose_their_hour(tmp_path: Path) -> None:
+    texts = [
+        "user,item,y,at\n1,7,1,2026-01-01\n1,8,0,2026-01-02\n",
+        "user,item,y,at\n2,7,1,2026-01-01 18:00:00\n2,8,0,2026-01-01 09:00:00\n",
+    ]
+    assert refused(tmp_path, texts, time={"column": "at"}) == (
+        "column at holds '2026-01-01 09:00:00', but its first rows hold dates, and as one it would "
+        "lose its hour. Write all of its times alike"
+    )
+
+
+@pytest.mark.parametrize("dates", [("2026-01-02", "2026-01-15"), ("02.01.2026", "15.01.2026")])
+def test_dates_are_read_however_they_are_written(tmp_path: Path, dates: tuple[str, str]) -> None:
+    first, last = dates
+    text = f"user,item,y,at\n1,7,0.25,{last}\n1,8,0.75,{first}\n"
+    block = prepared(tmp_path, [text], time={"column": "at"}).read_block("train", 0)
+    assert block.label_N.tolist() == [0.75, 0.25]
+
+
+def test_times_with_a_zone_are_not_mixed_with_others(tmp_path: Path) -> None:
+    texts = [
+        "user,item,y,at\n1,7,1,2026-01-01 10:00:00\n1,8,0,2026-01-02 10:00:00\n",
+        "user,item,y,at\n2,7,1,2026-01-01 10:00:00+09:00\n2,8,0,2026-01-02 10:00:00+09:00\n",
+    ]
+    assert refused(tmp_path, texts, time={"column": "at"}) == (
+        f"column at is TIMESTAMP WITH TIME ZONE in {tmp_path}/1.csv and TIMESTAMP in "
+        f"{tmp_path}/0.csv. Cast one of them, so that all files agree"
+    )
+
+
+def test_a_column_to_be_split_is_text_whatever_its_first_rows_hold(tmp_path: Path) -> None:
+    """A file in which every row has one integer tag."""
+    texts = ["user,item,y,tags\n1,7,1,4\n1,8,0,5\n", "user,item,y,tags\n2,7,1,4|6\n2,8,0,5\n"]
+    multi = [{"column": "tags", "separator": "|", "vocabulary": 1}]
+    dataset = prepared(tmp_path, texts, multi=multi)
+    assert {table.name: table.num_rows for table in dataset.features.tables} == {
+        "item": 3,
+        "tags": 4,
+    }
+    assert sorted(dataset.read_block("train", 0).multi_lengths_NM[:, 0].tolist()) == [1, 1, 1, 2]
