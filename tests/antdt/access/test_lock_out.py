@@ -134,7 +134,12 @@ def test_an_honest_probe_is_answered_beside_those_that_never_end(
     health = health_pb2_grpc.HealthStub(channel)
     request = health_pb2.HealthCheckRequest()
     with closing(HalfOpen(channel, CHECK, 20)) as silent:
-        watches = [health.Watch(request) for _ in range(20)]
+        # Calls that set out together may overtake one another, so each is waited for.
+        wait_until(lambda: sum(call.done() for call in silent.calls) == 16, "all but 4 ended")
+        watches = []
+        for _ in range(20):
+            watches.append(health.Watch(request, timeout=PATIENCE_S))
+            assert next(watches[-1]).status == 1
         for each in range(5):
             assert health.Check(request, timeout=PATIENCE_S).status == 1, each
         # All but the newest were ended, and told that they were.
