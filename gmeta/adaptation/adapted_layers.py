@@ -1,7 +1,8 @@
 """Linear layers of any model adapted to many tasks at once: hooks on the model's own layers, one
 GEMM for all tasks and the change inside each task (layer_change.py).
 
-A gate per task on W's rows and b multiplies x W + b and nothing else.
+A gate per task on W's rows and b multiplies x W + b and nothing else; it may shift the product, as
+a bias of the task's own.
 
 Shape suffixes: T tasks, L longest task, N rows, I input width, O output width, S support rows.
 """
@@ -12,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,26 @@ if TYPE_CHECKING:
     from gmeta.adaptation.plan import AdaptationPlan, TaskSize
     from gmeta.adaptation.rates import InnerRates
     from gmeta.adaptation.rows.ragged import RowLayout
+    from gmeta_models.support_encoder import Modulation
 
-Gates = Mapping[str, tuple[nn.Linear, Tensor]]  # by layer name: the layer, and its gates [T, O]
+
+class Gate(NamedTuple):
+    """What the outputs of a layer are multiplied by for each task, and what is then added."""
+
+    layer: nn.Linear
+    scale_TO: Tensor
+    shift_TO: Tensor | None = None
+
+    def modulated(self, by: Modulation) -> Gate:
+        """Return this gate and one more behind it."""
+        shift_TO = by.shift_TO
+        if self.shift_TO is not None:
+            before_TO = self.shift_TO * by.scale_TO
+            shift_TO = before_TO if shift_TO is None else before_TO + shift_TO
+        return Gate(self.layer, self.scale_TO * by.scale_TO, shift_TO)
+
+
+Gates = Mapping[str, Gate]  # by layer name
 
 
 @dataclass
@@ -63,8 +82,8 @@ class AdaptedLayers:
         tape = Tape(layout)
         # Hooks run in the order of registration: the gate is part of the output that adapts.
         handles = [
-            layer.register_forward_hook(_gate_hook(name, layout, gate_TO))
-            for name, (layer, gate_TO) in self._gates.items()
+            gate.layer.register_forward_hook(_gate_hook(name, layout, gate))
+            for name, gate in self._gates.items()
         ]
         handles += [
             layer.register_forward_hook(self._hook(name, tape))
@@ -109,12 +128,17 @@ class AdaptedLayers:
 
 
 def _gate_hook(
-    name: str, layout: RowLayout, gate_TO: Tensor
+    name: str, layout: RowLayout, gate: Gate
 ) -> Callable[[nn.Linear, tuple[Tensor], Tensor], Tensor]:
     def on_forward(layer: nn.Linear, args: tuple[Tensor], output: Tensor) -> Tensor:
         _check_rows(name, args[0], layout)
-        gate_NO = layout.spread(gate_TO)
-        return output * gate_NO.view(layout.num_rows, *[1] * (output.dim() - 2), gate_NO.shape[1])
+
+        def of_rows(values_TO: Tensor) -> Tensor:
+            shape = (layout.num_rows, *[1] * (output.dim() - 2), values_TO.shape[1])
+            return layout.spread(values_TO).view(shape)
+
+        scaled = output * of_rows(gate.scale_TO)
+        return scaled if gate.shift_TO is None else scaled + of_rows(gate.shift_TO)
 
     return on_forward
 

@@ -34,13 +34,17 @@ class AdaptationPlan:
     paths: Mapping[str, InnerPath]  # of each of them, as the config says
 
     @classmethod
-    def of(cls, model: nn.Module, config: AlgorithmConfig) -> AdaptationPlan:
-        """Make the plan of a model.
+    def of(
+        cls, model: nn.Module, config: AlgorithmConfig, takes_steps: bool = True
+    ) -> AdaptationPlan:
+        """Make the plan of a model; without `takes_steps` it is that nothing adapts.
 
         Raises:
             ValueError: the config names a layer that the model does not have, or a path that does
                 not exist, or nothing would adapt.
         """
+        if not takes_steps:
+            return cls(config, {}, {})
         layers = adaptable_layers(model, config.adapt_layers)
         if not layers and not config.adapt_embeddings:
             raise ValueError(
@@ -49,6 +53,11 @@ class AdaptationPlan:
                 "them for the plain baseline"
             )
         return cls(config, layers, paths_of_layers(config, list(layers)))
+
+    @property
+    def adapts(self) -> bool:
+        """Tell whether inner steps move anything."""
+        return bool(self.layers) or bool(self.config.adapt_embeddings)
 
     @property
     def num_weights(self) -> int:
