@@ -47,9 +47,10 @@ def content_columns(
     readers = [c.name for c in (*sizes.single, *sizes.multi) if c.table == table]
     if len(readers) != 1 or readers[0] in multi:
         raise ValueError(
-            f'algorithm.name = "metaemb" generates the embeddings of table {table!r}, which the '
-            f"columns {', '.join(readers) or 'of this dataset do not'} read: exactly 1 single-id "
-            "column may. Give that column a table of its own in the schema, and prepare again"
+            f'algorithm.name = "metaemb" generates the embeddings of table {table!r}, which '
+            f"{', '.join(readers) or 'no column'} reads: exactly 1 single-id column may. Name the "
+            "table of such a column in algorithm.adapt_embeddings, or give it a table of its own "
+            "in the schema and prepare again"
         )
     known = [name for name in (*single, *multi) if name != readers[0]]
     for name in content:
