@@ -1,9 +1,13 @@
 """What an algorithm learns beside the model and its rates."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from gmeta_models.id_generator import IdGenerator
-from gmeta_models.support_encoder import SupportEncoder
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gmeta_models.id_generator import IdGenerator
+    from gmeta_models.support_encoder import SupportEncoder
 
 
 @dataclass(frozen=True)

@@ -40,13 +40,14 @@ class Modulation(NamedTuple):
 class SupportEncoder(nn.Module):
     """From the support rows of each task to the modulation of each layer.
 
-    r_n = MLP([x_n, y_n, e_n])                          what a row says: features, label, error
+    r_n = MLP([x_n, e_n x_n, y_n, e_n])                 what a row says: features, label, error
     m_t = n_t / (n_t + prior) * sum_n w_n r_n           w_n = 1 / n_t, or softmax_n(v . r_n)
-    z_t = ReLU(V [m_t, log(1 + n_t)])                   the task vector
+    z_t = tanh(V [m_t, log(1 + n_t)])                   the task vector
     scale_t = 2 sigmoid(A z_t + a), shift_t = B z_t + b
 
-    A, a, B and b start at 0: a new model is the unmodulated one. A task without rows has m_t = 0,
-    and so modulations of its own. Shifting the first layer is the same as giving it the task vector
+    e_n x_n is what the gradient of a linear layer would be: tastes for a feature show in it at once.
+    a and b start at 0, A and B small, so that a new model is nearly the unmodulated one. A task
+    without rows has m_t = 0, and so modulations of its own. Shifting the first layer is the same as giving it the task vector
     as one more input.
     """
 
@@ -64,20 +65,19 @@ class SupportEncoder(nn.Module):
         self._outputs = dict(outputs)
         self._shifts = shifts
         self._prior = prior
-        self.rows = mlp([width + 2, *hidden], activate_last=True)
+        self.rows = mlp([2 * width + 2, *hidden], activate_last=False)
         self.attention = nn.Linear(hidden[-1], 1, bias=False) if attention else None
         self.task = nn.Linear(hidden[-1] + 1, hidden[-1])
         total = sum(outputs.values())
         self.modulations = nn.Linear(hidden[-1], 2 * total if shifts else total)
-        nn.init.zeros_(self.modulations.weight)
         nn.init.zeros_(self.modulations.bias)
 
     def forward(self, support: SupportRows) -> dict[str, Modulation]:
         """Return the modulation of each layer, by name, for every task; also those without rows."""
-        known_NX = (support.features_NX, support.label_N.unsqueeze(1), support.error_N.unsqueeze(1))
+        features_NX, error_N1 = support.features_NX, support.error_N.unsqueeze(1)
+        known = (features_NX, error_N1 * features_NX, support.label_N.unsqueeze(1), error_N1)
         # Sums over rows are taken in the features' precision, also where autocast is on.
-        dtype = support.features_NX.dtype
-        code_NZ = self.rows(torch.cat(known_NX, dim=1)).to(dtype)
+        code_NZ = self.rows(torch.cat(known, dim=1)).to(features_NX.dtype)
         count_T1 = support.lengths_T.to(code_NZ.dtype).unsqueeze(1)
         task_N = support.lengths_T.new_zeros(len(code_NZ))
         if len(code_NZ):
@@ -87,7 +87,7 @@ class SupportEncoder(nn.Module):
         weights_N1 = self._weights_N1(code_NZ, count_T1, task_N)
         sums_TZ = sums_TZ.index_add(0, task_N, code_NZ * weights_N1)
         mean_TZ = sums_TZ * (count_T1 / (count_T1 + self._prior).clamp(min=1.0))
-        task_TZ = torch.relu(self.task(torch.cat([mean_TZ, count_T1.log1p()], dim=1)))
+        task_TZ = torch.tanh(self.task(torch.cat([mean_TZ, count_T1.log1p()], dim=1)))
         return self._by_layer(self.modulations(task_TZ))
 
     def _weights_N1(self, code_NZ: Tensor, count_T1: Tensor, task_N: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ with c = cold_weight, so that a task without support is predicted well, too. In 
 (Lin et al., "Task-adaptive Neural Process for User Cold-Start Recommendation", arXiv 2103.06137),
 whose modulation is also made of a permutation-invariant code of the support. Departures: no latent
 variable and no clusters of tasks (CBML has these); besides its label a row tells its error, the
-label minus what theta_0 predicts; the modulations start as the identity; one model of any kind is
+label minus what theta_0 predicts; one model of any kind is
 modulated, not a decoder of its own. All gradients are ordinary ones of the equations above, also
 through the errors. Embedding rows do not adapt, whatever adapt_embeddings says.
 
