@@ -4,7 +4,8 @@ GEMM for all tasks and the change inside each task (layer_change.py).
 A gate per task on W's rows and b multiplies x W + b and nothing else; it may shift the product, as
 a bias of the task's own.
 
-Shape suffixes: T tasks, L longest task, N rows, I input width, O output width, S support rows.
+Shape suffixes: T tasks, L longest task, N rows, I input width, O output width, S support rows, M
+parts of a gate.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,26 +25,10 @@ if TYPE_CHECKING:
     from gmeta.adaptation.plan import AdaptationPlan, TaskSize
     from gmeta.adaptation.rates import InnerRates
     from gmeta.adaptation.rows.ragged import RowLayout
-    from gmeta_models.support_encoder import Modulation
 
-
-class Gate(NamedTuple):
-    """What the outputs of a layer are multiplied by for each task, and what is then added."""
-
-    layer: nn.Linear
-    scale_TO: Tensor
-    shift_TO: Tensor | None = None
-
-    def modulated(self, by: Modulation) -> Gate:
-        """Return this gate and one more behind it."""
-        shift_TO = by.shift_TO
-        if self.shift_TO is not None:
-            before_TO = self.shift_TO * by.scale_TO
-            shift_TO = before_TO if shift_TO is None else before_TO + shift_TO
-        return Gate(self.layer, self.scale_TO * by.scale_TO, shift_TO)
-
-
-Gates = Mapping[str, Gate]  # by layer name
+# By layer name: the layer, and what its outputs are multiplied by, then shifted by if M is 2:
+# [T, M, O].
+Gates = Mapping[str, tuple[nn.Linear, Tensor]]
 
 
 @dataclass
@@ -82,8 +67,8 @@ class AdaptedLayers:
         tape = Tape(layout)
         # Hooks run in the order of registration: the gate is part of the output that adapts.
         handles = [
-            gate.layer.register_forward_hook(_gate_hook(name, layout, gate))
-            for name, gate in self._gates.items()
+            layer.register_forward_hook(_gate_hook(name, layout, gate_TMO))
+            for name, (layer, gate_TMO) in self._gates.items()
         ]
         handles += [
             layer.register_forward_hook(self._hook(name, tape))
@@ -128,17 +113,14 @@ class AdaptedLayers:
 
 
 def _gate_hook(
-    name: str, layout: RowLayout, gate: Gate
+    name: str, layout: RowLayout, gate_TMO: Tensor
 ) -> Callable[[nn.Linear, tuple[Tensor], Tensor], Tensor]:
     def on_forward(layer: nn.Linear, args: tuple[Tensor], output: Tensor) -> Tensor:
         _check_rows(name, args[0], layout)
-
-        def of_rows(values_TO: Tensor) -> Tensor:
-            shape = (layout.num_rows, *[1] * (output.dim() - 2), values_TO.shape[1])
-            return layout.spread(values_TO).view(shape)
-
-        scaled = output * of_rows(gate.scale_TO)
-        return scaled if gate.shift_TO is None else scaled + of_rows(gate.shift_TO)
+        shape = layout.num_rows, *[1] * (output.dim() - 2), gate_TMO.shape[2]
+        scale, *shifts = (part.view(shape) for part in layout.spread(gate_TMO).unbind(dim=1))
+        scaled = output * scale
+        return scaled + shifts[0] if shifts else scaled
 
     return on_forward
 

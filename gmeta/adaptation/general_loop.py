@@ -5,7 +5,8 @@ theta_t <- theta_t - a grad L_support(theta_t), k times, for the chosen linear l
 for the task's copy of the embedding rows it uses. All tasks at once: they share no adapted value,
 so the gradient of the summed loss is every task's own gradient.
 
-Shape suffixes: N rows, P distinct (task, row) pairs, D embedding width.
+Shape suffixes: N rows, P distinct (task, row) pairs, D embedding width, T tasks, M parts of a gate,
+O a layer's output width.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from gmeta.adaptation.adapted_layers import AdaptedLayers, Gate, Gates
+from gmeta.adaptation.adapted_layers import AdaptedLayers, Gates
 from gmeta.adaptation.learned import NOTHING_LEARNED, LearnedParts
 from gmeta.adaptation.losses import errors_N, row_losses_N, weighted_sum
 from gmeta.adaptation.plan import AdaptationPlan, TaskSize
@@ -123,12 +124,12 @@ class GeneralLoop:
         if not known:
             inputs, label_N = inputs.no_rows(), label_N[:0]
             layout = RowLayout.of(torch.zeros_like(layout.lengths_T))
-        layers, gates = row_layers(model), dict[str, Gate]()
+        layers, gates_TMO = row_layers(model), dict[str, Tensor]()
         if isinstance(model, GatedModel):
             by_layer = model.gates_TO(layout.mean_TX(model.seen_NX(inputs)))
-            gates = {name: Gate(layers[name], gate_TO) for name, gate_TO in by_layer.items()}
+            gates_TMO = {name: gate_TO.unsqueeze(1) for name, gate_TO in by_layer.items()}
         if encoder is None:
-            return gates
+            return {name: (layers[name], gate_TMO) for name, gate_TMO in gates_TMO.items()}
         error_N = label_N
         if known:
             cold_N = self.output_N(self.unadapted(rows, side), side)
@@ -137,10 +138,12 @@ class GeneralLoop:
         features_NX = inputs.pooled(pooling).side_by_side_NX()
         dtype = features_NX.dtype
         support = SupportRows(features_NX, label_N.to(dtype), error_N.to(dtype), layout.lengths_T)
-        for name, by in encoder(support).items():
-            gate = gates.get(name)
-            gates[name] = Gate(layers[name], *by) if gate is None else gate.modulated(by)
-        return gates
+        for name, by_TMO in encoder(support).items():
+            scale_T1O, shift = by_TMO.tensor_split([1], dim=1)
+            own_T1O = gates_TMO.get(name)
+            scale_T1O = scale_T1O if own_T1O is None else own_T1O * scale_T1O
+            gates_TMO[name] = torch.cat([scale_T1O, shift], dim=1)
+        return {name: (layers[name], gate_TMO) for name, gate_TMO in gates_TMO.items()}
 
     def _step(
         self,

@@ -30,25 +30,18 @@ class SupportRows(NamedTuple):
     lengths_T: Tensor
 
 
-class Modulation(NamedTuple):
-    """What a task does to a layer: (W x + b) * scale + shift; None shifts nothing."""
-
-    scale_TO: Tensor
-    shift_TO: Tensor | None
-
-
 class SupportEncoder(nn.Module):
-    """From the support rows of each task to the modulation of each layer.
+    """From the support rows of each task to what it does to each layer: (W x + b) * scale + shift.
 
     r_n = MLP([x_n, e_n x_n, y_n, e_n])                 what a row says: features, label, error
     m_t = n_t / (n_t + prior) * sum_n w_n r_n           w_n = 1 / n_t, or softmax_n(v . r_n)
     z_t = tanh(V [m_t, log(1 + n_t)])                   the task vector
     scale_t = 2 sigmoid(A z_t + a), shift_t = B z_t + b
 
-    e_n x_n is what the gradient of a linear layer would be: tastes for a feature show in it at once.
-    a and b start at 0, A and B small, so that a new model is nearly the unmodulated one. A task
-    without rows has m_t = 0, and so modulations of its own. Shifting the first layer is the same as giving it the task vector
-    as one more input.
+    e_n x_n is what the gradient of a linear layer would be: a taste for a feature shows in it at
+    once. a and b start at 0, A and B small: a new model is nearly the unmodulated one. A task
+    without rows has m_t = 0, and so modulations of its own. Shifting the first layer is the same as
+    giving it the task vector as one more input.
     """
 
     def __init__(
@@ -72,8 +65,10 @@ class SupportEncoder(nn.Module):
         self.modulations = nn.Linear(hidden[-1], 2 * total if shifts else total)
         nn.init.zeros_(self.modulations.bias)
 
-    def forward(self, support: SupportRows) -> dict[str, Modulation]:
-        """Return the modulation of each layer, by name, for every task; also those without rows."""
+    def forward(self, support: SupportRows) -> dict[str, Tensor]:
+        """Return scale and shift of each layer, by name, for every task, also those without rows:
+        [T, 2, O]; only the scale, [T, 1, O], of an encoder that shifts nothing.
+        """
         features_NX, error_N1 = support.features_NX, support.error_N.unsqueeze(1)
         known = (features_NX, error_N1 * features_NX, support.label_N.unsqueeze(1), error_N1)
         # Sums over rows are taken in the features' precision, also where autocast is on.
@@ -103,11 +98,8 @@ class SupportEncoder(nn.Module):
         weights_N1: Tensor = raised_N1 / sums_T1.index_select(0, task_N)
         return weights_N1
 
-    def _by_layer(self, modulations: Tensor) -> dict[str, Modulation]:
+    def _by_layer(self, made: Tensor) -> dict[str, Tensor]:
         widths = [*self._outputs.values()]
-        scales, *shifts = modulations.split(sum(widths), dim=1)
-        scale = dict(zip(self._outputs, (2.0 * scales.sigmoid()).split(widths, 1), strict=True))
-        if not self._shifts:
-            return {name: Modulation(of_layer, None) for name, of_layer in scale.items()}
-        shift = dict(zip(self._outputs, shifts[0].split(widths, dim=1), strict=True))
-        return {name: Modulation(scale[name], shift[name]) for name in self._outputs}
+        scales, *shifts = made.split(sum(widths), dim=1)
+        both_TMO = torch.stack([2.0 * scales.sigmoid(), *shifts], dim=1)
+        return dict(zip(self._outputs, both_TMO.split(widths, dim=2), strict=True))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.adaptation.losses import row_losses_N
 from gmeta.build import build_learner
@@ -328,8 +329,8 @@ def test_attention_over_large_scores_stays_finite() -> None:
     support = SupportRows(
         torch.full((2, 3), 50.0), torch.full((2,), 50.0), torch.full((2,), 50.0), torch.tensor([2])
     )
-    (by,) = encoder(support).values()
-    assert bool(by.scale_TO.isfinite().all())
+    (gate_TMO,) = encoder(support).values()
+    assert bool(gate_TMO.isfinite().all())
 
 
 @pytest.mark.parametrize("pooling", ["mean", "attention"])
@@ -354,12 +355,10 @@ def test_bf16_products_leave_the_loss_close_and_gradients_finite(pooling: Any) -
 
 
 def refusal(config: AlgorithmConfig, told: bool = True) -> str:
-    features = reference.some_features(1, 0, 0)
+    tables = TableSizes(1, 4, ("s0",), InputSizes(1, 0, 0)) if told else TableSizes(1, 4)
+    model = build_model(MODEL, InputSizes(1, 0, 0))
     with pytest.raises(ValueError) as caught:
-        if told:
-            build_learner(features, MODEL, config, "bce")
-        else:
-            MetaLearner(build_model(MODEL, InputSizes(1, 0, 0)), config, "bce")
+        MetaLearner(model, config, "bce", tables)
     return str(caught.value)
 
 
