@@ -1,4 +1,6 @@
-"""What can be chosen about training batches; the [augment] section of a training config."""
+"""What can be chosen about training batches and the inputs made from them: the [augment] and
+[support_features] sections of a training config.
+"""
 
 from dataclasses import dataclass
 
@@ -23,3 +25,31 @@ class AugmentConfig:
         max=1.0,
     )
     oov_tables: tuple[str, ...] = key((), "tables whose ids oov_dropout may take; []: all of them")
+
+
+@dataclass(frozen=True)
+class SupportFeaturesConfig:
+    """What a task's support rows say, as dense inputs of the model; a support row without its own
+    label.
+    """
+
+    task: bool = key(
+        False, "mean label, spread and number of the task's support rows as inputs of the model"
+    )
+    columns: tuple[str, ...] = key(
+        (),
+        "glob patterns over the sparse columns: mean label and number of the support rows that "
+        "share the row's value as inputs of the model; a column that does not vary inside a task "
+        "says no more than `task`",
+    )
+    shrinkage: float = key(
+        3.0,
+        "rows that a prior counts as in these means: the task's mean in that of a shared value, "
+        "label_prior in the task's",
+        min=0.0,
+    )
+    label_prior: tuple[float, ...] = key(
+        (),
+        "mean and standard deviation of the labels; []: those of the first block of the training "
+        "split",
+    )
