@@ -62,6 +62,23 @@ class LabelPrior(NamedTuple):
         label_N = label_N.astype(np.float64)
         return cls(float(label_N.mean()), float(label_N.std()) or 1.0)
 
+    @classmethod
+    def configured(cls, config: SupportFeaturesConfig) -> LabelPrior | None:
+        """Return the one that the config gives; None if it is left to the data.
+
+        Raises:
+            ValueError: it is no pair of a mean and a deviation above 0.
+        """
+        given = config.label_prior
+        if not given:
+            return None
+        if len(given) != 2 or given[1] <= 0:
+            raise ValueError(
+                f"support_features.label_prior = {list(given)} is no mean and standard deviation "
+                "above 0. Write e.g. [3.6, 1.1], or [] to take them from the training split"
+            )
+        return cls(*given)
+
 
 @dataclass(frozen=True)
 class SupportStatistics:
@@ -189,23 +206,23 @@ class _Rows:
 
     def totals(self) -> _Totals:
         """Return those of each row's task."""
-        return _Totals(*map(self._of_others, (self.label_N, self.label_N**2, self.is_support_N)))
+        values = self.label_N, self.label_N**2, self.is_support_N.astype(np.float64)
+        return _Totals(*map(self._of_others, values))
 
     def shared(self, entries: _Entries) -> tuple[Floats, Floats]:
         """Return sum and number of the labels of the support rows that share the row's values in
         one column, a row once for each id.
         """
-        sums = []
+        sums: list[Floats] = []
         for value_N in (self.label_N, self.is_support_N.astype(np.float64)):
             value_E = value_N[entries.row_E]
             of_pair_P = np.bincount(entries.pair_E, value_E, entries.num_pairs)
             others_E = of_pair_P[entries.pair_E] - value_E
-            sums.append(np.bincount(entries.row_E, others_E, len(value_N)))
+            sums.append(np.bincount(entries.row_E, others_E, len(value_N)).astype(np.float64))
         return sums[0], sums[1]
 
-    def _of_others(self, value_N: npt.NDArray[np.generic]) -> Floats:
-        """Return the sum over the support rows of each row's task, without its own value."""
-        value_N = np.where(self.is_support_N, value_N, 0.0).astype(np.float64)
+    def _of_others(self, value_N: Floats) -> Floats:
+        """Return the sum over each row's task, without its own value; query rows hold 0."""
         sum_T = np.bincount(self.task_N, value_N, self.num_tasks)
         others_N: Floats = sum_T[self.task_N] - value_N
         return others_N
@@ -248,4 +265,5 @@ def _no_columns(batch: TaskBatch) -> npt.NDArray[np.float32]:
     return np.zeros((batch.num_rows, 0), np.float32)
 
 
-NO_STATISTICS = SupportStatistics(False, (), (), (), 0.0, LabelPrior(0.0, 1.0))
+NO_PRIOR = LabelPrior(0.0, 1.0)
+NO_STATISTICS = SupportStatistics(False, (), (), (), 0.0, NO_PRIOR)

@@ -69,7 +69,14 @@ def _learner(folder: Path, config: ExportedConfig) -> MetaLearner:
     tensors = _tensors(folder / LAYERS_FILE)
 
     def built() -> MetaLearner:
-        return build_learner(config.features, config.model, config.algorithm, config.loss)
+        return build_learner(
+            config.features,
+            config.model,
+            config.algorithm,
+            config.loss,
+            config.huber_delta,
+            config.statistics,
+        )
 
     try:
         with torch.device("meta"):  # no memory: somebody's widths could ask for any

@@ -57,7 +57,7 @@ def compare(
     embeddings=st.booleans(),
     pooling=st.sampled_from(["mean", "sum"]),
     interaction=st.sampled_from(["dot", "cat"]),
-    loss=st.sampled_from(["bce", "mse", "huber"]),
+    loss=st.sampled_from(["bce", "mse", "huber", "mae"]),
     prior=st.sampled_from([0.0, 2.5]),
     seed=st.integers(0, 10_000),
     shared_table=st.booleans(),

@@ -104,7 +104,7 @@ def assert_same_step(
     embeddings=st.booleans(),
     rates=st.sampled_from(["layer", "output"]),
     path=st.sampled_from(["low_rank", "materialised", "auto"]),
-    loss=st.sampled_from(["bce", "mse", "huber"]),
+    loss=st.sampled_from(["bce", "mse", "huber", "mae"]),
     num_common=st.integers(0, 2),
     kernel=st.sampled_from([FastMlp, PlainMlp]),
     sizes=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=9).filter(
