@@ -13,8 +13,9 @@ from gmeta.adaptation.algorithms.registry import ALGORITHMS
 from gmeta.adaptation.config import PLAIN, AlgorithmConfig
 from gmeta.adaptation.losses import labels_taken_N
 from gmeta.batches.augment import check_augment
+from gmeta.batches.config import NO_PRIOR, LabelPrior, SupportFeaturesConfig
 from gmeta.batches.labels import check_first_labels
-from gmeta.batches.support_statistics import NO_STATISTICS, LabelPrior, SupportStatistics
+from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.learner import MetaLearner
@@ -138,14 +139,22 @@ def check_source(data: DataConfig) -> None:
 def _statistics(config: TrainConfig, dataset: Dataset) -> SupportStatistics:
     """Return the statistics that the config asks for, with the prior of its training labels."""
     asked = config.support_features
-    prior = LabelPrior.configured(asked)
-    if not (asked.task or asked.columns):
-        return NO_STATISTICS
-    if prior is None:
+    if asked.is_used and LabelPrior.configured(asked) is None:
         label_N = dataset.read_block(config.data.train_split, 0).label_N
         # What the loss does not take is refused elsewhere, with its row.
         prior = LabelPrior.of(label_N[labels_taken_N(config.outer.loss, label_N)])
-    return SupportStatistics.of(asked, dataset.features, prior)
+        asked = replace(asked, label_prior=prior)
+    return statistics_of(asked, dataset.features)
+
+
+def statistics_of(config: SupportFeaturesConfig, features: Features) -> SupportStatistics:
+    """Return the statistics of a config that says their prior.
+
+    Raises:
+        ValueError: it names no column of these, or its prior is none.
+    """
+    prior = LabelPrior.configured(config) or NO_PRIOR
+    return SupportStatistics.of(config, features, prior)
 
 
 def build_learner(

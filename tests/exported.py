@@ -8,7 +8,7 @@ import torch
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.config import SupportFeaturesConfig
-from gmeta.build import build_learner
+from gmeta.build import build_learner, statistics_of
 from gmeta.evaluate import evaluate_run
 from gmeta.export import write_model
 from gmeta.parallel.ranks import Ranks
@@ -51,9 +51,8 @@ def write_random_model(
     )
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    learner = build_learner(
-        features, config.model, config.algorithm, loss, statistics=config.statistics
-    )
+    statistics = statistics_of(config.support_features, features)
+    learner = build_learner(features, config.model, config.algorithm, loss, 1.0, statistics)
     layers = learner.state_dict()
     width = config.model.embedding_dim
     tables = {table.name: torch.randn(table.num_rows, width) for table in features.tables}

@@ -3,8 +3,13 @@
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gmeta_keys import key
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True)
@@ -53,3 +58,46 @@ class SupportFeaturesConfig:
         "mean and standard deviation of the labels; []: those of the first block of the training "
         "split",
     )
+
+    @property
+    def is_used(self) -> bool:
+        """Tell whether any of them is asked for."""
+        return self.task or bool(self.columns)
+
+
+class LabelPrior(NamedTuple):
+    """What is known of a label before any row of its task: what statistics of support rows are
+    shrunken to, and counted from in units of its deviation.
+    """
+
+    mean: float
+    deviation: float
+
+    @classmethod
+    def of(cls, label_N: "npt.NDArray[np.floating[Any]]") -> "LabelPrior":
+        """Return mean and standard deviation of these labels; 0 and 1 of none, a deviation of 1 for
+        labels that are all alike.
+        """
+        if not label_N.size:
+            return NO_PRIOR
+        return cls(float(label_N.mean(dtype=float)), float(label_N.std(dtype=float)) or 1.0)
+
+    @classmethod
+    def configured(cls, config: "SupportFeaturesConfig") -> "LabelPrior | None":
+        """Return the one that the config gives; None if it is left to the data.
+
+        Raises:
+            ValueError: it is no pair of a mean and a deviation above 0.
+        """
+        given = config.label_prior
+        if not given:
+            return None
+        if len(given) != 2 or given[1] <= 0:
+            raise ValueError(
+                f"support_features.label_prior = {list(given)} is no mean and standard deviation "
+                "above 0. Write e.g. [3.6, 1.1], or [] to take them from the training split"
+            )
+        return cls(*given)
+
+
+NO_PRIOR = LabelPrior(0.0, 1.0)

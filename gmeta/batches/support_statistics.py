@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gmeta.batches.config import NO_PRIOR, LabelPrior
 from metaio.ragged import row_sums
 from metaio.read.task_rows import task_rows
 
@@ -42,42 +43,6 @@ Floats = npt.NDArray[np.float64]
 _MANY_ROWS = 100.0
 # The row that every table keeps for ids outside its vocabulary.
 _OOV_ROW = 0
-
-
-class LabelPrior(NamedTuple):
-    """What is known of a label before any row of its task: what the statistics are shrunken to, and
-    counted from in units of its deviation.
-    """
-
-    mean: float
-    deviation: float
-
-    @classmethod
-    def of(cls, label_N: npt.NDArray[np.floating]) -> LabelPrior:
-        """Return mean and standard deviation of these labels; 0 and 1 of none, a deviation of 1 for
-        labels that are all alike.
-        """
-        if not label_N.size:
-            return cls(0.0, 1.0)
-        label_N = label_N.astype(np.float64)
-        return cls(float(label_N.mean()), float(label_N.std()) or 1.0)
-
-    @classmethod
-    def configured(cls, config: SupportFeaturesConfig) -> LabelPrior | None:
-        """Return the one that the config gives; None if it is left to the data.
-
-        Raises:
-            ValueError: it is no pair of a mean and a deviation above 0.
-        """
-        given = config.label_prior
-        if not given:
-            return None
-        if len(given) != 2 or given[1] <= 0:
-            raise ValueError(
-                f"support_features.label_prior = {list(given)} is no mean and standard deviation "
-                "above 0. Write e.g. [3.6, 1.1], or [] to take them from the training split"
-            )
-        return cls(*given)
 
 
 @dataclass(frozen=True)
@@ -265,5 +230,4 @@ def _no_columns(batch: TaskBatch) -> npt.NDArray[np.float32]:
     return np.zeros((batch.num_rows, 0), np.float32)
 
 
-NO_PRIOR = LabelPrior(0.0, 1.0)
 NO_STATISTICS = SupportStatistics(False, (), (), (), 0.0, NO_PRIOR)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.config import SupportFeaturesConfig
-from gmeta.batches.support_statistics import NO_PRIOR, LabelPrior, SupportStatistics
+from gmeta.batches.config import LabelPrior, SupportFeaturesConfig
 from gmeta.config import config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.files.checked_json import read_json
@@ -66,16 +65,6 @@ class ExportedConfig:
     files: dict[str, FileEntry]
     huber_delta: float = 1.0
     support_features: SupportFeaturesConfig = field(default_factory=SupportFeaturesConfig)
-
-    @property
-    def statistics(self) -> SupportStatistics:
-        """Return what the model takes of a task's support rows beside its columns.
-
-        Raises:
-            ValueError: they name a column that the model does not have.
-        """
-        prior = LabelPrior.configured(self.support_features)
-        return SupportStatistics.of(self.support_features, self.features, prior or NO_PRIOR)
 
 
 def table_file(index: int) -> str:
@@ -148,8 +137,8 @@ def _from_json(path: Path, body: dict[str, Any]) -> ExportedConfig:
         sections = {key: body[key] for key in ("model", "algorithm")}
         inputs = body.get("support_features", {})
         parts = config_from_dict({**sections, "support_features": inputs, "outer": outer})
-        uses_prior = parts.support_features.task or parts.support_features.columns
-        if LabelPrior.configured(parts.support_features) is None and uses_prior:
+        support = parts.support_features
+        if LabelPrior.configured(support) is None and support.is_used:
             raise ValueError("its support_features have no label_prior")
         if body["table_format"] not in TABLE_FORMATS:
             raise ConfigError(f"table_format {body['table_format']!r} is unknown")

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gmeta.build import build_learner, check_registered
+from gmeta.build import build_learner, check_registered, statistics_of
 from gmeta.errors import GMetaError
 from gmeta.learner import MetaLearner
 from gmeta.serving.columns import ColumnEncoder, IdColumns, RawColumns
@@ -75,7 +75,7 @@ def _learner(folder: Path, config: ExportedConfig) -> MetaLearner:
             config.algorithm,
             config.loss,
             config.huber_delta,
-            config.statistics,
+            statistics_of(config.support_features, config.features),
         )
 
     try:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.config import SupportFeaturesConfig
-from gmeta.batches.support_statistics import NO_STATISTICS, LabelPrior, SupportStatistics
+from gmeta.batches.config import LabelPrior, SupportFeaturesConfig
+from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta.build import build_learner
 from gmeta_models import ModelConfig
 from tests import reference

@@ -8,8 +8,8 @@ import torch
 
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
 from gmeta.adaptation.config import PLAIN, AlgorithmConfig
-from gmeta.batches.config import SupportFeaturesConfig
-from gmeta.batches.support_statistics import LabelPrior, SupportStatistics
+from gmeta.batches.config import LabelPrior, SupportFeaturesConfig
+from gmeta.batches.support_statistics import SupportStatistics
 from gmeta.build import build_learner
 from gmeta_models import ModelConfig
 from tests import reference

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gmeta.batches.augment import resplit
-from gmeta.batches.config import SupportFeaturesConfig
-from gmeta.batches.support_statistics import NO_STATISTICS, LabelPrior, SupportStatistics
+from gmeta.batches.config import LabelPrior, SupportFeaturesConfig
+from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
 from metaio.read.batch import empty_batch
 from tests.reference import Task, batch_of, random_task, some_features
 
