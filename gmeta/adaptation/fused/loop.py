@@ -288,6 +288,7 @@ class _Layers:
                 for layer, name in zip(self.layers, self.names, strict=True)
             ),
             tasks.support,
+            tuple(1.0 if name is None else plan.bias_rate(name) for name in self.names),
         )
 
 
