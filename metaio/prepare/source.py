@@ -62,8 +62,10 @@ class DuckSource:
         self._connection = duckdb.connect()
         self._run(f"SET memory_limit = '{memory_bytes // (1 << 20)}MiB'")
         self._run(f"SET threads = {threads}")
-        # The order is decided later, by sorting; keeping this one would cost memory.
-        self._run("SET preserve_insertion_order = false")
+        # The order is decided later, by sorting; keeping this one costs memory. Only where a row is
+        # known by its place alone, it must be that of the files.
+        keeps = "true" if schema.needs_input_order else "false"
+        self._run(f"SET preserve_insertion_order = {keeps}")
         # Times that name no zone are UTC on every machine.
         self._run("SET TimeZone = 'UTC'")
         # gmeta has its own.
@@ -320,7 +322,9 @@ class DuckSource:
         return dict(zip(columns, empty.schema.types, strict=True))
 
     def batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        """Yield all rows, in no particular order, in batches that share nothing."""
+        """Yield all rows in batches that share nothing: in the order of the files' names and of
+        their lines where the schema needs that, else in no particular order.
+        """
         if self._arrow_gives_the_same:
             for name in self._files.names:
                 with self._refused(name):
