@@ -19,7 +19,8 @@ from metaio.counted import counted
 from metaio.errors import DataError
 from metaio.hashing import UInt64, splitmix64
 from metaio.prepare.schema import DenseColumn, Schema, SparseColumn
-from metaio.prepare.splits import PLACE, SIDE_OF_FILE, Splits, side_values, split_of
+from metaio.prepare.sides import SIDE_OF_FILE, side_values
+from metaio.prepare.splits import PLACE, Splits, split_of
 from metaio.prepare.values import (
     Kind,
     as_float32,

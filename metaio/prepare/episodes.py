@@ -5,7 +5,7 @@ Shape suffixes: N rows, T tasks or episodes, V ids of all multi-id features; T1 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,8 @@ from metaio.prepare.encode import EncodedRows
 from metaio.prepare.row_order import total_order
 from metaio.prepare.rules import EpisodeRule
 from metaio.prepare.schema import Schema
-from metaio.prepare.splits import QUERY, SUPPORT, Cutting
+from metaio.prepare.sides import QUERY, SUPPORT
+from metaio.prepare.splits import Cutting
 from metaio.ragged import Int64, offsets, ragged_indices, row_sums
 
 
@@ -236,7 +237,9 @@ def _by_sides(
             short_tasks=int(short.sum()), short_rows=int(tasks.length_T[short].sum())
         )
         sided = sided & ~short
-    given, lost_of_sides = _cut_sides(rule, tasks.chosen(sided), task_N)
+    most = schema.membership.max_rows if schema.membership else None
+    sides_rule = replace(rule, max_rows=most or rule.max_rows)
+    given, lost_of_sides = _cut_sides(sides_rule, tasks.chosen(sided), task_N)
     first_T, length_T, lost_of_rule = _cut(
         rule, tasks.start_T[ruled], tasks.length_T[ruled], task_N
     )

@@ -52,6 +52,8 @@ class MembershipRule:
     query: str | None = None
     # A task that has query rows alone: kept, it is scored without adapting.
     without_support: Literal["keep", "drop"] = "keep"
+    # Of an episode with given sides; absent: that of [episodes].
+    max_rows: int | None = None
 
     @property
     def by_files(self) -> bool:
@@ -247,6 +249,11 @@ def check_membership(rule: MembershipRule, by: str, by_time: bool) -> None:
         )
     if not rule.by_files and patterns:
         raise SchemaError("membership has both a column and patterns of file names. Give one")
+    if rule.max_rows is not None and rule.max_rows < 2:
+        raise SchemaError(
+            f"membership.max_rows is {rule.max_rows}; at least 2 is needed, a support and a query "
+            "row. Raise it"
+        )
     if by_time or by == "time":
         raise SchemaError(
             f"[membership] says which rows are query, and so does "

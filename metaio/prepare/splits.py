@@ -18,13 +18,10 @@ from metaio.format.names import check_split_name
 from metaio.hashing import UInt64, splitmix64
 from metaio.prepare.rules import DEFAULT_VALIDATION_SHARE, VALIDATION
 from metaio.prepare.schema import Schema
+from metaio.prepare.sides import QUERY, SUPPORT, UNDECIDED
 from metaio.prepare.values import integer_values, time_of, time_values
 from metaio.ragged import Int64
 
-# Which side of its episode a row is on. UNDECIDED leaves it to [episodes].
-SUPPORT, QUERY, UNDECIDED = 0, 1, 2
-# What the source calls the side that a file's name says.
-SIDE_OF_FILE = "side of the file"
 # Where a row stands in the input, of engines that do not keep its order.
 PLACE = "place in the input"
 
@@ -157,25 +154,6 @@ def copies_of_windows(splits: Splits, window_N: Int64) -> tuple[Int64, Int64, np
         sides.append(np.where(window_N[own] == window, QUERY, SUPPORT).astype(np.int8))
     split_N = np.repeat(np.array(split), [len(own) for own in chosen])
     return np.concatenate(chosen), split_N, np.concatenate(sides)
-
-
-def side_values(name: str, column: pa.Array) -> npt.NDArray[np.int8]:
-    """Return the side of each row [N] from a column of "support", "query" and nulls.
-
-    Raises:
-        DataError: it holds anything else.
-    """
-    if pa.types.is_null(column.type):
-        return np.full(len(column), UNDECIDED, np.int8)
-    words = column.cast(pa.string()) if not pa.types.is_string(column.type) else column
-    known = pc.index_in(words, value_set=pa.array(["support", "query"]))
-    wrong = pc.and_(pc.is_null(known), pc.is_valid(words))
-    if pc.any(wrong).as_py():
-        raise DataError(
-            f"membership column {name} holds {words.filter(wrong)[0].as_py()!r}; support, query "
-            "and null are allowed. Correct those rows"
-        )
-    return np.asarray(pc.fill_null(known, UNDECIDED)).astype(np.int8)
 
 
 class WindowSearch:
