@@ -56,9 +56,10 @@ def check_some(num_episodes: int, dropped: Dropped) -> None:
         DataError: every task was left out.
     """
     if not num_episodes:
+        long = f", {dropped.long_tasks:,} with more than max_rows" if dropped.long_tasks else ""
         raise DataError(
             f"the inputs make 0 episodes: {counted(dropped.short_tasks, 'task')} with fewer rows "
-            f"than min_rows, {dropped.one_sided_episodes:,} without support or query. Lower "
+            f"than min_rows, {dropped.one_sided_episodes:,} without support or query{long}. Lower "
             "min_rows or query_rows under [episodes], or look into the task column"
         )
 
