@@ -49,7 +49,7 @@ def session() -> Iterator[Any]:
         # Shuffled by their place in the file.
         {"episodes": {**BASE["episodes"], "by": "random"}},
         {"splits": {"by_time": {"train": 0.5, "test": 0.5}, "new_tasks": "apart"}},
-        {"membership": {"column": "side"}},
+        {"membership": {"column": "side"}, "negatives": {"item": "item", "columns": ["tags"]}},
     ],
 )
 def test_spark_and_one_machine_agree_to_the_byte(
