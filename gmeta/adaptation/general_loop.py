@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gmeta.adaptation.adapted_layers import AdaptedLayers, Gates
 from gmeta.adaptation.learned import NOTHING_LEARNED, LearnedParts
-from gmeta.adaptation.losses import errors_N, row_losses_N, weighted_sum
+from gmeta.adaptation.losses import LossFunction, errors_N, row_losses_N, weighted_sum
 from gmeta.adaptation.plan import AdaptationPlan, TaskSize
 from gmeta.adaptation.rates import InnerRates, scaled
 from gmeta.adaptation.rows.ragged import RowLayout
@@ -45,7 +45,7 @@ class GeneralLoop:
         self,
         model: nn.Module,
         plan: AdaptationPlan,
-        loss: str,
+        loss: LossFunction,
         rates: InnerRates,
         learned: LearnedParts = NOTHING_LEARNED,
     ) -> None:

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.losses import row_losses_N
+from gmeta.adaptation.losses import LossFunction, row_losses_N
 from gmeta.build import build_learner
 from gmeta.learner import MetaLearner
 from gmeta_models import InputSizes, ModelConfig, build_model
@@ -128,7 +128,7 @@ def slow_loss(
         for known in (task, replace(task, num_support=0)):
             weights = start_of(learner, tables, features, known, config, loss)
             output = functional_call(learner.model, weights, (inputs,))
-            losses.append(row_losses_N(loss, output, label).mean())
+            losses.append(row_losses_N(LossFunction(loss), output, label).mean())
         warm, cold = losses
         terms.append((1 - config.cold_weight) * warm + config.cold_weight * cold)
     return torch.stack(terms).mean()
@@ -163,7 +163,7 @@ def fetched(batch: Any, tables: Tables) -> Tensor:
     pooling=st.sampled_from(["mean", "attention"]),
     modulation=st.sampled_from(["film", "gate"]),
     prior=st.sampled_from([0.0, 2.5]),
-    loss=st.sampled_from(["bce", "mse", "huber"]),
+    loss=st.sampled_from(["bce", "mse", "huber", "mae"]),
     layers=st.sampled_from([("*",), ("*.0",)]),
     seed=st.integers(0, 1000),
 )
@@ -257,7 +257,9 @@ def stepped(
     label = torch.tensor(task.label, dtype=torch.float64)[: task.num_support]
     for _ in range(config.inner_steps):
         inputs = reference.rows_inputs(task, features, tables, range(task.num_support))
-        losses = row_losses_N("bce", functional_call(learner.model, weights, (inputs,)), label)
+        losses = row_losses_N(
+            LossFunction("bce"), functional_call(learner.model, weights, (inputs,)), label
+        )
         now = weights | tables if config.adapt_embeddings else weights
         grads = torch.autograd.grad(losses.mean(), list(now.values()), create_graph=True)
         steps = zip(now.items(), grads, strict=True)
@@ -286,7 +288,9 @@ def test_inner_steps_start_from_the_encoders_weights(rows_adapt: bool) -> None:
         query = range(task.num_support, len(task.label))
         inputs = reference.rows_inputs(task, features, own, query)
         label = torch.tensor(task.label, dtype=torch.float64)[task.num_support :]
-        losses = row_losses_N("bce", functional_call(learner.model, weights, (inputs,)), label)
+        losses = row_losses_N(
+            LossFunction("bce"), functional_call(learner.model, weights, (inputs,)), label
+        )
         terms.append(losses.mean())
     expected = torch.stack(terms).mean()
     batch = reference.batch_of(tasks, features)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.losses import row_losses_N
+from gmeta.adaptation.losses import LossFunction, row_losses_N
 from gmeta.build import build_learner
 from gmeta.learner import MetaLearner
 from gmeta_models import ModelConfig
@@ -91,7 +91,7 @@ def slow(
     losses = []
     for _ in range(config.inner_steps if task.num_support else 0):
         output = outputs(learner, tables, task, phi, support, weights)
-        cold = row_losses_N(loss, output, label[: task.num_support]).mean()
+        cold = row_losses_N(LossFunction(loss), output, label[: task.num_support]).mean()
         losses.append(cold)
         moving = {name: weights[name] for name in weights if name.startswith("decision")}
         moving = moving if config.adapt_layers == ("decision.*",) else {}
@@ -105,7 +105,7 @@ def slow(
     before_weights: Tables = dict(learner.model.named_parameters())
     before = outputs(learner, tables, task, start, query, before_weights)
     after = outputs(learner, tables, task, phi, query, weights)
-    warm = row_losses_N(loss, after, label[task.num_support :]).mean()
+    warm = row_losses_N(LossFunction(loss), after, label[task.num_support :]).mean()
     return before, after, losses[0] if losses else torch.zeros_like(warm), warm
 
 
