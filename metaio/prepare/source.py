@@ -80,7 +80,7 @@ class DuckSource:
         first = self._files.names[0]
         self._types = self._column_types(first)
         self._check_columns(first)
-        self._side_of = {name: side_of_file(schema, name) for name in self._files.names}
+        self._side_of = {name: side_of_file(schema.membership, name) for name in self._files.names}
         for name in self._files.names[1:]:
             self._check_drift(name)
         if self._files.kind == "Parquet":
