@@ -53,7 +53,7 @@ class RawColumns:
     ) -> None:
         self._task = columns.task
         # Rows to predict have no split, and their order within a task does not matter.
-        self._schema = replace(schema, time=None, splits=SplitRule())
+        self._schema = replace(schema, time=None, row_id=None, splits=SplitRule())
         fitted = Fitted(dict(vocabularies), dict(columns.moments), kinds=columns.kinds)
         self._encoder = Encoder(self._schema, fitted)
         # A column of nulls alone, or of no rows, says nothing of its type: the schema does.

@@ -3,7 +3,8 @@ order.
 
 The same function serves DuckDB, Spark and prediction, so that all of them agree to the byte.
 
-Shape suffixes: N rows, F single-id features, M multi-id features, V ids of all multi-id features.
+Shape suffixes: N rows, F single-id features, M multi-id features, V ids of all multi-id features;
+R is 1 where the schema names row ids, else 0.
 """
 
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ class EncodedRows:
     task_N: Int64
     time_N: Int64
     row_hash_N: UInt64
+    row_id_NR: Int64
     split_N: npt.NDArray[np.int32]
     label_N: npt.NDArray[np.float32]
     ids_NF: npt.NDArray[np.integer[Any]]  # int32 where all tables are that small
@@ -84,6 +86,7 @@ def array_types(schema: Schema) -> dict[str, tuple[np.dtype[Any], int | None]]:
         "task_N": (np.dtype("<i8"), None),
         "time_N": (np.dtype("<i8"), None),
         "row_hash_N": (np.dtype("<u8"), None),
+        "row_id_NR": (np.dtype("<i8"), 1 if schema.row_id else 0),
         "split_N": (np.dtype("<i4"), None),
         "label_N": (np.dtype("<f4"), None),
         "ids_NF": (ids, len(schema.single)),
@@ -157,7 +160,7 @@ def refuse_nulls(schema: Schema, nulls: dict[str, int]) -> None:
     allowed = {column.column for column in schema.sparse if column.null == "unknown"}
     allowed |= {column.column for column in schema.dense if column.fill is not None}
     required = {schema.task.column, schema.label.column}
-    required |= {schema.time.column} if schema.time else set()
+    required |= {part.column for part in (schema.time, schema.row_id) if part}
     for name in schema.columns:
         count = nulls.get(name, 0)
         if count and (name in required or name not in allowed):
@@ -217,11 +220,19 @@ class Encoder:
         # The task is left out: the hash orders rows within a task, where it is always the same.
         bits_N = label_N.view(np.uint32) ^ sums_N ^ np.uint64(schema.seed)
         row_hash_N = _row_hash(bits_N, ids_NF, dense_NK.view(np.uint32), lengths_NM)
+        row_id_NR = np.zeros((num_rows, 0), dtype=np.int64)
+        if schema.row_id is not None:
+            row_id_NR = _row_ids(schema.row_id.column, batch).reshape(num_rows, 1)
+            # Rows that are named apart are not told apart by what they hold: one feature column
+            # more or less leaves their order as it is.
+            own_N = splitmix64(row_id_NR.ravel().view(np.uint64))
+            row_hash_N = splitmix64(own_N ^ np.uint64(schema.seed))
         return EncodedRows(
             task_hash_N,
             task_N,
             time_N,
             row_hash_N,
+            row_id_NR,
             split_N,
             label_N,
             ids_NF,
@@ -330,6 +341,22 @@ class Encoder:
         # agree.
         sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(mixed, dtype=np.uint64)])
         return values, sums[row_offsets[1:]] - sums[row_offsets[:-1]]
+
+
+def _row_ids(name: str, batch: pa.RecordBatch) -> Int64:
+    """Return the ids of rows as they are given.
+
+    Raises:
+        DataError: they are no integers.
+    """
+    column = batch[name]
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if not pa.types.is_integer(kind):
+        raise DataError(
+            f"row_id column {name} has type {column.type}; integers are needed. Number the rows, "
+            "or leave [row_id] out"
+        )
+    return integer_values(column)
 
 
 def _row_hash(bits_N: UInt64, *columns: npt.NDArray[np.integer[Any]]) -> UInt64:

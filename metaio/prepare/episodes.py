@@ -87,6 +87,7 @@ class Episodes:
             ids_NF=np.take(rows.ids_NF, chosen_N, axis=0),
             multi_ids_V=rows.values_V[values],
             multi_lengths_NM=np.take(rows.lengths_NM, chosen_N, axis=0),
+            row_id_N=np.take(rows.row_id_NR, chosen_N, axis=0).ravel(),
         )
 
 

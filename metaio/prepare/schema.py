@@ -43,6 +43,15 @@ class TimeColumn:
 
 
 @dataclass(frozen=True)
+class RowIdColumn:
+    """Integers by which each raw row can be found again, each given once: stored beside the rows,
+    never seen by a model.
+    """
+
+    column: str
+
+
+@dataclass(frozen=True)
 class SparseColumn:
     """Ids of one table: exactly one of `hash` (rows of the table) and `vocabulary` (least count) is
     given.
@@ -127,6 +136,7 @@ class Schema:
     task: TaskColumn
     label: LabelColumn
     time: TimeColumn | None = None
+    row_id: RowIdColumn | None = None
     single: tuple[SparseColumn, ...] = ()
     multi: tuple[SparseColumn, ...] = ()
     dense: tuple[DenseColumn, ...] = ()
@@ -144,7 +154,7 @@ class Schema:
     def columns(self) -> list[str]:
         """Return every raw column that is read, each once."""
         names = [self.task.column, self.label.column]
-        names += [part.column for part in (self.time,) if part is not None]
+        names += [part.column for part in (self.time, self.row_id) if part is not None]
         names += [part.column for part in self.sparse]
         names += [part.column for part in self.dense]
         names += [self.splits.column] if self.splits.column else []
@@ -194,6 +204,7 @@ def features_of(schema: Schema, vocabulary_sizes: dict[str, int]) -> Features:
         single=tuple(FeatureSpec(column.column, column.table_name) for column in schema.single),
         multi=tuple(FeatureSpec(column.column, column.table_name) for column in schema.multi),
         dense=tuple(column.column for column in schema.dense),
+        row_id=schema.row_id.column if schema.row_id else "",
     )
 
 
@@ -275,7 +286,13 @@ def _check(schema: Schema) -> None:
                 f"column {label} is the label and a feature: the model would be told the answer. "
                 "Remove the feature"
             )
-    for role, part in (("task", schema.task), ("time", schema.time), ("splits", schema.splits)):
+    roles = {
+        "task": schema.task,
+        "time": schema.time,
+        "row_id": schema.row_id,
+        "splits": schema.splits,
+    }
+    for role, part in roles.items():
         if part is not None and part.column == label:
             raise SchemaError(
                 f"column {label} is the label and the column of [{role}]: rows would be dealt by "
