@@ -17,6 +17,7 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.config import AugmentConfig
 from gmeta.errors import ConfigError
 from gmeta.files.local import check_local
+from gmeta.metrics.config import EvaluationConfig
 from gmeta.settings import describe_settings, settings_from_dict
 from gmeta.tables.sharding import ShardingConfig
 from gmeta_keys import key
@@ -153,7 +154,7 @@ class RunConfig:
         0, "end after so many validations in a row without a better score; 0: never", min=0
     )
     early_stop_metric: str = key(
-        "", "metric that must improve; empty: auc of clicks, mae of ratings"
+        "", "metric that must improve, any of evaluation.metrics' names; empty: the headline"
     )
     early_stop_min_delta: float = key(0.0, "smallest improvement that counts", min=0.0)
     # A larger one overflows what torch counts timeouts in.
@@ -172,6 +173,7 @@ class TrainConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     @property

@@ -21,7 +21,7 @@ from gmeta.checkpoints.loader import check_config, checkpoint_to_use, load_check
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.reader import open_reader
-from gmeta.metrics import evaluate_split
+from gmeta.metrics.catalogue import Scoring, evaluate_split
 from gmeta.parallel.ranks import Ranks, gather_to_first
 from gmeta.parallel.sharding import ShardedLearner, local_learner, shard_learner
 from gmeta.parallel.steps import in_step
@@ -68,6 +68,7 @@ def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> 
         algorithm=config.algorithm.name,
         model=config.model.name,
         loss=config.outer.loss,
+        evaluation=config.evaluation,
         step=progress.step,
         predictions=pa.concat_tables([table for table in tables if table is not None]),
         history=folder.read_metrics(),
@@ -125,7 +126,10 @@ def score_split(
     if table is None:
         return {}
     label, after, task = (table[name].to_numpy() for name in ("label", "after", "task"))
-    values = evaluate_split(label, after, task, config.outer.loss)
+    scoring = Scoring(config.outer.loss, config.evaluation)
+    # What decides when to stop need not be what is reported.
+    names = dict.fromkeys([*scoring.names, *filter(None, [config.run.early_stop_metric])])
+    values = evaluate_split(label, after, task, scoring, list(names))
     # JSON has no NaN.
     return {name: None if np.isnan(value.value) else value.value for name, value in values.items()}
 

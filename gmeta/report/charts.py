@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from gmeta.metrics import MetricInfo
+from gmeta.metrics.catalogue import MetricInfo
 from gmeta.report.evaluation import STAGES, Estimate, Evaluation, Group, Result, RunFacts
 from gmeta.report.history import Curve
 from gmeta.report.render import NUM_SERIES_COLORS, Axes, Chart, Panel, Series, light
 
 MARKERS = ("o", "s", "^", "D")
-_OF_RATINGS = ("mae", "ndcg@3", "auc")
-CHARTED_METRICS = {"bce": ("auc", "gauc", "logloss"), "mse": _OF_RATINGS, "huber": _OF_RATINGS}
+# Drawn where they are reported; other metrics take their places by their order in the report.
+USUALLY_CHARTED = ("mae", "ndcg@3", "auc", "gauc", "logloss")
+NUM_CHARTED = 3
 WHISKERS = "Lines through the points are 95 % intervals over tasks; no line: fewer than ten tasks."
 
 
@@ -34,6 +35,14 @@ def charts_of(evaluation: Evaluation, curves: Sequence[Curve]) -> list[Chart]:
     return [chart for chart in charts if chart.panels]
 
 
+def charted_metrics(evaluation: Evaluation) -> list[str]:
+    """Return the metrics that get a picture, the headline among them, in the order to draw."""
+    names = list(evaluation.metrics)
+    usual = [name for name in USUALLY_CHARTED if name in names]
+    chosen = list(dict.fromkeys([names[0], *usual, *names]))[:NUM_CHARTED]
+    return chosen
+
+
 def series_of(runs: Sequence[RunFacts]) -> list[Series]:
     """Return both stages of each run as series; from the fifth run on colours repeat with other
     markers."""
@@ -49,7 +58,7 @@ def series_of(runs: Sequence[RunFacts]) -> list[Series]:
 
 def _groups_chart(evaluation: Evaluation, series: Sequence[Series]) -> Chart:
     height_inches = 1.0 + max(1.4, len(evaluation.groups) * (0.2 + 0.15 * len(series)))
-    infos = {name: evaluation.metrics[name] for name in CHARTED_METRICS[evaluation.loss]}
+    infos = {name: evaluation.metrics[name] for name in charted_metrics(evaluation)}
     panels = [
         Panel(
             info.label,

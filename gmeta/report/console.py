@@ -5,7 +5,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gmeta.metrics import MetricInfo
+from gmeta.metrics.catalogue import MetricInfo
 from gmeta.report.evaluation import Difference, Evaluation, Group, Verdict
 from gmeta.report.wording import Line, line_of, number, signed, size_of
 
@@ -36,7 +36,8 @@ def console_table(evaluation: Evaluation) -> RenderableType:
 
 def _table(evaluation: Evaluation, group: Group) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("", width=METRIC_WIDTH, no_wrap=True)
+    longest = max(len(_metric(info)) for info in evaluation.metrics.values())
+    table.add_column("", width=max(METRIC_WIDTH, longest), no_wrap=True)
     table.add_column("before", justify="right", width=VALUE_WIDTH)
     table.add_column("adapted", justify="right", width=VALUE_WIDTH)
     table.add_column("change", justify="right", width=VERDICT_WIDTH)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from gmeta.metrics import Loss, MetricInfo
+from gmeta.metrics.catalogue import Loss, MetricInfo
 
 SCHEMA = "gmeta.evaluation/1"
 Stage: TypeAlias = Literal["before", "after"]

@@ -39,7 +39,7 @@ def write(folder: Path, runs: Sequence[EvaluatedRun]) -> ReportPaths:
         OSError: the folder cannot be written; a file that stood there before is left as it was.
     """
     evaluation = summarise(runs)
-    charts = charts_of(evaluation, curves_of(runs[0].history, evaluation.loss, evaluation.headline))
+    charts = charts_of(evaluation, curves_of(runs[0].history, runs[0].scoring))
     chart_folder = folder / "charts"
     pictures = {chart_folder / f"{chart.name}.png": png_sheet(chart) for chart in charts}
     json_path, html_path = folder / "evaluation.json", folder / "report.html"

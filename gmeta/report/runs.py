@@ -9,7 +9,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gmeta.errors import UserError
-from gmeta.metrics import Array, Loss
+from gmeta.metrics.catalogue import Loss, Scoring
+from gmeta.metrics.config import EvaluationConfig
+from gmeta.metrics.terms import Array
 from gmeta.report.evaluation import STAGES, Stage
 from metaio.counted import counted
 
@@ -47,6 +49,12 @@ class EvaluatedRun:
     environment: dict[str, Any]
     dataset: str = field(default="")
     evaluated_at: str = field(default="")
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    @property
+    def scoring(self) -> Scoring:
+        """Return what of its predictions is measured."""
+        return Scoring(self.loss, self.evaluation)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gmeta.metrics import Array, Floats, Ints, Loss, MetricInfo, Terms, metric_infos, split_terms
+from gmeta.metrics.catalogue import MetricInfo, Scoring, metric_infos, split_terms
+from gmeta.metrics.terms import Array, Floats, Ints, Terms
 from gmeta.report.evaluation import (
     SCHEMA,
     STAGES,
@@ -50,22 +51,24 @@ def summarise(runs: Sequence[EvaluatedRun]) -> Evaluation:
         UserError: the runs cannot be reported or compared; see check_runs.
     """
     check_runs(runs)
-    loss = runs[0].loss
-    infos = metric_infos(loss)
-    groups = tuple(_Group(name, runs, loss).summary() for name in split_names(runs[0].predictions))
+    scoring = runs[0].scoring
+    infos = metric_infos(scoring)
+    groups = tuple(
+        _Group(name, runs, scoring).summary() for name in split_names(runs[0].predictions)
+    )
     method = IntervalMethod("percentile bootstrap over tasks", LEVEL_PERCENT, RESAMPLES, SEED)
     return Evaluation(
-        SCHEMA, loss, next(iter(infos)), infos, method, tuple(map(_facts, runs)), groups
+        SCHEMA, scoring.loss, scoring.names[0], infos, method, tuple(map(_facts, runs)), groups
     )
 
 
 class _Group:
     """One split of all runs: keeps the resampled values, which every comparison takes pairs of."""
 
-    def __init__(self, name: str, runs: Sequence[EvaluatedRun], loss: Loss) -> None:
+    def __init__(self, name: str, runs: Sequence[EvaluatedRun], scoring: Scoring) -> None:
         self._name = name
-        self._loss = loss
-        self._infos = metric_infos(loss)
+        self._scoring = scoring
+        self._infos = metric_infos(scoring)
         split = {run.name: rows_of_split(run.predictions, name) for run in runs}
         self._rows = {run: rows for run, rows in split.items() if rows.task_N.size}
         self._first = runs[0].name
@@ -76,7 +79,7 @@ class _Group:
         self._values: dict[tuple[str, Stage], dict[str, Floats]] = {}
         for run, rows in self._rows.items():
             for stage in STAGES:
-                terms = split_terms(rows.label_N, rows.prediction_N(stage), rows.task_N, loss)
+                terms = split_terms(rows.label_N, rows.prediction_N(stage), rows.task_N, scoring)
                 # Equal seeds and task counts give equal draws: values of two runs pair up across
                 # these calls.
                 values_MB = bootstrap_values(list(terms.values()), RESAMPLES, SEED)
@@ -97,7 +100,7 @@ class _Group:
             results=tuple(self._result(run, stage) for run in self._rows for stage in STAGES),
             comparisons=tuple(self._comparisons()),
             by_support_rows=tuple(self._support_bins(support_E)),
-            calibration=tuple(self._calibrations()) if self._loss == "bce" else (),
+            calibration=tuple(self._calibrations()) if self._scoring.loss == "bce" else (),
         )
 
     def _result(self, run: str, stage: Stage) -> Result:
@@ -149,7 +152,7 @@ class _Group:
     def _headline(self, run: str, rows: SplitRows, stage: Stage) -> Result:
         name = next(iter(self._infos))
         terms = split_terms(
-            rows.label_N, rows.prediction_N(stage), rows.task_N, self._loss, [name]
+            rows.label_N, rows.prediction_N(stage), rows.task_N, self._scoring, [name]
         )[name]
         return Result(
             run, stage, {name: _estimate(terms, bootstrap_values([terms], RESAMPLES, SEED)[0])}

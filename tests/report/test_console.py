@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from gmeta.metrics import Loss
+from gmeta.metrics.catalogue import Loss
 from gmeta.report.console import console_table
 from gmeta.report.runs import EvaluatedRun
 from gmeta.report.summarise import summarise
