@@ -5,7 +5,7 @@ A task of a cold split was never trained on; its query rows are predicted with t
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.labels import labels_checked
+from gmeta.batches.views import STORED, View
 from gmeta.build import build, check_registered
 from gmeta.checkpoints.loader import check_config, checkpoint_to_use, load_checkpoint
 from gmeta.config import TrainConfig
@@ -33,12 +34,28 @@ from gmeta.tables.sharding import ShardingConfig
 from metaio.format.dataset import Dataset
 
 
-def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> EvaluatedRun | None:
+@dataclass(frozen=True)
+class Shown:
+    """What of each task an evaluation shows the model: so many draws of its support and query rows,
+    the stored one first; and, beside them, no more than so many of the stored support rows.
+    """
+
+    draws: int = 1
+    support_sizes: tuple[int, ...] = ()
+
+
+def evaluate_run(
+    root: Path,
+    name: str,
+    splits: Sequence[str],
+    ranks: Ranks,
+    shown: Shown = Shown(),
+) -> EvaluatedRun | None:
     """Predict `splits` with a run's checkpoint (see checkpoint_to_use) and return them on rank 0,
     None elsewhere; without `splits` those that its config names.
 
     Raises:
-        UserError: no run folder, no checkpoint yet, an unknown split.
+        UserError: no run folder, no checkpoint yet, an unknown split, other draws of rows in time.
         GMetaError: the dataset is not the one that was trained on.
     """
     folder = RunFolder(root)
@@ -53,6 +70,7 @@ def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> 
     check_registered(root, config.model, config.algorithm)
     dataset, learner = build(config)
     folder.check_dataset(dataset.url, dataset.fingerprint)
+    check_draws(shown, dataset)
     chosen = splits_to_score(config, dataset, splits)
     # Nothing is trained from here: the tables need no state of an optimizer, nor the plan of the
     # ranks that trained, which may have had GPUs.
@@ -60,7 +78,15 @@ def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> 
     held = replace(config, outer=outer, sharding=ShardingConfig())
     sharded = shard_learner(learner, dataset.features, held, ranks)
     progress = load_checkpoint(checkpoint, sharded, None, ranks)
-    tables = [predict_split(config, dataset, split, sharded, ranks) for split in chosen]
+
+    def predicted(view: View) -> pa.Table:
+        """Return the rows of all chosen splits; none on the ranks but the first."""
+        found = (predict_split(config, dataset, split, sharded, ranks, view) for split in chosen)
+        tables = [table for table in found if table is not None]
+        return pa.concat_tables(tables) if tables else pa.table({})
+
+    drawn = [predicted(View(draw)) for draw in range(shown.draws)]
+    limited = {most: predicted(View(max_support=most)) for most in shown.support_sizes}
     if ranks.rank != 0:
         return None
     return EvaluatedRun(
@@ -70,13 +96,30 @@ def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> 
         loss=config.outer.loss,
         evaluation=config.evaluation,
         step=progress.step,
-        predictions=pa.concat_tables([table for table in tables if table is not None]),
+        predictions=pa.concat_tables(
+            table.append_column("draw", pa.array([draw] * table.num_rows, pa.int32()))
+            for draw, table in enumerate(drawn)
+        ),
+        limited=limited,
         history=folder.read_metrics(),
         config=config.to_json(),
         environment=folder.read_environment(),
         dataset=f"{config.data.path} ({dataset.fingerprint[:12]})",
         evaluated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
+
+
+def check_draws(shown: Shown, dataset: Dataset) -> None:
+    """Refuse to draw support and query rows anew where the ones are the past of the others.
+
+    Raises:
+        UserError: the support rows of the dataset are older than its query rows.
+    """
+    if shown.draws > 1 and dataset.manifest.support_is_past:
+        raise UserError(
+            f"--draws = {shown.draws}, but the support rows of {dataset.url} are the past of its "
+            "query rows, which drawing them anew would mix. Leave --draws out"
+        )
 
 
 def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str]) -> list[str]:
@@ -140,11 +183,13 @@ def predict_split(
     split: str,
     sharded: DistributedModelParallel,
     ranks: Ranks,
+    view: View = STORED,
 ) -> pa.Table | None:
-    """Return a row for each query row of the split on rank 0, None elsewhere.
+    """Return a row for each query row of the split as the view shows it on rank 0, None elsewhere.
 
-    Its columns are split, task, support_rows, label, before and after; the last two are
-    probabilities for BCE, ratings for MSE.
+    Its columns are split, task, support_rows, task_rows (shown rows of the task), label, before and
+    after, and row_id where the dataset stores it; before and after are probabilities for BCE,
+    ratings for other losses.
     """
     learner = local_learner(sharded)
     columns: list[dict[str, np.ndarray]] = []
@@ -152,7 +197,8 @@ def predict_split(
         arrange = learner.learner.arrange_to_predict
         stop, features = Stop(), dataset.features
         stored = labels_checked(reader.batches(0), config.outer.loss, dataset, split)
-        arranged = map(arrange, stopping_if_wrong(stored, features, stop))
+        seen = map(view.of, stopping_if_wrong(stored, features, stop))
+        arranged = map(arrange, seen)
         for episodes, _ in in_step(arranged, arrange(no_tasks(features)), ranks, stop, sharded):
             columns.append(_predict(learner, episodes, config.outer.loss))
         if stop.agreed:
@@ -168,6 +214,9 @@ def predict_split(
             "Name other splits with --split"
         )
     table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    tasks, code_N = np.unique(table["task"], return_inverse=True)
+    rows_T = np.bincount(code_N, table["task_rows"], minlength=tasks.size)
+    table["task_rows"] = np.rint(rows_T)[code_N].astype(np.int32)
     return pa.table({"split": pa.array([split] * len(table["task"])), **table})
 
 
@@ -177,8 +226,13 @@ def _predict(learner: ShardedLearner, episodes: Episodes, loss: str) -> dict[str
     support_T = prediction.support_lengths_T.cpu().to(torch.int32)
     # The loss works on logits, a reader on probabilities.
     shown = torch.sigmoid if loss == "bce" else torch.clone
+    row_id_N = episodes.query_row_id_N.numpy()
+    # Adds up to the rows of the task, also where several episodes are of one.
+    share_T = (support_T + query_T) / query_T.clamp(min=1).double()
     return {
         "task": torch.repeat_interleave(episodes.task_T, query_T).numpy(),
+        **({"row_id": row_id_N} if row_id_N.size else {}),
+        "task_rows": torch.repeat_interleave(share_T, query_T).numpy(),
         "support_rows": torch.repeat_interleave(support_T, query_T).numpy(),
         "label": prediction.label_N.cpu().numpy(),
         "before": shown(prediction.before_N).float().cpu().numpy(),

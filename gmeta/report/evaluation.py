@@ -87,6 +87,38 @@ class SupportBin:
 
 
 @dataclass(frozen=True)
+class ActivityBin:
+    """Tasks with min_rows to max_rows stored rows, support and query together; `results` holds the
+    headline metric."""
+
+    min_rows: int
+    max_rows: int
+    num_tasks: int
+    num_rows: int
+    results: tuple[Result, ...]
+
+
+@dataclass(frozen=True)
+class SupportLimit:
+    """All tasks of a group on the same query rows, adapted on no more than `max_support_rows` of
+    their support rows; `num_tasks_full` of them have so many. `results` are at the stage after.
+    """
+
+    max_support_rows: int
+    num_tasks_full: int
+    results: tuple[Result, ...]
+
+
+@dataclass(frozen=True)
+class DrawValues:
+    """The metrics of a run at a stage, draw by draw; the first one is the data as stored."""
+
+    run: str
+    stage: Stage
+    metrics: dict[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
 class CalibrationBin:
     """Rows of similar predicted probability: their mean against their share of positives."""
 
@@ -119,6 +151,9 @@ class Group:
     comparisons: tuple[Comparison, ...]
     by_support_rows: tuple[SupportBin, ...]
     calibration: tuple[Calibration, ...]
+    by_activity: tuple[ActivityBin, ...] = ()
+    by_support_limit: tuple[SupportLimit, ...] = ()
+    by_draw: tuple[DrawValues, ...] = ()
 
     def result(self, run: str, stage: Stage) -> Result | None:
         """Return a run's result at a stage; None where the run predicted nothing for this group."""
@@ -169,6 +204,7 @@ class IntervalMethod:
     level_percent: float
     resamples: int
     seed: int
+    draws: int = 1  # of support and query rows; every metric is its mean over them
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,10 @@ class EvaluatedRun:
     episode), label, before and after (floats; the output before and after adapting on the support
     set: a probability for bce, a rating for mse). `history` holds the lines of metrics.jsonl,
     `evaluated_at` is shown as given.
+
+    It may have more: `draw` (integer, from 0 on: which draw of support and query rows; without it
+    there is one), `task_rows` (integer: stored rows of the task), and columns that only name a row.
+    `limited` holds the predictions after adapting on no more than so many support rows.
     """
 
     name: str
@@ -50,6 +54,7 @@ class EvaluatedRun:
     dataset: str = field(default="")
     evaluated_at: str = field(default="")
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    limited: dict[int, pa.Table] = field(default_factory=dict)
 
     @property
     def scoring(self) -> Scoring:
@@ -113,6 +118,34 @@ def rows_of_split(predictions: pa.Table, split: str) -> SplitRows:
     rows = predictions.filter(pc.equal(predictions["split"], split))
     names = ("task", "support_rows", "label", "before", "after")
     return SplitRows(*(rows[name].to_numpy() for name in names))
+
+
+def num_draws(predictions: pa.Table) -> int:
+    """Return how many draws of support and query rows were predicted."""
+    if "draw" not in predictions.column_names:
+        return 1
+    return int(pc.max(predictions["draw"]).as_py()) + 1
+
+
+def draws_of_split(predictions: pa.Table, split: str) -> list[SplitRows]:
+    """Return the rows of one split, draw by draw."""
+    if "draw" not in predictions.column_names:
+        return [rows_of_split(predictions, split)]
+    of_draw = [
+        predictions.filter(pc.equal(predictions["draw"], draw))
+        for draw in range(num_draws(predictions))
+    ]
+    return [rows_of_split(rows, split) for rows in of_draw]
+
+
+def task_rows_of(predictions: pa.Table, split: str) -> dict[int, int]:
+    """Return the stored rows of each task of a split; nothing where the table does not tell."""
+    if "task_rows" not in predictions.column_names:
+        return {}
+    rows = predictions.filter(pc.equal(predictions["split"], split))
+    tasks, first = np.unique(rows["task"].to_numpy(), return_index=True)
+    sizes = rows["task_rows"].to_numpy()[first]
+    return dict(zip(tasks.tolist(), sizes.tolist(), strict=True))
 
 
 def same_rows(one: SplitRows, other: SplitRows) -> bool:

@@ -1,20 +1,22 @@
 """From prediction tables to an Evaluation: metrics with intervals, comparisons with verdicts."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
-from gmeta.metrics.catalogue import MetricInfo, Scoring, metric_infos, split_terms
-from gmeta.metrics.terms import Array, Floats, Ints, Terms
+from gmeta.metrics.catalogue import Scoring, metric_infos
+from gmeta.metrics.terms import Array, Ints, Terms
 from gmeta.report.evaluation import (
     SCHEMA,
     STAGES,
+    ActivityBin,
     Calibration,
     CalibrationBin,
     Comparison,
     Difference,
-    Estimate,
+    DrawValues,
     Evaluation,
     Group,
     IntervalMethod,
@@ -22,24 +24,33 @@ from gmeta.report.evaluation import (
     RunFacts,
     Stage,
     SupportBin,
-    Verdict,
+    SupportLimit,
     hide_secrets,
 )
-from gmeta.report.intervals import LEVEL_PERCENT, Interval, bootstrap_values, percentile_interval
+from gmeta.report.intervals import LEVEL_PERCENT, bootstrap_values
+from gmeta.report.measured import (
+    RESAMPLES,
+    SEED,
+    UNKNOWN,
+    Measured,
+    difference,
+    measure,
+    measured_once,
+)
 from gmeta.report.runs import (
     EvaluatedRun,
     SplitRows,
     check_runs,
+    draws_of_split,
+    num_draws,
     rows_of_split,
     same_rows,
     split_names,
+    task_rows_of,
 )
 
 # N rows, T tasks, E episodes, B resamples
 
-# The ends of an interval then vary by 2 % of its width: sqrt(p (1 - p) / B) / density at p = 2.5 %.
-RESAMPLES = 1000
-SEED = 0
 SUPPORT_BINS = 6
 CALIBRATION_BINS = 10  # deciles, as in Niculescu-Mizil & Caruana 2005
 
@@ -56,7 +67,11 @@ def summarise(runs: Sequence[EvaluatedRun]) -> Evaluation:
     groups = tuple(
         _Group(name, runs, scoring).summary() for name in split_names(runs[0].predictions)
     )
-    method = IntervalMethod("percentile bootstrap over tasks", LEVEL_PERCENT, RESAMPLES, SEED)
+    draws = num_draws(runs[0].predictions)
+    over = "tasks, each with all its draws" if draws > 1 else "tasks"
+    method = IntervalMethod(
+        f"percentile bootstrap over {over}", LEVEL_PERCENT, RESAMPLES, SEED, draws
+    )
     return Evaluation(
         SCHEMA, scoring.loss, scoring.names[0], infos, method, tuple(map(_facts, runs)), groups
     )
@@ -69,26 +84,29 @@ class _Group:
         self._name = name
         self._scoring = scoring
         self._infos = metric_infos(scoring)
-        split = {run.name: rows_of_split(run.predictions, name) for run in runs}
-        self._rows = {run: rows for run, rows in split.items() if rows.task_N.size}
-        self._first = runs[0].name
-        self._comparable = {
-            run for run, rows in self._rows.items() if same_rows(rows, self._rows[self._first])
+        self._task_rows = task_rows_of(runs[0].predictions, name)
+        split = {run.name: draws_of_split(run.predictions, name) for run in runs}
+        self._draws = {run: draws for run, draws in split.items() if draws[0].task_N.size}
+        self._limited = {
+            run.name: {most: rows_of_split(table, name) for most, table in run.limited.items()}
+            for run in runs
         }
-        self._terms: dict[tuple[str, Stage], dict[str, Terms]] = {}
-        self._values: dict[tuple[str, Stage], dict[str, Floats]] = {}
-        for run, rows in self._rows.items():
-            for stage in STAGES:
-                terms = split_terms(rows.label_N, rows.prediction_N(stage), rows.task_N, scoring)
-                # Equal seeds and task counts give equal draws: values of two runs pair up across
-                # these calls.
-                values_MB = bootstrap_values(list(terms.values()), RESAMPLES, SEED)
-                self._terms[run, stage] = terms
-                self._values[run, stage] = dict(zip(terms, values_MB, strict=True))
+        self._first = runs[0].name
+        first = self._draws[self._first]
+        self._comparable = {
+            run
+            for run, draws in self._draws.items()
+            if len(draws) == len(first) and all(map(same_rows, draws, first))
+        }
+        self._measured = {
+            (run, stage): measure(draws, stage, scoring)
+            for run, draws in self._draws.items()
+            for stage in STAGES
+        }
 
     def summary(self) -> Group:
         """Return all that the report says about this split."""
-        rows = self._rows[self._first]
+        rows = self._draws[self._first][0]  # every draw has as many of each task
         support_E = _episode_support_rows(rows)
         return Group(
             name=self._name,
@@ -97,22 +115,21 @@ class _Group:
             min_support_rows=int(support_E.min()),
             median_support_rows=float(np.median(support_E)),
             max_support_rows=int(support_E.max()),
-            results=tuple(self._result(run, stage) for run in self._rows for stage in STAGES),
+            results=tuple(self._result(run, stage) for run in self._draws for stage in STAGES),
             comparisons=tuple(self._comparisons()),
             by_support_rows=tuple(self._support_bins(support_E)),
             calibration=tuple(self._calibrations()) if self._scoring.loss == "bce" else (),
+            by_activity=tuple(self._activity_bins()),
+            by_support_limit=tuple(self._support_limits()),
+            by_draw=tuple(self._by_draw()) if len(self._draws[self._first]) > 1 else (),
         )
 
     def _result(self, run: str, stage: Stage) -> Result:
-        values = self._values[run, stage]
-        terms = self._terms[run, stage]
-        return Result(
-            run, stage, {name: _estimate(one, values[name]) for name, one in terms.items()}
-        )
+        return _result(run, stage, self._measured[run, stage])
 
     def _comparisons(self) -> list[Comparison]:
-        made = [self._compare(run, "after", run, "before") for run in self._rows]
-        for run in self._rows:
+        made = [self._compare(run, "after", run, "before") for run in self._draws]
+        for run in self._draws:
             if run != self._first:
                 made += [self._compare(self._first, "after", run, stage) for stage in STAGES]
         return made
@@ -126,43 +143,82 @@ class _Group:
         )
         differences = {}
         for name, info in self._infos.items():
-            terms = self._terms[run, stage][name], self._terms[minus_run, minus_stage][name]
-            why = reason or terms[0].reason or terms[1].reason
-            values = self._values[run, stage][name], self._values[minus_run, minus_stage][name]
-            differences[name] = (
-                Difference(*_UNKNOWN, why) if why else _difference(terms, values, info)
+            own, other = (
+                self._measured[pair][name] for pair in ((run, stage), (minus_run, minus_stage))
             )
+            why = reason or own.reason or other.reason
+            differences[name] = Difference(*UNKNOWN, why) if why else difference(own, other, info)
         return Comparison(run, stage, minus_run, minus_stage, differences)
 
     def _support_bins(self, support_E: Ints) -> list[SupportBin]:
         bins = []
         for low, high in support_bin_bounds(support_E):
-            kept = {run: _within(rows, low, high) for run, rows in self._rows.items()}
-            if first := kept[self._first]:
-                results = [
-                    self._headline(run, rows, stage)
-                    for run, rows in kept.items()
-                    if rows
-                    for stage in STAGES
-                ]
-                tasks = int(np.unique(first.task_N).size)
-                bins.append(SupportBin(low, high, tasks, int(first.task_N.size), tuple(results)))
+            tasks, rows, results = self._headlines(partial(_with_support, low, high))
+            if tasks:
+                bins.append(SupportBin(low, high, tasks, rows, results))
         return bins
 
-    def _headline(self, run: str, rows: SplitRows, stage: Stage) -> Result:
-        name = next(iter(self._infos))
-        terms = split_terms(
-            rows.label_N, rows.prediction_N(stage), rows.task_N, self._scoring, [name]
-        )[name]
-        return Result(
-            run, stage, {name: _estimate(terms, bootstrap_values([terms], RESAMPLES, SEED)[0])}
+    def _activity_bins(self) -> list[ActivityBin]:
+        """Return the tasks by how many rows they have stored; no bin where the runs do not tell."""
+        if not self._task_rows:
+            return []
+        tasks_T, rows_T = (np.array(part) for part in zip(*self._task_rows.items(), strict=True))
+        bins = []
+        for low, high in support_bin_bounds(rows_T):
+            within_T = tasks_T[_between(rows_T, low, high)]
+            tasks, rows, results = self._headlines(partial(_of_tasks, within_T))
+            bins.append(ActivityBin(low, high, tasks, rows, results))
+        return bins
+
+    def _headlines(
+        self, chosen: Callable[[SplitRows], Array]
+    ) -> tuple[int, int, tuple[Result, ...]]:
+        """Return the tasks, the rows and the headline metric of the chosen rows of all runs."""
+        kept = {
+            run: [rows.where(chosen(rows)) for rows in draws] for run, draws in self._draws.items()
+        }
+        first = kept[self._first][0]
+        results = tuple(
+            _result(run, stage, measure(draws, stage, self._scoring, self._scoring.names[:1]))
+            for run, draws in kept.items()
+            if all(rows.task_N.size for rows in draws)
+            for stage in STAGES
         )
+        return int(np.unique(first.task_N).size), int(first.task_N.size), results
+
+    def _support_limits(self) -> list[SupportLimit]:
+        """Return what the runs are worth after adapting on few support rows."""
+        rows = self._draws[self._first][0]
+        limits = []
+        for most in sorted(self._limited[self._first]):
+            results = [
+                _result(run, "after", measure([limited[most]], "after", self._scoring))
+                for run, limited in self._limited.items()
+                if most in limited and limited[most].task_N.size
+            ]
+            full = np.unique(rows.task_N[rows.support_rows_N >= most]).size
+            limits.append(SupportLimit(most, int(full), tuple(results)))
+        return limits
+
+    def _by_draw(self) -> list[DrawValues]:
+        return [
+            DrawValues(
+                run, stage, {name: tuple(one.value_D.tolist()) for name, one in measured.items()}
+            )
+            for (run, stage), measured in self._measured.items()
+        ]
 
     def _calibrations(self) -> list[Calibration]:
         made = [
-            calibration(run, rows, stage) for run, rows in self._rows.items() for stage in STAGES
+            calibration(run, _together(draws), stage)
+            for run, draws in self._draws.items()
+            for stage in STAGES
         ]
         return [one for one in made if one.bins]
+
+
+def _result(run: str, stage: Stage, measured: Mapping[str, Measured]) -> Result:
+    return Result(run, stage, {name: one.estimate() for name, one in measured.items()})
 
 
 def support_bin_bounds(support_E: Ints) -> list[tuple[int, int]]:
@@ -198,7 +254,7 @@ def calibration(run: str, rows: SplitRows, stage: Stage) -> Calibration:
     bins = [
         CalibrationBin(
             float(probability_N[bin_N == index].mean()),
-            _estimate(one, share_B),
+            measured_once(one, share_B).estimate(),
             int(np.count_nonzero(bin_N == index)),
         )
         for index, one, share_B in zip(filled, terms, shares_MB, strict=True)
@@ -219,9 +275,22 @@ def _share_terms(label_N: Array, code_N: Ints, in_bin_N: Array) -> Terms:
     return Terms(float(positives_T.sum() / rows_T.sum()), positives_T, rows_T)
 
 
-def _within(rows: SplitRows, low: int, high: int) -> SplitRows | None:
-    kept = rows.where((rows.support_rows_N >= low) & (rows.support_rows_N <= high))
-    return kept if kept.task_N.size else None
+def _between(sizes: Array, low: int, high: int) -> Array:
+    return (sizes >= low) & (sizes <= high)
+
+
+def _with_support(low: int, high: int, rows: SplitRows) -> Array:
+    return _between(rows.support_rows_N, low, high)
+
+
+def _of_tasks(tasks_T: Ints, rows: SplitRows) -> Array:
+    return np.isin(rows.task_N, tasks_T)
+
+
+def _together(draws: Sequence[SplitRows]) -> SplitRows:
+    """Return the rows of all draws as those of one."""
+    columns = zip(*(vars(rows).values() for rows in draws), strict=True)
+    return draws[0] if len(draws) == 1 else SplitRows(*map(np.concatenate, columns))
 
 
 def _episode_support_rows(rows: SplitRows) -> Ints:
@@ -231,38 +300,6 @@ def _episode_support_rows(rows: SplitRows) -> Ints:
     changed_N = np.ones(task_N.size, np.bool_)
     changed_N[1:] = (task_N[1:] != task_N[:-1]) | (support_N[1:] != support_N[:-1])
     return support_N[changed_N].astype(np.int64)
-
-
-def _estimate(terms: Terms, values_B: Floats) -> Estimate:
-    if terms.reason:
-        return Estimate(math.nan, math.nan, math.nan, 0, terms.reason)
-    interval = percentile_interval(values_B, terms.num_tasks)
-    return Estimate(terms.value, interval.low, interval.high, terms.num_tasks, interval.reason)
-
-
-_UNKNOWN: tuple[float, float, float, Verdict] = (math.nan, math.nan, math.nan, "unknown")
-
-
-def _difference(
-    terms: tuple[Terms, Terms], values: tuple[Floats, Floats], info: MetricInfo
-) -> Difference:
-    # Equal models whose rows stand in another order differ in the last bits of their sums: no
-    # difference.
-    difference_B = np.round(values[0] - values[1], 12)
-    interval = percentile_interval(difference_B, min(one.num_tasks for one in terms))
-    value = terms[0].value - terms[1].value
-    return Difference(value, interval.low, interval.high, _verdict(interval, info), interval.reason)
-
-
-def _verdict(interval: Interval, info: MetricInfo) -> Verdict:
-    if interval.reason:
-        return "unknown"
-    # No resample differs: the two are one model, or one copied onto the other.
-    if interval.low == interval.high == 0:
-        return "same"
-    if interval.low <= 0 <= interval.high:
-        return "noise"
-    return "better" if (interval.low > 0) == info.higher_is_better else "worse"
 
 
 def _facts(run: EvaluatedRun) -> RunFacts:

@@ -6,21 +6,35 @@ from gmeta.checkpoints.loader import best_not_kept
 from gmeta.commands.screen import screen, show_table
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig
-from gmeta.evaluate import evaluate_run
+from gmeta.evaluate import Shown, evaluate_run
 from gmeta.parallel.ranks import Ranks
 from gmeta.report.console import console_table
 from gmeta.report.files import write
 from gmeta.runs.folder import RunFolder
 
 
-def evaluate_on_rank(roots: list[Path], splits: list[str], out: Path, config: TrainConfig) -> None:
+def evaluate_on_rank(
+    roots: list[Path],
+    splits: list[str],
+    draws: int,
+    support_sizes: tuple[int, ...],
+    out: Path,
+    config: TrainConfig,
+) -> None:
     """Score the runs at `roots` together with the other ranks, by the first run's `config`."""
 
     def work(ranks: Ranks) -> None:
         # Folders of the same name in different places are told apart by their paths.
         short = len({root.name for root in roots}) == len(roots)
         runs = [
-            evaluate_run(root, root.name if short else str(root), splits, ranks) for root in roots
+            evaluate_run(
+                root,
+                root.name if short else str(root),
+                splits,
+                ranks,
+                Shown(draws, support_sizes),
+            )
+            for root in roots
         ]
         if ranks.rank == 0:
             evaluated = [each for each in runs if each is not None]
@@ -34,5 +48,10 @@ def evaluate_on_rank(roots: list[Path], splits: list[str], out: Path, config: Tr
     # A run that was trained on a GPU is evaluated on what is here.
     device = "cpu" if config.run.device == "cpu" else "auto"
     configs = [RunFolder(root).read_config().digest for root in roots]
-    told = {"--split": splits, "the config of each RUN": configs}
+    told = {
+        "--split": splits,
+        "--draws": draws,
+        "--support-sizes": support_sizes,
+        "the config of each RUN": configs,
+    }
     be_rank(device, config.run.collective_timeout_s, told, work)
