@@ -4,16 +4,20 @@ A task of a cold split was never trained on; its query rows are predicted with t
 ("before") and after the inner loop on its support rows ("after").
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 from torchrec.distributed import DistributedModelParallel
 
+from gmeta.adaptation.algorithms.algorithm import TableSizes
+from gmeta.adaptation.config import PLAIN, AlgorithmConfig
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.labels import labels_checked
 from gmeta.build import build, check_registered
@@ -21,21 +25,39 @@ from gmeta.checkpoints.loader import check_config, checkpoint_to_use, load_check
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.reader import open_reader
+from gmeta.learner import MetaLearner
 from gmeta.metrics import evaluate_split
-from gmeta.parallel.ranks import Ranks, gather_to_first
+from gmeta.outer.early_stop import early_stop_of
+from gmeta.parallel.ranks import Ranks, gather_to_first, value_of_first
 from gmeta.parallel.sharding import ShardedLearner, local_learner, shard_learner
 from gmeta.parallel.steps import in_step
 from gmeta.parallel.stopping import Stop
-from gmeta.parallel.together import no_tasks, raise_first_problem, stopping_if_wrong
+from gmeta.parallel.together import by_all, no_tasks, raise_first_problem, stopping_if_wrong
+from gmeta.report.evaluation import FineTuning
 from gmeta.report.runs import EvaluatedRun
 from gmeta.runs.folder import RunFolder
 from gmeta.tables.sharding import ShardingConfig
+from gmeta.yardstick.finetune import TUNING_TASKS, best_of, try_all
+from metaio.counted import counted
 from metaio.format.dataset import Dataset
+from metaio.read.batch import TaskBatch
+from metaio.read.reader import EpisodeRange, RangeReader
+
+Columns: TypeAlias = dict[str, npt.NDArray[Any]]
 
 
-def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> EvaluatedRun | None:
+def evaluate_run(
+    root: Path,
+    name: str,
+    splits: Sequence[str],
+    ranks: Ranks,
+    adapting: AlgorithmConfig | None = None,
+) -> EvaluatedRun | None:
     """Predict `splits` with a run's checkpoint (see checkpoint_to_use) and return them on rank 0,
     None elsewhere; without `splits` those that its config names.
+
+    `adapting` takes the place of the config's algorithm. Without it a plain run is fine-tuned at
+    the rate and steps that are best on its validation split, or on some of its training tasks.
 
     Raises:
         UserError: no run folder, no checkpoint yet, an unknown split.
@@ -51,7 +73,8 @@ def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> 
         )
     check_config(checkpoint, config)
     check_registered(root, config.model, config.algorithm)
-    dataset, learner = build(config)
+    own, adapting = config.algorithm, adapting or config.algorithm
+    dataset, learner = build(replace(config, algorithm=adapting))
     folder.check_dataset(dataset.url, dataset.fingerprint)
     chosen = splits_to_score(config, dataset, splits)
     # Nothing is trained from here: the tables need no state of an optimizer, nor the plan of the
@@ -60,6 +83,13 @@ def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> 
     held = replace(config, outer=outer, sharding=ShardingConfig())
     sharded = shard_learner(learner, dataset.features, held, ranks)
     progress = load_checkpoint(checkpoint, sharded, None, ranks)
+    tuning = None
+    if own.name == PLAIN and adapting == own:
+        tuning = choose_fine_tuning(config, dataset, sharded, ranks)
+        adapting = replace(
+            own, inner_lr=tuning.chosen.inner_lr, inner_steps=tuning.chosen.inner_steps
+        )
+        adapt_with(adapting, config, dataset, sharded)
     tables = [predict_split(config, dataset, split, sharded, ranks) for split in chosen]
     if ranks.rank != 0:
         return None
@@ -75,7 +105,88 @@ def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> 
         environment=folder.read_environment(),
         dataset=f"{config.data.path} ({dataset.fingerprint[:12]})",
         evaluated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        adapts_with=told_adapting(own, adapting, tuning, config.data.train_split),
+        fine_tuning=tuning,
     )
+
+
+def adapt_with(
+    algorithm: AlgorithmConfig,
+    config: TrainConfig,
+    dataset: Dataset,
+    sharded: DistributedModelParallel,
+) -> None:
+    """Let the model, whose parameters stay, adapt as `algorithm` says from here on."""
+    inner = local_learner(sharded)
+    tables = TableSizes(len(dataset.features.tables), config.model.embedding_dim)
+    inner.learner = MetaLearner(inner.learner.model, algorithm, config.outer.loss, tables)
+
+
+def choose_fine_tuning(
+    config: TrainConfig, dataset: Dataset, sharded: DistributedModelParallel, ranks: Ranks
+) -> FineTuning:
+    """Return the inner rate and steps by which a plain run adapts best, by the metric that early
+    stopping would go by. Collective."""
+    split, stop = config.data.valid_split or config.data.train_split, early_stop_of(config)
+    chosen = tuning_episodes(dataset, split)
+    mine = np.array_split(chosen, ranks.world_size)[ranks.rank]
+    size = max(1, config.data.tasks_per_step // ranks.world_size)
+    groups = [
+        [EpisodeRange(split, int(one), 1) for one in mine[first : first + size]]
+        for first in range(0, len(mine), size)
+    ]
+    batches: list[TaskBatch] = []
+
+    def read() -> None:
+        with RangeReader(dataset, threads=config.data.threads) as reader:
+            batches.extend(
+                labels_checked(reader.batches(groups), config.outer.loss, dataset, split)
+            )
+
+    by_all(read, ranks)
+
+    def score(rate: float, steps: int) -> float:
+        algorithm = replace(config.algorithm, inner_lr=rate, inner_steps=steps)
+        adapt_with(algorithm, config, dataset, sharded)
+        columns = _predict_all(iter(batches), config, dataset, sharded, ranks, Stop())
+        table = _gathered(columns, ranks)
+        value = float("nan")
+        if table is not None:
+            rows = table["label"], table["after"], table["task"]
+            value = evaluate_split(*rows, config.outer.loss)[stop.metric].value
+        return value_of_first(value, ranks)
+
+    own = config.algorithm.inner_lr, config.algorithm.inner_steps
+    tried = try_all(score, own, stop.higher_is_better)
+    best = best_of(tried, stop.higher_is_better)
+    return FineTuning(split, len(chosen), stop.metric, best, tried)
+
+
+def tuning_episodes(dataset: Dataset, split: str) -> npt.NDArray[np.int64]:
+    """Return the indices of some episodes of a split, ascending: of a small one all."""
+    num_episodes = dataset.splits[split].num_episodes
+    size = min(num_episodes, TUNING_TASKS)
+    return np.sort(np.random.default_rng(0).choice(num_episodes, size, replace=False))
+
+
+def told_adapting(
+    own: AlgorithmConfig, adapting: AlgorithmConfig, tuning: FineTuning | None, train_split: str
+) -> str:
+    """Return a line on an inner loop that is not the config's, "" where it is."""
+    if tuning is not None:
+        seen = ""
+        if tuning.split == train_split:
+            seen = ", which it has seen: with a data.valid_split the choice is a better one"
+        return (
+            f"fine-tuned with inner_lr {adapting.inner_lr:g}, inner_steps {adapting.inner_steps}: "
+            f"of {len(tuning.tried)} settings the best {tuning.metric} on "
+            f"{counted(tuning.num_tasks, 'task')} of {tuning.split}{seen}"
+        )
+    was, now = vars(own), vars(adapting)
+    changed = [
+        f"{key} = {now[key]} (its config: {was[key]})" for key in now if now[key] != was[key]
+    ]
+    return f"adapts with {', '.join(changed)}" if changed else ""
 
 
 def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str]) -> list[str]:
@@ -142,32 +253,53 @@ def predict_split(
     Its columns are split, task, support_rows, label, before and after; the last two are
     probabilities for BCE, ratings for MSE.
     """
-    learner = local_learner(sharded)
-    columns: list[dict[str, np.ndarray]] = []
     with open_reader(config, dataset, split, ranks.rank, ranks.world_size) as reader:
-        arrange = learner.learner.arrange_to_predict
-        stop, features = Stop(), dataset.features
+        stop = Stop()
         stored = labels_checked(reader.batches(0), config.outer.loss, dataset, split)
-        arranged = map(arrange, stopping_if_wrong(stored, features, stop))
-        for episodes, _ in in_step(arranged, arrange(no_tasks(features)), ranks, stop, sharded):
-            columns.append(_predict(learner, episodes, config.outer.loss))
+        batches = stopping_if_wrong(stored, dataset.features, stop)
+        columns = _predict_all(batches, config, dataset, sharded, ranks, stop)
         if stop.agreed:
             raise_first_problem(stop, ranks)
+    table = _gathered(columns, ranks)
+    if table is None:
+        return None
+    if not len(table["task"]):
+        raise UserError(
+            f"split {split!r} of {config.data.path} has 0 query rows: there is nothing to score. "
+            "Name other splits with --split"
+        )
+    return pa.table({"split": pa.array([split] * len(table["task"])), **table})
+
+
+def _predict_all(
+    batches: Iterator[TaskBatch],
+    config: TrainConfig,
+    dataset: Dataset,
+    sharded: DistributedModelParallel,
+    ranks: Ranks,
+    stop: Stop,
+) -> list[Columns]:
+    """Return the columns of each of this rank's batches, of the query rows alone. Collective."""
+    learner = local_learner(sharded)
+    arrange = learner.learner.arrange_to_predict
+    idle = arrange(no_tasks(dataset.features))
+    steps = in_step(map(arrange, batches), idle, ranks, stop, sharded)
+    return [_predict(learner, episodes, config.outer.loss) for episodes, _ in steps]
+
+
+def _gathered(columns: list[Columns], ranks: Ranks) -> Columns | None:
+    """Return the columns of all ranks' batches as one on rank 0, None elsewhere."""
     gathered = gather_to_first(columns, ranks)
     if gathered is None:
         return None
     # Empty batches keep the collectives of a rank's peers whole, and hold no row.
     parts = [part for of_rank in gathered for part in of_rank if len(part["task"])]
     if not parts:
-        raise UserError(
-            f"split {split!r} of {config.data.path} has 0 query rows: there is nothing to score. "
-            "Name other splits with --split"
-        )
-    table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return pa.table({"split": pa.array([split] * len(table["task"])), **table})
+        return {"task": np.zeros(0, np.int64)}
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _predict(learner: ShardedLearner, episodes: Episodes, loss: str) -> dict[str, np.ndarray]:
+def _predict(learner: ShardedLearner, episodes: Episodes, loss: str) -> Columns:
     prediction = learner.predict(episodes)
     query_T = prediction.layout.lengths_T.cpu()
     support_T = prediction.support_lengths_T.cpu().to(torch.int32)

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from gmeta.errors import UserError
 from gmeta.metrics import Array, Loss
-from gmeta.report.evaluation import STAGES, Stage
+from gmeta.report.evaluation import STAGES, FineTuning, Stage
 from metaio.counted import counted
 
 # N rows
@@ -47,6 +47,23 @@ class EvaluatedRun:
     environment: dict[str, Any]
     dataset: str = field(default="")
     evaluated_at: str = field(default="")
+    adapts_with: str = field(default="")
+    fine_tuning: FineTuning | None = field(default=None)
+
+
+@dataclass(frozen=True)
+class EvaluatedYardstick:
+    """What a simple model predicts of the same query rows.
+
+    `predictions` has the columns split, task, support_rows, label and prediction, as those of
+    EvaluatedRun; `told` and `chosen` say what the model is.
+    """
+
+    name: str
+    short_name: str
+    told: str
+    chosen: dict[str, Any]
+    predictions: pa.Table
 
 
 @dataclass(frozen=True)
@@ -69,8 +86,9 @@ class SplitRows:
         return SplitRows(*(column[keep_N] for column in columns))
 
 
-def check_runs(runs: Sequence[EvaluatedRun]) -> None:
-    """Refuse runs that cannot be reported, or not beside each other.
+def check_runs(runs: Sequence[EvaluatedRun], taken: Sequence[str] = ()) -> None:
+    """Refuse runs that cannot be reported, or not beside each other, or not beside models of the
+    names `taken`.
 
     Raises:
         UserError: no runs, equal names, different losses, or a table that breaks its contract.
@@ -86,6 +104,12 @@ def check_runs(runs: Sequence[EvaluatedRun]) -> None:
             f"{names.count(doubled[0])} runs are called '{doubled[0]}': names must differ to tell "
             "them apart. Give the run or the baseline another name"
         )
+    for name in names:
+        if name in taken:
+            raise UserError(
+                f"a run is called '{name}', as a model of the yardstick is: names must differ to "
+                "tell them apart. Give the run another name"
+            )
     for run in runs:
         if run.loss != runs[0].loss:
             raise UserError(
@@ -104,6 +128,13 @@ def rows_of_split(predictions: pa.Table, split: str) -> SplitRows:
     """Return the rows of one split; none if the table has none."""
     rows = predictions.filter(pc.equal(predictions["split"], split))
     names = ("task", "support_rows", "label", "before", "after")
+    return SplitRows(*(rows[name].to_numpy() for name in names))
+
+
+def yardstick_rows(predictions: pa.Table, split: str) -> SplitRows:
+    """Return the rows of one split; a yardstick has one prediction, whatever the stage."""
+    rows = predictions.filter(pc.equal(predictions["split"], split))
+    names = ("task", "support_rows", "label", "prediction", "prediction")
     return SplitRows(*(rows[name].to_numpy() for name in names))
 
 

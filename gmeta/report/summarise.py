@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gmeta.metrics import Array, Floats, Ints, Loss, MetricInfo, Terms, metric_infos, split_terms
+from gmeta.report.cautions import cautions_of
 from gmeta.report.evaluation import (
     SCHEMA,
     STAGES,
@@ -22,16 +23,19 @@ from gmeta.report.evaluation import (
     Stage,
     SupportBin,
     Verdict,
+    YardstickFacts,
     hide_secrets,
 )
 from gmeta.report.intervals import LEVEL_PERCENT, Interval, bootstrap_values, percentile_interval
 from gmeta.report.runs import (
     EvaluatedRun,
+    EvaluatedYardstick,
     SplitRows,
     check_runs,
     rows_of_split,
     same_rows,
     split_names,
+    yardstick_rows,
 )
 
 # N rows, T tasks, E episodes, B resamples
@@ -43,39 +47,64 @@ SUPPORT_BINS = 6
 CALIBRATION_BINS = 10  # deciles, as in Niculescu-Mizil & Caruana 2005
 
 
-def summarise(runs: Sequence[EvaluatedRun]) -> Evaluation:
-    """Evaluate the first run against the others, its baselines, on each split that it predicted.
+def summarise(
+    runs: Sequence[EvaluatedRun],
+    yardsticks: Sequence[EvaluatedYardstick] = (),
+    notes: Sequence[str] = (),
+) -> Evaluation:
+    """Evaluate the first run against the others, its baselines, and against the yardsticks, on each
+    split that it predicted.
 
     Raises:
         UserError: the runs cannot be reported or compared; see check_runs.
     """
-    check_runs(runs)
+    check_runs(runs, [one.name for one in yardsticks])
     loss = runs[0].loss
     infos = metric_infos(loss)
-    groups = tuple(_Group(name, runs, loss).summary() for name in split_names(runs[0].predictions))
+    names = split_names(runs[0].predictions)
+    groups = tuple(_Group(name, runs, yardsticks, loss).summary() for name in names)
     method = IntervalMethod("percentile bootstrap over tasks", LEVEL_PERCENT, RESAMPLES, SEED)
     return Evaluation(
-        SCHEMA, loss, next(iter(infos)), infos, method, tuple(map(_facts, runs)), groups
+        SCHEMA,
+        loss,
+        next(iter(infos)),
+        infos,
+        method,
+        tuple(map(_facts, runs)),
+        groups,
+        tuple(YardstickFacts(one.name, one.short_name, one.told, one.chosen) for one in yardsticks),
+        tuple(one for group in groups for one in cautions_of(group, runs[0].name, infos)),
+        tuple(notes),
     )
 
 
 class _Group:
-    """One split of all runs: keeps the resampled values, which every comparison takes pairs of."""
+    """One split of all models: keeps the resampled values, which every comparison takes pairs
+    of. A yardstick has the stage "after" alone."""
 
-    def __init__(self, name: str, runs: Sequence[EvaluatedRun], loss: Loss) -> None:
+    def __init__(
+        self,
+        name: str,
+        runs: Sequence[EvaluatedRun],
+        yardsticks: Sequence[EvaluatedYardstick],
+        loss: Loss,
+    ) -> None:
         self._name = name
         self._loss = loss
         self._infos = metric_infos(loss)
         split = {run.name: rows_of_split(run.predictions, name) for run in runs}
+        split |= {one.name: yardstick_rows(one.predictions, name) for one in yardsticks}
         self._rows = {run: rows for run, rows in split.items() if rows.task_N.size}
         self._first = runs[0].name
+        simple = {one.name for one in yardsticks}
+        self._stages = {run: STAGES[1:] if run in simple else STAGES for run in self._rows}
         self._comparable = {
             run for run, rows in self._rows.items() if same_rows(rows, self._rows[self._first])
         }
         self._terms: dict[tuple[str, Stage], dict[str, Terms]] = {}
         self._values: dict[tuple[str, Stage], dict[str, Floats]] = {}
         for run, rows in self._rows.items():
-            for stage in STAGES:
+            for stage in self._stages[run]:
                 terms = split_terms(rows.label_N, rows.prediction_N(stage), rows.task_N, loss)
                 # Equal seeds and task counts give equal draws: values of two runs pair up across
                 # these calls.
@@ -94,7 +123,9 @@ class _Group:
             min_support_rows=int(support_E.min()),
             median_support_rows=float(np.median(support_E)),
             max_support_rows=int(support_E.max()),
-            results=tuple(self._result(run, stage) for run in self._rows for stage in STAGES),
+            results=tuple(
+                self._result(run, stage) for run in self._rows for stage in self._stages[run]
+            ),
             comparisons=tuple(self._comparisons()),
             by_support_rows=tuple(self._support_bins(support_E)),
             calibration=tuple(self._calibrations()) if self._loss == "bce" else (),
@@ -108,10 +139,14 @@ class _Group:
         )
 
     def _comparisons(self) -> list[Comparison]:
-        made = [self._compare(run, "after", run, "before") for run in self._rows]
-        for run in self._rows:
+        made = [
+            self._compare(run, "after", run, "before")
+            for run, stages in self._stages.items()
+            if "before" in stages
+        ]
+        for run, stages in self._stages.items():
             if run != self._first:
-                made += [self._compare(self._first, "after", run, stage) for stage in STAGES]
+                made += [self._compare(self._first, "after", run, stage) for stage in stages]
         return made
 
     def _compare(self, run: str, stage: Stage, minus_run: str, minus_stage: Stage) -> Comparison:
@@ -140,7 +175,7 @@ class _Group:
                     self._headline(run, rows, stage)
                     for run, rows in kept.items()
                     if rows
-                    for stage in STAGES
+                    for stage in self._stages[run]
                 ]
                 tasks = int(np.unique(first.task_N).size)
                 bins.append(SupportBin(low, high, tasks, int(first.task_N.size), tuple(results)))
@@ -157,7 +192,9 @@ class _Group:
 
     def _calibrations(self) -> list[Calibration]:
         made = [
-            calibration(run, rows, stage) for run, rows in self._rows.items() for stage in STAGES
+            calibration(run, rows, stage)
+            for run, rows in self._rows.items()
+            for stage in self._stages[run]
         ]
         return [one for one in made if one.bins]
 
@@ -274,6 +311,8 @@ def _facts(run: EvaluatedRun) -> RunFacts:
         data_wait_share=_median(run, "data_wait_share"),
         config=hide_secrets(run.config),
         environment=hide_secrets(run.environment),
+        adapts_with=run.adapts_with,
+        fine_tuning=run.fine_tuning,
     )
 
 
