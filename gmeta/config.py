@@ -222,6 +222,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     return config
 
 
+def overridden(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
+    """Return the config with these `section.key=value` in place of its own values.
+
+    Raises:
+        ConfigError: an unknown key or a bad value.
+    """
+    raw = config.to_json()
+    for override in overrides:
+        _override(raw, override)
+    return config_from_dict(raw)
+
+
 def digest_of(config: Mapping[str, Any]) -> str:
     """Return twelve hexadecimal digits that change with any value of a resolved config."""
     # Sorted: in which order a file has its keys says nothing.

@@ -4,44 +4,47 @@ A task of a cold split was never trained on; its query rows are predicted with t
 ("before") and after the inner loop on its support rows ("after").
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 from torchrec.distributed import DistributedModelParallel
 
+from gmeta.adaptation.algorithms.algorithm import TableSizes
+from gmeta.adaptation.config import PLAIN, AlgorithmConfig
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.labels import labels_checked
-from gmeta.batches.views import STORED, View
+from gmeta.batches.views import STORED, Shown, View
 from gmeta.build import build, check_registered
 from gmeta.checkpoints.loader import check_config, checkpoint_to_use, load_checkpoint
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.reader import open_reader
+from gmeta.learner import MetaLearner
 from gmeta.metrics.catalogue import Scoring, evaluate_split
-from gmeta.parallel.ranks import Ranks, gather_to_first
+from gmeta.outer.early_stop import early_stop_of
+from gmeta.parallel.ranks import Ranks, gather_to_first, value_of_first
 from gmeta.parallel.sharding import ShardedLearner, local_learner, shard_learner
 from gmeta.parallel.steps import in_step
 from gmeta.parallel.stopping import Stop
-from gmeta.parallel.together import no_tasks, raise_first_problem, stopping_if_wrong
+from gmeta.parallel.together import by_all, no_tasks, raise_first_problem, stopping_if_wrong
+from gmeta.report.evaluation import FineTuning
 from gmeta.report.runs import EvaluatedRun
 from gmeta.runs.folder import RunFolder
 from gmeta.tables.sharding import ShardingConfig
+from gmeta.yardstick.finetune import TUNING_TASKS, best_of, try_all
+from metaio.counted import counted
 from metaio.format.dataset import Dataset
+from metaio.read.batch import TaskBatch
+from metaio.read.reader import EpisodeRange, RangeReader
 
-
-@dataclass(frozen=True)
-class Shown:
-    """What of each task an evaluation shows the model: so many draws of its support and query rows,
-    the stored one first; and, beside them, no more than so many of the stored support rows.
-    """
-
-    draws: int = 1
-    support_sizes: tuple[int, ...] = ()
+Columns: TypeAlias = dict[str, npt.NDArray[Any]]
 
 
 def evaluate_run(
@@ -49,10 +52,14 @@ def evaluate_run(
     name: str,
     splits: Sequence[str],
     ranks: Ranks,
-    shown: Shown = Shown(),
+    adapting: AlgorithmConfig | None = None,
+    shown: Shown = Shown(),  # noqa: B008 - frozen
 ) -> EvaluatedRun | None:
     """Predict `splits` with a run's checkpoint (see checkpoint_to_use) and return them on rank 0,
     None elsewhere; without `splits` those that its config names.
+
+    `adapting` takes the place of the config's algorithm. Without it a plain run is fine-tuned at
+    the rate and steps that are best on its validation split, or on some of its training tasks.
 
     Raises:
         UserError: no run folder, no checkpoint yet, an unknown split, other draws of rows in time.
@@ -68,7 +75,8 @@ def evaluate_run(
         )
     check_config(checkpoint, config)
     check_registered(root, config.model, config.algorithm)
-    dataset, learner = build(config)
+    own, adapting = config.algorithm, adapting or config.algorithm
+    dataset, learner = build(replace(config, algorithm=adapting))
     folder.check_dataset(dataset.url, dataset.fingerprint)
     check_draws(shown, dataset)
     chosen = splits_to_score(config, dataset, splits)
@@ -78,6 +86,13 @@ def evaluate_run(
     held = replace(config, outer=outer, sharding=ShardingConfig())
     sharded = shard_learner(learner, dataset.features, held, ranks)
     progress = load_checkpoint(checkpoint, sharded, None, ranks)
+    tuning = None
+    if own.name == PLAIN and adapting == own:
+        tuning = choose_fine_tuning(config, dataset, sharded, ranks)
+        adapting = replace(
+            own, inner_lr=tuning.chosen.inner_lr, inner_steps=tuning.chosen.inner_steps
+        )
+        adapt_with(adapting, config, dataset, sharded)
 
     def predicted(view: View) -> pa.Table:
         """Return the rows of all chosen splits; none on the ranks but the first."""
@@ -106,6 +121,8 @@ def evaluate_run(
         environment=folder.read_environment(),
         dataset=f"{config.data.path} ({dataset.fingerprint[:12]})",
         evaluated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        adapts_with=told_adapting(own, adapting, tuning, config.data.train_split),
+        fine_tuning=tuning,
     )
 
 
@@ -120,6 +137,86 @@ def check_draws(shown: Shown, dataset: Dataset) -> None:
             f"--draws = {shown.draws}, but the support rows of {dataset.url} are the past of its "
             "query rows, which drawing them anew would mix. Leave --draws out"
         )
+
+
+def adapt_with(
+    algorithm: AlgorithmConfig,
+    config: TrainConfig,
+    dataset: Dataset,
+    sharded: DistributedModelParallel,
+) -> None:
+    """Let the model, whose parameters stay, adapt as `algorithm` says from here on."""
+    inner = local_learner(sharded)
+    tables = TableSizes(len(dataset.features.tables), config.model.embedding_dim)
+    inner.learner = MetaLearner(inner.learner.model, algorithm, config.outer.loss, tables)
+
+
+def choose_fine_tuning(
+    config: TrainConfig, dataset: Dataset, sharded: DistributedModelParallel, ranks: Ranks
+) -> FineTuning:
+    """Return the inner rate and steps by which a plain run adapts best, by the metric that early
+    stopping would go by. Collective."""
+    split, stop = config.data.valid_split or config.data.train_split, early_stop_of(config)
+    chosen = tuning_episodes(dataset, split)
+    mine = np.array_split(chosen, ranks.world_size)[ranks.rank]
+    size = max(1, config.data.tasks_per_step // ranks.world_size)
+    groups = [
+        [EpisodeRange(split, int(one), 1) for one in mine[first : first + size]]
+        for first in range(0, len(mine), size)
+    ]
+    batches: list[TaskBatch] = []
+
+    def read() -> None:
+        with RangeReader(dataset, threads=config.data.threads) as reader:
+            batches.extend(
+                labels_checked(reader.batches(groups), config.outer.loss, dataset, split)
+            )
+
+    by_all(read, ranks)
+
+    def score(rate: float, steps: int) -> float:
+        algorithm = replace(config.algorithm, inner_lr=rate, inner_steps=steps)
+        adapt_with(algorithm, config, dataset, sharded)
+        columns = _predict_all(iter(batches), config, dataset, sharded, ranks, Stop())
+        table = _gathered(columns, ranks)
+        value = float("nan")
+        if table is not None:
+            rows = table["label"], table["after"], table["task"]
+            scoring = Scoring(config.outer.loss, config.evaluation)
+            value = evaluate_split(*rows, scoring, [stop.metric])[stop.metric].value
+        return value_of_first(value, ranks)
+
+    own = config.algorithm.inner_lr, config.algorithm.inner_steps
+    tried = try_all(score, own, stop.higher_is_better)
+    best = best_of(tried, stop.higher_is_better)
+    return FineTuning(split, len(chosen), stop.metric, best, tried)
+
+
+def tuning_episodes(dataset: Dataset, split: str) -> npt.NDArray[np.int64]:
+    """Return the indices of some episodes of a split, ascending: of a small one all."""
+    num_episodes = dataset.splits[split].num_episodes
+    size = min(num_episodes, TUNING_TASKS)
+    return np.sort(np.random.default_rng(0).choice(num_episodes, size, replace=False))
+
+
+def told_adapting(
+    own: AlgorithmConfig, adapting: AlgorithmConfig, tuning: FineTuning | None, train_split: str
+) -> str:
+    """Return a line on an inner loop that is not the config's, "" where it is."""
+    if tuning is not None:
+        seen = ""
+        if tuning.split == train_split:
+            seen = ", which it has seen: with a data.valid_split the choice is a better one"
+        return (
+            f"fine-tuned with inner_lr {adapting.inner_lr:g}, inner_steps {adapting.inner_steps}: "
+            f"of {len(tuning.tried)} settings the best {tuning.metric} on "
+            f"{counted(tuning.num_tasks, 'task')} of {tuning.split}{seen}"
+        )
+    was, now = vars(own), vars(adapting)
+    changed = [
+        f"{key} = {now[key]} (its config: {was[key]})" for key in now if now[key] != was[key]
+    ]
+    return f"adapts with {', '.join(changed)}" if changed else ""
 
 
 def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str]) -> list[str]:
@@ -191,36 +288,57 @@ def predict_split(
     after, and row_id where the dataset stores it; before and after are probabilities for BCE,
     ratings for other losses.
     """
-    learner = local_learner(sharded)
-    columns: list[dict[str, np.ndarray]] = []
     with open_reader(config, dataset, split, ranks.rank, ranks.world_size) as reader:
-        arrange = learner.learner.arrange_to_predict
-        stop, features = Stop(), dataset.features
+        stop = Stop()
         stored = labels_checked(reader.batches(0), config.outer.loss, dataset, split)
-        seen = map(view.of, stopping_if_wrong(stored, features, stop))
-        arranged = map(arrange, seen)
-        for episodes, _ in in_step(arranged, arrange(no_tasks(features)), ranks, stop, sharded):
-            columns.append(_predict(learner, episodes, config.outer.loss))
+        batches = map(view.of, stopping_if_wrong(stored, dataset.features, stop))
+        columns = _predict_all(batches, config, dataset, sharded, ranks, stop)
         if stop.agreed:
             raise_first_problem(stop, ranks)
+    table = _gathered(columns, ranks)
+    if table is None:
+        return None
+    if not len(table["task"]):
+        raise UserError(
+            f"split {split!r} of {config.data.path} has 0 query rows: there is nothing to score. "
+            "Name other splits with --split"
+        )
+    return pa.table({"split": pa.array([split] * len(table["task"])), **table})
+
+
+def _predict_all(
+    batches: Iterator[TaskBatch],
+    config: TrainConfig,
+    dataset: Dataset,
+    sharded: DistributedModelParallel,
+    ranks: Ranks,
+    stop: Stop,
+) -> list[Columns]:
+    """Return the columns of each of this rank's batches, of the query rows alone. Collective."""
+    learner = local_learner(sharded)
+    arrange = learner.learner.arrange_to_predict
+    idle = arrange(no_tasks(dataset.features))
+    steps = in_step(map(arrange, batches), idle, ranks, stop, sharded)
+    return [_predict(learner, episodes, config.outer.loss) for episodes, _ in steps]
+
+
+def _gathered(columns: list[Columns], ranks: Ranks) -> Columns | None:
+    """Return the columns of all ranks' batches as one on rank 0, None elsewhere."""
     gathered = gather_to_first(columns, ranks)
     if gathered is None:
         return None
     # Empty batches keep the collectives of a rank's peers whole, and hold no row.
     parts = [part for of_rank in gathered for part in of_rank if len(part["task"])]
     if not parts:
-        raise UserError(
-            f"split {split!r} of {config.data.path} has 0 query rows: there is nothing to score. "
-            "Name other splits with --split"
-        )
+        return {"task": np.zeros(0, np.int64)}
     table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     tasks, code_N = np.unique(table["task"], return_inverse=True)
     rows_T = np.bincount(code_N, table["task_rows"], minlength=tasks.size)
     table["task_rows"] = np.rint(rows_T)[code_N].astype(np.int32)
-    return pa.table({"split": pa.array([split] * len(table["task"])), **table})
+    return table
 
 
-def _predict(learner: ShardedLearner, episodes: Episodes, loss: str) -> dict[str, np.ndarray]:
+def _predict(learner: ShardedLearner, episodes: Episodes, loss: str) -> Columns:
     prediction = learner.predict(episodes)
     query_T = prediction.layout.lengths_T.cpu()
     support_T = prediction.support_lengths_T.cpu().to(torch.int32)

@@ -58,3 +58,13 @@ class View:
 
 
 STORED = View()
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What of each task an evaluation shows: so many draws of its support and query rows, the
+    stored one first; and, beside them, no more than so many of the stored support rows.
+    """
+
+    draws: int = 1
+    support_sizes: tuple[int, ...] = ()

@@ -10,7 +10,15 @@ import numpy as np
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from gmeta.metrics.catalogue import MetricInfo
-from gmeta.report.evaluation import STAGES, Estimate, Evaluation, Group, Result, RunFacts
+from gmeta.report.evaluation import (
+    STAGES,
+    Estimate,
+    Evaluation,
+    Group,
+    Result,
+    RunFacts,
+    YardstickFacts,
+)
 from gmeta.report.history import Curve
 from gmeta.report.render import NUM_SERIES_COLORS, Axes, Chart, Panel, Series, light
 
@@ -23,7 +31,7 @@ WHISKERS = "Lines through the points are 95 % intervals over tasks; no line: few
 
 def charts_of(evaluation: Evaluation, curves: Sequence[Curve]) -> list[Chart]:
     """Return every chart that there is data for, in the order of the page."""
-    series = series_of(evaluation.runs)
+    series = series_of(evaluation.runs, evaluation.yardsticks)
     charts = [
         _groups_chart(evaluation, series),
         _support_chart(evaluation, series),
@@ -39,20 +47,23 @@ def charted_metrics(evaluation: Evaluation) -> list[str]:
     """Return the metrics that get a picture, the headline among them, in the order to draw."""
     names = list(evaluation.metrics)
     usual = [name for name in USUALLY_CHARTED if name in names]
-    chosen = list(dict.fromkeys([names[0], *usual, *names]))[:NUM_CHARTED]
-    return chosen
+    return list(dict.fromkeys([names[0], *usual, *names]))[:NUM_CHARTED]
 
 
-def series_of(runs: Sequence[RunFacts]) -> list[Series]:
-    """Return both stages of each run as series; from the fifth run on colours repeat with other
-    markers."""
+def series_of(runs: Sequence[RunFacts], yardsticks: Sequence[YardstickFacts] = ()) -> list[Series]:
+    """Return both stages of each run and the one of each yardstick as series; from the fifth model
+    on colours repeat with other markers."""
     made: list[Series] = []
-    for index, run in enumerate(runs):
+    models: list[RunFacts | YardstickFacts] = [*runs, *yardsticks]
+    for index, model in enumerate(models):
         color = f"series-{index % NUM_SERIES_COLORS}"
         marker = MARKERS[(index + index // NUM_SERIES_COLORS) % len(MARKERS)]
+        if isinstance(model, YardstickFacts):
+            made.append(Series(model.name, "after", model.name, color, marker))
+            continue
         for stage in STAGES:
-            label = f"{run.name}, {run.stage_label(stage)}"
-            made.append(Series(run.name, stage, label, color, marker))
+            label = f"{model.name}, {model.stage_label(stage)}"
+            made.append(Series(model.name, stage, label, color, marker))
     return made
 
 

@@ -175,8 +175,32 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Tried:
+    """A setting of the inner loop, and the metric that it reached."""
+
+    inner_lr: float
+    inner_steps: int
+    value: float
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """How a plain run's inner loop was chosen: the best of `tried` by a metric, on tasks of a split
+    that is not reported on."""
+
+    split: str
+    num_tasks: int
+    metric: str
+    chosen: Tried
+    tried: tuple[Tried, ...]
+
+
+@dataclass(frozen=True)
 class RunFacts:
-    """What a run was. Speed and data wait are medians of the log, NaN where it is empty."""
+    """What a run was. Speed and data wait are medians of the log, NaN where it is empty.
+
+    `adapts_with` is a line on an inner loop that is not the one of the config, "" where it is.
+    """
 
     name: str
     algorithm: str
@@ -188,12 +212,38 @@ class RunFacts:
     data_wait_share: float
     config: dict[str, Any]
     environment: dict[str, Any]
+    adapts_with: str = ""
+    fine_tuning: FineTuning | None = None
 
     def stage_label(self, stage: Stage) -> str:
         """Return the stage in words."""
         if self.algorithm == PLAIN_ALGORITHM:
             return "as trained" if stage == "before" else "fine-tuned"
         return "before adaptation" if stage == "before" else "adapted"
+
+
+@dataclass(frozen=True)
+class YardstickFacts:
+    """A model that a run must be better than; its results are those of the stage "after".
+
+    `told` is a line on what it is and how it was chosen, `chosen` the same for machines.
+    """
+
+    name: str
+    short_name: str
+    told: str
+    chosen: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Caution:
+    """What a reader must not miss: the first run, adapted, is worse by these metrics of a group
+    than itself before adapting (`minus_run` is the run), or than the bias model."""
+
+    group: str
+    minus_run: str
+    metrics: tuple[str, ...]
+    text: str
 
 
 @dataclass(frozen=True)
@@ -209,7 +259,10 @@ class IntervalMethod:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A run, the first of `runs`, and its baselines, the others; `headline` names a metric."""
+    """A run, the first of `runs`, and its baselines, the others; `headline` names a metric.
+
+    `notes` are lines about a yardstick that is not there.
+    """
 
     schema: str
     loss: Loss
@@ -218,6 +271,9 @@ class Evaluation:
     interval: IntervalMethod
     runs: tuple[RunFacts, ...]
     groups: tuple[Group, ...]
+    yardsticks: tuple[YardstickFacts, ...] = ()
+    cautions: tuple[Caution, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def to_json(evaluation: Evaluation) -> dict[str, Any]:

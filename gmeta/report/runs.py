@@ -12,7 +12,7 @@ from gmeta.errors import UserError
 from gmeta.metrics.catalogue import Loss, Scoring
 from gmeta.metrics.config import EvaluationConfig
 from gmeta.metrics.terms import Array
-from gmeta.report.evaluation import STAGES, Stage
+from gmeta.report.evaluation import STAGES, FineTuning, Stage
 from metaio.counted import counted
 
 # N rows
@@ -53,6 +53,8 @@ class EvaluatedRun:
     environment: dict[str, Any]
     dataset: str = field(default="")
     evaluated_at: str = field(default="")
+    adapts_with: str = field(default="")
+    fine_tuning: FineTuning | None = field(default=None)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     limited: dict[int, pa.Table] = field(default_factory=dict)
 
@@ -60,6 +62,23 @@ class EvaluatedRun:
     def scoring(self) -> Scoring:
         """Return what of its predictions is measured."""
         return Scoring(self.loss, self.evaluation)
+
+
+@dataclass(frozen=True)
+class EvaluatedYardstick:
+    """What a simple model predicts of the same query rows.
+
+    `predictions` has the columns split, task, support_rows, label and prediction, as those of
+    EvaluatedRun, and draw where those have it; so have those `limited` to few support rows. `told`
+    and `chosen` say what the model is.
+    """
+
+    name: str
+    short_name: str
+    told: str
+    chosen: dict[str, Any]
+    predictions: pa.Table
+    limited: dict[int, pa.Table] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -82,8 +101,9 @@ class SplitRows:
         return SplitRows(*(column[keep_N] for column in columns))
 
 
-def check_runs(runs: Sequence[EvaluatedRun]) -> None:
-    """Refuse runs that cannot be reported, or not beside each other.
+def check_runs(runs: Sequence[EvaluatedRun], taken: Sequence[str] = ()) -> None:
+    """Refuse runs that cannot be reported, or not beside each other, or not beside models of the
+    names `taken`.
 
     Raises:
         UserError: no runs, equal names, different losses, or a table that breaks its contract.
@@ -99,6 +119,12 @@ def check_runs(runs: Sequence[EvaluatedRun]) -> None:
             f"{names.count(doubled[0])} runs are called '{doubled[0]}': names must differ to tell "
             "them apart. Give the run or the baseline another name"
         )
+    for name in names:
+        if name in taken:
+            raise UserError(
+                f"a run is called '{name}', as a model of the yardstick is: names must differ to "
+                "tell them apart. Give the run another name"
+            )
     for run in runs:
         if run.loss != runs[0].loss:
             raise UserError(
@@ -116,7 +142,9 @@ def split_names(predictions: pa.Table) -> list[str]:
 def rows_of_split(predictions: pa.Table, split: str) -> SplitRows:
     """Return the rows of one split; none if the table has none."""
     rows = predictions.filter(pc.equal(predictions["split"], split))
-    names = ("task", "support_rows", "label", "before", "after")
+    names = ["task", "support_rows", "label", "before", "after"]
+    if "prediction" in rows.column_names:  # a yardstick has one, whatever the stage
+        names[-2:] = ["prediction", "prediction"]
     return SplitRows(*(rows[name].to_numpy() for name in names))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from gmeta.metrics.catalogue import Scoring, metric_infos
 from gmeta.metrics.terms import Array, Ints, Terms
+from gmeta.report.cautions import cautions_of
 from gmeta.report.evaluation import (
     SCHEMA,
     STAGES,
@@ -25,6 +26,7 @@ from gmeta.report.evaluation import (
     Stage,
     SupportBin,
     SupportLimit,
+    YardstickFacts,
     hide_secrets,
 )
 from gmeta.report.intervals import LEVEL_PERCENT, bootstrap_values
@@ -39,6 +41,7 @@ from gmeta.report.measured import (
 )
 from gmeta.report.runs import (
     EvaluatedRun,
+    EvaluatedYardstick,
     SplitRows,
     check_runs,
     draws_of_split,
@@ -55,53 +58,76 @@ SUPPORT_BINS = 6
 CALIBRATION_BINS = 10  # deciles, as in Niculescu-Mizil & Caruana 2005
 
 
-def summarise(runs: Sequence[EvaluatedRun]) -> Evaluation:
-    """Evaluate the first run against the others, its baselines, on each split that it predicted.
+def summarise(
+    runs: Sequence[EvaluatedRun],
+    yardsticks: Sequence[EvaluatedYardstick] = (),
+    notes: Sequence[str] = (),
+) -> Evaluation:
+    """Evaluate the first run against the others, its baselines, and against the yardsticks, on each
+    split that it predicted.
 
     Raises:
         UserError: the runs cannot be reported or compared; see check_runs.
     """
-    check_runs(runs)
+    check_runs(runs, [one.name for one in yardsticks])
     scoring = runs[0].scoring
     infos = metric_infos(scoring)
-    groups = tuple(
-        _Group(name, runs, scoring).summary() for name in split_names(runs[0].predictions)
-    )
+    names = split_names(runs[0].predictions)
+    groups = tuple(_Group(name, runs, yardsticks, scoring).summary() for name in names)
     draws = num_draws(runs[0].predictions)
     over = "tasks, each with all its draws" if draws > 1 else "tasks"
     method = IntervalMethod(
         f"percentile bootstrap over {over}", LEVEL_PERCENT, RESAMPLES, SEED, draws
     )
     return Evaluation(
-        SCHEMA, scoring.loss, scoring.names[0], infos, method, tuple(map(_facts, runs)), groups
+        SCHEMA,
+        scoring.loss,
+        scoring.names[0],
+        infos,
+        method,
+        tuple(map(_facts, runs)),
+        groups,
+        tuple(YardstickFacts(one.name, one.short_name, one.told, one.chosen) for one in yardsticks),
+        tuple(one for group in groups for one in cautions_of(group, runs[0].name, infos)),
+        tuple(notes),
     )
 
 
 class _Group:
-    """One split of all runs: keeps the resampled values, which every comparison takes pairs of."""
+    """One split of all models: keeps the resampled values, which every comparison takes pairs
+    of. A yardstick has the stage "after" alone."""
 
-    def __init__(self, name: str, runs: Sequence[EvaluatedRun], scoring: Scoring) -> None:
+    def __init__(
+        self,
+        name: str,
+        runs: Sequence[EvaluatedRun],
+        yardsticks: Sequence[EvaluatedYardstick],
+        scoring: Scoring,
+    ) -> None:
         self._name = name
         self._scoring = scoring
         self._infos = metric_infos(scoring)
         self._task_rows = task_rows_of(runs[0].predictions, name)
-        split = {run.name: draws_of_split(run.predictions, name) for run in runs}
-        self._draws = {run: draws for run, draws in split.items() if draws[0].task_N.size}
+        models: list[EvaluatedRun | EvaluatedYardstick] = [*runs, *yardsticks]
+        split = {model.name: draws_of_split(model.predictions, name) for model in models}
+        self._draws = {model: draws for model, draws in split.items() if draws[0].task_N.size}
         self._limited = {
-            run.name: {most: rows_of_split(table, name) for most, table in run.limited.items()}
-            for run in runs
+            model.name: {most: rows_of_split(table, name) for most, table in model.limited.items()}
+            for model in models
         }
+        simple = {one.name for one in yardsticks}
+        self._stages = {model: STAGES[1:] if model in simple else STAGES for model in self._draws}
         self._first = runs[0].name
         first = self._draws[self._first]
         self._comparable = {
-            run
-            for run, draws in self._draws.items()
+            model
+            for model, draws in self._draws.items()
             if len(draws) == len(first) and all(map(same_rows, draws, first))
         }
         self._measured = {
-            (run, stage): measure(draws, stage, scoring)
-            for run, draws in self._draws.items()
-            for stage in STAGES
+            (model, stage): measure(draws, stage, scoring)
+            for model, draws in self._draws.items()
+            for stage in self._stages[model]
         }
 
     def summary(self) -> Group:
@@ -115,7 +141,7 @@ class _Group:
             min_support_rows=int(support_E.min()),
             median_support_rows=float(np.median(support_E)),
             max_support_rows=int(support_E.max()),
-            results=tuple(self._result(run, stage) for run in self._draws for stage in STAGES),
+            results=tuple(_result(*key, measured) for key, measured in self._measured.items()),
             comparisons=tuple(self._comparisons()),
             by_support_rows=tuple(self._support_bins(support_E)),
             calibration=tuple(self._calibrations()) if self._scoring.loss == "bce" else (),
@@ -124,14 +150,15 @@ class _Group:
             by_draw=tuple(self._by_draw()) if len(self._draws[self._first]) > 1 else (),
         )
 
-    def _result(self, run: str, stage: Stage) -> Result:
-        return _result(run, stage, self._measured[run, stage])
-
     def _comparisons(self) -> list[Comparison]:
-        made = [self._compare(run, "after", run, "before") for run in self._draws]
-        for run in self._draws:
+        made = [
+            self._compare(run, "after", run, "before")
+            for run, stages in self._stages.items()
+            if "before" in stages
+        ]
+        for run, stages in self._stages.items():
             if run != self._first:
-                made += [self._compare(self._first, "after", run, stage) for stage in STAGES]
+                made += [self._compare(self._first, "after", run, stage) for stage in stages]
         return made
 
     def _compare(self, run: str, stage: Stage, minus_run: str, minus_stage: Stage) -> Comparison:
@@ -182,7 +209,7 @@ class _Group:
             _result(run, stage, measure(draws, stage, self._scoring, self._scoring.names[:1]))
             for run, draws in kept.items()
             if all(rows.task_N.size for rows in draws)
-            for stage in STAGES
+            for stage in self._stages[run]
         )
         return int(np.unique(first.task_N).size), int(first.task_N.size), results
 
@@ -212,7 +239,7 @@ class _Group:
         made = [
             calibration(run, _together(draws), stage)
             for run, draws in self._draws.items()
-            for stage in STAGES
+            for stage in self._stages[run]
         ]
         return [one for one in made if one.bins]
 
@@ -314,6 +341,8 @@ def _facts(run: EvaluatedRun) -> RunFacts:
         data_wait_share=_median(run, "data_wait_share"),
         config=hide_secrets(run.config),
         environment=hide_secrets(run.environment),
+        adapts_with=run.adapts_with,
+        fine_tuning=run.fine_tuning,
     )
 
 
