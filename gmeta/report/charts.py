@@ -1,32 +1,37 @@
 """Which pictures a report has and what each draws; how they become files is render's business."""
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from textwrap import fill
-from typing import Any
 
-import numpy as np
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from gmeta.metrics.catalogue import MetricInfo
+from gmeta.report.curves import activity_chart, support_limit_chart
 from gmeta.report.evaluation import (
     STAGES,
-    Estimate,
     Evaluation,
     Group,
-    Result,
     RunFacts,
     YardstickFacts,
 )
 from gmeta.report.history import Curve
+from gmeta.report.lines import (
+    WHISKERS,
+    count,
+    draw_lines,
+    offsets,
+    or_zero,
+    points,
+    whiskers,
+    with_unit,
+)
 from gmeta.report.render import NUM_SERIES_COLORS, Axes, Chart, Panel, Series, light
 
 MARKERS = ("o", "s", "^", "D")
 # Drawn where they are reported; other metrics take their places by their order in the report.
 USUALLY_CHARTED = ("mae", "ndcg@3", "auc", "gauc", "logloss")
 NUM_CHARTED = 3
-WHISKERS = "Lines through the points are 95 % intervals over tasks; no line: fewer than ten tasks."
 
 
 def charts_of(evaluation: Evaluation, curves: Sequence[Curve]) -> list[Chart]:
@@ -35,6 +40,8 @@ def charts_of(evaluation: Evaluation, curves: Sequence[Curve]) -> list[Chart]:
     charts = [
         _groups_chart(evaluation, series),
         _support_chart(evaluation, series),
+        support_limit_chart(evaluation, series, charted_metrics(evaluation)),
+        activity_chart(evaluation, series),
         _calibration_chart(
             evaluation, [one for one in series if one.run == evaluation.runs[0].name]
         ),
@@ -91,15 +98,15 @@ def _groups_chart(evaluation: Evaluation, series: Sequence[Series]) -> Chart:
 def _draw_groups(
     groups: Sequence[Group], series: Sequence[Series], name: str, info: MetricInfo, axes: Axes
 ) -> None:
-    for one, offset in zip(series, _offsets(len(series), 0.6), strict=True):
+    for one, offset in zip(series, offsets(len(series), 0.6), strict=True):
         found = ((row + offset, group.results) for row, group in enumerate(groups))
-        rows, estimates = _points(one, found, name)
+        rows, estimates = points(one, found, name)
         if rows:
             values = [estimate.value for estimate in estimates]
             axes.errorbar(
                 values,
                 rows,
-                xerr=_whiskers(estimates),
+                xerr=whiskers(estimates),
                 linestyle="none",
                 linewidth=1.5,
                 **one.style,
@@ -118,7 +125,7 @@ def _draw_groups(
         if info.higher_is_better
         else "\N{LEFTWARDS ARROW} lower is better"
     )
-    axes.set_xlabel(f"{_with_unit(info)}   ({arrow})")
+    axes.set_xlabel(f"{with_unit(info)}   ({arrow})")
 
 
 def _support_chart(evaluation: Evaluation, series: Sequence[Series]) -> Chart:
@@ -145,27 +152,9 @@ def _draw_support(
     group: Group, series: Sequence[Series], name: str, info: MetricInfo, axes: Axes
 ) -> None:
     bins = group.by_support_rows
-    for one, offset in zip(series, _offsets(len(series), 0.36), strict=True):
-        places, estimates = _points(
-            one, ((at + offset, bin_.results) for at, bin_ in enumerate(bins)), name
-        )
-        if places:
-            values = [estimate.value for estimate in estimates]
-            dashes = "-" if one.stage == "after" else (0, (2, 2))
-            axes.errorbar(
-                places,
-                values,
-                yerr=_whiskers(estimates),
-                linestyle=dashes,
-                linewidth=1.3,
-                **one.style,
-            )
-    axes.set_xticks(range(len(bins)), [f"{bin_.label}\n{_count(bin_.num_tasks)}" for bin_ in bins])
+    ticks = [f"{bin_.label}\n{count(bin_.num_tasks)}" for bin_ in bins]
+    draw_lines([bin_.results for bin_ in bins], ticks, series, name, info, axes)
     axes.set_xlabel("support rows; below, the number of tasks")
-    axes.set_ylabel(
-        f"{_with_unit(info)}\n({'higher' if info.higher_is_better else 'lower'} is better)"
-    )
-    axes.grid(axis="y")
 
 
 def _calibration_chart(evaluation: Evaluation, series: Sequence[Series]) -> Chart:
@@ -194,10 +183,10 @@ def _draw_calibration(group: Group, series: Sequence[Series], axes: Axes) -> Non
                 observed = [bin_.positive_share for bin_ in found.bins]
                 shares = [estimate.value for estimate in observed]
                 axes.errorbar(
-                    predicted, shares, yerr=_whiskers(observed), linewidth=1.3, **one.style
+                    predicted, shares, yerr=whiskers(observed), linewidth=1.3, **one.style
                 )
                 top = max(
-                    top, *predicted, *shares, *(_or_zero(estimate.high) for estimate in observed)
+                    top, *predicted, *shares, *(or_zero(estimate.high) for estimate in observed)
                 )
     # Where clicks are rare, axes up to 1 would press all bins into a corner.
     limit = min(1.0, 1.05 * top) or 1.0
@@ -234,45 +223,3 @@ def _draw_curve(curve: Curve, axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(axis="both")
-
-
-def _points(
-    series: Series, placed: Iterable[tuple[float, Sequence[Result]]], name: str
-) -> tuple[list[float], list[Estimate]]:
-    """Return places and estimates of a series, without those that are undefined or missing."""
-    places, estimates = [], []
-    for place, results in placed:
-        for result in results:
-            estimate = result.metrics[name]
-            if (result.run, result.stage) == (series.run, series.stage) and math.isfinite(
-                estimate.value
-            ):
-                places.append(place)
-                estimates.append(estimate)
-    return places, estimates
-
-
-def _offsets(num_series: int, width: float) -> Sequence[float]:
-    """Return the places of the series side by side around 0."""
-    step = width / max(1, num_series - 1)
-    return [(index - (num_series - 1) / 2) * step for index in range(num_series)]
-
-
-def _whiskers(estimates: Sequence[Estimate]) -> Any:
-    """Return the distances [2, points] to both ends of the intervals, 0 where there is none."""
-    # A skewed metric may stand a hair outside its interval; matplotlib refuses negative lengths.
-    below = [max(0.0, _or_zero(one.value - one.low)) for one in estimates]
-    above = [max(0.0, _or_zero(one.high - one.value)) for one in estimates]
-    return np.array([below, above])
-
-
-def _or_zero(value: float) -> float:
-    return value if math.isfinite(value) else 0.0
-
-
-def _with_unit(info: MetricInfo) -> str:
-    return f"{info.label}, {info.unit}" if info.unit else info.label
-
-
-def _count(number: int) -> str:
-    return str(number) if number < 10_000 else f"{number / 1000:.0f}k"

@@ -125,6 +125,11 @@ def _legend(evaluation: Evaluation) -> str:
     differences += [rival.difference for line in shown for rival in line.rivals]
     if any(one.verdict == "unknown" for one in differences):
         lines.append("?: there is no such interval; the report says why.")
+    if evaluation.interval.draws > 1:
+        lines.append(
+            f"Means over {evaluation.interval.draws} draws of each task's support and query rows; "
+            "the intervals cover tasks and draws."
+        )
     if len(evaluation.runs) > 1:
         lines.append("A baseline is compared at its better stage, metric by metric.")
     return "\n".join(lines)

@@ -82,8 +82,7 @@ class SupportBin:
     @property
     def label(self) -> str:
         """Return `13`, or `13 to 20` with a dash."""
-        same = self.min_rows == self.max_rows
-        return str(self.min_rows) if same else f"{self.min_rows}\N{EN DASH}{self.max_rows}"
+        return _range(self.min_rows, self.max_rows)
 
 
 @dataclass(frozen=True)
@@ -96,6 +95,11 @@ class ActivityBin:
     num_tasks: int
     num_rows: int
     results: tuple[Result, ...]
+
+    @property
+    def label(self) -> str:
+        """Return `13`, or `13 to 20` with a dash."""
+        return _range(self.min_rows, self.max_rows)
 
 
 @dataclass(frozen=True)
@@ -293,6 +297,10 @@ def hide_secrets(value: Any) -> Any:
             for key, item in value.items()
         }
     return [hide_secrets(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _range(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low}\N{EN DASH}{high}"
 
 
 def _plain(value: Any) -> Any:

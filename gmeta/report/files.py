@@ -17,7 +17,14 @@ from gmeta.report.render import png_sheet
 from gmeta.report.runs import EvaluatedRun, EvaluatedYardstick
 from gmeta.report.summarise import summarise
 
-CHART_NAMES = ("groups", "support_size", "calibration", "learning_curve")
+CHART_NAMES = (
+    "groups",
+    "support_size",
+    "few_support_rows",
+    "activity",
+    "calibration",
+    "learning_curve",
+)
 
 
 @dataclass(frozen=True)
