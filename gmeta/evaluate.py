@@ -28,7 +28,6 @@ from gmeta.errors import UserError
 from gmeta.feeds.reader import open_reader
 from gmeta.learner import MetaLearner
 from gmeta.metrics.catalogue import Scoring, evaluate_split
-from gmeta.outer.early_stop import early_stop_of
 from gmeta.parallel.ranks import Ranks, gather_to_first, value_of_first
 from gmeta.parallel.sharding import ShardedLearner, local_learner, shard_learner
 from gmeta.parallel.steps import in_step
@@ -154,9 +153,10 @@ def adapt_with(
 def choose_fine_tuning(
     config: TrainConfig, dataset: Dataset, sharded: DistributedModelParallel, ranks: Ranks
 ) -> FineTuning:
-    """Return the inner rate and steps by which a plain run adapts best, by the metric that early
-    stopping would go by. Collective."""
-    split, stop = config.data.valid_split or config.data.train_split, early_stop_of(config)
+    """Return the inner rate and steps by which a plain run adapts best. Collective."""
+    split = config.data.valid_split or config.data.train_split
+    # Not AUC: it does not see outputs that run away, as those of a rate do that is too high.
+    metric = "logloss" if config.outer.loss == "bce" else "mae"
     chosen = tuning_episodes(dataset, split)
     mine = np.array_split(chosen, ranks.world_size)[ranks.rank]
     size = max(1, config.data.tasks_per_step // ranks.world_size)
@@ -183,13 +183,13 @@ def choose_fine_tuning(
         if table is not None:
             rows = table["label"], table["after"], table["task"]
             scoring = Scoring(config.outer.loss, config.evaluation)
-            value = evaluate_split(*rows, scoring, [stop.metric])[stop.metric].value
+            value = evaluate_split(*rows, scoring, [metric])[metric].value
         return value_of_first(value, ranks)
 
     own = config.algorithm.inner_lr, config.algorithm.inner_steps
-    tried = try_all(score, own, stop.higher_is_better)
-    best = best_of(tried, stop.higher_is_better)
-    return FineTuning(split, len(chosen), stop.metric, best, tried)
+    tried = try_all(score, own)
+    best = best_of(tried)
+    return FineTuning(split, len(chosen), metric, best, tried)
 
 
 def tuning_episodes(dataset: Dataset, split: str) -> npt.NDArray[np.int64]:

@@ -24,6 +24,7 @@ FREE_KEYS = ("inner_lr", "inner_steps", "support_prior", "adapt_layers", "adapt_
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="folder of a training run")],
+<<<<<<< HEAD
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
@@ -32,6 +33,8 @@ def evaluate(
             "evaluation.*",
         ),
     ] = None,
+=======
+>>>>>>> yard
     against: Annotated[
         list[Path] | None,
         typer.Option(help="folder of a run to compare with, e.g. the plain baseline; repeatable"),
@@ -66,6 +69,12 @@ def evaluate(
     trees: Annotated[
         bool, typer.Option("--trees/--no-trees", help="also grow gradient-boosted trees to compare")
     ] = True,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[ALGORITHM.KEY=VALUE]...", help="how RUN adapts here, in place of its config"
+        ),
+    ] = None,
 ) -> None:
     """Adapt to every unseen task's support set and score its query set, before and after.
 

@@ -189,8 +189,8 @@ class Tried:
 
 @dataclass(frozen=True)
 class FineTuning:
-    """How a plain run's inner loop was chosen: the best of `tried` by a metric, on tasks of a split
-    that is not reported on."""
+    """How a plain run's inner loop was chosen: the best of `tried` by a metric (the smallest), on
+    tasks of a split that is not reported on."""
 
     split: str
     num_tasks: int

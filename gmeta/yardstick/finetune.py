@@ -16,23 +16,21 @@ MOST_MORE = 3
 TUNING_TASKS = 500
 
 
-def try_all(
-    score: Callable[[float, int], float], own: tuple[float, int], higher_is_better: bool
-) -> tuple[Tried, ...]:
-    """Return the grid with what each setting scored, the config's `own` first; where the best rate
+def try_all(error: Callable[[float, int], float], own: tuple[float, int]) -> tuple[Tried, ...]:
+    """Return the grid with the error of each setting, the config's `own` first; where the best rate
     lies at an edge, the grid goes on there."""
-    tried = [Tried(*own, score(*own))]
+    tried = [Tried(*own, error(*own))]
 
     def add(rate: float) -> None:
         taken = {(one.inner_lr, one.inner_steps) for one in tried}
         settings = [(rate, steps) for steps in STEPS if (rate, steps) not in taken]
-        tried.extend(Tried(*setting, score(*setting)) for setting in settings)
+        tried.extend(Tried(*setting, error(*setting)) for setting in settings)
 
     for rate in RATES:
         add(rate)
     rates = list(RATES)
     for _ in range(MOST_MORE):
-        best = best_of(tried, higher_is_better).inner_lr
+        best = best_of(tried).inner_lr
         if best >= rates[-1]:
             rates.append(_next(rates[-1], 1))
             add(rates[-1])
@@ -44,10 +42,10 @@ def try_all(
     return tuple(tried)
 
 
-def best_of(tried: Sequence[Tried], higher_is_better: bool) -> Tried:
-    """Return the best setting, of equals the first; one that diverged is never better."""
-    sign = 1.0 if higher_is_better else -1.0
-    return max(tried, key=lambda one: sign * one.value if math.isfinite(one.value) else -math.inf)
+def best_of(tried: Sequence[Tried]) -> Tried:
+    """Return the setting of the smallest error, of equals the first; one that diverged is never
+    better."""
+    return min(tried, key=lambda one: one.value if math.isfinite(one.value) else math.inf)
 
 
 def _next(rate: float, direction: int) -> float:

@@ -17,7 +17,8 @@ from gmeta.report.runs import EvaluatedYardstick
 from gmeta.yardstick import trees
 from gmeta.yardstick.bias import NO_ITEM, BiasModel, choose_bias
 from gmeta.yardstick.features import Known, describing_columns
-from gmeta.yardstick.rows import EpisodeRows, Floats, read_rows, sample_rows
+from gmeta.yardstick.reading import read_rows, sample_rows
+from gmeta.yardstick.rows import EpisodeRows, Floats
 from gmeta.yardstick.sums import sum_training_rows
 from gmeta.yardstick.trees import Trees
 from metaio.counted import counted
@@ -145,9 +146,9 @@ def _told_bias(
     item = dataset.features.single[model.item].name if model.item != NO_ITEM else ""
     chosen_on = valid_split or counted(len(train.task_T), "training task")
     how = "whose means predict best" if was_found else "as asked"
-    parts = [f"item ({item}, {how}; prior {model.item_prior:g} rows)"] if item else []
+    parts = [f"item ({item}, {how}; prior {model.item_prior:g})"] if item else []
     unit = "" if model.loss != "bce" else ", on log-odds"
-    parts.append(f"task (prior {model.task_prior:g} rows)")
+    parts.append(f"task (prior {model.task_prior:g})")
     told = f"mean + {' + '.join(parts)}{unit}; priors chosen on {chosen_on}"
     chosen: dict[str, str | float] = {
         "item_column": item,

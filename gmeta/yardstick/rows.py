@@ -4,7 +4,7 @@ Shape suffixes: T episodes, N rows, F single-id features, K dense columns, V ids
 feature; T1 = T + 1, N1 = N + 1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from gmeta.batches.views import STORED, View
 from metaio.format.block import Block, multi_feature_of_values
-from metaio.format.dataset import Dataset
 from metaio.hashing import splitmix64
 from metaio.ragged import Float32, Int64, offsets, ragged_indices
 
@@ -132,31 +131,7 @@ def rows_of(block: Block) -> EpisodeRows:
     )
 
 
-def read_rows(dataset: Dataset, split: str) -> Iterator[EpisodeRows]:
-    """Yield the rows of a split, a stored block at a time.
-
-    Raises:
-        FormatError: a file is missing or damaged.
-    """
-    for block in range(dataset.split(split).num_blocks):
-        yield rows_of(dataset.read_block(split, block))
-
-
-def sample_rows(dataset: Dataset, split: str, max_rows: int, seed: int) -> EpisodeRows:
-    """Return whole episodes of a split: all if they have no more than `max_rows` rows, else about
-    as many as that; the seed and a task's id decide which.
-
-    Raises:
-        FormatError: a file is missing or damaged.
-    """
-    share = min(1.0, max_rows / max(dataset.split(split).num_rows, 1))
-    return joined(
-        rows.episodes(np.flatnonzero(uniform(rows.task_T, SAMPLE_STREAM, seed) < share))
-        for rows in read_rows(dataset, split)
-    )
-
-
-def joined(parts: Iterator[EpisodeRows]) -> EpisodeRows:
+def joined(parts: Iterable[EpisodeRows]) -> EpisodeRows:
     """Return the episodes of all parts, of which there is at least one, as one."""
     found = list(parts)
     return EpisodeRows(

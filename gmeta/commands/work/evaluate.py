@@ -39,8 +39,8 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
     def work(ranks: Ranks) -> None:
         # Folders of the same name in different places are told apart by their paths.
         short = len({root.name for root in roots}) == len(roots)
-        dataset = open_dataset(config.data.path)
-        item_index(dataset, asked.item_column)  # what is wrong with it is told first
+        if asked.item_column:  # what is wrong with it is told before minutes are spent
+            item_index(open_dataset(config.data.path), asked.item_column)
         runs = [
             evaluate_run(
                 root,
@@ -59,6 +59,7 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
             console = screen()
             screen(stderr=True).print("the runs are scored; now the yardstick, from training rows")
             splits = split_names(evaluated[0].predictions)
+            dataset = open_dataset(config.data.path)
             found = measure(config, dataset, splits, asked.item_column, asked.trees, shown)
             paths = write(out, evaluated, found.models, found.notes)
             show_table(console, console_table(paths.evaluation))
