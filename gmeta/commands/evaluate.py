@@ -24,17 +24,6 @@ FREE_KEYS = ("inner_lr", "inner_steps", "support_prior", "adapt_layers", "adapt_
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="folder of a training run")],
-<<<<<<< HEAD
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[SECTION.KEY=VALUE]...",
-            help="how RUN adapts here and what is measured, in place of its config: algorithm.*, "
-            "evaluation.*",
-        ),
-    ] = None,
-=======
->>>>>>> yard
     against: Annotated[
         list[Path] | None,
         typer.Option(help="folder of a run to compare with, e.g. the plain baseline; repeatable"),
@@ -72,7 +61,9 @@ def evaluate(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[ALGORITHM.KEY=VALUE]...", help="how RUN adapts here, in place of its config"
+            metavar="[SECTION.KEY=VALUE]...",
+            help="how RUN adapts here and what is measured, in place of its config: algorithm.*, "
+            "evaluation.*",
         ),
     ] = None,
 ) -> None:

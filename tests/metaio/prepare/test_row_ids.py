@@ -1,11 +1,12 @@
 """Row ids: stored beside the rows through every stage, so that a row can be found again."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
+import xxhash
 
 from metaio import BatchReader, DataError, Dataset, open_dataset
 from metaio.errors import SchemaError
@@ -75,24 +76,32 @@ def test_a_random_order_goes_by_the_ids_whatever_columns_there_are(tmp_path: Pat
     assert in_time != sorted(in_time)
 
 
-@pytest.mark.parametrize(
-    ("column", "message"),
-    [
-        (
-            pa.array([f"r{i}" for i in range(800)]),
-            "row_id column row has type string; integers are needed. Number the rows, or leave "
-            "[row_id] out",
-        ),
-        (
-            pa.array([None, *range(799)], pa.int64()),
-            "column row has 1 null; none are allowed. Remove those rows",
-        ),
-    ],
-)
-def test_ids_that_name_no_row_are_refused(tmp_path: Path, column: Any, message: str) -> None:
+def test_of_text_the_hash_is_stored_as_of_tasks(tmp_path: Path) -> None:
+    names = [f"r{i}" for i in range(800)]
+    raw = raw_table().append_column("row", pa.array(names))
+    dataset = prepared(tmp_path, raw, changed(**ROW_ID))
+    hashes = {xxhash.xxh3_64_intdigest(name.encode()) for name in names}
+    stored = [row % 2**64 for row in ids_of(dataset)]
+    assert len(set(stored)) == len(stored)
+    assert set(stored) <= hashes
+
+
+def test_rows_without_an_id_are_refused(tmp_path: Path) -> None:
+    column = pa.array([None, *range(799)], pa.int64())
     with pytest.raises(DataError) as error:
         prepared(tmp_path, raw_table().append_column("row", column), changed(**ROW_ID))
-    assert str(error.value) == message
+    assert str(error.value) == "column row has 1 null; none are allowed. Remove those rows"
+
+
+def test_a_negative_has_no_raw_row(tmp_path: Path) -> None:
+    positives = numbered().filter(pc.equal(raw_table(600)["clicked"], 1))
+    drawn = {"negatives": {"item": "item", "per_positive": 2}}
+    dataset = prepared(tmp_path, positives, changed(**ROW_ID, **drawn))
+    with BatchReader(dataset, "train", tasks_per_step=1 << 20, shuffle=False) as reader:
+        (batch,) = reader.batches(0)
+    is_negative = batch.label_N == 0
+    assert set(batch.row_id_N[is_negative].tolist()) == {-1}
+    assert not set(batch.row_id_N[~is_negative].tolist()) - set(positives["row"].to_pylist())
 
 
 def test_the_label_is_no_row_id() -> None:
