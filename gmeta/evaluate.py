@@ -147,7 +147,14 @@ def adapt_with(
     """Let the model, whose parameters stay, adapt as `algorithm` says from here on."""
     inner = local_learner(sharded)
     tables = TableSizes(len(dataset.features.tables), config.model.embedding_dim)
-    inner.learner = MetaLearner(inner.learner.model, algorithm, config.outer.loss, tables)
+    inner.learner = MetaLearner(
+        inner.learner.model,
+        algorithm,
+        config.outer.loss,
+        tables,
+        config.outer.huber_delta,
+        inner.learner.statistics,
+    )
 
 
 def choose_fine_tuning(

@@ -46,7 +46,7 @@ from gmeta.metrics.terms import (
 
 # N rows, T tasks
 
-Loss: TypeAlias = Literal["bce", "mse", "huber"]
+Loss: TypeAlias = Literal["bce", "mse", "huber", "mae"]
 
 OF_CLICKS = ("auc", "gauc", "logloss")
 OF_RATINGS = ("mae", "rmse", "ndcg@1", "ndcg@3", "auc", "gauc")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gmeta.metrics import Loss
+from gmeta.metrics.catalogue import Loss
 from gmeta.yardstick import trees
 from gmeta.yardstick.bias import BiasModel, error, sigmoid
 from gmeta.yardstick.features import Known, describing_columns
