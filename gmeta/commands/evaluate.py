@@ -78,6 +78,8 @@ def evaluate(
 def _check_overrides(run: Path, config: TrainConfig, overrides: list[str]) -> None:
     """Refuse what evaluation cannot adapt with, before torch is loaded."""
     allowed: tuple[str, ...] = FREE_KEYS
+    if config.algorithm.name == "anil":  # what adapts is its head
+        allowed = FREE_KEYS[:3]
     if config.algorithm.name == "metasgd":
         # Its rates, one for each of what adapts, are weights of the run.
         allowed = FREE_KEYS[1:3]
