@@ -24,7 +24,7 @@ from _common import REPOSITORY, environment, finish, make_parser, positive_int
 
 from gmeta.config import load_config
 from gmeta.evaluate import evaluate_run
-from gmeta.metrics import evaluate_split
+from gmeta.metrics.catalogue import Scoring, evaluate_split
 from gmeta.parallel.ranks import Ranks, start_ranks
 from gmeta.train import train
 from metaio.recipes.movielens import MovieLensConfig, prepare_movielens
@@ -179,7 +179,7 @@ def train_and_score(settings: Sequence[str], run: Path, groups: Sequence[str]) -
     for group in groups:
         rows = [index for index, split in enumerate(table["split"]) if split == group]
         label, after, task = ([table[name][row] for row in rows] for name in columns)
-        values = evaluate_split(label, after, task, config.outer.loss)
+        values = evaluate_split(label, after, task, Scoring(config.outer.loss, config.evaluation))
         scores[group] = {metric: values[metric].value for metric in METRICS}
     return scores
 
