@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -79,9 +80,8 @@ def test_a_study_finds_a_config_that_trains_to_its_score(
         assert (run / "config.json").exists()
         assert (run / "checkpoints").exists() == (trial is ranked[0])
     assert f"train it: gmeta train {study / 'best.toml'}" in result.stderr
-    assert [line.split()[0] for line in result.stdout.splitlines()[2:] if line.strip()] == [
-        str(trial["number"]) for trial in ranked
-    ]
+    rows = re.findall(r"^ +(\d+) .* complete ", result.stdout, flags=re.MULTILINE)
+    assert rows == [str(trial["number"]) for trial in ranked]
 
     best = load_config(study / "best.toml")
     assert best.algorithm.inner_lr == ranked[0]["values"]["algorithm.inner_lr"]
