@@ -1,4 +1,4 @@
-"""benchmarks/quality.py: how seeds become one interval, what its page says, what is not repeated."""
+"""benchmarks/quality.py: seeds as one interval, what the page says, what is not repeated."""
 
 import json
 import math
