@@ -9,10 +9,10 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, final, get_type_hints
+from typing import Any, Protocol, final, get_args, get_type_hints
 
 from gmeta.adaptation.config import PLAIN
-from gmeta.config import TrainConfig, config_from_dict
+from gmeta.config import OuterConfig, TrainConfig, config_from_dict
 from gmeta.errors import ConfigError, UserError
 from gmeta.outer.early_stop import early_stop_of
 
@@ -280,7 +280,9 @@ def default_space(config: TrainConfig) -> Space:
 
 
 GRADIENT_BASED = ("maml", "fomaml", "anil", "reptile", "metasgd", PLAIN)
-RATING_LOSSES = ("mse", "huber")
+RATING_LOSSES = tuple(
+    loss for loss in get_args(get_type_hints(OuterConfig)["loss"]) if loss != "bce"
+)
 
 
 def _log_range(key: str, low: float, high: float) -> Range:
