@@ -88,9 +88,12 @@ def edge_lines(space: Space, best: Trial) -> list[str]:
 
 
 def short_names(space: Sequence[Dimension]) -> list[str]:
-    """Return the keys without their sections, unless two would be alike."""
+    """Return each key without its section, unless another has the same name there."""
     short = [dimension.key.partition(".")[2] for dimension in space]
-    return short if len(set(short)) == len(short) else [dimension.key for dimension in space]
+    return [
+        name if short.count(name) == 1 else dimension.key
+        for name, dimension in zip(short, space, strict=True)
+    ]
 
 
 def shown_value(value: Any) -> str:

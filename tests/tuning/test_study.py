@@ -10,7 +10,13 @@ import pytest
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import UserError
 from gmeta.outer.early_stop import early_stop_of
-from gmeta.tuning.outcome import edge_lines, results_json, told_counts, trial_line
+from gmeta.tuning.outcome import (
+    edge_lines,
+    results_json,
+    short_names,
+    told_counts,
+    trial_line,
+)
 from gmeta.tuning.space import Choices, Range
 from gmeta.tuning.study import STARTUP_TRIALS, Plan, PrunerName, Study, import_optuna
 
@@ -148,3 +154,8 @@ def test_without_optuna_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert str(raised.value) == (
         "`gmeta tune` needs the extra: pip install 'gmeta[tune]' (Optuna is not installed)"
     )
+
+
+def test_a_key_is_shown_without_its_section_where_that_is_clear() -> None:
+    space = (*SPACE, Choices("model.name", ("dlrm", "melu")))
+    assert short_names(space) == ["inner_lr", "algorithm.name", "model.name"]
