@@ -2,7 +2,7 @@
 
 import os
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,10 +20,11 @@ from metaio.format.layout import DEFAULT_BLOCK_ROWS, VOCABULARY_FOLDER
 from metaio.format.manifest import ShardEntry
 from metaio.format.shard_writer import ShardWriter
 from metaio.format.writer import DatasetWriter, Provenance, block_cuts, write_dataset
-from metaio.prepare.encode import EncodedRows, Fitted
+from metaio.prepare.encode import EncodedRows, Encoder, Fitted
 from metaio.prepare.episodes import Dropped, make_episodes
 from metaio.prepare.schema import Schema, SparseColumn, features_of
-from metaio.prepare.spool import BucketPlan, plan_buckets
+from metaio.prepare.splits import copies_of_windows
+from metaio.prepare.spool import BucketPlan, plan_buckets, split_by_bucket, take_rows
 from metaio.prepare.survey import Survey
 from metaio.prepare.values import Kind, kind_of, time_of
 
@@ -43,6 +44,9 @@ class PrepareOptions:
     block_rows: int = DEFAULT_BLOCK_ROWS
     compact: bool = False
     overwrite: bool = False
+    # What the manifest says of a ready recipe beside its schema: its name and settings.
+    recipe: dict[str, Any] = field(default_factory=dict)
+    protocol: str = ""
 
 
 class WrittenShard(NamedTuple):
@@ -82,12 +86,13 @@ class Job:
             label=schema.label.column,
             seed=schema.seed,
             task_kind=self.task_kind,
-            protocol=f"{rule.by}, {rule.min_rows} to {rule.max_rows} rows",
+            protocol=self.options.protocol or f"{rule.by}, {rule.min_rows} to {rule.max_rows} rows",
             recipe={
                 "name": "schema",
                 "schema": schema.to_json(),
                 "moments": self.fitted.moments,
                 "kinds": self.fitted.kinds,
+                **self.options.recipe,
             },
         )
         return write_dataset(
@@ -115,6 +120,15 @@ class Job:
                     f"its ids would change. Cast the column to {before}, or remove that dataset"
                 )
 
+    def encoded(self, encoder: Encoder, batch: pa.RecordBatch) -> list[tuple[int, EncodedRows]]:
+        """Return the rows of a raw batch for each bucket that needs any."""
+        rows, splits = encoder.encode(batch), self.fitted.splits
+        if splits.window_starts:
+            chosen, split_N, side_N = copies_of_windows(splits, rows.split_N.astype(np.int64))
+            copies = take_rows(rows, chosen)
+            rows = replace(copies, split_N=split_N.astype(np.int32), side_NS=side_N[:, None])
+        return split_by_bucket(self.plan, rows)
+
     def write_shard(
         self, folder: Path, bucket: int, rows: EncodedRows, use: "TableUse"
     ) -> WrittenShard:
@@ -122,10 +136,11 @@ class Job:
 
         Safe to call from several threads, for different buckets.
         """
-        # Cut within the bucket, so that workers need not know each other's episodes.
-        episodes, dropped = make_episodes(self.schema, rows, self.cut_time)
         split = self.plan.split_of(bucket)
-        name, index = self.fitted.split_names[split], bucket - self.plan.of_split(split).start
+        cutting = self.fitted.splits.cutting(self.schema, split)
+        # Cut within the bucket, so that workers need not know each other's episodes.
+        episodes, dropped = make_episodes(self.schema, rows, self.cut_time, cutting)
+        name, index = self.fitted.splits.names[split], bucket - self.plan.of_split(split).start
         with ShardWriter(folder, name, index, self.features, self.options.compact) as shard:
             for first, stop in pairwise(
                 block_cuts(episodes.row_lengths_T, self.options.block_rows)
@@ -155,7 +170,7 @@ def make_job(
     Raises:
         DataError: the task column has the wrong type, or `episodes.at` does not suit the time's.
     """
-    rows = [survey.rows_of_split.get(name, 0) for name in fitted.split_names]
+    rows = [survey.rows_of_split.get(name, 0) for name in fitted.splits.names]
     task, at = schema.task.column, schema.episodes.at
     kinds = {column.column: _kind(column, types[column.column]) for column in schema.sparse}
     integer = kind_of(task, types[task], "task") == "integer"

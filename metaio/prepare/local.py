@@ -9,16 +9,19 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+import numpy as np
 import pyarrow as pa
 
 from metaio.format.writer import DatasetWriter
-from metaio.prepare.encode import EncodedRows, Encoder, split_names
+from metaio.prepare.encode import EncodedRows, Encoder
 from metaio.prepare.episodes import Dropped, check_some
 from metaio.prepare.job import Job, PrepareOptions, TableUse, WrittenShard, make_job
 from metaio.prepare.schema import Schema
 from metaio.prepare.source import DuckSource
-from metaio.prepare.spool import Spool, split_by_bucket
+from metaio.prepare.splits import Splits, resolved, split_names, window_search
+from metaio.prepare.spool import Spool
 from metaio.prepare.survey import Survey, fit, survey_batch, survey_columns
+from metaio.prepare.values import time_values
 
 __all__ = ["PrepareOptions", "Progress", "prepare"]
 
@@ -50,13 +53,14 @@ def prepare(
     with DuckSource(inputs, schema, memory_bytes=memory_bytes, threads=options.threads) as source:
         total = source.survey()
         column = schema.splits.column
+        types = source.arrow_types(schema.columns)
         # The names come first: a row's split is an index into them.
         names = split_names(schema, source.distinct(column) if column else None)
+        splits = _splits(source, schema, names, types)
         survey = _survey(
-            source, schema, names, options.threads, lambda done: tell("looking", done, total)
+            source, schema, splits, options.threads, lambda done: tell("looking", done, total)
         )
-        fitted = fit(schema, survey, names)
-        job = make_job(schema, options, fitted, survey, source.arrow_types(schema.columns))
+        job = make_job(schema, options, fit(schema, survey, splits), survey, types)
         with job.open(out) as writer:
             # Inside the unfinished dataset: on its disk, and gone with it.
             spool = Spool(writer.folder / ".spool", schema)
@@ -64,7 +68,7 @@ def prepare(
             done = 0
 
             def encode(batch: pa.RecordBatch) -> tuple[int, list[tuple[int, EncodedRows]]]:
-                return batch.num_rows, split_by_bucket(job.plan, encoder.encode(batch))
+                return batch.num_rows, job.encoded(encoder, batch)
 
             for num_rows, parts in _map(options.threads, encode, source.batches(schema.columns)):
                 spool.append(parts)
@@ -77,20 +81,38 @@ def prepare(
             spool.close()
 
 
+def _splits(
+    source: DuckSource, schema: Schema, names: tuple[str, ...], types: dict[str, pa.DataType]
+) -> Splits:
+    """Return the splits, once it is known where their windows of time begin."""
+    if schema.time is None:
+        return Splits(names)
+    search, column = window_search(schema), schema.time.column
+    while search is not None and not search.is_done:
+        batches = source.batches([column])
+        search.narrow(
+            sum(
+                (search.count(time_values(column, batch[column])) for batch in batches),
+                start=np.zeros(1, np.int64),
+            )
+        )
+    return resolved(schema, names, search, types[column])
+
+
 def _survey(
     source: DuckSource,
     schema: Schema,
-    names: tuple[str, ...],
+    splits: Splits,
     threads: int,
     tell: Callable[[int], None],
 ) -> Survey:
     def look(batch: pa.RecordBatch) -> Survey:
-        return survey_batch(schema, batch, names)
+        return survey_batch(schema, batch, splits)
 
     total, done = Survey(), 0
     for part in _map(threads, look, source.batches(survey_columns(schema))):
         total.add(part)
-        done += sum(part.rows_of_split.values())
+        done += part.num_rows
         tell(done)
     return total
 
@@ -108,7 +130,7 @@ def _write_shards(
     def write(bucket: int) -> WrittenShard:
         return job.write_shard(writer.folder, bucket, spool.take(bucket), use)
 
-    for index, name in enumerate(job.fitted.split_names):
+    for index, name in enumerate(job.fitted.splits.names):
         buckets = job.plan.of_split(index)
         largest_bytes = max(max(spool.num_bytes(bucket) for bucket in buckets), 1)
         # A task of two million rows makes a bucket of its own size: then fewer are built at once.
@@ -123,7 +145,7 @@ def _write_shards(
     check_some(num_episodes, dropped)
     job.write_vocabularies(writer.folder)
     # Only what there was: other engines know no files, and must write the same manifest.
-    lost = vars(dropped) | {name: count for name, count in left_out.items() if count}
+    lost = dropped.report() | {name: count for name, count in left_out.items() if count}
     writer.report = {"dropped": lost, "hashed_tables": use.report()}
 
 
