@@ -77,10 +77,14 @@ PROTOCOLS = (
         folder="amazon",
         recipe="amazon",
         config="amazon.toml",
-        splits=("user-cold",),
+        splits=("test", "test-cold"),
         metrics=CLICKS,
         draws=False,
-        about="Ratings of at least 4 as clicks; support is the past, query the future.",
+        about=(
+            "Ratings of at least 4 as clicks, a user is a task. The newest fifth of all rows is "
+            "`test`: a user's earlier rows are support, those in the window query. `test-cold` are "
+            "users without a row before the window; their first half is support."
+        ),
     ),
     Protocol(
         name="movielens-100k",
@@ -88,10 +92,14 @@ PROTOCOLS = (
         folder="ml-100k",
         recipe="movielens-100k",
         config="movielens-100k.toml",
-        splits=("user-cold",),
+        splits=("test", "test-cold"),
         metrics=CLICKS,
         draws=False,
-        about="Ratings of at least 4 as clicks; support is the past, query the future.",
+        about=(
+            "Ratings of at least 4 as clicks, a user is a task. The newest fifth of all rows is "
+            "`test`: a user's earlier rows are support, those in the window query. `test-cold` are "
+            "users without a row before the window; their first half is support."
+        ),
     ),
     Protocol(
         name="synthetic",

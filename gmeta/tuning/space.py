@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, final, get_args, get_type_hints
 
-from gmeta.adaptation.config import PLAIN
 from gmeta.config import OuterConfig, TrainConfig, config_from_dict
 from gmeta.errors import ConfigError, UserError
 from gmeta.outer.early_stop import early_stop_of
@@ -257,7 +256,7 @@ def default_space(config: TrainConfig) -> Space:
     algorithm, outer = config.algorithm, config.outer
     space: list[Dimension] = []
     learnt = tuple(name for name in ("maml", "metasgd") if name != algorithm.name)
-    if algorithm.name in GRADIENT_BASED:
+    if algorithm.name not in FORWARD_ONLY:
         if algorithm.inner_lr > 0:
             low, high = min(0.003, algorithm.inner_lr / 3), max(1.0, algorithm.inner_lr * 3)
             space.append(_log_range("algorithm.inner_lr", low, high))
@@ -279,7 +278,7 @@ def default_space(config: TrainConfig) -> Space:
     return tuple(space)
 
 
-GRADIENT_BASED = ("maml", "fomaml", "anil", "reptile", "metasgd", PLAIN)
+FORWARD_ONLY = ("encoder",)  # they take no inner step
 RATING_LOSSES = tuple(
     loss for loss in get_args(get_type_hints(OuterConfig)["loss"]) if loss != "bce"
 )
