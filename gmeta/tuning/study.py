@@ -147,13 +147,14 @@ class Study:
     def ended(self, number: int, state: State, note: str = "") -> Trial:
         """Take the end of a trial and return it; a complete one without a score has failed."""
         trial = self._running.pop(number)
-        if state == "complete" and self._best_of(trial.user_attrs.get("scores", [])) is None:
+        score = self._score_of(trial.user_attrs["values"], trial.user_attrs.get("scores", []))
+        if state == "complete" and score is None:
             state = "failed"
-            note = f"{self._metric.metric} was undefined in every validation"
+            note = f"{self._metric.metric} was undefined in the validation that counts"
         trial.set_user_attr("state", state)
         trial.set_user_attr("note", note)
         if state == "complete":
-            self._study.tell(trial, self._best_of(trial.user_attrs["scores"]))
+            self._study.tell(trial, score)
         else:
             # Not as failed: the proposals learn nothing from a failure, and would come back to
             # rates that diverge.
@@ -180,8 +181,10 @@ class Study:
         return ended + len(self._running)
 
     def score(self, trial: Trial) -> float | None:
-        """Return a trial's best score, at which its run keeps a checkpoint."""
-        return self._best_of(trial.scores)
+        """Return the score of the checkpoint that stands for a trial's run, as far as it came: of
+        the best validation if it stops early, else of the last.
+        """
+        return self._score_of(trial.values, trial.scores)
 
     def ranked(self) -> list[Trial]:
         """Return the trials, the best first: complete ones, then pruned, then failed."""
@@ -206,7 +209,9 @@ class Study:
         """
         return config_with(self._plan.base, values)
 
-    def _best_of(self, scores: Sequence[float | None]) -> float | None:
+    def _score_of(self, values: dict[str, Any], scores: Sequence[float | None]) -> float | None:
+        if not self.config(values).run.early_stop_patience:
+            return scores[-1] if scores else None
         known = [score for score in scores if score is not None]
         if not known:
             return None

@@ -138,10 +138,10 @@ class TrialRunner:
 
 
 def trial_config(config: TrainConfig, folder: Path) -> TrainConfig:
-    """Return the config of a trial's run: that of its study in a folder of its own, with one
-    checkpoint beside the best.
+    """Return the config of a trial's run: that of its study in a folder of its own, with no more
+    checkpoints than one may take up again from.
     """
-    return replace(config, run=replace(config.run, dir=str(folder), keep_last=1, keep_best=True))
+    return replace(config, run=replace(config.run, dir=str(folder), keep_last=1))
 
 
 @contextmanager

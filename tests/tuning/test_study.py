@@ -84,15 +84,24 @@ def test_hyperband_prunes_the_worse_of_many(tmp_path: Path) -> None:
 
 def test_undefined_scores_count_for_nothing(tmp_path: Path) -> None:
     study = opened(tmp_path)
-    assert played(study, None, 0.6, None) == "complete"
-    assert played(study, None, None) == "failed"
+    assert played(study, None, 0.6) == "complete"
+    assert played(study, 0.6, None) == "failed"
     failed = study.trials()[1]
-    assert failed.note == "auc was undefined in every validation"
-    assert trial_line(study, failed, SPACE, "auc") == (
-        "trial 1: failed: auc was undefined in every validation"
-    )
+    assert failed.note == "auc was undefined in the validation that counts"
+    assert trial_line(study, failed, SPACE, "auc") == f"trial 1: failed: {failed.note}"
     told = json.loads(results_json(study, early_stop_of(TrainConfig())))
     assert [(trial["number"], trial["score"]) for trial in told["trials"]] == [(0, 0.6), (1, None)]
+
+
+@pytest.mark.parametrize(("patience", "score"), [(0, 0.6), (3, 0.8)])
+def test_a_score_is_that_of_the_checkpoint_which_evaluate_takes(
+    tmp_path: Path, patience: int, score: float
+) -> None:
+    study = opened(tmp_path, run={"early_stop_patience": patience}, data={"valid_split": "valid"})
+    assert played(study, 0.7, 0.8, None, 0.6) == "complete"
+    best = study.best()
+    assert best is not None
+    assert study.score(best) == score
 
 
 def test_what_a_killed_study_left_unfinished_is_tried_anew(tmp_path: Path) -> None:
