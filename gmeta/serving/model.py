@@ -8,6 +8,7 @@ Shape suffixes: N rows, T tasks, U fetched rows, P rows that adapted, D embeddin
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
@@ -61,6 +62,7 @@ class ServedModel:
         # Inner gradients are taken at the outputs of layers and at rows, never at weights.
         self._learner = learner.requires_grad_(False).eval()
         self._inner = learner.general_loop
+        self._statistics = learner.statistics
         self._tables = tables
         self._encoder = encoder
         rows_B = torch.tensor([table.num_rows for table in config.features.tables])
@@ -92,14 +94,16 @@ class ServedModel:
                 f"support holds rows of {num_tasks} tasks: adapt takes those of 1. "
                 "Call predict_tasks for many tasks at once"
             )
-        batch = self._one_task(rows)
+        batch = self._statistics.widened(self._one_task(rows, as_support=True))
+        # What new rows of the task share with its support is asked for again with each of them.
+        kept = rows if self._statistics.width else None
         with self._exclusive(), torch.enable_grad():
-            return AdaptedTask(self, *self._adapt(batch))
+            return AdaptedTask(self, *self._adapt(batch), kept)
 
     @on_the_cpu
     def predict(self, rows: object) -> Tensor:
         """Return probabilities (bce) or ratings [N] by the meta-parameters, without adaptation."""
-        batch = self._query(rows)
+        batch = self._query(rows, support=None)
         with self._exclusive(), torch.no_grad():
             query = every_row(batch, constant=True)
             unadapted = self._inner.unadapted(WorkingRows(self._fetch_UD(batch), 0.0), query)
@@ -138,10 +142,12 @@ class ServedModel:
             return self._learner.predict(self._fetch_UD(batch), episodes)
 
     @on_the_cpu
-    def predict_adapted(self, adapted: Adapted, key_P: Tensor, rows: object) -> Tensor:
+    def predict_adapted(
+        self, adapted: Adapted, key_P: Tensor, support: EncodedColumns | None, rows: object
+    ) -> Tensor:
         """Return predictions [N] with a task's adapted parameters; `key_P` tells which row of which
-        table each adapted row is."""
-        batch = self._query(rows)
+        table each adapted row is, `support` is what it adapted to, if the model asks for that."""
+        batch = self._query(rows, support)
         with self._exclusive(), torch.no_grad():
             rows_UD, key_U = self._fetch_UD(batch), self._key_U(batch)
             # Rows that the support did not use are the task's as they were trained.
@@ -179,14 +185,24 @@ class ServedModel:
     def _shown_N(self, output_N: Tensor) -> Tensor:
         return torch.sigmoid(output_N) if self.config.loss == "bce" else output_N
 
-    def _query(self, rows: object) -> TaskBatch:
-        return self._one_task(self._encode(rows, "query", with_label=False))
+    def _query(self, rows: object, support: EncodedColumns | None) -> TaskBatch:
+        """Return a batch of one task of these query rows, and what its support says of them."""
+        query = self._encode(rows, "query", with_label=False)
+        batch = self._one_task(query, as_support=False)
+        if support is None:
+            return self._statistics.widened(batch)
+        sizes = support.num_rows, query.num_rows
+        chosen = np.arange(sizes[0]), np.arange(sizes[1])
+        lengths_T = np.array(sizes[:1]), np.array(sizes[1:])
+        both = task_batch(self.config.features, support, query, chosen, lengths_T)
+        return replace(batch, dense_NK=self._statistics.widened(both).dense_NK[sizes[0] :])
 
-    def _one_task(self, rows: EncodedColumns) -> TaskBatch:
-        """Return a batch of one task that has all rows."""
+    def _one_task(self, rows: EncodedColumns, as_support: bool) -> TaskBatch:
+        """Return a batch of one task that has all rows on one side."""
         none, every = np.zeros(0, np.int64), np.arange(rows.num_rows)
-        lengths_T = np.zeros(1, np.int64), np.array([rows.num_rows])
-        return task_batch(self.config.features, rows, rows, (none, every), lengths_T)
+        sides = (every, none) if as_support else (none, every)
+        lengths_T = np.array([len(sides[0])]), np.array([len(sides[1])])
+        return task_batch(self.config.features, rows, rows, sides, lengths_T)
 
     def _encode(
         self, rows: object, what: str, with_label: bool, with_task: bool = False
@@ -201,12 +217,21 @@ class ServedModel:
 
 
 class AdaptedTask:
-    """A model adapted to one task: the change of each layer and the rows that its support uses."""
+    """A model adapted to one task: the change of each layer and the rows that its support uses; the
+    support itself, where the model takes statistics of it.
+    """
 
-    def __init__(self, model: ServedModel, adapted: Adapted, key_P: Tensor) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        adapted: Adapted,
+        key_P: Tensor,
+        support: EncodedColumns | None,
+    ) -> None:
         self._model = model
         self._adapted = adapted
         self._key_P = key_P
+        self._support = support
 
     def __reduce__(self) -> NoReturn:
         # A copy would adapt layers of its own, which no model runs through.
@@ -222,4 +247,4 @@ class AdaptedTask:
             UserError: a column is missing.
             DataError: a column holds what the model cannot take.
         """
-        return self._model.predict_adapted(self._adapted, self._key_P, rows)
+        return self._model.predict_adapted(self._adapted, self._key_P, self._support, rows)

@@ -12,14 +12,15 @@ import numpy.typing as npt
 
 from metaio.counted import counted
 from metaio.errors import DataError
-from metaio.format.block import Rows
 from metaio.prepare.encode import EncodedRows
-from metaio.prepare.row_order import total_order
+from metaio.prepare.gather import Episodes
+from metaio.prepare.negatives import Catalogue, Sampler
+from metaio.prepare.row_order import row_identity, total_order
 from metaio.prepare.rules import EpisodeRule
 from metaio.prepare.schema import Schema
 from metaio.prepare.sides import QUERY, SUPPORT
 from metaio.prepare.splits import Cutting
-from metaio.ragged import Int64, offsets, ragged_indices, row_sums
+from metaio.ragged import Int64, offsets, ragged_indices
 
 
 @dataclass(frozen=True)
@@ -56,49 +57,11 @@ def check_some(num_episodes: int, dropped: Dropped) -> None:
         DataError: every task was left out.
     """
     if not num_episodes:
+        long = f", {dropped.long_tasks:,} with more than max_rows" if dropped.long_tasks else ""
         raise DataError(
             f"the inputs make 0 episodes: {counted(dropped.short_tasks, 'task')} with fewer rows "
-            f"than min_rows, {dropped.one_sided_episodes:,} without support or query. Lower "
+            f"than min_rows, {dropped.one_sided_episodes:,} without support or query{long}. Lower "
             "min_rows or query_rows under [episodes], or look into the task column"
-        )
-
-
-class Episodes:
-    """Episodes of a bucket's rows: which rows, in which order. `part` gathers some of them."""
-
-    def __init__(
-        self,
-        rows: EncodedRows,
-        order_N: Int64,
-        row_lengths_T: Int64,
-        support_lengths_T: Int64,
-    ) -> None:
-        self.row_lengths_T = row_lengths_T
-        self._rows = rows
-        self._order_N = order_N
-        self._row_offsets_T1 = offsets(row_lengths_T)
-        self._support_lengths_T = support_lengths_T
-        self._value_lengths_N = row_sums(rows.lengths_NM)
-        self._value_starts_N = np.cumsum(self._value_lengths_N) - self._value_lengths_N
-
-    def part(self, first: int, stop: int) -> Rows:
-        """Return episodes [first, stop), each array gathered once from its place in the bucket.
-
-        A part at a time, because a bucket in order would be a second copy of it in memory.
-        """
-        begin, end = self._row_offsets_T1[[first, stop]].tolist()
-        chosen_N = self._order_N[begin:end]
-        values = ragged_indices(self._value_starts_N[chosen_N], self._value_lengths_N[chosen_N])
-        rows = self._rows
-        return Rows(
-            task_T=rows.task_N[self._order_N[self._row_offsets_T1[first:stop]]],
-            row_lengths_T=self.row_lengths_T[first:stop],
-            support_lengths_T=self._support_lengths_T[first:stop],
-            label_N=rows.label_N[chosen_N],
-            dense_NK=np.take(rows.dense_NK, chosen_N, axis=0),
-            ids_NF=np.take(rows.ids_NF, chosen_N, axis=0),
-            multi_ids_V=rows.values_V[values],
-            multi_lengths_NM=np.take(rows.lengths_NM, chosen_N, axis=0),
         )
 
 
@@ -123,13 +86,18 @@ class _Ranges:
 
 
 def make_episodes(
-    schema: Schema, rows: EncodedRows, cut_time: int | None, cutting: Cutting = "rule"
+    schema: Schema,
+    rows: EncodedRows,
+    cut_time: int | None,
+    cutting: Cutting = "rule",
+    catalogue: Catalogue | None = None,
+    is_train: bool = True,
 ) -> tuple[Episodes, Dropped]:
     """Return the episodes of all rows, which hold whole tasks in any order, and what was dropped.
 
     Tasks stand in the order of their hash; rows of a task by side where it is given, then by (time,
     row hash), or by row hash alone where the rule is random. `cut_time` is `episodes.at` on the
-    scale of the time column.
+    scale of the time column. Negatives come from the catalogue where there is one.
 
     Raises:
         DataError: a task is longer than max_rows and the rule refuses that, two of its rows have
@@ -138,7 +106,8 @@ def make_episodes(
     rule = schema.episodes
     by_windows = cutting in ("window or rule", "window", "new")
     # One sort brings tasks together and their rows into order; the rest is offsets into it.
-    order_N = total_order(schema, rows, by_windows)
+    identity_N = row_identity(schema, rows)
+    order_N = total_order(schema, rows, identity_N, by_windows)
     task_N = rows.task_N[order_N]
     changes = task_N[1:] != task_N[:-1]
     starts_T = np.flatnonzero(np.concatenate([np.ones(min(rows.num_rows, 1), np.bool_), changes]))
@@ -160,7 +129,9 @@ def make_episodes(
     parts = np.stack([ranges.support_start_T, ranges.query_start_T], axis=1).ravel()
     lengths = np.stack([ranges.support_T, ranges.query_T], axis=1).ravel()
     chosen_N = order_N[ragged_indices(parts, lengths)]
-    return Episodes(rows, chosen_N, ranges.support_T + ranges.query_T, ranges.support_T), dropped
+    sampler = Sampler(schema, catalogue, is_train, rows, identity_N) if catalogue else None
+    length_T = ranges.support_T + ranges.query_T
+    return Episodes(rows, chosen_N, length_T, ranges.support_T, sampler), dropped
 
 
 def _by_rule(
@@ -357,11 +328,3 @@ def _support_rows(
     # Rounded up, but each side keeps a row: a share of 0.1 of 4 rows is 1 query row.
     query_T: Int64 = np.ceil(length_T * (rule.query_share or 0.0)).astype(np.int64)
     return length_T - np.clip(query_T, 1, length_T - 1)
-
-
-def bucket_of(task_hash: npt.NDArray[np.uint64], num_buckets: npt.NDArray[np.uint64]) -> Int64:
-    """Return which of `num_buckets` a task falls into: ranges of its hash, to keep the order of
-    tasks.
-    """
-    # The top 32 bits are enough to spread tasks evenly, and leave room for the product in 64 bits.
-    return ((task_hash >> np.uint64(32)) * num_buckets >> np.uint64(32)).astype(np.int64)

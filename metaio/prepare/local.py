@@ -7,6 +7,7 @@ buckets of whole tasks on disk, then sort each bucket and write it as a shard.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from metaio.format.writer import DatasetWriter
 from metaio.prepare.encode import EncodedRows, Encoder
 from metaio.prepare.episodes import Dropped, check_some
 from metaio.prepare.job import Job, PrepareOptions, TableUse, WrittenShard, make_job
+from metaio.prepare.negatives import Catalogue
 from metaio.prepare.schema import Schema
 from metaio.prepare.source import DuckSource
 from metaio.prepare.splits import Splits, resolved, split_names, window_search
@@ -64,21 +66,32 @@ def prepare(
         with job.open(out) as writer:
             # Inside the unfinished dataset: on its disk, and gone with it.
             spool = Spool(writer.folder / ".spool", schema)
-            encoder = Encoder(schema, job.fitted)
-            done = 0
-
-            def encode(batch: pa.RecordBatch) -> tuple[int, list[tuple[int, EncodedRows]]]:
-                return batch.num_rows, job.encoded(encoder, batch)
-
-            for num_rows, parts in _map(options.threads, encode, source.batches(schema.columns)):
-                spool.append(parts)
-                done += num_rows
-                tell("encoding", done, total)
-            spool.flush()
+            job = _encode(job, source, spool, lambda done: tell("encoding", done, total))
             _write_shards(
                 job, writer, spool, source.left_out, lambda done: tell("writing", done, total)
             )
             spool.close()
+
+
+def _encode(job: Job, source: DuckSource, spool: Spool, tell: Callable[[int], None]) -> Job:
+    """Deal all rows to buckets; return the job with the items that they are of, if it needs any."""
+    schema, encoder, items, done = job.schema, Encoder(job.schema, job.fitted), job.items(), 0
+
+    def encode(
+        batch: pa.RecordBatch,
+    ) -> tuple[int, Catalogue | None, list[tuple[int, EncodedRows]]]:
+        rows = encoder.encode(batch)
+        return batch.num_rows, items.of_rows(rows) if items else None, job.dealt(rows)
+
+    batches = source.batches(schema.columns)
+    for num_rows, found, parts in _map(job.options.threads, encode, batches):
+        spool.append(parts)
+        if items is not None and found is not None:
+            items.add(found)
+        done += num_rows
+        tell(done)
+    spool.flush()
+    return job if items is None else replace(job, catalogue=items.merged())
 
 
 def _splits(

@@ -15,7 +15,16 @@ from metaio.prepare.schema import Schema
 from metaio.ragged import Int64
 
 
-def total_order(schema: Schema, rows: EncodedRows, by_windows: bool) -> Int64:
+def row_identity(schema: Schema, rows: EncodedRows) -> UInt64:
+    """Return what orders the rows of a task where nothing else does: a hash of their row id, of
+    their place in the input, or of what they hold.
+    """
+    if schema.needs_input_order:
+        return _hash_of_place(rows.task_hash_N, rows.row_hash_N, schema.seed)
+    return rows.row_hash_N
+
+
+def total_order(schema: Schema, rows: EncodedRows, identity_N: UInt64, by_windows: bool) -> Int64:
     """Return the order by task, side, time and row hash: it is total, for rows equal in all of them
     are equal rows.
 
@@ -23,12 +32,9 @@ def total_order(schema: Schema, rows: EncodedRows, by_windows: bool) -> Int64:
         DataError: two rows of a task have one row id, so that nothing orders them.
     """
     task_N = _ranks(rows.task_hash_N)
-    hash_N = rows.row_hash_N
-    if schema.needs_input_order:
-        hash_N = _hash_of_place(rows.task_hash_N, rows.row_hash_N, schema.seed)
     # Windows have given sides by time, also where the train split is shuffled.
     if schema.is_shuffled and not by_windows:
-        order_N = _order_of_ranks(task_N, _ranks(hash_N), rows.side_NS)
+        order_N = _order_of_ranks(task_N, _ranks(identity_N), rows.side_NS)
         _check_row_ids(schema, rows, order_N, np.flatnonzero(np.diff(task_N[order_N]) == 0))
         return order_N
     order_N = _order_of_ranks(task_N, _ranks(rows.time_N), rows.side_NS)
@@ -43,7 +49,7 @@ def total_order(schema: Schema, rows: EncodedRows, by_windows: bool) -> Int64:
     places = np.flatnonzero(in_run)
     run = np.concatenate([[0], np.cumsum(~same)])[places]
     tied = order_N[places]
-    order_N[places] = tied[np.lexsort((hash_N[tied], run))]
+    order_N[places] = tied[np.lexsort((identity_N[tied], run))]
     _check_row_ids(schema, rows, order_N, np.flatnonzero(same))
     return order_N
 

@@ -302,6 +302,11 @@ def _check_negatives(schema: Schema) -> None:
     rule = schema.negatives
     if rule is None:
         return
+    if rule.item == schema.task.column:
+        raise SchemaError(
+            f"negatives.item is {rule.item}, which is the task: another item would be another "
+            "task. Name the column that changes within a task"
+        )
     features = [*(c.column for c in schema.sparse), *(c.column for c in schema.dense)]
     for name in rule.features:
         if name not in features:

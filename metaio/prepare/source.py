@@ -69,7 +69,7 @@ class DuckSource:
         self._run("SET TimeZone = 'UTC'")
         # gmeta has its own.
         self._run("SET enable_progress_bar = false")
-        self._time = None if schema.time is None else schema.time.column
+        self._time = schema.time.column if schema.time else None
         self._text = schema.text or TextRule()
         self._folder = tempfile.TemporaryDirectory(prefix="metaio-")  # of unpacked archives
         self._files = expand(inputs, Path(self._folder.name))

@@ -8,6 +8,7 @@ import pickle
 import re
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,8 +63,28 @@ def prepare_with_spark(
     survey = _survey(frame, schema, splits)
     job = make_job(schema, options, fit(schema, survey, splits), survey, types)
     placed, files = _placed(frame, schema)
+    job = _with_items(frame, job)
     with job.open(out) as writer:
         _write_shards(placed, files, job, writer, out)
+
+
+def _with_items(frame: "DataFrame", job: Job) -> Job:
+    """Return the job with the items that negatives are drawn from, if it needs any."""
+
+    def look(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        encoder, own = Encoder(job.schema, job.fitted), job.items()
+        if own is not None:
+            for batch in batches:
+                own.add(own.of_rows(encoder.encode(batch)))
+            yield _payload([pickle.dumps(own.merged())])
+
+    items = job.items()
+    if items is None:
+        return job
+    columns = frame.select(_quoted(job.schema.columns))
+    for part in _collect(columns.mapInArrow(look, "payload binary")):
+        items.add(part)
+    return replace(job, catalogue=items.merged())
 
 
 def _placed(frame: "DataFrame", schema: Schema) -> tuple["DataFrame", list[str]]:
@@ -234,7 +255,7 @@ def _encoder(
                 place = pc.add(pc.multiply(file, _ROWS_OF_A_FILE), batch[_ROW])
                 batch = batch.append_column(PLACE, place)
             # A few large values instead of many small rows: Spark's shuffle just copies them.
-            parts = job.encoded(encoder, batch)
+            parts = job.dealt(encoder.encode(batch))
             buckets = pa.array([bucket for bucket, _ in parts], pa.int32())
             payloads = pa.array([pickle.dumps(rows) for _, rows in parts], pa.binary())
             yield pa.record_batch([buckets, payloads], schema=_KEYED)

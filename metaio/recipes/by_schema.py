@@ -75,6 +75,8 @@ def whole_number(text: str, path: Path, what: str) -> int:
     Raises:
         DataError: it is none.
     """
+    if text.isascii() and text.isdigit():
+        return int(text)
     try:
         value = float(text)
         if value != int(value):
@@ -83,7 +85,7 @@ def whole_number(text: str, path: Path, what: str) -> int:
         raise DataError(
             f"{path} holds {what} {text!r}; a whole number is needed. Correct that line"
         ) from error
-    return int(text) if text.lstrip("-").isdigit() else int(value)
+    return int(value)
 
 
 def known_words(titles: Iterable[str]) -> list[str | None]:

@@ -62,7 +62,7 @@ def prepare_metaemb(path: str, out: str, config: MetaEmbConfig, overwrite: bool 
     """
     folder = Path(path)
     ratings = read_ratings(folder)
-    chosen, split, side, is_known = _dealt(ratings.movie_N, config)
+    chosen, split, side, is_known = deal(ratings.movie_N, config)
     table = _table(folder, ratings, chosen, is_known)
     table = table.append_column("split", pa.array(split))
     table = table.append_column("side", pa.array(side))
@@ -76,11 +76,14 @@ def prepare_metaemb(path: str, out: str, config: MetaEmbConfig, overwrite: bool 
     )
 
 
-def _dealt(
+def deal(
     movie_N: Int64, config: MetaEmbConfig
 ) -> tuple[Int64, list[str], list[str | None], npt.NDArray[np.bool_]]:
     """Return the rows that splits need [C], and of each its split, its side, and whether a model
     may know the movie by its id.
+
+    Raises:
+        DataError: there are no old or no new movies.
     """
     movies, movie_of_N, counts = np.unique(movie_N, return_inverse=True, return_counts=True)
     count_N, place_N = counts[movie_of_N], _places(movie_of_N)
