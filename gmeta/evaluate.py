@@ -10,35 +10,52 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
-import torch
 from torchrec.distributed import DistributedModelParallel
 
-from gmeta.batches.episodes import Episodes
+from gmeta.adaptation.algorithms.algorithm import TableSizes
+from gmeta.adaptation.config import PLAIN, AlgorithmConfig
 from gmeta.batches.labels import labels_checked
+from gmeta.batches.views import Shown, View
 from gmeta.build import build, check_registered
 from gmeta.checkpoints.loader import check_config, checkpoint_to_use, load_checkpoint
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
-from gmeta.feeds.reader import open_reader
-from gmeta.metrics import evaluate_split
-from gmeta.parallel.ranks import Ranks, gather_to_first
-from gmeta.parallel.sharding import ShardedLearner, local_learner, shard_learner
-from gmeta.parallel.steps import in_step
+from gmeta.learner import MetaLearner
+from gmeta.metrics.catalogue import Scoring, evaluate_split
+from gmeta.parallel.ranks import Ranks, value_of_first
+from gmeta.parallel.sharding import local_learner, shard_learner
 from gmeta.parallel.stopping import Stop
-from gmeta.parallel.together import no_tasks, raise_first_problem, stopping_if_wrong
+from gmeta.parallel.together import by_all
+from gmeta.predictions import gathered, predict_all, predict_split
+from gmeta.report.evaluation import FineTuning
 from gmeta.report.runs import EvaluatedRun
 from gmeta.runs.folder import RunFolder
 from gmeta.tables.sharding import ShardingConfig
+from gmeta.yardstick.finetune import TUNING_TASKS, best_of, try_all
+from metaio.counted import counted
 from metaio.format.dataset import Dataset
+from metaio.read.batch import TaskBatch
+from metaio.read.reader import EpisodeRange, RangeReader
 
 
-def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> EvaluatedRun | None:
+def evaluate_run(
+    root: Path,
+    name: str,
+    splits: Sequence[str],
+    ranks: Ranks,
+    adapting: AlgorithmConfig | None = None,
+    shown: Shown = Shown(),  # noqa: B008 - frozen
+) -> EvaluatedRun | None:
     """Predict `splits` with a run's checkpoint (see checkpoint_to_use) and return them on rank 0,
     None elsewhere; without `splits` those that its config names.
 
+    `adapting` takes the place of the config's algorithm. Without it a plain run is fine-tuned at
+    the rate and steps that are best on its validation split, or on some of its training tasks.
+
     Raises:
-        UserError: no run folder, no checkpoint yet, an unknown split.
+        UserError: no run folder, no checkpoint yet, an unknown split, other draws of rows in time.
         GMetaError: the dataset is not the one that was trained on.
     """
     folder = RunFolder(root)
@@ -51,8 +68,10 @@ def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> 
         )
     check_config(checkpoint, config)
     check_registered(root, config.model, config.algorithm)
-    dataset, learner = build(config)
+    own, adapting = config.algorithm, adapting or config.algorithm
+    dataset, learner = build(replace(config, algorithm=adapting))
     folder.check_dataset(dataset.url, dataset.fingerprint)
+    check_draws(shown, dataset)
     chosen = splits_to_score(config, dataset, splits)
     # Nothing is trained from here: the tables need no state of an optimizer, nor the plan of the
     # ranks that trained, which may have had GPUs.
@@ -60,7 +79,22 @@ def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> 
     held = replace(config, outer=outer, sharding=ShardingConfig())
     sharded = shard_learner(learner, dataset.features, held, ranks)
     progress = load_checkpoint(checkpoint, sharded, None, ranks)
-    tables = [predict_split(config, dataset, split, sharded, ranks) for split in chosen]
+    tuning = None
+    if own.name == PLAIN and adapting == own:
+        tuning = choose_fine_tuning(config, dataset, sharded, ranks)
+        adapting = replace(
+            own, inner_lr=tuning.chosen.inner_lr, inner_steps=tuning.chosen.inner_steps
+        )
+        adapt_with(adapting, config, dataset, sharded)
+
+    def predicted(view: View) -> pa.Table:
+        """Return the rows of all chosen splits; none on the ranks but the first."""
+        found = (predict_split(config, dataset, split, sharded, ranks, view) for split in chosen)
+        tables = [table for table in found if table is not None]
+        return pa.concat_tables(tables) if tables else pa.table({})
+
+    drawn = [predicted(View(draw)) for draw in range(shown.draws)]
+    limited = {most: predicted(View(max_support=most)) for most in shown.support_sizes}
     if ranks.rank != 0:
         return None
     return EvaluatedRun(
@@ -68,14 +102,122 @@ def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> 
         algorithm=config.algorithm.name,
         model=config.model.name,
         loss=config.outer.loss,
+        evaluation=config.evaluation,
         step=progress.step,
-        predictions=pa.concat_tables([table for table in tables if table is not None]),
+        predictions=pa.concat_tables(
+            table.append_column("draw", pa.array([draw] * table.num_rows, pa.int32()))
+            for draw, table in enumerate(drawn)
+        ),
+        limited=limited,
         history=folder.read_metrics(),
         config=config.to_json(),
         environment=folder.read_environment(),
         dataset=f"{config.data.path} ({dataset.fingerprint[:12]})",
         evaluated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        adapts_with=told_adapting(own, adapting, tuning, config.data.train_split),
+        fine_tuning=tuning,
     )
+
+
+def check_draws(shown: Shown, dataset: Dataset) -> None:
+    """Refuse to draw support and query rows anew where the ones are the past of the others.
+
+    Raises:
+        UserError: the support rows of the dataset are older than its query rows.
+    """
+    if shown.draws > 1 and dataset.manifest.support_is_past:
+        raise UserError(
+            f"--draws = {shown.draws}, but the support rows of {dataset.url} are the past of its "
+            "query rows, which drawing them anew would mix. Leave --draws out"
+        )
+
+
+def adapt_with(
+    algorithm: AlgorithmConfig,
+    config: TrainConfig,
+    dataset: Dataset,
+    sharded: DistributedModelParallel,
+) -> None:
+    """Let the model, whose parameters stay, adapt as `algorithm` says from here on."""
+    inner = local_learner(sharded)
+    tables = TableSizes(len(dataset.features.tables), config.model.embedding_dim)
+    inner.learner = MetaLearner(
+        inner.learner.model,
+        algorithm,
+        config.outer.loss,
+        tables,
+        config.outer.huber_delta,
+        inner.learner.statistics,
+    )
+
+
+def choose_fine_tuning(
+    config: TrainConfig, dataset: Dataset, sharded: DistributedModelParallel, ranks: Ranks
+) -> FineTuning:
+    """Return the inner rate and steps by which a plain run adapts best. Collective."""
+    split = config.data.valid_split or config.data.train_split
+    # Not AUC: it does not see outputs that run away, as those of a rate do that is too high.
+    metric = "logloss" if config.outer.loss == "bce" else "mae"
+    chosen = tuning_episodes(dataset, split)
+    mine = np.array_split(chosen, ranks.world_size)[ranks.rank]
+    size = max(1, config.data.tasks_per_step // ranks.world_size)
+    groups = [
+        [EpisodeRange(split, int(one), 1) for one in mine[first : first + size]]
+        for first in range(0, len(mine), size)
+    ]
+    batches: list[TaskBatch] = []
+
+    def read() -> None:
+        with RangeReader(dataset, threads=config.data.threads) as reader:
+            batches.extend(
+                labels_checked(reader.batches(groups), config.outer.loss, dataset, split)
+            )
+
+    by_all(read, ranks)
+
+    def score(rate: float, steps: int) -> float:
+        algorithm = replace(config.algorithm, inner_lr=rate, inner_steps=steps)
+        adapt_with(algorithm, config, dataset, sharded)
+        columns = predict_all(iter(batches), config, dataset, sharded, ranks, Stop())
+        table = gathered(columns, ranks)
+        value = float("nan")
+        if table is not None:
+            rows = table["label"], table["after"], table["task"]
+            scoring = Scoring(config.outer.loss, config.evaluation)
+            value = evaluate_split(*rows, scoring, [metric])[metric].value
+        return value_of_first(value, ranks)
+
+    own = config.algorithm.inner_lr, config.algorithm.inner_steps
+    tried = try_all(score, own)
+    best = best_of(tried)
+    return FineTuning(split, len(chosen), metric, best, tried)
+
+
+def tuning_episodes(dataset: Dataset, split: str) -> npt.NDArray[np.int64]:
+    """Return the indices of some episodes of a split, ascending: of a small one all."""
+    num_episodes = dataset.splits[split].num_episodes
+    size = min(num_episodes, TUNING_TASKS)
+    return np.sort(np.random.default_rng(0).choice(num_episodes, size, replace=False))
+
+
+def told_adapting(
+    own: AlgorithmConfig, adapting: AlgorithmConfig, tuning: FineTuning | None, train_split: str
+) -> str:
+    """Return a line on an inner loop that is not the config's, "" where it is."""
+    if tuning is not None:
+        seen = ""
+        if tuning.split == train_split:
+            seen = ", which it has seen: with a data.valid_split the choice is a better one"
+        return (
+            f"fine-tuned with inner_lr {adapting.inner_lr:g}, inner_steps {adapting.inner_steps}: "
+            f"of {len(tuning.tried)} settings the best {tuning.metric} on "
+            f"{counted(tuning.num_tasks, 'task')} of {tuning.split}{seen}"
+        )
+    was, now = vars(own), vars(adapting)
+    changed = [
+        f"{key} = {now[key]} (its config: {was[key]})" for key in now if now[key] != was[key]
+    ]
+    return f"adapts with {', '.join(changed)}" if changed else ""
 
 
 def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str]) -> list[str]:
@@ -125,58 +267,9 @@ def score_split(
     if table is None:
         return {}
     label, after, task = (table[name].to_numpy() for name in ("label", "after", "task"))
-    values = evaluate_split(label, after, task, config.outer.loss)
+    scoring = Scoring(config.outer.loss, config.evaluation)
+    # What decides when to stop need not be what is reported.
+    names = dict.fromkeys([*scoring.names, *filter(None, [config.run.early_stop_metric])])
+    values = evaluate_split(label, after, task, scoring, list(names))
     # JSON has no NaN.
     return {name: None if np.isnan(value.value) else value.value for name, value in values.items()}
-
-
-def predict_split(
-    config: TrainConfig,
-    dataset: Dataset,
-    split: str,
-    sharded: DistributedModelParallel,
-    ranks: Ranks,
-) -> pa.Table | None:
-    """Return a row for each query row of the split on rank 0, None elsewhere.
-
-    Its columns are split, task, support_rows, label, before and after; the last two are
-    probabilities for BCE, ratings for MSE.
-    """
-    learner = local_learner(sharded)
-    columns: list[dict[str, np.ndarray]] = []
-    with open_reader(config, dataset, split, ranks.rank, ranks.world_size) as reader:
-        arrange = learner.learner.arrange_to_predict
-        stop, features = Stop(), dataset.features
-        stored = labels_checked(reader.batches(0), config.outer.loss, dataset, split)
-        arranged = map(arrange, stopping_if_wrong(stored, features, stop))
-        for episodes, _ in in_step(arranged, arrange(no_tasks(features)), ranks, stop, sharded):
-            columns.append(_predict(learner, episodes, config.outer.loss))
-        if stop.agreed:
-            raise_first_problem(stop, ranks)
-    gathered = gather_to_first(columns, ranks)
-    if gathered is None:
-        return None
-    # Empty batches keep the collectives of a rank's peers whole, and hold no row.
-    parts = [part for of_rank in gathered for part in of_rank if len(part["task"])]
-    if not parts:
-        raise UserError(
-            f"split {split!r} of {config.data.path} has 0 query rows: there is nothing to score. "
-            "Name other splits with --split"
-        )
-    table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return pa.table({"split": pa.array([split] * len(table["task"])), **table})
-
-
-def _predict(learner: ShardedLearner, episodes: Episodes, loss: str) -> dict[str, np.ndarray]:
-    prediction = learner.predict(episodes)
-    query_T = prediction.layout.lengths_T.cpu()
-    support_T = prediction.support_lengths_T.cpu().to(torch.int32)
-    # The loss works on logits, a reader on probabilities.
-    shown = torch.sigmoid if loss == "bce" else torch.clone
-    return {
-        "task": torch.repeat_interleave(episodes.task_T, query_T).numpy(),
-        "support_rows": torch.repeat_interleave(support_T, query_T).numpy(),
-        "label": prediction.label_N.cpu().numpy(),
-        "before": shown(prediction.before_N).float().cpu().numpy(),
-        "after": shown(prediction.after_N).float().cpu().numpy(),
-    }

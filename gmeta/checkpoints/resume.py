@@ -95,6 +95,11 @@ def _check_scores(
     for key, was, asked in (
         ("run.early_stop_metric", early_stop_of(before).metric, early_stop_of(now).metric),
         ("data.valid_split", before.data.valid_split, now.data.valid_split),
+        (
+            "evaluation.positive_rating",
+            before.evaluation.positive_rating,
+            now.evaluation.positive_rating,
+        ),
     ):
         if was != asked:
             raise UserError(

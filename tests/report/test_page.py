@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from gmeta.metrics import Loss
+from gmeta.metrics.catalogue import Loss
 from gmeta.report.charts import charts_of
 from gmeta.report.evaluation import Evaluation
 from gmeta.report.history import curves_of
@@ -52,7 +52,7 @@ def html_of(*runs: EvaluatedRun) -> str:
 
 
 def _drawn(evaluation: Evaluation, first: EvaluatedRun) -> str:
-    curves = curves_of(first.history, evaluation.loss, evaluation.headline)
+    curves = curves_of(first.history, first.scoring)
     return page(evaluation, charts_of(evaluation, curves))
 
 

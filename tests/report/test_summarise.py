@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from gmeta.metrics import Loss, evaluate_split
+from gmeta.metrics.catalogue import Loss, Scoring, evaluate_split
 from gmeta.report.evaluation import STAGES, Comparison, Evaluation, Group, hide_secrets
 from gmeta.report.runs import EvaluatedRun, rows_of_split
 from gmeta.report.summarise import calibration, summarise, support_bin_bounds
@@ -42,7 +42,9 @@ def test_every_estimate_is_the_metric_inside_its_interval(loss: Loss) -> None:
     for group in summarise([run, baseline_of(loss)]).groups:
         rows = rows_of_split(run.predictions, group.name)
         for stage in STAGES:
-            expected = evaluate_split(rows.label_N, rows.prediction_N(stage), rows.task_N, loss)
+            expected = evaluate_split(
+                rows.label_N, rows.prediction_N(stage), rows.task_N, Scoring(loss)
+            )
             found = group.result("melu-maml", stage)
             assert found
             for name, estimate in found.metrics.items():
