@@ -9,8 +9,8 @@ results lie in --work are not repeated, so a run that was stopped goes on.
     python benchmarks/quality.py --data path/to/data --write docs/results.md
 
 --data holds the folders ml-1m, ml-100k and amazon; what is missing is said and left out. --quick
-takes a minute: MovieLens-100k where it is there, and small synthetic logs, with one seed; the others
-are left out.
+takes a minute: MovieLens-100k where it is there, and small synthetic logs, with one seed; the
+others are left out.
 """
 
 import shutil
