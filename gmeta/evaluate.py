@@ -33,7 +33,7 @@ from gmeta.report.evaluation import FineTuning
 from gmeta.report.runs import EvaluatedRun
 from gmeta.runs.folder import RunFolder
 from gmeta.tables.sharding import ShardingConfig
-from gmeta.yardstick.finetune import TUNING_TASKS, best_of, try_all
+from gmeta.yardstick.finetune import TUNING_TASKS, best_of, half_of, try_all
 from metaio.counted import counted
 from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
@@ -52,7 +52,8 @@ def evaluate_run(
     None elsewhere; without `splits` those that its config names.
 
     `adapting` takes the place of the config's algorithm. Without it a plain run is fine-tuned at
-    the rate and steps that are best on its validation split, or on some of its training tasks.
+    the rate and steps that are best on its validation split, or else on the other half of the tasks
+    of the split that is predicted.
 
     Raises:
         UserError: no run folder, no checkpoint yet, an unknown split, other draws of rows in time.
@@ -79,19 +80,24 @@ def evaluate_run(
     held = replace(config, outer=outer, sharding=ShardingConfig())
     sharded = shard_learner(learner, dataset.features, held, ranks)
     progress = load_checkpoint(checkpoint, sharded, None, ranks)
-    tuning = None
+    tunings: list[FineTuning] = []
     if own.name == PLAIN and adapting == own:
-        tuning = choose_fine_tuning(config, dataset, sharded, ranks)
-        adapting = replace(
-            own, inner_lr=tuning.chosen.inner_lr, inner_steps=tuning.chosen.inner_steps
-        )
-        adapt_with(adapting, config, dataset, sharded)
+        # Without a validation split each half of a split's tasks judges for the other: training
+        # tasks cannot, whose labels the model has seen (docs/evaluation.md).
+        judges = [config.data.valid_split] if config.data.valid_split else chosen
+        tunings = [choose_fine_tuning(config, dataset, one, sharded, ranks) for one in judges]
 
     def predicted(view: View) -> pa.Table:
         """Return the rows of all chosen splits; none on the ranks but the first."""
-        found = (predict_split(config, dataset, split, sharded, ranks, view) for split in chosen)
-        tables = [table for table in found if table is not None]
-        return pa.concat_tables(tables) if tables else pa.table({})
+        tables: list[pa.Table | None] = []
+        for index, split in enumerate(chosen):
+            if tunings:
+                tuning = tunings[index % len(tunings)]
+                tables.append(predict_tuned(config, dataset, split, tuning, sharded, ranks, view))
+            else:
+                tables.append(predict_split(config, dataset, split, sharded, ranks, view))
+        found = [table for table in tables if table is not None]
+        return pa.concat_tables(found) if found else pa.table({})
 
     drawn = [predicted(View(draw)) for draw in range(shown.draws)]
     limited = {most: predicted(View(max_support=most)) for most in shown.support_sizes}
@@ -114,8 +120,8 @@ def evaluate_run(
         environment=folder.read_environment(),
         dataset=f"{config.data.path} ({dataset.fingerprint[:12]})",
         evaluated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        adapts_with=told_adapting(own, adapting, tuning, config.data.train_split),
-        fine_tuning=tuning,
+        adapts_with=told_adapting(own, adapting, tunings),
+        fine_tuning=tuple(tunings),
     )
 
 
@@ -152,14 +158,19 @@ def adapt_with(
 
 
 def choose_fine_tuning(
-    config: TrainConfig, dataset: Dataset, sharded: DistributedModelParallel, ranks: Ranks
+    config: TrainConfig,
+    dataset: Dataset,
+    split: str,
+    sharded: DistributedModelParallel,
+    ranks: Ranks,
 ) -> FineTuning:
-    """Return the inner rate and steps by which a plain run adapts best. Collective."""
-    split = config.data.valid_split or config.data.train_split
+    """Return the inner rate and steps by which a plain run adapts best to tasks of a split: one
+    setting, or, where it is not the validation split, one for each half of the tasks, the best of
+    the other half. Collective."""
     # Not AUC: it does not see outputs that run away, as those of a rate do that is too high.
     metric = "logloss" if config.outer.loss == "bce" else "mae"
-    chosen = tuning_episodes(dataset, split)
-    mine = np.array_split(chosen, ranks.world_size)[ranks.rank]
+    episodes = tuning_episodes(dataset, split)
+    mine = np.array_split(episodes, ranks.world_size)[ranks.rank]
     size = max(1, config.data.tasks_per_step // ranks.world_size)
     groups = [
         [EpisodeRange(split, int(one), 1) for one in mine[first : first + size]]
@@ -169,28 +180,63 @@ def choose_fine_tuning(
 
     def read() -> None:
         with RangeReader(dataset, threads=config.data.threads) as reader:
-            batches.extend(
-                labels_checked(reader.batches(groups), config.outer.loss, dataset, split)
-            )
+            stored = labels_checked(reader.batches(groups), config.outer.loss, dataset, split)
+            batches.extend(stored)
 
     by_all(read, ranks)
+    errors: dict[tuple[float, int], list[float]] = {}  # of all tasks, then of each half
 
-    def score(rate: float, steps: int) -> float:
+    def error(rate: float, steps: int) -> float:
         algorithm = replace(config.algorithm, inner_lr=rate, inner_steps=steps)
         adapt_with(algorithm, config, dataset, sharded)
         columns = predict_all(iter(batches), config, dataset, sharded, ranks, Stop())
         table = gathered(columns, ranks)
-        value = float("nan")
+        scoring = Scoring(config.outer.loss, config.evaluation)
+        found: list[float] = []
         if table is not None:
-            rows = table["label"], table["after"], table["task"]
-            scoring = Scoring(config.outer.loss, config.evaluation)
-            value = evaluate_split(*rows, scoring, [metric])[metric].value
-        return value_of_first(value, ranks)
+            second_N = half_of(table["task"])
+            for kept_N in (np.ones(len(second_N), np.bool_), second_N == 0, second_N == 1):
+                label, after, task = (table[name][kept_N] for name in ("label", "after", "task"))
+                found.append(evaluate_split(label, after, task, scoring, [metric])[metric].value)
+        errors[rate, steps] = value_of_first(found, ranks)
+        return errors[rate, steps][0]
 
     own = config.algorithm.inner_lr, config.algorithm.inner_steps
-    tried = try_all(score, own)
-    best = best_of(tried)
-    return FineTuning(split, len(chosen), metric, best, tried)
+    tried = try_all(error, own)
+    if split == config.data.valid_split:
+        return FineTuning(split, len(episodes), metric, (best_of(tried),), tried)
+    # First what the second half chose, for the tasks of the first.
+    by_half = [
+        best_of([replace(one, value=errors[one.inner_lr, one.inner_steps][half]) for one in tried])
+        for half in (2, 1)
+    ]
+    return FineTuning(split, len(episodes), metric, tuple(by_half), tried)
+
+
+def predict_tuned(
+    config: TrainConfig,
+    dataset: Dataset,
+    split: str,
+    tuning: FineTuning,
+    sharded: DistributedModelParallel,
+    ranks: Ranks,
+    view: View,
+) -> pa.Table | None:
+    """Return what predict_split does, each task adapted with what was chosen for it. Collective."""
+    tables = []
+    for setting in tuning.chosen:
+        algorithm = replace(
+            config.algorithm, inner_lr=setting.inner_lr, inner_steps=setting.inner_steps
+        )
+        adapt_with(algorithm, config, dataset, sharded)
+        tables.append(predict_split(config, dataset, split, sharded, ranks, view))
+    first, last = tables[0], tables[-1]
+    if first is None or last is None:
+        return None
+    # Both hold the same rows in the same order.
+    in_last_N = half_of(first["task"].to_numpy()) == len(tables) - 1
+    after_N = np.where(in_last_N, last["after"].to_numpy(), first["after"].to_numpy())
+    return first.set_column(first.column_names.index("after"), "after", pa.array(after_N))
 
 
 def tuning_episodes(dataset: Dataset, split: str) -> npt.NDArray[np.int64]:
@@ -201,17 +247,22 @@ def tuning_episodes(dataset: Dataset, split: str) -> npt.NDArray[np.int64]:
 
 
 def told_adapting(
-    own: AlgorithmConfig, adapting: AlgorithmConfig, tuning: FineTuning | None, train_split: str
+    own: AlgorithmConfig, adapting: AlgorithmConfig, tunings: Sequence[FineTuning]
 ) -> str:
     """Return a line on an inner loop that is not the config's, "" where it is."""
-    if tuning is not None:
-        seen = ""
-        if tuning.split == train_split:
-            seen = ", which it has seen: with a data.valid_split the choice is a better one"
+    if tunings:
+        each = [
+            " and ".join(f"{one.inner_lr:g} x {one.inner_steps}" for one in tuning.chosen)
+            + f" on {counted(tuning.num_tasks, 'task')} of {tuning.split}"
+            for tuning in tunings
+        ]
+        halves = ""
+        if len(tunings[0].chosen) > 1:
+            halves = "; no data.valid_split, so each half of the tasks has what is best for the "
+            halves += "other half"
         return (
-            f"fine-tuned with inner_lr {adapting.inner_lr:g}, inner_steps {adapting.inner_steps}: "
-            f"of {len(tuning.tried)} settings the best {tuning.metric} on "
-            f"{counted(tuning.num_tasks, 'task')} of {tuning.split}{seen}"
+            f"fine-tuned with the inner_lr x inner_steps of the best {tunings[0].metric} of "
+            f"{counted(len(tunings[0].tried), 'setting')}: {', '.join(each)}{halves}"
         )
     was, now = vars(own), vars(adapting)
     changed = [

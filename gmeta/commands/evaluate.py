@@ -122,6 +122,8 @@ def _support_sizes(text: str) -> tuple[int, ...]:
 def _check_overrides(run: Path, config: TrainConfig, overrides: list[str]) -> None:
     """Refuse what evaluation cannot adapt with or measure, before torch is loaded."""
     keys: tuple[str, ...] = FREE_KEYS
+    if config.algorithm.name == "anil":  # what adapts is its head
+        keys = FREE_KEYS[:3]
     if config.algorithm.name == "metasgd":
         # Its rates, one for each of what adapts, are weights of the run.
         keys = FREE_KEYS[1:3]

@@ -122,6 +122,10 @@ class Scoring:
                 "model predicts ratings. Choose mae or rmse"
             )
 
+    def threshold_of(self, name: str) -> float | None:
+        """Return the least label that a metric counts as positive; None if it does not ask."""
+        return self.threshold if _parsed(name)[0] in _OF_POSITIVES else None
+
     def info(self, name: str) -> MetricInfo:
         """Return how a metric is named and read."""
         family, k = _parsed(name)

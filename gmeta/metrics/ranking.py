@@ -21,7 +21,6 @@ from gmeta.metrics.terms import (
     sum_T,
     undefined,
 )
-from metaio.ragged import ragged_indices
 
 # N rows, T tasks, R ties: runs of rows of one task with equal scores
 
@@ -189,7 +188,8 @@ def mrr_terms(ties: Ties) -> Terms:
     # P(the first positive stands at place i) = C(size - i, positives - 1) / C(size, positives)
     places = size - positives + 1
     owner = np.repeat(np.arange(best.size), places)
-    place = ragged_indices(np.ones_like(places), places)
+    before = np.cumsum(places) - places
+    place = 1 + np.arange(places.sum()) - np.repeat(before, places)
     chance = np.exp(
         _log_choose(size[owner] - place, positives[owner] - 1) - _log_choose(size, positives)[owner]
     )

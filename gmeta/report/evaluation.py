@@ -190,12 +190,16 @@ class Tried:
 @dataclass(frozen=True)
 class FineTuning:
     """How a plain run's inner loop was chosen: the best of `tried` by a metric (the smallest), on
-    tasks of a split that is not reported on."""
+    tasks of a split.
+
+    `chosen` is one setting of the validation split, or two: for the first half of the tasks of a
+    split that is reported on, which the second half chose, and the other way round.
+    """
 
     split: str
     num_tasks: int
     metric: str
-    chosen: Tried
+    chosen: tuple[Tried, ...]
     tried: tuple[Tried, ...]
 
 
@@ -217,7 +221,7 @@ class RunFacts:
     config: dict[str, Any]
     environment: dict[str, Any]
     adapts_with: str = ""
-    fine_tuning: FineTuning | None = None
+    fine_tuning: tuple[FineTuning, ...] = ()
 
     def stage_label(self, stage: Stage) -> str:
         """Return the stage in words."""

@@ -54,7 +54,7 @@ class EvaluatedRun:
     dataset: str = field(default="")
     evaluated_at: str = field(default="")
     adapts_with: str = field(default="")
-    fine_tuning: FineTuning | None = field(default=None)
+    fine_tuning: tuple[FineTuning, ...] = field(default=())
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     limited: dict[int, pa.Table] = field(default_factory=dict)
 

@@ -6,7 +6,11 @@ Plain training never sees an inner step, so nothing in its config was chosen for
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from gmeta.report.evaluation import Tried
+from gmeta.yardstick.rows import HALF_STREAM, uniform
+from metaio.ragged import Int64
 
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
 STEPS = (1, 3, 5, 10)
@@ -40,6 +44,11 @@ def try_all(error: Callable[[float, int], float], own: tuple[float, int]) -> tup
         else:
             break
     return tuple(tried)
+
+
+def half_of(task_N: Int64) -> Int64:
+    """Return which half each task is in, 0 or 1, by its id alone."""
+    return (uniform(task_N, HALF_STREAM, 0) >= 0.5).astype(np.int64)
 
 
 def best_of(tried: Sequence[Tried]) -> Tried:

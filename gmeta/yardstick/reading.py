@@ -2,9 +2,7 @@
 
 from collections.abc import Iterator
 
-import numpy as np
-
-from gmeta.yardstick.rows import SAMPLE_STREAM, EpisodeRows, joined, rows_of, uniform
+from gmeta.yardstick.rows import EpisodeRows, joined, rows_of, share_of
 from metaio.format.dataset import Dataset
 
 
@@ -25,8 +23,5 @@ def sample_rows(dataset: Dataset, split: str, max_rows: int, seed: int) -> Episo
     Raises:
         FormatError: a file is missing or damaged.
     """
-    share = min(1.0, max_rows / max(dataset.split(split).num_rows, 1))
-    return joined(
-        rows.episodes(np.flatnonzero(uniform(rows.task_T, SAMPLE_STREAM, seed) < share))
-        for rows in read_rows(dataset, split)
-    )
+    share = max_rows / max(dataset.split(split).num_rows, 1)
+    return joined(share_of(rows, share, seed) for rows in read_rows(dataset, split))

@@ -18,8 +18,8 @@ from metaio.ragged import Float32, Int64, offsets, ragged_indices
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-# Which fold a task is in, which of its rows are drawn: kept apart by these.
-FOLD_STREAM, SAMPLE_STREAM, DRAW_STREAM, MASK_STREAM = 1, 2, 3, 4
+# Which fold or half a task is in, which of its rows are drawn: kept apart by these.
+FOLD_STREAM, SAMPLE_STREAM, DRAW_STREAM, MASK_STREAM, HALF_STREAM = 1, 2, 3, 4, 5
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,19 @@ def joined(parts: Iterable[EpisodeRows]) -> EpisodeRows:
         ),
         np.concatenate([part.dense_NK for part in found]),
     )
+
+
+def share_of(rows: EpisodeRows, share: float, seed: int) -> EpisodeRows:
+    """Return about this share of the tasks, with all their episodes; the seed and a task's id
+    decide which. A share of 1 or more is all."""
+    if share >= 1.0:
+        return rows
+    return rows.episodes(np.flatnonzero(uniform(rows.task_T, SAMPLE_STREAM, seed) < share))
+
+
+def some_of(rows: EpisodeRows, max_rows: int, seed: int) -> EpisodeRows:
+    """Return whole tasks with about `max_rows` rows, or all if they have no more."""
+    return share_of(rows, max_rows / max(rows.num_rows, 1), seed)
 
 
 def uniform(names: Int64, stream: int, seed: int) -> Floats:

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from gmeta.yardstick.finetune import half_of
 from tests.commands import gmeta
 from tests.yardstick.sample import write_data
 
@@ -38,6 +40,13 @@ def evaluated(*arguments: str | Path) -> dict[str, Any]:
     return {**found, "stdout": done.stdout}
 
 
+def of_plain(out: Path) -> dict[str, np.ndarray]:
+    """Columns of the rows of run `plain` and split `cold`."""
+    table = pq.read_table(out / "predictions.parquet")
+    keep = pc.and_(pc.equal(table["run"], "plain"), pc.equal(table["split"], "cold"))
+    return {name: table.filter(keep)[name].to_numpy() for name in ("task", "label", "after")}
+
+
 @pytest.mark.distributed
 def test_two_ranks_find_what_one_rank_finds(runs: Path, tmp_path: Path) -> None:
     pytest.importorskip("lightgbm")
@@ -46,7 +55,7 @@ def test_two_ranks_find_what_one_rank_finds(runs: Path, tmp_path: Path) -> None:
     two = evaluated(*command, tmp_path / "two", "--nproc-per-node", "2")
     assert [model["name"] for model in one["yardsticks"]] == ["bias model", "boosted trees"]
     assert one["yardsticks"] == two["yardsticks"]
-    tuned = [found["runs"][1]["fine_tuning"] for found in (one, two)]
+    tuned = [found["runs"][1]["fine_tuning"][0] for found in (one, two)]
     for key in ("split", "num_tasks", "metric"):
         assert tuned[0][key] == tuned[1][key]
     assert tuned[0]["split"] == "valid"
@@ -54,14 +63,41 @@ def test_two_ranks_find_what_one_rank_finds(runs: Path, tmp_path: Path) -> None:
     kept = [[tried for tried in each["tried"] if tried["value"] is not None] for each in tuned]
     values = [[tried["value"] for tried in each] for each in kept]
     assert values[0] == pytest.approx(values[1], rel=1e-3)
-    assert tuned[0]["chosen"] == min(kept[0], key=lambda tried: tried["value"])
+    assert tuned[0]["chosen"] == [min(kept[0], key=lambda tried: tried["value"])]
     tables = [pq.read_table(tmp_path / name / "predictions.parquet") for name in ("one", "two")]
     for column in ("label", "after"):
         pairs = [np.sort(table[column].to_numpy()) for table in tables]
         np.testing.assert_allclose(*pairs, rtol=1e-4, atol=1e-5)
     for text in (one["stdout"], two["stdout"]):
         assert "\nbias model: mean + item (item, whose means predict best; prior " in text
-        assert "settings the best mae on 30 tasks of valid\n" in text
+        assert "none: fine-tuned with the inner_lr x inner_steps of the best mae of " in text
+        assert " on 30 tasks of valid\n" in text
+
+
+def test_without_a_validation_split_each_half_of_the_tasks_chooses_for_the_other(
+    runs: Path, tmp_path: Path
+) -> None:
+    plain = tmp_path / "plain"
+    unseen = ("data.valid_split=", "algorithm.name=none", f"run.dir={plain}")
+    assert gmeta("train", runs / "train.toml", *unseen).returncode == 0
+    found = evaluated(plain, "--no-trees", "--out", tmp_path / "out")
+    tunings = {tuning["split"]: tuning for tuning in found["runs"][0]["fine_tuning"]}
+    assert set(tunings) == {"cold", "valid"}
+    rows = of_plain(tmp_path / "out")
+    half = half_of(rows["task"])
+    for own, setting in enumerate(tunings["cold"]["chosen"]):
+        rate, steps = setting["inner_lr"], setting["inner_steps"]
+        overrides = (f"algorithm.inner_lr={rate}", f"algorithm.inner_steps={steps}")
+        out = tmp_path / f"again-{own}"
+        evaluated(plain, *overrides, "--no-trees", "--split", "cold", "--out", out)
+        again = of_plain(out)
+        error = np.abs(again["label"] - again["after"])
+        # The value is the error of the half that chose, the predictions are those of the other.
+        assert error[half != own].mean() == pytest.approx(setting["value"], rel=1e-4)
+        expected = again["after"][half == own]
+        np.testing.assert_allclose(rows["after"][half == own], expected, rtol=1e-4, atol=1e-5)
+    told = "no data.valid_split, so each half of the tasks has what is best for the other half"
+    assert told in " ".join(found["stdout"].split())
 
 
 def test_adapting_that_is_made_worse_is_told_in_red(runs: Path, tmp_path: Path) -> None:
@@ -84,7 +120,8 @@ def test_adapting_that_is_made_worse_is_told_in_red(runs: Path, tmp_path: Path) 
             ("outer.loss=bce",),
             "'outer.loss=bce' cannot be changed for the evaluation of {run}, trained with maml: "
             "allowed are algorithm.inner_lr, algorithm.inner_steps, algorithm.support_prior, "
-            "algorithm.adapt_layers, algorithm.adapt_embeddings. Train another run instead",
+            "algorithm.adapt_layers, algorithm.adapt_embeddings, evaluation.metrics, "
+            "evaluation.positive_rating, evaluation.unit. Train another run instead",
         ),
         (
             ("algorithm.inner_steps=none",),
