@@ -11,7 +11,7 @@ from gmeta.commands import on_ranks
 from gmeta.config import TrainConfig, overridden
 from gmeta.errors import UserError
 from gmeta.files.local import check_local
-from gmeta.metrics.catalogue import Scoring
+from gmeta.metrics.catalogue import Scoring, predicts_alike
 from gmeta.metrics.config import EvaluationConfig
 from gmeta.runs.folder import RunFolder
 
@@ -147,7 +147,7 @@ def _check_comparable(roots: list[Path], configs: list[TrainConfig]) -> None:
             raise UserError(
                 f"{root} is named twice: a run says nothing beside itself. Leave one out"
             )
-        if config.outer.loss != configs[0].outer.loss:
+        if not predicts_alike(config.outer.loss, configs[0].outer.loss):
             raise UserError(
                 f"run {root} was trained with loss {config.outer.loss}, {roots[0]} with "
                 f"{configs[0].outer.loss}: their predictions mean different things. "

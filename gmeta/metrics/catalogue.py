@@ -57,6 +57,11 @@ MOST_K = 10_000
 OF_PROBABILITIES = ("logloss", "ece")
 
 
+def predicts_alike(loss: str, other: str) -> bool:
+    """Return whether models of two losses predict the same: both a probability, or both a label."""
+    return (loss == "bce") == (other == "bce")
+
+
 @dataclass(frozen=True)
 class MetricInfo:
     """How a metric is named, read and compared."""

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gmeta.errors import UserError
-from gmeta.metrics.catalogue import Loss, Scoring
+from gmeta.metrics.catalogue import Loss, Scoring, predicts_alike
 from gmeta.metrics.config import EvaluationConfig
 from gmeta.metrics.terms import Array
 from gmeta.report.evaluation import STAGES, FineTuning, Stage
@@ -126,7 +126,7 @@ def check_runs(runs: Sequence[EvaluatedRun], taken: Sequence[str] = ()) -> None:
                 "tell them apart. Give the run another name"
             )
     for run in runs:
-        if run.loss != runs[0].loss:
+        if not predicts_alike(run.loss, runs[0].loss):
             raise UserError(
                 f"run '{run.name}' was trained with loss {run.loss}, '{runs[0].name}' with "
                 f"{runs[0].loss}: their predictions mean different things. Compare runs of one loss"
