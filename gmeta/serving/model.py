@@ -6,7 +6,7 @@ Shape suffixes: N rows, T tasks, U fetched rows, P rows that adapted, D embeddin
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gmeta.adaptation.general_loop import Adapted
 from gmeta.adaptation.rows.sides import WorkingRows
-from gmeta.batches.episodes import every_row
+from gmeta.batches.episodes import every_row, reading_copies
 from gmeta.errors import UserError
 from gmeta.learner import MetaLearner, QueryPrediction
 from gmeta.serving.columns import (
@@ -29,7 +28,8 @@ from gmeta.serving.columns import (
 )
 from gmeta.serving.device import on_the_cpu
 from gmeta.serving.folder import ExportedConfig
-from gmeta.serving.rows import EncodedColumns, task_batch
+from gmeta.serving.rows import EncodedColumns, no_rows, task_batch
+from gmeta.serving.states import AdaptedTensors, TaskState, split, stacked
 from gmeta.serving.tables import StoredTable, fetch_UD
 from gmeta.serving.tasks import TaskPredictions, predict_tasks
 from metaio.read.batch import TaskBatch
@@ -65,6 +65,8 @@ class ServedModel:
         self._encoder = encoder
         rows_B = torch.tensor([table.num_rows for table in config.features.tables])
         self._first_key_B = rows_B.cumsum(0) - rows_B
+        self._num_keys = int(rows_B.sum())
+        self._unadapted: TaskState | None = None
         # Adapted layers act through hooks on the one model that all tasks share.
         self._lock = threading.Lock()
 
@@ -80,7 +82,7 @@ class ServedModel:
         Raises:
             UserError: there are no rows, or rows of several tasks.
         """
-        rows = self._encode(support, "support", with_label=True)
+        rows = self.encode(support, "support", with_label=True)
         if rows.num_rows == 0:
             raise UserError(
                 "support has 0 rows: at least 1 is needed to adapt. "
@@ -92,18 +94,13 @@ class ServedModel:
                 f"support holds rows of {num_tasks} tasks: adapt takes those of 1. "
                 "Call predict_tasks for many tasks at once"
             )
-        batch = self._one_task(rows)
-        with self._exclusive(), torch.enable_grad():
-            return AdaptedTask(self, *self._adapt(batch))
+        return AdaptedTask(self, *self.adapt_encoded(rows, [rows.num_rows]))
 
     @on_the_cpu
     def predict(self, rows: object) -> Tensor:
         """Return probabilities (bce) or ratings [N] by the meta-parameters, without adaptation."""
-        batch = self._query(rows)
-        with self._exclusive(), torch.no_grad():
-            query = every_row(batch, constant=True)
-            unadapted = self._inner.unadapted(WorkingRows(self._fetch_UD(batch), 0.0), query)
-            return self._shown_N(self._inner.output_N(unadapted, query))
+        encoded = self.encode(rows, "query", with_label=False)
+        return self.predict_encoded([self.unadapted], encoded, [encoded.num_rows])
 
     @on_the_cpu
     def predict_tasks(
@@ -118,8 +115,8 @@ class ServedModel:
                 integers on one side and text on the other.
         """
         support, query = as_table(support, "support"), as_table(query, "query")
-        encoded = self._encode(support, "support", with_label=True, with_task=True)
-        wanted = self._encode(query, "query", with_label=False, with_task=True)
+        encoded = self.encode(support, "support", with_label=True, with_task=True)
+        wanted = self.encode(query, "query", with_label=False, with_task=True)
         check_task_kinds(self.config.columns.task, support, query)
 
         def run(batch: TaskBatch) -> tuple[Tensor, Tensor]:
@@ -138,17 +135,62 @@ class ServedModel:
             return self._learner.predict(self._fetch_UD(batch), episodes)
 
     @on_the_cpu
-    def predict_adapted(self, adapted: Adapted, key_P: Tensor, rows: object) -> Tensor:
-        """Return predictions [N] with a task's adapted parameters; `key_P` tells which row of which
-        table each adapted row is."""
-        batch = self._query(rows)
+    def adapt_encoded(self, rows: EncodedColumns, lengths: Sequence[int]) -> list[TaskState]:
+        """Return what the model becomes for each of several tasks, whose support rows stand one
+        after the other; of one without rows nothing is known.
+        """
+        adapts_rows = self._inner.config.adapt_embeddings
+        with self._exclusive(), torch.enable_grad():
+            batch, fetched_row_P, num_rows = self._batch(rows, lengths, adapts_rows)
+            support = every_row(batch, not adapts_rows, num_rows)
+            values_PD = self._fetch_UD(batch)
+            working = WorkingRows(values_PD, 0.0)
+            if fetched_row_P is not None:
+                rate = self._learner.rates.of_rows(batch.unique_lengths_B, fetched_row_P)
+                working = WorkingRows(values_PD[fetched_row_P], rate)
+            adapted = self._inner.take_steps(working, support, _EXPECTED_QUERY_ROWS, False)
+        none = torch.zeros(0, dtype=torch.int64)
+        rows_PD, key_P, task_P = values_PD[:0], none, none
+        if fetched_row_P is not None:
+            rows_PD, key_P = adapted.rows_PD.detach(), self._key_U(batch)[fetched_row_P]
+            task_P = _task_of_rows(batch, num_rows)
+        layers = adapted.layers
+        tensors = AdaptedTensors(layers.changes, layers.gates_TO, rows_PD, key_P, task_P)
+        return split(tensors, len(lengths))
+
+    @on_the_cpu
+    def predict_encoded(
+        self, states: Sequence[TaskState], rows: EncodedColumns, lengths: Sequence[int]
+    ) -> Tensor:
+        """Return probabilities (bce) or ratings [N] of the rows of several tasks, which stand one
+        after the other, each task in its own state.
+        """
+        tasks = stacked(states)
+        adapts_rows = tasks.key_P.numel() > 0
         with self._exclusive(), torch.no_grad():
-            rows_UD, key_U = self._fetch_UD(batch), self._key_U(batch)
-            # Rows that the support did not use are the task's as they were trained.
-            known_U = torch.isin(key_U, key_P)
-            rows_UD[known_U] = adapted.rows_PD[torch.searchsorted(key_P, key_U[known_U])]
-            query = every_row(batch, constant=True)
-            return self._shown_N(self._inner.output_N(Adapted(adapted.layers, rows_UD), query))
+            batch, fetched_row_P, num_rows = self._batch(rows, lengths, adapts_rows)
+            rows_PD = self._fetch_UD(batch)
+            if fetched_row_P is not None:
+                # Both ascending. Rows that the support did not use are as they were trained.
+                key_P = self._key_U(batch)[fetched_row_P]
+                key_P += _task_of_rows(batch, num_rows) * self._num_keys
+                rows_PD = rows_PD[fetched_row_P]
+                known_K = tasks.key_P + tasks.task_P * self._num_keys
+                place_P = torch.searchsorted(known_K, key_P).clamp_(max=known_K.numel() - 1)
+                is_known_P = known_K[place_P] == key_P
+                rows_PD[is_known_P] = tasks.rows_PD[place_P[is_known_P]]
+            query = every_row(batch, constant=True, num_rows=num_rows)
+            adapted = self._inner.adapted_before(tasks.changes, tasks.gates_TO, rows_PD)
+            return self._shown_N(self._inner.output_N(adapted, query))
+
+    @property
+    def unadapted(self) -> TaskState:
+        """Return the state of a task of which nothing is known."""
+        if self._unadapted is None:
+            # Two threads may both make it: they make the same.
+            nothing = no_rows(self.config.features)
+            (self._unadapted,) = self.adapt_encoded(nothing, [0])
+        return self._unadapted
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -156,16 +198,6 @@ class ServedModel:
         # autocast, which would answer in 8 bits.
         with self._lock, torch.inference_mode(False), torch.autocast("cpu", enabled=False):
             yield
-
-    def _adapt(self, batch: TaskBatch) -> tuple[Adapted, Tensor]:
-        """Return the adapted parameters of a batch of one support set, and the keys of its rows."""
-        support = every_row(batch, constant=not self._inner.config.adapt_embeddings)
-        # Of one task, the distinct (task, row) pairs are the fetched rows themselves.
-        place_U = torch.arange(batch.unique_ids_U.numel())
-        rate = self._learner.rates.of_rows(batch.unique_lengths_B, place_U)
-        rows = WorkingRows(self._fetch_UD(batch), rate)
-        adapted = self._inner.take_steps(rows, support, _EXPECTED_QUERY_ROWS, second_order=False)
-        return Adapted(adapted.layers, adapted.rows_PD.detach()), self._key_U(batch)
 
     def _fetch_UD(self, batch: TaskBatch) -> Tensor:
         return fetch_UD(self._tables, batch.unique_ids_U, batch.unique_lengths_B)
@@ -179,18 +211,27 @@ class ServedModel:
     def _shown_N(self, output_N: Tensor) -> Tensor:
         return torch.sigmoid(output_N) if self.config.loss == "bce" else output_N
 
-    def _query(self, rows: object) -> TaskBatch:
-        return self._one_task(self._encode(rows, "query", with_label=False))
-
-    def _one_task(self, rows: EncodedColumns) -> TaskBatch:
-        """Return a batch of one task that has all rows."""
+    def _batch(
+        self, rows: EncodedColumns, lengths: Sequence[int], rows_per_task: bool
+    ) -> tuple[TaskBatch, Tensor | None, int]:
+        """Return all rows as a batch of tasks, and as `reading_copies` does which fetched row each
+        task's own row is a copy of, and how many rows are read from.
+        """
         none, every = np.zeros(0, np.int64), np.arange(rows.num_rows)
-        lengths_T = np.zeros(1, np.int64), np.array([rows.num_rows])
-        return task_batch(self.config.features, rows, rows, (none, every), lengths_T)
+        lengths_T = np.zeros(len(lengths), np.int64), np.array(lengths, np.int64)
+        features = self.config.features
+        batch = task_batch(features, no_rows(features), rows, (none, every), lengths_T)
+        return reading_copies(batch, rows_per_task)
 
-    def _encode(
+    def encode(
         self, rows: object, what: str, with_label: bool, with_task: bool = False
     ) -> EncodedColumns:
+        """Return rows, given as the class says, as ids and numbers; `what` names them in errors.
+
+        Raises:
+            UserError: a column is missing, or the model's loss cannot take a label.
+            DataError: a column holds what the model cannot take.
+        """
         columns = self.config.columns
         names = [columns.task] * with_task + self._encoder.names(with_label)
         batch = select(as_table(rows, what), names, [columns.task], what)
@@ -200,13 +241,22 @@ class ServedModel:
         return encoded
 
 
+def _task_of_rows(batch: TaskBatch, num_rows: int) -> Tensor:
+    """Return the task [P] of each row that the tasks of the batch have as their own."""
+    task_N = torch.arange(batch.num_tasks).repeat_interleave(batch.row_offsets_T1.diff())
+    task_P = torch.empty(num_rows, dtype=torch.int64)
+    task_P[batch.positions_NF] = task_N.unsqueeze(1).expand_as(batch.positions_NF)
+    values_N = batch.multi_lengths_NM.sum(dim=1)
+    task_P[batch.multi_positions_V] = task_N.repeat_interleave(values_N)
+    return task_P
+
+
 class AdaptedTask:
     """A model adapted to one task: the change of each layer and the rows that its support uses."""
 
-    def __init__(self, model: ServedModel, adapted: Adapted, key_P: Tensor) -> None:
+    def __init__(self, model: ServedModel, state: TaskState) -> None:
         self._model = model
-        self._adapted = adapted
-        self._key_P = key_P
+        self._state = state
 
     def __reduce__(self) -> NoReturn:
         # A copy would adapt layers of its own, which no model runs through.
@@ -222,4 +272,5 @@ class AdaptedTask:
             UserError: a column is missing.
             DataError: a column holds what the model cannot take.
         """
-        return self._model.predict_adapted(self._adapted, self._key_P, rows)
+        encoded = self._model.encode(rows, "query", with_label=False)
+        return self._model.predict_encoded([self._state], encoded, [encoded.num_rows])

@@ -34,6 +34,18 @@ class EncodedColumns:
         return len(self.label_N)
 
 
+def no_rows(features: Features) -> EncodedColumns:
+    """Return 0 rows of these features."""
+    return EncodedColumns(
+        np.zeros(0, np.int64),
+        np.zeros(0, np.float32),
+        np.zeros((0, len(features.single)), np.int64),
+        np.zeros((0, len(features.dense)), np.float32),
+        np.zeros((0, len(features.multi)), np.int32),
+        np.zeros(0, np.int64),
+    )
+
+
 def task_batch(
     features: Features,
     support: EncodedColumns,
