@@ -21,6 +21,8 @@ import gmeta.commands.evaluate
 import gmeta.commands.train
 import gmeta.commands.work.evaluate
 import gmeta.commands.work.train
+import gmeta.server.process
+import gmeta.server.worker
 import gmeta.train
 import tests.distributed.harness
 import tests.forked

@@ -108,10 +108,10 @@ def serve(
             "a letter or digit. Pass --name"
         )
     # Loading torch takes seconds: not before the options are known to be right.
-    from gmeta.commands.work.serve import serve_model
-    from gmeta.server.batcher import BatchLimits
     from gmeta.server.config import ServeConfig
-    from gmeta.server.protocol import Limits
+    from gmeta.server.limits import BatchLimits, RequestLimits
+    from gmeta.server.process import serve_until_signal
+    from gmeta.server.worker import run_worker
 
     config = ServeConfig(
         folder=model,
@@ -120,7 +120,7 @@ def serve(
         grpc_listen=grpc,
         workers=workers,
         threads=threads,
-        limits=Limits(max_body, max_rows),
+        limits=RequestLimits(max_body, max_rows),
         batch=BatchLimits(max_waiting, max_batch, timeout_s=timeout),
         max_connections=max_connections,
         cache_bytes=cache_bytes,
@@ -137,4 +137,5 @@ def serve(
         insecure=insecure,
         behind_proxy=behind_proxy,
     )
-    raise typer.Exit(serve_model(config, log_level))
+    config.check()
+    raise typer.Exit(serve_until_signal(config, log_level, run_worker))

@@ -13,22 +13,12 @@ from dataclasses import dataclass, field
 from typing import final
 
 from gmeta.antdt.log import LOGGER_NAME
-from gmeta.server.compute import Outcome
 from gmeta.server.errors import RequestError
-from gmeta.server.protocol import Answer, Inference
+from gmeta.server.limits import BatchLimits
+from gmeta.server.protocol import Answer, Inference, Outcome
 
 Run = Callable[[Sequence[Inference]], list[Outcome]]
 _RATE_MEMORY = 0.9  # of the rows a second, from batch to batch
-
-
-@dataclass(frozen=True)
-class BatchLimits:
-    """How much waits and how much is answered at once."""
-
-    waiting: int = 256  # requests; more are refused
-    tasks: int = 64  # of a batch
-    rows: int = 20_000  # of a batch; one larger request is a batch of its own
-    timeout_s: float = 10.0  # from a request's arrival to its answer
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,12 @@
 at once, scored at once. A request that is wrong gets its own error and holds up nobody else's.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,15 +16,15 @@ import pyarrow as pa
 from gmeta.errors import UserError
 from gmeta.server.cache import Entry, TaskCache
 from gmeta.server.errors import RequestError, bad
-from gmeta.server.protocol import BEFORE, PREDICTION, Answer, Inference
-from gmeta.server.versions import Loaded
-from gmeta.serving.model import ServedModel
+from gmeta.server.protocol import BEFORE, PREDICTION, Answer, Inference, Outcome
 from gmeta.serving.rows import EncodedColumns, join_rows, no_rows, split_rows
 from gmeta.serving.states import TaskState
 from gmeta.serving.tasks import cuts
 from metaio.errors import MetaIOError
 
-Outcome = Answer | RequestError
+if TYPE_CHECKING:
+    from gmeta.serving.model import ServedModel
+
 Observe = Callable[[str, float], None]  # a stage, and how many seconds it took
 
 
@@ -40,28 +43,32 @@ class _Share:
 
 
 def answer_all(
-    loaded: Loaded, cache: TaskCache, requests: Sequence[Inference], observe: Observe
+    model: ServedModel,
+    version: str,
+    cache: TaskCache,
+    requests: Sequence[Inference],
+    observe: Observe,
 ) -> list[Outcome]:
     """Return the answer or the error of each request, all from this version of the model."""
     shares = [_Share(request) for request in requests]
     for share in shares:
-        _find_state(share, loaded, cache)
-    _adapt(shares, loaded, cache, observe)
-    _predict(shares, loaded.model, observe)
+        _find_state(share, model, version, cache)
+    _adapt(shares, model, version, cache, observe)
+    _predict(shares, model, observe)
     return [
-        share.error or Answer(loaded.version, share.outputs, share.support_rows, share.cache)
+        share.error or Answer(version, share.outputs, share.support_rows, share.cache)
         for share in shares
     ]
 
 
-def _find_state(share: _Share, loaded: Loaded, cache: TaskCache) -> None:
+def _find_state(share: _Share, model: ServedModel, version: str, cache: TaskCache) -> None:
     """Decide what a request's task is: to adapt now, in the cache, or unknown."""
     request = share.request
     if request.support is not None:
         share.support = request.support
         share.cache = "stored" if request.task_key is not None else ""
     elif request.task_key is None:
-        share.state = loaded.model.unadapted
+        share.state = model.unadapted
         return
     else:
         entry = cache.get(request.task_key)
@@ -74,21 +81,23 @@ def _find_state(share: _Share, loaded: Loaded, cache: TaskCache) -> None:
             )
             return
         share.entry, share.support_rows = entry, entry.support.num_rows
-        if entry.state is not None and entry.version == loaded.version:
+        if entry.state is not None and entry.version == version:
             share.state, share.cache = entry.state, "hit"
             return
         share.support, share.cache = entry.support, "restored"
     share.support_rows = share.support.num_rows
 
 
-def _adapt(shares: list[_Share], loaded: Loaded, cache: TaskCache, observe: Observe) -> None:
+def _adapt(
+    shares: list[_Share], model: ServedModel, version: str, cache: TaskCache, observe: Observe
+) -> None:
     """Give every task that is to adapt its state, and the cache those that have a key."""
     began_s = time.perf_counter()
     waiting = [share for share in shares if share.support is not None and share.error is None]
     if not waiting:
         return
     tables = [share.support for share in waiting if share.support is not None]
-    encoded = _encode(loaded.model, tables, "support", with_label=True)
+    encoded = _encode(model, tables, "support", with_label=True)
     rows: list[EncodedColumns] = []
     for share, found in zip(waiting, encoded, strict=True):
         if isinstance(found, RequestError):
@@ -105,7 +114,7 @@ def _adapt(shares: list[_Share], loaded: Loaded, cache: TaskCache, observe: Obse
     began_s = time.perf_counter()
     for chosen in _cut(rows):
         lengths = [rows[place].num_rows for place in chosen]
-        states = loaded.model.adapt_encoded(join_rows([rows[place] for place in chosen]), lengths)
+        states = model.adapt_encoded(join_rows([rows[place] for place in chosen]), lengths)
         for place, adapted in zip(chosen, states, strict=True):
             waiting[place].state = adapted
     observe("adapt", time.perf_counter() - began_s)
@@ -114,9 +123,9 @@ def _adapt(shares: list[_Share], loaded: Loaded, cache: TaskCache, observe: Obse
         if key is None or support is None or state is None:
             continue
         if share.entry is not None:
-            cache.restore(key, share.entry, state, loaded.version)
+            cache.restore(key, share.entry, state, version)
         else:
-            cache.put(key, support, state, loaded.version)
+            cache.put(key, support, state, version)
 
 
 def _predict(shares: list[_Share], model: ServedModel, observe: Observe) -> None:

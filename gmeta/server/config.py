@@ -6,8 +6,7 @@ from pathlib import Path
 from gmeta.antdt.access.address import split_address
 from gmeta.antdt.access.credentials import is_loopback
 from gmeta.errors import UserError
-from gmeta.server.batcher import BatchLimits
-from gmeta.server.protocol import Limits
+from gmeta.server.limits import BatchLimits, RequestLimits
 
 DEFAULT_ADDRESS = "127.0.0.1:8080"
 
@@ -22,7 +21,7 @@ class ServeConfig:
     grpc_listen: str = ""
     workers: int = 1
     threads: int = 1  # of torch, in each worker
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
     batch: BatchLimits = field(default_factory=BatchLimits)
     max_connections: int = 1024  # of each worker
     cache_bytes: int = 256 << 20  # of each worker, and of the rows that all share

@@ -1,9 +1,11 @@
 """The server's gRPC side: the Open Inference Protocol's GRPCInferenceService, and gRPC's own health
 service."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import grpc
 
@@ -11,11 +13,14 @@ from gmeta.antdt.access.auth import Shown
 from gmeta.server.access import Right
 from gmeta.server.columns import ModelColumns
 from gmeta.server.errors import RequestError, bad
-from gmeta.server.protocol import Answer, Inference, Limits, make_inference
-from gmeta.server.service import Service
+from gmeta.server.limits import RequestLimits
+from gmeta.server.protocol import Answer, Inference, make_inference
 from gmeta.server.tensors import check_head, from_raw, from_typed, raw_bytes
 from gmeta_protos.inference.v2 import open_inference_pb2 as pb
 from gmeta_protos.inference.v2 import open_inference_pb2_grpc as pb_grpc
+
+if TYPE_CHECKING:
+    from gmeta.server.service import Service
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 _LARGE_BYTES = 256 << 10  # a larger request is parsed in a thread
@@ -113,7 +118,7 @@ async def _read(request: Any, service: Service) -> Inference:
     return parse_grpc(columns, request, limits)
 
 
-def parse_grpc(columns: ModelColumns, request: Any, limits: Limits) -> Inference:
+def parse_grpc(columns: ModelColumns, request: Any, limits: RequestLimits) -> Inference:
     """Return what a ModelInferRequest asks for. Raise RequestError."""
     raw = request.raw_input_contents
     if len(raw) not in (0, len(request.inputs)):

@@ -1,11 +1,13 @@
 """The server's HTTP side: the Open Inference Protocol, /metrics, /status and /docs."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import ssl
 from collections.abc import Awaitable, Callable
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -17,7 +19,9 @@ from gmeta.server.columns import ModelColumns
 from gmeta.server.errors import RequestError
 from gmeta.server.http_edge import CERTIFICATE
 from gmeta.server.protocol import BINARY_HEADER, Inference, parse_http, render_http
-from gmeta.server.service import Service
+
+if TYPE_CHECKING:
+    from gmeta.server.service import Service
 
 Handler = Callable[[Request], Awaitable[Response]]
 

@@ -4,7 +4,7 @@ import os
 import time
 from typing import final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, values
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
@@ -119,6 +119,13 @@ class ServerMetrics:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)
         return encode(registry), content_type
+
+
+def count_together() -> None:
+    """Keep the metrics made from now on in the folder that MULTIPROCESS_DIR names, if it does:
+    prometheus_client itself looks only when it is imported.
+    """
+    values.ValueClass = values.get_value_class()
 
 
 def forget_worker(pid: int) -> None:

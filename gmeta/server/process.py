@@ -10,7 +10,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -23,7 +23,6 @@ from gmeta.antdt.log import configure_logging, event
 from gmeta.errors import GMetaError
 from gmeta.server.config import ServeConfig
 from gmeta.server.metrics import MULTIPROCESS_DIR, forget_worker
-from gmeta.server.worker import run_worker
 from gmeta.serving.folder import check_files, read_config
 
 _LOOK_EVERY_S = 0.2
@@ -32,8 +31,12 @@ _IN_MEMORY = Path("/dev/shm")
 _AFTER_DRAIN_S = 15.0  # then a worker is killed
 
 
-def serve_until_signal(config: ServeConfig, log_level: str) -> int:
+RunWorker = Callable[[ServeConfig, Callable[[], None]], None]
+
+
+def serve_until_signal(config: ServeConfig, log_level: str, run_worker: RunWorker) -> int:
     """Serve until SIGTERM or SIGINT, then answer what is under way; return the exit code.
+    `run_worker` is what a worker process does.
 
     Raises:
         UserError: there is no model, a credential is wrong, or an address cannot be listened on.
@@ -41,7 +44,7 @@ def serve_until_signal(config: ServeConfig, log_level: str) -> int:
     """
     if config.workers == 1:
         configure_logging(log_level)
-        run_worker(config)
+        run_worker(config, lambda: None)
         return 0
     # Once, and told once, whatever the number of workers.
     check_files(config.folder, read_config(config.folder), checksums=config.verify)
@@ -51,7 +54,7 @@ def serve_until_signal(config: ServeConfig, log_level: str) -> int:
     with _folder_in_memory() as folder:
         os.environ[MULTIPROCESS_DIR] = str(folder / "metrics")
         (folder / "metrics").mkdir()
-        return _Workers(replace(config, shared_file=folder / "support.db"), log_level).run()
+        return _Workers(replace(config, shared_file=folder / "support.db"), run_worker).run()
 
 
 @contextmanager
@@ -76,10 +79,11 @@ class _Worker:
 class _Workers:
     """Keeps the workers running."""
 
-    def __init__(self, config: ServeConfig, log_level: str) -> None:
+    def __init__(self, config: ServeConfig, run_worker: RunWorker) -> None:
         self._config = config
-        self._log_level = log_level
-        self._context = mp.get_context("spawn")
+        self._run_worker = run_worker
+        # Forked: they share what is imported. This process has one thread, now and later.
+        self._context = mp.get_context("fork")
         self._ended = threading.Event()
 
     def run(self) -> int:
@@ -108,8 +112,9 @@ class _Workers:
 
     def _start(self) -> _Worker:
         sign, its_sign = self._context.Pipe(duplex=False)
-        arguments = (self._config, self._log_level, its_sign)
-        process = self._context.Process(target=_work, args=arguments, name="gmeta-serve-worker")
+        process = self._context.Process(
+            target=_work, args=(self._config, self._run_worker, its_sign), name="gmeta-serve-worker"
+        )
         process.start()
         its_sign.close()
         return _Worker(process, sign)
@@ -127,9 +132,10 @@ class _Workers:
                 worker.process.join()
 
 
-def _work(config: ServeConfig, log_level: str, sign: Connection) -> None:
-    """Be a worker. What was checked once is not read again before the first request."""
-    configure_logging(log_level)
+def _work(config: ServeConfig, run_worker: RunWorker, sign: Connection) -> None:
+    """Be a worker. Its model was checked already, and is again when it is replaced."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)  # until the worker has its own
     try:
         run_worker(config, lambda: sign.send(True))
     except GMetaError as error:

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from gmeta.server.columns import ModelColumns, rows_of
 from gmeta.server.errors import RequestError, bad
+from gmeta.server.limits import RequestLimits
 from gmeta.server.tensors import Tensor, check_head, from_json, from_raw, raw_bytes
 
 PREDICTION = "prediction"
@@ -26,14 +27,6 @@ EXTENSIONS = ["binary_tensor_data"]
 BINARY_HEADER = "inference-header-content-length"
 # A name for other platforms than those of the protocol's list is <project>_<format>.
 PLATFORM = "gmeta_export"
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one request may ask for."""
-
-    body_bytes: int = 16 << 20
-    rows: int = 10_000  # of both sides
 
 
 @dataclass(frozen=True)
@@ -72,12 +65,15 @@ class Answer:
         return {"support_rows": self.support_rows, **cache}
 
 
+Outcome = Answer | RequestError
+
+
 def make_inference(
     columns: ModelColumns,
     tensors: Sequence[Tensor],
     parameters: Mapping[str, object],
     outputs: Sequence[str],
-    limits: Limits,
+    limits: RequestLimits,
     request_id: str = "",
     binary: frozenset[str] = frozenset(),
 ) -> Inference:
@@ -115,7 +111,7 @@ def make_inference(
 
 
 def parse_http(
-    columns: ModelColumns, body: bytes, header_length: str | None, limits: Limits
+    columns: ModelColumns, body: bytes, header_length: str | None, limits: RequestLimits
 ) -> Inference:
     """Return what an HTTP request asks for; `header_length` is the length of the JSON where binary
     parts stand behind it. Raise RequestError."""

@@ -6,32 +6,36 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import version as package_version
+from pathlib import Path
 from typing import Any, final
 
-from gmeta import __version__
 from gmeta.antdt.log import event
 from gmeta.errors import GMetaError
 from gmeta.server.access import Access
 from gmeta.server.batcher import Batcher
 from gmeta.server.cache import TaskCache
-from gmeta.server.compute import Outcome, answer_all
+from gmeta.server.compute import answer_all
 from gmeta.server.config import ServeConfig
 from gmeta.server.errors import RequestError
 from gmeta.server.metrics import ServerMetrics
-from gmeta.server.protocol import EXTENSIONS, Answer, Inference, model_metadata
+from gmeta.server.protocol import EXTENSIONS, Answer, Inference, Outcome, model_metadata
 from gmeta.server.tracing import Tracing
-from gmeta.server.versions import Loaded, check_successor, load_version, version_in
+from gmeta.server.versions import Loaded, check_successor, version_in
 from metaio.errors import MetaIOError
 
 
 @final
 class Service:
-    """One model that answers requests. `ready` is false while it drains."""
+    """One model that answers requests; `load` reads it from its folder, now and once replaced.
+
+    `ready` is false while it drains.
+    """
 
     def __init__(
         self,
         config: ServeConfig,
-        loaded: Loaded,
+        load: Callable[[Path, bool], Loaded],
         cache: TaskCache,
         metrics: ServerMetrics,
         access: Access,
@@ -42,8 +46,9 @@ class Service:
         self.access = access
         self.tracing = tracing
         self.ready = True
-        self.loaded = loaded
+        self.loaded = load(config.folder, config.verify)
         self.refused: tuple[str, str] | None = None  # a version, and why it does not serve
+        self._load = load
         self._cache = cache
         self._batcher = Batcher(self._run, config.batch, metrics.batched)
         self._tell_version()
@@ -61,7 +66,9 @@ class Service:
     def _run(self, requests: Sequence[Inference]) -> list[Outcome]:
         # Taken once: a batch is answered by one version, whatever comes meanwhile.
         loaded = self.loaded
-        outcomes = answer_all(loaded, self._cache, requests, self.metrics.stage)
+        outcomes = answer_all(
+            loaded.model, loaded.version, self._cache, requests, self.metrics.stage
+        )
         for request, outcome in zip(requests, outcomes, strict=True):
             if request.task_key is not None:
                 is_answer = isinstance(outcome, Answer)
@@ -129,7 +136,7 @@ class Service:
 
     def server_metadata(self) -> dict[str, Any]:
         """Return the server's metadata as the protocol's JSON has it."""
-        return {"name": "gmeta", "version": __version__, "extensions": EXTENSIONS}
+        return {"name": "gmeta", "version": package_version("gmeta"), "extensions": EXTENSIONS}
 
     def model_metadata(self) -> dict[str, Any]:
         """Return the model's metadata as the protocol's JSON has it."""
@@ -176,7 +183,7 @@ class Service:
         if version in (before.version, self.refused and self.refused[0]):
             return False
         try:
-            loaded = load_version(folder, self.config.verify)
+            loaded = self._load(folder, self.config.verify)
             check_successor(before, loaded.model.config, loaded.version)
             # Computes once, with all of its layers: what fails here fails before anybody asks.
             _ = loaded.model.unadapted

@@ -1,19 +1,22 @@
-"""The model that answers: one version at a time, swapped whole for a newer one."""
+"""The model that answers: one version at a time, named by its content."""
+
+from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gmeta.errors import GMetaError, UserError
+from gmeta.errors import UserError
 from gmeta.server.columns import ModelColumns, columns_of
 from gmeta.serving.folder import CONFIG_FILE, ExportedConfig
-from gmeta.serving.load import load
-from gmeta.serving.model import ServedModel
 from metaio.format.manifest import xxh3_hex
 
+if TYPE_CHECKING:
+    from gmeta.serving.model import ServedModel
+
 VERSION_CHARS = 12
-_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -45,27 +48,6 @@ def version_in(folder: Path) -> str:
             f"{folder} is no exported model: it has no {CONFIG_FILE}. "
             "Give a folder that `gmeta export` wrote"
         ) from error
-
-
-def load_version(folder: Path, verify: bool = True) -> Loaded:
-    """Return the model in a folder, all of its files from one export even while the folder is being
-    replaced.
-
-    Raises:
-        UserError: there is no exported model.
-        GMetaError: it is damaged, or another release wrote it.
-    """
-    for last in (False,) * (_TRIES - 1) + (True,):
-        version = version_in(folder)
-        try:
-            model = load(folder, verify)
-        except GMetaError:
-            if last or version_in(folder) == version:
-                raise
-            continue
-        if version_in(folder) == version:
-            return Loaded(model, version, columns_of(model.config))
-    raise GMetaError(f"{folder} was replaced {_TRIES} times while it was read. Export less often")
 
 
 def check_successor(before: Loaded, config: ExportedConfig, version: str) -> None:

@@ -23,11 +23,11 @@ from gmeta.server.config import ServeConfig
 from gmeta.server.grpc_service import SERVICE_NAME, InferenceServicer
 from gmeta.server.http_app import http_app
 from gmeta.server.http_edge import http_server, rotate
-from gmeta.server.metrics import ServerMetrics
+from gmeta.server.loading import load_version
+from gmeta.server.metrics import ServerMetrics, count_together
 from gmeta.server.service import Service
 from gmeta.server.shared_support import SharedSupport
 from gmeta.server.tracing import tracing_from_environment
-from gmeta.server.versions import load_version
 from gmeta_protos.inference.v2 import open_inference_pb2_grpc as pb_grpc
 
 BACKLOG = 1024
@@ -37,7 +37,7 @@ _SWITCH_S = 0.0005
 _HANDSHAKE_MS = 10_000
 
 
-def run_worker(config: ServeConfig, tell: Callable[[], None] = lambda: None) -> None:
+def run_worker(config: ServeConfig, tell: Callable[[], None]) -> None:
     """Serve until SIGTERM or SIGINT, then answer what is under way and return; `tell` is called
     when requests are answered.
 
@@ -52,6 +52,7 @@ def run_worker(config: ServeConfig, tell: Callable[[], None] = lambda: None) -> 
 
 
 async def _serve(config: ServeConfig, tell: Callable[[], None]) -> None:
+    count_together()
     tls = ServerTls.of(config.tls_cert, config.tls_key, config.tls_client_ca)
     tokens = Tokens(config.tokens) if config.tokens else None
     certificates = tls is not None and tls.client_ca is not None
@@ -62,7 +63,7 @@ async def _serve(config: ServeConfig, tell: Callable[[], None]) -> None:
         shared = SharedSupport(config.shared_file, config.cache_bytes)
     service = Service(
         config,
-        load_version(config.folder, config.verify),
+        load_version,
         TaskCache(config.cache_bytes, config.cache_ttl_s, shared),
         ServerMetrics(),
         Access(tokens, certificates),

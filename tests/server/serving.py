@@ -19,10 +19,10 @@ from gmeta.server.access import Access
 from gmeta.server.cache import TaskCache
 from gmeta.server.config import ServeConfig
 from gmeta.server.http_app import http_app
+from gmeta.server.loading import load_version
 from gmeta.server.metrics import ServerMetrics
 from gmeta.server.service import Service
 from gmeta.server.tracing import Tracing
-from gmeta.server.versions import load_version
 from tests.commands import environment
 from tests.forked import ForkedProcess, Task, forked
 from tests.waiting import wait_until
@@ -44,7 +44,7 @@ def service_of(
     config = replace(ServeConfig(folder, "model", access_log=False), **settings)
     service = Service(
         config,
-        load_version(folder),
+        load_version,
         TaskCache(cache_bytes, 3600.0),
         ServerMetrics(),
         access or Access(None, False),

@@ -16,8 +16,7 @@ import torch
 
 from gmeta.antdt.access.auth import Tokens
 from gmeta.server.access import Access
-from gmeta.server.batcher import BatchLimits
-from gmeta.server.protocol import Limits
+from gmeta.server.limits import BatchLimits, RequestLimits
 from gmeta.server.service import Service
 from gmeta.serving.model import ServedModel
 from tests.exported import random_rows
@@ -230,7 +229,7 @@ def test_what_is_no_json_is_told(service: Service) -> None:
 
 
 def test_limits_of_a_request(exported: Path) -> None:
-    with service_of(exported, limits=Limits(body_bytes=3_000, rows=5)) as service:
+    with service_of(exported, limits=RequestLimits(body_bytes=3_000, rows=5)) as service:
         answer = post(service, request_of(QUERY))
         assert (answer.status_code, answer.json()["error"]) == (
             413,
