@@ -2,6 +2,7 @@
 certificates, two training nodes, and a cable that is pulled.
 """
 
+import signal
 import subprocess
 import sys
 import time
@@ -50,7 +51,9 @@ class Cluster:
 
     def start_service(self) -> Process:
         cert, key = self.service_pair
-        arguments = ["-m", "gmeta", "shard-service", "--listen", f"{self.hub.address}:7070"]
+        # A signal that ends it for hanging also prints where its threads are.
+        arguments = ["-X", "faulthandler", "-m", "gmeta"]
+        arguments += ["shard-service", "--listen", f"{self.hub.address}:7070"]
         arguments += ["--metrics-listen", f"{self.hub.address}:9100", "--lease-ttl", "5"]
         arguments += ["--store", f"sqlite:///{self.folder}/shards.db", "--tls-cert", str(cert)]
         arguments += ["--tls-key", str(key), "--tls-client-ca", str(self.ca)]
@@ -91,6 +94,15 @@ class Cluster:
         return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in self.folder.glob("*.log"))
 
 
+def ended(process: Process) -> int:
+    """Return the exit status of a process that was asked to end; one that hangs is aborted."""
+    try:
+        return process.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        return process.wait()
+
+
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
 def test_a_node_that_is_cut_off_and_comes_back_costs_no_episode(
@@ -126,11 +138,11 @@ def test_a_node_that_is_cut_off_and_comes_back_costs_no_episode(
                         stack.callback(nodes[rank].kill)
                 time.sleep(0.2)
             assert [node.returncode for node in nodes] == [0, 0]
+            service.terminate()
+            assert ended(service) == 0
         except BaseException:
             print(cluster.said())
             raise
-        service.terminate()
-        assert service.wait(PATIENCE_S) == 0
     steps = [line["step"] for line in metrics(run) if "loss" in line]
     assert steps == list(range(1, len(steps) + 1))
     report = audit_manifest(load_manifest(list_checkpoints(run / "checkpoints")[-1]))
