@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from gmeta.antdt.access.auth import Shown
 from gmeta.server.access import Right
@@ -17,7 +18,6 @@ from gmeta.server.limits import RequestLimits
 from gmeta.server.protocol import Answer, Inference, make_inference
 from gmeta.server.tensors import check_head, from_raw, from_typed, raw_bytes
 from gmeta_protos.inference.v2 import open_inference_pb2 as pb
-from gmeta_protos.inference.v2 import open_inference_pb2_grpc as pb_grpc
 
 if TYPE_CHECKING:
     from gmeta.server.service import Service
@@ -26,8 +26,38 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 _LARGE_BYTES = 256 << 10  # a larger request is parsed in a thread
 
 
+def inference_handler(service: Service, certificates: bool) -> Any:
+    """Return the protocol's RPCs as a handler for a gRPC server; with `certificates`, the handshake
+    has demanded and verified one of each client.
+    """
+    servicer = _Servicer(service, certificates)
+    handlers = {}
+    for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
+        kinds = getattr(pb, method.input_type.name), getattr(pb, method.output_type.name)
+        respond = _parsed(kinds[0], getattr(servicer, method.name))
+        # gRPC itself would answer UNKNOWN, with an exception's name, what it cannot parse.
+        handlers[method.name] = grpc.unary_unary_rpc_method_handler(
+            respond, request_deserializer=None, response_serializer=kinds[1].SerializeToString
+        )
+    return grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)
+
+
+def _parsed(
+    kind: Any, respond: Callable[[Any, Any], Awaitable[Any]]
+) -> Callable[[bytes, Any], Awaitable[Any]]:
+    async def answer(content: bytes, context: Any) -> Any:
+        try:
+            request = kind.FromString(content)
+        except DecodeError:
+            told = f"the call's message is no {kind.DESCRIPTOR.full_name}. Send one"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, told)
+        return await respond(request, context)
+
+    return answer
+
+
 @final
-class InferenceServicer(pb_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+class _Servicer:
     """All RPCs of the protocol."""
 
     def __init__(self, service: Service, certificates: bool) -> None:

@@ -23,6 +23,7 @@ OUTPUTS = (PREDICTION, BEFORE)
 TASK_KEY = "task_key"
 MAX_KEY_CHARS = 256
 MAX_ID_CHARS = 256
+_MOST_DIGITS = 12
 EXTENSIONS = ["binary_tensor_data"]
 BINARY_HEADER = "inference-header-content-length"
 # A name for other platforms than those of the protocol's list is <project>_<format>.
@@ -117,11 +118,9 @@ def parse_http(
     parts stand behind it. Raise RequestError."""
     size = len(body)
     if header_length is not None:
-        if (
-            not header_length.isascii()
-            or not header_length.isdecimal()
-            or int(header_length) > size
-        ):
+        # Its length first: Python refuses to convert thousands of digits.
+        is_number = header_length.isascii() and header_length.isdecimal()
+        if not is_number or len(header_length) > _MOST_DIGITS or int(header_length) > size:
             raise bad(
                 f"header Inference-Header-Content-Length is {header_length!r:.40}; allowed is 0 to "
                 f"the {size} bytes of the body. Correct it"

@@ -20,7 +20,7 @@ from gmeta.antdt.log import event
 from gmeta.server.access import Access
 from gmeta.server.cache import TaskCache
 from gmeta.server.config import ServeConfig
-from gmeta.server.grpc_service import SERVICE_NAME, InferenceServicer
+from gmeta.server.grpc_service import SERVICE_NAME, inference_handler
 from gmeta.server.http_app import http_app
 from gmeta.server.http_edge import http_server, rotate
 from gmeta.server.loading import load_version
@@ -28,7 +28,6 @@ from gmeta.server.metrics import ServerMetrics, count_together
 from gmeta.server.service import Service
 from gmeta.server.shared_support import SharedSupport
 from gmeta.server.tracing import tracing_from_environment
-from gmeta_protos.inference.v2 import open_inference_pb2_grpc as pb_grpc
 
 BACKLOG = 1024
 # The thread that computes holds the interpreter no longer than this while requests come in; 5 ms,
@@ -163,8 +162,7 @@ async def _grpc_server(
         maximum_concurrent_rpcs=2 * config.batch.waiting,
     )
     certificates = tls is not None and tls.client_ca is not None
-    servicer = InferenceServicer(service, certificates)
-    pb_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
+    server.add_generic_rpc_handlers((inference_handler(service, certificates),))
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     for name in ("", SERVICE_NAME):

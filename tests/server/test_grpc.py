@@ -13,7 +13,7 @@ import pytest
 
 from gmeta.antdt.access.auth import Tokens
 from gmeta.server.access import Access
-from gmeta.server.grpc_service import InferenceServicer
+from gmeta.server.grpc_service import inference_handler
 from gmeta.server.limits import BatchLimits
 from gmeta.server.service import Service
 from gmeta.serving.model import ServedModel
@@ -35,8 +35,7 @@ def with_stub(service: Service, work: Callable[[Any], Awaitable[T]]) -> T:
 
     async def run() -> T:
         server = grpc.aio.server()
-        servicer = InferenceServicer(service, certificates=False)
-        pb_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
+        server.add_generic_rpc_handlers((inference_handler(service, certificates=False),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         try:
