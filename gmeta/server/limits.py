@@ -18,4 +18,5 @@ class BatchLimits:
     waiting: int = 256  # requests; more are refused
     tasks: int = 64  # of a batch
     rows: int = 20_000  # of a batch; one larger request is a batch of its own
+    inline_s: float = 0.1  # a batch that likely takes longer is computed in a thread
     timeout_s: float = 10.0  # from a request's arrival to its answer

@@ -53,14 +53,12 @@ class Service:
         self._batcher = Batcher(self._run, config.batch, metrics.batched)
         self._tell_version()
 
-    def start(self) -> None:
-        """Answer from now on."""
-        # The first request must not pay for what torch does once.
+    def warm_up(self) -> None:
+        """Compute once: the first request must not pay for what torch does once."""
         _ = self.loaded.model.unadapted
-        self._batcher.start()
 
     def stop(self) -> None:
-        """Answer what waits, then end."""
+        """Take no more requests."""
         self._batcher.stop()
 
     def _run(self, requests: Sequence[Inference]) -> list[Outcome]:
@@ -93,7 +91,8 @@ class Service:
         try:
             with self.tracing.span(protocol, carrier) as span:
                 self.check_model(model, version)
-                request = await read()
+                with self._batcher.reading():
+                    request = await read()
                 num_rows = request.num_rows
                 self.metrics.stage("parse", time.perf_counter() - began_s)
                 answer = await self._batcher.answer(request)

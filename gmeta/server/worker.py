@@ -4,7 +4,6 @@ import asyncio
 import logging
 import signal
 import socket
-import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -30,9 +29,6 @@ from gmeta.server.shared_support import SharedSupport
 from gmeta.server.tracing import tracing_from_environment
 
 BACKLOG = 1024
-# The thread that computes holds the interpreter no longer than this while requests come in; 5 ms,
-# the default, is as long as a small batch takes.
-_SWITCH_S = 0.0005
 _HANDSHAKE_MS = 10_000
 
 
@@ -45,7 +41,6 @@ def run_worker(config: ServeConfig, tell: Callable[[], None]) -> None:
         GMetaError: the model is damaged.
     """
     torch.set_num_threads(config.threads)
-    sys.setswitchinterval(_SWITCH_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, tell))
 
@@ -68,7 +63,7 @@ async def _serve(config: ServeConfig, tell: Callable[[], None]) -> None:
         Access(tokens, certificates),
         tracing_from_environment(),
     )
-    service.start()
+    service.warm_up()
     ended = _until_signal()
     server = http_server(http_app(service), config.max_connections, config.drain_s, tls)
     beside: list[Coroutine[Any, Any, Any]] = [server.serve(sockets)]
@@ -104,7 +99,7 @@ async def _serve(config: ServeConfig, tell: Callable[[], None]) -> None:
     await asyncio.wait(ending, timeout=config.drain_s + 5)
     for task in tasks[1:]:
         task.cancel()
-    await asyncio.to_thread(service.stop)
+    service.stop()
     if shared is not None:
         shared.close()
     event(logging.INFO, "stopped", listen=config.listen)

@@ -50,7 +50,7 @@ def service_of(
         access or Access(None, False),
         tracing or Tracing(),
     )
-    service.start()
+    service.warm_up()
     try:
         yield service
     finally:

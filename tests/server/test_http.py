@@ -251,7 +251,7 @@ def test_limits_of_a_request(exported: Path) -> None:
 
 
 def test_too_many_that_wait_are_told_when_to_come_back(exported: Path) -> None:
-    with service_of(exported, batch=BatchLimits(waiting=2)) as service:
+    with service_of(exported, batch=BatchLimits(waiting=2, inline_s=-1.0)) as service:
         # Nobody answers until this is released: the thread that does is held in a request's batch.
         held, run = asyncio.Event(), service._batcher._run
         loop_of: list[asyncio.AbstractEventLoop] = []
@@ -283,7 +283,7 @@ def test_too_many_that_wait_are_told_when_to_come_back(exported: Path) -> None:
 
 
 def test_a_request_that_takes_too_long_ends(exported: Path) -> None:
-    with service_of(exported, batch=BatchLimits(timeout_s=0.05)) as service:
+    with service_of(exported, batch=BatchLimits(timeout_s=0.05, inline_s=-1.0)) as service:
         run = service._batcher._run
 
         async def slow_call(client: httpx.AsyncClient) -> httpx.Response:
