@@ -18,7 +18,7 @@ from gmeta.server.cache import Entry, TaskCache
 from gmeta.server.errors import RequestError, bad
 from gmeta.server.protocol import BEFORE, PREDICTION, Answer, Inference, Outcome
 from gmeta.serving.rows import EncodedColumns, join_rows, no_rows, split_rows
-from gmeta.serving.states import TaskState
+from gmeta.serving.states import AdaptedTensors, TaskState, split, stacked
 from gmeta.serving.tasks import cuts
 from metaio.errors import MetaIOError
 
@@ -35,9 +35,11 @@ class _Share:
     request: Inference
     support: pa.Table | None = None  # rows to adapt by now
     entry: Entry | None = None  # where they come from, if not from the request
-    state: TaskState | None = None
+    state: TaskState | None = None  # where nothing is to adapt
     cache: str = ""
     support_rows: int = 0
+    known: EncodedColumns | None = None  # the support rows as ids and numbers
+    asked: EncodedColumns | None = None  # the query rows
     outputs: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     error: RequestError | None = None
 
@@ -53,8 +55,24 @@ def answer_all(
     shares = [_Share(request) for request in requests]
     for share in shares:
         _find_state(share, model, version, cache)
-    _adapt(shares, model, version, cache, observe)
-    _predict(shares, model, observe)
+    began_s = time.perf_counter()
+    _encode_sides(shares, model)
+    observe("encode", time.perf_counter() - began_s)
+    right = [share for share in shares if share.error is None]
+    fresh = [share for share in right if share.state is None]
+    for chosen in _cut([(_rows(share.known), _rows(share.asked)) for share in fresh]):
+        _adapt_and_predict([fresh[place] for place in chosen], model, version, cache, observe)
+    began_s = time.perf_counter()
+    known = [share for share in right if share.state is not None]
+    for chosen in _cut([(0, _rows(share.asked)) for share in known]):
+        some = [known[place] for place in chosen]
+        states = [share.state for share in some if share.state is not None]
+        _predict(some, PREDICTION, model, stacked(states))
+    comparing = [share for share in right if BEFORE in share.request.outputs]
+    for chosen in _cut([(0, _rows(share.asked)) for share in comparing]):
+        some = [comparing[place] for place in chosen]
+        _predict(some, BEFORE, model, stacked([model.unadapted] * len(some)))
+    observe("predict", time.perf_counter() - began_s)
     return [
         share.error or Answer(version, share.outputs, share.support_rows, share.cache)
         for share in shares
@@ -88,91 +106,87 @@ def _find_state(share: _Share, model: ServedModel, version: str, cache: TaskCach
     share.support_rows = share.support.num_rows
 
 
-def _adapt(
-    shares: list[_Share], model: ServedModel, version: str, cache: TaskCache, observe: Observe
-) -> None:
-    """Give every task that is to adapt its state, and the cache those that have a key."""
-    began_s = time.perf_counter()
-    waiting = [share for share in shares if share.support is not None and share.error is None]
-    if not waiting:
-        return
-    tables = [share.support for share in waiting if share.support is not None]
-    encoded = _encode(model, tables, "support", with_label=True)
-    rows: list[EncodedColumns] = []
-    for share, found in zip(waiting, encoded, strict=True):
-        if isinstance(found, RequestError):
-            share.error = found
-        elif len(np.unique(found.task_N)) > 1:
+def _encode_sides(shares: Sequence[_Share], model: ServedModel) -> None:
+    """Give every request its rows as ids and numbers, or the reason why they are none."""
+    adapting = [share for share in shares if share.support is not None and share.error is None]
+    tables = [share.support for share in adapting if share.support is not None]
+    for share, known in zip(
+        adapting, _encode(model, tables, "support", with_label=True), strict=True
+    ):
+        if isinstance(known, RequestError):
+            share.error = known
+        elif len(np.unique(known.task_N)) > 1:
             share.error = bad(
-                f"the support rows are of {len(np.unique(found.task_N))} tasks; a request is of "
+                f"the support rows are of {len(np.unique(known.task_N))} tasks; a request is of "
                 "one. Send a request for each"
             )
         else:
-            rows.append(found)
-    waiting = [share for share in waiting if share.error is None]
-    observe("encode", time.perf_counter() - began_s)
-    began_s = time.perf_counter()
-    for chosen in _cut(rows):
-        lengths = [rows[place].num_rows for place in chosen]
-        states = model.adapt_encoded(join_rows([rows[place] for place in chosen]), lengths)
-        for place, adapted in zip(chosen, states, strict=True):
-            waiting[place].state = adapted
-    observe("adapt", time.perf_counter() - began_s)
-    for share in waiting:
-        key, support, state = share.request.task_key, share.support, share.state
-        if key is None or support is None or state is None:
-            continue
-        if share.entry is not None:
-            cache.restore(key, share.entry, state, version)
-        else:
-            cache.put(key, support, state, version)
-
-
-def _predict(shares: list[_Share], model: ServedModel, observe: Observe) -> None:
-    """Give every request its outputs."""
-    began_s = time.perf_counter()
-    empty = no_rows(model.config.features)
-    for share in shares:
-        if share.request.query is None:
-            share.outputs = {name: np.zeros(0, np.float32) for name in share.request.outputs}
+            share.known = known
     asking = [share for share in shares if share.request.query is not None and share.error is None]
     tables = [share.request.query for share in asking if share.request.query is not None]
-    rows: list[EncodedColumns] = []
-    for share, found in zip(asking, _encode(model, tables, "query", with_label=False), strict=True):
-        share.error = found if isinstance(found, RequestError) else None
-        rows.append(empty if isinstance(found, RequestError) else found)
-    observe("encode", time.perf_counter() - began_s)
+    for share, asked in zip(asking, _encode(model, tables, "query", with_label=False), strict=True):
+        if isinstance(asked, RequestError):
+            share.error = asked
+        else:
+            share.asked = asked
+
+
+def _rows(rows: EncodedColumns | None) -> int:
+    return 0 if rows is None else rows.num_rows
+
+
+def _adapt_and_predict(
+    shares: Sequence[_Share],
+    model: ServedModel,
+    version: str,
+    cache: TaskCache,
+    observe: Observe,
+) -> None:
+    """Adapt to these requests' tasks and predict their query rows, and keep those with a key."""
     began_s = time.perf_counter()
-    for name in (PREDICTION, BEFORE):
-        wanted = [
-            place
-            for place, share in enumerate(asking)
-            if name in share.request.outputs and share.error is None
-        ]
-        for chosen in _cut([rows[place] for place in wanted]):
-            places = [wanted[place] for place in chosen]
-            states = [_state(asking[place], model, name) for place in places]
-            lengths = [rows[place].num_rows for place in places]
-            joined = join_rows([rows[place] for place in places])
-            values_N = model.predict_encoded(states, joined, lengths).numpy()
-            for place, values in zip(places, np.split(values_N, np.cumsum(lengths)), strict=False):
-                asking[place].outputs[name] = values
-    observe("predict", time.perf_counter() - began_s)
+    supports = [share.known for share in shares if share.known is not None]
+    lengths = [rows.num_rows for rows in supports]
+    tasks = model.adapt_together(join_rows(supports), lengths)
+    if any(share.request.task_key is not None for share in shares):
+        for share, state in zip(shares, split(tasks, len(shares)), strict=True):
+            key = share.request.task_key
+            if key is not None and share.entry is not None:
+                cache.restore(key, share.entry, state, version)
+            elif key is not None and share.support is not None:
+                cache.put(key, share.support, state, version)
+    adapted_s = time.perf_counter()
+    observe("adapt", adapted_s - began_s)
+    _predict(shares, PREDICTION, model, tasks)
+    observe("predict", time.perf_counter() - adapted_s)
 
 
-def _state(share: _Share, model: ServedModel, output: str) -> TaskState:
-    if output == BEFORE or share.state is None:
-        return model.unadapted
-    return share.state
+def _predict(
+    shares: Sequence[_Share], output: str, model: ServedModel, tasks: AdaptedTensors
+) -> None:
+    """Give these requests an output, each with its task's parameters."""
+    nothing = no_rows(model.config.features)
+    rows = [share.asked or nothing for share in shares]
+    lengths = [part.num_rows for part in rows]
+    values_N = model.predict_together(tasks, join_rows(rows), lengths).numpy()
+    ends = np.cumsum(lengths)
+    for share, values in zip(shares, np.split(values_N, ends[:-1]), strict=True):
+        share.outputs[output] = values
+        if not np.isfinite(values).all():
+            share.error = bad(
+                f"the {output} of these rows is not finite: a dense value or label is too large "
+                "for this model to adapt by. Correct the rows"
+            )
 
 
-def _cut(rows: Sequence[EncodedColumns]) -> list[list[int]]:
-    """Return the places of the parts, those of like size together, in runs that padding does not
-    make much larger."""
-    if not rows:
+def _cut(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Return the places of tasks with so many support and query rows, those of like size together,
+    in runs that padding does not make much larger.
+    """
+    if not sizes:
         return []
-    sizes = np.array([max(part.num_rows, 1) for part in rows])
-    return [run.tolist() for run in cuts(np.argsort(sizes, kind="stable"), sizes)]
+    support_T, query_T = np.array(sizes).T
+    longest_T = np.maximum(support_T + query_T, 1)
+    return [run.tolist() for run in cuts(np.lexsort((query_T, support_T)), longest_T)]
 
 
 def _encode(

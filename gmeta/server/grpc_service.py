@@ -16,7 +16,7 @@ from gmeta.server.columns import ModelColumns
 from gmeta.server.errors import RequestError, bad
 from gmeta.server.limits import RequestLimits
 from gmeta.server.protocol import Answer, Inference, make_inference
-from gmeta.server.tensors import check_head, from_raw, from_typed, raw_bytes
+from gmeta.server.tensors import check_head, raw_bytes, tensor_from_raw, tensor_from_typed
 from gmeta_protos.inference.v2 import open_inference_pb2 as pb
 
 if TYPE_CHECKING:
@@ -160,14 +160,14 @@ def parse_grpc(columns: ModelColumns, request: Any, limits: RequestLimits) -> In
     for place, each in enumerate(request.inputs):
         head = check_head(each.name, each.datatype, list(each.shape))
         if not raw:
-            tensors.append(from_typed(*head, each.contents))
+            tensors.append(tensor_from_typed(*head, each.contents))
         elif each.HasField("contents"):
             raise bad(
                 f"input {each.name[:80]!r} has contents beside raw_input_contents; one of them is "
                 "allowed. Leave one out"
             )
         else:
-            tensors.append(from_raw(*head, raw[place]))
+            tensors.append(tensor_from_raw(*head, raw[place]))
     outputs = [output.name for output in request.outputs]
     parameters = _parameters(request.parameters)
     return make_inference(columns, tensors, parameters, outputs, limits, request.id)

@@ -11,11 +11,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from pydantic_core import from_json
 
 from gmeta.server.columns import ModelColumns, rows_of
 from gmeta.server.errors import RequestError, bad
 from gmeta.server.limits import RequestLimits
-from gmeta.server.tensors import Tensor, check_head, from_json, from_raw, raw_bytes
+from gmeta.server.tensors import (
+    Tensor,
+    check_head,
+    raw_bytes,
+    tensor_from_json,
+    tensor_from_raw,
+)
 
 PREDICTION = "prediction"
 BEFORE = "prediction_before"  # without adaptation; only where it is asked for
@@ -138,10 +145,10 @@ def parse_http(
 
 def _object(text: bytes) -> dict[str, Any]:
     try:
-        request = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = str(error) or "it is nested too deep"
-        raise bad(f"the body is not JSON: {reason:.200}. Send an inference request") from error
+        # FastAPI's own parser: a third of the time of the standard library's.
+        request = from_json(text, allow_inf_nan=False, cache_strings="keys")
+    except ValueError as error:
+        raise bad(f"the body is not JSON: {error!s:.200}. Send an inference request") from error
     if not isinstance(request, dict):
         raise bad(f"the body is {request!r:.40}; an object with inputs is needed")
     return request
@@ -167,14 +174,14 @@ def _tensors(inputs: Sequence[Mapping[str, Any]], rest: memoryview) -> list[Tens
         head = check_head(each.get("name"), each.get("datatype"), each.get("shape"))
         size = _mapping(each, "parameters").get("binary_data_size")
         if size is None:
-            tensors.append(from_json(*head, each.get("data")))
+            tensors.append(tensor_from_json(*head, each.get("data")))
             continue
         if type(size) is not int or not 0 <= size <= len(rest) or "data" in each:
             raise bad(
                 f"input {head[0][:80]!r} has binary_data_size {size!r:.40}, and {len(rest)} bytes "
                 "are left behind the JSON; its data belongs there alone. Correct the size"
             )
-        tensors.append(from_raw(*head, bytes(rest[:size])))
+        tensors.append(tensor_from_raw(*head, bytes(rest[:size])))
         rest = rest[size:]
     if len(rest):
         raise bad(

@@ -82,7 +82,7 @@ def check_head(name: object, datatype: object, shape: object) -> tuple[str, str,
     return name, datatype, tuple(shape)  # type: ignore[arg-type]
 
 
-def from_json(name: str, datatype: str, shape: tuple[int, ...], data: object) -> Tensor:
+def tensor_from_json(name: str, datatype: str, shape: tuple[int, ...], data: object) -> Tensor:
     """Return a tensor whose elements came as JSON, in one list or in one for each row. Raise
     RequestError."""
     if not isinstance(data, list):
@@ -116,7 +116,7 @@ def _array(name: str, datatype: str, data: Sequence[Any]) -> pa.Array:
         raise bad(f"input {_shown(name)} cannot be read as {datatype}: {reason}") from error
 
 
-def from_raw(name: str, datatype: str, shape: tuple[int, ...], content: bytes) -> Tensor:
+def tensor_from_raw(name: str, datatype: str, shape: tuple[int, ...], content: bytes) -> Tensor:
     """Return a tensor whose elements came as bytes: little-endian numbers, or BYTES each behind its
     length in 4 bytes. Raise RequestError."""
     if datatype == "BYTES":
@@ -152,7 +152,7 @@ def _raw_texts(name: str, content: bytes) -> list[bytes]:
     return found
 
 
-def from_typed(name: str, datatype: str, shape: tuple[int, ...], contents: Any) -> Tensor:
+def tensor_from_typed(name: str, datatype: str, shape: tuple[int, ...], contents: Any) -> Tensor:
     """Return a tensor whose elements stand in a field of gRPC's InferTensorContents. Raise
     RequestError."""
     field = _TYPED_FIELDS.get(datatype)

@@ -135,9 +135,9 @@ class ServedModel:
             return self._learner.predict(self._fetch_UD(batch), episodes)
 
     @on_the_cpu
-    def adapt_encoded(self, rows: EncodedColumns, lengths: Sequence[int]) -> list[TaskState]:
-        """Return what the model becomes for each of several tasks, whose support rows stand one
-        after the other; of one without rows nothing is known.
+    def adapt_together(self, rows: EncodedColumns, lengths: Sequence[int]) -> AdaptedTensors:
+        """Return what the model becomes for several tasks, whose support rows stand one after the
+        other; of one without rows nothing is known.
         """
         adapts_rows = self._inner.config.adapt_embeddings
         with self._exclusive(), torch.enable_grad():
@@ -155,17 +155,25 @@ class ServedModel:
             rows_PD, key_P = adapted.rows_PD.detach(), self._key_U(batch)[fetched_row_P]
             task_P = _task_of_rows(batch, num_rows)
         layers = adapted.layers
-        tensors = AdaptedTensors(layers.changes, layers.gates_TO, rows_PD, key_P, task_P)
-        return split(tensors, len(lengths))
+        return AdaptedTensors(layers.changes, layers.gates_TO, rows_PD, key_P, task_P)
+
+    @on_the_cpu
+    def adapt_encoded(self, rows: EncodedColumns, lengths: Sequence[int]) -> list[TaskState]:
+        """Return the same with a state for each task, which can be kept."""
+        return split(self.adapt_together(rows, lengths), len(lengths))
 
     @on_the_cpu
     def predict_encoded(
         self, states: Sequence[TaskState], rows: EncodedColumns, lengths: Sequence[int]
     ) -> Tensor:
-        """Return probabilities (bce) or ratings [N] of the rows of several tasks, which stand one
-        after the other, each task in its own state.
-        """
-        tasks = stacked(states)
+        """Return predictions as `predict_together` does, each task in its own state."""
+        return self.predict_together(stacked(states), rows, lengths)
+
+    @on_the_cpu
+    def predict_together(
+        self, tasks: AdaptedTensors, rows: EncodedColumns, lengths: Sequence[int]
+    ) -> Tensor:
+        """Return probabilities (bce) or ratings [N] of the rows of these tasks, in their order."""
         adapts_rows = tasks.key_P.numel() > 0
         with self._exclusive(), torch.no_grad():
             batch, fetched_row_P, num_rows = self._batch(rows, lengths, adapts_rows)

@@ -1,4 +1,4 @@
-"""The page of a server: it fetches nothing from elsewhere, shows the columns and tries a request."""
+"""The page of a server: it fetches nothing from elsewhere, and its example is answered."""
 
 import json
 import re

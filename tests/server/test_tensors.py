@@ -9,7 +9,14 @@ import pyarrow as pa
 import pytest
 
 from gmeta.server.errors import RequestError
-from gmeta.server.tensors import DATATYPES, check_head, from_json, from_raw, from_typed, raw_bytes
+from gmeta.server.tensors import (
+    DATATYPES,
+    check_head,
+    raw_bytes,
+    tensor_from_json,
+    tensor_from_raw,
+    tensor_from_typed,
+)
 from gmeta_protos.inference.v2 import open_inference_pb2 as pb
 
 NUMBERS = {
@@ -42,28 +49,30 @@ def test_every_datatype_has_its_test() -> None:
 def test_numbers_come_as_json_as_bytes_and_typed(datatype: str) -> None:
     dtype, values = NUMBERS[datatype]
     expected = pa.array(np.array(values, dtype))
-    assert from_json("x", datatype, (2,), values).values.equals(expected)
-    assert from_json("x", datatype, (2, 1), [[value] for value in values]).values.equals(expected)
+    assert tensor_from_json("x", datatype, (2,), values).values.equals(expected)
+    assert tensor_from_json("x", datatype, (2, 1), [[value] for value in values]).values.equals(
+        expected
+    )
     raw = raw_bytes(np.array(values, dtype))
-    assert from_raw("x", datatype, (2,), raw).values.equals(expected)
+    assert tensor_from_raw("x", datatype, (2,), raw).values.equals(expected)
     if datatype in FIELDS:
         contents = pb.InferTensorContents(**{FIELDS[datatype]: values})
-        assert from_typed("x", datatype, (2,), contents).values.equals(expected)
+        assert tensor_from_typed("x", datatype, (2,), contents).values.equals(expected)
 
 
 def test_text_comes_as_json_as_bytes_and_typed() -> None:
     texts = ["", "käse", "a" * 300]
     expected = pa.array(texts)
-    assert from_json("x", "BYTES", (3,), texts).values.equals(expected)
+    assert tensor_from_json("x", "BYTES", (3,), texts).values.equals(expected)
     encoded = [text.encode() for text in texts]
     raw = b"".join(struct.pack("<I", len(each)) + each for each in encoded)
-    assert from_raw("x", "BYTES", (3, 1), raw).values.equals(expected)
+    assert tensor_from_raw("x", "BYTES", (3, 1), raw).values.equals(expected)
     contents = pb.InferTensorContents(bytes_contents=encoded)
-    assert from_typed("x", "BYTES", (3,), contents).values.equals(expected)
+    assert tensor_from_typed("x", "BYTES", (3,), contents).values.equals(expected)
 
 
 def test_null_is_left_to_the_columns() -> None:
-    assert from_json("x", "INT64", (2,), [None, 3]).values.null_count == 1
+    assert tensor_from_json("x", "INT64", (2,), [None, 3]).values.null_count == 1
 
 
 @pytest.mark.parametrize(
@@ -86,7 +95,7 @@ def test_json_of_another_kind_is_refused(
     datatype: str, shape: tuple[int, ...], data: Any, told: str
 ) -> None:
     with pytest.raises(RequestError, match=re.escape(told)) as caught:
-        from_json("x", datatype, shape, data)
+        tensor_from_json("x", datatype, shape, data)
     assert caught.value.status == 400
 
 
@@ -105,17 +114,17 @@ def test_bytes_that_do_not_fit_are_refused(
     datatype: str, shape: tuple[int, ...], content: bytes, told: str
 ) -> None:
     with pytest.raises(RequestError, match=re.escape(told)):
-        from_raw("x", datatype, shape, content)
+        tensor_from_raw("x", datatype, shape, content)
 
 
 def test_typed_contents_belong_in_the_field_of_their_datatype() -> None:
     contents = pb.InferTensorContents(fp32_contents=[1.0])
     with pytest.raises(RequestError, match="has its elements in fp32_contents; they belong in"):
-        from_typed("x", "INT64", (1,), contents)
+        tensor_from_typed("x", "INT64", (1,), contents)
     with pytest.raises(RequestError, match="they belong in raw_input_contents"):
-        from_typed("x", "FP16", (1,), contents)
+        tensor_from_typed("x", "FP16", (1,), contents)
     with pytest.raises(RequestError, match="input 'x' of datatype INT8 holds 300"):
-        from_typed("x", "INT8", (1,), pb.InferTensorContents(int_contents=[300]))
+        tensor_from_typed("x", "INT8", (1,), pb.InferTensorContents(int_contents=[300]))
 
 
 @pytest.mark.parametrize(
