@@ -1,7 +1,7 @@
 """`gmeta serve` against the loop over `gmeta.load` in one FastAPI process (_lock_server.py).
 
-Two models of random values: the demo's (everything adapts) with 16 support and 10 query rows, and 26
-columns 32 wide with tables of 100,000 rows (that of adapt_latency.py) with 20 and 100. 16 callers in
+Two models of random values: the demo's (everything adapts) with 16 support and 10 query rows, and
+26 columns 32 wide with tables of 100,000 rows (of adapt_latency.py) with 20 and 100. 16 callers in
 a closed loop, JSON both ways, all on the same cores. The servers take turns; figures are medians
 over rounds, by the clock and by the servers' CPU time. Then single calls; calls at random times at
 60 % of the most that was answered; and, with the demo's model, 20 newer versions under load.
