@@ -3,6 +3,7 @@
 Needs neither ranks nor TorchRec: a launcher finds what is wrong before it starts anything.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,8 +11,11 @@ import torch
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
 from gmeta.adaptation.config import PLAIN, AlgorithmConfig
+from gmeta.adaptation.losses import labels_taken_N
 from gmeta.batches.augment import check_augment
+from gmeta.batches.config import NO_PRIOR, LabelPrior, SupportFeaturesConfig
 from gmeta.batches.labels import check_first_labels
+from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.learner import MetaLearner
@@ -59,7 +63,14 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     torch.manual_seed(config.run.seed)
     try:
         check_augment(config.augment, dataset.features)
-        learner = build_learner(dataset.features, config.model, config.algorithm, config.outer.loss)
+        learner = build_learner(
+            dataset.features,
+            config.model,
+            config.algorithm,
+            config.outer.loss,
+            config.outer.huber_delta,
+            _statistics(config, dataset),
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if config.run.precision == BF16:
@@ -125,18 +136,47 @@ def check_source(data: DataConfig) -> None:
             )
 
 
+def _statistics(config: TrainConfig, dataset: Dataset) -> SupportStatistics:
+    """Return the statistics that the config asks for, with the prior of its training labels."""
+    asked = config.support_features
+    if asked.is_used and LabelPrior.configured(asked) is None:
+        label_N = dataset.read_block(config.data.train_split, 0).label_N
+        # What the loss does not take is refused elsewhere, with its row.
+        prior = LabelPrior.of(label_N[labels_taken_N(config.outer.loss, label_N)])
+        asked = replace(asked, label_prior=prior)
+    return statistics_of(asked, dataset.features)
+
+
+def statistics_of(config: SupportFeaturesConfig, features: Features) -> SupportStatistics:
+    """Return the statistics of a config that says their prior.
+
+    Raises:
+        ValueError: it names no column of these, or its prior is none.
+    """
+    prior = LabelPrior.configured(config) or NO_PRIOR
+    return SupportStatistics.of(config, features, prior)
+
+
 def build_learner(
-    features: Features, model: ModelConfig, algorithm: AlgorithmConfig, loss: str
+    features: Features,
+    model: ModelConfig,
+    algorithm: AlgorithmConfig,
+    loss: str,
+    huber_delta: float = 1.0,
+    statistics: SupportStatistics = NO_STATISTICS,
 ) -> MetaLearner:
-    """Return the model of these columns and the way it adapts, freshly initialised.
+    """Return the model of these columns, and of the statistics of support rows, and the way it
+    adapts, freshly initialised.
 
     Raises:
         ValueError: the model or the algorithm is unknown, or they do not fit each other or the
             columns.
     """
     sizes = input_sizes(features)
+    sizes = replace(sizes, num_dense=sizes.num_dense + statistics.width)
     tables = TableSizes(len(features.tables), model.embedding_dim)
-    return MetaLearner(build_model(model, sizes), algorithm, loss, tables)
+    built = build_model(model, sizes)
+    return MetaLearner(built, algorithm, loss, tables, huber_delta, statistics)
 
 
 def input_sizes(features: Features) -> InputSizes:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.config import AugmentConfig
+from gmeta.batches.config import AugmentConfig, SupportFeaturesConfig
 from gmeta.errors import ConfigError
 from gmeta.files.local import check_local
 from gmeta.settings import describe_settings, settings_from_dict
@@ -73,11 +73,12 @@ class DataConfig:
 class OuterConfig:
     """The outer loop: loss and optimizers."""
 
-    loss: Literal["bce", "mse", "huber"] = key(
+    loss: Literal["bce", "mse", "huber", "mae"] = key(
         "bce",
-        "bce: labels 0 and 1 (clicks); mse, or huber for a small absolute error: "
+        "bce: labels 0 and 1 (clicks); mse, or huber and mae for a small absolute error: "
         "any number (ratings)",
     )
+    huber_delta: float = key(1.0, "huber: the error up to which its loss is squared", min=1e-6)
     dense_optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = key(
         "adam", "optimizer of the data-parallel layers"
     )
@@ -168,6 +169,7 @@ class TrainConfig:
 
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
+    support_features: SupportFeaturesConfig = field(default_factory=SupportFeaturesConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)

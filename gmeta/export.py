@@ -116,6 +116,10 @@ def export_run(
     run.check_dataset(dataset.url, dataset.fingerprint)
     found_step = step_of(checkpoint)
     description = _describe(config, dataset, table_format, root, found_step)
+    if learner.statistics.width:
+        # What a model without the dataset could not take from its labels.
+        inputs = replace(config.support_features, label_prior=learner.statistics.prior)
+        description = replace(description, support_features=inputs)
     reader = CheckpointReader(checkpoint)
     names = {key: _LAYER_KEY.format(key) for key in learner.state_dict()}
     layers = reader.read(list(names.values()))
@@ -201,6 +205,7 @@ def _describe(
         model=config.model,
         algorithm=config.algorithm,
         loss=config.outer.loss,
+        huber_delta=config.outer.huber_delta,
         features=dataset.features,
         columns=Columns(dataset.task, dataset.label, schema, moments, recipe.get("kinds", {})),
         table_format=table_format,

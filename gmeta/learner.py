@@ -20,6 +20,7 @@ from gmeta.adaptation.algorithms.registry import find_algorithm
 from gmeta.adaptation.config import PLAIN, AlgorithmConfig
 from gmeta.adaptation.fused.loop import FusedLoop
 from gmeta.adaptation.general_loop import GeneralLoop
+from gmeta.adaptation.losses import LossFunction
 from gmeta.adaptation.plan import AdaptationPlan
 from gmeta.adaptation.rows.ragged import RowLayout
 from gmeta.adaptation.rows.rectangles import PaddedTasks
@@ -32,6 +33,7 @@ from gmeta.batches.episodes import (
     task_groups,
 )
 from gmeta.batches.for_fused import padded_tasks, similar_tasks
+from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta_models.decision import DecisionModel
 from metaio.read.batch import TaskBatch
 
@@ -52,7 +54,8 @@ class QueryPrediction:
 class MetaLearner(nn.Module):
     """A model and the way it adapts; knows nothing of ranks, tables or optimizers.
 
-    `tables` tells how many rates to learn for embedding rows; other algorithms do without.
+    `tables` tells how many rates to learn for embedding rows; other algorithms do without. The
+    model's last dense inputs are the `statistics` of a task's support rows, which `arrange` adds.
 
     Raises:
         ValueError: the algorithm is unknown, or does not fit the model or the rest of its config.
@@ -64,19 +67,23 @@ class MetaLearner(nn.Module):
         config: AlgorithmConfig,
         loss: str,
         tables: TableSizes = TableSizes(0, 0),  # noqa: B008 - frozen
+        huber_delta: float = 1.0,
+        statistics: SupportStatistics = NO_STATISTICS,
     ) -> None:
         super().__init__()
         self.model = model
+        self.statistics = statistics
+        loss_function = LossFunction(loss, huber_delta)
         self._algorithm = find_algorithm(config.name)
         self._config = self._algorithm.preset(model, config)
         self._plan = AdaptationPlan.of(model, self._config)
         self.rates = self._algorithm.rates(self._plan, tables)
-        self.general_loop = GeneralLoop(model, self._plan, loss, self.rates)
+        self.general_loop = GeneralLoop(model, self._plan, loss_function, self.rates)
         self._fused_loop: FusedLoop | None = None
         outer_loss = self._algorithm.loss_sum
         self._query_loss = outer_loss if isinstance(outer_loss, QueryLoss) else None
         if isinstance(model, DecisionModel) and FusedLoop.suits(model, self._plan, self.rates):
-            self._fused_loop = FusedLoop(model, self._plan, loss, self.rates)
+            self._fused_loop = FusedLoop(model, self._plan, loss_function, self.rates)
 
     def use_general_loop(self) -> None:
         """Give up the fused inner loop: its written-out derivatives know one type of number."""
@@ -84,6 +91,7 @@ class MetaLearner(nn.Module):
 
     def arrange(self, batch: TaskBatch) -> Episodes:
         """Return what `forward` takes, from a batch on the host."""
+        batch = self.statistics.widened(batch)
         if self._config.name == PLAIN:
             return plain_rows(batch)
         if self._fused_loop is not None and self._query_loss is not None:
@@ -101,7 +109,9 @@ class MetaLearner(nn.Module):
     def arrange_to_predict(self, batch: TaskBatch) -> Episodes:
         """Return what `predict` takes, from a batch on the host."""
         return support_and_query(
-            batch, rows_per_task=self._config.adapt_embeddings, to_predict=True
+            self.statistics.widened(batch),
+            rows_per_task=self._config.adapt_embeddings,
+            to_predict=True,
         )
 
     def forward(self, rows_UD: Tensor, episodes: Episodes, weight: float) -> Tensor:
@@ -151,10 +161,19 @@ class MetaLearner(nn.Module):
         with torch.enable_grad():
             adapted = inner.adapt(rows, episodes.rows, second_order=False)
         with torch.no_grad():
-            before_N = inner.output_N(inner.unadapted(rows, query), query)
+            unknown = self._without_support(query)
+            before_N = inner.output_N(inner.unadapted(rows, unknown), unknown)
             after_N = inner.output_N(adapted, query)
         lengths_T = support.layout.lengths_T
         return QueryPrediction(before_N, after_N, query.label_N, query.layout, lengths_T)
+
+    def _without_support(self, query: Side) -> Side:
+        """Return query rows as they look where no support row is known: all statistics are 0."""
+        if not self.statistics.width:
+            return query
+        dense_NK = query.dense_NK.clone()
+        dense_NK[:, -self.statistics.width :] = 0.0
+        return replace(query, dense_NK=dense_NK)
 
     def _working_rows(self, rows_UD: Tensor, episodes: Episodes) -> WorkingRows:
         """Return the rows that the sides index, with their rates where they adapt."""

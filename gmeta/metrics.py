@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 # N rows, T tasks, R runs of equal sort keys
 
-Loss: TypeAlias = Literal["bce", "mse", "huber"]
+Loss: TypeAlias = Literal["bce", "mse", "huber", "mae"]
 Gain: TypeAlias = Literal["linear", "exponential"]
 Array: TypeAlias = npt.NDArray[Any]
 Floats: TypeAlias = npt.NDArray[np.float64]

@@ -7,7 +7,8 @@ import pyarrow as pa
 import torch
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.build import build_learner
+from gmeta.batches.config import SupportFeaturesConfig
+from gmeta.build import build_learner, statistics_of
 from gmeta.evaluate import evaluate_run
 from gmeta.export import write_model
 from gmeta.parallel.ranks import Ranks
@@ -34,6 +35,7 @@ def write_random_model(
     loss: str = "bce",
     algorithm: AlgorithmConfig | None = None,
     model: ModelConfig | None = None,
+    support_features: SupportFeaturesConfig | None = None,
 ) -> dict[str, torch.Tensor]:
     """An exported model of random values in `folder`; returns its float32 tables by name."""
     config = ExportedConfig(
@@ -45,10 +47,13 @@ def write_random_model(
         table_format=table_format,
         source={},
         files={},
+        support_features=support_features or SupportFeaturesConfig(),
     )
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    layers = build_learner(features, config.model, config.algorithm, loss).state_dict()
+    statistics = statistics_of(config.support_features, features)
+    learner = build_learner(features, config.model, config.algorithm, loss, 1.0, statistics)
+    layers = learner.state_dict()
     width = config.model.embedding_dim
     tables = {table.name: torch.randn(table.num_rows, width) for table in features.tables}
     write_model(folder, config, layers, tables.__getitem__)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.losses import row_losses_N
+from gmeta.adaptation.losses import LossFunction, row_losses_N
 from gmeta.adaptation.plan import adaptable_layers
 from gmeta.learner import MetaLearner
-from gmeta_models.gated import GatedModel
+from gmeta_models.gated import GatedModel, row_layers
 from gmeta_models.inputs import RowInputs
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.read.batch import TaskBatch
@@ -208,7 +208,7 @@ def adapt(
     features: Features,
     task: Task,
     algorithm: AlgorithmConfig,
-    loss: str,
+    loss: LossFunction,
     rates: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
     """Weights and tables after the inner loop, every adapted value written out, and Reptile's pull:
@@ -238,6 +238,8 @@ def adapt(
             if grad is None:
                 continue
             move = rates.get(name, algorithm.inner_lr) * grad
+            if name == f"{list(row_layers(model))[-1]}.bias":
+                move = move * algorithm.bias_rate
             moved[name] = moved[name] + move.detach()
             if name in tables and algorithm.adapt_embeddings:
                 tables[name] = value - move
@@ -255,23 +257,25 @@ def outer_loss(
     algorithm: AlgorithmConfig,
     loss: str,
     rates: Mapping[str, Tensor] = MappingProxyType({}),
+    huber_delta: float = 1.0,
 ) -> Tensor:
     """Mean over the tasks with query rows of the mean query loss; over all rows if the algorithm is
     none; Reptile's value and gradient, over the tasks with support rows.
     """
-    terms = []
+    terms, loss_function = [], LossFunction(loss, huber_delta)
     for task in tasks:
         label = torch.tensor(task.label, dtype=next(iter(tables.values())).dtype)
         if algorithm.name == "none":
             nothing = replace(task, num_support=0)
             weights, _ = start_of(model, tables, features, nothing)
             inputs = rows_inputs(task, features, tables, range(len(task.label)))
-            terms.extend(row_losses_N(loss, functional_call(model, weights, (inputs,)), label))
+            output = functional_call(model, weights, (inputs,))
+            terms.extend(row_losses_N(loss_function, output, label))
             continue
-        weights, own, pull = adapt(model, tables, features, task, algorithm, loss, rates)
+        weights, own, pull = adapt(model, tables, features, task, algorithm, loss_function, rates)
         query = range(task.num_support, len(task.label))
         output = functional_call(model, weights, (rows_inputs(task, features, own, query),))
-        score = row_losses_N(loss, output, label[task.num_support :]).mean()
+        score = row_losses_N(loss_function, output, label[task.num_support :]).mean()
         if algorithm.name == "reptile":
             if task.num_support:
                 shown = score.detach() if query else torch.zeros_like(score)

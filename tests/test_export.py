@@ -23,6 +23,7 @@ from gmeta.commands.screen import size_text
 from gmeta.errors import GMetaError, UserError
 from gmeta.export import CheckpointReader, export_run
 from gmeta.runs.folder import list_checkpoints
+from gmeta.serving.folder import read_config
 from gmeta_models import MODELS
 from metaio import FormatError, open_dataset
 from metaio.prepare.local import prepare
@@ -117,10 +118,36 @@ def difference(ours: object, theirs: pa.ChunkedArray) -> float:
     return float(np.abs(np.asarray(ours) - theirs.to_numpy()).max())
 
 
+@pytest.fixture(scope="module")
+def informed_run(tmp_path_factory: pytest.TempPathFactory, click_logs: Path) -> Path:
+    """A run whose model sees statistics of support rows, which training draws anew."""
+    folder = tmp_path_factory.mktemp("informed")
+    config = write_config(folder / "train.toml", click_logs, folder / "run")
+    keys = ("support_features.task=true", 'support_features.columns=["*"]', "outer.loss=mae")
+    return _trained(config, *keys, "augment.resplit_support=true")
+
+
+@pytest.mark.distributed
+def test_statistics_of_support_rows_are_exported_with_their_prior(
+    informed_run: Path, tmp_path: Path, click_logs: Path
+) -> None:
+    export_run(informed_run, tmp_path / "model")
+    label_N = open_dataset(str(click_logs)).read_block("train", 0).label_N
+    config = read_config(tmp_path / "model")
+    assert config.support_features.label_prior == pytest.approx(
+        (float(label_N.mean()), float(label_N.std())), rel=1e-5
+    )
+    assert_served_as_evaluated(informed_run, tmp_path / "model", click_logs)
+
+
 @pytest.mark.distributed
 def test_a_served_model_predicts_what_evaluate_does(
     run: Path, model: Path, click_logs: Path
 ) -> None:
+    assert_served_as_evaluated(run, model, click_logs)
+
+
+def assert_served_as_evaluated(run: Path, model: Path, click_logs: Path) -> None:
     expected = evaluated(run, SPLIT)
     support, query = rows_of_split(click_logs, SPLIT)
     served = gmeta.load(model)

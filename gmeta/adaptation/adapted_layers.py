@@ -100,7 +100,8 @@ class AdaptedLayers:
             activations_TSI, grads_TSO = _by_task(tape.layout, rows), _by_task(tape.layout, grad)
             widths = activations_TSI.shape[-1], grads_TSO.shape[-1]
             path = self._plan.path(name, *widths, self._size, uses=math.prod(rows.shape[1:-1]))
-            step = one_step(path, activations_TSI, grads_TSO, self._rates.of_layer(name))
+            rates = self._rates.of_layer(name), self._plan.bias_rate(name)
+            step = one_step(path, activations_TSI, grads_TSO, *rates)
             self._changes[name] = after_step(self._changes.get(name), step)
 
     def _hook(self, name: str, tape: Tape) -> Callable[[nn.Linear, tuple[Tensor], Tensor], Tensor]:

@@ -25,6 +25,12 @@ class AlgorithmConfig:
     inner_lr: float = key(
         0.05, "learning rate of the inner steps; metasgd: initial value of its rates", min=0.0
     )
+    bias_rate: float = key(
+        1.0,
+        "times its layer's inner rate, that of the last layer's bias: above 1, a task's mean error "
+        "is made up for sooner than its rows are told apart",
+        min=0.0,
+    )
     learned_rates: LearnedRates = key(
         "output",
         "metasgd: one rate for each layer (and table), each of its outputs "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gmeta.adaptation.adapted_layers import AdaptedLayers, Gates
 from gmeta.adaptation.layer_change import LayerChange
-from gmeta.adaptation.losses import row_losses_N, weighted_sum
+from gmeta.adaptation.losses import LossFunction, row_losses_N, weighted_sum
 from gmeta.adaptation.plan import AdaptationPlan, TaskSize
 from gmeta.adaptation.rates import InnerRates
 from gmeta.adaptation.rows.ragged import RowLayout
@@ -39,7 +39,7 @@ class GeneralLoop:
     """k SGD steps on every task's support set, for any model; owns no parameters."""
 
     def __init__(
-        self, model: nn.Module, plan: AdaptationPlan, loss: str, rates: InnerRates
+        self, model: nn.Module, plan: AdaptationPlan, loss: LossFunction, rates: InnerRates
     ) -> None:
         self.config = plan.config
         self._model = model

@@ -5,9 +5,10 @@ the layer on the support rows in step j, G_j the gradients of the support loss a
 outputs, a the inner rate. So rows x of the task pass the layer, and gradients g at its outputs come
 back through it, as
 
-    x W + b - sum_j (x A_j^T + 1) (a G_j)          g W^T - sum_j (g (a G_j)^T) A_j
+    x W + b - sum_j (x A_j^T + c) (a G_j)          g W^T - sum_j (g (a G_j)^T) A_j
 
-which is exact in any order of differentiation: the second order flows through A and G. The sums are
+where c a is the rate of the bias: c is 1, or algorithm.bias_rate in the last layer. This
+is exact in any order of differentiation: the second order flows through A and G. The sums are
 kept as factors (low rank) or added up to one matrix a task (materialised).
 
 Shape suffixes: T tasks, L rows of a task, S support rows (of all steps), I input width, O output
@@ -35,18 +36,20 @@ class LowRankChange:
 
     activations_TSI: Tensor
     scaled_grads_TSO: Tensor
+    bias_rate: float = 1.0  # c
 
     def then(self, step: LowRankChange) -> LowRankChange:
         """Return this change and one more step."""
         return LowRankChange(
             torch.cat([self.activations_TSI, step.activations_TSI], dim=1),
             torch.cat([self.scaled_grads_TSO, step.scaled_grads_TSO], dim=1),
+            self.bias_rate,
         )
 
     def of_outputs_TLO(self, rows_TLI: Tensor, has_bias: bool = True) -> Tensor:
-        """Return what to subtract from the shared layer's outputs: (x A^T + 1) (a G)."""
+        """Return what to subtract from the shared layer's outputs: (x A^T + c) (a G)."""
         weights_TLS = rows_TLI @ self.activations_TSI.mT
-        return (weights_TLS + 1.0 if has_bias else weights_TLS) @ self.scaled_grads_TSO
+        return (weights_TLS + self.bias_rate if has_bias else weights_TLS) @ self.scaled_grads_TSO
 
     def of_gradients_TLI(self, grads_TLO: Tensor) -> Tensor:
         """Return what to subtract from the gradients behind the shared layer: (g (a G)^T) A."""
@@ -55,7 +58,9 @@ class LowRankChange:
 
 @dataclass(frozen=True)
 class MaterialisedChange:
-    """sum_j a A_j^T G_j as a matrix: I O numbers a task, however many rows and steps."""
+    """sum_j a A_j^T G_j as a matrix: I O numbers a task, however many rows and steps; and of the
+    bias, with its own rate.
+    """
 
     weight_TIO: Tensor
     bias_T1O: Tensor
@@ -65,7 +70,7 @@ class MaterialisedChange:
         return MaterialisedChange(self.weight_TIO + step.weight_TIO, self.bias_T1O + step.bias_T1O)
 
     def of_outputs_TLO(self, rows_TLI: Tensor, has_bias: bool = True) -> Tensor:
-        """Return what to subtract from the shared layer's outputs: x (A^T a G) + sum_s a G_s."""
+        """Return what to subtract from the shared layer's outputs: x (A^T a G) + c sum_s a G_s."""
         if has_bias:
             return torch.baddbmm(self.bias_T1O, rows_TLI, self.weight_TIO)
         return rows_TLI @ self.weight_TIO
@@ -79,20 +84,24 @@ LayerChange = LowRankChange | MaterialisedChange
 
 
 def one_step(
-    path: Path, activations_TSI: Tensor, grads_TSO: Tensor, rate: LayerRate
+    path: Path,
+    activations_TSI: Tensor,
+    grads_TSO: Tensor,
+    rate: LayerRate,
+    bias_rate: float = 1.0,
 ) -> LayerChange:
-    """Return the change of one inner step: W_t -= a A_t^T G_t and b_t -= a sum_s G_ts.
+    """Return the change of one inner step: W_t -= a A_t^T G_t and b_t -= c a sum_s G_ts.
 
     A rate for each weight leaves no low rank: the change is then a matrix, whatever the path.
     """
     if not isinstance(rate, WeightRates):
         scaled_TSO = scaled(grads_TSO, rate)
         if path == "low_rank":
-            return LowRankChange(activations_TSI, scaled_TSO)
-        bias_T1O = scaled_TSO.sum(dim=1, keepdim=True)
+            return LowRankChange(activations_TSI, scaled_TSO, bias_rate)
+        bias_T1O = scaled_TSO.sum(dim=1, keepdim=True) * bias_rate
         return MaterialisedChange(activations_TSI.mT @ scaled_TSO, bias_T1O)
     weight_TIO = activations_TSI.mT @ grads_TSO * rate.weight_OI.mT
-    bias_T1O = grads_TSO.sum(dim=1, keepdim=True)
+    bias_T1O = grads_TSO.sum(dim=1, keepdim=True) * bias_rate
     return MaterialisedChange(
         weight_TIO, bias_T1O if rate.bias_O is None else bias_T1O * rate.bias_O
     )

@@ -20,20 +20,28 @@ def labels_taken_N(kind: str, label_N: npt.NDArray[np.float32]) -> npt.NDArray[n
     return (label_N >= 0) & (label_N <= 1) if kind == "bce" else np.isfinite(label_N)
 
 
-def row_losses_N(kind: str, output_N: Tensor, label_N: Tensor) -> Tensor:
-    """Return the loss of each row: `bce` on logits, `mse` without a factor 1/2, or `huber`.
+class LossFunction(NamedTuple):
+    """Which loss the rows have, of the inner and of the outer loop.
 
-    In float32 at least. Huber's loss (1964) with its bend at an error of 1: e^2 / 2 up to there,
-    then |e| - 1/2. Its minimiser lies between the mean and the median, so it serves a mean absolute
-    error better.
+    `bce` on logits; of the error e, `mse`: e^2, without a factor 1/2; `mae`: |e|; `huber`, Huber's
+    loss (1964): e^2 / 2 up to an error of d = `huber_delta`, then d (|e| - d / 2). The minimiser of
+    `mae` is the median, that of `huber` lies between it and the mean.
     """
+
+    kind: str
+    huber_delta: float = 1.0
+
+
+def row_losses_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor:
+    """Return the loss of each row, in float32 at least."""
     output_N = _in_float32(output_N)
     label_N = label_N.to(output_N.dtype)
-    if kind == "bce":
+    if loss.kind == "bce":
         return F.binary_cross_entropy_with_logits(output_N, label_N, reduction="none")
-    if kind == "huber":
-        return F.huber_loss(output_N, label_N, reduction="none")
-    return (output_N - label_N).square()
+    if loss.kind == "huber":
+        return F.huber_loss(output_N, label_N, reduction="none", delta=loss.huber_delta)
+    error_N = output_N - label_N
+    return error_N.abs() if loss.kind == "mae" else error_N.square()
 
 
 def weighted_sum(losses_N: Tensor, weights_N: Tensor) -> Tensor:
@@ -43,29 +51,31 @@ def weighted_sum(losses_N: Tensor, weights_N: Tensor) -> Tensor:
     return torch.dot(losses_N, weights_N)
 
 
-def row_slopes_N(kind: str, output_N: Tensor, label_N: Tensor) -> Tensor:
+def row_slopes_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor:
     """Return the first derivative of each row's loss by its output, differentiable once more."""
-    if kind == "bce":
+    if loss.kind == "bce":
         return output_N.sigmoid() - label_N
     error_N = output_N - label_N.to(output_N.dtype)
-    return error_N.clamp(-1.0, 1.0) if kind == "huber" else error_N * 2.0
+    if loss.kind == "huber":
+        return error_N.clamp(-loss.huber_delta, loss.huber_delta)
+    return error_N.sign() if loss.kind == "mae" else error_N * 2.0
 
 
 class RowLoss(NamedTuple):
     """A weighted sum of the losses of rows, of the one output [N, 1] of a last layer."""
 
-    kind: str
+    loss: LossFunction
     label_N1: Tensor
     weight_N1: Tensor  # in float32 at least
 
     def sum(self, output_NO: Tensor) -> Tensor:
         """Return the loss of these outputs: a scalar."""
-        losses_NO = row_losses_N(self.kind, output_NO, self.label_N1)
+        losses_NO = row_losses_N(self.loss, output_NO, self.label_N1)
         return torch.dot(losses_NO.flatten(), self.weight_N1.flatten())
 
     def slope_NO(self, output_NO: Tensor) -> Tensor:
         """Return the gradient of the loss at these outputs, differentiable once more."""
-        slope_NO = row_slopes_N(self.kind, _in_float32(output_NO), self.label_N1)
+        slope_NO = row_slopes_N(self.loss, _in_float32(output_NO), self.label_N1)
         return (slope_NO * self.weight_N1).to(output_NO.dtype)
 
 

@@ -32,6 +32,7 @@ class AdaptationPlan:
     config: AlgorithmConfig
     layers: Mapping[str, nn.Linear]  # those that adapt, by name
     paths: Mapping[str, InnerPath]  # of each of them, as the config says
+    head: str  # the layer that makes the output, whether it adapts or not
 
     @classmethod
     def of(cls, model: nn.Module, config: AlgorithmConfig) -> AdaptationPlan:
@@ -48,7 +49,17 @@ class AdaptationPlan:
                 'nothing would adapt. Set one of them, or algorithm.name = "none" with any of '
                 "them for the plain baseline"
             )
-        return cls(config, layers, paths_of_layers(config, list(layers)))
+        head = list(row_layers(model))[-1]
+        if config.bias_rate != 1.0 and head not in layers:
+            raise ValueError(
+                f"algorithm.bias_rate = {config.bias_rate}, but the last layer, {head}, does not "
+                "adapt. Add it to algorithm.adapt_layers, or leave bias_rate at 1"
+            )
+        return cls(config, layers, paths_of_layers(config, list(layers)), head)
+
+    def bias_rate(self, name: str) -> float:
+        """Return by how much faster than its weights the bias of this layer adapts."""
+        return self.config.bias_rate if name == self.head else 1.0
 
     @property
     def num_weights(self) -> int:

@@ -1,8 +1,15 @@
-"""What can be chosen about training batches; the [augment] section of a training config."""
+"""What can be chosen about training batches and the inputs made from them: the [augment] and
+[support_features] sections of a training config.
+"""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gmeta_keys import key
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True)
@@ -23,3 +30,74 @@ class AugmentConfig:
         max=1.0,
     )
     oov_tables: tuple[str, ...] = key((), "tables whose ids oov_dropout may take; []: all of them")
+
+
+@dataclass(frozen=True)
+class SupportFeaturesConfig:
+    """What a task's support rows say, as dense inputs of the model; a support row without its own
+    label.
+    """
+
+    task: bool = key(
+        False, "mean label, spread and number of the task's support rows as inputs of the model"
+    )
+    columns: tuple[str, ...] = key(
+        (),
+        "glob patterns over the sparse columns: mean label and number of the support rows that "
+        "share the row's value as inputs of the model; a column that does not vary inside a task "
+        "says no more than `task`",
+    )
+    shrinkage: float = key(
+        3.0,
+        "rows that a prior counts as in these means: the task's mean in that of a shared value, "
+        "label_prior in the task's",
+        min=0.0,
+    )
+    label_prior: tuple[float, ...] = key(
+        (),
+        "mean and standard deviation of the labels; []: those of the first block of the training "
+        "split",
+    )
+
+    @property
+    def is_used(self) -> bool:
+        """Tell whether any of them is asked for."""
+        return self.task or bool(self.columns)
+
+
+class LabelPrior(NamedTuple):
+    """What is known of a label before any row of its task: what statistics of support rows are
+    shrunken to, and counted from in units of its deviation.
+    """
+
+    mean: float
+    deviation: float
+
+    @classmethod
+    def of(cls, label_N: "npt.NDArray[np.floating[Any]]") -> "LabelPrior":
+        """Return mean and standard deviation of these labels; 0 and 1 of none, a deviation of 1 for
+        labels that are all alike.
+        """
+        if not label_N.size:
+            return NO_PRIOR
+        return cls(float(label_N.mean(dtype=float)), float(label_N.std(dtype=float)) or 1.0)
+
+    @classmethod
+    def configured(cls, config: "SupportFeaturesConfig") -> "LabelPrior | None":
+        """Return the one that the config gives; None if it is left to the data.
+
+        Raises:
+            ValueError: it is no pair of a mean and a deviation above 0.
+        """
+        given = config.label_prior
+        if not given:
+            return None
+        if len(given) != 2 or given[1] <= 0:
+            raise ValueError(
+                f"support_features.label_prior = {list(given)} is no mean and standard deviation "
+                "above 0. Write e.g. [3.6, 1.1], or [] to take them from the training split"
+            )
+        return cls(*given)
+
+
+NO_PRIOR = LabelPrior(0.0, 1.0)

@@ -73,15 +73,15 @@ def load_checkpoint(
 
 
 def tied_config(config: TrainConfig) -> dict[str, Any]:
-    """Return what a checkpoint's weights mean something with, alone: model, algorithm, loss."""
+    """Return what a checkpoint's weights mean something with, alone: inputs, model, inner loop."""
     saved = config.to_json()
-    tied = {section: saved[section] for section in ("model", "algorithm")}
-    return {**tied, "outer": {"loss": saved["outer"]["loss"]}}
+    tied = {section: saved[section] for section in ("support_features", "model", "algorithm")}
+    return {**tied, "outer": {key: saved["outer"][key] for key in ("loss", "huber_delta")}}
 
 
 def check_config(path: Path, config: TrainConfig) -> None:
-    """Compare the config's model, algorithm and loss with those that a checkpoint was trained with.
-    One of an older release does not say them, and is taken at its word.
+    """Compare the config's inputs, model, algorithm and loss with those that a checkpoint was
+    trained with. One of an older release does not say them, and is taken at its word.
 
     Raises:
         UserError: one differs.

@@ -20,13 +20,20 @@ from metaio.format.destination import unfinished
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare as prepare_on_one_machine
 from metaio.prepare.schema import load_schema
+from metaio.recipes.amazon import prepare_amazon
+from metaio.recipes.by_time import ByTimeConfig
+from metaio.recipes.metaemb import MetaEmbConfig, prepare_metaemb
 from metaio.recipes.movielens import MovieLensConfig, prepare_movielens
+from metaio.recipes.movielens_100k import prepare_movielens_100k
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 
 # The options that each way of preparing reads, beside --overwrite.
 OPTIONS = {
     "--recipe synthetic": {"recipe", "tasks", "items", "rows", "seed"},
     "--recipe movielens-1m": {"recipe", "validation", "order", "history", "seed"},
+    "--recipe metaemb": {"recipe", "validation", "seed"},
+    "--recipe movielens-100k": {"recipe", "label", "seed"},
+    "--recipe amazon": {"recipe", "label", "seed"},
     "--schema": {"schema", "memory", "threads", "block_rows", "compact"},
     # Memory and threads are Spark's own matter.
     "--schema --spark": {"schema", "spark", "block_rows", "compact"},
@@ -37,7 +44,17 @@ class Recipe(StrEnum):
     """Datasets that need no schema file."""
 
     MOVIELENS_1M = "movielens-1m"
+    METAEMB = "metaemb"
+    MOVIELENS_100K = "movielens-100k"
+    AMAZON = "amazon"
     SYNTHETIC = "synthetic"
+
+
+class RatingLabel(StrEnum):
+    """What a model of ratings predicts."""
+
+    CLICK = "click"
+    RATING = "rating"
 
 
 def prepare(
@@ -68,7 +85,8 @@ def prepare(
     validation: Annotated[
         bool,
         typer.Option(
-            "--validation", help="movielens-1m: also carve fit and valid-* out of the warm users"
+            "--validation",
+            help="movielens-1m, metaemb: also carve fit and valid-* out of what is warm",
         ),
     ] = False,
     order: Annotated[
@@ -80,6 +98,10 @@ def prepare(
             min=0, help="movielens-1m: each rating carries so many movies that its user liked"
         ),
     ] = 0,
+    label: Annotated[
+        RatingLabel,
+        typer.Option(help="movielens-100k, amazon: click is a rating of 4 or 5, rating 1 to 5"),
+    ] = RatingLabel.CLICK,
     memory: Annotated[str, typer.Option(help="schema: most memory to use, such as 2GB")] = "2GB",
     threads: Annotated[int, typer.Option(min=0, help="schema: threads; 0: one a CPU core")] = 0,
     block_rows: Annotated[
@@ -112,10 +134,19 @@ def prepare(
             num_tasks=tasks, num_items=items, min_rows=rows[0], max_rows=rows[1], seed=seed
         )
         prepare_synthetic(out, config, overwrite)
-    elif recipe is Recipe.MOVIELENS_1M:
+    elif recipe is not None:
         _expect_inputs(recipe, inputs, 1)
-        melu = MovieLensConfig(seed=seed, order=order, validation=validation, history=history)
-        prepare_movielens(inputs[0], out, melu, overwrite)
+        by_time = ByTimeConfig(label=label.value, seed=seed)
+        if recipe is Recipe.MOVIELENS_1M:
+            melu = MovieLensConfig(seed=seed, order=order, validation=validation, history=history)
+            prepare_movielens(inputs[0], out, melu, overwrite)
+        elif recipe is Recipe.METAEMB:
+            metaemb = MetaEmbConfig(seed=seed, validation=validation)
+            prepare_metaemb(inputs[0], out, metaemb, overwrite)
+        elif recipe is Recipe.AMAZON:
+            prepare_amazon(inputs[0], out, by_time, overwrite)
+        else:
+            prepare_movielens_100k(inputs[0], out, by_time, overwrite)
     elif schema is not None:
         if not inputs:
             raise UserError("only OUT is given. Run: gmeta prepare --schema FILE INPUT... OUT")
@@ -198,7 +229,7 @@ def _phases() -> Iterator[Callable[[str, int, int], None]]:
 
 def _expect_inputs(recipe: Recipe, inputs: list[str], count: int) -> None:
     if len(inputs) != count:
-        usage = {Recipe.SYNTHETIC: "OUT", Recipe.MOVIELENS_1M: "PATH OUT"}[recipe]
+        usage = "OUT" if recipe is Recipe.SYNTHETIC else "PATH OUT"
         raise UserError(
             f"--recipe {recipe.value} was given {len(inputs) + 1} paths, it takes {count + 1}. "
             f"Run: gmeta prepare --recipe {recipe.value} {usage}"

@@ -16,7 +16,10 @@ from gmeta.report.render import NUM_SERIES_COLORS, Axes, Chart, Panel, Series, l
 
 MARKERS = ("o", "s", "^", "D")
 _OF_RATINGS = ("mae", "ndcg@3", "auc")
-CHARTED_METRICS = {"bce": ("auc", "gauc", "logloss"), "mse": _OF_RATINGS, "huber": _OF_RATINGS}
+CHARTED_METRICS = {
+    "bce": ("auc", "gauc", "logloss"),
+    **dict.fromkeys(("mse", "huber", "mae"), _OF_RATINGS),
+}
 WHISKERS = "Lines through the points are 95 % intervals over tasks; no line: fewer than ten tasks."
 
 

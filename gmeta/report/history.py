@@ -14,7 +14,12 @@ from gmeta.metrics import Floats, Loss, metric_infos
 MAX_POINTS = 400  # about one a pixel of a panel
 SMOOTH_SHARE = 0.05  # the running mean spans this share of the curve
 MIN_POINTS_TO_SMOOTH = 40  # below that it would span less than two neighbours
-LOSS_NAMES = {"bce": "cross-entropy, nats", "mse": "squared error", "huber": "Huber's loss"}
+LOSS_NAMES = {
+    "bce": "cross-entropy, nats",
+    "mse": "squared error",
+    "huber": "Huber's loss",
+    "mae": "absolute error",
+}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from metaio.counted import counted
 from metaio.errors import DataError
 from metaio.format.features import Features, FeatureSpec
 from metaio.prepare.encode import Encoder, Fitted
-from metaio.prepare.schema import Schema, SplitRule
+from metaio.prepare.rules import SplitRule
+from metaio.prepare.schema import Schema
 from metaio.prepare.values import as_float32, as_numbers, hash_values, integer_values, kind_of
 from metaio.ragged import Float32, Int64, offsets, ragged_indices
 
@@ -52,8 +53,10 @@ class RawColumns:
         self, columns: Columns, schema: Schema, vocabularies: Mapping[str, pa.Array]
     ) -> None:
         self._task = columns.task
-        # Rows to predict have no split, and their order within a task does not matter.
-        self._schema = replace(schema, time=None, splits=SplitRule())
+        # Rows to predict have no split or side, and their order within a task does not matter.
+        self._schema = replace(
+            schema, time=None, row_id=None, splits=SplitRule(), membership=None, negatives=None
+        )
         fitted = Fitted(dict(vocabularies), dict(columns.moments), kinds=columns.kinds)
         self._encoder = Encoder(self._schema, fitted)
         # A column of nulls alone, or of no rows, says nothing of its type: the schema does.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.batches.config import LabelPrior, SupportFeaturesConfig
 from gmeta.config import config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.files.checked_json import read_json
@@ -62,6 +63,8 @@ class ExportedConfig:
     table_format: TableFormat
     source: dict[str, Any]
     files: dict[str, FileEntry]
+    huber_delta: float = 1.0
+    support_features: SupportFeaturesConfig = field(default_factory=SupportFeaturesConfig)
 
 
 def table_file(index: int) -> str:
@@ -129,10 +132,14 @@ def read_config(folder: Path) -> ExportedConfig:
 def _from_json(path: Path, body: dict[str, Any]) -> ExportedConfig:
     # The checksum held, but whoever can write the folder can make it hold.
     try:
-        outer = {"loss": body["loss"]}
-        parts = config_from_dict(
-            {**{key: body[key] for key in ("model", "algorithm")}, "outer": outer}
-        )
+        # A model of a release before them has neither.
+        outer = {"loss": body["loss"], "huber_delta": body.get("huber_delta", 1.0)}
+        sections = {key: body[key] for key in ("model", "algorithm")}
+        inputs = body.get("support_features", {})
+        parts = config_from_dict({**sections, "support_features": inputs, "outer": outer})
+        support = parts.support_features
+        if LabelPrior.configured(support) is None and support.is_used:
+            raise ValueError("its support_features have no label_prior")
         if body["table_format"] not in TABLE_FORMATS:
             raise ConfigError(f"table_format {body['table_format']!r} is unknown")
         features = typed(Features, body["features"], "features")
@@ -151,9 +158,17 @@ def _from_json(path: Path, body: dict[str, Any]) -> ExportedConfig:
         raise GMetaError(
             f"{path} is not what an export writes ({error!r:.200}). {_REMEDY}"
         ) from error
-    loss, table_format = parts.outer.loss, body["table_format"]
     return ExportedConfig(
-        parts.model, parts.algorithm, loss, features, columns, table_format, body["source"], files
+        model=parts.model,
+        algorithm=parts.algorithm,
+        loss=parts.outer.loss,
+        features=features,
+        columns=columns,
+        table_format=body["table_format"],
+        source=body["source"],
+        files=files,
+        huber_delta=parts.outer.huber_delta,
+        support_features=parts.support_features,
     )
 
 

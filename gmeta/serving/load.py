@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gmeta.build import build_learner, check_registered
+from gmeta.build import build_learner, check_registered, statistics_of
 from gmeta.errors import GMetaError
 from gmeta.learner import MetaLearner
 from gmeta.serving.columns import ColumnEncoder, IdColumns, RawColumns
@@ -69,7 +69,14 @@ def _learner(folder: Path, config: ExportedConfig) -> MetaLearner:
     tensors = _tensors(folder / LAYERS_FILE)
 
     def built() -> MetaLearner:
-        return build_learner(config.features, config.model, config.algorithm, config.loss)
+        return build_learner(
+            config.features,
+            config.model,
+            config.algorithm,
+            config.loss,
+            config.huber_delta,
+            statistics_of(config.support_features, config.features),
+        )
 
     try:
         with torch.device("meta"):  # no memory: somebody's widths could ask for any

@@ -8,6 +8,7 @@ Shape suffixes: N rows, T tasks, U fetched rows, P rows that adapted, D embeddin
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
@@ -28,7 +29,7 @@ from gmeta.serving.columns import (
 )
 from gmeta.serving.device import on_the_cpu
 from gmeta.serving.folder import ExportedConfig
-from gmeta.serving.rows import EncodedColumns, no_rows, task_batch
+from gmeta.serving.rows import EncodedColumns, join_rows, no_rows, split_rows, task_batch
 from gmeta.serving.states import AdaptedTensors, TaskState, split, stacked
 from gmeta.serving.tables import StoredTable, fetch_UD
 from gmeta.serving.tasks import TaskPredictions, predict_tasks
@@ -61,6 +62,7 @@ class ServedModel:
         # Inner gradients are taken at the outputs of layers and at rows, never at weights.
         self._learner = learner.requires_grad_(False).eval()
         self._inner = learner.general_loop
+        self._statistics = learner.statistics
         self._tables = tables
         self._encoder = encoder
         rows_B = torch.tensor([table.num_rows for table in config.features.tables])
@@ -141,7 +143,9 @@ class ServedModel:
         """
         adapts_rows = self._inner.config.adapt_embeddings
         with self._exclusive(), torch.enable_grad():
-            batch, fetched_row_P, num_rows = self._batch(rows, lengths, adapts_rows)
+            batch, fetched_row_P, num_rows = reading_copies(
+                self._as_support(rows, lengths), adapts_rows
+            )
             support = every_row(batch, not adapts_rows, num_rows)
             values_PD = self._fetch_UD(batch)
             working = WorkingRows(values_PD, 0.0)
@@ -155,7 +159,9 @@ class ServedModel:
             rows_PD, key_P = adapted.rows_PD.detach(), self._key_U(batch)[fetched_row_P]
             task_P = _task_of_rows(batch, num_rows)
         layers = adapted.layers
-        return AdaptedTensors(layers.changes, layers.gates_TO, rows_PD, key_P, task_P)
+        # What new rows of a task share with its support is asked for again with each of them.
+        supports = split_rows(rows, lengths) if self._statistics.width else [None] * len(lengths)
+        return AdaptedTensors(layers.changes, layers.gates_TO, rows_PD, key_P, task_P, supports)
 
     @on_the_cpu
     def adapt_encoded(self, rows: EncodedColumns, lengths: Sequence[int]) -> list[TaskState]:
@@ -176,7 +182,8 @@ class ServedModel:
         """Return probabilities (bce) or ratings [N] of the rows of these tasks, in their order."""
         adapts_rows = tasks.key_P.numel() > 0
         with self._exclusive(), torch.no_grad():
-            batch, fetched_row_P, num_rows = self._batch(rows, lengths, adapts_rows)
+            asked = self._as_query(rows, lengths, tasks.supports)
+            batch, fetched_row_P, num_rows = reading_copies(asked, adapts_rows)
             rows_PD = self._fetch_UD(batch)
             if fetched_row_P is not None:
                 # Both ascending. Rows that the support did not use are as they were trained.
@@ -219,17 +226,45 @@ class ServedModel:
     def _shown_N(self, output_N: Tensor) -> Tensor:
         return torch.sigmoid(output_N) if self.config.loss == "bce" else output_N
 
-    def _batch(
-        self, rows: EncodedColumns, lengths: Sequence[int], rows_per_task: bool
-    ) -> tuple[TaskBatch, Tensor | None, int]:
-        """Return all rows as a batch of tasks, and as `reading_copies` does which fetched row each
-        task's own row is a copy of, and how many rows are read from.
+    def _as_support(self, rows: EncodedColumns, lengths: Sequence[int]) -> TaskBatch:
+        """Return the rows of several tasks as their support sides alone."""
+        features, none, every = (
+            self.config.features,
+            np.zeros(0, np.int64),
+            np.arange(rows.num_rows),
+        )
+        lengths_T = np.array(lengths, np.int64), np.zeros(len(lengths), np.int64)
+        batch = task_batch(features, rows, no_rows(features), (every, none), lengths_T)
+        return self._statistics.widened(batch)
+
+    def _as_query(
+        self,
+        rows: EncodedColumns,
+        lengths: Sequence[int],
+        supports: Sequence[EncodedColumns | None],
+    ) -> TaskBatch:
+        """Return the rows of several tasks as their query sides alone, with what each support says
+        of them.
         """
-        none, every = np.zeros(0, np.int64), np.arange(rows.num_rows)
+        features, none, every = (
+            self.config.features,
+            np.zeros(0, np.int64),
+            np.arange(rows.num_rows),
+        )
         lengths_T = np.zeros(len(lengths), np.int64), np.array(lengths, np.int64)
-        features = self.config.features
-        batch = task_batch(features, no_rows(features), rows, (none, every), lengths_T)
-        return reading_copies(batch, rows_per_task)
+        nothing = no_rows(features)
+        batch = task_batch(features, nothing, rows, (none, every), lengths_T)
+        if not self._statistics.width:
+            return batch
+        known = [support or nothing for support in supports]
+        known_T = np.array([support.num_rows for support in known], np.int64)
+        chosen = np.arange(known_T.sum()), every
+        both = task_batch(features, join_rows(known), rows, chosen, (known_T, lengths_T[1]))
+        # Both sides stand in turn, task by task.
+        sides = np.stack([np.zeros_like(known_T), np.ones_like(known_T)], axis=1).astype(bool)
+        is_query_N = np.repeat(sides.ravel(), np.stack([known_T, lengths_T[1]], axis=1).ravel())
+        dense_NK = self._statistics.widened(both).dense_NK[torch.from_numpy(is_query_N)]
+        return replace(batch, dense_NK=dense_NK)
 
     def encode(
         self, rows: object, what: str, with_label: bool, with_task: bool = False

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gmeta.adaptation.layer_change import LayerChange, LowRankChange, MaterialisedChange
+from gmeta.serving.rows import EncodedColumns
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,17 @@ class TaskState:
     gates_1O: Mapping[str, Tensor]
     rows_PD: Tensor
     key_P: Tensor  # the place of each row among the rows of all tables; ascending
+    support: EncodedColumns | None = None  # where the model takes statistics of it
 
     @property
     def num_bytes(self) -> int:
-        """Count the bytes of the tensors."""
+        """Count the bytes of the tensors and of the support rows."""
         tensors = [*self.gates_1O.values(), self.rows_PD, self.key_P]
         for change in self.changes.values():
-            tensors += vars(change).values()
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            tensors += _tensors(change)
+        arrays = [] if self.support is None else vars(self.support).values()
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return num_bytes + sum(int(array.nbytes) for array in arrays)
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class AdaptedTensors:
     rows_PD: Tensor
     key_P: Tensor
     task_P: Tensor
+    supports: Sequence[EncodedColumns | None]
 
 
 def split(adapted: AdaptedTensors, num_tasks: int) -> list[TaskState]:
@@ -62,6 +67,7 @@ def split(adapted: AdaptedTensors, num_tasks: int) -> list[TaskState]:
             {name: gate_TO[task : task + 1].clone() for name, gate_TO in adapted.gates_TO.items()},
             rows[task].clone(),
             keys[task].clone(),
+            _copied(adapted.supports[task]),
         )
         for task in range(num_tasks)
     ]
@@ -83,7 +89,14 @@ def stacked(states: Sequence[TaskState]) -> AdaptedTensors:
         torch.cat([state.rows_PD for state in states]),
         torch.cat([state.key_P for state in states]),
         torch.arange(len(states)).repeat_interleave(counts),
+        [state.support for state in states],
     )
+
+
+def _copied(rows: EncodedColumns | None) -> EncodedColumns | None:
+    if rows is None:
+        return None
+    return EncodedColumns(*(array.copy() for array in vars(rows).values()))
 
 
 def _apart(change: LayerChange) -> list[LayerChange]:
@@ -100,7 +113,7 @@ def _apart(change: LayerChange) -> list[LayerChange]:
     activations = change.activations_TSI[counts_TS].split(counts)
     grads = change.scaled_grads_TSO[counts_TS].split(counts)
     return [
-        LowRankChange(activation.unsqueeze(0).clone(), grad.unsqueeze(0).clone())
+        LowRankChange(activation.unsqueeze(0).clone(), grad.unsqueeze(0).clone(), change.bias_rate)
         for activation, grad in zip(activations, grads, strict=True)
     ]
 
@@ -108,22 +121,35 @@ def _apart(change: LayerChange) -> list[LayerChange]:
 def _together(changes: Sequence[LayerChange | None]) -> LayerChange:
     """Return the changes of one layer side by side; None is no change."""
     some = next(change for change in changes if change is not None)
-    if all(change is None or isinstance(change, LowRankChange) for change in changes):
-        nothing = LowRankChange(*(tensor[:, :0] for tensor in vars(some).values()))
-        pairs = [vars(change or nothing).values() for change in changes]
-        return LowRankChange(*(_padded(list(tensors)) for tensors in zip(*pairs, strict=True)))
+    if isinstance(some, LowRankChange) and not any(
+        isinstance(change, MaterialisedChange) for change in changes
+    ):
+        # The bias's rate is the layer's, so it is the same for all.
+        none = [tensor[:, :0] for tensor in _tensors(some)]
+        nothing = LowRankChange(none[0], none[1], some.bias_rate)
+        pairs = [_tensors(change or nothing) for change in changes]
+        activations, grads = (_padded(list(tensors)) for tensors in zip(*pairs, strict=True))
+        return LowRankChange(activations, grads, some.bias_rate)
     found = [None if change is None else _matrix(change) for change in changes]
-    some = next(change for change in found if change is not None)
-    zero = MaterialisedChange(*(torch.zeros_like(tensor) for tensor in vars(some).values()))
-    pairs = [vars(change or zero).values() for change in found]
-    return MaterialisedChange(*(torch.cat(tensors) for tensors in zip(*pairs, strict=True)))
+    shape = next(change for change in found if change is not None)
+    zero = MaterialisedChange(*(torch.zeros_like(tensor) for tensor in _tensors(shape)))
+    pairs = [_tensors(change or zero) for change in found]
+    weights, biases = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
+    return MaterialisedChange(weights, biases)
+
+
+def _tensors(change: LayerChange) -> list[Tensor]:
+    if isinstance(change, LowRankChange):
+        return [change.activations_TSI, change.scaled_grads_TSO]
+    return [change.weight_TIO, change.bias_T1O]
 
 
 def _matrix(change: LayerChange) -> MaterialisedChange:
     if isinstance(change, MaterialisedChange):
         return change
     activations_TSI, grads_TSO = change.activations_TSI, change.scaled_grads_TSO
-    return MaterialisedChange(activations_TSI.mT @ grads_TSO, grads_TSO.sum(dim=1, keepdim=True))
+    bias_T1O = grads_TSO.sum(dim=1, keepdim=True) * change.bias_rate
+    return MaterialisedChange(activations_TSI.mT @ grads_TSO, bias_T1O)
 
 
 def _padded(rows_1SX: list[Tensor]) -> Tensor:

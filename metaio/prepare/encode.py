@@ -3,7 +3,8 @@ order.
 
 The same function serves DuckDB, Spark and prediction, so that all of them agree to the byte.
 
-Shape suffixes: N rows, F single-id features, M multi-id features, V ids of all multi-id features.
+Shape suffixes: N rows, F single-id features, M multi-id features, V ids of all multi-id features;
+S is 1 where sides are given, I where negatives are drawn, else 0.
 """
 
 from dataclasses import dataclass, field
@@ -16,9 +17,10 @@ import pyarrow.compute as pc
 
 from metaio.counted import counted
 from metaio.errors import DataError
-from metaio.format.names import check_split_name
 from metaio.hashing import UInt64, splitmix64
 from metaio.prepare.schema import DenseColumn, Schema, SparseColumn
+from metaio.prepare.sides import SIDE_OF_FILE, side_values
+from metaio.prepare.splits import PLACE, Splits, split_of
 from metaio.prepare.values import (
     Kind,
     as_float32,
@@ -31,8 +33,6 @@ from metaio.prepare.values import (
 from metaio.prepare.vocabulary import TextIndex
 from metaio.ragged import Int64, offsets, ragged_indices, row_sums
 
-# Keeps the hash that draws splits apart from the one that orders tasks.
-_SPLIT_SALT = np.uint64(0x5EED)
 _ONE = np.uint64(1)
 
 
@@ -43,7 +43,7 @@ class Fitted:
     vocabularies: dict[str, pa.Array] = field(default_factory=dict)  # table -> sorted values
     # Mean and deviation of each column.
     moments: dict[str, tuple[float, float]] = field(default_factory=dict)
-    split_names: tuple[str, ...] = ("train",)
+    splits: Splits = field(default_factory=Splits)
     # sparse column -> what its values were; absent: not known, any will do
     kinds: dict[str, Kind] = field(default_factory=dict)
 
@@ -64,6 +64,8 @@ class EncodedRows:
     ids_NF: npt.NDArray[np.integer[Any]]  # int32 where all tables are that small
     dense_NK: npt.NDArray[np.float32]
     lengths_NM: npt.NDArray[np.int32]
+    side_NS: npt.NDArray[np.int8]  # SUPPORT, QUERY or UNDECIDED
+    item_NI: UInt64  # hash of the item
     values_V: npt.NDArray[np.integer[Any]]
 
     @property
@@ -89,6 +91,8 @@ def array_types(schema: Schema) -> dict[str, tuple[np.dtype[Any], int | None]]:
         "ids_NF": (ids, len(schema.single)),
         "dense_NK": (np.dtype("<f4"), len(schema.dense)),
         "lengths_NM": (np.dtype("<i4"), len(schema.multi)),
+        "side_NS": (np.dtype("i1"), int(schema.has_sides)),
+        "item_NI": (np.dtype("<u8"), int(schema.negatives is not None)),
         "values_V": (ids, None),
     }
 
@@ -100,49 +104,6 @@ def allocate(schema: Schema, num_rows: int, num_values: int) -> EncodedRows:
         length = num_values if name == "values_V" else num_rows
         arrays[name] = np.empty(length if width is None else (length, width), dtype)
     return EncodedRows(**arrays)
-
-
-def split_names(schema: Schema, found: list[str] | None = None) -> tuple[str, ...]:
-    """Return the splits in the order of the manifest: shares as listed, the values `found` in a
-    column sorted, the train split first.
-
-    Raises:
-        SchemaError: one has a name that no split may have.
-        DataError: none of them is the train split.
-    """
-    train = schema.splits.train
-    names = [train] if schema.splits.column is None else found or []
-    if train not in names:
-        raise DataError(
-            f"the train split {train} has no rows; the splits found are "
-            f"{', '.join(sorted(names))}. Set splits.train to one of them"
-        )
-    ordered = tuple(schema.splits.shares or sorted(names, key=lambda name: (name != train, name)))
-    # Before anything is written: they become folders, and a log may hold any text.
-    for name in ordered:
-        check_split_name(name)
-    return ordered
-
-
-def split_of(
-    schema: Schema, batch: pa.RecordBatch, task_hash: UInt64, names: tuple[str, ...]
-) -> Int64:
-    """Return the index into `names` of each row.
-
-    Raises:
-        DataError: the split column holds a name that no earlier row had.
-    """
-    if schema.splits.shares is not None:
-        # 53 bits make a float64 in [0, 1) exactly, so every machine draws the same split.
-        unit = (
-            splitmix64(task_hash ^ _SPLIT_SALT ^ np.uint64(schema.seed)) >> np.uint64(11)
-        ) * 2.0**-53
-        bounds = np.cumsum([schema.splits.shares[name] for name in names])[:-1]
-        return np.searchsorted(bounds, unit, side="right")
-    if schema.splits.column is None:
-        return np.zeros(batch.num_rows, dtype=np.int64)
-    column = batch[schema.splits.column].cast(pa.string())
-    return integer_values(pc.index_in(column, value_set=pa.array(names)))
 
 
 def task_keys(schema: Schema, batch: pa.RecordBatch) -> tuple[UInt64, Int64]:
@@ -157,7 +118,10 @@ def refuse_nulls(schema: Schema, nulls: dict[str, int]) -> None:
     allowed = {column.column for column in schema.sparse if column.null == "unknown"}
     allowed |= {column.column for column in schema.dense if column.fill is not None}
     required = {schema.task.column, schema.label.column}
-    required |= {schema.time.column} if schema.time else set()
+    required |= {part.column for part in (schema.time, schema.row_id) if part is not None}
+    required |= {schema.negatives.item} if schema.negatives else set()
+    if schema.membership is not None and schema.membership.column is not None:
+        allowed.add(schema.membership.column)
     for name in schema.columns:
         count = nulls.get(name, 0)
         if count and (name in required or name not in allowed):
@@ -201,8 +165,7 @@ class Encoder:
             time_N = time_values(schema.time.column, batch[schema.time.column])
         split_N, label_N = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float32)
         if with_label:
-            names = self.fitted.split_names
-            split_N = split_of(schema, batch, task_hash_N, names).astype(np.int32)
+            split_N = split_of(schema, self.fitted.splits, batch, task_hash_N).astype(np.int32)
             label_N = self._label(batch)
         # Column by column into row-major arrays: rows are what is dealt to buckets and sorted.
         ids_NF = np.empty((num_rows, len(schema.single)), dtype=types["ids_NF"][0])
@@ -214,21 +177,57 @@ class Encoder:
             dense_NK[:, index] = as_float32(dense.column, dense_N, "dense")
         lengths_NM = np.zeros((num_rows, len(schema.multi)), dtype=np.int32)
         values_V, sums_N = self._multi(batch, lengths_NM)
-        # The task is left out: the hash orders rows within a task, where it is always the same.
-        bits_N = label_N.view(np.uint32) ^ sums_N ^ np.uint64(schema.seed)
-        row_hash_N = _row_hash(bits_N, ids_NF, dense_NK.view(np.uint32), lengths_NM)
+        bits_N = label_N.view(np.uint32) ^ sums_N
+        columns = (ids_NF, dense_NK.view(np.uint32), lengths_NM)
         return EncodedRows(
             task_hash_N,
             task_N,
             time_N,
-            row_hash_N,
+            self._identity(batch, bits_N, *columns),
             split_N,
             label_N,
             ids_NF,
             dense_NK,
             lengths_NM,
+            self._sides(batch),
+            self._items(batch),
             values_V.astype(types["values_V"][0]),
         )
+
+    def _identity(
+        self, batch: pa.RecordBatch, bits_N: UInt64, *columns: npt.NDArray[np.integer[Any]]
+    ) -> UInt64:
+        """Return what tells a row from others of its task, mixed with the seed."""
+        schema, seed = self.schema, np.uint64(self.schema.seed)
+        if schema.row_id is not None:
+            name = schema.row_id.column
+            values = hash_values(batch[name], kind_of(name, batch[name].type, "row_id"))
+            return splitmix64(splitmix64(values) ^ seed)
+        if schema.needs_input_order:
+            # Its place in the task, which is known where all rows of a task meet. What a row holds
+            # would not do: with one feature less, other rows would be the query.
+            if PLACE in batch.schema.names:
+                return integer_values(batch[PLACE]).view(np.uint64)
+            return np.zeros(batch.num_rows, np.uint64)
+        # The task is left out: the hash orders rows within a task, where it is always the same.
+        return _row_hash(bits_N ^ seed, *columns)
+
+    def _sides(self, batch: pa.RecordBatch) -> npt.NDArray[np.int8]:
+        rule, num_rows = self.schema.membership, batch.num_rows
+        name = SIDE_OF_FILE if rule is None or rule.column is None else rule.column
+        # Windows of time give sides later, for each window its own.
+        if rule is None or name not in batch.schema.names:
+            return np.zeros((num_rows, int(self.schema.has_sides)), np.int8)
+        return side_values(name, batch[name])[:, None]
+
+    def _items(self, batch: pa.RecordBatch) -> UInt64:
+        rule = self.schema.negatives
+        if rule is None:
+            return np.zeros((batch.num_rows, 0), np.uint64)
+        column = batch[rule.item]
+        return splitmix64(hash_values(column, kind_of(rule.item, column.type, "negatives")))[
+            :, None
+        ]
 
     def _label(self, batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
         rule = self.schema.label

@@ -5,24 +5,28 @@ Shape suffixes: N rows, T tasks or episodes, V ids of all multi-id features; T1 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from metaio.counted import counted
 from metaio.errors import DataError
-from metaio.format.block import Rows
 from metaio.prepare.encode import EncodedRows
-from metaio.prepare.schema import EpisodeRule, Schema
-from metaio.ragged import Int64, offsets, ragged_indices, row_sums
+from metaio.prepare.gather import Episodes
+from metaio.prepare.negatives import Catalogue, Sampler
+from metaio.prepare.row_order import row_identity, total_order
+from metaio.prepare.rules import EpisodeRule
+from metaio.prepare.schema import Schema
+from metaio.prepare.sides import QUERY, SUPPORT
+from metaio.prepare.splits import Cutting
+from metaio.ragged import Int64, offsets, ragged_indices
 
 
 @dataclass(frozen=True)
 class Dropped:
     """What a bucket lost: tasks and rows below min_rows, tasks with one side only, rows cut off by
-    truncate.
+    truncate, tasks and rows above max_rows, tasks without a row before a window of time.
     """
 
     short_tasks: int = 0
@@ -30,11 +34,20 @@ class Dropped:
     one_sided_episodes: int = 0
     one_sided_rows: int = 0
     truncated_rows: int = 0
+    long_tasks: int = 0
+    long_rows: int = 0
+    new_tasks: int = 0
+    new_rows: int = 0
 
     def __add__(self, other: Dropped) -> Dropped:
         return Dropped(
             *(own + its for own, its in zip(vars(self).values(), vars(other).values(), strict=True))
         )
+
+    def report(self) -> dict[str, int]:
+        """Return the counts by name; of the rules that few schemas have, those above 0."""
+        rare = ("long_tasks", "long_rows", "new_tasks", "new_rows")
+        return {name: count for name, count in vars(self).items() if count or name not in rare}
 
 
 def check_some(num_episodes: int, dropped: Dropped) -> None:
@@ -44,123 +57,211 @@ def check_some(num_episodes: int, dropped: Dropped) -> None:
         DataError: every task was left out.
     """
     if not num_episodes:
+        long = f", {dropped.long_tasks:,} with more than max_rows" if dropped.long_tasks else ""
         raise DataError(
             f"the inputs make 0 episodes: {counted(dropped.short_tasks, 'task')} with fewer rows "
-            f"than min_rows, {dropped.one_sided_episodes:,} without support or query. Lower "
+            f"than min_rows, {dropped.one_sided_episodes:,} without support or query{long}. Lower "
             "min_rows or query_rows under [episodes], or look into the task column"
         )
 
 
-class Episodes:
-    """Episodes of a bucket's rows: which rows, in which order. `part` gathers some of them."""
+@dataclass(frozen=True)
+class _Ranges:
+    """Episodes as two ranges each of the sorted rows: support, then query."""
 
-    def __init__(
-        self,
-        rows: EncodedRows,
-        order_N: Int64,
-        row_lengths_T: Int64,
-        support_lengths_T: Int64,
-    ) -> None:
-        self.row_lengths_T = row_lengths_T
-        self._rows = rows
-        self._order_N = order_N
-        self._row_offsets_T1 = offsets(row_lengths_T)
-        self._support_lengths_T = support_lengths_T
-        self._value_lengths_N = row_sums(rows.lengths_NM)
-        self._value_starts_N = np.cumsum(self._value_lengths_N) - self._value_lengths_N
+    support_start_T: Int64
+    support_T: Int64
+    query_start_T: Int64
+    query_T: Int64
 
-    def part(self, first: int, stop: int) -> Rows:
-        """Return episodes [first, stop), each array gathered once from its place in the bucket.
+    def chosen(self, keep_T: npt.NDArray[np.bool_] | Int64) -> _Ranges:
+        """Return some of them, or all in another order."""
+        return _Ranges(*(array[keep_T] for array in vars(self).values()))
 
-        A part at a time, because a bucket in order would be a second copy of it in memory.
-        """
-        begin, end = self._row_offsets_T1[[first, stop]].tolist()
-        chosen_N = self._order_N[begin:end]
-        values = ragged_indices(self._value_starts_N[chosen_N], self._value_lengths_N[chosen_N])
-        rows = self._rows
-        return Rows(
-            task_T=rows.task_N[self._order_N[self._row_offsets_T1[first:stop]]],
-            row_lengths_T=self.row_lengths_T[first:stop],
-            support_lengths_T=self._support_lengths_T[first:stop],
-            label_N=rows.label_N[chosen_N],
-            dense_NK=np.take(rows.dense_NK, chosen_N, axis=0),
-            ids_NF=np.take(rows.ids_NF, chosen_N, axis=0),
-            multi_ids_V=rows.values_V[values],
-            multi_lengths_NM=np.take(rows.lengths_NM, chosen_N, axis=0),
-        )
+    def joined(self, other: _Ranges) -> _Ranges:
+        """Return both, in the order of their query rows."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        both = _Ranges(*(np.concatenate(pair) for pair in pairs))
+        return both.chosen(np.argsort(both.query_start_T, kind="stable"))
 
 
 def make_episodes(
-    schema: Schema, rows: EncodedRows, cut_time: int | None
+    schema: Schema,
+    rows: EncodedRows,
+    cut_time: int | None,
+    cutting: Cutting = "rule",
+    catalogue: Catalogue | None = None,
+    is_train: bool = True,
 ) -> tuple[Episodes, Dropped]:
     """Return the episodes of all rows, which hold whole tasks in any order, and what was dropped.
 
-    Tasks stand in the order of their hash; rows of a task by (time, row hash), or by row hash alone
-    where the rule is random. `cut_time` is `episodes.at` on the scale of the time column.
+    Tasks stand in the order of their hash; rows of a task by side where it is given, then by (time,
+    row hash), or by row hash alone where the rule is random. `cut_time` is `episodes.at` on the
+    scale of the time column. Negatives come from the catalogue where there is one.
 
     Raises:
-        DataError: a task is longer than max_rows and the rule refuses that.
+        DataError: a task is longer than max_rows and the rule refuses that, two of its rows have
+            one row id, or only some of its rows have a side.
     """
     rule = schema.episodes
+    by_windows = cutting in ("window or rule", "window", "new")
     # One sort brings tasks together and their rows into order; the rest is offsets into it.
-    order_N = _total_order(rows, rule)
+    identity_N = row_identity(schema, rows)
+    order_N = total_order(schema, rows, identity_N, by_windows)
     task_N = rows.task_N[order_N]
     changes = task_N[1:] != task_N[:-1]
     starts_T = np.flatnonzero(np.concatenate([np.ones(min(rows.num_rows, 1), np.bool_), changes]))
     lengths_T = np.diff(starts_T, append=rows.num_rows)
+    if cutting == "rule":
+        ranges, dropped = _by_rule(
+            rule, starts_T, lengths_T, task_N, rows.time_N[order_N], cut_time
+        )
+    else:
+        side_N = rows.side_NS[order_N, 0]
+        support_T, query_T = (
+            np.diff(offsets(side_N == side)[np.append(starts_T, rows.num_rows)])
+            for side in (SUPPORT, QUERY)
+        )
+        ranges, dropped = _by_sides(
+            schema, cutting, _Tasks(starts_T, lengths_T, support_T, query_T), task_N
+        )
+    # Dropped rows fall out here, and are never copied.
+    parts = np.stack([ranges.support_start_T, ranges.query_start_T], axis=1).ravel()
+    lengths = np.stack([ranges.support_T, ranges.query_T], axis=1).ravel()
+    chosen_N = order_N[ragged_indices(parts, lengths)]
+    sampler = Sampler(schema, catalogue, is_train, rows, identity_N) if catalogue else None
+    length_T = ranges.support_T + ranges.query_T
+    return Episodes(rows, chosen_N, length_T, ranges.support_T, sampler), dropped
+
+
+def _by_rule(
+    rule: EpisodeRule,
+    starts_T: Int64,
+    lengths_T: Int64,
+    task_N: npt.NDArray[np.int64],
+    time_N: Int64,
+    cut_time: int | None,
+) -> tuple[_Ranges, Dropped]:
+    """Return the episodes of whole tasks as [episodes] cuts them."""
     first_T, length_T, dropped = _cut(rule, starts_T, lengths_T, task_N)
     # By the rule, which may leave a side empty: `by = time` knows nothing of lengths.
-    support_T = _support_rows(rule, first_T, length_T, rows.time_N[order_N], cut_time)
+    support_T = _support_rows(rule, first_T, length_T, time_N, cut_time)
     # An episode without support cannot adapt, one without query cannot be scored.
     both = (support_T > 0) & (support_T < length_T)
     dropped += Dropped(
         one_sided_episodes=int((~both).sum()),
         one_sided_rows=int(length_T[~both].sum(dtype=np.int64)),
     )
-    first_T, length_T, support_T = first_T[both], length_T[both], support_T[both]
-    # Dropped rows fall out here, and are never copied.
-    chosen_N = order_N[ragged_indices(first_T, length_T)]
-    return Episodes(rows, chosen_N, length_T, support_T), dropped
+    ranges = _Ranges(first_T, support_T, first_T + support_T, length_T - support_T)
+    return ranges.chosen(both), dropped
 
 
-def _total_order(rows: EncodedRows, rule: EpisodeRule) -> Int64:
-    """Return the order by task, then time, then row hash: it is total, for rows equal in all three
-    are equal rows.
+@dataclass(frozen=True)
+class _Tasks:
+    """Whole tasks of the sorted rows, and how many rows of each side they have."""
+
+    start_T: Int64
+    length_T: Int64
+    support_T: Int64
+    query_T: Int64
+
+    def chosen(self, keep_T: npt.NDArray[np.bool_]) -> _Tasks:
+        """Return some of them."""
+        return _Tasks(*(array[keep_T] for array in vars(self).values()))
+
+
+def _by_sides(
+    schema: Schema, cutting: Cutting, tasks: _Tasks, task_N: npt.NDArray[np.int64]
+) -> tuple[_Ranges, Dropped]:
+    """Return the episodes of tasks whose rows have sides; those that sides say nothing of are cut
+    by [episodes], in the order in which they stand.
     """
-    if rule.by == "random":
-        return _order_of_ranks(_ranks(rows.task_hash_N), _ranks(rows.row_hash_N))
-    task_N, time_N = _ranks(rows.task_hash_N), _ranks(rows.time_N)
-    order_N = _order_of_ranks(task_N, time_N)
-    # Few rows share task and time, so only they are sorted by their hash.
-    same = np.diff(task_N[order_N]) == 0
-    same &= np.diff(time_N[order_N]) == 0
-    in_run = np.zeros(len(order_N), dtype=np.bool_)
-    in_run[1:] = same
-    in_run[:-1] |= same
-    places = np.flatnonzero(in_run)
-    run = np.concatenate([[0], np.cumsum(~same)])[places]
-    tied = order_N[places]
-    order_N[places] = tied[np.lexsort((rows.row_hash_N[tied], run))]
-    return order_N
-
-
-def _ranks(values_N: npt.NDArray[Any]) -> Int64:
-    """Return ranks: 0 for the least value, 1 for the next one, and so on; equal values share a
-    rank.
-    """
-    order_N = np.argsort(values_N)
-    ordered = values_N[order_N]
-    ranks_N = np.empty(len(values_N), dtype=np.int64)
-    ranks_N[order_N] = np.concatenate(
-        [np.zeros(min(len(ordered), 1), np.int64), np.cumsum(ordered[1:] != ordered[:-1])]
+    rule = schema.episodes
+    with_query, with_support = tasks.query_T > 0, tasks.support_T > 0
+    none = np.zeros(len(tasks.start_T), dtype=np.bool_)
+    if cutting == "given":
+        ruled = ~with_query & ~with_support
+        partly = ~ruled & (tasks.support_T + tasks.query_T < tasks.length_T)
+        if partly.any():
+            raise DataError(
+                f"task {task_N[tasks.start_T[partly][0]]} has rows whose membership is null beside "
+                "others. Fill in all rows of a task in a split, or none"
+            )
+        keeps = schema.membership is not None and schema.membership.without_support == "keep"
+        sided = with_query & (with_support | keeps)
+        lost = ~ruled & ~sided
+        dropped = Dropped(
+            one_sided_episodes=int(lost.sum()), one_sided_rows=int(tasks.length_T[lost].sum())
+        )
+    else:
+        # A task without rows in the window is none of this split's, and lost nothing here.
+        new = with_query & ~with_support
+        sided = none if cutting == "new" else with_query & with_support
+        ruled = none if cutting == "window" else new
+        dropped = Dropped()
+        if cutting == "window" and schema.splits.new_tasks == "drop":
+            dropped = Dropped(
+                new_tasks=int(new.sum()), new_rows=int(tasks.query_T[new].sum(dtype=np.int64))
+            )
+        short = sided & (tasks.length_T < rule.min_rows)
+        dropped += Dropped(
+            short_tasks=int(short.sum()), short_rows=int(tasks.length_T[short].sum())
+        )
+        sided = sided & ~short
+    most = schema.membership.max_rows if schema.membership else None
+    sides_rule = replace(rule, max_rows=most or rule.max_rows)
+    given, lost_of_sides = _cut_sides(sides_rule, tasks.chosen(sided), task_N)
+    first_T, length_T, lost_of_rule = _cut(
+        rule, tasks.start_T[ruled], tasks.length_T[ruled], task_N
     )
-    return ranks_N
+    support_T = _support_rows(rule, first_T, length_T, np.zeros(0, np.int64), None)
+    by_rule = _Ranges(first_T, support_T, first_T + support_T, length_T - support_T)
+    return given.joined(by_rule), dropped + lost_of_sides + lost_of_rule
 
 
-def _order_of_ranks(first_N: Int64, then_N: Int64) -> Int64:
-    # One key of 64 bits: sorting it (AVX2, AVX-512) is four times as fast as a sort by two keys.
-    order: Int64 = np.argsort((first_N << 32) | then_N)
-    return order
+def _cut_sides(
+    rule: EpisodeRule, tasks: _Tasks, task_N: npt.NDArray[np.int64]
+) -> tuple[_Ranges, Dropped]:
+    """Return the episodes of tasks with given sides, none longer than max_rows.
+
+    A longer task keeps its last support rows, half of max_rows at least; by "episodes" its query
+    rows are then dealt to as few episodes as there is room for, equal but for one row, each with
+    the same support, and by "truncate" the last of them are kept.
+    """
+    most = rule.max_rows
+    too_long = tasks.length_T > most
+    if rule.longer == "refuse":
+        _refuse_long(rule, tasks.start_T, tasks.length_T, task_N)
+    dropped = Dropped()
+    if rule.longer == "drop":
+        dropped = _long(tasks.length_T, too_long)
+        tasks, too_long = tasks.chosen(~too_long), too_long[~too_long]
+    support_T, query_T = tasks.support_T, tasks.query_T
+    parts_T, skipped_T = np.ones_like(query_T), np.zeros_like(query_T)
+    if rule.longer == "truncate":
+        support_T = np.clip(most - query_T, np.minimum(support_T, 1), support_T)
+        skipped_T = np.maximum(query_T - (most - support_T), 0)
+        query_T = query_T - skipped_T
+    elif rule.longer == "episodes":
+        room_T = np.minimum(support_T, np.maximum(most - query_T, most // 2))
+        support_T = np.where(too_long, room_T, support_T)
+        parts_T = -(-query_T // (most - support_T))
+    dropped += Dropped(
+        truncated_rows=int((tasks.length_T - support_T - query_T).sum(dtype=np.int64))
+    )
+    # Support stands before query, old before new on both sides.
+    query_start_T = tasks.start_T + tasks.support_T
+    task_E = np.repeat(np.arange(len(parts_T)), parts_T)
+    part_E = np.arange(len(task_E)) - np.repeat(offsets(parts_T)[:-1], parts_T)
+    first_E = part_E * query_T[task_E] // parts_T[task_E]
+    stop_E = (part_E + 1) * query_T[task_E] // parts_T[task_E]
+    ranges = _Ranges(
+        (query_start_T - support_T)[task_E],
+        support_T[task_E],
+        (query_start_T + skipped_T)[task_E] + first_E,
+        stop_E - first_E,
+    )
+    return ranges, dropped
 
 
 def _cut(
@@ -170,13 +271,12 @@ def _cut(
     short = lengths_T < rule.min_rows
     dropped = Dropped(short_tasks=int(short.sum()), short_rows=int(lengths_T[short].sum()))
     starts_T, lengths_T = starts_T[~short], lengths_T[~short]
-    too_long = lengths_T > rule.max_rows
-    if rule.longer == "refuse" and too_long.any():
-        worst = int(np.argmax(lengths_T))
-        raise DataError(
-            f"task {task_N[starts_T[worst]]} has {lengths_T[worst]:,} rows, episodes.max_rows is "
-            f"{rule.max_rows:,}. Raise it, or set episodes.longer to 'episodes' or 'truncate'"
-        )
+    if rule.longer == "refuse":
+        _refuse_long(rule, starts_T, lengths_T, task_N)
+    if rule.longer == "drop":
+        too_long = lengths_T > rule.max_rows
+        dropped += _long(lengths_T, too_long)
+        return starts_T[~too_long], lengths_T[~too_long], dropped
     # Rows stand from old to new: what is kept is the end.
     if rule.longer == "truncate":
         kept_T = np.minimum(lengths_T, rule.max_rows)
@@ -195,6 +295,25 @@ def _cut(
     return starts_T[task_E] + first_E, stop_E - first_E, dropped
 
 
+def _refuse_long(
+    rule: EpisodeRule, starts_T: Int64, lengths_T: Int64, task_N: npt.NDArray[np.int64]
+) -> None:
+    """Raise DataError for the longest task, if it is longer than max_rows."""
+    if lengths_T.max(initial=0) > rule.max_rows:
+        worst = int(np.argmax(lengths_T))
+        raise DataError(
+            f"task {task_N[starts_T[worst]]} has {lengths_T[worst]:,} rows, episodes.max_rows is "
+            f"{rule.max_rows:,}. Raise it, or set episodes.longer to 'episodes', 'truncate' or "
+            "'drop'"
+        )
+
+
+def _long(lengths_T: Int64, too_long_T: npt.NDArray[np.bool_]) -> Dropped:
+    return Dropped(
+        long_tasks=int(too_long_T.sum()), long_rows=int(lengths_T[too_long_T].sum(dtype=np.int64))
+    )
+
+
 def _support_rows(
     rule: EpisodeRule, first_T: Int64, length_T: Int64, time_N: Int64, cut_time: int | None
 ) -> Int64:
@@ -209,11 +328,3 @@ def _support_rows(
     # Rounded up, but each side keeps a row: a share of 0.1 of 4 rows is 1 query row.
     query_T: Int64 = np.ceil(length_T * (rule.query_share or 0.0)).astype(np.int64)
     return length_T - np.clip(query_T, 1, length_T - 1)
-
-
-def bucket_of(task_hash: npt.NDArray[np.uint64], num_buckets: npt.NDArray[np.uint64]) -> Int64:
-    """Return which of `num_buckets` a task falls into: ranges of its hash, to keep the order of
-    tasks.
-    """
-    # The top 32 bits are enough to spread tasks evenly, and leave room for the product in 64 bits.
-    return ((task_hash >> np.uint64(32)) * num_buckets >> np.uint64(32)).astype(np.int64)

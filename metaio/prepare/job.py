@@ -2,7 +2,7 @@
 
 import os
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +22,10 @@ from metaio.format.shard_writer import ShardWriter
 from metaio.format.writer import DatasetWriter, Provenance, block_cuts, write_dataset
 from metaio.prepare.encode import EncodedRows, Fitted
 from metaio.prepare.episodes import Dropped, make_episodes
+from metaio.prepare.negatives import Catalogue, CatalogueBuilder
 from metaio.prepare.schema import Schema, SparseColumn, features_of
-from metaio.prepare.spool import BucketPlan, plan_buckets
+from metaio.prepare.splits import copies_of_windows
+from metaio.prepare.spool import BucketPlan, plan_buckets, split_by_bucket, take_rows
 from metaio.prepare.survey import Survey
 from metaio.prepare.values import Kind, kind_of, time_of
 
@@ -43,6 +45,9 @@ class PrepareOptions:
     block_rows: int = DEFAULT_BLOCK_ROWS
     compact: bool = False
     overwrite: bool = False
+    # What the manifest says of a ready recipe beside its schema: its name and settings.
+    recipe: dict[str, Any] = field(default_factory=dict)
+    protocol: str = ""
 
 
 class WrittenShard(NamedTuple):
@@ -66,6 +71,8 @@ class Job:
     features: Features
     task_kind: str
     cut_time: int | None
+    # Of negatives; known once all rows are encoded.
+    catalogue: Catalogue | None = None
 
     def open(self, out: str) -> AbstractContextManager[DatasetWriter]:
         """Return the writer of the dataset.
@@ -73,7 +80,7 @@ class Job:
         Raises:
             DataError: it would replace a dataset whose columns held values of another kind.
         """
-        schema, rule = self.schema, self.schema.episodes
+        schema = self.schema
         # Where nothing may be replaced, the writer refuses an old dataset by itself.
         if self.options.overwrite:
             self._check_kinds(out)
@@ -82,12 +89,13 @@ class Job:
             label=schema.label.column,
             seed=schema.seed,
             task_kind=self.task_kind,
-            protocol=f"{rule.by}, {rule.min_rows} to {rule.max_rows} rows",
+            protocol=self.options.protocol or _protocol(schema),
             recipe={
                 "name": "schema",
                 "schema": schema.to_json(),
                 "moments": self.fitted.moments,
                 "kinds": self.fitted.kinds,
+                **self.options.recipe,
             },
         )
         return write_dataset(
@@ -115,6 +123,22 @@ class Job:
                     f"its ids would change. Cast the column to {before}, or remove that dataset"
                 )
 
+    def items(self) -> CatalogueBuilder | None:
+        """Return what gathers the items that negatives are drawn from; None where none are."""
+        if self.schema.negatives is None:
+            return None
+        train = self.fitted.splits.names.index(self.schema.splits.train)
+        return CatalogueBuilder(self.schema, train)
+
+    def dealt(self, rows: EncodedRows) -> list[tuple[int, EncodedRows]]:
+        """Return encoded rows for each bucket that needs any."""
+        splits = self.fitted.splits
+        if splits.window_starts:
+            chosen, split_N, side_N = copies_of_windows(splits, rows.split_N.astype(np.int64))
+            copies = take_rows(rows, chosen)
+            rows = replace(copies, split_N=split_N.astype(np.int32), side_NS=side_N[:, None])
+        return split_by_bucket(self.plan, rows)
+
     def write_shard(
         self, folder: Path, bucket: int, rows: EncodedRows, use: "TableUse"
     ) -> WrittenShard:
@@ -122,10 +146,15 @@ class Job:
 
         Safe to call from several threads, for different buckets.
         """
-        # Cut within the bucket, so that workers need not know each other's episodes.
-        episodes, dropped = make_episodes(self.schema, rows, self.cut_time)
         split = self.plan.split_of(bucket)
-        name, index = self.fitted.split_names[split], bucket - self.plan.of_split(split).start
+        cutting = self.fitted.splits.cutting(self.schema, split)
+        # Cut within the bucket, so that workers need not know each other's episodes.
+        name = self.fitted.splits.names[split]
+        is_train = name == self.schema.splits.train
+        episodes, dropped = make_episodes(
+            self.schema, rows, self.cut_time, cutting, self.catalogue, is_train
+        )
+        index = bucket - self.plan.of_split(split).start
         with ShardWriter(folder, name, index, self.features, self.options.compact) as shard:
             for first, stop in pairwise(
                 block_cuts(episodes.row_lengths_T, self.options.block_rows)
@@ -155,7 +184,7 @@ def make_job(
     Raises:
         DataError: the task column has the wrong type, or `episodes.at` does not suit the time's.
     """
-    rows = [survey.rows_of_split.get(name, 0) for name in fitted.split_names]
+    rows = [survey.rows_of_split.get(name, 0) for name in fitted.splits.names]
     task, at = schema.task.column, schema.episodes.at
     kinds = {column.column: _kind(column, types[column.column]) for column in schema.sparse}
     integer = kind_of(task, types[task], "task") == "integer"
@@ -168,6 +197,19 @@ def make_job(
         task_kind="integer" if integer else "hashed",
         cut_time=time_of(at, types[schema.time.column]) if schema.time and at is not None else None,
     )
+
+
+def _protocol(schema: Schema) -> str:
+    """Return in a few words how rows become episodes."""
+    rule, parts = schema.episodes, []
+    if schema.membership is not None:
+        parts.append("given support and query")
+    if schema.splits.by_time is not None:
+        parts.append("splits by time")
+    parts.append(f"{rule.by}, {rule.min_rows} to {rule.max_rows} rows")
+    if schema.negatives is not None:
+        parts.append(f"{schema.negatives.per_positive} negatives by {schema.negatives.by}")
+    return ", ".join(parts)
 
 
 def _kind(column: SparseColumn, kind: pa.DataType) -> Kind:

@@ -7,18 +7,23 @@ buckets of whole tasks on disk, then sort each bucket and write it as a shard.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
 import pyarrow as pa
 
 from metaio.format.writer import DatasetWriter
-from metaio.prepare.encode import EncodedRows, Encoder, split_names
+from metaio.prepare.encode import EncodedRows, Encoder
 from metaio.prepare.episodes import Dropped, check_some
 from metaio.prepare.job import Job, PrepareOptions, TableUse, WrittenShard, make_job
+from metaio.prepare.negatives import Catalogue
 from metaio.prepare.schema import Schema
 from metaio.prepare.source import DuckSource
-from metaio.prepare.spool import Spool, split_by_bucket
+from metaio.prepare.splits import Splits, resolved, split_names, window_search
+from metaio.prepare.spool import Spool
 from metaio.prepare.survey import Survey, fit, survey_batch, survey_columns
+from metaio.prepare.values import time_values
 
 __all__ = ["PrepareOptions", "Progress", "prepare"]
 
@@ -50,47 +55,77 @@ def prepare(
     with DuckSource(inputs, schema, memory_bytes=memory_bytes, threads=options.threads) as source:
         total = source.survey()
         column = schema.splits.column
+        types = source.arrow_types(schema.columns)
         # The names come first: a row's split is an index into them.
         names = split_names(schema, source.distinct(column) if column else None)
+        splits = _splits(source, schema, names, types)
         survey = _survey(
-            source, schema, names, options.threads, lambda done: tell("looking", done, total)
+            source, schema, splits, options.threads, lambda done: tell("looking", done, total)
         )
-        fitted = fit(schema, survey, names)
-        job = make_job(schema, options, fitted, survey, source.arrow_types(schema.columns))
+        job = make_job(schema, options, fit(schema, survey, splits), survey, types)
         with job.open(out) as writer:
             # Inside the unfinished dataset: on its disk, and gone with it.
             spool = Spool(writer.folder / ".spool", schema)
-            encoder = Encoder(schema, job.fitted)
-            done = 0
-
-            def encode(batch: pa.RecordBatch) -> tuple[int, list[tuple[int, EncodedRows]]]:
-                return batch.num_rows, split_by_bucket(job.plan, encoder.encode(batch))
-
-            for num_rows, parts in _map(options.threads, encode, source.batches(schema.columns)):
-                spool.append(parts)
-                done += num_rows
-                tell("encoding", done, total)
-            spool.flush()
+            job = _encode(job, source, spool, lambda done: tell("encoding", done, total))
             _write_shards(
                 job, writer, spool, source.left_out, lambda done: tell("writing", done, total)
             )
             spool.close()
 
 
+def _encode(job: Job, source: DuckSource, spool: Spool, tell: Callable[[int], None]) -> Job:
+    """Deal all rows to buckets; return the job with the items that they are of, if it needs any."""
+    schema, encoder, items, done = job.schema, Encoder(job.schema, job.fitted), job.items(), 0
+
+    def encode(
+        batch: pa.RecordBatch,
+    ) -> tuple[int, Catalogue | None, list[tuple[int, EncodedRows]]]:
+        rows = encoder.encode(batch)
+        return batch.num_rows, items.of_rows(rows) if items else None, job.dealt(rows)
+
+    batches = source.batches(schema.columns)
+    for num_rows, found, parts in _map(job.options.threads, encode, batches):
+        spool.append(parts)
+        if items is not None and found is not None:
+            items.add(found)
+        done += num_rows
+        tell(done)
+    spool.flush()
+    return job if items is None else replace(job, catalogue=items.merged())
+
+
+def _splits(
+    source: DuckSource, schema: Schema, names: tuple[str, ...], types: dict[str, pa.DataType]
+) -> Splits:
+    """Return the splits, once it is known where their windows of time begin."""
+    if schema.time is None:
+        return Splits(names)
+    search, column = window_search(schema), schema.time.column
+    while search is not None and not search.is_done:
+        batches = source.batches([column])
+        search.narrow(
+            sum(
+                (search.count(time_values(column, batch[column])) for batch in batches),
+                start=np.zeros(1, np.int64),
+            )
+        )
+    return resolved(schema, names, search, types[column])
+
+
 def _survey(
     source: DuckSource,
     schema: Schema,
-    names: tuple[str, ...],
+    splits: Splits,
     threads: int,
     tell: Callable[[int], None],
 ) -> Survey:
     def look(batch: pa.RecordBatch) -> Survey:
-        return survey_batch(schema, batch, names)
+        return survey_batch(schema, batch, splits)
 
     total, done = Survey(), 0
     for part in _map(threads, look, source.batches(survey_columns(schema))):
         total.add(part)
-        done += sum(part.rows_of_split.values())
+        done += part.num_rows
         tell(done)
     return total
 
@@ -108,7 +143,7 @@ def _write_shards(
     def write(bucket: int) -> WrittenShard:
         return job.write_shard(writer.folder, bucket, spool.take(bucket), use)
 
-    for index, name in enumerate(job.fitted.split_names):
+    for index, name in enumerate(job.fitted.splits.names):
         buckets = job.plan.of_split(index)
         largest_bytes = max(max(spool.num_bytes(bucket) for bucket in buckets), 1)
         # A task of two million rows makes a bucket of its own size: then fewer are built at once.
@@ -123,7 +158,7 @@ def _write_shards(
     check_some(num_episodes, dropped)
     job.write_vocabularies(writer.folder)
     # Only what there was: other engines know no files, and must write the same manifest.
-    lost = vars(dropped) | {name: count for name, count in left_out.items() if count}
+    lost = dropped.report() | {name: count for name, count in left_out.items() if count}
     writer.report = {"dropped": lost, "hashed_tables": use.report()}
 
 

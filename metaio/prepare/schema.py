@@ -5,7 +5,7 @@ docs/format.md shows a whole schema. Unknown keys are refused with the nearest k
 """
 
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -14,6 +14,16 @@ from gmeta_keys import Wording, key, parse
 from metaio.errors import SchemaError
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.format.names import NAME_RULE, is_name
+from metaio.prepare.rules import (
+    EpisodeRule,
+    MembershipRule,
+    NegativesRule,
+    RowIdColumn,
+    SplitRule,
+    check_episodes,
+    check_membership,
+    check_splits,
+)
 
 
 @dataclass(frozen=True)
@@ -89,50 +99,21 @@ class TextRule:
 
 
 @dataclass(frozen=True)
-class EpisodeRule:
-    """Which rows of a task are support and which are query.
-
-    by "last": the last `query_rows` are the query. "ratio": the last `query_share`. Both go by
-    [time], or by a seeded shuffle without it. "random": as "last" or "ratio", but shuffled even if
-    there is a time. "time": rows from `at` on are the query.
-    """
-
-    by: Literal["last", "ratio", "random", "time"] = "last"
-    query_rows: int | None = None
-    query_share: float | None = None
-    # In units of the time column, or an ISO date for dates and timestamps.
-    at: float | str | None = None
-    min_rows: int = 2  # smaller tasks are dropped and counted
-    max_rows: int = 4_096  # of an episode
-    longer: Literal["episodes", "truncate", "refuse"] = "episodes"  # truncate keeps the last rows
-
-
-@dataclass(frozen=True)
-class SplitRule:
-    """Which split a row belongs to: a raw column says so, or the hash of its task falls into
-    `shares`.
-
-    Vocabularies, means and deviations are taken from the split `train` alone.
-    """
-
-    column: str | None = None
-    shares: dict[str, float] | None = None
-    train: str = "train"
-
-
-@dataclass(frozen=True)
 class Schema:
     """A whole description."""
 
     task: TaskColumn
     label: LabelColumn
     time: TimeColumn | None = None
+    row_id: RowIdColumn | None = None
     single: tuple[SparseColumn, ...] = ()
     multi: tuple[SparseColumn, ...] = ()
     dense: tuple[DenseColumn, ...] = ()
     text: TextRule | None = None
-    episodes: EpisodeRule = EpisodeRule()
-    splits: SplitRule = SplitRule()
+    episodes: EpisodeRule = field(default_factory=EpisodeRule)
+    splits: SplitRule = field(default_factory=SplitRule)
+    membership: MembershipRule | None = None
+    negatives: NegativesRule | None = None
     seed: int = key(0, "decides shuffles and shares", max=2**64 - 1)
 
     @property
@@ -144,11 +125,28 @@ class Schema:
     def columns(self) -> list[str]:
         """Return every raw column that is read, each once."""
         names = [self.task.column, self.label.column]
-        names += [part.column for part in (self.time,) if part is not None]
+        names += [part.column for part in (self.time, self.row_id) if part is not None]
         names += [part.column for part in self.sparse]
         names += [part.column for part in self.dense]
         names += [self.splits.column] if self.splits.column else []
+        sides = self.membership.column if self.membership else None
+        names += [sides] if sides else []
         return list(dict.fromkeys(names))
+
+    @property
+    def has_sides(self) -> bool:
+        """Tell whether more than [episodes] says which rows are support."""
+        return self.membership is not None or self.splits.by_time is not None
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Tell whether no time says in which order the rows of a task stand."""
+        return self.time is None or self.episodes.by == "random"
+
+    @property
+    def needs_input_order(self) -> bool:
+        """Tell whether nothing but its place in the input tells a row from others of its task."""
+        return self.is_shuffled and self.row_id is None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for the manifest."""
@@ -223,6 +221,8 @@ def _kind_name(option: Any) -> str:
         str: "text", int: "a whole number", float: "a number", bool: "true or false",
         tuple: "a list of tables", dict: "a table of numbers",
     }  # fmt: skip
+    if origin is dict and get_args(option)[1] is str:
+        return "a table of texts"
     return names.get(origin or option, "a table")
 
 
@@ -275,7 +275,8 @@ def _check(schema: Schema) -> None:
                 f"column {label} is the label and a feature: the model would be told the answer. "
                 "Remove the feature"
             )
-    for role, part in (("task", schema.task), ("time", schema.time), ("splits", schema.splits)):
+    parts = {name: getattr(schema, name) for name in ("task", "time", "splits", "membership")}
+    for role, part in parts.items():
         if part is not None and part.column == label:
             raise SchemaError(
                 f"column {label} is the label and the column of [{role}]: rows would be dealt by "
@@ -289,61 +290,28 @@ def _check(schema: Schema) -> None:
             )
     if not 0 <= schema.seed < 1 << 64:
         raise SchemaError(f"seed is {schema.seed}; 0 to 2^64 - 1 is allowed. Change it")
-    _check_episodes(schema)
-    _check_splits(schema.splits)
+    has_time, by = schema.time is not None, schema.episodes.by
+    check_episodes(schema.episodes, has_time)
+    check_splits(schema.splits, has_time, by)
+    if schema.membership is not None:
+        check_membership(schema.membership, by, schema.splits.by_time is not None)
+    _check_negatives(schema)
 
 
-def _check_episodes(schema: Schema) -> None:
-    rule = schema.episodes
-    if rule.by == "time":
-        if rule.at is None or schema.time is None:
+def _check_negatives(schema: Schema) -> None:
+    rule = schema.negatives
+    if rule is None:
+        return
+    if rule.item == schema.task.column:
+        raise SchemaError(
+            f"negatives.item is {rule.item}, which is the task: another item would be another "
+            "task. Name the column that changes within a task"
+        )
+    features = [*(c.column for c in schema.sparse), *(c.column for c in schema.dense)]
+    for name in rule.features:
+        if name not in features:
             raise SchemaError(
-                "episodes.by is time, which needs episodes.at and a [time] column. Add both"
-            )
-    elif (rule.query_rows is None) == (rule.query_share is None):
-        raise SchemaError(
-            f"episodes.by is {rule.by}, which needs query_rows or query_share. Give exactly one "
-            "of them"
-        )
-    if rule.by == "last" and rule.query_rows is None:
-        raise SchemaError(
-            "episodes.by is last, which needs query_rows. Add it, or use by = 'ratio'"
-        )
-    if rule.by == "ratio" and rule.query_share is None:
-        raise SchemaError(
-            "episodes.by is ratio, which needs query_share. Add it, or use by = 'last'"
-        )
-    # Beside the query rows at least one support row must be left.
-    least = 1 + (rule.query_rows or 1)
-    if rule.query_rows is not None and rule.query_rows < 1:
-        raise SchemaError(
-            f"episodes.query_rows is {rule.query_rows}; at least 1 is needed. Raise it"
-        )
-    if not least <= rule.min_rows <= rule.max_rows:
-        raise SchemaError(
-            f"episodes.min_rows is {rule.min_rows} and max_rows is {rule.max_rows}; {least} <= "
-            "min_rows <= "
-            "max_rows is needed, so that each episode has support and query rows. Change them"
-        )
-    if rule.query_share is not None and not 0 < rule.query_share < 1:
-        raise SchemaError(
-            f"episodes.query_share is {rule.query_share}; it must lie between 0 and 1. Change it"
-        )
-
-
-def _check_splits(rule: SplitRule) -> None:
-    if rule.column is not None and rule.shares is not None:
-        raise SchemaError("splits has both column and shares. Give one of them")
-    if rule.shares is not None:
-        total = sum(rule.shares.values())
-        # Tenths do not add up to exactly 1 in binary.
-        if abs(total - 1) > 1e-9 or min(rule.shares.values()) <= 0:
-            raise SchemaError(
-                f"splits.shares add up to {total:g}; positive shares with sum 1 are needed. "
-                "Change them"
-            )
-        if rule.train not in rule.shares:
-            raise SchemaError(
-                f"splits.train is {rule.train}, which is not among the shares "
-                f"{', '.join(rule.shares)}. Add it"
+                f"negatives names the column {name}, which is no [[single]], [[multi]] or "
+                "[[dense]] column: no input would change with the item. Add the column, or take "
+                "the name out"
             )

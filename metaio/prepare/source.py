@@ -22,6 +22,7 @@ from metaio.prepare import parquet_files
 from metaio.prepare.encode import refuse_nulls
 from metaio.prepare.inputs import expand
 from metaio.prepare.schema import Schema, TextRule
+from metaio.prepare.sides import side_of_file, with_side
 from metaio.prepare.text_faults import bad_bytes, fault_of, fields_of, shortened
 from metaio.prepare.text_types import asked_types, declared_types, loss_refusal, revealing_types
 
@@ -62,13 +63,13 @@ class DuckSource:
         self._connection = duckdb.connect()
         self._run(f"SET memory_limit = '{memory_bytes // (1 << 20)}MiB'")
         self._run(f"SET threads = {threads}")
-        # The order is decided later, by sorting; keeping this one would cost memory.
-        self._run("SET preserve_insertion_order = false")
+        # Keeping the order costs memory: only where a row is known by its place alone.
+        self._run(f"SET preserve_insertion_order = {str(schema.needs_input_order).lower()}")
         # Times that name no zone are UTC on every machine.
         self._run("SET TimeZone = 'UTC'")
         # gmeta has its own.
         self._run("SET enable_progress_bar = false")
-        self._time = None if schema.time is None else schema.time.column
+        self._time = schema.time.column if schema.time else None
         self._text = schema.text or TextRule()
         self._folder = tempfile.TemporaryDirectory(prefix="metaio-")  # of unpacked archives
         self._files = expand(inputs, Path(self._folder.name))
@@ -79,6 +80,7 @@ class DuckSource:
         first = self._files.names[0]
         self._types = self._column_types(first)
         self._check_columns(first)
+        self._side_of = {name: side_of_file(schema, name) for name in self._files.names}
         for name in self._files.names[1:]:
             self._check_drift(name)
         if self._files.kind == "Parquet":
@@ -316,27 +318,38 @@ class DuckSource:
     def arrow_types(self, columns: list[str]) -> dict[str, pa.DataType]:
         """Return the types of the columns as Arrow sees them."""
         with self._refused(""):
-            empty = self._connection.sql(f"{self._select(columns)} LIMIT 0").to_arrow_table()
+            empty = self._connection.sql(
+                f"{self._select(columns, self._table)} LIMIT 0"
+            ).to_arrow_table()
         return dict(zip(columns, empty.schema.types, strict=True))
 
     def batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        """Yield all rows, in no particular order, in batches that share nothing."""
-        if self._arrow_gives_the_same:
-            for name in self._files.names:
-                with self._refused(name):
-                    yield from parquet_files.batches(name, columns, _BATCH_ROWS)
+        """Yield all rows in batches that share nothing; in order where the schema needs that."""
+        if not self._arrow_gives_the_same and not any(self._side_of.values()):
+            yield from self._stream(self._select(columns, self._table), "")
             return
-        with self._refused(""):
-            yield from self._connection.sql(self._select(columns)).to_arrow_reader(_BATCH_ROWS)
+        for name in self._files.names:
+            if self._arrow_gives_the_same:
+                with self._refused(name):
+                    found = parquet_files.batches(name, columns, _BATCH_ROWS)
+                    yield from (with_side(batch, self._side_of[name]) for batch in found)
+                continue
+            query = self._select(columns, self._scan([name], self._asked))
+            for batch in self._stream(query, name):
+                yield with_side(batch, self._side_of[name])
 
-    def _select(self, columns: list[str]) -> str:
-        """Return the query for these columns, times of a format as timestamps."""
+    def _stream(self, query: str, name: str) -> Iterator[pa.RecordBatch]:
+        with self._refused(name):
+            yield from self._connection.sql(query).to_arrow_reader(_BATCH_ROWS)
+
+    def _select(self, columns: list[str], table: str) -> str:
+        """Return the query for these columns of a table, times of a format as timestamps."""
         parts = [_name(column) for column in columns]
         rule = self._schema.time
         if rule is not None and rule.format is not None and rule.column in columns:
             name = _name(rule.column)
             parts[columns.index(rule.column)] = f"strptime({name}, {_quote(rule.format)}) AS {name}"
-        return f"SELECT {', '.join(parts)} FROM {self._table}"
+        return f"SELECT {', '.join(parts)} FROM {table}"
 
     @cached_property
     def _arrow_gives_the_same(self) -> bool:

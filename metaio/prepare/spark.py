@@ -8,27 +8,35 @@ import pickle
 import re
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fsspec
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from metaio.errors import DataError
 from metaio.format.writer import DatasetWriter
-from metaio.prepare.encode import EncodedRows, Encoder, refuse_nulls, split_names
+from metaio.prepare.encode import EncodedRows, Encoder, refuse_nulls
 from metaio.prepare.episodes import Dropped, check_some
 from metaio.prepare.job import Job, PrepareOptions, TableUse, WrittenShard, make_job
 from metaio.prepare.schema import Schema
-from metaio.prepare.spool import joined, split_by_bucket
+from metaio.prepare.splits import PLACE, Splits, resolved, split_names, window_search
+from metaio.prepare.spool import joined
 from metaio.prepare.survey import Survey, fit, survey_batch, survey_columns
+from metaio.prepare.values import time_values
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 # Bits of table use travel to the driver with every shard; larger tables are left out of the report.
 _MAX_COUNTED_ROWS = 1 << 17
+# Where a row stands in the input, while Spark moves it about.
+_FILE, _ROW = "file of the row", "row of the file"
+_ROWS_OF_A_FILE = 1 << 40
 _PAYLOAD = pa.schema([("payload", pa.binary())])
 _KEYED = pa.schema([("bucket", pa.int32()), ("payload", pa.binary())])
 
@@ -50,16 +58,97 @@ def prepare_with_spark(
     # As on one machine, names come first: a row's split is an index into them.
     found = [row[0] for row in frame.select(column).distinct().collect()] if column else None
     names = split_names(schema, [str(name) for name in found] if found is not None else None)
-    survey = _survey(frame, schema, names)
     types = dict(zip(schema.columns, _arrow_types(frame, schema), strict=True))
-    job = make_job(schema, options, fit(schema, survey, names), survey, types)
+    splits = _splits(frame, schema, names, types)
+    survey = _survey(frame, schema, splits)
+    job = make_job(schema, options, fit(schema, survey, splits), survey, types)
+    placed, files = _placed(frame, schema)
+    job = _with_items(frame, job)
     with job.open(out) as writer:
-        _write_shards(frame, job, writer, out)
+        _write_shards(placed, files, job, writer, out)
+
+
+def _with_items(frame: "DataFrame", job: Job) -> Job:
+    """Return the job with the items that negatives are drawn from, if it needs any."""
+
+    def look(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        encoder, own = Encoder(job.schema, job.fitted), job.items()
+        if own is not None:
+            for batch in batches:
+                own.add(own.of_rows(encoder.encode(batch)))
+            yield _payload([pickle.dumps(own.merged())])
+
+    items = job.items()
+    if items is None:
+        return job
+    columns = frame.select(_quoted(job.schema.columns))
+    for part in _collect(columns.mapInArrow(look, "payload binary")):
+        items.add(part)
+    return replace(job, catalogue=items.merged())
+
+
+def _placed(frame: "DataFrame", schema: Schema) -> tuple["DataFrame", list[str]]:
+    """Return the columns that are read, where the schema needs the order of the input with each
+    row's file and place in it, and the names of the files in order.
+
+    Raises:
+        DataError: the rows have no order, since they are not those of Parquet files.
+    """
+    from pyspark.errors import AnalysisException
+    from pyspark.sql import functions
+
+    columns = frame.select(_quoted(schema.columns))
+    if not schema.needs_input_order:
+        return columns, []
+    origin = [functions.col("_metadata.file_path"), functions.col("_metadata.row_index")]
+    try:
+        files = [row[0] for row in frame.select(origin[0]).distinct().collect()]
+        placed = frame.select(
+            *_quoted(schema.columns), origin[0].alias(_FILE), origin[1].alias(_ROW)
+        )
+    except AnalysisException as error:
+        raise DataError(
+            "the rows of a task are shuffled by their place in the input, but this DataFrame is no "
+            "Parquet file as it was read, and has no order. Name a column that tells rows apart "
+            "under [row_id]"
+        ) from error
+    return placed, sorted(files)
+
+
+def _splits(
+    frame: "DataFrame", schema: Schema, names: tuple[str, ...], types: dict[str, pa.DataType]
+) -> Splits:
+    """Return the splits, once it is known where their windows of time begin."""
+    if schema.time is None:
+        return Splits(names)
+    search, column = window_search(schema), schema.time.column
+    while search is not None and not search.is_done:
+        # Of this pass alone: it is sent to the workers as it is now.
+        counter = pickle.dumps(search)
+
+        def count(
+            batches: Iterator[pa.RecordBatch], counter: bytes = counter
+        ) -> Iterator[pa.RecordBatch]:
+            own = pickle.loads(counter)
+            total = sum(
+                (own.count(time_values(column, batch[column])) for batch in batches),
+                start=np.zeros(1, np.int64),
+            )
+            yield _payload([pickle.dumps(total)])
+
+        parts = _collect(frame.select(_quoted([column])).mapInArrow(count, "payload binary"))
+        search.narrow(sum(parts, start=np.zeros(1, np.int64)))
+    return resolved(schema, names, search, types[column])
 
 
 def _check_frame(frame: "DataFrame", schema: Schema) -> None:
     from pyspark.sql import functions
 
+    if schema.membership is not None and schema.membership.by_files:
+        raise DataError(
+            "membership by file names is for one machine: a DataFrame has rows, not files. Add a "
+            "column that says support or query, and name it under [membership]"
+        )
     if schema.time is not None and schema.time.format is not None:
         raise DataError(
             f"time.format is {schema.time.format!r}, which Spark does not know. Make the column a "
@@ -115,11 +204,11 @@ def _payload(payloads: list[bytes]) -> pa.RecordBatch:
     return pa.record_batch([pa.array(payloads, pa.binary())], schema=_PAYLOAD)
 
 
-def _survey(frame: "DataFrame", schema: Schema, names: tuple[str, ...]) -> Survey:
+def _survey(frame: "DataFrame", schema: Schema, splits: Splits) -> Survey:
     def look(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         own = Survey()
         for batch in batches:
-            own.add(survey_batch(schema, batch, names))
+            own.add(survey_batch(schema, batch, splits))
         yield _payload([pickle.dumps(own)])
 
     total = Survey()
@@ -129,11 +218,11 @@ def _survey(frame: "DataFrame", schema: Schema, names: tuple[str, ...]) -> Surve
     return total
 
 
-def _write_shards(frame: "DataFrame", job: Job, writer: DatasetWriter, out: str) -> None:
+def _write_shards(
+    frame: "DataFrame", files: list[str], job: Job, writer: DatasetWriter, out: str
+) -> None:
     num_buckets = sum(job.plan.buckets_of_split)
-    keyed = frame.select(_quoted(job.schema.columns)).mapInArrow(
-        _encoder(job), "bucket int, payload binary"
-    )
+    keyed = frame.mapInArrow(_encoder(job, files), "bucket int, payload binary")
     # A task per bucket; the sort keeps a bucket's batches together where two share a task.
     dealt = keyed.repartition(num_buckets, "bucket").sortWithinPartitions("bucket")
     # Workers write beside the manifest that does not exist yet, so nothing can be read too early.
@@ -141,7 +230,7 @@ def _write_shards(frame: "DataFrame", job: Job, writer: DatasetWriter, out: str)
     written = _collect(dealt.mapInArrow(_shard_writer(job, target), "payload binary"))
     found = {shard.bucket: (shard, use) for shard, use in written}
     dropped, use, num_episodes = Dropped(), TableUse(job, _MAX_COUNTED_ROWS), 0
-    for index, name in enumerate(job.fitted.split_names):
+    for index, name in enumerate(job.fitted.splits.names):
         for bucket in job.plan.of_split(index):
             # Spark starts no task for a bucket without rows; its shard is empty but exists.
             none = joined(job.schema, [])
@@ -152,15 +241,21 @@ def _write_shards(frame: "DataFrame", job: Job, writer: DatasetWriter, out: str)
             use.merge(own_use)
     check_some(num_episodes, dropped)
     job.write_vocabularies(writer.folder)
-    writer.report = {"dropped": vars(dropped), "hashed_tables": use.report()}
+    writer.report = {"dropped": dropped.report(), "hashed_tables": use.report()}
 
 
-def _encoder(job: Job) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+def _encoder(
+    job: Job, files: list[str]
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def encode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         encoder = Encoder(job.schema, job.fitted)
         for batch in batches:
+            if files:
+                file = pc.index_in(batch[_FILE], value_set=pa.array(files)).cast(pa.int64())
+                place = pc.add(pc.multiply(file, _ROWS_OF_A_FILE), batch[_ROW])
+                batch = batch.append_column(PLACE, place)
             # A few large values instead of many small rows: Spark's shuffle just copies them.
-            parts = split_by_bucket(job.plan, encoder.encode(batch))
+            parts = job.dealt(encoder.encode(batch))
             buckets = pa.array([bucket for bucket, _ in parts], pa.int32())
             payloads = pa.array([pickle.dumps(rows) for _, rows in parts], pa.binary())
             yield pa.record_batch([buckets, payloads], schema=_KEYED)

@@ -8,13 +8,20 @@ import numpy as np
 import numpy.typing as npt
 
 from metaio.prepare.encode import EncodedRows, allocate
-from metaio.prepare.episodes import bucket_of
 from metaio.prepare.schema import Schema
 from metaio.ragged import Int64, offsets, ragged_indices, row_sums
 
 # Rows gathered before they go to the files of their buckets: fewer, longer writes.
 _FLUSH_ROWS = 131_072
 _Part = tuple[int, EncodedRows]  # a bucket and some of its rows
+
+
+def bucket_of(task_hash: npt.NDArray[np.uint64], num_buckets: npt.NDArray[np.uint64]) -> Int64:
+    """Return which of `num_buckets` a task falls into: ranges of its hash, to keep the order of
+    tasks.
+    """
+    # The top 32 bits are enough to spread tasks evenly, and leave room for the product in 64 bits.
+    return ((task_hash >> np.uint64(32)) * num_buckets >> np.uint64(32)).astype(np.int64)
 
 
 @dataclass(frozen=True)

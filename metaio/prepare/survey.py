@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from metaio.errors import DataError
-from metaio.prepare.encode import Fitted, as_lists, dense_input, split_of, task_keys
+from metaio.prepare.encode import Fitted, as_lists, dense_input, task_keys
 from metaio.prepare.schema import Schema
+from metaio.prepare.splits import Splits, rows_of_splits, split_of
 from metaio.prepare.values import integer_values, kind_of
 
 # Rounding gives a constant column a deviation of up to so much of its mean.
@@ -28,12 +29,15 @@ class Survey:
     sum of squared deviations from it.
     """
 
+    num_rows: int = 0
+    # Rows of each split's buckets; a row may be in several.
     rows_of_split: dict[str, int] = field(default_factory=dict)
     counts: dict[str, list[pa.Table]] = field(default_factory=dict)  # table -> (value, count)
     moments: dict[str, tuple[int, float, float]] = field(default_factory=dict)
 
     def add(self, other: "Survey") -> None:
         """Add the counts of other rows."""
+        self.num_rows += other.num_rows
         for name, rows in other.rows_of_split.items():
             self.rows_of_split[name] = self.rows_of_split.get(name, 0) + rows
         for table, parts in other.counts.items():
@@ -49,19 +53,20 @@ def survey_columns(schema: Schema) -> list[str]:
     """Return the raw columns that a survey reads."""
     names = [schema.task.column]
     names += [schema.splits.column] if schema.splits.column else []
+    names += [schema.time.column] if schema.time and schema.splits.by_time else []
     names += [column.column for column in schema.sparse if column.vocabulary is not None]
     names += [column.column for column in schema.dense if column.standardise]
     return list(dict.fromkeys(names))
 
 
-def survey_batch(schema: Schema, batch: pa.RecordBatch, names: tuple[str, ...]) -> Survey:
+def survey_batch(schema: Schema, batch: pa.RecordBatch, splits: Splits) -> Survey:
     """Return the survey of one batch; it must have no nulls in the task and split columns."""
     task_hash, _ = task_keys(schema, batch)
-    splits = split_of(schema, batch, task_hash, names)
-    counts = np.bincount(splits, minlength=len(names)).tolist()
-    found = Survey(rows_of_split=dict(zip(names, counts, strict=True)))
+    split_N = split_of(schema, splits, batch, task_hash)
+    counts = rows_of_splits(splits, split_N)
+    found = Survey(batch.num_rows, dict(zip(splits.names, counts, strict=True)))
     # What is learnt from the data is learnt from training rows alone, or evaluation would leak.
-    train = batch.filter(pa.array(splits == names.index(schema.splits.train)))
+    train = batch.filter(pa.array(split_N == splits.names.index(schema.splits.train)))
     for column in schema.sparse:
         if column.vocabulary is None:
             continue
@@ -106,7 +111,7 @@ def _merge(parts: list[pa.Table]) -> pa.Table:
     return pa.table({"value": merged["value"], "count": merged["count_sum"]})
 
 
-def fit(schema: Schema, survey: Survey, names: tuple[str, ...]) -> Fitted:
+def fit(schema: Schema, survey: Survey, splits: Splits) -> Fitted:
     """Return vocabularies in the order of their values, and the moments of dense columns.
 
     Raises:
@@ -115,7 +120,7 @@ def fit(schema: Schema, survey: Survey, names: tuple[str, ...]) -> Fitted:
     if not survey.rows_of_split.get(schema.splits.train):
         raise DataError(
             f"the train split {schema.splits.train} has no rows; the splits found are "
-            f"{', '.join(names)}. Set splits.train to one of them"
+            f"{', '.join(splits.names)}. Set splits.train to one of them"
         )
     least = {c.table_name: c.vocabulary for c in schema.sparse if c.vocabulary is not None}
     vocabularies = {}
@@ -126,7 +131,7 @@ def fit(schema: Schema, survey: Survey, names: tuple[str, ...]) -> Fitted:
         vocabularies[table] = kept.take(pc.sort_indices(kept))
     # A table that several columns share learns from all of them: they were counted together.
     moments = {name: _mean_and_deviation(*known) for name, known in survey.moments.items()}
-    return Fitted(vocabularies, moments, names)
+    return Fitted(vocabularies, moments, splits)
 
 
 def _mean_and_deviation(count: int, mean: float, squares: float) -> tuple[float, float]:

@@ -135,8 +135,8 @@ def _ordered_bits(values: npt.NDArray[np.float64]) -> Int64:
     return np.where(bits < 0, bits ^ np.int64(0x7FFFFFFFFFFFFFFF), bits)
 
 
-def time_of(value: float | str, kind: pa.DataType) -> int:
-    """Return a time written in the schema, on the scale of `time_values`.
+def time_of(value: float | str, kind: pa.DataType, key: str = "episodes.at") -> int:
+    """Return a time written in the schema under `key`, on the scale of `time_values`.
 
     Raises:
         DataError: it cannot be read as the column's type.
@@ -153,7 +153,7 @@ def time_of(value: float | str, kind: pa.DataType) -> int:
         return int(time_values("at", pa.array([value]).cast(kind))[0])
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise DataError(
-            f"episodes.at is {value!r}, which is no value of type {kind} ({error}). Correct it"
+            f"{key} is {value!r}, which is no value of type {kind} ({error}). Correct it"
         ) from error
 
 

@@ -160,6 +160,19 @@ def _plain_movies(folder: Path) -> Movies:
     return movies
 
 
+def read_titles(folder: Path) -> dict[int, tuple[str, str, list[str]]]:
+    """Return title, year and genres by movie id, from movies.dat."""
+    found = {}
+    for movie, title, genres in _lines(folder / "movies.dat", 3):
+        year = _YEAR.search(title)
+        found[int(movie)] = (
+            _YEAR.sub("", title).strip(),
+            year.group(1) if year else "",
+            genres.split("|"),
+        )
+    return found
+
+
 def read_vocabulary(folder: Path, name: str) -> list[str] | None:
     """Return MeLU's list of values (m_NAME.txt, one a line), or None where the file is absent."""
     path = folder / f"m_{name}.txt"

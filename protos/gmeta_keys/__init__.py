@@ -97,9 +97,9 @@ def _converted(
             tables = [parse(inner[0], part, wording, f"{name}.") for part in value]  # type: ignore
             return tuple(tables)
     if origin is dict and isinstance(value, Mapping):
-        numbers = [_converted(name, inner[1], bounds, entry, wording) for entry in value.values()]
-        finite = all(number is not None and math.isfinite(number) for number in numbers)
-        return value if finite else None
+        found = [_converted(name, inner[1], bounds, entry, wording) for entry in value.values()]
+        fit = (isinstance(one, str) or (one is not None and math.isfinite(one)) for one in found)
+        return value if all(fit) else None
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return parse(kind, value, wording, f"{name}.")  # type: ignore[arg-type]
     # TOML's 1 is a fine rate; true is not, though Python counts it among the integers.

@@ -1,11 +1,14 @@
 """Holds a learner's step to the loop over tasks: the same loss and gradients, float64, 1e-10."""
 
 import random
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.batches.config import LabelPrior, SupportFeaturesConfig
+from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta.build import build_learner
 from gmeta_models import ModelConfig
 from tests import reference
@@ -20,18 +23,27 @@ def assert_equals_loop(
     loss: str = "bce",
     seed: int = 0,
     shared_table: bool = False,
+    huber_delta: float = 1.0,
+    support_features: SupportFeaturesConfig | None = None,
 ) -> None:
     """Loss and every gradient of a step of `algorithm` equal those of the loop running `slow`.
 
     `sizes` are the support and query rows of each task, `columns` the numbers of single-id,
-    multi-id and dense ones. DIN gets its history; learned rates are made to differ.
+    multi-id and dense ones. DIN gets its history; learned rates are made to differ. The loop sees
+    statistics of support rows as dense columns.
     """
     rng = random.Random(seed)
     torch.manual_seed(seed)
     history = model_config.name == "din"
     features = reference.some_features(*columns, shared_table and not history, history)
     tasks = [reference.random_task(features, support, query, rng) for support, query in sizes]
-    learner = build_learner(features, model_config, algorithm, loss).to(torch.float64)
+    batch = reference.batch_of(tasks, features)
+    statistics = NO_STATISTICS
+    if support_features is not None:
+        statistics = SupportStatistics.of(support_features, features, LabelPrior(0.4, 0.5))
+    learner = build_learner(features, model_config, algorithm, loss, huber_delta, statistics).to(
+        torch.float64
+    )
     model = learner.model
     tables = {
         table.name: torch.randn(
@@ -43,11 +55,15 @@ def assert_equals_loop(
     for rate in rates:
         rate.data.uniform_(0.02, 0.1)
     by_name = reference.rates_by_name(learner, features)
-    expected = reference.outer_loss(model, tables, features, tasks, slow, loss, by_name)
+    dense = statistics.widened(batch).dense_NK.split(batch.row_offsets_T1.diff().tolist())
+    seen = [replace(task, dense=rows.tolist()) for task, rows in zip(tasks, dense, strict=True)]
+    columns_seen = replace(features, dense=(*features.dense, *statistics.names))
+    expected = reference.outer_loss(
+        model, tables, columns_seen, seen, slow, loss, by_name, huber_delta
+    )
     parameters = [*model.parameters(), *tables.values(), *rates]
     expected_grads = torch.autograd.grad(expected, parameters, allow_unused=True)
 
-    batch = reference.batch_of(tasks, features)
     rows_UD = torch.cat(
         [
             table[ids]

@@ -57,12 +57,13 @@ def compare(
     embeddings=st.booleans(),
     pooling=st.sampled_from(["mean", "sum"]),
     interaction=st.sampled_from(["dot", "cat"]),
-    loss=st.sampled_from(["bce", "mse", "huber"]),
+    loss=st.sampled_from(["bce", "mse", "huber", "mae"]),
     prior=st.sampled_from([0.0, 2.5]),
     seed=st.integers(0, 10_000),
     shared_table=st.booleans(),
     path=st.sampled_from(["auto", "low_rank", "materialised"]),
     rates=st.sampled_from(["layer", "output", "weight"]),
+    bias_rate=st.sampled_from([1.0, 0.0, 4.0]),
 )
 def test_any_shape_gives_the_loss_and_gradients_of_the_loop(
     sizes: list[tuple[int, int]],
@@ -79,9 +80,12 @@ def test_any_shape_gives_the_loss_and_gradients_of_the_loop(
     shared_table: bool,
     path: InnerPath,
     rates: LearnedRates,
+    bias_rate: float,
 ) -> None:
     if model == "din":
         columns = (columns[0], max(columns[1], 1), columns[2])
+    if model == "dlrm" and columns == (1, 0, 0):
+        columns = (2, 0, 0)  # a single vector has no pair for dot products
     config = ModelConfig(
         name=model,
         embedding_dim=4,
@@ -101,6 +105,7 @@ def test_any_shape_gives_the_loss_and_gradients_of_the_loop(
         adapt_embeddings=embeddings,
         inner_path="auto" if rates == "weight" else path,
         learned_rates=rates,
+        bias_rate=1.0 if name == "reptile" else bias_rate,
     )
     compare(sizes, columns, config, algorithm, loss, seed, shared_table)
 
@@ -333,4 +338,23 @@ def test_episodes_of_another_arrangement_are_refused() -> None:
     # Of one learner either arrangement is the same step.
     torch.testing.assert_close(
         fused(rows_UD, arranged, 1.0), fused(rows_UD, general.arrange(batch), 1.0)
+    )
+
+
+def test_the_last_bias_has_a_rate_of_its_own_only_where_it_adapts() -> None:
+    model = build_model(
+        ModelConfig(name="melu", embedding_dim=4, hidden=(5, 3)), InputSizes(1, 0, 0)
+    )
+    config = AlgorithmConfig(adapt_layers=("decision.0", "decision.2"), bias_rate=5.0)
+    with pytest.raises(ValueError) as raised:
+        MetaLearner(model, config, "mse")
+    assert str(raised.value) == (
+        "algorithm.bias_rate = 5.0, but the last layer, decision.4, does not adapt. Add it to "
+        "algorithm.adapt_layers, or leave bias_rate at 1"
+    )
+    with pytest.raises(ValueError) as raised:
+        MetaLearner(model, AlgorithmConfig("reptile", bias_rate=5.0), "mse")
+    assert str(raised.value) == (
+        'algorithm.bias_rate = 5.0 with algorithm.name = "reptile": Reptile takes one rate for all '
+        'that adapts. Leave bias_rate out, or set algorithm.name = "maml" or "fomaml"'
     )

@@ -3,28 +3,54 @@
 import pytest
 import torch
 
-from gmeta.adaptation.losses import row_losses_N, row_slopes_N
+from gmeta.adaptation.losses import LossFunction, row_losses_N, row_slopes_N
+
+LOSSES = [
+    LossFunction("bce"),
+    LossFunction("mse"),
+    LossFunction("mae"),
+    LossFunction("huber"),
+    LossFunction("huber", 0.3),
+    LossFunction("huber", 4.0),
+]
 
 
-@pytest.mark.parametrize("kind", ["bce", "mse", "huber"])
-def test_slopes_and_curvatures_are_the_derivatives_of_the_loss(kind: str) -> None:
+@pytest.mark.parametrize("loss", LOSSES)
+def test_slopes_and_curvatures_are_the_derivatives_of_the_loss(loss: LossFunction) -> None:
     output_N = torch.linspace(-30.0, 30.0, 400, dtype=torch.float64, requires_grad=True)
     label_N = (torch.arange(400) % 2).float()
-    loss = row_losses_N(kind, output_N, label_N).sum()
-    (slope_N,) = torch.autograd.grad(loss, output_N, create_graph=True)
+    total = row_losses_N(loss, output_N, label_N).sum()
+    (slope_N,) = torch.autograd.grad(total, output_N, create_graph=True)
     (curvature_N,) = torch.autograd.grad(slope_N.sum(), output_N)
     seen_N = output_N.detach()
     torch.testing.assert_close(
-        row_slopes_N(kind, seen_N, label_N), slope_N.detach(), rtol=0, atol=1e-12
+        row_slopes_N(loss, seen_N, label_N), slope_N.detach(), rtol=0, atol=1e-12
     )
-    written_N = row_slopes_N(kind, output_N, label_N)
+    written_N = row_slopes_N(loss, output_N, label_N)
     (of_written_N,) = torch.autograd.grad(written_N.sum(), output_N)
     torch.testing.assert_close(of_written_N, curvature_N, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["bce", "mse", "huber"])
-def test_derivatives_leave_what_they_are_given_as_it_is(kind: str) -> None:
+@pytest.mark.parametrize("loss", LOSSES)
+def test_derivatives_leave_what_they_are_given_as_it_is(loss: LossFunction) -> None:
     output_N, label_N = torch.tensor([0.5, -2.0]), torch.tensor([1.0, 0.0])
-    row_slopes_N(kind, output_N, label_N)
+    row_slopes_N(loss, output_N, label_N)
     assert output_N.tolist() == [0.5, -2.0]
     assert label_N.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "errors", "expected"),
+    [
+        (LossFunction("mse"), [-2.0, 0.0, 0.5], [4.0, 0.0, 0.25]),
+        (LossFunction("mae"), [-2.0, 0.0, 0.5], [2.0, 0.0, 0.5]),
+        (LossFunction("huber"), [-2.0, 0.0, 0.5], [1.5, 0.0, 0.125]),
+        (LossFunction("huber", 0.5), [-2.0, 0.25, 0.5], [0.875, 0.03125, 0.125]),
+    ],
+)
+def test_losses_of_ratings_are_those_of_their_definitions(
+    loss: LossFunction, errors: list[float], expected: list[float]
+) -> None:
+    label_N = torch.full((3,), 3.0)
+    found_N = row_losses_N(loss, label_N + torch.tensor(errors), label_N)
+    assert found_N.tolist() == expected

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import gmeta
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
 from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.batches.config import SupportFeaturesConfig
 from gmeta.cli import app
 from gmeta.commands.work.predict import OUTPUT_COLUMNS
 from gmeta.errors import UserError
@@ -88,6 +89,24 @@ def test_every_model_and_algorithm_can_be_served(
         model=ModelConfig(model, 4, hidden=(8,), bottom=(8,), history="seen", attention=(4,)),
     )
     assert_as_one_by_one(gmeta.load(tmp_path), num_rows=40, num_tasks=4)
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_statistics_of_support_rows_are_served(tmp_path: Path, model: str) -> None:
+    write_random_model(
+        tmp_path,
+        algorithm=AlgorithmConfig(inner_steps=2, inner_lr=0.3),
+        model=ModelConfig(model, 4, hidden=(8,), bottom=(8,), history="seen", attention=(4,)),
+        support_features=SupportFeaturesConfig(
+            task=True, columns=("city", "tags"), label_prior=(0.5, 0.5)
+        ),
+    )
+    served = gmeta.load(tmp_path)
+    assert_as_one_by_one(served, num_rows=40, num_tasks=4)
+    # What a task's rows share with its support is found for rows that come later, one at a time.
+    adapted, query = served.adapt(random_rows(9, seed=1)), random_rows(5, seed=2)
+    alone = torch.cat([adapted.predict(query.slice(row, 1)) for row in range(5)])
+    torch.testing.assert_close(alone, adapted.predict(query), rtol=0, atol=1e-6)
 
 
 def test_a_task_adapts_by_gradient_descent_on_its_support_rows(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import gmeta
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.adaptation.layer_change import LowRankChange, MaterialisedChange
+from gmeta.batches.config import SupportFeaturesConfig
 from gmeta.serving.model import ServedModel
 from gmeta.serving.rows import join_rows, split_rows
 from gmeta.serving.states import AdaptedTensors, TaskState, split, stacked
@@ -20,10 +21,15 @@ from tests.exported import random_rows, write_random_model
 SIZES = (5, 0, 1, 9, 3)  # support rows of each task
 
 
-def served(folder: Path, algorithm: AlgorithmConfig, model: str = "dlrm") -> ServedModel:
+def served(
+    folder: Path,
+    algorithm: AlgorithmConfig,
+    model: str = "dlrm",
+    statistics: SupportFeaturesConfig | None = None,
+) -> ServedModel:
     history = "seen" if model == "din" else ""
     config = ModelConfig(name=model, embedding_dim=4, hidden=(16,), bottom=(8,), history=history)
-    write_random_model(folder, algorithm=algorithm, model=config)
+    write_random_model(folder, algorithm=algorithm, model=config, support_features=statistics)
     return gmeta.load(folder)
 
 
@@ -38,7 +44,19 @@ def test_tasks_adapted_together_predict_as_alone(
     tmp_path: Path, model: str, algorithm: str
 ) -> None:
     rates = AlgorithmConfig(name=algorithm, inner_steps=2, inner_lr=0.3)
-    found = served(tmp_path / "model", rates, model)
+    assert_together_as_alone(served(tmp_path / "model", rates, model))
+
+
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_tasks_keep_what_statistics_of_their_support_ask_for(
+    tmp_path: Path, embeddings: bool
+) -> None:
+    rates = AlgorithmConfig(inner_steps=2, inner_lr=0.3, adapt_embeddings=embeddings, bias_rate=0.5)
+    statistics = SupportFeaturesConfig(task=True, columns=("city", "tags"), label_prior=(0.5, 0.5))
+    assert_together_as_alone(served(tmp_path / "model", rates, statistics=statistics))
+
+
+def assert_together_as_alone(found: ServedModel) -> None:
     support, query = random_rows(sum(SIZES), seed=1), random_rows(20, seed=2)
     supports, queries = cut(support, SIZES), cut(query, (4, 6, 1, 2, 7))
     states = found.adapt_encoded(found.encode(support, "support", True), SIZES)
@@ -69,6 +87,7 @@ def test_a_state_is_as_small_as_its_task(tmp_path: Path) -> None:
         tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         for change in small.changes.values()
         for tensor in vars(change).values()
+        if isinstance(tensor, torch.Tensor)
     )
 
 
@@ -77,7 +96,9 @@ def random_state(generator: torch.Generator, kind: str, num_rows: int, keys: int
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     change = {
-        "low_rank": lambda: {"layer": LowRankChange(drawn(1, num_rows, 3), drawn(1, num_rows, 2))},
+        "low_rank": lambda: {
+            "layer": LowRankChange(drawn(1, num_rows, 3), drawn(1, num_rows, 2), bias_rate=0.5)
+        },
         "matrix": lambda: {"layer": MaterialisedChange(drawn(1, 3, 2), drawn(1, 1, 2))},
         "none": dict,
     }[kind]()
@@ -131,4 +152,4 @@ def test_rows_are_cut_and_joined(tmp_path: Path) -> None:
 
 def test_nothing_adapted_is_a_batch_of_nothing() -> None:
     none = torch.zeros(0, dtype=torch.int64)
-    assert split(AdaptedTensors({}, {}, torch.zeros(0, 4), none, none), 0) == []
+    assert split(AdaptedTensors({}, {}, torch.zeros(0, 4), none, none, []), 0) == []

@@ -23,8 +23,9 @@ from gmeta.adaptation.algorithms.algorithm import Algorithm
 from gmeta.adaptation.losses import weighted_sum
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
+    from gmeta.adaptation.config import AlgorithmConfig
     from gmeta.adaptation.general_loop import GeneralLoop
     from gmeta.adaptation.rows.sides import Sides, WorkingRows
 
@@ -45,4 +46,19 @@ def reptile_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -
     return shown + pull - pull.detach()
 
 
-REPTILE = Algorithm(reptile_loss_sum, learns_from="support")
+def one_rate(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
+    """Return the config as it stands: theta - theta_t is a gradient only at one rate for all.
+
+    Raises:
+        ValueError: the last bias has a rate of its own.
+    """
+    if config.bias_rate != 1.0:
+        raise ValueError(
+            f'algorithm.bias_rate = {config.bias_rate} with algorithm.name = "reptile": Reptile '
+            "takes one rate for all that adapts. Leave bias_rate out, or set algorithm.name = "
+            '"maml" or "fomaml"'
+        )
+    return config
+
+
+REPTILE = Algorithm(reptile_loss_sum, preset=one_rate, learns_from="support")

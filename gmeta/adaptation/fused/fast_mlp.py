@@ -61,8 +61,9 @@ class FastMlp(AdaptedMlp):
             LayerUpdate(
                 tuple(at for at, path in enumerate(paths) if path == "low_rank"),
                 tuple(at for at, path in enumerate(paths) if path == "materialised"),
+                bias_rate=bias_rate,
             )
-            for paths in self.paths
+            for paths, bias_rate in zip(self.paths, self.bias_rates, strict=True)
         )
 
     def _layers(self, rows: PaddedRows) -> _Layers:

@@ -49,6 +49,7 @@ class LayerUpdate(NamedTuple):
     materialised: tuple[int, ...]  # rectangles that keep a matrix
     factors: tuple[Factors, ...] = ()
     matrices: tuple[Matrix, ...] = ()  # none before the first step
+    bias_rate: float = 1.0  # c, by how much faster than its weights the layer's bias adapts
 
     @property
     def flat(self) -> list[Tensor]:
@@ -63,12 +64,12 @@ class LayerUpdate(NamedTuple):
         if self.materialised:
             before = [tensor for matrix in matrices for tensor in matrix]
             mine = tuple(support[at] for at in self.materialised)
-            found = _AddStep.apply(mine, activations_SI, scaled_SO, *before)
+            found = _AddStep.apply(mine, self.bias_rate, activations_SI, scaled_SO, *before)
             matrices = tuple(map(Matrix, found[::2], found[1::2]))
         return self._replace(factors=factors, matrices=matrices)
 
     def subtract(self, out_NO: Tensor, rows_NI: Tensor, sides: Sides) -> Saved:
-        """Take what the steps took from the outputs of rows x: out -= (x A^T + 1) a G."""
+        """Take what the steps took from the outputs of rows x: out -= (x A^T + c) a G."""
         for at, matrix in zip(self.materialised, self.matrices, strict=False):
             out, rows = sides[0][at].of(out_NO), sides[0][at].of(rows_NI)
             out.add_(_times(rows, matrix.weight_TIO)).add_(matrix.bias_T1O)
@@ -77,7 +78,8 @@ class LayerUpdate(NamedTuple):
             saved.append([])
             for at in self.low_rank:
                 mine, support = sides[0][at], sides[1][at]
-                spread = torch.bmm(mine.of(rows_NI), support.of(step.activations_SI).mT).add_(1.0)
+                spread = torch.bmm(mine.of(rows_NI), support.of(step.activations_SI).mT)
+                spread.add_(self.bias_rate)
                 mine.of(out_NO).baddbmm_(spread, support.of(step.scaled_grads_SO), alpha=-1)
                 saved[-1].append(spread)
         return saved
@@ -170,14 +172,19 @@ class _AddStep(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, support: Rectangles, activations_SI: Tensor, scaled_SO: Tensor, *before: Tensor
+        ctx: Any,
+        support: Rectangles,
+        bias_rate: float,
+        activations_SI: Tensor,
+        scaled_SO: Tensor,
+        *before: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.support = support
+        ctx.support, ctx.bias_rate = support, bias_rate
         ctx.save_for_backward(activations_SI, scaled_SO)
         found: list[Tensor] = []
         for number, mine in enumerate(support):
             activations, scaled = mine.of(activations_SI).mT, mine.of(scaled_SO)
-            bias_T1O = scaled.sum(dim=1, keepdim=True)
+            bias_T1O = scaled.sum(dim=1, keepdim=True).mul_(bias_rate)
             if before:
                 weight_TIO, more_T1O = before[2 * number : 2 * number + 2]
                 weight_TIO = torch.baddbmm(weight_TIO, activations, scaled, alpha=-1)
@@ -194,9 +201,10 @@ class _AddStep(torch.autograd.Function):
         for mine, weight_TIO, bias_T1O in zip(ctx.support, grads[::2], grads[1::2], strict=True):
             activations, scaled = mine.of(activations_SI), mine.of(scaled_SO)
             _put_minus(mine.of(of_activations), scaled, weight_TIO.mT)
-            torch.neg(_times(activations, weight_TIO).add_(bias_T1O), out=mine.of(of_scaled))
-        before = grads if any(ctx.needs_input_grad[3:]) else ()
-        return (None, of_activations, of_scaled, *before)
+            moved = _times(activations, weight_TIO).add_(bias_T1O, alpha=ctx.bias_rate)
+            torch.neg(moved, out=mine.of(of_scaled))
+        before = grads if any(ctx.needs_input_grad[4:]) else ()
+        return (None, None, of_activations, of_scaled, *before)
 
 
 def _put_minus(block_TLO: Tensor, left_TLK: Tensor, right_TKO: Tensor) -> None:

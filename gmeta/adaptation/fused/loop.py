@@ -31,7 +31,7 @@ from gmeta_models.gated import GatedModel
 
 if TYPE_CHECKING:
     from gmeta.adaptation.fused.mlp import AdaptedMlp
-    from gmeta.adaptation.losses import RowLoss
+    from gmeta.adaptation.losses import LossFunction, RowLoss
     from gmeta.adaptation.plan import AdaptationPlan
     from gmeta.adaptation.rates import InnerRates
     from gmeta.adaptation.rows.rectangles import PaddedFeatures, PaddedRows, PaddedTasks
@@ -53,7 +53,7 @@ class FusedLoop:
     """k SGD steps on every task's support set and the query loss after them; owns no parameters."""
 
     def __init__(
-        self, model: DecisionModel, plan: AdaptationPlan, loss: str, rates: InnerRates
+        self, model: DecisionModel, plan: AdaptationPlan, loss: LossFunction, rates: InnerRates
     ) -> None:
         self._model = model
         self._plan = plan
@@ -288,6 +288,7 @@ class _Layers:
                 for layer, name in zip(self.layers, self.names, strict=True)
             ),
             tasks.support,
+            tuple(1.0 if name is None else plan.bias_rate(name) for name in self.names),
         )
 
 

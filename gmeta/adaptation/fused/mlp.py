@@ -2,12 +2,12 @@
 
 With h_0 the inputs and h_l = relu(z_l), layer l gives rows of a task
 
-    z_l = g_l * (h_{l-1} W_l + b_l) - sum_j (h_{l-1} A_jl^T + 1) (a G_jl)
+    z_l = g_l * (h_{l-1} W_l + b_l) - sum_j (h_{l-1} A_jl^T + c_l) (a G_jl)
 
 where g_l are the task's gates (1 without), and inner step j found the activations A_jl that enter
 the layer on the support rows and the gradients G_jl of the support loss at z_l; a is the inner
-rate. So an inner step takes two passes over the support rows: forward for the activations, and back
-for the gradients d_l at the outputs,
+rate, c_l a that of the biases. So an inner step takes two passes over the support rows: forward for
+the activations, and back for the gradients d_l at the outputs,
 
     d_{l-1} = [h_{l-1} > 0] * ((g_l * d_l) W_l^T - sum_j (d_l (a G_jl)^T) A_jl),   d_0 without [...]
 
@@ -43,6 +43,7 @@ class AdaptedMlp(ABC):
     gates_TO: tuple[Tensor | None, ...]
     paths: tuple[tuple[Path, ...], ...]  # of each layer in each rectangle; none if it stays
     support: PaddedRows
+    bias_rates: tuple[float, ...]  # c of each layer
 
     @abstractmethod
     def forward(self, inputs_NI: Tensor, rows: PaddedRows) -> tuple[Tensor, ...]:

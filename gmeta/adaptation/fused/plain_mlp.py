@@ -65,7 +65,7 @@ class PlainMlp(AdaptedMlp):
         blocks = self.support.split(activations_SI), self.support.split(grads_SO)
         before = self._changes_of(at) or [None] * len(self.paths[at])
         after = tuple(
-            after_step(change, one_step(path, activations, grads, rate))
+            after_step(change, one_step(path, activations, grads, rate, self.bias_rates[at]))
             for change, path, activations, grads in zip(
                 before, self.paths[at], *blocks, strict=True
             )

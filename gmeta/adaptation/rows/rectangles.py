@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gmeta.adaptation.losses import HALVES, RowLoss
+from gmeta.adaptation.losses import HALVES, LossFunction, RowLoss
 from gmeta.adaptation.rows.sparse_matrix import Bags
 from gmeta_models.inputs import History, RowFeatures
 
@@ -99,12 +99,12 @@ class PaddedRows:
         count_N = self.count_N + prior if prior else self.count_N
         return count_N.reciprocal().to(dtype)
 
-    def row_loss(self, kind: str, dtype: torch.dtype, prior: float = 0.0) -> RowLoss:
+    def row_loss(self, loss: LossFunction, dtype: torch.dtype, prior: float = 0.0) -> RowLoss:
         """Return the sum over the tasks of the (shrunken) mean loss of their rows, for outputs of
         this dtype.
         """
         weight_N = self.mean_weights_N(torch.float32 if dtype in HALVES else dtype, prior)
-        return RowLoss(kind, self.label_N.unsqueeze(1), weight_N.unsqueeze(1))
+        return RowLoss(loss, self.label_N.unsqueeze(1), weight_N.unsqueeze(1))
 
     def to(self, device: torch.device) -> PaddedRows:
         """Copy it to a device."""

@@ -43,6 +43,8 @@ LAYERS = {
     ]
 }
 
+HEADS = ("*", *(f"{mlp}.{layer}" for mlp in ("decision", "top") for layer in ("*", "4")))
+
 
 def learner_of(
     algorithm: AlgorithmConfig, model: ModelConfig = MELU, loss: str = "bce"
@@ -104,7 +106,8 @@ def assert_same_step(
     embeddings=st.booleans(),
     rates=st.sampled_from(["layer", "output"]),
     path=st.sampled_from(["low_rank", "materialised", "auto"]),
-    loss=st.sampled_from(["bce", "mse", "huber"]),
+    loss=st.sampled_from(["bce", "mse", "huber", "mae"]),
+    bias_rate=st.sampled_from([1.0, 0.0, 4.0]),
     num_common=st.integers(0, 2),
     kernel=st.sampled_from([FastMlp, PlainMlp]),
     sizes=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=9).filter(
@@ -120,12 +123,14 @@ def test_the_fused_step_equals_the_general_one(
     rates: str,
     path: InnerPath,
     loss: str,
+    bias_rate: float,
     num_common: int,
     kernel: type[AdaptedMlp],
     sizes: list[tuple[int, int]],
 ) -> None:
     (model, layers), embeddings = model_and_layers, embeddings and name != "anil"
     moves_inputs = embeddings or (name != "anil" and any("bottom" in x or x == "*" for x in layers))
+    adapts_head = name == "anil" or layers[-1] in HEADS
     algorithm = AlgorithmConfig(
         name=name,
         inner_steps=steps,
@@ -134,6 +139,7 @@ def test_the_fused_step_equals_the_general_one(
         learned_rates=rates,
         inner_path=path,
         support_prior=0.5,
+        bias_rate=bias_rate if adapts_head else 1.0,
     )
     config = replace(MELU, name=model, history="m0", interaction=interaction)
     learner = learner_of(algorithm, config, loss)

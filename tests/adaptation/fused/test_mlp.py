@@ -74,7 +74,9 @@ def test_both_kernels_give_the_same_passes_and_derivatives(
     leaves = [*weights, *biases, *filter(torch.is_tensor, [*gates, *rates]), *inputs, *lasts, asked]
 
     def result(kernel: type[FastMlp] | type[PlainMlp]) -> list[Tensor]:
-        mlp: AdaptedMlp = kernel(tuple(weights), tuple(biases), tuple(gates), held, support)
+        mlp: AdaptedMlp = kernel(
+            tuple(weights), tuple(biases), tuple(gates), held, support, (1.0, 0.5, 3.0)
+        )
         seen: list[Tensor] = []
         for rows, last in zip(inputs, lasts, strict=True):
             *activations, _ = mlp.forward(rows, support)
@@ -93,14 +95,14 @@ def test_both_kernels_give_the_same_passes_and_derivatives(
 
 def test_the_fast_kernel_refuses_a_rate_for_each_weight() -> None:
     rows, ones = padded_rows([(1, 2)]), torch.ones(2, 1)
-    mlp = FastMlp((torch.ones(1, 1),), (torch.ones(1),), (None,), (("low_rank",),), rows)
+    mlp = FastMlp((torch.ones(1, 1),), (torch.ones(1),), (None,), (("low_rank",),), rows, (1.0,))
     with pytest.raises(TypeError):
         mlp.after_step([ones], [ones], [WeightRates(torch.ones(1, 1), None)])
 
 
 def test_a_tensor_that_changes_before_backward_is_noticed() -> None:
     rows, weight = padded_rows([(1, 2)]), torch.ones(1, 1, requires_grad=True)
-    mlp = FastMlp((weight,), (torch.ones(1),), (None,), ((),), rows)
+    mlp = FastMlp((weight,), (torch.ones(1),), (None,), ((),), rows, (1.0,))
     output = mlp.forward(torch.ones(2, 1), rows)[-1].sum()
     with torch.no_grad():
         weight.add_(1.0)

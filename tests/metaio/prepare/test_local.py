@@ -279,7 +279,7 @@ def test_refuse_names_the_longest_task(tmp_path: Path) -> None:
         prepared(tmp_path, table, changed(episodes=rule))
     assert str(caught.value) == (
         "task 7 has 600 rows, episodes.max_rows is 50. Raise it, or set episodes.longer to "
-        "'episodes' or 'truncate'"
+        "'episodes', 'truncate' or 'drop'"
     )
 
 

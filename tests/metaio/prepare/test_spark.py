@@ -46,13 +46,18 @@ def session() -> Iterator[Any]:
         {"splits": {"shares": {"train": 0.7, "user-cold": 0.3}}},
         {"splits": {"column": "part"}, "dense": [{"column": "price", "standardise": True}]},
         {"episodes": {**BASE["episodes"], "max_rows": 7}, "seed": 3},
+        # Shuffled by their place in the file.
+        {"episodes": {**BASE["episodes"], "by": "random"}},
+        {"splits": {"by_time": {"train": 0.5, "test": 0.5}, "new_tasks": "apart"}},
+        {"membership": {"column": "side"}, "negatives": {"item": "item", "columns": ["tags"]}},
     ],
 )
 def test_spark_and_one_machine_agree_to_the_byte(
     tmp_path: Path, session: Any, parts: dict[str, Any]
 ) -> None:
     raw = tmp_path / "raw.parquet"
-    pq.write_table(raw_table(2_000), raw)
+    side = ["query" if row % 3 else "support" for row in range(2_000)]
+    pq.write_table(raw_table(2_000).append_column("side", pa.array(side)), raw)
     # 20 rows a block make several buckets; some of them stay empty.
     options = PrepareOptions(threads=1, block_rows=20)
     schema = changed(**parts)
@@ -91,4 +96,17 @@ def test_spark_refuses_what_one_machine_refuses(tmp_path: Path, session: Any) ->
         "dense column price holds -2; log1p needs values above -1. Clip the column, or leave out "
         "log1p"
     )
+    # Rows of no file have no order to be shuffled from.
+    rule = {"episodes": {**BASE["episodes"], "by": "random"}}
+    made = session.createDataFrame(raw_table(50).to_pandas())
+    with pytest.raises(DataError) as caught:
+        prepare_with_spark(made, str(tmp_path / "out"), changed(**rule))
+    assert str(caught.value) == (
+        "the rows of a task are shuffled by their place in the input, but this DataFrame is no "
+        "Parquet file as it was read, and has no order. Name a column that tells rows apart under "
+        "[row_id]"
+    )
+    files = {"membership": {"support": "a*", "query": "b*"}}
+    with pytest.raises(DataError, match="membership by file names is for one machine"):
+        prepare_with_spark(made, str(tmp_path / "out"), changed(**files))
     assert [path.name for path in tmp_path.iterdir()] == ["raw.parquet"]

@@ -1,0 +1,233 @@
+"""What the support rows of a task say of each of its rows, as dense inputs of any model: the task's
+mean label, and that of the support rows that share a value with the row.
+
+A row inside the support never sees its own label: its statistics are of the task's other support
+rows. Every mean is shrunken, as few rows say little: with S the sum of n labels and a the
+shrinkage,
+
+    mean of the task          m   = (S + a mu) / (n + a)             mu, sigma: the label prior
+    spread of the task        s^2 = (sum (y - S / n)^2 + a sigma^2) / (n + a)
+    mean of a shared value    m_v = (S_v + a m) / (n_v + a)          over the rows that share it
+
+A multi-id column counts a support row once for each id that it shares with the row. Ids outside the
+vocabulary are no values: nobody shares them.
+
+Shape suffixes: T episodes, N rows, P distinct (task, id) pairs, E (row, id) pairs of one column, F
+single-id features, M multi-id features, G statistics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gmeta.batches.config import NO_PRIOR, LabelPrior
+from metaio.ragged import row_sums
+from metaio.read.task_rows import task_rows
+
+if TYPE_CHECKING:
+    from gmeta.batches.config import SupportFeaturesConfig
+    from metaio.format.features import Features
+    from metaio.read.batch import TaskBatch
+    from metaio.read.task_rows import TaskRows
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+# Counts are shown as log(1 + n) / log(1 + 100), so that they stay near the other inputs' size.
+_MANY_ROWS = 100.0
+# The row that every table keeps for ids outside its vocabulary.
+_OOV_ROW = 0
+
+
+@dataclass(frozen=True)
+class SupportStatistics:
+    """Which statistics a learner takes, and how they are shrunken.
+
+    All are differences in units of the prior's deviation: the task's mean from the prior's, its
+    spread from the prior's, the mean of a shared value from the task's. So each is 0 where nothing
+    is known.
+    """
+
+    of_task: bool
+    single_columns: tuple[int, ...]  # places among the single-id features
+    multi_columns: tuple[int, ...]  # and among the multi-id ones
+    names: tuple[str, ...]  # of all statistics, in order
+    shrinkage: float
+    prior: LabelPrior
+
+    @classmethod
+    def of(
+        cls, config: SupportFeaturesConfig, features: Features, prior: LabelPrior
+    ) -> SupportStatistics:
+        """Return those that the config asks for.
+
+        Raises:
+            ValueError: a pattern of `columns` matches no sparse column.
+        """
+        known = [column.name for column in features.sparse]
+        for pattern in config.columns:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise ValueError(
+                    f"support_features.columns: {pattern!r} matches no sparse column; this dataset "
+                    f'has {", ".join(known)}. Name some of them, "*" for all, or none at all: []'
+                )
+        chosen = [any(fnmatchcase(name, p) for p in config.columns) for name in known]
+        num_single = len(features.single)
+        names = ["task mean", "task count", "task spread"] if config.task else []
+        for name, is_chosen in zip(known, chosen, strict=True):
+            names += [f"{name} mean", f"{name} count"] if is_chosen else []
+        return cls(
+            config.task,
+            tuple(np.flatnonzero(chosen[:num_single]).tolist()),
+            tuple(np.flatnonzero(chosen[num_single:]).tolist()),
+            tuple(names),
+            config.shrinkage,
+            prior,
+        )
+
+    @property
+    def width(self) -> int:
+        """Count the statistics of a row: G."""
+        return len(self.names)
+
+    def widened(self, batch: TaskBatch) -> TaskBatch:
+        """Return the batch with the statistics of each row behind its dense columns."""
+        if not self.width:
+            return batch
+        of_rows = torch.from_numpy(self.of_rows_NG(batch)).to(batch.dense_NK.dtype)
+        return replace(batch, dense_NK=torch.cat([batch.dense_NK, of_rows], dim=1))
+
+    def of_rows_NG(self, batch: TaskBatch) -> npt.NDArray[np.float32]:
+        """Return the statistics of every row of the batch: of the task's support rows, but for the
+        row itself.
+        """
+        rows = _Rows.of(batch, self.prior)
+        tasks = rows.totals()
+        mean_N = self._shrunken(tasks.sum_N, tasks.count_N, np.zeros(len(tasks.sum_N)))
+        found: list[Floats] = []
+        if self.of_task:
+            found += [mean_N, _shown_count(tasks.count_N), self._spread_N(tasks)]
+        pairs = task_rows(batch) if self.single_columns or self.multi_columns else None
+        for entries in _columns(batch, pairs, self.single_columns, self.multi_columns):
+            sum_N, count_N = rows.shared(entries)
+            found += [self._shrunken(sum_N, count_N, mean_N) - mean_N, _shown_count(count_N)]
+        return np.stack(found, axis=1).astype(np.float32) if found else _no_columns(batch)
+
+    def _shrunken(self, sum_N: Floats, count_N: Floats, prior_N: Floats) -> Floats:
+        """Return the mean of so many labels and `shrinkage` times the prior; the prior of none."""
+        weight_N = count_N + self.shrinkage
+        known_N = weight_N > 0
+        total_N = sum_N + self.shrinkage * prior_N
+        return np.divide(total_N, weight_N, out=prior_N.copy(), where=known_N)
+
+    def _spread_N(self, tasks: _Totals) -> Floats:
+        """Return the shrunken standard deviation of each row's task, as its difference from 1."""
+        count_N = np.maximum(tasks.count_N, 1.0)
+        around_N = np.maximum(tasks.square_N - tasks.sum_N**2 / count_N, 0.0)
+        variance_N = self._shrunken(around_N, tasks.count_N, np.ones(len(around_N)))
+        return np.sqrt(variance_N) - 1.0
+
+
+class _Totals(NamedTuple):
+    """Of the support rows of each row's task, without the row itself."""
+
+    sum_N: Floats
+    square_N: Floats
+    count_N: Floats
+
+
+class _Entries(NamedTuple):
+    """One column: the (task, id) pairs that each row holds, each once."""
+
+    row_E: Ints
+    pair_E: Ints
+    num_pairs: int
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a batch; labels are counted from the prior, in units of its deviation."""
+
+    task_N: Ints
+    is_support_N: npt.NDArray[np.bool_]
+    label_N: Floats  # 0 where it is no support row's
+    num_tasks: int
+
+    @classmethod
+    def of(cls, batch: TaskBatch, prior: LabelPrior) -> _Rows:
+        rows_T = np.diff(batch.row_offsets_T1.numpy())
+        task_N = np.repeat(np.arange(len(rows_T)), rows_T)
+        within_N = np.arange(len(task_N)) - batch.row_offsets_T1.numpy()[task_N]
+        is_support_N = within_N < batch.support_lengths_T.numpy()[task_N]
+        # The labels of query rows are not looked at: a caller may not know them.
+        label_N = (batch.label_N.numpy().astype(np.float64) - prior.mean) / prior.deviation
+        return cls(task_N, is_support_N, np.where(is_support_N, label_N, 0.0), len(rows_T))
+
+    def totals(self) -> _Totals:
+        """Return those of each row's task."""
+        values = self.label_N, self.label_N**2, self.is_support_N.astype(np.float64)
+        return _Totals(*map(self._of_others, values))
+
+    def shared(self, entries: _Entries) -> tuple[Floats, Floats]:
+        """Return sum and number of the labels of the support rows that share the row's values in
+        one column, a row once for each id.
+        """
+        sums: list[Floats] = []
+        for value_N in (self.label_N, self.is_support_N.astype(np.float64)):
+            value_E = value_N[entries.row_E]
+            of_pair_P = np.bincount(entries.pair_E, value_E, entries.num_pairs)
+            others_E = of_pair_P[entries.pair_E] - value_E
+            sums.append(np.bincount(entries.row_E, others_E, len(value_N)).astype(np.float64))
+        return sums[0], sums[1]
+
+    def _of_others(self, value_N: Floats) -> Floats:
+        """Return the sum over each row's task, without its own value; query rows hold 0."""
+        sum_T = np.bincount(self.task_N, value_N, self.num_tasks)
+        others_N: Floats = sum_T[self.task_N] - value_N
+        return others_N
+
+
+def _columns(
+    batch: TaskBatch, pairs: TaskRows | None, single: tuple[int, ...], multi: tuple[int, ...]
+) -> list[_Entries]:
+    """Return the entries of these columns, single-id ones first, without unknown ids."""
+    if pairs is None:
+        return []
+    num_pairs = pairs.level1_position_P.numel()
+    known_P = (batch.unique_ids_U[pairs.level1_position_P] != _OOV_ROW).numpy()
+    every_row_N = np.arange(batch.num_rows)
+    found = [(every_row_N, pairs.positions_NF[:, column].numpy()) for column in single]
+    if multi:
+        lengths_NM = batch.multi_lengths_NM.numpy()
+        num_multi, num_values = lengths_NM.shape[1], row_sums(lengths_NM)
+        row_V = np.repeat(every_row_N, num_values)
+        column_V = np.repeat(np.tile(np.arange(num_multi), len(lengths_NM)), lengths_NM.ravel())
+        pair_V = pairs.multi_positions_V.numpy()
+        for column in multi:
+            mine_V = column_V == column
+            # Sorted and each once: a row that repeats an id holds it no more than another does.
+            key_E = np.unique(row_V[mine_V] * num_pairs + pair_V[mine_V])
+            found.append((key_E // max(num_pairs, 1), key_E % max(num_pairs, 1)))
+    entries = []
+    for row_E, pair_E in found:
+        known_E = known_P[pair_E]
+        entries.append(_Entries(row_E[known_E], pair_E[known_E], num_pairs))
+    return entries
+
+
+def _shown_count(count_N: Floats) -> Floats:
+    shown_N: Floats = np.log1p(count_N) / np.log1p(_MANY_ROWS)
+    return shown_N
+
+
+def _no_columns(batch: TaskBatch) -> npt.NDArray[np.float32]:
+    return np.zeros((batch.num_rows, 0), np.float32)
+
+
+NO_STATISTICS = SupportStatistics(False, (), (), (), 0.0, NO_PRIOR)

@@ -1,0 +1,45 @@
+"""Amazon ratings by time: user_item.dat, with the items' brands and categories.
+
+Files as in the public collection librahu/HIN-Datasets-for-Recommendation-and-Network-Embedding:
+195,791 ratings of 2,753 items by 6,170 users, 1998 to 2014.
+"""
+
+from collections import defaultdict
+from pathlib import Path
+
+import pyarrow as pa
+
+from metaio.recipes.by_schema import read_fields, whole_number
+from metaio.recipes.by_time import ByTimeConfig, prepare_by_time
+
+_SOURCE = "Amazon"
+
+
+def prepare_amazon(path: str, out: str, config: ByTimeConfig, overwrite: bool = False) -> None:
+    """Write the dataset at URL `out` from the folder `path`.
+
+    Raises:
+        DataError: a file is missing, empty or malformed.
+    """
+    folder = Path(path)
+    file = folder / "user_item.dat"
+    fields = read_fields(file, "\t", 4, _SOURCE)
+    names = ("user", "item", "rating", "time")
+    columns = {
+        name: pa.array([whole_number(line[index], file, name) for line in fields], pa.int64())
+        for index, name in enumerate(names)
+    }
+    for name in ("brand", "category"):
+        listed = _attributes(folder / f"item_{name}.dat")
+        columns[name] = pa.array([listed.get(line[1]) for line in fields], pa.string())
+    table = pa.table({"row": pa.array(range(len(fields)), pa.int64()), **columns})
+    singles = ["user", "item"]
+    prepare_by_time("amazon", table, singles, ["brand", "category"], out, config, overwrite)
+
+
+def _attributes(file: Path) -> dict[str, str]:
+    """Return the values of each item, separated by "|", from lines `item,value`."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for item, value in read_fields(file, ",", 2, _SOURCE):
+        found[item].append(value)
+    return {item: "|".join(dict.fromkeys(values)) for item, values in found.items()}

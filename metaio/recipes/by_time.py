@@ -1,0 +1,89 @@
+"""Ratings with times as a question about the future: old rows train, later ones validate, and the
+newest ones test.
+
+The splits are valid and test, where a user's support is what he rated before the window, and
+valid-cold and test-cold, of users without a rating before it: their first half is support. Items
+first rated after training stand in row 0 of their table.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from metaio.errors import DataError, SchemaError
+from metaio.recipes.by_schema import prepare_table
+
+CLICK_RATING = 4  # least rating, of 1 to 5, that counts as a click
+
+
+@dataclass(frozen=True)
+class ByTimeConfig:
+    """How a log of ratings becomes episodes and windows; the defaults are ours."""
+
+    label: Literal["click", "rating"] = "click"  # click: 1 where the rating is 4 or more
+    valid_share: float = 0.1  # of all rows, the newest but for test's
+    test_share: float = 0.2  # of all rows, the newest
+    min_rows: int = 4  # users with fewer rows in a split are left out
+    max_rows: int = 256  # of an episode
+    seed: int = 2019
+
+    def __post_init__(self) -> None:
+        shares = (self.valid_share, self.test_share)
+        if min(shares) <= 0 or sum(shares) >= 1:
+            raise SchemaError(
+                f"valid_share {self.valid_share:g}, test_share {self.test_share:g}: both above 0, "
+                "and less than 1 together, are needed. Change them"
+            )
+
+
+def prepare_by_time(
+    name: str,
+    table: pa.Table,
+    singles: list[str],
+    multis: list[str],
+    out: str,
+    config: ByTimeConfig,
+    overwrite: bool,
+) -> None:
+    """Write the dataset at URL `out` from ratings with the columns row, user, rating, time and
+    those named in `singles` and `multis`, whose values are separated by "|".
+
+    Raises:
+        DataError: a rating is not 1 to 5, or the windows have no rows.
+    """
+    ratings = table["rating"].to_numpy()
+    wrong = (ratings < 1) | (ratings > 5)
+    if wrong.any():
+        raise DataError(
+            f"{name} holds rating {ratings[wrong][0]}; 1 to 5 are allowed. Download it again"
+        )
+    schema: dict[str, Any] = {
+        "seed": config.seed,
+        "task": {"column": "user"},
+        "label": {"column": "rating"}
+        | ({"threshold": CLICK_RATING} if config.label == "click" else {}),
+        "time": {"column": "time"},
+        "row_id": {"column": "row"},
+        "single": [{"column": one, "vocabulary": 1, "null": "unknown"} for one in singles],
+        "multi": [
+            {"column": one, "separator": "|", "vocabulary": 1, "null": "unknown"} for one in multis
+        ],
+        # Training may draw support and query anew each epoch; what is scored goes by time.
+        "episodes": {
+            "by": "random",
+            "query_share": 0.5,
+            "min_rows": config.min_rows,
+            "max_rows": config.max_rows,
+        },
+        "splits": {
+            "by_time": {
+                "train": 1.0 - config.valid_share - config.test_share,
+                "valid": config.valid_share,
+                "test": config.test_share,
+            },
+            "new_tasks": "apart",
+        },
+    }
+    protocol = f"by time, the newest {config.test_share:.0%} of the rows are test"
+    prepare_table(table, out, schema, {"name": name, **vars(config)}, protocol, overwrite)

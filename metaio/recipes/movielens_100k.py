@@ -1,0 +1,112 @@
+"""MovieLens-100k by time: GroupLens' own files (u.data, u.item, u.user, u.genre), or the atomic
+files that RecBole makes of them (ml-100k.inter, .item, .user).
+
+Shape suffixes: N ratings.
+"""
+
+import re
+from pathlib import Path
+
+import pyarrow as pa
+
+from metaio.errors import DataError
+from metaio.recipes.by_schema import known_words, read_fields, whole_number
+from metaio.recipes.by_time import ByTimeConfig, prepare_by_time
+
+_SOURCE = "ml-100k"
+_YEAR = re.compile(r"\((\d{4})\)\s*$")
+# The age groups of MovieLens-1M, each by its youngest.
+_AGES = (1, 18, 25, 35, 45, 50, 56)
+Attributes = dict[str, dict[str, str | None]]  # id -> column -> value
+
+
+def prepare_movielens_100k(
+    path: str, out: str, config: ByTimeConfig, overwrite: bool = False
+) -> None:
+    """Write the dataset at URL `out` from the folder `path`.
+
+    Raises:
+        DataError: a file is missing, empty or malformed, or names nobody knows.
+    """
+    folder = Path(path)
+    is_atomic = (folder / "ml-100k.inter").is_file()
+    file = folder / ("ml-100k.inter" if is_atomic else "u.data")
+    fields = read_fields(file, "\t", 4, _SOURCE)[is_atomic:]
+    columns = {
+        name: pa.array([whole_number(line[index], file, name) for line in fields], pa.int64())
+        for index, name in enumerate(("user", "item", "rating", "time"))
+    }
+    users, items = (_atomic_users, _atomic_items) if is_atomic else (_users, _items)
+    for ids, known in (
+        ([line[0] for line in fields], users(folder)),
+        ([line[1] for line in fields], items(folder)),
+    ):
+        unknown = next((one for one in ids if one not in known), None)
+        if unknown is not None:
+            raise DataError(
+                f"{file} rates or is rated by {unknown}, of which nothing else is known. Download "
+                f"{_SOURCE} again"
+            )
+        for name in next(iter(known.values())):
+            columns[name] = pa.array([known[one][name] for one in ids], pa.string())
+    table = pa.table({"row": pa.array(range(len(fields)), pa.int64()), **columns})
+    singles = ["user", "item", "year", "age", "gender", "occupation", "zip"]
+    prepare_by_time("movielens-100k", table, singles, ["title", "genre"], out, config, overwrite)
+
+
+def _users(folder: Path) -> Attributes:
+    file = folder / "u.user"
+    return {
+        user: _user(file, age, gender, job, code)
+        for user, age, gender, job, code in read_fields(file, "|", 5, _SOURCE)
+    }
+
+
+def _atomic_users(folder: Path) -> Attributes:
+    file = folder / "ml-100k.user"
+    return {
+        user: _user(file, age, gender, job, code)
+        for user, age, gender, job, code in read_fields(file, "\t", 5, _SOURCE)[1:]
+    }
+
+
+def _user(file: Path, age: str, gender: str, job: str, code: str) -> dict[str, str | None]:
+    years = whole_number(age, file, "age")
+    group = max((least for least in _AGES if least <= years), default=_AGES[0])
+    # The first digit is a region; of whole zips most users would have their own.
+    return {"age": str(group), "gender": gender, "occupation": job, "zip": code[:1] or None}
+
+
+def _items(folder: Path) -> Attributes:
+    names = [name for name, _ in read_fields(folder / "u.genre", "|", 2, _SOURCE)]
+    lines = read_fields(folder / "u.item", "|", 5 + len(names), _SOURCE)
+    years = [_YEAR.search(line[1]) for line in lines]
+    genres = [
+        [name for name, flag in zip(names, line[5:], strict=True) if flag == "1"] for line in lines
+    ]
+    return _described(
+        [line[0] for line in lines],
+        [_YEAR.sub("", line[1]) for line in lines],
+        [year.group(1) if year else "" for year in years],
+        genres,
+    )
+
+
+def _atomic_items(folder: Path) -> Attributes:
+    lines = read_fields(folder / "ml-100k.item", "\t", 4, _SOURCE)[1:]
+    ids, titles, years, genres = zip(*lines, strict=True)
+    return _described(list(ids), list(titles), list(years), [one.split(" ") for one in genres])
+
+
+def _described(
+    ids: list[str], titles: list[str], years: list[str], genres: list[list[str]]
+) -> Attributes:
+    words = known_words(titles)
+    return {
+        item: {
+            "title": title.replace(" ", "|") if title else None,
+            "year": year or None,
+            "genre": "|".join(genre) or None,
+        }
+        for item, title, year, genre in zip(ids, words, years, genres, strict=True)
+    }
