@@ -43,6 +43,11 @@ COMMANDS = {
         "train",
         "Train a model; on several ranks with --nproc-per-node, or under torchrun.",
     ),
+    "tune": Place(
+        "gmeta.commands.tune",
+        "tune",
+        "Choose settings by short runs that are scored on the validation split.",
+    ),
     "config": Place(
         "gmeta.commands.train",
         "show_config",

@@ -17,6 +17,7 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.config import AugmentConfig, SupportFeaturesConfig
 from gmeta.errors import ConfigError
 from gmeta.files.local import check_local
+from gmeta.metrics.config import EvaluationConfig
 from gmeta.settings import describe_settings, settings_from_dict
 from gmeta.tables.sharding import ShardingConfig
 from gmeta_keys import key
@@ -154,7 +155,7 @@ class RunConfig:
         0, "end after so many validations in a row without a better score; 0: never", min=0
     )
     early_stop_metric: str = key(
-        "", "metric that must improve; empty: auc of clicks, mae of ratings"
+        "", "metric that must improve, any of evaluation.metrics' names; empty: the headline"
     )
     early_stop_min_delta: float = key(0.0, "smallest improvement that counts", min=0.0)
     # A larger one overflows what torch counts timeouts in.
@@ -174,6 +175,7 @@ class TrainConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     @property
@@ -220,6 +222,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
             f"{outer.dense_optimizer!r}: only sgd takes it. Leave it 0, or choose sgd"
         )
     return config
+
+
+def overridden(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
+    """Return the config with these `section.key=value` in place of its own values.
+
+    Raises:
+        ConfigError: an unknown key or a bad value.
+    """
+    raw = config.to_json()
+    for override in overrides:
+        _override(raw, override)
+    return config_from_dict(raw)
 
 
 def digest_of(config: Mapping[str, Any]) -> str:

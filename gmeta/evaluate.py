@@ -10,35 +10,53 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
-import torch
 from torchrec.distributed import DistributedModelParallel
 
-from gmeta.batches.episodes import Episodes
+from gmeta.adaptation.algorithms.algorithm import TableSizes
+from gmeta.adaptation.config import PLAIN, AlgorithmConfig
 from gmeta.batches.labels import labels_checked
+from gmeta.batches.views import Shown, View
 from gmeta.build import build, check_registered
 from gmeta.checkpoints.loader import check_config, checkpoint_to_use, load_checkpoint
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
-from gmeta.feeds.reader import open_reader
-from gmeta.metrics import evaluate_split
-from gmeta.parallel.ranks import Ranks, gather_to_first
-from gmeta.parallel.sharding import ShardedLearner, local_learner, shard_learner
-from gmeta.parallel.steps import in_step
+from gmeta.learner import MetaLearner
+from gmeta.metrics.catalogue import Scoring, evaluate_split
+from gmeta.parallel.ranks import Ranks, value_of_first
+from gmeta.parallel.sharding import local_learner, shard_learner
 from gmeta.parallel.stopping import Stop
-from gmeta.parallel.together import no_tasks, raise_first_problem, stopping_if_wrong
+from gmeta.parallel.together import by_all
+from gmeta.predictions import gathered, predict_all, predict_split
+from gmeta.report.evaluation import FineTuning
 from gmeta.report.runs import EvaluatedRun
 from gmeta.runs.folder import RunFolder
 from gmeta.tables.sharding import ShardingConfig
+from gmeta.yardstick.finetune import TUNING_TASKS, best_of, half_of, try_all
+from metaio.counted import counted
 from metaio.format.dataset import Dataset
+from metaio.read.batch import TaskBatch
+from metaio.read.reader import EpisodeRange, RangeReader
 
 
-def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> EvaluatedRun | None:
+def evaluate_run(
+    root: Path,
+    name: str,
+    splits: Sequence[str],
+    ranks: Ranks,
+    adapting: AlgorithmConfig | None = None,
+    shown: Shown = Shown(),  # noqa: B008 - frozen
+) -> EvaluatedRun | None:
     """Predict `splits` with a run's checkpoint (see checkpoint_to_use) and return them on rank 0,
     None elsewhere; without `splits` those that its config names.
 
+    `adapting` takes the place of the config's algorithm. Without it a plain run is fine-tuned at
+    the rate and steps that are best on its validation split, or else on the other half of the tasks
+    of the split that is predicted.
+
     Raises:
-        UserError: no run folder, no checkpoint yet, an unknown split.
+        UserError: no run folder, no checkpoint yet, an unknown split, other draws of rows in time.
         GMetaError: the dataset is not the one that was trained on.
     """
     folder = RunFolder(root)
@@ -51,8 +69,10 @@ def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> 
         )
     check_config(checkpoint, config)
     check_registered(root, config.model, config.algorithm)
-    dataset, learner = build(config)
+    own, adapting = config.algorithm, adapting or config.algorithm
+    dataset, learner = build(replace(config, algorithm=adapting))
     folder.check_dataset(dataset.url, dataset.fingerprint)
+    check_draws(shown, dataset)
     chosen = splits_to_score(config, dataset, splits)
     # Nothing is trained from here: the tables need no state of an optimizer, nor the plan of the
     # ranks that trained, which may have had GPUs.
@@ -60,7 +80,27 @@ def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> 
     held = replace(config, outer=outer, sharding=ShardingConfig())
     sharded = shard_learner(learner, dataset.features, held, ranks)
     progress = load_checkpoint(checkpoint, sharded, None, ranks)
-    tables = [predict_split(config, dataset, split, sharded, ranks) for split in chosen]
+    tunings: list[FineTuning] = []
+    if own.name == PLAIN and adapting == own:
+        # Without a validation split each half of a split's tasks judges for the other: training
+        # tasks cannot, whose labels the model has seen (docs/evaluation.md).
+        judges = [config.data.valid_split] if config.data.valid_split else chosen
+        tunings = [choose_fine_tuning(config, dataset, one, sharded, ranks) for one in judges]
+
+    def predicted(view: View) -> pa.Table:
+        """Return the rows of all chosen splits; none on the ranks but the first."""
+        tables: list[pa.Table | None] = []
+        for index, split in enumerate(chosen):
+            if tunings:
+                tuning = tunings[index % len(tunings)]
+                tables.append(predict_tuned(config, dataset, split, tuning, sharded, ranks, view))
+            else:
+                tables.append(predict_split(config, dataset, split, sharded, ranks, view))
+        found = [table for table in tables if table is not None]
+        return pa.concat_tables(found) if found else pa.table({})
+
+    drawn = [predicted(View(draw)) for draw in range(shown.draws)]
+    limited = {most: predicted(View(max_support=most)) for most in shown.support_sizes}
     if ranks.rank != 0:
         return None
     return EvaluatedRun(
@@ -68,14 +108,167 @@ def evaluate_run(root: Path, name: str, splits: Sequence[str], ranks: Ranks) -> 
         algorithm=config.algorithm.name,
         model=config.model.name,
         loss=config.outer.loss,
+        evaluation=config.evaluation,
         step=progress.step,
-        predictions=pa.concat_tables([table for table in tables if table is not None]),
+        predictions=pa.concat_tables(
+            table.append_column("draw", pa.array([draw] * table.num_rows, pa.int32()))
+            for draw, table in enumerate(drawn)
+        ),
+        limited=limited,
         history=folder.read_metrics(),
         config=config.to_json(),
         environment=folder.read_environment(),
         dataset=f"{config.data.path} ({dataset.fingerprint[:12]})",
         evaluated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        adapts_with=told_adapting(own, adapting, tunings),
+        fine_tuning=tuple(tunings),
     )
+
+
+def check_draws(shown: Shown, dataset: Dataset) -> None:
+    """Refuse to draw support and query rows anew where the ones are the past of the others.
+
+    Raises:
+        UserError: the support rows of the dataset are older than its query rows.
+    """
+    if shown.draws > 1 and dataset.manifest.support_is_past:
+        raise UserError(
+            f"--draws = {shown.draws}, but the support rows of {dataset.url} are the past of its "
+            "query rows, which drawing them anew would mix. Leave --draws out"
+        )
+
+
+def adapt_with(
+    algorithm: AlgorithmConfig,
+    config: TrainConfig,
+    dataset: Dataset,
+    sharded: DistributedModelParallel,
+) -> None:
+    """Let the model, whose parameters stay, adapt as `algorithm` says from here on."""
+    inner = local_learner(sharded)
+    tables = TableSizes(len(dataset.features.tables), config.model.embedding_dim)
+    inner.learner = MetaLearner(
+        inner.learner.model,
+        algorithm,
+        config.outer.loss,
+        tables,
+        config.outer.huber_delta,
+        inner.learner.statistics,
+    )
+
+
+def choose_fine_tuning(
+    config: TrainConfig,
+    dataset: Dataset,
+    split: str,
+    sharded: DistributedModelParallel,
+    ranks: Ranks,
+) -> FineTuning:
+    """Return the inner rate and steps by which a plain run adapts best to tasks of a split: one
+    setting, or, where it is not the validation split, one for each half of the tasks, the best of
+    the other half. Collective."""
+    # Not AUC: it does not see outputs that run away, as those of a rate do that is too high.
+    metric = "logloss" if config.outer.loss == "bce" else "mae"
+    episodes = tuning_episodes(dataset, split)
+    mine = np.array_split(episodes, ranks.world_size)[ranks.rank]
+    size = max(1, config.data.tasks_per_step // ranks.world_size)
+    groups = [
+        [EpisodeRange(split, int(one), 1) for one in mine[first : first + size]]
+        for first in range(0, len(mine), size)
+    ]
+    batches: list[TaskBatch] = []
+
+    def read() -> None:
+        with RangeReader(dataset, threads=config.data.threads) as reader:
+            stored = labels_checked(reader.batches(groups), config.outer.loss, dataset, split)
+            batches.extend(stored)
+
+    by_all(read, ranks)
+    errors: dict[tuple[float, int], list[float]] = {}  # of all tasks, then of each half
+
+    def error(rate: float, steps: int) -> float:
+        algorithm = replace(config.algorithm, inner_lr=rate, inner_steps=steps)
+        adapt_with(algorithm, config, dataset, sharded)
+        columns = predict_all(iter(batches), config, dataset, sharded, ranks, Stop())
+        table = gathered(columns, ranks)
+        scoring = Scoring(config.outer.loss, config.evaluation)
+        found: list[float] = []
+        if table is not None:
+            second_N = half_of(table["task"])
+            for kept_N in (np.ones(len(second_N), np.bool_), second_N == 0, second_N == 1):
+                label, after, task = (table[name][kept_N] for name in ("label", "after", "task"))
+                found.append(evaluate_split(label, after, task, scoring, [metric])[metric].value)
+        errors[rate, steps] = value_of_first(found, ranks)
+        return errors[rate, steps][0]
+
+    own = config.algorithm.inner_lr, config.algorithm.inner_steps
+    tried = try_all(error, own)
+    if split == config.data.valid_split:
+        return FineTuning(split, len(episodes), metric, (best_of(tried),), tried)
+    # First what the second half chose, for the tasks of the first.
+    by_half = [
+        best_of([replace(one, value=errors[one.inner_lr, one.inner_steps][half]) for one in tried])
+        for half in (2, 1)
+    ]
+    return FineTuning(split, len(episodes), metric, tuple(by_half), tried)
+
+
+def predict_tuned(
+    config: TrainConfig,
+    dataset: Dataset,
+    split: str,
+    tuning: FineTuning,
+    sharded: DistributedModelParallel,
+    ranks: Ranks,
+    view: View,
+) -> pa.Table | None:
+    """Return what predict_split does, each task adapted with what was chosen for it. Collective."""
+    tables = []
+    for setting in tuning.chosen:
+        algorithm = replace(
+            config.algorithm, inner_lr=setting.inner_lr, inner_steps=setting.inner_steps
+        )
+        adapt_with(algorithm, config, dataset, sharded)
+        tables.append(predict_split(config, dataset, split, sharded, ranks, view))
+    first, last = tables[0], tables[-1]
+    if first is None or last is None:
+        return None
+    # Both hold the same rows in the same order.
+    in_last_N = half_of(first["task"].to_numpy()) == len(tables) - 1
+    after_N = np.where(in_last_N, last["after"].to_numpy(), first["after"].to_numpy())
+    return first.set_column(first.column_names.index("after"), "after", pa.array(after_N))
+
+
+def tuning_episodes(dataset: Dataset, split: str) -> npt.NDArray[np.int64]:
+    """Return the indices of some episodes of a split, ascending: of a small one all."""
+    num_episodes = dataset.splits[split].num_episodes
+    size = min(num_episodes, TUNING_TASKS)
+    return np.sort(np.random.default_rng(0).choice(num_episodes, size, replace=False))
+
+
+def told_adapting(
+    own: AlgorithmConfig, adapting: AlgorithmConfig, tunings: Sequence[FineTuning]
+) -> str:
+    """Return a line on an inner loop that is not the config's, "" where it is."""
+    if tunings:
+        each = [
+            " and ".join(f"{one.inner_lr:g} x {one.inner_steps}" for one in tuning.chosen)
+            + f" on {counted(tuning.num_tasks, 'task')} of {tuning.split}"
+            for tuning in tunings
+        ]
+        halves = ""
+        if len(tunings[0].chosen) > 1:
+            halves = "; no data.valid_split, so each half of the tasks has what is best for the "
+            halves += "other half"
+        return (
+            f"fine-tuned with the inner_lr x inner_steps of the best {tunings[0].metric} of "
+            f"{counted(len(tunings[0].tried), 'setting')}: {', '.join(each)}{halves}"
+        )
+    was, now = vars(own), vars(adapting)
+    changed = [
+        f"{key} = {now[key]} (its config: {was[key]})" for key in now if now[key] != was[key]
+    ]
+    return f"adapts with {', '.join(changed)}" if changed else ""
 
 
 def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str]) -> list[str]:
@@ -125,58 +318,9 @@ def score_split(
     if table is None:
         return {}
     label, after, task = (table[name].to_numpy() for name in ("label", "after", "task"))
-    values = evaluate_split(label, after, task, config.outer.loss)
+    scoring = Scoring(config.outer.loss, config.evaluation)
+    # What decides when to stop need not be what is reported.
+    names = dict.fromkeys([*scoring.names, *filter(None, [config.run.early_stop_metric])])
+    values = evaluate_split(label, after, task, scoring, list(names))
     # JSON has no NaN.
     return {name: None if np.isnan(value.value) else value.value for name, value in values.items()}
-
-
-def predict_split(
-    config: TrainConfig,
-    dataset: Dataset,
-    split: str,
-    sharded: DistributedModelParallel,
-    ranks: Ranks,
-) -> pa.Table | None:
-    """Return a row for each query row of the split on rank 0, None elsewhere.
-
-    Its columns are split, task, support_rows, label, before and after; the last two are
-    probabilities for BCE, ratings for MSE.
-    """
-    learner = local_learner(sharded)
-    columns: list[dict[str, np.ndarray]] = []
-    with open_reader(config, dataset, split, ranks.rank, ranks.world_size) as reader:
-        arrange = learner.learner.arrange_to_predict
-        stop, features = Stop(), dataset.features
-        stored = labels_checked(reader.batches(0), config.outer.loss, dataset, split)
-        arranged = map(arrange, stopping_if_wrong(stored, features, stop))
-        for episodes, _ in in_step(arranged, arrange(no_tasks(features)), ranks, stop, sharded):
-            columns.append(_predict(learner, episodes, config.outer.loss))
-        if stop.agreed:
-            raise_first_problem(stop, ranks)
-    gathered = gather_to_first(columns, ranks)
-    if gathered is None:
-        return None
-    # Empty batches keep the collectives of a rank's peers whole, and hold no row.
-    parts = [part for of_rank in gathered for part in of_rank if len(part["task"])]
-    if not parts:
-        raise UserError(
-            f"split {split!r} of {config.data.path} has 0 query rows: there is nothing to score. "
-            "Name other splits with --split"
-        )
-    table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return pa.table({"split": pa.array([split] * len(table["task"])), **table})
-
-
-def _predict(learner: ShardedLearner, episodes: Episodes, loss: str) -> dict[str, np.ndarray]:
-    prediction = learner.predict(episodes)
-    query_T = prediction.layout.lengths_T.cpu()
-    support_T = prediction.support_lengths_T.cpu().to(torch.int32)
-    # The loss works on logits, a reader on probabilities.
-    shown = torch.sigmoid if loss == "bce" else torch.clone
-    return {
-        "task": torch.repeat_interleave(episodes.task_T, query_T).numpy(),
-        "support_rows": torch.repeat_interleave(support_T, query_T).numpy(),
-        "label": prediction.label_N.cpu().numpy(),
-        "before": shown(prediction.before_N).float().cpu().numpy(),
-        "after": shown(prediction.after_N).float().cpu().numpy(),
-    }

@@ -8,6 +8,7 @@ import gc
 gc.disable()  # it would look for garbage among a million new objects, again and again
 
 import hypothesis
+import optuna
 import pyarrow.dataset
 import pytest
 import torch.distributed.launcher.api
@@ -19,8 +20,10 @@ import torchrec.optim.apply_optimizer_in_backward
 import gmeta.cli
 import gmeta.commands.evaluate
 import gmeta.commands.train
+import gmeta.commands.tune
 import gmeta.commands.work.evaluate
 import gmeta.commands.work.train
+import gmeta.commands.work.tune
 import gmeta.server.process
 import gmeta.server.worker
 import gmeta.train

@@ -42,10 +42,11 @@ def test_the_tutorial_runs_and_shows_what_it_says(tmp_path: Path) -> None:
             printed.update({line: run(line, tmp_path) for line in text.splitlines()})
     assert "user-cold" in printed["gmeta inspect data/clicks"]
     table = printed["gmeta evaluate runs/maml --against runs/plain"]
-    (auc,) = re.findall(r"^AUC.*$", table, flags=re.MULTILINE)
-    before, after = map(float, re.findall(r"0\.\d{4}", auc)[:2])
+    # The values of each model, then what adapted is ahead of the others by.
+    values, differences = re.findall(r"^AUC.*$", table, flags=re.MULTILINE)
+    before, after = map(float, re.findall(r"0\.\d{4}", values)[:2])
     assert abs(before - 0.5) < 0.03
-    assert after > 0.57
-    assert auc.count("better") == 2
+    assert after > 0.62
+    assert differences.count("better") == 3  # than before, the plain run, the bias model
     even, odd = re.findall(r"even (\S+), odd (\S+)", printed["python newcomer.py"])[0]
-    assert float(even) - float(odd) > 0.15
+    assert float(even) - float(odd) > 0.3

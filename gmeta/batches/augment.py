@@ -17,6 +17,7 @@ import torch
 from gmeta.batches.config import AugmentConfig
 from metaio.format.features import Features
 from metaio.hashing import splitmix64
+from metaio.ragged import offsets
 from metaio.read.batch import TaskBatch
 
 Ints = npt.NDArray[np.int64]
@@ -43,10 +44,10 @@ def augmented(
     for step, batch in enumerate(batches, start=first_step):
         if config.resplit_support:
             batch = resplit(
-                batch, config.min_support_share, config.max_support_share, _key(seed, epoch)
+                batch, config.min_support_share, config.max_support_share, mixed_key(seed, epoch)
             )
         if config.oov_dropout > 0.0:
-            batch = drop_ids(batch, config.oov_dropout, dropped_B, _key(seed, epoch, step))
+            batch = drop_ids(batch, config.oov_dropout, dropped_B, mixed_key(seed, epoch, step))
         yield batch
 
 
@@ -85,12 +86,20 @@ def resplit(batch: TaskBatch, min_share: float, max_share: float, key: int) -> T
     # Of a single row neither side can be given up; it stays what it was.
     support_T = np.where(rows_T > 1, support_T, batch.support_lengths_T.numpy())
 
-    task_N = np.repeat(np.arange(len(rows_T)), rows_T)
-    within_N = np.arange(len(task_N)) - np.repeat(batch.row_offsets_T1.numpy()[:-1], rows_T)
-    # Tasks were mixed before row numbers are added: row 1 of task 7 must not draw as row 0 of 8.
-    draw_N = _uniform(task_T[task_N] + within_N.astype(np.uint64), key, _ROW_STREAM)
-    order_N = np.lexsort((draw_N, task_N))
-    return _reordered(batch, order_N, support_T)
+    draw_N = row_draws(batch.task_T.numpy(), batch.row_offsets_T1.numpy(), key)
+    order_N = np.lexsort((draw_N, np.repeat(np.arange(len(rows_T)), rows_T)))
+    return rearranged(batch, order_N, support_T)
+
+
+def row_draws(task_T: Ints, row_offsets_T1: Ints, key: int) -> npt.NDArray[np.float64]:
+    """Return a number in [0, 1) for each row [N], by `key`, its task and its place in the episode:
+    in the order of these numbers the rows of an episode are shuffled.
+    """
+    rows_T = np.diff(row_offsets_T1)
+    within_N = np.arange(row_offsets_T1[-1]) - np.repeat(row_offsets_T1[:-1], rows_T)
+    # Tasks are mixed before row numbers are added: row 1 of task 7 must not draw as row 0 of 8.
+    names_N = np.repeat(splitmix64(task_T.astype(np.uint64)), rows_T) + within_N.astype(np.uint64)
+    return _uniform(names_N, key, _ROW_STREAM)
 
 
 def drop_ids(
@@ -124,8 +133,12 @@ def drop_ids(
     )
 
 
-def _reordered(batch: TaskBatch, order_N: Ints, support_T: Ints) -> TaskBatch:
-    """Return the batch with its rows in this order, which keeps every episode's rows together."""
+def rearranged(batch: TaskBatch, order_N: Ints, support_T: Ints) -> TaskBatch:
+    """Return the batch with these of its rows, in this order, which keeps every episode's rows
+    together; so many of each episode's first ones are its support.
+    """
+    rows_T = np.diff(batch.row_offsets_T1.numpy())
+    kept_T = np.bincount(np.repeat(np.arange(len(rows_T)), rows_T)[order_N], minlength=len(rows_T))
     values_N = batch.multi_lengths_NM.numpy().sum(axis=1, dtype=np.int64)
     first_N = np.cumsum(values_N) - values_N
     moved_N = values_N[order_N]
@@ -134,23 +147,25 @@ def _reordered(batch: TaskBatch, order_N: Ints, support_T: Ints) -> TaskBatch:
     rows = torch.from_numpy(order_N)
     return replace(
         batch,
+        row_offsets_T1=torch.from_numpy(offsets(kept_T)),
         support_lengths_T=torch.from_numpy(support_T),
         label_N=batch.label_N[rows],
         dense_NK=batch.dense_NK[rows],
         positions_NF=batch.positions_NF[rows],
         multi_positions_V=batch.multi_positions_V[torch.from_numpy(order_V)],
         multi_lengths_NM=batch.multi_lengths_NM[rows],
+        row_id_N=batch.row_id_N[rows] if batch.row_id_N.numel() else batch.row_id_N,
     )
 
 
 def _uniform(names: UInt64, key: int, stream: int) -> npt.NDArray[np.float64]:
     """Return a number in [0, 1) for each name: the upper 53 bits of its hash under the key."""
-    mixed = splitmix64(names ^ splitmix64(np.uint64(_key(key, stream))))
+    mixed = splitmix64(names ^ splitmix64(np.uint64(mixed_key(key, stream))))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _key(*parts: int) -> int:
-    """Mix several numbers into one of 64 bits."""
+def mixed_key(*parts: int) -> int:
+    """Return one number of 64 bits, mixed of several."""
     mixed = np.zeros(1, dtype=np.uint64)
     for part in parts:
         mixed = splitmix64(mixed + np.uint64(part % 2**64))

@@ -9,7 +9,7 @@ single-id features, M multi-id features, V ids of all bags, K dense columns.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,8 @@ class Episodes:
     num_terms: int  # of the outer loss: tasks with query rows; rows if plain
     num_shown: int  # of them, those that its value is the mean of: Reptile learns without one too
     num_rows: int
+    # How the raw data names each query row, where the dataset tells; to predict alone.
+    query_row_id_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     fetch: RowFetch | None = None  # None: no rank was told yet which rows are needed
 
     @classmethod
@@ -140,7 +142,10 @@ def support_and_query(batch: TaskBatch, rows_per_task: bool, to_predict: bool = 
     batch, fetched_row_P, num_rows = reading_copies(batch, rows_per_task)
     constant_sides = to_predict and not rows_per_task, to_predict
     (sides,) = _sides(batch, [np.arange(batch.num_tasks)], num_rows, constant_sides)
-    return Episodes.of(batch, fetched_row_P, sides, _num_with_query(batch), to_predict)
+    episodes = Episodes.of(batch, fetched_row_P, sides, _num_with_query(batch), to_predict)
+    if to_predict and batch.row_id_N.numel():
+        episodes = replace(episodes, query_row_id_N=batch.row_id_N[~_support_rows_N(batch)])
+    return episodes
 
 
 def task_groups(batch: TaskBatch, rows_per_task: bool, num_weights: int) -> Episodes:
@@ -184,8 +189,7 @@ def _sides(
     """Return both sides of each group's tasks, in the order of the batch; each may be constant."""
     support_T, rows_T = batch.support_lengths_T, batch.row_offsets_T1.diff()
     task_N = torch.repeat_interleave(torch.arange(batch.num_tasks), rows_T)
-    within_N = torch.arange(batch.num_rows) - batch.row_offsets_T1[task_N]
-    is_support_N = within_N < support_T[task_N]
+    is_support_N = _support_rows_N(batch)
     found = []
     for tasks in groups:
         chosen_T = torch.zeros(batch.num_tasks, dtype=torch.bool)
@@ -201,6 +205,14 @@ def _sides(
         )
         found.append(Sides(*sides))
     return tuple(found)
+
+
+def _support_rows_N(batch: TaskBatch) -> Tensor:
+    """Return which rows support their task: bool [N]; the others are its query rows."""
+    task_N = torch.repeat_interleave(torch.arange(batch.num_tasks), batch.row_offsets_T1.diff())
+    within_N = torch.arange(batch.num_rows) - batch.row_offsets_T1[task_N]
+    is_support_N: Tensor = within_N < batch.support_lengths_T[task_N]
+    return is_support_N
 
 
 def _side(

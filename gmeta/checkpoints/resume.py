@@ -9,6 +9,7 @@ from gmeta.checkpoints.loader import check_config, checkpoint_to_use
 from gmeta.config import OuterConfig, TrainConfig
 from gmeta.errors import UserError
 from gmeta.files.local import check_local
+from gmeta.metrics.catalogue import Scoring
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.runs.folder import CONFIG_FILE, STEP_FOLDER, RunFolder
 from gmeta.runs.progress import Progress
@@ -95,6 +96,7 @@ def _check_scores(
     for key, was, asked in (
         ("run.early_stop_metric", early_stop_of(before).metric, early_stop_of(now).metric),
         ("data.valid_split", before.data.valid_split, now.data.valid_split),
+        ("evaluation.positive_rating", _judged_from(before), _judged_from(now)),
     ):
         if was != asked:
             raise UserError(
@@ -103,6 +105,14 @@ def _check_scores(
                 f"was, or begin a new run with the weights: add run.start_from={folder.root} and "
                 "choose another run.dir"
             )
+
+
+def _judged_from(config: TrainConfig) -> float | None:
+    """Return from which label on the metric that decides counts rows as positive; None: it asks
+    for no such label.
+    """
+    scoring = Scoring(config.outer.loss, config.evaluation)
+    return scoring.threshold_of(early_stop_of(config).metric)
 
 
 def _check_order(

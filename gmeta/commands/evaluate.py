@@ -1,15 +1,25 @@
 """`gmeta evaluate`."""
 
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from gmeta.commands import on_ranks
-from gmeta.config import TrainConfig
+from gmeta.config import TrainConfig, overridden
 from gmeta.errors import UserError
 from gmeta.files.local import check_local
+from gmeta.metrics.catalogue import Scoring, predicts_alike
+from gmeta.metrics.config import EvaluationConfig
 from gmeta.runs.folder import RunFolder
+
+# Each is another pass over the split, and as many predictions in memory.
+MOST_DRAWS = 1_000
+MOST_SIZES = 20
+# Of the inner loop, what says nothing about the weights that were trained.
+FREE_KEYS = ("inner_lr", "inner_steps", "support_prior", "adapt_layers", "adapt_embeddings")
 
 
 def evaluate(
@@ -26,34 +36,108 @@ def evaluate(
         Path | None, typer.Option(help="folder of the report; default: RUN/evaluation")
     ] = None,
     nproc_per_node: Annotated[int, typer.Option(min=1, help="ranks to start on this machine")] = 1,
+    draws: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MOST_DRAWS,
+            help="draws of every task's support and query rows, the stored one first; metrics are "
+            "means over them",
+        ),
+    ] = 1,
+    support_sizes: Annotated[
+        str,
+        typer.Option(
+            help="also score after adapting on no more than so many support rows, e.g. "
+            "0,1,3,5,10,20: a curve"
+        ),
+    ] = "",
+    item_column: Annotated[
+        str, typer.Option(help="sparse column that is the item, for the bias model; default: found")
+    ] = "",
+    trees: Annotated[
+        bool, typer.Option("--trees/--no-trees", help="also grow gradient-boosted trees to compare")
+    ] = True,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SECTION.KEY=VALUE]...",
+            help="how RUN adapts here and what is measured, in place of its config: algorithm.*, "
+            "evaluation.*",
+        ),
+    ] = None,
 ) -> None:
     """Adapt to every unseen task's support set and score its query set, before and after.
 
     gmeta evaluate runs/demo/maml --against runs/demo/plain
 
-    Writes evaluation.json, a self-contained report.html, its pictures and the predictions; prints a
-    table.
+    Beside the runs stand a bias model (mean, item, task) and gradient-boosted trees; a plain run is
+    fine-tuned at its best rate. Writes evaluation.json, a self-contained report.html, its pictures
+    and the predictions; prints a table.
     """
     out = out or run / "evaluation"
     check_local("--out", out)
+    sizes = _support_sizes(support_sizes)
     roots = [run, *(against or [])]
     configs = [RunFolder(root).read_config() for root in roots]
     _check_comparable(roots, configs)
     if out.exists() and not out.is_dir():
         raise UserError(f"--out = {str(out)!r} is a file: a folder is needed. Choose another")
-    config = configs[0]
+    config, overrides = configs[0], overrides or []
+    _check_overrides(run, config, overrides)
     if on_ranks.starts_ranks(nproc_per_node):
-        arguments = ["evaluate", str(run)]
+        arguments = ["evaluate", str(run), *overrides]
         arguments += [word for path in against or [] for word in ("--against", str(path))]
         arguments += [word for split in splits or [] for word in ("--split", split)]
-        arguments += ["--out", str(out)]
+        arguments += ["--out", str(out), "--trees" if trees else "--no-trees"]
+        arguments += ["--item-column", item_column] if item_column else []
+        arguments += ["--draws", str(draws), "--support-sizes", support_sizes]
         # No restarts: an evaluation keeps nothing that a second try could go on from.
         on_ranks.start(arguments, nproc_per_node, master_port=0, max_restarts=0)
         return
     # Loading torch takes seconds: not before the folders are known to be right.
     with on_ranks.importing():
-        from gmeta.commands.work.evaluate import evaluate_on_rank
-    evaluate_on_rank(roots, splits or [], out, config)
+        from gmeta.commands.work.evaluate import Asked, evaluate_on_rank
+    asked = Asked(splits or [], overrides, item_column, trees, draws, sizes)
+    evaluate_on_rank(roots, asked, out, config)
+
+
+def _support_sizes(text: str) -> tuple[int, ...]:
+    """Return the sizes of a list such as 0,1,3, rising.
+
+    Raises:
+        UserError: one is no whole number, or stands there twice.
+    """
+    words = [word.strip() for word in text.split(",")] if text else []
+    sizes = {int(word) for word in words if re.fullmatch("[0-9]{1,6}", word)}
+    if len(sizes) < len(words) or len(sizes) > MOST_SIZES:
+        raise UserError(
+            f"--support-sizes = {text!r} is no list of support rows: up to {MOST_SIZES} different "
+            "whole numbers below a million are allowed, with commas between them. "
+            "Write e.g. 0,1,3,5,10,20"
+        )
+    return tuple(sorted(sizes))
+
+
+def _check_overrides(run: Path, config: TrainConfig, overrides: list[str]) -> None:
+    """Refuse what evaluation cannot adapt with or measure, before torch is loaded."""
+    keys: tuple[str, ...] = FREE_KEYS
+    if config.algorithm.name == "anil":  # what adapts is its head
+        keys = FREE_KEYS[:3]
+    if config.algorithm.name == "metasgd":
+        # Its rates, one for each of what adapts, are weights of the run.
+        keys = FREE_KEYS[1:3]
+    allowed = [f"algorithm.{key}" for key in keys]
+    allowed += [f"evaluation.{field.name}" for field in fields(EvaluationConfig)]
+    for override in overrides:
+        if override.partition("=")[0] not in allowed:
+            raise UserError(
+                f"{override!r} cannot be changed for the evaluation of {run}, trained with "
+                f"{config.algorithm.name}: allowed are {', '.join(allowed)}. Train another run "
+                "instead"
+            )
+    chosen = overridden(config, overrides)
+    Scoring(chosen.outer.loss, chosen.evaluation)
 
 
 def _check_comparable(roots: list[Path], configs: list[TrainConfig]) -> None:
@@ -63,7 +147,7 @@ def _check_comparable(roots: list[Path], configs: list[TrainConfig]) -> None:
             raise UserError(
                 f"{root} is named twice: a run says nothing beside itself. Leave one out"
             )
-        if config.outer.loss != configs[0].outer.loss:
+        if not predicts_alike(config.outer.loss, configs[0].outer.loss):
             raise UserError(
                 f"run {root} was trained with loss {config.outer.loss}, {roots[0]} with "
                 f"{configs[0].outer.loss}: their predictions mean different things. "

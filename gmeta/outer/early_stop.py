@@ -10,7 +10,7 @@ from typing import final
 
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError
-from gmeta.metrics import metric_infos
+from gmeta.metrics.catalogue import Scoring
 from gmeta.runs.progress import Progress
 
 
@@ -59,7 +59,7 @@ def early_stop_of(config: TrainConfig) -> EarlyStop:
     """Return the early stopping that the config asks for.
 
     Raises:
-        ConfigError: there is no split to validate on, or the metric is none of the loss.
+        ConfigError: there is no split to validate on, or a metric is none of the loss.
     """
     run = config.run
     for key, value in (
@@ -70,13 +70,12 @@ def early_stop_of(config: TrainConfig) -> EarlyStop:
             raise ConfigError(
                 f"run.{key} = {value}, but there is no split to score. Set data.valid_split"
             )
-    infos = metric_infos(config.outer.loss)
-    metric = run.early_stop_metric or next(iter(infos))
-    if metric not in infos:
-        raise ConfigError(
-            f"run.early_stop_metric = {metric!r} is no metric of outer.loss = "
-            f"{config.outer.loss!r}: choose one of {', '.join(infos)}"
-        )
+    scoring = Scoring(config.outer.loss, config.evaluation)
+    metric = run.early_stop_metric or scoring.names[0]
+    scoring.check("run.early_stop_metric", metric)
     return EarlyStop(
-        metric, infos[metric].higher_is_better, run.early_stop_patience, run.early_stop_min_delta
+        metric,
+        scoring.info(metric).higher_is_better,
+        run.early_stop_patience,
+        run.early_stop_min_delta,
     )

@@ -1,34 +1,47 @@
 """Which pictures a report has and what each draws; how they become files is render's business."""
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from textwrap import fill
-from typing import Any
 
-import numpy as np
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from gmeta.metrics import MetricInfo
-from gmeta.report.evaluation import STAGES, Estimate, Evaluation, Group, Result, RunFacts
+from gmeta.metrics.catalogue import MetricInfo
+from gmeta.report.curves import activity_chart, support_limit_chart
+from gmeta.report.evaluation import (
+    STAGES,
+    Evaluation,
+    Group,
+    RunFacts,
+    YardstickFacts,
+)
 from gmeta.report.history import Curve
+from gmeta.report.lines import (
+    WHISKERS,
+    count,
+    draw_lines,
+    offsets,
+    or_zero,
+    points,
+    whiskers,
+    with_unit,
+)
 from gmeta.report.render import NUM_SERIES_COLORS, Axes, Chart, Panel, Series, light
 
 MARKERS = ("o", "s", "^", "D")
-_OF_RATINGS = ("mae", "ndcg@3", "auc")
-CHARTED_METRICS = {
-    "bce": ("auc", "gauc", "logloss"),
-    **dict.fromkeys(("mse", "huber", "mae"), _OF_RATINGS),
-}
-WHISKERS = "Lines through the points are 95 % intervals over tasks; no line: fewer than ten tasks."
+# Drawn where they are reported; other metrics take their places by their order in the report.
+USUALLY_CHARTED = ("mae", "ndcg@3", "auc", "gauc", "logloss")
+NUM_CHARTED = 3
 
 
 def charts_of(evaluation: Evaluation, curves: Sequence[Curve]) -> list[Chart]:
     """Return every chart that there is data for, in the order of the page."""
-    series = series_of(evaluation.runs)
+    series = series_of(evaluation.runs, evaluation.yardsticks)
     charts = [
         _groups_chart(evaluation, series),
         _support_chart(evaluation, series),
+        support_limit_chart(evaluation, series, charted_metrics(evaluation)),
+        activity_chart(evaluation, series),
         _calibration_chart(
             evaluation, [one for one in series if one.run == evaluation.runs[0].name]
         ),
@@ -37,22 +50,33 @@ def charts_of(evaluation: Evaluation, curves: Sequence[Curve]) -> list[Chart]:
     return [chart for chart in charts if chart.panels]
 
 
-def series_of(runs: Sequence[RunFacts]) -> list[Series]:
-    """Return both stages of each run as series; from the fifth run on colours repeat with other
-    markers."""
+def charted_metrics(evaluation: Evaluation) -> list[str]:
+    """Return the metrics that get a picture, the headline among them, in the order to draw."""
+    names = list(evaluation.metrics)
+    usual = [name for name in USUALLY_CHARTED if name in names]
+    return list(dict.fromkeys([names[0], *usual, *names]))[:NUM_CHARTED]
+
+
+def series_of(runs: Sequence[RunFacts], yardsticks: Sequence[YardstickFacts] = ()) -> list[Series]:
+    """Return both stages of each run and the one of each yardstick as series; from the fifth model
+    on colours repeat with other markers."""
     made: list[Series] = []
-    for index, run in enumerate(runs):
+    models: list[RunFacts | YardstickFacts] = [*runs, *yardsticks]
+    for index, model in enumerate(models):
         color = f"series-{index % NUM_SERIES_COLORS}"
         marker = MARKERS[(index + index // NUM_SERIES_COLORS) % len(MARKERS)]
+        if isinstance(model, YardstickFacts):
+            made.append(Series(model.name, "after", model.name, color, marker))
+            continue
         for stage in STAGES:
-            label = f"{run.name}, {run.stage_label(stage)}"
-            made.append(Series(run.name, stage, label, color, marker))
+            label = f"{model.name}, {model.stage_label(stage)}"
+            made.append(Series(model.name, stage, label, color, marker))
     return made
 
 
 def _groups_chart(evaluation: Evaluation, series: Sequence[Series]) -> Chart:
     height_inches = 1.0 + max(1.4, len(evaluation.groups) * (0.2 + 0.15 * len(series)))
-    infos = {name: evaluation.metrics[name] for name in CHARTED_METRICS[evaluation.loss]}
+    infos = {name: evaluation.metrics[name] for name in charted_metrics(evaluation)}
     panels = [
         Panel(
             info.label,
@@ -74,15 +98,15 @@ def _groups_chart(evaluation: Evaluation, series: Sequence[Series]) -> Chart:
 def _draw_groups(
     groups: Sequence[Group], series: Sequence[Series], name: str, info: MetricInfo, axes: Axes
 ) -> None:
-    for one, offset in zip(series, _offsets(len(series), 0.6), strict=True):
+    for one, offset in zip(series, offsets(len(series), 0.6), strict=True):
         found = ((row + offset, group.results) for row, group in enumerate(groups))
-        rows, estimates = _points(one, found, name)
+        rows, estimates = points(one, found, name)
         if rows:
             values = [estimate.value for estimate in estimates]
             axes.errorbar(
                 values,
                 rows,
-                xerr=_whiskers(estimates),
+                xerr=whiskers(estimates),
                 linestyle="none",
                 linewidth=1.5,
                 **one.style,
@@ -101,7 +125,7 @@ def _draw_groups(
         if info.higher_is_better
         else "\N{LEFTWARDS ARROW} lower is better"
     )
-    axes.set_xlabel(f"{_with_unit(info)}   ({arrow})")
+    axes.set_xlabel(f"{with_unit(info)}   ({arrow})")
 
 
 def _support_chart(evaluation: Evaluation, series: Sequence[Series]) -> Chart:
@@ -128,27 +152,9 @@ def _draw_support(
     group: Group, series: Sequence[Series], name: str, info: MetricInfo, axes: Axes
 ) -> None:
     bins = group.by_support_rows
-    for one, offset in zip(series, _offsets(len(series), 0.36), strict=True):
-        places, estimates = _points(
-            one, ((at + offset, bin_.results) for at, bin_ in enumerate(bins)), name
-        )
-        if places:
-            values = [estimate.value for estimate in estimates]
-            dashes = "-" if one.stage == "after" else (0, (2, 2))
-            axes.errorbar(
-                places,
-                values,
-                yerr=_whiskers(estimates),
-                linestyle=dashes,
-                linewidth=1.3,
-                **one.style,
-            )
-    axes.set_xticks(range(len(bins)), [f"{bin_.label}\n{_count(bin_.num_tasks)}" for bin_ in bins])
+    ticks = [f"{bin_.label}\n{count(bin_.num_tasks)}" for bin_ in bins]
+    draw_lines([bin_.results for bin_ in bins], ticks, series, name, info, axes)
     axes.set_xlabel("support rows; below, the number of tasks")
-    axes.set_ylabel(
-        f"{_with_unit(info)}\n({'higher' if info.higher_is_better else 'lower'} is better)"
-    )
-    axes.grid(axis="y")
 
 
 def _calibration_chart(evaluation: Evaluation, series: Sequence[Series]) -> Chart:
@@ -177,10 +183,10 @@ def _draw_calibration(group: Group, series: Sequence[Series], axes: Axes) -> Non
                 observed = [bin_.positive_share for bin_ in found.bins]
                 shares = [estimate.value for estimate in observed]
                 axes.errorbar(
-                    predicted, shares, yerr=_whiskers(observed), linewidth=1.3, **one.style
+                    predicted, shares, yerr=whiskers(observed), linewidth=1.3, **one.style
                 )
                 top = max(
-                    top, *predicted, *shares, *(_or_zero(estimate.high) for estimate in observed)
+                    top, *predicted, *shares, *(or_zero(estimate.high) for estimate in observed)
                 )
     # Where clicks are rare, axes up to 1 would press all bins into a corner.
     limit = min(1.0, 1.05 * top) or 1.0
@@ -217,45 +223,3 @@ def _draw_curve(curve: Curve, axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(axis="both")
-
-
-def _points(
-    series: Series, placed: Iterable[tuple[float, Sequence[Result]]], name: str
-) -> tuple[list[float], list[Estimate]]:
-    """Return places and estimates of a series, without those that are undefined or missing."""
-    places, estimates = [], []
-    for place, results in placed:
-        for result in results:
-            estimate = result.metrics[name]
-            if (result.run, result.stage) == (series.run, series.stage) and math.isfinite(
-                estimate.value
-            ):
-                places.append(place)
-                estimates.append(estimate)
-    return places, estimates
-
-
-def _offsets(num_series: int, width: float) -> Sequence[float]:
-    """Return the places of the series side by side around 0."""
-    step = width / max(1, num_series - 1)
-    return [(index - (num_series - 1) / 2) * step for index in range(num_series)]
-
-
-def _whiskers(estimates: Sequence[Estimate]) -> Any:
-    """Return the distances [2, points] to both ends of the intervals, 0 where there is none."""
-    # A skewed metric may stand a hair outside its interval; matplotlib refuses negative lengths.
-    below = [max(0.0, _or_zero(one.value - one.low)) for one in estimates]
-    above = [max(0.0, _or_zero(one.high - one.value)) for one in estimates]
-    return np.array([below, above])
-
-
-def _or_zero(value: float) -> float:
-    return value if math.isfinite(value) else 0.0
-
-
-def _with_unit(info: MetricInfo) -> str:
-    return f"{info.label}, {info.unit}" if info.unit else info.label
-
-
-def _count(number: int) -> str:
-    return str(number) if number < 10_000 else f"{number / 1000:.0f}k"

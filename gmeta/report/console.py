@@ -1,13 +1,25 @@
 """The report for the terminal: every metric by group, with verdicts in place of intervals."""
 
+from typing import TypeVar
+
 from rich.console import Group as Stack
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gmeta.metrics import MetricInfo
+from gmeta.metrics.catalogue import MetricInfo
 from gmeta.report.evaluation import Difference, Evaluation, Group, Verdict
-from gmeta.report.wording import Line, line_of, number, signed, size_of
+from gmeta.report.wording import (
+    columns_of,
+    estimate_of,
+    line_of,
+    number,
+    signed,
+    size_of,
+    told_of,
+)
+
+Item = TypeVar("Item")
 
 STYLES: dict[Verdict, str] = {
     "better": "green",
@@ -17,46 +29,75 @@ STYLES: dict[Verdict, str] = {
     "unknown": "dim",
 }
 UP, DOWN = "\N{UPWARDS ARROW}", "\N{DOWNWARDS ARROW}"
-# Fixed, so that the tables of all groups line up; with one baseline they fill 80 columns.
-METRIC_WIDTH, VALUE_WIDTH, VERDICT_WIDTH, RIVAL_WIDTH = 20, 7, 15, 11
+# Fixed, so that the tables of all groups line up; four differences fill 80 columns.
+METRIC_WIDTH, VALUE_WIDTH, NAMED_WIDTH, VERDICT_WIDTH = 19, 7, 10, 14
+VALUES_A_TABLE, DIFFERENCES_A_TABLE = 6, 4
 
 
 def console_table(evaluation: Evaluation) -> RenderableType:
-    """Return a heading, a table for each group, and how to read them."""
+    """Return a heading, the tables of each group, what was chosen here, how to read all that, and
+    in red what must not be missed."""
     run = evaluation.runs[0]
     parts: list[RenderableType] = [Text(f"{run.name}, step {run.step:,}", style="bold")]
     for group in evaluation.groups:
         parts += [
             Text(""),
             Text.assemble((group.name, "bold"), f": {size_of(group)}"),
-            _table(evaluation, group),
+            *_value_tables(evaluation, group),
+            *_difference_tables(evaluation, group),
         ]
-    return Stack(*parts, Text(""), Text(_legend(evaluation), style="dim"))
+    parts.append(Text(""))
+    parts += [Text.assemble((f"{name}: ", "bold"), line) for name, line in told_of(evaluation)]
+    parts.append(Text(_legend(evaluation), style="dim"))
+    parts += [Text(one.text, style="bold red") for one in evaluation.cautions]
+    return Stack(*parts)
 
 
-def _table(evaluation: Evaluation, group: Group) -> Table:
+def _value_tables(evaluation: Evaluation, group: Group) -> list[Table]:
+    """Return the metrics of every model, in as many tables as the columns need."""
+    columns = columns_of(evaluation)
+    tables = []
+    for chosen in _parts(columns, VALUES_A_TABLE):
+        table = _table(evaluation, "")
+        for heading, *_ in chosen:
+            width = NAMED_WIDTH if "\n" in heading else VALUE_WIDTH
+            table.add_column(heading, justify="right", width=width, overflow="fold")
+        for name, info in evaluation.metrics.items():
+            values = [
+                number(estimate_of(group, run, stage, name).value) for _, run, stage in chosen
+            ]
+            table.add_row(_metric(info), *values)
+        tables.append(table)
+    return tables
+
+
+def _difference_tables(evaluation: Evaluation, group: Group) -> list[Table]:
+    """Return adapted minus every other model, with verdicts, in as many tables as that needs."""
+    lines = {name: line_of(evaluation, group, name) for name in evaluation.metrics}
+    rivals = next(iter(lines.values())).rivals
+    headings = ["before", *(rival.short_name for rival in rivals)]
+    tables = []
+    for chosen in _parts(list(enumerate(headings)), DIFFERENCES_A_TABLE):
+        table = _table(evaluation, "adapted minus")
+        for _, heading in chosen:
+            table.add_column(heading, justify="right", width=VERDICT_WIDTH, overflow="fold")
+        for name, info in evaluation.metrics.items():
+            line = lines[name]
+            differences = [line.change, *(rival.difference for rival in line.rivals)]
+            table.add_row(_metric(info), *(_verdict(differences[index]) for index, _ in chosen))
+        tables.append(table)
+    return tables
+
+
+def _parts(items: list[Item], most: int) -> list[list[Item]]:
+    return [items[first : first + most] for first in range(0, len(items), most)]
+
+
+def _table(evaluation: Evaluation, title: str) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("", width=METRIC_WIDTH, no_wrap=True)
-    table.add_column("before", justify="right", width=VALUE_WIDTH)
-    table.add_column("adapted", justify="right", width=VALUE_WIDTH)
-    table.add_column("change", justify="right", width=VERDICT_WIDTH)
-    for baseline in evaluation.runs[1:]:
-        table.add_column(baseline.name, justify="right", width=RIVAL_WIDTH, overflow="fold")
-        table.add_column("adapted vs it", justify="right", width=VERDICT_WIDTH)
-    for name, info in evaluation.metrics.items():
-        table.add_row(_metric(info), *_cells(line_of(evaluation, group, name)))
+    longest = max(len(_metric(info)) for info in evaluation.metrics.values())
+    table.add_column(title, width=max(METRIC_WIDTH, longest), no_wrap=True)
     return table
-
-
-def _cells(line: Line) -> list[Text]:
-    cells = [
-        Text(number(line.before.value)),
-        Text(number(line.after.value), "bold"),
-        _verdict(line.change),
-    ]
-    for rival in line.rivals:
-        cells += [Text(number(rival.estimate.value)), _verdict(rival.difference)]
-    return cells
 
 
 def _metric(info: MetricInfo) -> Text:
@@ -64,8 +105,9 @@ def _metric(info: MetricInfo) -> Text:
 
 
 def _verdict(difference: Difference) -> Text:
+    word = "?" if difference.verdict == "unknown" else difference.verdict
     return Text(
-        f"{signed(difference.value)} {difference.verdict:7}",
+        f"{signed(difference.value)} {word:6}",
         style=STYLES.get(difference.verdict, "dim"),
     )
 
@@ -82,9 +124,12 @@ def _legend(evaluation: Evaluation) -> str:
     differences = [line.change for line in shown]
     differences += [rival.difference for line in shown for rival in line.rivals]
     if any(one.verdict == "unknown" for one in differences):
-        lines.append("unknown: there is no such interval; the report says why.")
-    if len(evaluation.runs) > 1:
+        lines.append("?: there is no such interval; the report says why.")
+    if evaluation.interval.draws > 1:
         lines.append(
-            "A baseline stands at the better of as trained and fine-tuned, metric by metric."
+            f"Means over {evaluation.interval.draws} draws of each task's support and query rows; "
+            "the intervals cover tasks and draws."
         )
+    if len(evaluation.runs) > 1:
+        lines.append("A baseline is compared at its better stage, metric by metric.")
     return "\n".join(lines)

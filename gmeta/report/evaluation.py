@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from gmeta.metrics import Loss, MetricInfo
+from gmeta.metrics.catalogue import Loss, MetricInfo
 
 SCHEMA = "gmeta.evaluation/1"
 Stage: TypeAlias = Literal["before", "after"]
@@ -82,8 +82,44 @@ class SupportBin:
     @property
     def label(self) -> str:
         """Return `13`, or `13 to 20` with a dash."""
-        same = self.min_rows == self.max_rows
-        return str(self.min_rows) if same else f"{self.min_rows}\N{EN DASH}{self.max_rows}"
+        return _range(self.min_rows, self.max_rows)
+
+
+@dataclass(frozen=True)
+class ActivityBin:
+    """Tasks with min_rows to max_rows stored rows, support and query together; `results` holds the
+    headline metric."""
+
+    min_rows: int
+    max_rows: int
+    num_tasks: int
+    num_rows: int
+    results: tuple[Result, ...]
+
+    @property
+    def label(self) -> str:
+        """Return `13`, or `13 to 20` with a dash."""
+        return _range(self.min_rows, self.max_rows)
+
+
+@dataclass(frozen=True)
+class SupportLimit:
+    """All tasks of a group on the same query rows, adapted on no more than `max_support_rows` of
+    their support rows; `num_tasks_full` of them have so many. `results` are at the stage after.
+    """
+
+    max_support_rows: int
+    num_tasks_full: int
+    results: tuple[Result, ...]
+
+
+@dataclass(frozen=True)
+class DrawValues:
+    """The metrics of a run at a stage, draw by draw; the first one is the data as stored."""
+
+    run: str
+    stage: Stage
+    metrics: dict[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -119,6 +155,9 @@ class Group:
     comparisons: tuple[Comparison, ...]
     by_support_rows: tuple[SupportBin, ...]
     calibration: tuple[Calibration, ...]
+    by_activity: tuple[ActivityBin, ...] = ()
+    by_support_limit: tuple[SupportLimit, ...] = ()
+    by_draw: tuple[DrawValues, ...] = ()
 
     def result(self, run: str, stage: Stage) -> Result | None:
         """Return a run's result at a stage; None where the run predicted nothing for this group."""
@@ -140,8 +179,36 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Tried:
+    """A setting of the inner loop, and the metric that it reached."""
+
+    inner_lr: float
+    inner_steps: int
+    value: float
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """How a plain run's inner loop was chosen: the best of `tried` by a metric (the smallest), on
+    tasks of a split.
+
+    `chosen` is one setting of the validation split, or two: for the first half of the tasks of a
+    split that is reported on, which the second half chose, and the other way round.
+    """
+
+    split: str
+    num_tasks: int
+    metric: str
+    chosen: tuple[Tried, ...]
+    tried: tuple[Tried, ...]
+
+
+@dataclass(frozen=True)
 class RunFacts:
-    """What a run was. Speed and data wait are medians of the log, NaN where it is empty."""
+    """What a run was. Speed and data wait are medians of the log, NaN where it is empty.
+
+    `adapts_with` is a line on an inner loop that is not the one of the config, "" where it is.
+    """
 
     name: str
     algorithm: str
@@ -153,12 +220,38 @@ class RunFacts:
     data_wait_share: float
     config: dict[str, Any]
     environment: dict[str, Any]
+    adapts_with: str = ""
+    fine_tuning: tuple[FineTuning, ...] = ()
 
     def stage_label(self, stage: Stage) -> str:
         """Return the stage in words."""
         if self.algorithm == PLAIN_ALGORITHM:
             return "as trained" if stage == "before" else "fine-tuned"
         return "before adaptation" if stage == "before" else "adapted"
+
+
+@dataclass(frozen=True)
+class YardstickFacts:
+    """A model that a run must be better than; its results are those of the stage "after".
+
+    `told` is a line on what it is and how it was chosen, `chosen` the same for machines.
+    """
+
+    name: str
+    short_name: str
+    told: str
+    chosen: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Caution:
+    """What a reader must not miss: the first run, adapted, is worse by these metrics of a group
+    than itself before adapting (`minus_run` is the run), or than the bias model."""
+
+    group: str
+    minus_run: str
+    metrics: tuple[str, ...]
+    text: str
 
 
 @dataclass(frozen=True)
@@ -169,11 +262,15 @@ class IntervalMethod:
     level_percent: float
     resamples: int
     seed: int
+    draws: int = 1  # of support and query rows; every metric is its mean over them
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A run, the first of `runs`, and its baselines, the others; `headline` names a metric."""
+    """A run, the first of `runs`, and its baselines, the others; `headline` names a metric.
+
+    `notes` are lines about a yardstick that is not there.
+    """
 
     schema: str
     loss: Loss
@@ -182,6 +279,9 @@ class Evaluation:
     interval: IntervalMethod
     runs: tuple[RunFacts, ...]
     groups: tuple[Group, ...]
+    yardsticks: tuple[YardstickFacts, ...] = ()
+    cautions: tuple[Caution, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def to_json(evaluation: Evaluation) -> dict[str, Any]:
@@ -201,6 +301,10 @@ def hide_secrets(value: Any) -> Any:
             for key, item in value.items()
         }
     return [hide_secrets(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _range(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low}\N{EN DASH}{high}"
 
 
 def _plain(value: Any) -> Any:

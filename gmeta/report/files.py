@@ -14,10 +14,17 @@ from gmeta.report.evaluation import Evaluation, to_json
 from gmeta.report.history import curves_of
 from gmeta.report.page import page
 from gmeta.report.render import png_sheet
-from gmeta.report.runs import EvaluatedRun
+from gmeta.report.runs import EvaluatedRun, EvaluatedYardstick
 from gmeta.report.summarise import summarise
 
-CHART_NAMES = ("groups", "support_size", "calibration", "learning_curve")
+CHART_NAMES = (
+    "groups",
+    "support_size",
+    "few_support_rows",
+    "activity",
+    "calibration",
+    "learning_curve",
+)
 
 
 @dataclass(frozen=True)
@@ -30,16 +37,21 @@ class ReportPaths:
     evaluation: Evaluation
 
 
-def write(folder: Path, runs: Sequence[EvaluatedRun]) -> ReportPaths:
+def write(
+    folder: Path,
+    runs: Sequence[EvaluatedRun],
+    yardsticks: Sequence[EvaluatedYardstick] = (),
+    notes: Sequence[str] = (),
+) -> ReportPaths:
     """Write evaluation.json, report.html, charts/*.png and predictions.parquet; the first run is
-    the one reported.
+    the one reported, `notes` tell of yardsticks that are not there.
 
     Raises:
         UserError: the runs cannot be reported or compared; see check_runs. Nothing is written then.
         OSError: the folder cannot be written; a file that stood there before is left as it was.
     """
-    evaluation = summarise(runs)
-    charts = charts_of(evaluation, curves_of(runs[0].history, evaluation.loss, evaluation.headline))
+    evaluation = summarise(runs, yardsticks, notes)
+    charts = charts_of(evaluation, curves_of(runs[0].history, runs[0].scoring))
     chart_folder = folder / "charts"
     pictures = {chart_folder / f"{chart.name}.png": png_sheet(chart) for chart in charts}
     json_path, html_path = folder / "evaluation.json", folder / "report.html"
@@ -47,7 +59,7 @@ def write(folder: Path, runs: Sequence[EvaluatedRun]) -> ReportPaths:
         to_json(evaluation), indent=1, ensure_ascii=False, allow_nan=False, default=str
     )
     html = page(evaluation, charts)
-    rows = _predictions(runs)
+    rows = _predictions(runs, yardsticks)
     # Everything is rendered before anything is written: a failure in between leaves the old report.
     chart_folder.mkdir(parents=True, exist_ok=True)
     for path, content in pictures.items():
@@ -61,12 +73,19 @@ def write(folder: Path, runs: Sequence[EvaluatedRun]) -> ReportPaths:
     return ReportPaths(json_path, html_path, tuple(pictures), evaluation)
 
 
-def _predictions(runs: Sequence[EvaluatedRun]) -> bytes:
-    """Return what every run predicted of every query row, as the bytes of a Parquet file."""
+def _predictions(runs: Sequence[EvaluatedRun], yardsticks: Sequence[EvaluatedYardstick]) -> bytes:
+    """Return what every model predicted of every query row, as the bytes of a Parquet file; in
+    `before` a yardstick has nulls."""
+    found = {run.name: run.predictions for run in runs}
+    for one in yardsticks:
+        table = one.predictions
+        names = ["after" if name == "prediction" else name for name in table.column_names]
+        found[one.name] = table.rename_columns(names)
     tables = [
-        run.predictions.add_column(0, "run", pa.array([run.name] * run.predictions.num_rows))
-        for run in runs
+        table.add_column(0, "run", pa.array([name] * table.num_rows))
+        for name, table in found.items()
     ]
     out = pa.BufferOutputStream()
-    pq.write_table(pa.concat_tables(tables), out)
+    # A column that a table lacks is null in its rows.
+    pq.write_table(pa.concat_tables(tables, promote_options="permissive"), out)
     return out.getvalue().to_pybytes()  # type: ignore[no-any-return]

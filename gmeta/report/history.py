@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from gmeta.metrics import Floats, Loss, metric_infos
+from gmeta.metrics.catalogue import Scoring, is_metric
+from gmeta.metrics.terms import Floats
 
 # P points
 
@@ -34,7 +35,7 @@ class Curve:
     smooth: Floats
 
 
-def curves_of(history: Sequence[dict[str, Any]], loss: Loss, headline: str) -> list[Curve]:
+def curves_of(history: Sequence[dict[str, Any]], scoring: Scoring) -> list[Curve]:
     """Return the curves of the training loss and of the headline metric on the validation split, or
     the first metric logged."""
     curves = []
@@ -43,7 +44,7 @@ def curves_of(history: Sequence[dict[str, Any]], loss: Loss, headline: str) -> l
         curves.append(
             Curve(
                 "Training loss",
-                f"query loss ({LOSS_NAMES[loss]})",
+                f"query loss ({LOSS_NAMES[scoring.loss]})",
                 "series-0",
                 steps,
                 values,
@@ -55,10 +56,9 @@ def curves_of(history: Sequence[dict[str, Any]], loss: Loss, headline: str) -> l
         for line in history
         if isinstance(line.get("valid"), dict)
     ]
-    name = _validation_metric(valid, headline)
+    name = _validation_metric(valid, scoring.names[0])
     if points := _points(valid, name):
-        infos = metric_infos(loss)
-        label = infos[name].label if name in infos else name
+        label = scoring.info(name).label if is_metric(name) else name
         steps, values = _thinned(points)
         curves.append(Curve(f"Validation {label}", label, "series-2", steps, values, np.zeros(0)))
     return curves

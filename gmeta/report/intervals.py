@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gmeta.metrics import Floats, Terms
+from gmeta.metrics.terms import Floats, Terms
 from metaio.counted import counted
 
 # T tasks, U units that are resampled, X columns (two a metric), M metrics, B resamples

@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from gmeta.report.evaluation import STAGES, Difference, Estimate, Evaluation, Group, RunFacts
+from gmeta.report.evaluation import (
+    STAGES,
+    Comparison,
+    Difference,
+    Estimate,
+    Evaluation,
+    Group,
+    RunFacts,
+)
 from gmeta.report.render import PALETTE, Chart, svg_panel
 from gmeta.report.wording import (
     NOT_RECORDED,
@@ -17,6 +25,7 @@ from gmeta.report.wording import (
     number,
     signed,
     size_of,
+    told_of,
 )
 
 # The markers as SVG paths in a box of 12 by 12, for the legend; keys are matplotlib's names.
@@ -55,7 +64,8 @@ def page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
     return environment.get_template("page.html").render(
         evaluation=evaluation,
         run=evaluation.runs[0],
-        baselines=evaluation.runs[1:],
+        rivals=[*evaluation.runs[1:], *evaluation.yardsticks],
+        told=told_of(evaluation),
         facts=_facts(evaluation),
         headline=evaluation.metrics[evaluation.headline],
         headlines=[
@@ -87,8 +97,9 @@ def _facts(evaluation: Evaluation) -> list[tuple[str, str]]:
         facts.append(("training speed, median", f"{run.samples_per_s:,.0f} samples/s"))
     if run.data_wait_share >= 0:
         facts.append(("waiting for data, median", f"{run.data_wait_share:.1%} of the time"))
-    baselines = ", ".join(one.name for one in evaluation.runs[1:])
-    return [*facts, ("compared with", baselines or "no baseline")]
+    rivals = [one.name for one in evaluation.runs[1:]]
+    rivals += [one.name for one in evaluation.yardsticks]
+    return [*facts, ("compared with", ", ".join(rivals) or "no baseline")]
 
 
 def _notes(evaluation: Evaluation, charts: Sequence[Chart]) -> list[str]:
@@ -113,6 +124,8 @@ def _table(evaluation: Evaluation, group: Group) -> list[TableRow]:
             TableRow(f"{one.name}, {one.stage_label(item.stage)}", item.metrics) for item in results
         ]
         rows += _differences(group, run, one)
+    for yardstick in evaluation.yardsticks:
+        rows += _yardstick_rows(group, run, yardstick.name)
     return rows
 
 
@@ -124,6 +137,17 @@ def _differences(group: Group, run: RunFacts, one: RunFacts) -> list[TableRow]:
         for stage in STAGES:
             label = f"{adapted}, minus {one.name}, {one.stage_label(stage)}"
             rows.append((label, group.comparison(run.name, "after", one.name, stage)))
+    return _difference_rows(rows)
+
+
+def _yardstick_rows(group: Group, run: RunFacts, name: str) -> list[TableRow]:
+    result = group.result(name, "after")
+    label = f"{run.name}, {run.stage_label('after')}, minus {name}"
+    rows = [TableRow(name, result.metrics)] if result else []
+    return rows + _difference_rows([(label, group.comparison(run.name, "after", name, "after"))])
+
+
+def _difference_rows(rows: Sequence[tuple[str, Comparison | None]]) -> list[TableRow]:
     return [
         TableRow(label, differences=comparison.metrics) for label, comparison in rows if comparison
     ]

@@ -9,8 +9,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gmeta.errors import UserError
-from gmeta.metrics import Array, Loss
-from gmeta.report.evaluation import STAGES, Stage
+from gmeta.metrics.catalogue import Loss, Scoring, predicts_alike
+from gmeta.metrics.config import EvaluationConfig
+from gmeta.metrics.terms import Array
+from gmeta.report.evaluation import STAGES, FineTuning, Stage
 from metaio.counted import counted
 
 # N rows
@@ -34,6 +36,10 @@ class EvaluatedRun:
     episode), label, before and after (floats; the output before and after adapting on the support
     set: a probability for bce, a rating for mse). `history` holds the lines of metrics.jsonl,
     `evaluated_at` is shown as given.
+
+    It may have more: `draw` (integer, from 0 on: which draw of support and query rows; without it
+    there is one), `task_rows` (integer: stored rows of the task), and columns that only name a row.
+    `limited` holds the predictions after adapting on no more than so many support rows.
     """
 
     name: str
@@ -47,6 +53,32 @@ class EvaluatedRun:
     environment: dict[str, Any]
     dataset: str = field(default="")
     evaluated_at: str = field(default="")
+    adapts_with: str = field(default="")
+    fine_tuning: tuple[FineTuning, ...] = field(default=())
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    limited: dict[int, pa.Table] = field(default_factory=dict)
+
+    @property
+    def scoring(self) -> Scoring:
+        """Return what of its predictions is measured."""
+        return Scoring(self.loss, self.evaluation)
+
+
+@dataclass(frozen=True)
+class EvaluatedYardstick:
+    """What a simple model predicts of the same query rows.
+
+    `predictions` has the columns split, task, support_rows, label and prediction, as those of
+    EvaluatedRun, and draw where those have it; so have those `limited` to few support rows. `told`
+    and `chosen` say what the model is.
+    """
+
+    name: str
+    short_name: str
+    told: str
+    chosen: dict[str, Any]
+    predictions: pa.Table
+    limited: dict[int, pa.Table] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -69,8 +101,9 @@ class SplitRows:
         return SplitRows(*(column[keep_N] for column in columns))
 
 
-def check_runs(runs: Sequence[EvaluatedRun]) -> None:
-    """Refuse runs that cannot be reported, or not beside each other.
+def check_runs(runs: Sequence[EvaluatedRun], taken: Sequence[str] = ()) -> None:
+    """Refuse runs that cannot be reported, or not beside each other, or not beside models of the
+    names `taken`.
 
     Raises:
         UserError: no runs, equal names, different losses, or a table that breaks its contract.
@@ -86,8 +119,14 @@ def check_runs(runs: Sequence[EvaluatedRun]) -> None:
             f"{names.count(doubled[0])} runs are called '{doubled[0]}': names must differ to tell "
             "them apart. Give the run or the baseline another name"
         )
+    for name in names:
+        if name in taken:
+            raise UserError(
+                f"a run is called '{name}', as a model of the yardstick is: names must differ to "
+                "tell them apart. Give the run another name"
+            )
     for run in runs:
-        if run.loss != runs[0].loss:
+        if not predicts_alike(run.loss, runs[0].loss):
             raise UserError(
                 f"run '{run.name}' was trained with loss {run.loss}, '{runs[0].name}' with "
                 f"{runs[0].loss}: their predictions mean different things. Compare runs of one loss"
@@ -103,8 +142,38 @@ def split_names(predictions: pa.Table) -> list[str]:
 def rows_of_split(predictions: pa.Table, split: str) -> SplitRows:
     """Return the rows of one split; none if the table has none."""
     rows = predictions.filter(pc.equal(predictions["split"], split))
-    names = ("task", "support_rows", "label", "before", "after")
+    names = ["task", "support_rows", "label", "before", "after"]
+    if "prediction" in rows.column_names:  # a yardstick has one, whatever the stage
+        names[-2:] = ["prediction", "prediction"]
     return SplitRows(*(rows[name].to_numpy() for name in names))
+
+
+def num_draws(predictions: pa.Table) -> int:
+    """Return how many draws of support and query rows were predicted."""
+    if "draw" not in predictions.column_names:
+        return 1
+    return int(pc.max(predictions["draw"]).as_py()) + 1
+
+
+def draws_of_split(predictions: pa.Table, split: str) -> list[SplitRows]:
+    """Return the rows of one split, draw by draw."""
+    if "draw" not in predictions.column_names:
+        return [rows_of_split(predictions, split)]
+    of_draw = [
+        predictions.filter(pc.equal(predictions["draw"], draw))
+        for draw in range(num_draws(predictions))
+    ]
+    return [rows_of_split(rows, split) for rows in of_draw]
+
+
+def task_rows_of(predictions: pa.Table, split: str) -> dict[int, int]:
+    """Return the stored rows of each task of a split; nothing where the table does not tell."""
+    if "task_rows" not in predictions.column_names:
+        return {}
+    rows = predictions.filter(pc.equal(predictions["split"], split))
+    tasks, first = np.unique(rows["task"].to_numpy(), return_index=True)
+    sizes = rows["task_rows"].to_numpy()[first]
+    return dict(zip(tasks.tolist(), sizes.tolist(), strict=True))
 
 
 def same_rows(one: SplitRows, other: SplitRows) -> bool:

@@ -1,19 +1,23 @@
 """From prediction tables to an Evaluation: metrics with intervals, comparisons with verdicts."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
-from gmeta.metrics import Array, Floats, Ints, Loss, MetricInfo, Terms, metric_infos, split_terms
+from gmeta.metrics.catalogue import Scoring, metric_infos
+from gmeta.metrics.terms import Array, Ints, Terms
+from gmeta.report.cautions import cautions_of
 from gmeta.report.evaluation import (
     SCHEMA,
     STAGES,
+    ActivityBin,
     Calibration,
     CalibrationBin,
     Comparison,
     Difference,
-    Estimate,
+    DrawValues,
     Evaluation,
     Group,
     IntervalMethod,
@@ -21,71 +25,114 @@ from gmeta.report.evaluation import (
     RunFacts,
     Stage,
     SupportBin,
-    Verdict,
+    SupportLimit,
+    YardstickFacts,
     hide_secrets,
 )
-from gmeta.report.intervals import LEVEL_PERCENT, Interval, bootstrap_values, percentile_interval
+from gmeta.report.intervals import LEVEL_PERCENT, bootstrap_values
+from gmeta.report.measured import (
+    RESAMPLES,
+    SEED,
+    UNKNOWN,
+    Measured,
+    difference,
+    measure,
+    measured_once,
+)
 from gmeta.report.runs import (
     EvaluatedRun,
+    EvaluatedYardstick,
     SplitRows,
     check_runs,
+    draws_of_split,
+    num_draws,
     rows_of_split,
     same_rows,
     split_names,
+    task_rows_of,
 )
 
 # N rows, T tasks, E episodes, B resamples
 
-# The ends of an interval then vary by 2 % of its width: sqrt(p (1 - p) / B) / density at p = 2.5 %.
-RESAMPLES = 1000
-SEED = 0
 SUPPORT_BINS = 6
 CALIBRATION_BINS = 10  # deciles, as in Niculescu-Mizil & Caruana 2005
 
 
-def summarise(runs: Sequence[EvaluatedRun]) -> Evaluation:
-    """Evaluate the first run against the others, its baselines, on each split that it predicted.
+def summarise(
+    runs: Sequence[EvaluatedRun],
+    yardsticks: Sequence[EvaluatedYardstick] = (),
+    notes: Sequence[str] = (),
+) -> Evaluation:
+    """Evaluate the first run against the others, its baselines, and against the yardsticks, on each
+    split that it predicted.
 
     Raises:
         UserError: the runs cannot be reported or compared; see check_runs.
     """
-    check_runs(runs)
-    loss = runs[0].loss
-    infos = metric_infos(loss)
-    groups = tuple(_Group(name, runs, loss).summary() for name in split_names(runs[0].predictions))
-    method = IntervalMethod("percentile bootstrap over tasks", LEVEL_PERCENT, RESAMPLES, SEED)
+    check_runs(runs, [one.name for one in yardsticks])
+    scoring = runs[0].scoring
+    infos = metric_infos(scoring)
+    names = split_names(runs[0].predictions)
+    groups = tuple(_Group(name, runs, yardsticks, scoring).summary() for name in names)
+    draws = num_draws(runs[0].predictions)
+    over = "tasks, each with all its draws" if draws > 1 else "tasks"
+    method = IntervalMethod(
+        f"percentile bootstrap over {over}", LEVEL_PERCENT, RESAMPLES, SEED, draws
+    )
     return Evaluation(
-        SCHEMA, loss, next(iter(infos)), infos, method, tuple(map(_facts, runs)), groups
+        SCHEMA,
+        scoring.loss,
+        scoring.names[0],
+        infos,
+        method,
+        tuple(map(_facts, runs)),
+        groups,
+        tuple(YardstickFacts(one.name, one.short_name, one.told, one.chosen) for one in yardsticks),
+        tuple(one for group in groups for one in cautions_of(group, runs[0].name, infos)),
+        tuple(notes),
     )
 
 
 class _Group:
-    """One split of all runs: keeps the resampled values, which every comparison takes pairs of."""
+    """One split of all models: keeps the resampled values, which every comparison takes pairs
+    of. A yardstick has the stage "after" alone."""
 
-    def __init__(self, name: str, runs: Sequence[EvaluatedRun], loss: Loss) -> None:
+    def __init__(
+        self,
+        name: str,
+        runs: Sequence[EvaluatedRun],
+        yardsticks: Sequence[EvaluatedYardstick],
+        scoring: Scoring,
+    ) -> None:
         self._name = name
-        self._loss = loss
-        self._infos = metric_infos(loss)
-        split = {run.name: rows_of_split(run.predictions, name) for run in runs}
-        self._rows = {run: rows for run, rows in split.items() if rows.task_N.size}
-        self._first = runs[0].name
-        self._comparable = {
-            run for run, rows in self._rows.items() if same_rows(rows, self._rows[self._first])
+        self._scoring = scoring
+        self._infos = metric_infos(scoring)
+        self._task_rows = task_rows_of(runs[0].predictions, name)
+        models: list[EvaluatedRun | EvaluatedYardstick] = [*runs, *yardsticks]
+        split = {model.name: draws_of_split(model.predictions, name) for model in models}
+        self._draws = {model: draws for model, draws in split.items() if draws[0].task_N.size}
+        self._limited = {
+            model.name: {most: rows_of_split(table, name) for most, table in model.limited.items()}
+            for model in models
         }
-        self._terms: dict[tuple[str, Stage], dict[str, Terms]] = {}
-        self._values: dict[tuple[str, Stage], dict[str, Floats]] = {}
-        for run, rows in self._rows.items():
-            for stage in STAGES:
-                terms = split_terms(rows.label_N, rows.prediction_N(stage), rows.task_N, loss)
-                # Equal seeds and task counts give equal draws: values of two runs pair up across
-                # these calls.
-                values_MB = bootstrap_values(list(terms.values()), RESAMPLES, SEED)
-                self._terms[run, stage] = terms
-                self._values[run, stage] = dict(zip(terms, values_MB, strict=True))
+        simple = {one.name for one in yardsticks}
+        self._stages = {model: STAGES[1:] if model in simple else STAGES for model in self._draws}
+        self._first = runs[0].name
+        first = self._draws[self._first]
+        self._comparable = {
+            model
+            for model, draws in self._draws.items()
+            if len(draws) == len(first) and all(map(same_rows, draws, first))
+        }
+        self._measured = {
+            (model, stage): measure(draws, stage, scoring)
+            for model, draws in self._draws.items()
+            for stage in self._stages[model]
+        }
 
     def summary(self) -> Group:
         """Return all that the report says about this split."""
-        rows = self._rows[self._first]
+        rows = self._draws[self._first][0]  # every draw has as many of each task
         support_E = _episode_support_rows(rows)
         return Group(
             name=self._name,
@@ -94,24 +141,24 @@ class _Group:
             min_support_rows=int(support_E.min()),
             median_support_rows=float(np.median(support_E)),
             max_support_rows=int(support_E.max()),
-            results=tuple(self._result(run, stage) for run in self._rows for stage in STAGES),
+            results=tuple(_result(*key, measured) for key, measured in self._measured.items()),
             comparisons=tuple(self._comparisons()),
             by_support_rows=tuple(self._support_bins(support_E)),
-            calibration=tuple(self._calibrations()) if self._loss == "bce" else (),
-        )
-
-    def _result(self, run: str, stage: Stage) -> Result:
-        values = self._values[run, stage]
-        terms = self._terms[run, stage]
-        return Result(
-            run, stage, {name: _estimate(one, values[name]) for name, one in terms.items()}
+            calibration=tuple(self._calibrations()) if self._scoring.loss == "bce" else (),
+            by_activity=tuple(self._activity_bins()),
+            by_support_limit=tuple(self._support_limits()),
+            by_draw=tuple(self._by_draw()) if len(self._draws[self._first]) > 1 else (),
         )
 
     def _comparisons(self) -> list[Comparison]:
-        made = [self._compare(run, "after", run, "before") for run in self._rows]
-        for run in self._rows:
+        made = [
+            self._compare(run, "after", run, "before")
+            for run, stages in self._stages.items()
+            if "before" in stages
+        ]
+        for run, stages in self._stages.items():
             if run != self._first:
-                made += [self._compare(self._first, "after", run, stage) for stage in STAGES]
+                made += [self._compare(self._first, "after", run, stage) for stage in stages]
         return made
 
     def _compare(self, run: str, stage: Stage, minus_run: str, minus_stage: Stage) -> Comparison:
@@ -123,43 +170,82 @@ class _Group:
         )
         differences = {}
         for name, info in self._infos.items():
-            terms = self._terms[run, stage][name], self._terms[minus_run, minus_stage][name]
-            why = reason or terms[0].reason or terms[1].reason
-            values = self._values[run, stage][name], self._values[minus_run, minus_stage][name]
-            differences[name] = (
-                Difference(*_UNKNOWN, why) if why else _difference(terms, values, info)
+            own, other = (
+                self._measured[pair][name] for pair in ((run, stage), (minus_run, minus_stage))
             )
+            why = reason or own.reason or other.reason
+            differences[name] = Difference(*UNKNOWN, why) if why else difference(own, other, info)
         return Comparison(run, stage, minus_run, minus_stage, differences)
 
     def _support_bins(self, support_E: Ints) -> list[SupportBin]:
         bins = []
         for low, high in support_bin_bounds(support_E):
-            kept = {run: _within(rows, low, high) for run, rows in self._rows.items()}
-            if first := kept[self._first]:
-                results = [
-                    self._headline(run, rows, stage)
-                    for run, rows in kept.items()
-                    if rows
-                    for stage in STAGES
-                ]
-                tasks = int(np.unique(first.task_N).size)
-                bins.append(SupportBin(low, high, tasks, int(first.task_N.size), tuple(results)))
+            tasks, rows, results = self._headlines(partial(_with_support, low, high))
+            if tasks:
+                bins.append(SupportBin(low, high, tasks, rows, results))
         return bins
 
-    def _headline(self, run: str, rows: SplitRows, stage: Stage) -> Result:
-        name = next(iter(self._infos))
-        terms = split_terms(
-            rows.label_N, rows.prediction_N(stage), rows.task_N, self._loss, [name]
-        )[name]
-        return Result(
-            run, stage, {name: _estimate(terms, bootstrap_values([terms], RESAMPLES, SEED)[0])}
+    def _activity_bins(self) -> list[ActivityBin]:
+        """Return the tasks by how many rows they have stored; no bin where the runs do not tell."""
+        if not self._task_rows:
+            return []
+        tasks_T, rows_T = (np.array(part) for part in zip(*self._task_rows.items(), strict=True))
+        bins = []
+        for low, high in support_bin_bounds(rows_T):
+            within_T = tasks_T[_between(rows_T, low, high)]
+            tasks, rows, results = self._headlines(partial(_of_tasks, within_T))
+            bins.append(ActivityBin(low, high, tasks, rows, results))
+        return bins
+
+    def _headlines(
+        self, chosen: Callable[[SplitRows], Array]
+    ) -> tuple[int, int, tuple[Result, ...]]:
+        """Return the tasks, the rows and the headline metric of the chosen rows of all runs."""
+        kept = {
+            run: [rows.where(chosen(rows)) for rows in draws] for run, draws in self._draws.items()
+        }
+        first = kept[self._first][0]
+        results = tuple(
+            _result(run, stage, measure(draws, stage, self._scoring, self._scoring.names[:1]))
+            for run, draws in kept.items()
+            if all(rows.task_N.size for rows in draws)
+            for stage in self._stages[run]
         )
+        return int(np.unique(first.task_N).size), int(first.task_N.size), results
+
+    def _support_limits(self) -> list[SupportLimit]:
+        """Return what the runs are worth after adapting on few support rows."""
+        rows = self._draws[self._first][0]
+        limits = []
+        for most in sorted(self._limited[self._first]):
+            results = [
+                _result(run, "after", measure([limited[most]], "after", self._scoring))
+                for run, limited in self._limited.items()
+                if most in limited and limited[most].task_N.size
+            ]
+            full = np.unique(rows.task_N[rows.support_rows_N >= most]).size
+            limits.append(SupportLimit(most, int(full), tuple(results)))
+        return limits
+
+    def _by_draw(self) -> list[DrawValues]:
+        return [
+            DrawValues(
+                run, stage, {name: tuple(one.value_D.tolist()) for name, one in measured.items()}
+            )
+            for (run, stage), measured in self._measured.items()
+        ]
 
     def _calibrations(self) -> list[Calibration]:
         made = [
-            calibration(run, rows, stage) for run, rows in self._rows.items() for stage in STAGES
+            calibration(run, _together(draws), stage)
+            for run, draws in self._draws.items()
+            for stage in self._stages[run]
         ]
         return [one for one in made if one.bins]
+
+
+def _result(run: str, stage: Stage, measured: Mapping[str, Measured]) -> Result:
+    return Result(run, stage, {name: one.estimate() for name, one in measured.items()})
 
 
 def support_bin_bounds(support_E: Ints) -> list[tuple[int, int]]:
@@ -195,7 +281,7 @@ def calibration(run: str, rows: SplitRows, stage: Stage) -> Calibration:
     bins = [
         CalibrationBin(
             float(probability_N[bin_N == index].mean()),
-            _estimate(one, share_B),
+            measured_once(one, share_B).estimate(),
             int(np.count_nonzero(bin_N == index)),
         )
         for index, one, share_B in zip(filled, terms, shares_MB, strict=True)
@@ -216,9 +302,22 @@ def _share_terms(label_N: Array, code_N: Ints, in_bin_N: Array) -> Terms:
     return Terms(float(positives_T.sum() / rows_T.sum()), positives_T, rows_T)
 
 
-def _within(rows: SplitRows, low: int, high: int) -> SplitRows | None:
-    kept = rows.where((rows.support_rows_N >= low) & (rows.support_rows_N <= high))
-    return kept if kept.task_N.size else None
+def _between(sizes: Array, low: int, high: int) -> Array:
+    return (sizes >= low) & (sizes <= high)
+
+
+def _with_support(low: int, high: int, rows: SplitRows) -> Array:
+    return _between(rows.support_rows_N, low, high)
+
+
+def _of_tasks(tasks_T: Ints, rows: SplitRows) -> Array:
+    return np.isin(rows.task_N, tasks_T)
+
+
+def _together(draws: Sequence[SplitRows]) -> SplitRows:
+    """Return the rows of all draws as those of one."""
+    columns = zip(*(vars(rows).values() for rows in draws), strict=True)
+    return draws[0] if len(draws) == 1 else SplitRows(*map(np.concatenate, columns))
 
 
 def _episode_support_rows(rows: SplitRows) -> Ints:
@@ -228,38 +327,6 @@ def _episode_support_rows(rows: SplitRows) -> Ints:
     changed_N = np.ones(task_N.size, np.bool_)
     changed_N[1:] = (task_N[1:] != task_N[:-1]) | (support_N[1:] != support_N[:-1])
     return support_N[changed_N].astype(np.int64)
-
-
-def _estimate(terms: Terms, values_B: Floats) -> Estimate:
-    if terms.reason:
-        return Estimate(math.nan, math.nan, math.nan, 0, terms.reason)
-    interval = percentile_interval(values_B, terms.num_tasks)
-    return Estimate(terms.value, interval.low, interval.high, terms.num_tasks, interval.reason)
-
-
-_UNKNOWN: tuple[float, float, float, Verdict] = (math.nan, math.nan, math.nan, "unknown")
-
-
-def _difference(
-    terms: tuple[Terms, Terms], values: tuple[Floats, Floats], info: MetricInfo
-) -> Difference:
-    # Equal models whose rows stand in another order differ in the last bits of their sums: no
-    # difference.
-    difference_B = np.round(values[0] - values[1], 12)
-    interval = percentile_interval(difference_B, min(one.num_tasks for one in terms))
-    value = terms[0].value - terms[1].value
-    return Difference(value, interval.low, interval.high, _verdict(interval, info), interval.reason)
-
-
-def _verdict(interval: Interval, info: MetricInfo) -> Verdict:
-    if interval.reason:
-        return "unknown"
-    # No resample differs: the two are one model, or one copied onto the other.
-    if interval.low == interval.high == 0:
-        return "same"
-    if interval.low <= 0 <= interval.high:
-        return "noise"
-    return "better" if (interval.low > 0) == info.higher_is_better else "worse"
 
 
 def _facts(run: EvaluatedRun) -> RunFacts:
@@ -274,6 +341,8 @@ def _facts(run: EvaluatedRun) -> RunFacts:
         data_wait_share=_median(run, "data_wait_share"),
         config=hide_secrets(run.config),
         environment=hide_secrets(run.environment),
+        adapts_with=run.adapts_with,
+        fine_tuning=run.fine_tuning,
     )
 
 

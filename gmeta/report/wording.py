@@ -5,7 +5,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gmeta.report.evaluation import STAGES, Difference, Estimate, Evaluation, Group, RunFacts, Stage
+from gmeta.report.evaluation import (
+    STAGES,
+    Difference,
+    Estimate,
+    Evaluation,
+    Group,
+    RunFacts,
+    Stage,
+    YardstickFacts,
+)
 from metaio.counted import counted
 
 DASH = "\N{EM DASH}"
@@ -15,17 +24,19 @@ NOT_RECORDED = "not recorded"
 
 @dataclass(frozen=True)
 class Rival:
-    """A baseline at its better stage, and how far the adapted run is from it."""
+    """A baseline at its better stage, or a yardstick, and how far the adapted run is from it."""
 
     run: str
-    stage_label: str
+    short_name: str
+    stage_label: str  # "" of a yardstick
     estimate: Estimate
     difference: Difference
 
 
 @dataclass(frozen=True)
 class Line:
-    """One metric of one group: the run before and after, and each baseline at its better stage."""
+    """One metric of one group: the run before and after, each baseline at its better stage, and
+    the yardsticks."""
 
     before: Estimate
     after: Estimate
@@ -37,10 +48,13 @@ def line_of(evaluation: Evaluation, group: Group, metric: str) -> Line:
     """Return what stands at the top of a report for a group and a metric."""
     run = evaluation.runs[0].name
     return Line(
-        _estimate(group, run, "before", metric),
-        _estimate(group, run, "after", metric),
+        estimate_of(group, run, "before", metric),
+        estimate_of(group, run, "after", metric),
         _difference(group, (run, "after", run, "before"), metric),
-        tuple(_rival(evaluation, group, metric, baseline) for baseline in evaluation.runs[1:]),
+        (
+            *(_rival(evaluation, group, metric, baseline) for baseline in evaluation.runs[1:]),
+            *(_yardstick(group, run, metric, one) for one in evaluation.yardsticks),
+        ),
     )
 
 
@@ -48,14 +62,46 @@ def _rival(evaluation: Evaluation, group: Group, metric: str, baseline: RunFacts
     """Return the baseline at its better stage, chosen on the same rows: a win over it counts."""
     sign = 1.0 if evaluation.metrics[metric].higher_is_better else -1.0
     stage = max(
-        STAGES, key=lambda one: _score(sign * _estimate(group, baseline.name, one, metric).value)
+        STAGES, key=lambda one: _score(sign * estimate_of(group, baseline.name, one, metric).value)
     )
     return Rival(
         baseline.name,
+        baseline.name,
         baseline.stage_label(stage),
-        _estimate(group, baseline.name, stage, metric),
+        estimate_of(group, baseline.name, stage, metric),
         _difference(group, (evaluation.runs[0].name, "after", baseline.name, stage), metric),
     )
+
+
+def _yardstick(group: Group, run: str, metric: str, one: YardstickFacts) -> Rival:
+    return Rival(
+        one.name,
+        one.short_name,
+        "",
+        estimate_of(group, one.name, "after", metric),
+        _difference(group, (run, "after", one.name, "after"), metric),
+    )
+
+
+def columns_of(evaluation: Evaluation) -> list[tuple[str, str, Stage]]:
+    """Return (heading, name, stage) of every model whose values a table shows, the run first."""
+    run, *baselines = evaluation.runs
+    columns: list[tuple[str, str, Stage]] = [
+        ("before", run.name, "before"),
+        ("adapted", run.name, "after"),
+    ]
+    for one in baselines:
+        columns += [(f"{one.name}\n{one.stage_label(stage)}", one.name, stage) for stage in STAGES]
+    columns += [(one.short_name, one.name, "after") for one in evaluation.yardsticks]
+    return columns
+
+
+def told_of(evaluation: Evaluation) -> list[tuple[str, str]]:
+    """Return (name, line) of what was chosen inside the evaluation, and of what is missing."""
+    lines = [(run.name, run.adapts_with) for run in evaluation.runs if run.adapts_with]
+    lines += [(one.name, one.told) for one in evaluation.yardsticks]
+    # A note begins with what it is about.
+    return lines + [(head, rest) for head, _, rest in (n.partition(": ") for n in evaluation.notes)]
 
 
 def _score(value: float) -> float:
@@ -63,7 +109,8 @@ def _score(value: float) -> float:
     return value if math.isfinite(value) else -math.inf
 
 
-def _estimate(group: Group, run: str, stage: Stage, metric: str) -> Estimate:
+def estimate_of(group: Group, run: str, stage: Stage, metric: str) -> Estimate:
+    """Return a metric of a model at a stage; without numbers where it predicted nothing."""
     result = group.result(run, stage)
     return result.metrics[metric] if result else Estimate(*_NO_NUMBERS, 0, _absent(group, run))
 

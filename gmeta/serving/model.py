@@ -141,7 +141,7 @@ class ServedModel:
         """Return what the model becomes for several tasks, whose support rows stand one after the
         other; of one without rows nothing is known.
         """
-        adapts_rows = self._inner.config.adapt_embeddings
+        adapts_rows = bool(self._inner.config.adapt_embeddings)  # or the names of tables
         with self._exclusive(), torch.enable_grad():
             batch, fetched_row_P, num_rows = reading_copies(
                 self._as_support(rows, lengths), adapts_rows
@@ -161,7 +161,7 @@ class ServedModel:
         layers = adapted.layers
         # What new rows of a task share with its support is asked for again with each of them.
         supports = split_rows(rows, lengths) if self._statistics.width else [None] * len(lengths)
-        return AdaptedTensors(layers.changes, layers.gates_TO, rows_PD, key_P, task_P, supports)
+        return AdaptedTensors(layers.changes, layers.gates_TMO, rows_PD, key_P, task_P, supports)
 
     @on_the_cpu
     def adapt_encoded(self, rows: EncodedColumns, lengths: Sequence[int]) -> list[TaskState]:
@@ -195,7 +195,7 @@ class ServedModel:
                 is_known_P = known_K[place_P] == key_P
                 rows_PD[is_known_P] = tasks.rows_PD[place_P[is_known_P]]
             query = every_row(batch, constant=True, num_rows=num_rows)
-            adapted = self._inner.adapted_before(tasks.changes, tasks.gates_TO, rows_PD)
+            adapted = self._inner.adapted_before(tasks.changes, tasks.gates_TMO, rows_PD)
             return self._shown_N(self._inner.output_N(adapted, query))
 
     @property
@@ -215,7 +215,8 @@ class ServedModel:
             yield
 
     def _fetch_UD(self, batch: TaskBatch) -> Tensor:
-        return fetch_UD(self._tables, batch.unique_ids_U, batch.unique_lengths_B)
+        rows_UD = fetch_UD(self._tables, batch.unique_ids_U, batch.unique_lengths_B)
+        return self._learner.starting_rows_UD(rows_UD, batch.unique_lengths_B)
 
     def _key_U(self, batch: TaskBatch) -> Tensor:
         """Return the place [U] of each fetched row among the rows of all tables; ascending, as ids

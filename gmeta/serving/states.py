@@ -2,7 +2,7 @@
 and put together again with others for one pass over all their query rows.
 
 Shape suffixes: T tasks, S support rows (of all steps), P rows that adapted, D embedding width, O
-output width, I input width.
+output width, I input width, M parts of a gate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TaskState:
     """
 
     changes: Mapping[str, LayerChange]
-    gates_1O: Mapping[str, Tensor]
+    gates_1MO: Mapping[str, Tensor]
     rows_PD: Tensor
     key_P: Tensor  # the place of each row among the rows of all tables; ascending
     support: EncodedColumns | None = None  # where the model takes statistics of it
@@ -36,7 +36,7 @@ class TaskState:
     @property
     def num_bytes(self) -> int:
         """Count the bytes of the tensors and of the support rows."""
-        tensors = [*self.gates_1O.values(), self.rows_PD, self.key_P]
+        tensors = [*self.gates_1MO.values(), self.rows_PD, self.key_P]
         for change in self.changes.values():
             tensors += _tensors(change)
         arrays = [] if self.support is None else vars(self.support).values()
@@ -49,7 +49,7 @@ class AdaptedTensors:
     """The same of T tasks; `task_P` says whose each row is, ascending."""
 
     changes: Mapping[str, LayerChange]
-    gates_TO: Mapping[str, Tensor]
+    gates_TMO: Mapping[str, Tensor]
     rows_PD: Tensor
     key_P: Tensor
     task_P: Tensor
@@ -64,7 +64,10 @@ def split(adapted: AdaptedTensors, num_tasks: int) -> list[TaskState]:
     return [
         TaskState(
             {name: apart[task] for name, apart in changes.items()},
-            {name: gate_TO[task : task + 1].clone() for name, gate_TO in adapted.gates_TO.items()},
+            {
+                name: gate_TMO[task : task + 1].detach().clone()
+                for name, gate_TMO in adapted.gates_TMO.items()
+            },
             rows[task].clone(),
             keys[task].clone(),
             _copied(adapted.supports[task]),
@@ -79,13 +82,13 @@ def stacked(states: Sequence[TaskState]) -> AdaptedTensors:
     """
     names = dict.fromkeys(name for state in states for name in state.changes)
     changes = {name: _together([state.changes.get(name) for state in states]) for name in names}
-    gates_TO = {
-        name: torch.cat([state.gates_1O[name] for state in states]) for name in states[0].gates_1O
+    gates_TMO = {
+        name: torch.cat([state.gates_1MO[name] for state in states]) for name in states[0].gates_1MO
     }
     counts = torch.tensor([state.key_P.numel() for state in states])
     return AdaptedTensors(
         changes,
-        gates_TO,
+        gates_TMO,
         torch.cat([state.rows_PD for state in states]),
         torch.cat([state.key_P for state in states]),
         torch.arange(len(states)).repeat_interleave(counts),

@@ -6,7 +6,7 @@ ids of all multi-id features, B tables, U unique ids of all tables; T1 = T + 1, 
 
 import itertools
 import threading
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,17 @@ _ROWS_AT_ONCE = 1_024
 _OWN = threading.local()
 
 
+def no_row_ids() -> Int64:
+    """Return the row ids [0] of a dataset whose schema names no column of them."""
+    return np.zeros(0, dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class Rows:
     """Whole episodes with raw table ids, before deduplication: what a writer is given.
 
     `support_lengths_T` counts the first rows of each episode. `multi_ids_V` lists ids row by row
-    and, within a row, feature by feature.
+    and, within a row, feature by feature. `row_id_N` is empty where rows have no ids of their own.
     """
 
     task_T: Int64
@@ -41,11 +46,15 @@ class Rows:
     ids_NF: Ids
     multi_ids_V: Ids
     multi_lengths_NM: Int32
+    row_id_N: Int64 = field(default_factory=no_row_ids)
 
 
 @dataclass(frozen=True)
 class Block:
-    """What one row group decodes to. Read-only: batches may share its memory."""
+    """What one row group decodes to. Read-only: batches may share its memory.
+
+    `row_id_N` is empty where rows have no ids of their own.
+    """
 
     task_T: Int64
     row_offsets_T1: Int64
@@ -58,6 +67,7 @@ class Block:
     multi_lengths_NM: Int32
     unique_ids_U: Int64
     unique_offsets_B1: Int64
+    row_id_N: Int64 = field(default_factory=no_row_ids)
 
     @property
     def num_episodes(self) -> int:
@@ -72,7 +82,7 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Return the memory held, in bytes."""
-        return sum(getattr(self, field.name).nbytes for field in fields(self))
+        return sum(getattr(self, own.name).nbytes for own in fields(self))
 
 
 def multi_feature_of_values(multi_lengths_NM: Int32) -> Int64:
@@ -124,6 +134,7 @@ def build_block(features: Features, rows: Rows) -> Block:
         multi_lengths_NM=rows.multi_lengths_NM,
         unique_ids_U=np.concatenate(uniques),
         unique_offsets_B1=offsets([len(unique) for unique in uniques[1:]]),
+        row_id_N=rows.row_id_N,
     )
 
 
@@ -186,6 +197,6 @@ def content_digest(block: Block) -> int:
     """Return xxh3_64 of decoded arrays in field order: equal for equal content in any encoding."""
     # Decoded arrays rather than files: another writer or codec may store the same content.
     digest = xxhash.xxh3_64()
-    for field in fields(block):
-        digest.update(np.ascontiguousarray(getattr(block, field.name)).data)
+    for own in fields(block):
+        digest.update(np.ascontiguousarray(getattr(block, own.name)).data)
     return digest.intdigest()

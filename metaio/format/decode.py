@@ -15,7 +15,7 @@ import xxhash
 
 from metaio.counted import counted
 from metaio.errors import REMEDY, FormatError, faulty
-from metaio.format.block import Block
+from metaio.format.block import Block, no_row_ids
 from metaio.format.features import Features
 from metaio.format.layout import Stream, chunk_ranges
 from metaio.format.storage import Window
@@ -129,6 +129,8 @@ def _contradictions(
         yield "num_values"
     if len(decoded.multi_positions_V) != num_values:
         yield "num_values"
+    if len(decoded.row_id_N) != (num_rows if features.row_id else 0):
+        yield "row_id"
     support_T = decoded.support_lengths_T
     if support_T.min(initial=0) < 0 or (support_T > rows_T).any():
         yield "num_support"
@@ -194,4 +196,5 @@ def assemble(
         multi_lengths_NM=lengths_NM,
         unique_ids_U=flat("unique", np.zeros(0, dtype=np.int64)),
         unique_offsets_B1=offsets(unique_lengths_B),
+        row_id_N=flat("row_ids", no_row_ids()),
     )

@@ -32,13 +32,15 @@ class Features:
 
     `single` features hold exactly one id a row, `multi` features a list of ids (kept in order,
     repeats kept, possibly empty). `dense` columns are float32. `tables` is the order of
-    TaskBatch.unique_ids_U.
+    TaskBatch.unique_ids_U. `row_id` is the raw column by which a row can be found again, which no
+    model sees; "": none is stored.
     """
 
     tables: tuple[TableSpec, ...]
     single: tuple[FeatureSpec, ...]
     multi: tuple[FeatureSpec, ...]
     dense: tuple[str, ...]
+    row_id: str = ""
 
     @property
     def sparse(self) -> tuple[FeatureSpec, ...]:
@@ -54,6 +56,8 @@ class Features:
             "single": [{"name": feature.name, "table": feature.table} for feature in self.single],
             "multi": [{"name": feature.name, "table": feature.table} for feature in self.multi],
             "dense": list(self.dense),
+            # Left out where there is none: manifests without ids stay as they were.
+            **({"row_id": self.row_id} if self.row_id else {}),
         }
 
     @classmethod
@@ -64,6 +68,7 @@ class Features:
             single=tuple(FeatureSpec(**feature) for feature in value["single"]),
             multi=tuple(FeatureSpec(**feature) for feature in value["multi"]),
             dense=tuple(value["dense"]),
+            row_id=value.get("row_id", ""),
         )
 
     def check(self) -> None:

@@ -50,7 +50,7 @@ def _required(*columns: tuple[str, pa.DataType]) -> pa.Schema:
 def streams(features: Features) -> tuple[Stream, ...]:
     """Return the files of every shard; a stream that would always be empty is left out.
 
-    episodes [T], rows [N], dense [N * K], positions [N * F], multi [V], unique [U].
+    episodes [T], rows [N], dense [N * K], positions [N * F], multi [V], unique [U], row_ids [N].
     """
     episodes = _required(
         ("task", pa.int64()),
@@ -66,6 +66,7 @@ def streams(features: Features) -> tuple[Stream, ...]:
         Stream("positions", _required(("position", pa.int32()))),
         Stream("multi", _required(("position", pa.int32()))),
         Stream("unique", _required(("id", pa.int64()))),
+        Stream("row_ids", _required(("row_id", pa.int64()))),
     ]
     absent = {
         "dense": not features.dense,
@@ -73,6 +74,7 @@ def streams(features: Features) -> tuple[Stream, ...]:
         "multi": not features.multi,
     }
     absent["unique"] = not features.sparse
+    absent["row_ids"] = not features.row_id
     return tuple(stream for stream in found if not absent.get(stream.name, False))
 
 
@@ -103,7 +105,9 @@ def encodings(stream: Stream, compact: bool) -> dict[str, object]:
     bytes (docs/format.md); unique ids are sorted: DELTA costs 1.2 ns an id and
     saves 7 of 8 bytes.
     """
-    packed = {"unique", "positions", "multi", "episodes"} if compact else {"unique"}
+    packed = {"unique"}
+    if compact:
+        packed |= {"positions", "multi", "episodes", "row_ids"}
     columns = stream.schema.names
     options: dict[str, object] = {
         "version": "2.6",

@@ -37,6 +37,7 @@ def _columns(block: Block, stream: str) -> list[Any]:
         "positions": block.positions_NF,
         "multi": block.multi_positions_V,
         "unique": block.unique_ids_U,
+        "row_ids": block.row_id_N,
     }
     return [flat[stream].ravel()]
 

@@ -4,7 +4,7 @@ order.
 The same function serves DuckDB, Spark and prediction, so that all of them agree to the byte.
 
 Shape suffixes: N rows, F single-id features, M multi-id features, V ids of all multi-id features;
-S is 1 where sides are given, I where negatives are drawn, else 0.
+S is 1 where sides are given, I where negatives are drawn, R where rows have ids, else 0.
 """
 
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from metaio.counted import counted
 from metaio.errors import DataError
 from metaio.hashing import UInt64, splitmix64
+from metaio.prepare.raw_columns import as_lists, dense_input
 from metaio.prepare.schema import DenseColumn, Schema, SparseColumn
 from metaio.prepare.sides import SIDE_OF_FILE, side_values
 from metaio.prepare.splits import PLACE, Splits, split_of
@@ -59,6 +60,7 @@ class EncodedRows:
     task_N: Int64
     time_N: Int64
     row_hash_N: UInt64
+    row_id_NR: Int64
     split_N: npt.NDArray[np.int32]
     label_N: npt.NDArray[np.float32]
     ids_NF: npt.NDArray[np.integer[Any]]  # int32 where all tables are that small
@@ -86,6 +88,7 @@ def array_types(schema: Schema) -> dict[str, tuple[np.dtype[Any], int | None]]:
         "task_N": (np.dtype("<i8"), None),
         "time_N": (np.dtype("<i8"), None),
         "row_hash_N": (np.dtype("<u8"), None),
+        "row_id_NR": (np.dtype("<i8"), 1 if schema.row_id else 0),
         "split_N": (np.dtype("<i4"), None),
         "label_N": (np.dtype("<f4"), None),
         "ids_NF": (ids, len(schema.single)),
@@ -138,6 +141,27 @@ def refuse_nulls(schema: Schema, nulls: dict[str, int]) -> None:
             )
 
 
+def take_rows(rows: EncodedRows, chosen: Int64) -> EncodedRows:
+    """Return the chosen rows, in the order chosen."""
+    value_offsets = offsets(row_sums(rows.lengths_NM))
+    values = ragged_indices(value_offsets[chosen], np.diff(value_offsets)[chosen])
+    arrays = {
+        name: np.take(array, values if name == "values_V" else chosen, axis=0)
+        for name, array in vars(rows).items()
+    }
+    return EncodedRows(**arrays)
+
+
+def joined(schema: Schema, parts: list[EncodedRows]) -> EncodedRows:
+    """Return all rows of any number of parts, in order."""
+    found = allocate(
+        schema, sum(part.num_rows for part in parts), sum(len(part.values_V) for part in parts)
+    )
+    for name, array in vars(found).items():
+        np.concatenate([array[:0], *(getattr(part, name) for part in parts)], out=array)
+    return found
+
+
 class Encoder:
     """Encodes raw record batches. Pure: the same rows give the same records, whatever batch they
     stand in.
@@ -177,13 +201,15 @@ class Encoder:
             dense_NK[:, index] = as_float32(dense.column, dense_N, "dense")
         lengths_NM = np.zeros((num_rows, len(schema.multi)), dtype=np.int32)
         values_V, sums_N = self._multi(batch, lengths_NM)
+        row_id_NR = self._row_ids(batch)
         bits_N = label_N.view(np.uint32) ^ sums_N
         columns = (ids_NF, dense_NK.view(np.uint32), lengths_NM)
         return EncodedRows(
             task_hash_N,
             task_N,
             time_N,
-            self._identity(batch, bits_N, *columns),
+            self._identity(batch, row_id_NR, bits_N, *columns),
+            row_id_NR,
             split_N,
             label_N,
             ids_NF,
@@ -195,14 +221,16 @@ class Encoder:
         )
 
     def _identity(
-        self, batch: pa.RecordBatch, bits_N: UInt64, *columns: npt.NDArray[np.integer[Any]]
+        self,
+        batch: pa.RecordBatch,
+        row_id_NR: Int64,
+        bits_N: UInt64,
+        *columns: npt.NDArray[np.integer[Any]],
     ) -> UInt64:
         """Return what tells a row from others of its task, mixed with the seed."""
         schema, seed = self.schema, np.uint64(self.schema.seed)
         if schema.row_id is not None:
-            name = schema.row_id.column
-            values = hash_values(batch[name], kind_of(name, batch[name].type, "row_id"))
-            return splitmix64(splitmix64(values) ^ seed)
+            return splitmix64(splitmix64(row_id_NR[:, 0].view(np.uint64)) ^ seed)
         if schema.needs_input_order:
             # Its place in the task, which is known where all rows of a task meet. What a row holds
             # would not do: with one feature less, other rows would be the query.
@@ -211,6 +239,15 @@ class Encoder:
             return np.zeros(batch.num_rows, np.uint64)
         # The task is left out: the hash orders rows within a task, where it is always the same.
         return _row_hash(bits_N ^ seed, *columns)
+
+    def _row_ids(self, batch: pa.RecordBatch) -> Int64:
+        """Return the ids of rows [N, R]: integers as they are, of text its xxh3_64, as of tasks."""
+        rule = self.schema.row_id
+        if rule is None:
+            return np.zeros((batch.num_rows, 0), np.int64)
+        column = batch[rule.column]
+        kind = kind_of(rule.column, column.type, "row_id")
+        return hash_values(column, kind).view(np.int64)[:, None]
 
     def _sides(self, batch: pa.RecordBatch) -> npt.NDArray[np.int8]:
         rule, num_rows = self.schema.membership, batch.num_rows
@@ -345,50 +382,3 @@ def _row_hash(bits_N: UInt64, *columns: npt.NDArray[np.integer[Any]]) -> UInt64:
             total_N += column[:, index].astype(np.uint64) * multipliers[index]
         multipliers = multipliers[column.shape[1] :]
     return splitmix64(total_N)
-
-
-def dense_input(rule: DenseColumn, column: pa.Array) -> npt.NDArray[np.float64]:
-    """Return the numbers before standardising.
-
-    Raises:
-        DataError: log1p is asked for and a value is -1 or less, or a value is not finite.
-    """
-    numbers = as_numbers(rule.column, column, "dense")
-    if rule.log1p:
-        if (numbers <= -1).any():
-            raise DataError(
-                f"dense column {rule.column} holds {numbers.min():g}; log1p needs values above -1. "
-                "Clip the column, or leave out log1p"
-            )
-        numbers = np.log1p(numbers)
-    if not np.isfinite(numbers).all():
-        raise DataError(
-            f"dense column {rule.column} holds {numbers[~np.isfinite(numbers)][0]}; finite "
-            "numbers are needed. Replace those values, or make them null and give fill"
-        )
-    return numbers
-
-
-def as_lists(rule: SparseColumn, column: pa.Array) -> pa.Array:
-    """Return a multi-hot column as a list array: a list already, or text to be split; empty text is
-    an empty list.
-
-    Raises:
-        DataError: it is neither.
-    """
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        return column
-    if rule.separator is None:
-        raise DataError(
-            f"multi column {rule.column} has type {column.type}; a list is needed, or text with a "
-            "separator. Give separator in the schema"
-        )
-    if kind_of(rule.column, column.type, "multi") != "text":
-        raise DataError(
-            f"multi column {rule.column} has type {column.type}; a list is needed, or text to be "
-            f"split at {rule.separator!r}. Cast it to text"
-        )
-    text = pc.fill_null(column.cast(pa.string()), "")
-    # Splitting "" gives [""], a list of one empty id, where none is meant.
-    text = pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.string()), text)
-    return pc.split_pattern(text, pattern=rule.separator)

@@ -13,6 +13,9 @@ from metaio.prepare.encode import EncodedRows
 from metaio.prepare.negatives import Sampler, value_starts
 from metaio.ragged import Int64, offsets, ragged_indices
 
+# The row id of a negative: the raw data has no such row.
+NO_RAW_ROW = -1
+
 
 class Episodes:
     """Episodes of a bucket's rows: which rows, in which order. `part` gathers some of them.
@@ -65,6 +68,7 @@ class Episodes:
             ids_NF=np.take(rows.ids_NF, chosen_N, axis=0),
             multi_ids_V=rows.values_V[:0],
             multi_lengths_NM=lengths_NM,
+            row_id_N=np.take(rows.row_id_NR, chosen_N, axis=0).ravel(),
         )
         if sampler is not None and items_N is not None:
             _put_items(gathered, starts_NM, sampler, items_N, len(rows.values_V))
@@ -93,6 +97,8 @@ def _put_items(
     negative = np.flatnonzero(items_N >= 0)
     items, known = items_N[negative], sampler.catalogue.rows
     rows.label_N[negative] = 0.0
+    if rows.row_id_N.size:
+        rows.row_id_N[negative] = NO_RAW_ROW
     for index in sampler.columns.single:
         rows.ids_NF[negative, index] = known.ids_NF[items, index]
     for index in sampler.columns.dense:

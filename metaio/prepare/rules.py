@@ -11,7 +11,8 @@ from metaio.errors import SchemaError
 class RowIdColumn:
     """Names each row of the log, integers or text, no two rows of a task alike.
 
-    Shuffles go by it, and rows of equal time stand in the order of its hash.
+    Shuffles go by it, and rows of equal time stand in the order of its hash. It is stored beside
+    the rows, where predictions take it from; no model sees it.
     """
 
     column: str

@@ -192,6 +192,7 @@ def features_of(schema: Schema, vocabulary_sizes: dict[str, int]) -> Features:
         single=tuple(FeatureSpec(column.column, column.table_name) for column in schema.single),
         multi=tuple(FeatureSpec(column.column, column.table_name) for column in schema.multi),
         dense=tuple(column.column for column in schema.dense),
+        row_id=schema.row_id.column if schema.row_id else "",
     )
 
 
@@ -275,7 +276,8 @@ def _check(schema: Schema) -> None:
                 f"column {label} is the label and a feature: the model would be told the answer. "
                 "Remove the feature"
             )
-    parts = {name: getattr(schema, name) for name in ("task", "time", "splits", "membership")}
+    roles = ("task", "time", "row_id", "splits", "membership")
+    parts = {name: getattr(schema, name) for name in roles}
     for role, part in parts.items():
         if part is not None and part.column == label:
             raise SchemaError(

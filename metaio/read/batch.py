@@ -6,7 +6,7 @@ V ids of all multi-id features, B tables, U unique ids of all tables, K dense co
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class TaskBatch:
         Tensor  # int32, into unique_ids_U; row by row, feature by feature within a row
     )
     multi_lengths_NM: Tensor  # int32
+    # int64, how the raw data names each row; empty where the dataset stores no row ids
+    row_id_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
     @property
     def num_tasks(self) -> int:
@@ -65,11 +67,12 @@ class TaskBatch:
             positions_NF=self.positions_NF[first:last],
             multi_positions_V=self.multi_positions_V[values],
             multi_lengths_NM=self.multi_lengths_NM[first:last],
+            row_id_N=self.row_id_N[first:last],
         )
 
     def map(self, move: Callable[[Tensor], Tensor]) -> "TaskBatch":
         """Return the same batch with every tensor replaced by `move(tensor)`."""
-        return TaskBatch(**{field.name: move(getattr(self, field.name)) for field in fields(self)})
+        return TaskBatch(**{own.name: move(getattr(self, own.name)) for own in fields(self)})
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "TaskBatch":
         """Copy to a device; the method that TorchRec's pipelines call."""
@@ -81,8 +84,8 @@ class TaskBatch:
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Tell CUDA's caching allocator that `stream` uses the tensors."""
-        for field in fields(self):
-            getattr(self, field.name).record_stream(stream)
+        for own in fields(self):
+            getattr(self, own.name).record_stream(stream)
 
 
 def empty_batch(num_tables: int, num_single: int, num_multi: int, num_dense: int) -> TaskBatch:

@@ -75,6 +75,7 @@ def _whole_block(block: Block) -> TaskBatch:
         positions_NF=_tensor(block.positions_NF),
         multi_positions_V=_tensor(block.multi_positions_V),
         multi_lengths_NM=_tensor(block.multi_lengths_NM),
+        row_id_N=_tensor(block.row_id_N),
     )
 
 
@@ -132,7 +133,16 @@ def _join(parts: list[_Part]) -> TaskBatch:
         multi_lengths_NM=torch.from_numpy(
             _gather([p.block.multi_lengths_NM for p in parts], rows, row_counts)
         ),
+        row_id_N=torch.from_numpy(_row_ids(parts)),
     )
+
+
+def _row_ids(parts: list[_Part]) -> Int64:
+    """Return the rows' own ids; none where the dataset stores none."""
+    if not any(len(part.block.row_id_N) for part in parts):
+        return np.zeros(0, dtype=np.int64)
+    ids = [part.block.row_id_N for part in parts]
+    return _gather(ids, [part.rows for part in parts], [part.num_rows for part in parts])
 
 
 def _gather(

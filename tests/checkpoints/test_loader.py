@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gmeta.batches.config import SupportFeaturesConfig
 from gmeta.checkpoints.files import read_about
 from gmeta.checkpoints.loader import check_config
 from gmeta.errors import GMetaError
@@ -41,7 +42,7 @@ def test_no_command_goes_on_with_a_config_that_was_edited_since(
     assert not (tmp_path / "model").exists()
 
 
-def test_a_checkpoint_is_held_against_model_algorithm_and_loss_alone(
+def test_a_checkpoint_is_held_against_inputs_model_algorithm_and_loss_alone(
     run: Path, checkpoint: Path
 ) -> None:
     config = RunFolder(run).read_config()
@@ -50,6 +51,18 @@ def test_a_checkpoint_is_held_against_model_algorithm_and_loss_alone(
     check_config(checkpoint, replace(rates, data=replace(config.data, tasks_per_step=3)))
     for key, now, was, changed in (
         ("outer.loss", "mse", "bce", replace(config, outer=replace(config.outer, loss="mse"))),
+        (
+            "outer.huber_delta",
+            2.0,
+            1.0,
+            replace(config, outer=replace(config.outer, huber_delta=2.0)),
+        ),
+        (
+            "support_features.task",
+            True,
+            False,
+            replace(config, support_features=SupportFeaturesConfig(task=True)),
+        ),
         ("model.name", "melu", "dlrm", replace(config, model=replace(config.model, name="melu"))),
     ):
         with pytest.raises(GMetaError) as caught:

@@ -11,6 +11,7 @@ from gmeta.checkpoints.loader import restore_replaced
 from gmeta.checkpoints.resume import check_goes_on, checkpoint_to_start_from
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import GMetaError, UserError
+from gmeta.metrics.config import EvaluationConfig
 from gmeta.runs.environment import describe_environment
 from gmeta.runs.folder import RunFolder, create_run_folder, list_checkpoints
 from gmeta.runs.progress import Progress
@@ -154,6 +155,24 @@ def test_scores_of_two_metrics_or_splits_are_not_compared(
     # Nothing was scored yet.
     folder, checkpoint = begun(config, dataset.fingerprint, epoch_step=5)
     check_goes_on(folder, checkpoint, by_loss, dataset)
+
+
+@pytest.mark.parametrize(("metric", "compares"), [("auc", False), ("hr@3", False), ("mae", True)])
+def test_another_positive_rating_is_another_metric_where_it_asks_for_one(
+    config: TrainConfig, dataset: Dataset, metric: str, compares: bool
+) -> None:
+    config = replace(
+        with_outer(config, loss="mse"),
+        data=replace(config.data, valid_split="valid"),
+        run=replace(config.run, early_stop_metric=metric),
+    )
+    folder, checkpoint = begun(config, dataset.fingerprint, epoch_step=0, best_score=0.6)
+    other = replace(config, evaluation=EvaluationConfig(positive_rating=3.0))
+    if compares:
+        check_goes_on(folder, checkpoint, other, dataset)
+        return
+    with pytest.raises(UserError, match=r"^evaluation.positive_rating = 3.0, but .* best 4.0 so"):
+        check_goes_on(folder, checkpoint, other, dataset)
 
 
 def starting_from(config: TrainConfig, path: Path) -> TrainConfig:

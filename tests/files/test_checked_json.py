@@ -16,6 +16,7 @@ from gmeta.config import config_from_dict
 from gmeta.errors import GMetaError, UserError
 from gmeta.files.checked_json import json_object
 from gmeta.files.checksums import FileEntry
+from gmeta.metrics.catalogue import Scoring
 from gmeta.report.history import curves_of
 from gmeta.runs.folder import RunFolder, create_run_folder, keep_metrics_up_to
 from gmeta.runs.progress import Progress
@@ -87,7 +88,7 @@ def test_of_a_changed_log_the_steps_that_are_left_are_kept(tmp_path: Path) -> No
         first, *others = folder.read_metrics()
         assert first == json.loads(whole)
         kept += len(others)
-        curves_of([first, *others], "bce", "auc")
+        curves_of([first, *others], Scoring("bce"))
     assert 0 < kept < NUM_CHANGES
 
 

@@ -58,9 +58,10 @@ def test_a_run_ends_with_the_reason() -> None:
             "run.early_stop_patience = 3, but there is no split to score. Set data.valid_split",
         ),
         (
-            {"run": {"early_stop_metric": "mae"}},
-            "run.early_stop_metric = 'mae' is no metric of outer.loss = 'bce': choose one of auc, "
-            "gauc, logloss",
+            {"run": {"early_stop_metric": "ndgc@5"}},
+            "run.early_stop_metric = 'ndgc@5' is no metric: did you mean ndcg@K? Else choose one "
+            "of auc, gauc, pr_auc, logloss, ece, mae, rmse, mrr, ndcg@K, hr@K, p@K, recall@K, with "
+            "a whole number from 1 to 10,000 for K",
         ),
     ],
 )
@@ -70,8 +71,13 @@ def test_what_cannot_be_judged_is_refused(config: dict[str, object], message: st
     assert str(caught.value) == message
 
 
-def test_the_headline_metric_of_the_loss_decides_unless_another_is_named() -> None:
+def test_the_headline_metric_decides_unless_another_is_named() -> None:
     assert early_stop_of(config_from_dict({})).metric == "auc"
+    chosen = {"evaluation": {"metrics": ["logloss", "auc"]}}
+    stop = early_stop_of(config_from_dict(chosen))
+    assert (stop.metric, stop.higher_is_better) == ("logloss", False)
+    named = {**chosen, "run": {"early_stop_metric": "hr@10"}}
+    assert early_stop_of(config_from_dict(named)).metric == "hr@10"
     ratings = early_stop_of(config_from_dict({"outer": {"loss": "huber"}}))
     assert (ratings.metric, ratings.higher_is_better) == ("mae", False)
 

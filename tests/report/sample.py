@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from gmeta.metrics import Array, Loss
-from gmeta.report.runs import EvaluatedRun
+from gmeta.metrics.catalogue import Loss
+from gmeta.metrics.terms import Array
+from gmeta.report.runs import EvaluatedRun, EvaluatedYardstick
 
 # N rows
 
@@ -113,3 +114,14 @@ def with_column(run: EvaluatedRun, name: str, values: Any) -> EvaluatedRun:
     table = run.predictions
     column = table.column_names.index(name)
     return replace(run, predictions=table.set_column(column, name, pa.array(values)))
+
+
+def yardstick_of(
+    loss: Loss, name: str = "bias model", short: str = "bias", gain: float = 0.3
+) -> EvaluatedYardstick:
+    """A model that knows the share `gain` of the tasks' taste."""
+    table = predictions(loss, gain=gain)
+    table = table.drop_columns(["before"]).rename_columns(
+        ["split", "task", "support_rows", "label", "prediction"]
+    )
+    return EvaluatedYardstick(name, short, f"{short}, as it was chosen", {"prior": 8.0}, table)

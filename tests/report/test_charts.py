@@ -19,7 +19,7 @@ from tests.report.sample import baseline_of, run_of, with_column
 
 def charts_for(*runs: EvaluatedRun) -> dict[str, Chart]:
     evaluation = summarise(runs)
-    curves = curves_of(runs[0].history, evaluation.loss, evaluation.headline)
+    curves = curves_of(runs[0].history, runs[0].scoring)
     return {chart.name: chart for chart in charts_of(evaluation, curves)}
 
 

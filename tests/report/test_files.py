@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from gmeta.errors import UserError
-from gmeta.metrics import Loss
+from gmeta.metrics.catalogue import Loss
 from gmeta.report import files
 from gmeta.report.evaluation import SCHEMA, Evaluation, Group
-from tests.report.sample import baseline_of, run_of
+from tests.report.sample import baseline_of, run_of, yardstick_of
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -62,6 +62,16 @@ def test_predictions_are_those_of_every_run(written: dict[Loss, files.ReportPath
     for run in runs:
         own = table.filter(pc.equal(table["run"], run.name)).drop_columns("run")
         assert own.equals(run.predictions)
+
+
+def test_predictions_of_a_yardstick_have_no_stage_before(tmp_path: Path) -> None:
+    run, model = run_of("mse"), yardstick_of("mse")
+    files.write(tmp_path, [run], [model])
+    table = pq.read_table(tmp_path / "predictions.parquet")
+    own = table.filter(pc.equal(table["run"], "bias model"))
+    assert own["before"].null_count == own.num_rows == model.predictions.num_rows
+    assert own["after"].equals(model.predictions["prediction"])
+    assert table.filter(pc.equal(table["run"], run.name))["before"].null_count == 0
 
 
 @pytest.mark.parametrize("loss", ["bce", "mse"])

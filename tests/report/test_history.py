@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gmeta.metrics.catalogue import Scoring
 from gmeta.report.history import MAX_POINTS, curves_of
 from tests.report.sample import history
 
@@ -17,7 +18,7 @@ def losses(values: list[float]) -> list[dict[str, Any]]:
 
 
 def test_training_loss_and_the_headline_metric_are_drawn() -> None:
-    loss, valid = curves_of(history("mse"), "mse", "mae")
+    loss, valid = curves_of(history("mse"), Scoring("mse"))
     assert (loss.title, loss.axis_label) == ("Training loss", "query loss (squared error)")
     assert loss.values.tolist() == [2.0 / (index + 1) for index in range(100)]
     assert (valid.title, valid.axis_label) == ("Validation MAE", "MAE")
@@ -26,27 +27,27 @@ def test_training_loss_and_the_headline_metric_are_drawn() -> None:
 
 def test_another_validation_metric_is_drawn_where_the_headline_was_not_logged() -> None:
     lines = [{"step": 1, "loss": 1.0, "valid": {"logloss": 0.4}}]
-    assert curves_of(lines, "bce", "auc")[1].title == "Validation Logloss"
+    assert curves_of(lines, Scoring("bce"))[1].title == "Validation Logloss"
 
 
 def test_an_unknown_validation_metric_keeps_its_own_name() -> None:
     lines = [{"step": 1, "loss": 1.0, "valid": {"hit@10": 0.4}}]
-    assert curves_of(lines, "bce", "auc")[1].title == "Validation hit@10"
+    assert curves_of(lines, Scoring("bce"))[1].title == "Validation hit@10"
 
 
 def test_no_log_gives_no_curve() -> None:
-    assert curves_of([], "bce", "auc") == []
+    assert curves_of([], Scoring("bce")) == []
 
 
 def test_losses_that_are_no_numbers_leave_gaps_not_zeros() -> None:
     lines = [*losses([1.0, math.nan, 3.0]), {"step": 9, "loss": None}, {"epoch": 1}]
-    (curve,) = curves_of(lines, "bce", "auc")
+    (curve,) = curves_of(lines, Scoring("bce"))
     assert (curve.steps.tolist(), curve.values.tolist()) == ([0.0, 2.0], [1.0, 3.0])
 
 
 def test_a_long_run_is_thinned_to_means_of_neighbours() -> None:
     (curve,) = curves_of(
-        losses([float(index % 10) for index in range(10 * MAX_POINTS)]), "bce", "auc"
+        losses([float(index % 10) for index in range(10 * MAX_POINTS)]), Scoring("bce")
     )
     assert curve.values.size == MAX_POINTS
     assert set(curve.values.tolist()) == {4.5}
@@ -54,18 +55,18 @@ def test_a_long_run_is_thinned_to_means_of_neighbours() -> None:
 
 def test_the_running_mean_equals_a_loop_over_windows() -> None:
     values_P = np.random.default_rng(0).normal(size=200)
-    (curve,) = curves_of(losses(values_P.tolist()), "bce", "auc")
+    (curve,) = curves_of(losses(values_P.tolist()), Scoring("bce"))
     slow = [values_P[max(0, place - 5) : place + 6].mean() for place in range(200)]
     assert curve.smooth == pytest.approx(slow)
 
 
 def test_few_points_are_not_smoothed() -> None:
-    (curve,) = curves_of(losses([1.0] * 39), "bce", "auc")
+    (curve,) = curves_of(losses([1.0] * 39), Scoring("bce"))
     assert curve.smooth.size == 0
 
 
 @pytest.mark.parametrize(("last", "drawn"), [(264, 3), (299, 3), (300, 4), (400, 4)])
 def test_the_mean_of_few_steps_at_the_end_is_left_out(last: int, drawn: int) -> None:
     lines = [{"step": step, "loss": 0.4} for step in (50, 150, 250)]
-    (curve,) = curves_of([*lines, {"step": last, "loss": 0.1}], "bce", "auc")
+    (curve,) = curves_of([*lines, {"step": last, "loss": 0.1}], Scoring("bce"))
     assert curve.steps.tolist() == [50.0, 150.0, 250.0, last][:drawn]

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from gmeta.metrics import Array, Loss, evaluate_split, split_terms
+from gmeta.metrics.catalogue import Loss, Scoring, evaluate_split, split_terms
+from gmeta.metrics.terms import Array
 from gmeta.report.intervals import MAX_UNITS, bootstrap_values, percentile_interval
 
 # N rows, T tasks, B resamples
@@ -36,7 +37,9 @@ def slow_bootstrap(
         drawn = [rows_of_task[t] for t in rng.integers(0, len(rows_of_task), len(rows_of_task))]
         picked = np.concatenate(drawn)
         renamed = np.repeat(np.arange(len(drawn)), [len(one) for one in drawn])
-        values.append(evaluate_split(label_N[picked], score_N[picked], renamed, loss)[name].value)
+        values.append(
+            evaluate_split(label_N[picked], score_N[picked], renamed, Scoring(loss))[name].value
+        )
     return np.array(values)
 
 
@@ -47,7 +50,9 @@ def slow_bootstrap(
 def test_intervals_agree_with_a_bootstrap_that_recomputes_the_metric(loss: Loss, name: str) -> None:
     rows = tasks_with_taste(150, loss)
     slow = percentile_interval(slow_bootstrap(rows, loss, name, 400), 150)
-    fast = percentile_interval(bootstrap_values([split_terms(*rows, loss)[name]], 4000)[0], 150)
+    fast = percentile_interval(
+        bootstrap_values([split_terms(*rows, Scoring(loss))[name]], 4000)[0], 150
+    )
     width = slow.high - slow.low
     assert fast.low == pytest.approx(slow.low, abs=0.2 * width)
     assert fast.high == pytest.approx(slow.high, abs=0.2 * width)
@@ -56,7 +61,7 @@ def test_intervals_agree_with_a_bootstrap_that_recomputes_the_metric(loss: Loss,
 def test_the_interval_of_a_mean_has_the_width_of_its_standard_error() -> None:
     rng = np.random.default_rng(3)
     error_T = rng.exponential(1.0, 2_000)
-    terms = split_terms(np.zeros(2_000), error_T, np.arange(2_000), "mse")["mae"]
+    terms = split_terms(np.zeros(2_000), error_T, np.arange(2_000), Scoring("mse"))["mae"]
     interval = percentile_interval(bootstrap_values([terms], 4_000)[0], 2_000)
     half_width = 1.96 * error_T.std() / math.sqrt(2_000)
     assert interval.high - error_T.mean() == pytest.approx(half_width, rel=0.1)
@@ -66,35 +71,37 @@ def test_the_interval_of_a_mean_has_the_width_of_its_standard_error() -> None:
 def test_pooling_very_many_tasks_keeps_the_width() -> None:
     num_tasks = int(2.5 * MAX_UNITS)
     error_T = np.random.default_rng(3).exponential(1.0, num_tasks)
-    terms = split_terms(np.zeros(num_tasks), error_T, np.arange(num_tasks), "mse")["mae"]
+    terms = split_terms(np.zeros(num_tasks), error_T, np.arange(num_tasks), Scoring("mse"))["mae"]
     spread = bootstrap_values([terms], 1_000)[0].std()
     assert spread == pytest.approx(error_T.std() / math.sqrt(num_tasks), rel=0.1)
 
 
 def test_two_equal_models_differ_by_exactly_nothing_in_every_resample() -> None:
-    terms = split_terms(*tasks_with_taste(50, "bce"), "bce")["auc"]
+    terms = split_terms(*tasks_with_taste(50, "bce"), Scoring("bce"))["auc"]
     first_B, second_B = bootstrap_values([terms, terms])
     assert np.array_equal(first_B, second_B)
 
 
 def test_pairing_sees_a_small_difference_that_single_intervals_hide() -> None:
     label_N, score_N, task_N = tasks_with_taste(200, "mse")
-    better = split_terms(label_N, score_N, task_N, "mse")["mae"]
-    worse = split_terms(label_N, label_N + 1.02 * (score_N - label_N), task_N, "mse")["mae"]
+    better = split_terms(label_N, score_N, task_N, Scoring("mse"))["mae"]
+    worse = split_terms(label_N, label_N + 1.02 * (score_N - label_N), task_N, Scoring("mse"))[
+        "mae"
+    ]
     better_B, worse_B = bootstrap_values([better, worse])
     assert percentile_interval(worse_B, 200).low < percentile_interval(better_B, 200).high
     assert percentile_interval(worse_B - better_B, 200).low > 0
 
 
 def test_the_same_seed_gives_the_same_interval_and_another_seed_another() -> None:
-    terms = list(split_terms(*tasks_with_taste(30, "bce"), "bce").values())
+    terms = list(split_terms(*tasks_with_taste(30, "bce"), Scoring("bce")).values())
     assert np.array_equal(bootstrap_values(terms, seed=1), bootstrap_values(terms, seed=1))
     assert not np.array_equal(bootstrap_values(terms, seed=1), bootstrap_values(terms, seed=2))
 
 
 def test_models_resampled_in_separate_calls_still_see_the_same_draws() -> None:
     rows = tasks_with_taste(40, "bce")
-    terms = split_terms(*rows, "bce")
+    terms = split_terms(*rows, Scoring("bce"))
     together = bootstrap_values([terms["auc"], terms["logloss"]])
     assert np.array_equal(bootstrap_values([terms["logloss"]])[0], together[1])
 
@@ -116,13 +123,13 @@ def test_undefined_draws_give_no_interval() -> None:
 
 def test_no_tasks_give_undefined_values() -> None:
     empty = np.zeros(0)
-    terms = split_terms(empty, empty, empty, "bce")["auc"]
+    terms = split_terms(empty, empty, empty, Scoring("bce"))["auc"]
     assert np.isnan(bootstrap_values([terms], resamples=5)).all()
 
 
 def test_metrics_over_different_tasks_are_not_paired() -> None:
-    one = split_terms(*tasks_with_taste(20, "bce"), "bce")["auc"]
-    other = split_terms(*tasks_with_taste(30, "bce"), "bce")["auc"]
+    one = split_terms(*tasks_with_taste(20, "bce"), Scoring("bce"))["auc"]
+    other = split_terms(*tasks_with_taste(30, "bce"), Scoring("bce"))["auc"]
     with pytest.raises(ValueError) as caught:
         bootstrap_values([one, other])
     assert str(caught.value) == (

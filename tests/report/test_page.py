@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from gmeta.metrics import Loss
+from gmeta.metrics.catalogue import Loss
 from gmeta.report.charts import charts_of
 from gmeta.report.evaluation import Evaluation
 from gmeta.report.history import curves_of
@@ -15,7 +15,7 @@ from gmeta.report.page import page
 from gmeta.report.runs import EvaluatedRun
 from gmeta.report.summarise import summarise
 from gmeta.report.wording import line_of, number, signed
-from tests.report.sample import baseline_of, run_of
+from tests.report.sample import baseline_of, run_of, yardstick_of
 
 VOID = {"meta", "link", "br"}
 
@@ -52,7 +52,7 @@ def html_of(*runs: EvaluatedRun) -> str:
 
 
 def _drawn(evaluation: Evaluation, first: EvaluatedRun) -> str:
-    curves = curves_of(first.history, evaluation.loss, evaluation.headline)
+    curves = curves_of(first.history, first.scoring)
     return page(evaluation, charts_of(evaluation, curves))
 
 
@@ -174,3 +174,21 @@ def test_names_with_markup_are_shown_as_text() -> None:
     html = html_of(replace(run_of("mse"), name=name))
     assert "<img" not in html
     assert name in text_of(html)
+
+
+def test_the_page_shows_the_yardstick_how_it_was_chosen_and_what_must_not_be_missed() -> None:
+    run = run_of("mse", gain=-0.5)
+    evaluation = summarise([run], [yardstick_of("mse", gain=0.9)], ["boosted trees: none here"])
+    html = _drawn(evaluation, run)
+    outline = Outline()
+    outline.feed(html)
+    assert (outline.open, outline.broken) == ([], [])
+    text = text_of(html)
+    line = line_of(evaluation, evaluation.groups[0], "mae")
+    assert "does it beat bias model?" in text
+    assert f"{signed(line.rivals[0].difference.value)} worse" in text
+    assert "bias model bias, as it was chosen" in text
+    assert "boosted trees none here" in text
+    for caution in evaluation.cautions:
+        assert caution.text in text
+    assert len(evaluation.cautions) == 4

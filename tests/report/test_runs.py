@@ -41,6 +41,10 @@ def test_another_loss_is_refused() -> None:
     )
 
 
+def test_runs_of_two_losses_of_ratings_compare() -> None:
+    check_runs([run_of("mse"), baseline_of("huber"), run_of("mae", "third")])
+
+
 def test_a_missing_column_is_named() -> None:
     run = run_of("mse")
     broken = replace(run, predictions=run.predictions.drop_columns(["after"]))

@@ -7,11 +7,19 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from gmeta.metrics import Loss, evaluate_split
+from gmeta.errors import UserError
+from gmeta.metrics.catalogue import Loss, Scoring, evaluate_split
 from gmeta.report.evaluation import STAGES, Comparison, Evaluation, Group, hide_secrets
 from gmeta.report.runs import EvaluatedRun, rows_of_split
 from gmeta.report.summarise import calibration, summarise, support_bin_bounds
-from tests.report.sample import GROUPS, baseline_of, predictions, run_of, with_column
+from tests.report.sample import (
+    GROUPS,
+    baseline_of,
+    predictions,
+    run_of,
+    with_column,
+    yardstick_of,
+)
 
 # N rows, E episodes
 
@@ -42,7 +50,9 @@ def test_every_estimate_is_the_metric_inside_its_interval(loss: Loss) -> None:
     for group in summarise([run, baseline_of(loss)]).groups:
         rows = rows_of_split(run.predictions, group.name)
         for stage in STAGES:
-            expected = evaluate_split(rows.label_N, rows.prediction_N(stage), rows.task_N, loss)
+            expected = evaluate_split(
+                rows.label_N, rows.prediction_N(stage), rows.task_N, Scoring(loss)
+            )
             found = group.result("melu-maml", stage)
             assert found
             for name, estimate in found.metrics.items():
@@ -239,3 +249,52 @@ def test_secrets_of_a_config_do_not_reach_the_report() -> None:
         "list": [{"password": "(hidden)"}],
     }
     assert summarise([replace(run_of("mse"), config=config)]).runs[0].config == hide_secrets(config)
+
+
+def test_a_yardstick_has_one_stage_and_the_run_is_compared_with_it() -> None:
+    run, model = run_of("mse"), yardstick_of("mse")
+    evaluation = summarise([run], [model], ["boosted trees: none"])
+    group = evaluation.groups[0]
+    assert [(one.run, one.stage) for one in group.results] == [
+        ("melu-maml", "before"),
+        ("melu-maml", "after"),
+        ("bias model", "after"),
+    ]
+    rows = rows_of_split(model.predictions, group.name)
+    expected = evaluate_split(rows.label_N, rows.after_N, rows.task_N, Scoring("mse"))["mae"].value
+    found = group.result("bias model", "after")
+    assert found
+    assert found.metrics["mae"].value == expected
+    compared = group.comparison("melu-maml", "after", "bias model", "after")
+    after = group.result("melu-maml", "after")
+    assert compared
+    assert after
+    difference = compared.metrics["mae"]
+    assert difference.value == pytest.approx(after.metrics["mae"].value - expected)
+    assert difference.verdict == "better"
+    assert evaluation.notes == ("boosted trees: none",)
+
+
+def test_cautions_are_the_verdicts_that_say_worse() -> None:
+    evaluation = summarise([run_of("mse", gain=-0.5)], [yardstick_of("mse", gain=0.9)])
+    for group in evaluation.groups:
+        for minus_run, stage in (("melu-maml", "before"), ("bias model", "after")):
+            compared = group.comparison("melu-maml", "after", minus_run, stage)
+            assert compared
+            worse = [name for name, one in compared.metrics.items() if one.verdict == "worse"]
+            found = [
+                one.metrics
+                for one in evaluation.cautions
+                if (one.group, one.minus_run) == (group.name, minus_run)
+            ]
+            assert found == ([tuple(worse)] if worse else [])
+            assert "mae" in worse
+
+
+def test_a_run_cannot_be_called_like_a_yardstick() -> None:
+    with pytest.raises(UserError) as caught:
+        summarise([run_of("mse", "bias model")], [yardstick_of("mse")])
+    assert str(caught.value) == (
+        "a run is called 'bias model', as a model of the yardstick is: names must differ to tell "
+        "them apart. Give the run another name"
+    )

@@ -95,6 +95,19 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         f"{{model}}/config.json does not match its own checksum: it was edited. {COPY}",
     ),
+    "statistics without a prior": (
+        lambda model: edit_config(model, support_features={"task": True}),
+        "{model}/config.json is not what an export writes (ValueError('its support_features have "
+        f"no label_prior')). {COPY}",
+    ),
+    "statistics of a column that is not there": (
+        lambda model: edit_config(
+            model, support_features={"columns": ["genre"], "label_prior": [0.5, 0.5]}
+        ),
+        "{model} cannot be built (support_features.columns: 'genre' matches no sparse column; this "
+        'dataset has item, city, tags, seen. Name some of them, "*" for all, or none at all: '
+        "[]). Load it with the release that wrote it",
+    ),
     "another version": (
         lambda model: edit_config(model, version=2),
         "{model}/config.json has format version 2: this release reads version 1. "
@@ -137,6 +150,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "more. The files come from different exports: export the run again",
     ),
 }
+
+
+def test_a_model_of_a_release_without_statistics_is_served(model: Path) -> None:
+    rows = random_rows(6)
+    expected = gmeta.load(model).adapt(rows).predict(rows)
+    body = json.loads((model / "config.json").read_text())
+    assert {body.pop("huber_delta"), body.pop("support_features")["task"]} == {1.0, False}
+    (model / "config.json").write_text(json.dumps(body))
+    edit_config(model)
+    assert torch.equal(gmeta.load(model).adapt(rows).predict(rows), expected)
 
 
 @pytest.mark.parametrize("fault", DAMAGE)

@@ -1,31 +1,67 @@
 """`gmeta evaluate` as a rank; rank 0 writes the report and tells of it."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gmeta.batches.views import Shown
 from gmeta.checkpoints.loader import best_not_kept
 from gmeta.commands.screen import screen, show_table
 from gmeta.commands.work.rank import be_rank
-from gmeta.config import TrainConfig
+from gmeta.config import TrainConfig, overridden
 from gmeta.evaluate import evaluate_run
 from gmeta.parallel.ranks import Ranks
 from gmeta.report.console import console_table
 from gmeta.report.files import write
+from gmeta.report.runs import split_names
 from gmeta.runs.folder import RunFolder
+from gmeta.yardstick.measure import item_index, measure
+from metaio.format.dataset import open_dataset
 
 
-def evaluate_on_rank(roots: list[Path], splits: list[str], out: Path, config: TrainConfig) -> None:
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for: `overrides` are of the first run's algorithm, and of what is
+    measured of all runs."""
+
+    splits: list[str]
+    overrides: list[str]
+    item_column: str
+    trees: bool
+    draws: int = 1
+    support_sizes: tuple[int, ...] = ()
+
+
+def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainConfig) -> None:
     """Score the runs at `roots` together with the other ranks, by the first run's `config`."""
+    chosen = overridden(config, asked.overrides)
+    adapting, shown = chosen.algorithm, Shown(asked.draws, asked.support_sizes)
 
     def work(ranks: Ranks) -> None:
         # Folders of the same name in different places are told apart by their paths.
         short = len({root.name for root in roots}) == len(roots)
+        if asked.item_column:  # what is wrong with it is told before minutes are spent
+            item_index(open_dataset(config.data.path), asked.item_column)
         runs = [
-            evaluate_run(root, root.name if short else str(root), splits, ranks) for root in roots
+            evaluate_run(
+                root,
+                root.name if short else str(root),
+                asked.splits,
+                ranks,
+                adapting if root == roots[0] else None,
+                shown,
+            )
+            for root in roots
         ]
         if ranks.rank == 0:
-            evaluated = [each for each in runs if each is not None]
-            paths = write(out, evaluated)
+            evaluated = [
+                replace(each, evaluation=chosen.evaluation) for each in runs if each is not None
+            ]
             console = screen()
+            screen(stderr=True).print("the runs are scored; now the yardstick, from training rows")
+            splits = split_names(evaluated[0].predictions)
+            dataset = open_dataset(config.data.path)
+            found = measure(config, dataset, splits, asked.item_column, asked.trees, shown)
+            paths = write(out, evaluated, found.models, found.notes)
             show_table(console, console_table(paths.evaluation))
             for line in filter(None, (best_not_kept(RunFolder(root)) for root in roots)):
                 screen(stderr=True).print(line)
@@ -34,5 +70,5 @@ def evaluate_on_rank(roots: list[Path], splits: list[str], out: Path, config: Tr
     # A run that was trained on a GPU is evaluated on what is here.
     device = "cpu" if config.run.device == "cpu" else "auto"
     configs = [RunFolder(root).read_config().digest for root in roots]
-    told = {"--split": splits, "the config of each RUN": configs}
+    told = {**vars(asked), "the config of each RUN": configs}
     be_rank(device, config.run.collective_timeout_s, told, work)

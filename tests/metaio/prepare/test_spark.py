@@ -46,6 +46,7 @@ def session() -> Iterator[Any]:
         {"splits": {"shares": {"train": 0.7, "user-cold": 0.3}}},
         {"splits": {"column": "part"}, "dense": [{"column": "price", "standardise": True}]},
         {"episodes": {**BASE["episodes"], "max_rows": 7}, "seed": 3},
+        {"row_id": {"column": "ts"}, "episodes": {**BASE["episodes"], "by": "random"}},
         # Shuffled by their place in the file.
         {"episodes": {**BASE["episodes"], "by": "random"}},
         {"splits": {"by_time": {"train": 0.5, "test": 0.5}, "new_tasks": "apart"}},

@@ -15,12 +15,11 @@ from sklearn.metrics import (
     root_mean_squared_error,
 )
 
-import gmeta.metrics
-from gmeta.metrics import (
-    Array,
-    Gain,
+import gmeta.metrics.catalogue
+from gmeta.errors import ConfigError
+from gmeta.metrics.catalogue import (
     Loss,
-    Terms,
+    Scoring,
     auc,
     evaluate_split,
     gauc,
@@ -31,6 +30,9 @@ from gmeta.metrics import (
     rmse,
     split_terms,
 )
+from gmeta.metrics.config import EvaluationConfig
+from gmeta.metrics.ranking import Gain
+from gmeta.metrics.terms import Array, Terms
 
 # N rows, T tasks
 
@@ -86,7 +88,7 @@ def value_of_sums(terms: Terms) -> float:
 
 
 def test_the_examples_in_the_docstrings_run() -> None:
-    outcome = doctest.testmod(gmeta.metrics)
+    outcome = doctest.testmod(gmeta.metrics.catalogue)
     assert outcome.attempted >= 3
     assert outcome.failed == 0
 
@@ -129,7 +131,7 @@ def test_gauc_leaves_out_tasks_of_one_class() -> None:
         np.append(task_N, [99] * 50),
     ]
     assert gauc(*with_extra) == gauc(label_N, score_N, task_N)
-    assert evaluate_split(*with_extra, "bce")["gauc"].num_tasks == 10
+    assert evaluate_split(*with_extra, Scoring("bce"))["gauc"].num_tasks == 10
 
 
 @pytest.mark.parametrize("gain", ["linear", "exponential"])
@@ -177,8 +179,8 @@ def test_logloss_equals_scikit_learn_also_where_it_clips() -> None:
 @pytest.mark.parametrize("loss", ["bce", "mse"])
 def test_every_metric_equals_its_sums_over_tasks(loss: Loss) -> None:
     rows = clicks(2_000, 90) if loss == "bce" else ratings(2_000, 90)
-    values, terms = evaluate_split(*rows, loss), split_terms(*rows, loss)
-    assert list(values) == list(terms) == list(metric_infos(loss))
+    values, terms = evaluate_split(*rows, Scoring(loss)), split_terms(*rows, Scoring(loss))
+    assert list(values) == list(terms) == list(metric_infos(Scoring(loss)))
     for name, one in terms.items():
         assert value_of_sums(one) == pytest.approx(values[name].value, abs=1e-12), name
 
@@ -186,7 +188,8 @@ def test_every_metric_equals_its_sums_over_tasks(loss: Loss) -> None:
 def test_evaluate_split_of_ratings_agrees_with_the_single_functions() -> None:
     label_N, score_N, task_N = ratings(900, 60)
     values = {
-        name: one.value for name, one in evaluate_split(label_N, score_N, task_N, "mse").items()
+        name: one.value
+        for name, one in evaluate_split(label_N, score_N, task_N, Scoring("mse")).items()
     }
     liked_N = label_N >= 4
     assert values == {
@@ -203,13 +206,13 @@ def test_evaluate_split_of_ratings_agrees_with_the_single_functions() -> None:
 def test_the_order_of_rows_does_not_matter(loss: Loss) -> None:
     rows = clicks(700, 40) if loss == "bce" else ratings(700, 40)
     order_N = np.random.default_rng(1).permutation(700)
-    shuffled = evaluate_split(*(column[order_N] for column in rows), loss)
-    for name, one in evaluate_split(*rows, loss).items():
+    shuffled = evaluate_split(*(column[order_N] for column in rows), Scoring(loss))
+    for name, one in evaluate_split(*rows, Scoring(loss)).items():
         assert shuffled[name].value == pytest.approx(one.value, abs=1e-12), name
 
 
 def test_one_class_leaves_ranking_undefined_and_says_so() -> None:
-    values = evaluate_split(np.zeros(4), np.full(4, 0.5), np.array([0, 0, 1, 1]), "bce")
+    values = evaluate_split(np.zeros(4), np.full(4, 0.5), np.array([0, 0, 1, 1]), Scoring("bce"))
     assert math.isnan(values["auc"].value)
     assert values["auc"].reason == "0 positive and 4 negative rows: both classes are needed"
     assert math.isnan(values["gauc"].value)
@@ -220,7 +223,7 @@ def test_one_class_leaves_ranking_undefined_and_says_so() -> None:
 @pytest.mark.parametrize("loss", ["bce", "mse"])
 def test_an_empty_split_is_undefined_not_zero(loss: Loss) -> None:
     empty = np.zeros(0)
-    for one in evaluate_split(empty, empty, empty, loss).values():
+    for one in evaluate_split(empty, empty, empty, Scoring(loss)).values():
         assert math.isnan(one.value)
         assert (one.reason, one.num_tasks) == ("no rows", 0)
     assert all(
@@ -231,20 +234,20 @@ def test_an_empty_split_is_undefined_not_zero(loss: Loss) -> None:
 def test_a_diverged_model_has_no_metrics() -> None:
     label_N, score_N, task_N = ratings(100, 5)
     score_N[:3] = np.nan
-    for one in evaluate_split(label_N, score_N, task_N, "mse").values():
+    for one in evaluate_split(label_N, score_N, task_N, Scoring("mse")).values():
         assert math.isnan(one.value)
         assert one.reason == "3 of 100 predictions are not finite: the model diverged"
 
 
 def test_negative_labels_have_no_ndcg() -> None:
-    values = evaluate_split(np.array([-1.0, 2.0]), np.zeros(2), np.zeros(2), "mse")
+    values = evaluate_split(np.array([-1.0, 2.0]), np.zeros(2), np.zeros(2), Scoring("mse"))
     assert math.isnan(values["ndcg@1"].value)
     assert values["ndcg@1"].reason == "labels below 0 have no gain"
 
 
 def test_columns_of_different_length_are_refused() -> None:
     with pytest.raises(ValueError) as caught:
-        evaluate_split(np.ones(3), np.ones(2), np.ones(3), "bce")
+        evaluate_split(np.ones(3), np.ones(2), np.ones(3), Scoring("bce"))
     assert str(caught.value) == (
         "label, prediction and task have the shapes ((3,), (2,), (3,)): they must be "
         "one-dimensional and equally long, one entry per row. Pass the columns of one table."
@@ -252,14 +255,69 @@ def test_columns_of_different_length_are_refused() -> None:
 
 
 def test_metrics_can_be_picked_by_name() -> None:
-    assert list(split_terms(*clicks(50, 4), "bce", names=["logloss"])) == ["logloss"]
+    assert list(split_terms(*clicks(50, 4), Scoring("bce"), names=["logloss"])) == ["logloss"]
 
 
 def test_ranking_where_nothing_can_be_gained_has_no_score() -> None:
     """A 0 would pass for a model that ranks badly."""
-    values = evaluate_split(np.zeros(4), np.arange(4.0), np.array([1, 1, 2, 2]), "mse")
+    values = evaluate_split(np.zeros(4), np.arange(4.0), np.array([1, 1, 2, 2]), Scoring("mse"))
     assert math.isnan(values["ndcg@1"].value)
     assert (values["ndcg@1"].num_tasks, values["ndcg@1"].reason) == (
         0,
         "no task holds a row with gain",
     )
+
+
+@pytest.mark.parametrize(
+    ("loss", "metrics", "message"),
+    [
+        (
+            "bce",
+            ("auc", "map@5"),
+            "evaluation.metrics[1] = 'map@5' is no metric: choose one of auc, "
+            "gauc, pr_auc, logloss, ece, mae, rmse, mrr, ndcg@K, hr@K, p@K, recall@K, with a whole "
+            "number from 1 to 10,000 for K",
+        ),
+        (
+            "mse",
+            ("logloss",),
+            "evaluation.metrics[0] = 'logloss' is of probabilities, but with outer.loss = 'mse' "
+            "the model predicts ratings. Choose mae or rmse",
+        ),
+        (
+            "huber",
+            ("mae", "auc", "mae"),
+            "evaluation.metrics names 'mae' twice: once is enough. Remove one",
+        ),
+    ],
+)
+def test_metrics_that_mean_nothing_are_refused(
+    loss: Loss, metrics: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        Scoring(loss, EvaluationConfig(metrics=metrics))
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    "name", ["hr@0", "hr@10001", "hr@", "hr", "ndcg@-1", "NDCG@5", "auc@3", ""]
+)
+def test_no_k_is_guessed(name: str) -> None:
+    with pytest.raises(ConfigError, match="is no metric"):
+        Scoring("bce", EvaluationConfig(metrics=(name,)))
+
+
+def test_the_chosen_metrics_are_reported_in_their_order_and_their_unit() -> None:
+    names = ("ndcg@5", "hr@10", "mae", "gauc")
+    config = EvaluationConfig(metrics=names, positive_rating=3.5, unit="stars")
+    infos = metric_infos(Scoring("huber", config))
+    assert [(name, one.label, one.unit) for name, one in infos.items()] == [
+        ("ndcg@5", "nDCG@5", ""),
+        ("hr@10", "HR@10 (≥ 3.5)", ""),
+        ("mae", "MAE", "stars"),
+        ("gauc", "GAUC (rating ≥ 3.5)", ""),
+    ]
+    clicks_info = metric_infos(Scoring("bce", EvaluationConfig(metrics=names)))
+    assert [one.label for one in clicks_info.values()] == ["nDCG@5", "HR@10", "MAE", "GAUC"]
+    assert clicks_info["mae"].unit == ""
+    assert list(evaluate_split(*clicks(90, 9), Scoring("bce", config))) == list(names)

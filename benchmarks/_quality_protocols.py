@@ -1,0 +1,128 @@
+"""The data sets of benchmarks/quality.py: how each is prepared, trained and scored."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from _common import REPOSITORY
+
+EXAMPLES = REPOSITORY / "examples"
+PLAIN = EXAMPLES / "plain"
+CLICKS = ("auc", "logloss")
+RATINGS = ("mae", "auc")
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A data set with its splits; `folder` is that of its raw files below --data, "" for none.
+
+    `config` and `plain` are files of examples/: the meta-learned model, and the same model without
+    an inner loop, each with the settings that `gmeta tune` found for it. `draws` says whether
+    support and query rows can be drawn anew: not where the support is the past, or was given.
+    """
+
+    name: str
+    title: str
+    folder: str
+    recipe: str
+    config: str
+    splits: tuple[str, ...]
+    metrics: tuple[str, ...]
+    draws: bool
+    about: str
+    prepare: tuple[str, ...] = ()
+    train: tuple[str, ...] = ()  # overrides of both configs
+
+    @property
+    def configs(self) -> dict[str, Path]:
+        """The config of each run by its name."""
+        return {"adapted": EXAMPLES / self.config, "plain": PLAIN / self.config}
+
+
+PROTOCOLS = (
+    Protocol(
+        name="movielens-1m",
+        title="MovieLens-1M, MeLU's split",
+        folder="ml-1m",
+        recipe="movielens-1m",
+        config="movielens-1m.toml",
+        splits=("user-cold", "item-cold", "user-item-cold"),
+        metrics=RATINGS,
+        draws=True,
+        about=(
+            "Ratings in the protocol of MeLU (KDD 2019, arXiv 1908.00413). A user is a task; 10 of "
+            "their 13 to 100 ratings are the query rows. `user-cold` are users that training never "
+            "saw with items that it knows, `item-cold` the reverse, `user-item-cold` both new. "
+            "AUC is that of a rating of at least 4. All models are trained on `fit`, 84 % of the "
+            "training users, and chosen on the others, so that every baseline is tuned on users "
+            "that training never saw; the example itself trains on all of them."
+        ),
+        prepare=("--validation",),
+        train=("data.train_split=fit", "data.valid_split=valid-user-cold"),
+    ),
+    Protocol(
+        name="metaemb",
+        title="MovieLens-1M, Meta-Embedding's split",
+        folder="ml-1m",
+        recipe="metaemb",
+        config="metaemb.toml",
+        splits=("cold", "warm-a", "warm-b", "warm-c"),
+        metrics=CLICKS,
+        draws=False,
+        about=(
+            "Ratings of at least 4 as clicks, a movie is a task (Pan et al., SIGIR 2019, arXiv "
+            "1904.11547). Trained on the 1,058 movies with at least 300 ratings; scored on the "
+            "1,127 with 80 to 299, always on the same rows, before any of a movie's ratings is "
+            "known (`cold`) and after 20, 40 and 60. The paper's marks for AUC, one run of DeepFM: "
+            ".6528, .6772, .6927, .7019, and with Meta-Embedding .6693, .6875, .6998, .7073. All "
+            "models here are trained on `fit`, 79 % of the old movies' rows, and chosen on the "
+            "others; the example itself trains on all of them."
+        ),
+        prepare=("--validation",),
+        train=("data.train_split=fit", "data.valid_split=valid-warm-a"),
+    ),
+    Protocol(
+        name="amazon",
+        title="Amazon ratings by time",
+        folder="amazon",
+        recipe="amazon",
+        config="amazon.toml",
+        splits=("test", "test-cold"),
+        metrics=CLICKS,
+        draws=False,
+        about=(
+            "Ratings of at least 4 as clicks, a user is a task. The newest fifth of all rows is "
+            "`test`: a user's earlier rows are support, those in the window query. `test-cold` are "
+            "users without a row before the window; their first half is support."
+        ),
+    ),
+    Protocol(
+        name="movielens-100k",
+        title="MovieLens-100k by time",
+        folder="ml-100k",
+        recipe="movielens-100k",
+        config="movielens-100k.toml",
+        splits=("test", "test-cold"),
+        metrics=CLICKS,
+        draws=False,
+        about=(
+            "Ratings of at least 4 as clicks, a user is a task. The newest fifth of all rows is "
+            "`test`: a user's earlier rows are support, those in the window query. `test-cold` are "
+            "users without a row before the window; their first half is support."
+        ),
+    ),
+    Protocol(
+        name="synthetic",
+        title="Synthetic clicks",
+        folder="",
+        recipe="synthetic",
+        config="demo.toml",
+        splits=("user-cold", "item-cold", "user-item-cold"),
+        metrics=CLICKS,
+        draws=False,
+        about=(
+            "Clicks on made-up items by users with hidden tastes, which only their own clicks "
+            "tell: data that meta-learning is made for."
+        ),
+        prepare=("--tasks", "16000"),
+    ),
+)

@@ -1,0 +1,205 @@
+"""What evaluations of several seeds say together: adapted minus each baseline, as tables."""
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NORMAL_95 = 1.959964  # half the width of a 95 % interval in standard errors
+# What stands beside the adapted model: (run, stage) of evaluation.json -> head of its column.
+BASELINES = {
+    ("adapted", "before"): "not adapted",
+    ("plain", "before"): "plain",
+    ("plain", "after"): "plain, fine-tuned",
+    ("bias", "after"): "bias model",
+    ("trees", "after"): "boosted trees",
+}
+
+
+@dataclass(frozen=True)
+class Lead:
+    """Adapted minus a baseline, the mean over seeds, with a 95 % interval; `value` is the
+    baseline's own. `verdict` is better, worse or noise.
+    """
+
+    baseline: str
+    value: float
+    difference: float
+    low: float
+    high: float
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A metric of a split: the adapted model's value, the mean over seeds, and its leads."""
+
+    split: str
+    metric: str
+    label: str
+    higher_is_better: bool
+    value: float
+    num_tasks: int
+    leads: tuple[Lead, ...]
+
+
+def rows_of(
+    evaluations: Sequence[Path], splits: Sequence[str], metrics: Sequence[str]
+) -> list[Row]:
+    """The rows of a data set from the evaluation.json of each seed.
+
+    Raises:
+        ValueError: an evaluation has no such split, metric or comparison.
+    """
+    read = [json.loads(path.read_text()) for path in evaluations]
+    return [_row(read, split, metric) for split in splits for metric in metrics]
+
+
+def _row(read: Sequence[Mapping[str, Any]], split: str, metric: str) -> Row:
+    groups = [_one(each["groups"], name=split) for each in read]
+    name = read[0]["runs"][0]["name"]
+    higher = bool(read[0]["metrics"][metric]["higher_is_better"])
+    adapted = [_one(group["results"], run=name, stage="after") for group in groups]
+    leads = []
+    for (run, stage), head in BASELINES.items():
+        run = name if run == "adapted" else run
+        if any(_found(group["results"], run=run, stage=stage) for group in groups):
+            results = [_one(group["results"], run=run, stage=stage) for group in groups]
+            differences = [
+                _one(group["comparisons"], run=name, stage="after", minus_run=run,
+                     minus_stage=stage)["metrics"][metric]
+                for group in groups
+            ]  # fmt: skip
+            value = statistics.mean(each["metrics"][metric]["value"] for each in results)
+            leads.append(lead(head, value, differences, higher))
+    return Row(
+        split,
+        metric,
+        read[0]["metrics"][metric]["label"],
+        higher,
+        statistics.mean(each["metrics"][metric]["value"] for each in adapted),
+        groups[0]["num_tasks"],
+        tuple(leads),
+    )
+
+
+def lead(
+    baseline: str, value: float, differences: Sequence[Mapping[str, Any]], higher: bool
+) -> Lead:
+    """The differences of several seeds as one.
+
+    All seeds are scored on the same tasks, so what the choice of tasks adds to the error does not
+    shrink with their number; what the seed adds does:
+
+        error^2 = mean of the seeds' (interval over tasks and draws / 3.92)^2 + var(seeds) / seeds
+
+    Raises:
+        ValueError: a seed has no interval; with its reason.
+    """
+    for each in differences:
+        if each["low"] is None or each["high"] is None:
+            raise ValueError(f"no interval against {baseline}: {each['reason']}")
+    values = [each["value"] for each in differences]
+    of_tasks = statistics.mean(
+        ((each["high"] - each["low"]) / (2 * NORMAL_95)) ** 2 for each in differences
+    )
+    of_seeds = statistics.variance(values) / len(values) if len(values) > 1 else 0.0
+    half = NORMAL_95 * math.sqrt(of_tasks + of_seeds)
+    mean = statistics.mean(values)
+    low, high = mean - half, mean + half
+    ahead, behind = (low > 0, high < 0) if higher else (high < 0, low > 0)
+    verdict = "better" if ahead else "worse" if behind else "noise"
+    return Lead(baseline, value, mean, low, high, verdict)
+
+
+def _found(items: Sequence[Mapping[str, Any]], **wanted: str) -> list[Mapping[str, Any]]:
+    return [item for item in items if all(item[key] == value for key, value in wanted.items())]
+
+
+def _one(items: Sequence[Mapping[str, Any]], **wanted: str) -> Mapping[str, Any]:
+    found = _found(items, **wanted)
+    if len(found) != 1:
+        asked = ", ".join(f"{key} {value}" for key, value in wanted.items())
+        raise ValueError(f"an evaluation has {len(found)} entries with {asked}: 1 is needed")
+    return found[0]
+
+
+def text_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Lines for a terminal of 80 columns: each row, and below it one line a baseline."""
+    for row in rows:
+        arrow = "↑" if row.higher_is_better else "↓"
+        tasks = f"{row.num_tasks:,} tasks"
+        yield f"{row.split}  {row.label} {arrow}  adapted {row.value:.4f}  ({tasks})"
+        for each in row.leads:
+            interval = f"[{each.low:+.4f}, {each.high:+.4f}]"
+            yield (
+                f"    minus {each.baseline:<18} {each.value:8.4f}  {each.difference:+.4f} "
+                f"{interval}  {each.verdict}"
+            )
+
+
+def markdown(rows: Sequence[Row]) -> list[str]:
+    """One table: a row for each metric of each split, all baselines in the same rows.
+
+    A baseline's cell is its value, then adapted minus it with the interval; bold where adapted is
+    better, struck through nowhere: `worse` is written out.
+    """
+    heads = [each.baseline for each in rows[0].leads]
+    lines = [f"| split | metric | adapted | {' | '.join(heads)} |", "| --- | --- | ---: |"
+             + " ---: |" * len(heads)]  # fmt: skip
+    for row in rows:
+        by_head = {each.baseline: each for each in row.leads}
+        cells = [_cell(by_head[head]) for head in heads]
+        arrow = "↑" if row.higher_is_better else "↓"
+        lines.append(f"| {row.split} | {row.label} {arrow} | {_short(row.value)} | "
+                     f"{' | '.join(cells)} |")  # fmt: skip
+    return lines
+
+
+def _cell(each: Lead) -> str:
+    told = f"{_signed(each.difference)} [{_signed(each.low)}, {_signed(each.high)}]"
+    shown = {"better": f"**{told}**", "noise": told, "worse": f"*worse* {told}"}[each.verdict]
+    return f"{_short(each.value)}<br>{shown}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.4f}".replace("0.", ".", 1) if 0 <= value < 1 else f"{value:.4f}"
+
+
+def _signed(value: float) -> str:
+    sign = "-" if round(value, 4) < 0 else "+"
+    return sign + _short(abs(value))
+
+
+def counts(rows: Sequence[Row], baseline: str) -> dict[str, int]:
+    """How often adapted is better than a baseline, worse, or neither."""
+    verdicts = [each.verdict for row in rows for each in row.leads if each.baseline == baseline]
+    return {verdict: verdicts.count(verdict) for verdict in ("better", "noise", "worse")}
+
+
+def not_ahead(rows: Sequence[Row]) -> list[str]:
+    """A line for each comparison in which adapted is not better."""
+    return [
+        f"{row.split}, {row.label} against {each.baseline}: {_signed(each.difference)} "
+        f"[{_signed(each.low)}, {_signed(each.high)}], {each.verdict}"
+        for row in rows
+        for each in row.leads
+        if each.verdict != "better"
+    ]
+
+
+def figures(rows: Sequence[Row]) -> dict[str, Any]:
+    """The rows as JSON values."""
+    return {
+        f"{row.split}/{row.metric}": {
+            "adapted": round(row.value, 5),
+            "minus": {
+                each.baseline: [round(x, 5) for x in (each.difference, each.low, each.high)]
+                for each in row.leads
+            },
+        }
+        for row in rows
+    }

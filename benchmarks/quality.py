@@ -1,0 +1,167 @@
+"""Is adapting worth it? Adapted minus each baseline, with its interval, on five data sets.
+
+For each data set: `gmeta prepare`, `gmeta train` of the example's config and of the tuned plain
+baseline with several seeds, and `gmeta evaluate` against everything that is simpler: the model as
+it is before adapting, plain training, plain training that is fine-tuned at the rate and steps that
+validation chose, a bias model, and boosted trees where gmeta[lightgbm] is installed. Commands whose
+results lie in --work are not repeated, so a run that was stopped goes on.
+
+    python benchmarks/quality.py --data path/to/data --write docs/results.md
+
+--data holds the folders ml-1m, ml-100k and amazon; what is missing is said and left out. --quick
+takes a minute: MovieLens-100k where it is there, and small synthetic logs, with one seed; the
+others are left out.
+"""
+
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from _common import (
+    REPOSITORY,
+    available_cores,
+    environment,
+    finish,
+    make_parser,
+    positive_int,
+)
+from _quality_jobs import Job, JobError, gmeta_processes, run_jobs
+from _quality_page import Measured, page
+from _quality_protocols import PROTOCOLS, Protocol
+from _quality_tables import counts, figures, rows_of, text_lines
+
+DATA = REPOSITORY.parent / "shared" / "data"
+NAMES = [protocol.name for protocol in PROTOCOLS]
+# --quick: what fits into a minute of two busy cores.
+QUICK = ("movielens-100k", "synthetic")
+QUICK_PREPARE = ("--tasks", "1500", "--items", "400")
+QUICK_TRAIN = ("data.tasks_per_step=32", "run.epochs=6")
+
+
+def main() -> int:
+    """Entry point; returns the exit status."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of the raw data sets")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
+    parser.add_argument("--seeds", type=positive_int, default=3)
+    parser.add_argument("--draws", type=positive_int, default=5, help="of support and query rows")
+    parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / "quality")
+    parser.add_argument("--parallel", type=positive_int, default=len(available_cores()))
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the tables as Markdown")
+    options = parser.parse_args()
+    names, seeds, draws, work = options.only, options.seeds, options.draws, options.work
+    if options.quick:
+        names = [name for name in QUICK if name in names] or list(QUICK)
+        seeds, draws, work = 1, 1, work.with_name(f"{work.name}-quick")
+        shutil.rmtree(work, ignore_errors=True)
+    measured = []
+    for protocol in PROTOCOLS:
+        if protocol.name not in names:
+            continue
+        raw = options.data / protocol.folder
+        if protocol.folder and not raw.is_dir():
+            print(f"{protocol.title}: left out, {raw} is no folder. Give --data", flush=True)
+            continue
+        one = measure(protocol, raw, work, seeds, draws, options.parallel, quick=options.quick)
+        measured.append(one)
+        tell(one, quick=options.quick)
+    if options.write:
+        write_page(options.write, measured, seeds, draws)
+    if options.quick:
+        left = [protocol.title for protocol in PROTOCOLS if protocol.name not in QUICK]
+        print(f"\nQUICK: without {', '.join(left)}, which take longer than a minute", flush=True)
+    data = {each.protocol.name: figures(each.rows) for each in measured}
+    told = {"seeds": seeds, "draws": draws, "quick": options.quick}
+    finish("quality", {**environment(), **told, "data": data})
+    return 0
+
+
+def measure(
+    protocol: Protocol,
+    raw: Path,
+    work: Path,
+    seeds: int,
+    draws: int,
+    parallel: int,
+    *,
+    quick: bool,
+) -> Measured:
+    """Prepare, train and evaluate, `parallel` commands at a time."""
+    context = gmeta_processes()
+    began = time.perf_counter()
+    place = work / protocol.name
+    prepared = prepare_job(protocol, raw, place / "data", quick=quick)
+    first_s = run_jobs([prepared], 1, context)
+    trainings = [
+        train_job(protocol, name, seed, place, quick=quick)
+        for seed in range(seeds)
+        for name in protocol.configs
+    ]
+    train_s = run_jobs(trainings, parallel, context)
+    evaluations = [evaluate_job(protocol, seed, draws, place, trainings) for seed in range(seeds)]
+    evaluate_s = run_jobs(evaluations, parallel, context)
+    paths = [job.out / "evaluation.json" for job in evaluations]
+    rows = rows_of(paths, protocol.splits, protocol.metrics)
+    elapsed_s = time.perf_counter() - began
+    # Of kept results too: what the commands took when they ran, shared among those at a time.
+    command_s = sum(first_s) + (sum(train_s) + sum(evaluate_s)) / parallel
+    return Measured(protocol, tuple(rows), max(elapsed_s, command_s), tuple(paths))
+
+
+def prepare_job(protocol: Protocol, raw: Path, out: Path, *, quick: bool) -> Job:
+    """The dataset."""
+    inputs = [str(raw)] if protocol.folder else []
+    sizes = QUICK_PREPARE if quick and not protocol.folder else protocol.prepare
+    return Job(("prepare", "--recipe", protocol.recipe, *sizes, *inputs, str(out)), out)
+
+
+def train_job(protocol: Protocol, name: str, seed: int, place: Path, *, quick: bool) -> Job:
+    """A run of one seed, `name` of protocol.configs."""
+    config, out = protocol.configs[name], place / f"seed-{seed}" / name
+    overrides = [f"data.path={place / 'data'}", f"run.dir={out}", f"run.seed={seed}"]
+    shorter = QUICK_TRAIN if quick and not protocol.folder else ()
+    overrides += [*protocol.train, "run.keep_last=1", *shorter]
+    return Job(("train", str(config), *overrides), out, (config,))
+
+
+def evaluate_job(
+    protocol: Protocol, seed: int, draws: int, place: Path, trainings: Sequence[Job]
+) -> Job:
+    """The evaluation of a seed's adapted run against its plain one; made anew where a run was."""
+    root = place / f"seed-{seed}"
+    options = [word for split in protocol.splits for word in ("--split", split)]
+    options += ["--draws", str(draws)] if protocol.draws and draws > 1 else []
+    out = root / "evaluation"
+    words = ["evaluate", str(root / "adapted"), "--against", str(root / "plain"), *options]
+    done = tuple(job.out.with_name(f"{job.out.name}.done") for job in trainings)
+    read = tuple(path for path in done if path.parent == root)
+    return Job((*words, "--out", str(out)), out, read)
+
+
+def tell(one: Measured, *, quick: bool) -> None:
+    """Print a data set's rows, and how often adapting is ahead."""
+    print(f"\n{one.protocol.title}  ({one.seconds / 60:.1f} min)")
+    if quick:
+        small = "" if one.protocol.folder else ", a tenth of the tasks and few steps"
+        print(f"QUICK: one seed{small}; the intervals do not cover the seed")
+    print("\n".join(text_lines(one.rows)), flush=True)
+    for lead in one.rows[0].leads:
+        told = ", ".join(f"{n} {verdict}" for verdict, n in counts(one.rows, lead.baseline).items())
+        print(f"against {lead.baseline}: {told}", flush=True)
+
+
+def write_page(path: Path, measured: Sequence[Measured], seeds: int, draws: int) -> None:
+    """Replace the page, whole or not at all."""
+    command = f"python benchmarks/quality.py --data DIR --seeds {seeds} --draws {draws}"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(page(measured, seeds, draws, f"{command} --write {path}", environment()))
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except JobError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,70 @@
+"""What an evaluation sees of the stored episodes: their support and query rows drawn anew, or fewer
+support rows.
+
+Shape suffixes: T episodes, N rows; T1 = T + 1.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gmeta.batches.augment import mixed_key, rearranged, row_draws
+from metaio.read.batch import TaskBatch
+
+Ints = npt.NDArray[np.int64]
+
+# Not that of a run: draws are the same for all runs, which are compared on the same rows.
+SEED = 0
+# What keeps the draws of rows apart from the order in which support rows are given.
+_DRAW_STREAM, _SUPPORT_STREAM = 1, 2
+
+
+@dataclass(frozen=True)
+class View:
+    """Draw 0 is the episodes as stored; in the others each task's rows are shuffled, and as many
+    of them as before are its support. Of the support rows no more than `max_support` are shown, the
+    first ones of an order that depends on the task alone: few ones are among many ones.
+    """
+
+    draw: int = 0
+    max_support: int | None = None
+
+    def of(self, batch: TaskBatch) -> TaskBatch:
+        """Return the batch as it is seen."""
+        if self == STORED:
+            return batch
+        rows = (batch.task_T, batch.row_offsets_T1, batch.support_lengths_T)
+        return rearranged(batch, *self.arrangement(*(tensor.numpy() for tensor in rows)))
+
+    def arrangement(self, task_T: Ints, row_offsets_T1: Ints, support_T: Ints) -> tuple[Ints, Ints]:
+        """Return which rows are seen, in their order, and how many of each episode support it."""
+        rows_T = np.diff(row_offsets_T1)
+        task_N = np.repeat(np.arange(len(rows_T)), rows_T)
+        within_N = np.arange(len(task_N)) - row_offsets_T1[task_N]
+        order_N = np.arange(len(task_N))
+        if self.draw:
+            key = mixed_key(SEED, _DRAW_STREAM, self.draw)
+            order_N = np.lexsort((row_draws(task_T, row_offsets_T1, key), task_N))
+        if self.max_support is None:
+            return order_N, support_T
+        # Rows stand task by task in any order, so places in it are numbered as stored rows are.
+        place_N = row_draws(task_T, row_offsets_T1, mixed_key(SEED, _SUPPORT_STREAM))
+        is_query_N = within_N >= support_T[task_N]
+        place_N[is_query_N] = 1 + within_N[is_query_N]  # behind all support rows, as they were
+        by_place_N = np.lexsort((place_N, task_N))
+        seen_N = is_query_N | (within_N < self.max_support)
+        return order_N[by_place_N[seen_N]], np.minimum(support_T, self.max_support)
+
+
+STORED = View()
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What of each task an evaluation shows: so many draws of its support and query rows, the
+    stored one first; and, beside them, no more than so many of the stored support rows.
+    """
+
+    draws: int = 1
+    support_sizes: tuple[int, ...] = ()

@@ -1,0 +1,253 @@
+"""`gmeta tune`."""
+
+import os
+import shutil
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from gmeta.commands.screen import screen, show_table, table_of
+from gmeta.config import TrainConfig, load_config
+from gmeta.errors import ConfigError, GMetaError, UserError
+from gmeta.files.local import check_local
+from gmeta.files.whole import write_whole
+from gmeta.outer.early_stop import EarlyStop, early_stop_of
+from gmeta.runs.folder import LOCK_FILE
+from gmeta.runs.lock import held_alone
+from gmeta.tuning.outcome import (
+    best_toml,
+    check_any_complete,
+    edge_lines,
+    results_json,
+    short_names,
+    shown_value,
+    told_counts,
+    trial_line,
+)
+from gmeta.tuning.space import Space, check_metric, default_space, read_space
+from gmeta.tuning.study import (
+    STUDY_FILE,
+    VALIDATIONS,
+    Plan,
+    PrunerName,
+    Study,
+    import_optuna,
+)
+from gmeta.tuning.trials import TrialRunner, trial_config, trial_processes
+from metaio.counted import counted
+from metaio.format.dataset import Dataset, open_dataset
+
+BEST_FILE = "best.toml"
+RESULTS_FILE = "results.json"
+CHECK_LOG = "check.log"
+WORK = "gmeta.commands.work.tune"
+
+
+def tune(
+    config: Annotated[Path, typer.Argument(help="TOML file, as of `gmeta train`")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="replace values of the config"),
+    ] = None,
+    trials: Annotated[int, typer.Option(min=1, help="runs to try, those of before included")] = 20,
+    space: Annotated[
+        Path | None,
+        typer.Option(help="TOML of keys and ranges; default: rates, steps, algorithm and loss"),
+    ] = None,
+    study: Annotated[
+        Path | None, typer.Option(help="folder of the study; default: the config's run.dir + -tune")
+    ] = None,
+    parallel: Annotated[
+        int, typer.Option(min=0, help="runs at a time; 0: 2, or 1 on a single core")
+    ] = 0,
+    pruner: Annotated[
+        PrunerName, typer.Option(help="which runs end early: median, hyperband, none")
+    ] = "median",
+    seed: Annotated[int, typer.Option(min=0, help="of what is tried")] = 0,
+) -> None:
+    """Choose settings by short runs that are scored on the validation split.
+
+    gmeta tune train.toml --trials 20
+
+    gmeta tune train.toml algorithm.name=none --study runs/tune-plain
+
+    Each trial is a run in the study's folder; the same command goes on where it was stopped. Writes
+    best.toml, a config for `gmeta train`.
+    """
+    import_optuna()
+    base = load_config(config, overrides or [])
+    decides = _check_tunable(base)
+    at_a_time = _num_parallel(parallel)
+    folder = study or Path(f"{base.run.dir}-tune")
+    check_local("--study", folder)
+    dataset = open_dataset(base.data.path)
+    chosen = read_space(space, base) if space else default_space(base)
+    check_metric(chosen, base)
+    base = _with_validations(base, dataset)
+    _check_folder(folder)
+    with held_alone(folder), trial_processes(at_a_time, WORK) as context:
+        _check_on_data(base, folder, context)
+        plan = Plan(base, chosen, pruner, seed, dataset.fingerprint)
+        opened = Study(folder, plan, decides)
+        runner = TrialRunner(opened, folder, decides.metric, _train_trial, context)
+        _try(opened, runner, chosen, decides, trials, at_a_time)
+        _conclude(opened, runner, folder, plan, decides)
+
+
+def _train_trial(config: dict[str, Any], log: str, failures: Connection) -> None:
+    # In the trial's process: this one stays without torch.
+    from gmeta.commands.work.tune import train_trial
+
+    train_trial(config, log, failures)
+
+
+def _check_trial(config: dict[str, Any], log: str, failures: Connection) -> None:
+    from gmeta.commands.work.tune import check_trial
+
+    check_trial(config, log, failures)
+
+
+def _check_tunable(config: TrainConfig) -> EarlyStop:
+    """Return which metric decides.
+
+    Raises:
+        ConfigError: the config names no split to score trials on, or one that it reports on.
+    """
+    data = config.data
+    if not data.valid_split:
+        raise ConfigError(
+            'data.valid_split = "": trials are scored on a validation split, and on no other. '
+            "Set it, or prepare data with one: [splits] shares in the schema"
+        )
+    if data.valid_split == data.train_split:
+        raise ConfigError(
+            f"data.valid_split = {data.valid_split!r} is data.train_split too: what was trained on "
+            "tells nothing of unseen tasks. Name another split"
+        )
+    if data.valid_split in data.eval_splits:
+        raise ConfigError(
+            f"data.valid_split = {data.valid_split!r} is in data.eval_splits too: what chose the "
+            "settings is no measure of them. Take it out of one of the two"
+        )
+    if data.source != "static":
+        raise ConfigError(
+            f"data.source = {data.source!r}: a trial reads the dataset itself. "
+            "Add data.source=static"
+        )
+    return early_stop_of(config)
+
+
+def _num_parallel(asked: int) -> int:
+    cores = len(os.sched_getaffinity(0))
+    if asked > cores:
+        raise UserError(
+            f"--parallel = {asked}, but this process may use {counted(cores, 'core')}: trials "
+            f"would wait for each other. Choose 1 to {cores}"
+        )
+    return asked or min(2, cores)
+
+
+def _check_folder(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--study = {str(folder)!r} is a file: a folder is needed. Choose another")
+    # What a study left that was killed before its first trial.
+    left = (LOCK_FILE, CHECK_LOG)
+    holds_other = folder.is_dir() and any(path.name not in left for path in folder.iterdir())
+    if holds_other and not (folder / STUDY_FILE).exists():
+        raise UserError(
+            f"--study = {str(folder)!r} is not empty and holds no study. Choose another folder"
+        )
+
+
+def _with_validations(config: TrainConfig, dataset: Dataset) -> TrainConfig:
+    """Return the config with VALIDATIONS a run unless it says how many: a run that validates at its
+    end alone cannot be pruned.
+    """
+    run, data = config.run, config.data
+    if run.valid_every_steps or data.blocks_per_step or data.train_split not in dataset.splits:
+        return config
+    steps = dataset.splits[data.train_split].num_episodes // data.tasks_per_step * run.epochs
+    total = min(steps, run.max_steps or steps)
+    return replace(config, run=replace(run, valid_every_steps=max(1, total // VALIDATIONS)))
+
+
+def _check_on_data(config: TrainConfig, folder: Path, context: ForkServerContext) -> None:
+    """Check the config itself, before trials of it fail one by one.
+
+    Raises:
+        GMetaError: it does not fit its dataset; with the line of `gmeta train`.
+    """
+    failures, said = context.Pipe(duplex=False)
+    log = folder / CHECK_LOG
+    checked = trial_config(config, folder / "check").to_json()
+    process = context.Process(target=_check_trial, args=(checked, str(log), said), daemon=True)
+    process.start()
+    said.close()
+    try:
+        line = failures.recv()
+    except EOFError:
+        line = ""
+    process.join()
+    if line:
+        raise UserError(line)
+    if process.exitcode:
+        raise GMetaError(f"the config's check ended with exit code {process.exitcode}; see {log}")
+    log.unlink(missing_ok=True)
+
+
+def _try(
+    study: Study,
+    runner: TrialRunner,
+    space: Space,
+    decides: EarlyStop,
+    trials: int,
+    parallel: int,
+) -> None:
+    """Run the trials that are left, and tell of each as it ends."""
+    console = screen(stderr=True)
+    for number in study.interrupted:
+        # What it trained is tried anew, with the same values.
+        shutil.rmtree(runner.folder_of(number).root, ignore_errors=True)
+        console.print(f"trial {number}: was interrupted; its values are tried again")
+    if done := study.num_tried():
+        console.print(f"goes on behind {counted(done, 'trial')}")
+    for trial in runner.run(trials, parallel):
+        console.print(trial_line(study, trial, space, decides.metric))
+
+
+def _conclude(
+    study: Study, runner: TrialRunner, folder: Path, plan: Plan, decides: EarlyStop
+) -> None:
+    """Print all trials, the best first, and write what was found."""
+    write_whole(folder / RESULTS_FILE, results_json(study, decides).encode())
+    best = check_any_complete(study, folder)
+    split, path = plan.base.data.valid_split, folder / BEST_FILE
+    write_whole(path, best_toml(study, best, split, decides.metric, path).encode())
+    show_table(screen(), _table(study, plan.space, decides))
+    lines = [
+        *edge_lines(plan.space, best),
+        f"best: {decides.metric} {study.score(best):.4f} on split {split!r}, trial {best.number} "
+        f"({told_counts(study)})",
+        f"train it: gmeta train {path}",
+        f"or take that trial as it is: gmeta evaluate {runner.folder_of(best.number).root}",
+    ]
+    screen(stderr=True).print("\n".join(lines))
+
+
+def _table(study: Study, space: Space, decides: EarlyStop) -> Table:
+    score_head = f"{decides.metric} {'↑' if decides.higher_is_better else '↓'}"
+    table = table_of("", "trial", score_head, "state", *short_names(space), text=("state",))
+    table.title = None
+    for trial in study.ranked():
+        if trial.state == "interrupted":
+            continue
+        score = study.score(trial)
+        shown = [shown_value(trial.values.get(dimension.key)) for dimension in space]
+        number, scored = str(trial.number), "" if score is None else f"{score:.4f}"
+        table.add_row(number, scored, trial.state, *shown)
+    return table

@@ -1,0 +1,20 @@
+"""What of a model's predictions is measured; the [evaluation] section of a training config."""
+
+from dataclasses import dataclass
+
+from gmeta_keys import key
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Which metrics are reported, and what a good rating is."""
+
+    metrics: tuple[str, ...] = key(
+        (),
+        "metrics to report, the first one is the headline: auc, gauc, pr_auc, logloss, ece, mae, "
+        "rmse, mrr, ndcg@K, hr@K, p@K, recall@K; []: auc, gauc, logloss of clicks, mae, rmse, "
+        "ndcg@1, ndcg@3, auc, gauc of ratings",
+    )
+    # 4 or 5 of 5 counts as liked, as in the MovieLens ranking literature.
+    positive_rating: float = key(4.0, "ratings from here on count as liked, by auc, hr@K and such")
+    unit: str = key("rating points", "unit of a rating, shown beside mae and rmse")

@@ -1,0 +1,222 @@
+"""Metrics of the order of each task's rows: GAUC, nDCG, hits, precision, recall, reciprocal rank.
+
+Rows with equal scores stand in every order with equal chance, and each metric is its expectation
+over these orders (McSherry & Najork 2008, Computing information retrieval performance measures
+efficiently in the presence of tied scores): a constant model earns no luck.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from gmeta.metrics.terms import (
+    Floats,
+    Ints,
+    Terms,
+    changes,
+    mean_over_tasks,
+    run_bounds,
+    sum_T,
+    undefined,
+)
+
+# N rows, T tasks, R ties: runs of rows of one task with equal scores
+
+Gain: TypeAlias = Literal["linear", "exponential"]
+
+
+@dataclass(frozen=True)
+class RankedRows:
+    """Rows sorted by task, then by score, each with the bounds of its task and of its ties."""
+
+    label_N: Floats
+    task_N: Ints
+    task_first_N: Ints
+    task_end_N: Ints
+    tie_first_N: Ints
+    tie_end_N: Ints
+    num_tasks: int
+
+
+@dataclass(frozen=True)
+class Ties:
+    """The ties of ranked rows, of each task from its worst rows to its best."""
+
+    task_R: Ints
+    above_R: Ints  # rows of the task that score higher
+    size_R: Ints
+    positives_R: Ints
+    num_tasks: int
+
+    @cached_property
+    def positives_T(self) -> Floats:
+        """Count the positive rows of each task."""
+        return sum_T(self.positives_R, self.task_R, self.num_tasks)
+
+    @property
+    def none(self) -> Terms | None:
+        """Return the terms of a metric of positive rows where no task holds one."""
+        if self.positives_T.any():
+            return None
+        return undefined(self.num_tasks, "no task holds a positive row")
+
+
+def rank_within_tasks(label_N: Floats, score_N: Floats, code_N: Ints, num_tasks: int) -> RankedRows:
+    """Sort rows by (task, score); code_N are dense task codes in [0, num_tasks)."""
+    order_N = np.lexsort((score_N, code_N))
+    task_N, sorted_N = code_N[order_N], score_N[order_N]
+    new_task_N = changes(task_N)
+    tie_first_N, tie_end_N = run_bounds(new_task_N | changes(sorted_N))
+    task_first_N, task_end_N = run_bounds(new_task_N)
+    return RankedRows(
+        label_N[order_N], task_N, task_first_N, task_end_N, tie_first_N, tie_end_N, num_tasks
+    )
+
+
+def ties_of(ranked: RankedRows, threshold: float) -> Ties:
+    """Return the ties; a label of at least `threshold` is positive."""
+    first_R = np.flatnonzero(ranked.tie_first_N == np.arange(ranked.tie_first_N.size))
+    end_R = ranked.tie_end_N[first_R]
+    positives = np.concatenate(([0], np.cumsum(ranked.label_N >= threshold)))
+    return Ties(
+        task_R=ranked.task_N[first_R],
+        above_R=ranked.task_end_N[first_R] - end_R,
+        size_R=end_R - first_R,
+        positives_R=positives[end_R] - positives[first_R],
+        num_tasks=ranked.num_tasks,
+    )
+
+
+def gauc_terms(ranked: RankedRows, threshold: float) -> Terms:
+    """Return the mean of the AUC inside each task, weighted by its rows (its impressions).
+
+        GAUC = sum_t n_t AUC_t / sum_t n_t     over the tasks that hold both classes
+
+    Zhou et al., Deep Interest Network (KDD 2018), section 6.3. The paper is silent on tasks of one
+    class, which have no AUC: they count neither above nor below. NaN when no task holds both.
+    """
+    positive_N = ranked.label_N >= threshold
+    negatives_before = np.concatenate(([0], np.cumsum(~positive_N)))
+    # Twice the negatives below each row, of its own task alone; ties count once.
+    tied = negatives_before[ranked.tie_first_N] + negatives_before[ranked.tie_end_N]
+    beaten_N = tied - 2 * negatives_before[ranked.task_first_N]
+    rows_T = np.bincount(ranked.task_N, minlength=ranked.num_tasks)
+    positives_T = np.bincount(ranked.task_N[positive_N], minlength=ranked.num_tasks)
+    pairs_T = positives_T * (rows_T - positives_T)
+    # As everywhere here: NaN with its reason, where a 0 or a half would pass for a score.
+    if not pairs_T.any():
+        return undefined(ranked.num_tasks, "no task holds both classes")
+    won_T = sum_T(np.where(positive_N, beaten_N, 0), ranked.task_N, ranked.num_tasks)
+    # Tasks of one class weigh nothing below; the 1 keeps them from dividing by 0.
+    auc_T = won_T / np.maximum(2 * pairs_T, 1)
+    den_T = np.where(pairs_T > 0, rows_T, 0).astype(np.float64)
+    return Terms(float((auc_T * den_T).sum() / den_T.sum()), auc_T * den_T, den_T)
+
+
+def ndcg_terms(ranked: RankedRows, ideal: RankedRows, k: int, gain: Gain) -> Terms:
+    """Return the normalised discounted cumulative gain of a task's k best rows, mean over tasks.
+
+        DCG@k = sum_{r <= k} g(label_r) / log2(1 + r),  nDCG@k = DCG@k / (DCG@k of the ideal order)
+
+    g(label) = label for `linear` (Jarvelin & Kekalainen 2002, and this project's reports),
+    2^label - 1 for `exponential` (Burges et al. 2005). Both are in use for cold-start work: compare
+    only like with like. Tasks without any gain are left out; NaN when none is left or a label is
+    negative.
+    """
+    if ranked.label_N.size and ranked.label_N.min() < 0:
+        return undefined(ranked.num_tasks, "labels below 0 have no gain")
+    ideal_T = _dcg_T(ideal, k, gain)
+    if not (ideal_T > 0).any():
+        return undefined(ranked.num_tasks, "no task holds a row with gain")
+    return mean_over_tasks(
+        _dcg_T(ranked, k, gain) / np.where(ideal_T > 0, ideal_T, 1.0), ideal_T > 0
+    )
+
+
+def precision_terms(ties: Ties, k: int) -> Terms:
+    """Return the share of positive rows among a task's k best, mean over the tasks with one.
+
+    Always over k, also where a task has fewer rows, as trec_eval's P_k: such a task cannot reach 1.
+    """
+    return ties.none or mean_over_tasks(_found_T(ties, k) / k, ties.positives_T > 0)
+
+
+def recall_terms(ties: Ties, k: int) -> Terms:
+    """Return the share of a task's positive rows that its k best hold, mean over the tasks with
+    one; trec_eval's recall_k.
+    """
+    return ties.none or mean_over_tasks(
+        _found_T(ties, k) / np.maximum(ties.positives_T, 1), ties.positives_T > 0
+    )
+
+
+def hit_terms(ties: Ties, k: int) -> Terms:
+    """Return the share of tasks whose k best rows hold a positive one, of the tasks with one.
+
+    HR@k, or hit@k: Deshpande & Karypis 2004, Item-based top-N recommendation algorithms, section 5;
+    He et al. 2017, Neural Collaborative Filtering, section 4.1.
+    """
+    if ties.none is not None:
+        return ties.none
+    size_R, positives_R = ties.size_R, ties.positives_R
+    # Rows of a tie that stand among the k best, whichever they are.
+    inside_R = np.clip(k - ties.above_R, 0, size_R)
+    log_misses_R = _log_choose(size_R - positives_R, inside_R) - _log_choose(size_R, inside_R)
+    miss_R = np.where(size_R - positives_R >= inside_R, np.exp(log_misses_R), 0.0)
+    # Of one task one tie at most lies across the border: all others miss surely, or surely not.
+    miss_T = np.ones(ties.num_tasks)
+    np.minimum.at(miss_T, ties.task_R, miss_R)
+    return mean_over_tasks(1.0 - miss_T, ties.positives_T > 0)
+
+
+def mrr_terms(ties: Ties) -> Terms:
+    """Return the mean over tasks of 1 / the rank of the best positive row, over the tasks with one.
+
+    Voorhees 1999, The TREC-8 Question Answering Track Report, section 3.
+    """
+    if ties.none is not None:
+        return ties.none
+    # A task's last tie with a positive row is its best one; the first of them is the best row.
+    held_R = np.flatnonzero(ties.positives_R)
+    best_T = np.full(ties.num_tasks, -1)
+    best_T[ties.task_R[held_R]] = held_R
+    counts_T = best_T >= 0
+    best = best_T[counts_T]
+    size, positives, above = ties.size_R[best], ties.positives_R[best], ties.above_R[best]
+    # P(the first positive stands at place i) = C(size - i, positives - 1) / C(size, positives)
+    places = size - positives + 1
+    owner = np.repeat(np.arange(best.size), places)
+    before = np.cumsum(places) - places
+    place = 1 + np.arange(places.sum()) - np.repeat(before, places)
+    chance = np.exp(
+        _log_choose(size[owner] - place, positives[owner] - 1) - _log_choose(size, positives)[owner]
+    )
+    reciprocal_T = np.zeros(ties.num_tasks)
+    reciprocal_T[counts_T] = sum_T(chance / (above[owner] + place), owner, best.size)
+    return mean_over_tasks(reciprocal_T, counts_T)
+
+
+def _found_T(ties: Ties, k: int) -> Floats:
+    """Return how many positive rows the k best of each task hold, in the mean over ties."""
+    inside_R = np.clip(k - ties.above_R, 0, ties.size_R)
+    return sum_T(ties.positives_R * inside_R / ties.size_R, ties.task_R, ties.num_tasks)
+
+
+def _log_choose(n: Ints, k: Ints) -> Floats:
+    """Return the logarithm of the binomial coefficients; of 0 <= k <= n only it means something."""
+    most = int(n.max(initial=0))
+    factorials = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, most + 1)))))
+    found: Floats = factorials[n] - factorials[np.minimum(k, n)] - factorials[np.maximum(n - k, 0)]
+    return found
+
+
+def _dcg_T(ranked: RankedRows, k: int, gain: Gain) -> Floats:
+    discount_before = np.concatenate(([0.0], np.cumsum(1.0 / np.log2(np.arange(2, k + 2)))))
+    best_N = ranked.task_end_N - ranked.tie_end_N
+    worst_N = ranked.task_end_N - ranked.tie_first_N
+    total_N = discount_before[np.minimum(worst_N, k)] - discount_before[np.minimum(best_N, k)]
+    gain_N = ranked.label_N if gain == "linear" else np.exp2(ranked.label_N) - 1.0
+    # Tied rows stand at each of their ranks with equal chance: each gets the mean discount.
+    return sum_T(gain_N * total_N / (worst_N - best_N), ranked.task_N, ranked.num_tasks)

@@ -1,0 +1,118 @@
+"""A metric as sums over tasks, which makes resampling tasks cheap (gmeta.report.intervals).
+
+An undefined value is NaN with its reason, never a number that looks like one.
+"""
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+# N rows, T tasks, R runs of equal sort keys
+
+Array: TypeAlias = npt.NDArray[Any]
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A metric of one split over `num_tasks` tasks; NaN when undefined, for the `reason` given."""
+
+    value: float
+    num_tasks: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """One metric as sums over tasks: value = num_T.sum() / den_T.sum(), its root if `is_root`.
+
+    A task with den_T = 0 does not count (for GAUC, one that holds a single class).
+    """
+
+    value: float
+    num_T: Floats
+    den_T: Floats
+    is_root: bool = False
+    reason: str = ""
+
+    @property
+    def num_tasks(self) -> int:
+        """Return the number of tasks that count."""
+        return int(np.count_nonzero(self.den_T))
+
+
+def undefined(num_tasks: int, reason: str) -> Terms:
+    """Return the terms of a metric that has no value, of which no task counts."""
+    zeros_T = np.zeros(num_tasks)
+    return Terms(np.nan, zeros_T, zeros_T, reason=reason)
+
+
+def mean_over_tasks(num_T: Floats, counts_T: Bools) -> Terms:
+    """Return the mean of a number per task over the tasks that count; there must be one."""
+    den_T = counts_T.astype(np.float64)
+    num_T = np.where(counts_T, num_T, 0.0)
+    return Terms(float(num_T.sum() / den_T.sum()), num_T, den_T)
+
+
+def mean_over_rows(row_N: Floats, code_N: Ints, num_tasks: int, is_root: bool = False) -> Terms:
+    """Return the mean of a number per row, or its root; code_N are dense task codes."""
+    mean = mean_of(row_N)
+    num_T, den_T = sum_T(row_N, code_N, num_tasks), sum_T(np.ones(row_N.size), code_N, num_tasks)
+    return Terms(float(np.sqrt(mean)) if is_root else mean, num_T, den_T, is_root)
+
+
+def with_influence(value: float, influence_T: Floats) -> Terms:
+    """Return the terms of a metric that is no ratio of sums over tasks, to first order: the value
+    and the derivative of it by each task's weight.
+
+    Where all tasks weigh the same it is exact, since the derivatives then add up to 0.
+    """
+    num_tasks = influence_T.size
+    return Terms(value, value + num_tasks * influence_T, np.ones(num_tasks))
+
+
+def sum_T(row_N: Array, code_N: Ints, num_tasks: int) -> Floats:
+    """Return the sum of each task's rows; code_N are dense task codes in [0, num_tasks)."""
+    return np.asarray(np.bincount(code_N, row_N, minlength=num_tasks), np.float64)
+
+
+def mean_of(row_N: Floats) -> float:
+    """Return the mean, NaN of no row."""
+    return float(row_N.mean()) if row_N.size else float("nan")
+
+
+def unusable(score_N: Floats) -> str:
+    """Return why nothing can be said of these predictions, or nothing."""
+    if score_N.size == 0:
+        return "no rows"
+    num_bad = int(np.count_nonzero(~np.isfinite(score_N)))
+    return (
+        f"{num_bad:,} of {score_N.size:,} predictions are not finite: the model diverged"
+        if num_bad
+        else ""
+    )
+
+
+def one_class(num_positive: int, num_negative: int) -> str:
+    """Return why two classes cannot be told apart, or nothing where both are there."""
+    if num_positive and num_negative:
+        return ""
+    return f"{num_positive:,} positive and {num_negative:,} negative rows: both classes are needed"
+
+
+def changes(key_N: Array) -> Bools:
+    """Return where a row's key is not that of the row before: where a run of equal keys starts."""
+    # The first row begins a run, where there is a first row.
+    return np.concatenate((np.ones(min(key_N.size, 1), np.bool_), key_N[1:] != key_N[:-1]))
+
+
+def run_bounds(starts_N: Bools) -> tuple[Ints, Ints]:
+    """Return the first index of each row's run and one past its last; starts_N marks the starts."""
+    first_R = np.flatnonzero(starts_N)
+    end_R = np.append(first_R[1:], starts_N.size)
+    length_R = end_R - first_R
+    return np.repeat(first_R, length_R), np.repeat(end_R, length_R)

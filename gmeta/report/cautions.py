@@ -1,0 +1,31 @@
+"""What a reader must not miss: adapting that makes it worse, and a run below the bias model."""
+
+from collections.abc import Mapping
+
+from gmeta.metrics.catalogue import MetricInfo
+from gmeta.report.evaluation import Caution, Comparison, Group
+
+# The yardstick that knows neither features nor gradients: nobody would take a model below it.
+TRIVIAL = "bias model"
+
+
+def cautions_of(group: Group, run: str, infos: Mapping[str, MetricInfo]) -> list[Caution]:
+    """Return what is wrong with the adapted run in a group, by the verdicts of its metrics."""
+    pairs = (
+        (run, group.comparison(run, "after", run, "before"), "adapting makes it worse"),
+        (TRIVIAL, group.comparison(run, "after", TRIVIAL, "after"), f"it is below the {TRIVIAL}"),
+    )
+    found = []
+    for minus_run, comparison, what in pairs:
+        worse = _worse(comparison)
+        if worse:
+            named = ", ".join(infos[name].label for name in worse)
+            text = f"{group.name}: {what}, by {named}"
+            found.append(Caution(group.name, minus_run, tuple(worse), text))
+    return found
+
+
+def _worse(comparison: Comparison | None) -> list[str]:
+    """Return the metrics whose interval says so."""
+    metrics = comparison.metrics if comparison else {}
+    return [name for name, difference in metrics.items() if difference.verdict == "worse"]

@@ -1,0 +1,87 @@
+"""How metrics with their intervals stand on axes: as points, and as lines over bins or sizes."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from gmeta.metrics.catalogue import MetricInfo
+from gmeta.report.evaluation import Estimate, Result
+from gmeta.report.render import Axes, Series
+
+WHISKERS = "Lines through the points are 95 % intervals over tasks; no line: fewer than ten tasks."
+
+
+def draw_lines(
+    results: Sequence[Sequence[Result]],
+    ticks: Sequence[str],
+    series: Sequence[Series],
+    name: str,
+    info: MetricInfo,
+    axes: Axes,
+) -> None:
+    """Draw a metric of each series over the ticks, each of which has its results."""
+    for one, offset in zip(series, offsets(len(series), 0.36), strict=True):
+        places, estimates = points(
+            one, ((at + offset, found) for at, found in enumerate(results)), name
+        )
+        if places:
+            axes.errorbar(
+                places,
+                [estimate.value for estimate in estimates],
+                yerr=whiskers(estimates),
+                linestyle="-" if one.stage == "after" else (0, (2, 2)),
+                linewidth=1.3,
+                **one.style,
+            )
+    axes.set_xticks(range(len(ticks)), list(ticks))
+    axes.set_ylabel(
+        f"{with_unit(info)}\n({'higher' if info.higher_is_better else 'lower'} is better)"
+    )
+    axes.grid(axis="y")
+
+
+def points(
+    series: Series, placed: Iterable[tuple[float, Sequence[Result]]], name: str
+) -> tuple[list[float], list[Estimate]]:
+    """Return places and estimates of a series, without those that are undefined or missing."""
+    places, estimates = [], []
+    for place, results in placed:
+        for result in results:
+            estimate = result.metrics[name]
+            if (result.run, result.stage) == (series.run, series.stage) and math.isfinite(
+                estimate.value
+            ):
+                places.append(place)
+                estimates.append(estimate)
+    return places, estimates
+
+
+def offsets(num_series: int, width: float) -> Sequence[float]:
+    """Return the places of the series side by side around 0."""
+    step = width / max(1, num_series - 1)
+    return [(index - (num_series - 1) / 2) * step for index in range(num_series)]
+
+
+def whiskers(estimates: Sequence[Estimate]) -> Any:
+    """Return the distances [2, points] to both ends of the intervals, 0 where there is none."""
+    # A skewed metric may stand a hair outside its interval; matplotlib refuses negative lengths.
+    below = [max(0.0, or_zero(one.value - one.low)) for one in estimates]
+    above = [max(0.0, or_zero(one.high - one.value)) for one in estimates]
+    return np.array([below, above])
+
+
+def or_zero(value: float) -> float:
+    """Return the value, 0 where it is not finite."""
+    return value if math.isfinite(value) else 0.0
+
+
+def with_unit(info: MetricInfo) -> str:
+    """Return a metric's label with its unit."""
+    return f"{info.label}, {info.unit}" if info.unit else info.label
+
+
+def count(number: int) -> str:
+    """Return a number of tasks as it stands below an axis."""
+    return str(number) if number < 10_000 else f"{number / 1000:.0f}k"

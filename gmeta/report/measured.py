@@ -1,0 +1,113 @@
+"""Metrics with what is noise about them: estimates, and differences with their verdicts.
+
+Over several draws of support and query rows a metric is the mean of its values, and an interval
+resamples whole tasks, each with all its draws. Draws of a task are made apart from those of the
+others, so this covers both: what tasks differ by, and what a task's draws do (Davison & Hinkley
+1997, Bootstrap Methods and their Application, section 3.8, the first of two ways for data of two
+levels; resampling draws within tasks as well would count their spread twice).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gmeta.metrics.catalogue import MetricInfo, Scoring, split_terms
+from gmeta.metrics.terms import Floats, Terms
+from gmeta.report.evaluation import Difference, Estimate, Stage, Verdict
+from gmeta.report.intervals import Interval, bootstrap_values, percentile_interval
+from gmeta.report.runs import SplitRows
+
+# T tasks, B resamples, D draws
+
+# The ends of an interval then vary by 2 % of its width: sqrt(p (1 - p) / B) / density at p = 2.5 %.
+RESAMPLES = 1000
+SEED = 0
+
+UNKNOWN: tuple[float, float, float, Verdict] = (math.nan, math.nan, math.nan, "unknown")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A metric over draws: the mean of `value_D`, and the same of the draws' values on resampled
+    tasks; NaN with its `reason` where a draw leaves it undefined. `num_tasks` count in every draw.
+    """
+
+    value_D: Floats
+    num_tasks: int
+    reason: str
+    values_B: Floats
+
+    @property
+    def value(self) -> float:
+        """Return the mean over draws."""
+        return float(self.value_D.mean())
+
+    def estimate(self) -> Estimate:
+        """Return the metric with its interval."""
+        if self.reason:
+            return Estimate(math.nan, math.nan, math.nan, 0, self.reason)
+        interval = percentile_interval(self.values_B, self.num_tasks)
+        return Estimate(self.value, interval.low, interval.high, self.num_tasks, interval.reason)
+
+
+def measure(
+    draws: Sequence[SplitRows], stage: Stage, scoring: Scoring, names: Sequence[str] = ()
+) -> dict[str, Measured]:
+    """Return the metrics of a model at a stage: those of the scoring, or `names`.
+
+    Equal seeds and task counts give equal resamples, so what two calls return pairs up.
+    """
+    made: list[dict[str, Terms]] = []
+    values_MB = np.zeros(0)
+    # Draw by draw: of a million tasks the sums of all draws at once would be gigabytes.
+    for rows in draws:
+        terms = split_terms(rows.label_N, rows.prediction_N(stage), rows.task_N, scoring, names)
+        drawn_MB = bootstrap_values(list(terms.values()), RESAMPLES, SEED) / len(draws)
+        values_MB = values_MB + drawn_MB if made else drawn_MB
+        made.append(terms)
+    return {
+        name: _joined([terms[name] for terms in made], values_MB[index])
+        for index, name in enumerate(made[0])
+    }
+
+
+def measured_once(terms: Terms, values_B: Floats) -> Measured:
+    """Return a metric of one draw from its terms and its resampled values."""
+    return _joined([terms], values_B)
+
+
+def _joined(terms: Sequence[Terms], values_B: Floats) -> Measured:
+    told = [
+        (f"draw {draw}: " if len(terms) > 1 else "") + one.reason
+        for draw, one in enumerate(terms)
+        if one.reason
+    ]
+    return Measured(
+        value_D=np.array([one.value for one in terms]),
+        num_tasks=min(one.num_tasks for one in terms),
+        reason=told[0] if told else "",
+        values_B=values_B,
+    )
+
+
+def difference(one: Measured, other: Measured, info: MetricInfo) -> Difference:
+    """Return one minus the other with its interval and verdict."""
+    # Equal models whose rows stand in another order differ in the last bits of their sums: no
+    # difference.
+    difference_B = np.round(one.values_B - other.values_B, 12)
+    interval = percentile_interval(difference_B, min(one.num_tasks, other.num_tasks))
+    value = one.value - other.value
+    return Difference(value, interval.low, interval.high, _verdict(interval, info), interval.reason)
+
+
+def _verdict(interval: Interval, info: MetricInfo) -> Verdict:
+    if interval.reason:
+        return "unknown"
+    # No resample differs: the two are one model, or one copied onto the other.
+    if interval.low == interval.high == 0:
+        return "same"
+    if interval.low <= 0 <= interval.high:
+        return "noise"
+    return "better" if (interval.low > 0) == info.higher_is_better else "worse"

@@ -1,0 +1,101 @@
+"""What came of a study: a table, results as JSON, the best config, and lines that say it."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gmeta.errors import GMetaError
+from gmeta.outer.early_stop import EarlyStop
+from gmeta.tuning.space import Dimension, Space
+from gmeta.tuning.study import Study, Trial
+from gmeta.tuning.written import config_toml
+from metaio.counted import counted
+
+
+def trial_line(study: Study, trial: Trial, space: Space, metric: str) -> str:
+    """Return a line of a trial that ended: its score, its values, and the best so far."""
+    if trial.state == "failed":
+        return f"trial {trial.number}: failed: {trial.note}"
+    score, best = study.score(trial), study.best()
+    shown = "" if score is None else f" {metric} {score:.4f}"
+    if best is not None:
+        shown += f" (best {study.score(best):.4f}, trial {best.number})"
+    names = zip(short_names(space), space, strict=True)
+    values = " ".join(f"{name}={shown_value(trial.values.get(each.key))}" for name, each in names)
+    return f"trial {trial.number}: {trial.state}{shown}  {values}"
+
+
+def check_any_complete(study: Study, folder: Path) -> Trial:
+    """Return the best trial.
+
+    Raises:
+        GMetaError: no trial came to its end.
+    """
+    best = study.best()
+    if best is None:
+        ranked = study.ranked()
+        note = next((trial.note for trial in ranked if trial.note), "it was pruned")
+        raise GMetaError(
+            f"0 of {counted(len(ranked), 'trial')} in {folder} came to an end; the first: {note}. "
+            "Correct the config or narrow --space, and choose another --study"
+        )
+    return best
+
+
+def results_json(study: Study, decides: EarlyStop) -> str:
+    """Return all trials as JSON, the best first, with the score of every validation."""
+    trials = [
+        {
+            "number": trial.number,
+            "state": trial.state,
+            "score": study.score(trial),
+            "values": trial.values,
+            "scores": list(trial.scores),
+            "note": trial.note,
+        }
+        for trial in study.ranked()
+    ]
+    return json.dumps({"metric": decides.metric, "trials": trials}, indent=2)
+
+
+def best_toml(study: Study, best: Trial, split: str, metric: str, path: Path) -> str:
+    """Return the config of the best trial, to be written at `path`."""
+    header = (
+        f"Found by `gmeta tune`: {metric} {study.score(best):.4f} on split {split!r}, "
+        f"trial {best.number} ({told_counts(study)}).\n"
+        "The score chose the settings, so it flatters them a little.\n"
+        f"gmeta train {path}"
+    )
+    return config_toml(study.config(best.values), header, set(best.values))
+
+
+def told_counts(study: Study) -> str:
+    """Return how many trials came to which end."""
+    states = [trial.state for trial in study.trials()]
+    kinds = [kind for kind in ("complete", "pruned", "failed") if kind in states]
+    return ", ".join(f"{states.count(kind)} {kind}" for kind in kinds)
+
+
+def edge_lines(space: Space, best: Trial) -> list[str]:
+    """Return a line for each range at whose end the best value lies: a better one may be beyond."""
+    edges = [(dimension.key, dimension.edge(best.values[dimension.key])) for dimension in space]
+    return [
+        f"{key} = {best.values[key]:g} is at the {edge} end of its range: widen it with --space"
+        for key, edge in edges
+        if edge
+    ]
+
+
+def short_names(space: Sequence[Dimension]) -> list[str]:
+    """Return each key without its section, unless another has the same name there."""
+    short = [dimension.key.partition(".")[2] for dimension in space]
+    return [
+        name if short.count(name) == 1 else dimension.key
+        for name, dimension in zip(short, space, strict=True)
+    ]
+
+
+def shown_value(value: Any) -> str:
+    """Return a value of a config as a table shows it."""
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value)

@@ -1,0 +1,289 @@
+"""Which settings are tried: the keys of a config, each with a range or a list of choices.
+
+A space is a TOML file of one table a key, or `default_space` of a config.
+"""
+
+import json
+import math
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, final, get_args, get_type_hints
+
+from gmeta.config import OuterConfig, TrainConfig, config_from_dict
+from gmeta.errors import ConfigError, UserError
+from gmeta.outer.early_stop import early_stop_of
+
+# Values are rounded to so many digits: more than a validation split can tell apart.
+DIGITS = 3
+# What a score cannot be compared across, and what a trial has of its own.
+NOT_TUNED = {
+    "data.path": "all trials are scored on the same data",
+    "data.train_split": "all trials are trained on the same tasks",
+    "data.valid_split": "all trials are scored on the same tasks",
+    "data.eval_splits": "trials are never scored on them",
+    "data.service": "a trial reads the dataset itself",
+    "data.source": "a trial reads the dataset itself",
+    "run.dir": "each trial has a folder of its own in the study",
+    "run.start_from": "all trials begin alike",
+    "run.seed": "the luckiest seed is no better setting",
+    "run.early_stop_metric": "all trials are compared by one metric",
+}
+
+
+class Suggests(Protocol):
+    """As much of an Optuna trial as a space asks."""
+
+    def suggest_float(self, name: str, low: float, high: float, *, log: bool) -> float:
+        """Return a number of the range."""
+
+    def suggest_int(self, name: str, low: int, high: int, *, log: bool) -> int:
+        """Return a whole number of the range, both ends included."""
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        """Return one of the choices."""
+
+
+@final
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`, both included; `log`: tried evenly by their logarithm."""
+
+    key: str
+    low: float
+    high: float
+    log: bool
+    whole: bool
+
+    def suggest(self, trial: Suggests) -> Any:
+        """Return the value that a trial is to take, rounded to DIGITS."""
+        if self.whole:
+            return trial.suggest_int(self.key, int(self.low), int(self.high), log=self.log)
+        value = trial.suggest_float(self.key, self.low, self.high, log=self.log)
+        return min(max(float(f"{value:.{DIGITS}g}"), self.low), self.high)
+
+    def held(self, value: Any) -> Any:
+        """Return what a study knows a value by; None where it is none of the range."""
+        return value if self.low <= value <= self.high else None
+
+    def ends(self) -> list[Any]:
+        """Return the values that a config must allow for all of the range to be allowed."""
+        return [int(end) if self.whole else end for end in (self.low, self.high)]
+
+    def edge(self, value: float) -> str:
+        """Return the name of the end that a value is within a twentieth of the range of, if any."""
+        place = math.log if self.log else float
+        low, high, at = place(self.low), place(self.high), place(value)
+        if high - low > 0 and not self.whole:
+            share = (at - low) / (high - low)
+            return "lowest" if share < 0.05 else "highest" if share > 0.95 else ""
+        return ""
+
+    def told(self) -> dict[str, Any]:
+        """Return the range as the TOML table has it."""
+        low, high = self.ends()
+        return {"low": low, "high": high, "log": self.log}
+
+
+@final
+@dataclass(frozen=True)
+class Choices:
+    """One of some values, of any type that the key takes."""
+
+    key: str
+    values: tuple[Any, ...]
+
+    def suggest(self, trial: Suggests) -> Any:
+        """Return the value that a trial is to take."""
+        return json.loads(trial.suggest_categorical(self.key, [*map(json.dumps, self.values)]))
+
+    def held(self, value: Any) -> Any:
+        """Return what a study knows a value by; None where it is none of the choices."""
+        return json.dumps(value) if value in self.values else None
+
+    def ends(self) -> list[Any]:
+        """Return the values that a config must allow: all of them."""
+        return list(self.values)
+
+    def edge(self, value: Any) -> str:
+        """Return nothing: choices have no order."""
+        return ""
+
+    def told(self) -> dict[str, Any]:
+        """Return the choices as the TOML table has them."""
+        return {"choices": list(self.values)}
+
+
+Dimension = Range | Choices
+Space = tuple[Dimension, ...]
+
+
+def config_with(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+    """Return the config with other values of some keys.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+    raw = config.to_json()
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        raw[section][name] = value
+    return config_from_dict(raw)
+
+
+def value_of(config: TrainConfig, key: str) -> Any:
+    """Return the value of `section.key` as JSON has it."""
+    section, _, name = key.partition(".")
+    return config.to_json()[section][name]
+
+
+def read_space(path: Path, config: TrainConfig) -> Space:
+    """Return the space of a TOML file: `["section.key"]` with low, high and log, or choices.
+
+    Raises:
+        UserError: no such file, no TOML, no key, or a key or value that a config does not take.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"--space {str(path)!r} cannot be read: {error.strerror}. Give a TOML file"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--space {str(path)!r} is no TOML: {error}. Mend that line") from error
+    if not raw:
+        raise UserError(
+            f"--space {str(path)!r} names 0 keys: at least one is needed. Write e.g. "
+            '["algorithm.inner_lr"] with low = 0.01, high = 1.0, log = true'
+        )
+    space = tuple(_dimension(key, entry) for key, entry in raw.items())
+    check_space(space, config)
+    return space
+
+
+def check_space(space: Space, config: TrainConfig) -> None:
+    """Try the ends of each range and all choices in the config.
+
+    Raises:
+        ConfigError: the config takes one of them not.
+    """
+    for dimension in space:
+        for value in dimension.ends():
+            config_with(config, {dimension.key: value})
+
+
+def check_metric(space: Space, config: TrainConfig) -> None:
+    """Refuse a space in which trials would be compared by different metrics, such as by the AUC
+    of clicks and the MAE of ratings.
+
+    Raises:
+        ConfigError: see above, or a choice has no such metric.
+    """
+    metric = early_stop_of(config).metric
+    for dimension in space:
+        for value in dimension.ends():
+            other = early_stop_of(config_with(config, {dimension.key: value})).metric
+            if other != metric:
+                raise ConfigError(
+                    f"--space {dimension.key} = {value!r} is judged by {other}, the config by "
+                    f"{metric}: the scores do not compare. Remove it, or set run.early_stop_metric"
+                )
+
+
+def _dimension(key: str, entry: Any) -> Dimension:
+    """Return a range or choices of one table of the file."""
+    kind = _type_of(key, entry)
+    if key in NOT_TUNED:
+        raise UserError(f"--space has {key}, which is not tuned: {NOT_TUNED[key]}. Remove it")
+    known = ("low", "high", "log", "choices")
+    if unknown := [name for name in entry if name not in known]:
+        raise UserError(
+            f"--space {key} has {unknown[0]!r}: known are {', '.join(known)}. Correct it"
+        )
+    if "choices" in entry:
+        values = entry["choices"]
+        if len(entry) > 1 or not isinstance(values, list) or len(values) < 2:
+            raise UserError(
+                f"--space {key} = {entry!r}: choices are a list of at least 2 values, without low, "
+                "high or log. Correct it"
+            )
+        return Choices(key, tuple(values))
+    low, high, log = entry.get("low"), entry.get("high"), entry.get("log", False)
+    if kind not in (int, float):
+        raise UserError(
+            f"--space {key} is no number, so it has no range. Write choices = [...] instead"
+        )
+    numbers = int if kind is int else (int, float)
+    are_numbers = all(isinstance(end, numbers) and not isinstance(end, bool) for end in (low, high))
+    if not (are_numbers and isinstance(log, bool)):
+        wanted = "whole numbers" if kind is int else "numbers"
+        raise UserError(
+            f"--space {key} = {entry!r}: low and high must be {wanted}, log true or false. "
+            "Correct it"
+        )
+    if not (low < high and math.isfinite(low) and math.isfinite(high)) or (log and low <= 0):
+        allowed = "0 < low < high with log = true" if log else "low < high"
+        raise UserError(f"--space {key} = {entry!r}: {allowed} is needed. Correct the range")
+    return Range(key, low if kind is int else float(low), high if kind is int else float(high),
+                 log, kind is int)  # fmt: skip
+
+
+def _type_of(key: str, entry: Any) -> Any:
+    """Return the type of a config key, and refuse what is no key or no table."""
+    section, dot, name = key.partition(".")
+    if not isinstance(entry, dict) or (not dot and "choices" not in entry and "low" not in entry):
+        raise UserError(
+            f"--space {key} = {entry!r} is no table of one key. Write the key in quotes: "
+            f'["{key}.KEY"] with low and high, or choices'
+        )
+    sections = get_type_hints(TrainConfig)
+    if section not in sections or name not in get_type_hints(sections[section]):
+        # The config's own words for it, which name the nearest key.
+        config_from_dict({section: {name: None}} if dot else {section: None})
+        raise ConfigError(f"{key} is unknown. `gmeta config` lists every key")
+    return get_type_hints(sections[section])[name]
+
+
+def default_space(config: TrainConfig) -> Space:
+    """Return the rates, the inner steps and, where there is a choice, the algorithm and the loss,
+    around the config's own values; of the same size for plain training and for meta-learning.
+
+    The rates of the outer loop are tried over two decades around the config's, whose optimizers
+    may take any scale; the inner rate over at least 0.003 to 1, where it was found on every data
+    set of docs/results.md.
+    """
+    algorithm, outer = config.algorithm, config.outer
+    space: list[Dimension] = []
+    learnt = tuple(name for name in ("maml", "metasgd") if name != algorithm.name)
+    if algorithm.name not in FORWARD_ONLY:
+        if algorithm.inner_lr > 0:
+            low, high = min(0.003, algorithm.inner_lr / 3), max(1.0, algorithm.inner_lr * 3)
+            space.append(_log_range("algorithm.inner_lr", low, high))
+        space.append(Range("algorithm.inner_steps", 1, max(5, algorithm.inner_steps), False, True))
+        priors = {0.0, 3.0, 10.0, algorithm.support_prior}
+        space.append(Choices("algorithm.support_prior", tuple(sorted(priors))))
+    if algorithm.name in ("maml", "fomaml", "metasgd"):
+        space.append(Choices("algorithm.name", (algorithm.name, *learnt)))
+    rates = {name: getattr(outer, name) for name in ("dense_lr", "sparse_lr")}
+    space += [
+        _log_range(f"outer.{name}", rate / 10, rate * 10) for name, rate in rates.items() if rate
+    ]
+    if outer.loss in RATING_LOSSES:
+        space.append(Choices("outer.loss", RATING_LOSSES))
+    if not space:
+        raise UserError(
+            "the default space of this config is empty: all of its rates are 0. Give --space FILE"
+        )
+    return tuple(space)
+
+
+FORWARD_ONLY = ("encoder",)  # they take no inner step
+RATING_LOSSES = tuple(
+    loss for loss in get_args(get_type_hints(OuterConfig)["loss"]) if loss != "bce"
+)
+
+
+def _log_range(key: str, low: float, high: float) -> Range:
+    short: Callable[[float], float] = lambda value: float(f"{value:.{DIGITS}g}")  # noqa: E731
+    return Range(key, short(low), short(high), True, False)

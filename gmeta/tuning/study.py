@@ -1,0 +1,279 @@
+"""A study: which settings were tried, how they scored, which are tried next. Held in a folder by
+Optuna's journal, one line an event, so that a killed study goes on.
+
+Optuna proposes (a tree-structured Parzen estimator, Bergstra et al., NeurIPS 2011) and says which
+trials are not worth their end: median pruning (Golovin et al., KDD 2017) or Hyperband (Li et al.,
+JMLR 2018).
+"""
+
+import json
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+from gmeta.config import TrainConfig
+from gmeta.errors import UserError
+from gmeta.files.checked_json import read_json
+from gmeta.files.whole import write_whole
+from gmeta.outer.early_stop import EarlyStop
+from gmeta.tuning.space import Space, config_with, value_of
+
+PrunerName = Literal["median", "hyperband", "none"]
+State = Literal["complete", "pruned", "failed", "interrupted"]
+JOURNAL_FILE = "journal.log"
+STUDY_FILE = "study.json"
+# Validations of a trial before it may be pruned, and whole trials before any is.
+WARM_UP = 1
+STARTUP_TRIALS = 4
+# A run's validations, where its config does not say how many.
+VALIDATIONS = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a study is of; `seed` is that of its proposals, `dataset` a fingerprint."""
+
+    base: TrainConfig
+    space: Space
+    pruner: PrunerName
+    seed: int
+    dataset: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what must be alike for a study to go on; not where the run of the config goes."""
+        base = self.base.to_json()
+        base["run"].pop("dir")
+        return {
+            "dataset": self.dataset,
+            "space": {dimension.key: dimension.told() for dimension in self.space},
+            "pruner": self.pruner,
+            "seed": self.seed,
+            "config": base,
+        }
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One short run: what was set, and what came of it. `scores` are those of its validations,
+    None where undefined; `note` says why it failed.
+    """
+
+    number: int
+    values: dict[str, Any]
+    state: State
+    scores: tuple[float | None, ...]
+    note: str = ""
+
+
+@final
+class Study:
+    """Proposes trials and remembers them; one process at a time has a study open."""
+
+    def __init__(self, folder: Path, plan: Plan, best: EarlyStop) -> None:
+        """Open the study in `folder`, which exists, or begin it there; `best` says which metric
+        decides.
+
+        Raises:
+            UserError: the study there is of something else, or Optuna is missing.
+        """
+        optuna = import_optuna()
+        self._plan, self._metric = plan, best
+        self._states = optuna.trial.TrialState
+        _check_same(folder, plan)
+        with warnings.catch_warnings():
+            # Hyperband and the like are called experimental.
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            backend = optuna.storages.journal.JournalFileBackend(str(folder / JOURNAL_FILE))
+            storage = optuna.storages.JournalStorage(backend)
+            self._study = optuna.create_study(
+                storage=storage,
+                study_name="tune",
+                load_if_exists=True,
+                direction="maximize" if best.higher_is_better else "minimize",
+                pruner=_pruner(optuna, plan.pruner),
+            )
+            # A study that goes on must not draw its first proposals once more.
+            begun = len(self._study.get_trials(deepcopy=False))
+            self._study.sampler = optuna.samplers.TPESampler(
+                n_startup_trials=2 * STARTUP_TRIALS, seed=plan.seed + begun, constant_liar=True
+            )
+        self._running: dict[int, Any] = {}
+        self.interrupted = self._take_up()
+        if not begun:
+            self._propose_own_values()
+
+    def _take_up(self) -> list[int]:
+        """Have the trials that a killed study left unfinished tried anew; return their numbers."""
+        states = (self._states.RUNNING,)
+        left = self._study.get_trials(deepcopy=False, states=states)
+        for trial in left:
+            self._study.enqueue_trial(trial.params)
+            self._study.tell(trial.number, state=self._states.FAIL)
+        return [trial.number for trial in left]
+
+    def _propose_own_values(self) -> None:
+        """Have the config's own values tried first: what is found is no worse than they are."""
+        held = {}
+        for dimension in self._plan.space:
+            value = dimension.held(value_of(self._plan.base, dimension.key))
+            if value is not None:
+                held[dimension.key] = value
+        if held:
+            self._study.enqueue_trial(held)
+
+    def ask(self) -> tuple[int, dict[str, Any]]:
+        """Return the number of the next trial and the values that it is to be trained with."""
+        trial = self._study.ask()
+        values = {dimension.key: dimension.suggest(trial) for dimension in self._plan.space}
+        trial.set_user_attr("values", values)
+        self._running[trial.number] = trial
+        return trial.number, values
+
+    def heard(self, number: int, step: int, score: float | None) -> bool:
+        """Take the score of a trial's validation number `step` (from 0); return whether the trial
+        is to be pruned.
+        """
+        trial = self._running[number]
+        seen = [*trial.user_attrs.get("scores", []), score]
+        trial.set_user_attr("scores", seen)
+        if score is None:
+            return False
+        trial.report(score, step)
+        return bool(trial.should_prune())
+
+    def ended(self, number: int, state: State, note: str = "") -> Trial:
+        """Take the end of a trial and return it; a complete one without a score has failed."""
+        trial = self._running.pop(number)
+        score = self._score_of(trial.user_attrs["values"], trial.user_attrs.get("scores", []))
+        if state == "complete" and score is None:
+            state = "failed"
+            note = f"{self._metric.metric} was undefined in the validation that counts"
+        trial.set_user_attr("state", state)
+        trial.set_user_attr("note", note)
+        if state == "complete":
+            self._study.tell(trial, score)
+        else:
+            # Not as failed: the proposals learn nothing from a failure, and would come back to
+            # rates that diverge.
+            self._study.tell(trial, state=self._states.PRUNED)
+        return next(each for each in self.trials() if each.number == number)
+
+    def trials(self) -> list[Trial]:
+        """Return all trials that ended, in order; those of a killed process as interrupted."""
+        return [
+            Trial(
+                trial.number,
+                trial.user_attrs.get("values", {}),
+                trial.user_attrs.get("state", "interrupted"),
+                tuple(trial.user_attrs.get("scores", ())),
+                trial.user_attrs.get("note", ""),
+            )
+            for trial in self._study.get_trials(deepcopy=False)
+            if trial.state.is_finished()
+        ]
+
+    def num_tried(self) -> int:
+        """Return how many trials ended or run; an interrupted one is tried anew and not counted."""
+        ended = sum(trial.state != "interrupted" for trial in self.trials())
+        return ended + len(self._running)
+
+    def score(self, trial: Trial) -> float | None:
+        """Return the score of the checkpoint that stands for a trial's run, as far as it came: of
+        the best validation if it stops early, else of the last.
+        """
+        return self._score_of(trial.values, trial.scores)
+
+    def ranked(self) -> list[Trial]:
+        """Return the trials, the best first: complete ones, then pruned, then failed."""
+        order = ("complete", "pruned", "failed", "interrupted")
+        sign = -1.0 if self._metric.higher_is_better else 1.0
+
+        def place(trial: Trial) -> tuple[int, float, int]:
+            score = self.score(trial)
+            worth = math.inf if score is None else sign * score
+            return order.index(trial.state), worth, trial.number
+
+        return sorted(self.trials(), key=place)
+
+    def best(self) -> Trial | None:
+        """Return the best complete trial; None as long as none is complete."""
+        first = next(iter(self.ranked()), None)
+        return first if first is not None and first.state == "complete" else None
+
+    def config(self, values: dict[str, Any]) -> TrainConfig:
+        """Return the config that these values make of the study's; what a trial trains, but for
+        its folder.
+        """
+        return config_with(self._plan.base, values)
+
+    def _score_of(self, values: dict[str, Any], scores: Sequence[float | None]) -> float | None:
+        if not self.config(values).run.early_stop_patience:
+            return scores[-1] if scores else None
+        known = [score for score in scores if score is not None]
+        if not known:
+            return None
+        return max(known) if self._metric.higher_is_better else min(known)
+
+
+def import_optuna() -> Any:
+    """Return the package optuna, which logs nothing below warnings from here on.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import optuna
+    except ImportError as error:
+        raise UserError(
+            "`gmeta tune` needs the extra: pip install 'gmeta[tune]' (Optuna is not installed)"
+        ) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def _pruner(optuna: Any, name: PrunerName) -> Any:
+    if name == "median":
+        return optuna.pruners.MedianPruner(STARTUP_TRIALS, WARM_UP)
+    if name == "hyperband":
+        return optuna.pruners.HyperbandPruner(min_resource=1, max_resource=VALIDATIONS)
+    return optuna.pruners.NopPruner()
+
+
+def _check_same(folder: Path, plan: Plan) -> None:
+    """Write what the study is of, or compare it with what it was begun with.
+
+    Raises:
+        UserError: it was begun with something else.
+    """
+    path = folder / STUDY_FILE
+    wanted = plan.to_json()
+    if not path.exists():
+        write_whole(path, json.dumps(wanted, indent=2).encode())
+        return
+    try:
+        found = read_json(path)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}. Begin another --study") from error
+    for name, value in wanted.items():
+        # There and back, so that tuples are lists on both sides.
+        if found.get(name) != json.loads(json.dumps(value)):
+            which = ", ".join(_differing(found.get(name), value)) or name
+            raise UserError(
+                f"--study {folder} was begun with another {name} ({which}): its trials do not "
+                "compare. Give the same command to go on, or another --study"
+            )
+
+
+def _differing(found: Any, wanted: Any, prefix: str = "") -> list[str]:
+    """Return the keys in which two nested dicts differ."""
+    if not (isinstance(found, dict) and isinstance(wanted, dict)):
+        return []
+    names = []
+    for name in [*wanted, *(name for name in found if name not in wanted)]:
+        one, other = found.get(name), json.loads(json.dumps(wanted.get(name)))
+        if one != other:
+            names += _differing(one, other, f"{prefix}{name}.") or [f"{prefix}{name}"]
+    return names

@@ -1,0 +1,164 @@
+"""Runs the trials of a study as processes, so many at a time, and hears their validations.
+
+A trial is an ordinary run in a folder of its own. Its process is forked from one that has imported
+torch once; what it prints goes to a file beside its run folder.
+"""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any, final
+
+from gmeta.config import TrainConfig
+from gmeta.runs.folder import RunFolder
+from gmeta.tuning.study import Study, Trial
+
+POLL_S = 0.25  # so long a validation may lie in a run's log before it is heard
+
+# (config as JSON, path of what it prints, pipe for a line of why it failed) -> nothing; it runs in
+# a process of its own, to whose end it decides.
+Work = Callable[[dict[str, Any], str, Connection], None]
+
+
+@dataclass
+class _Running:
+    """A trial's process; `heard` of its validations were reported."""
+
+    process: Any
+    failures: Connection
+    folder: RunFolder
+    heard: int = 0
+    pruned: bool = False
+
+
+@final
+class TrialRunner:
+    """Trials of a study, in the folder `trials` beside its journal."""
+
+    def __init__(
+        self, study: Study, folder: Path, metric: str, work: Work, context: ForkServerContext
+    ) -> None:
+        """Prepare for trials that do `work` in processes of the context."""
+        self._study, self._folder, self._metric, self._work = study, folder, metric, work
+        self._context = context
+        self._running: dict[int, _Running] = {}
+
+    def run(self, num_trials: int, parallel: int) -> Iterator[Trial]:
+        """Run trials until the study has tried `num_trials`, `parallel` at a time; yield each as
+        it ends. What still runs when the caller leaves is ended.
+        """
+        try:
+            while True:
+                while len(self._running) < parallel and self._study.num_tried() < num_trials:
+                    self._start(*self._study.ask())
+                if not self._running:
+                    return
+                wait([each.process.sentinel for each in self._running.values()], POLL_S)
+                for number, running in list(self._running.items()):
+                    # Before its log is read: what it wrote until its end is heard.
+                    over = not running.process.is_alive()
+                    self._hear(number, running)
+                    if over:
+                        yield self._end(number, running)
+        finally:
+            for running in self._running.values():
+                running.process.kill()
+                running.process.join()
+
+    def folder_of(self, number: int) -> RunFolder:
+        """Return the run folder of a trial."""
+        return RunFolder(self._folder / "trials" / f"{number:04d}")
+
+    def _start(self, number: int, values: dict[str, Any]) -> None:
+        folder = self.folder_of(number)
+        folder.root.parent.mkdir(exist_ok=True)
+        config = trial_config(self._study.config(values), folder.root)
+        failures, said = self._context.Pipe(duplex=False)
+        log = folder.root.with_suffix(".log")
+        process = self._context.Process(
+            target=self._work, args=(config.to_json(), str(log), said), daemon=True
+        )
+        process.start()
+        said.close()
+        self._running[number] = _Running(process, failures, folder)
+
+    def _hear(self, number: int, running: _Running) -> None:
+        """Report the validations that the run has logged since the last time."""
+        readings = [line["valid"] for line in running.folder.read_metrics() if "valid" in line]
+        for step in range(running.heard, len(readings)):
+            running.heard += 1
+            score = readings[step].get(self._metric)
+            if self._study.heard(number, step, score) and not running.pruned:
+                running.pruned = True
+                # Not killed: it commits its checkpoint and frees its folder.
+                running.process.terminate()
+
+    def _end(self, number: int, running: _Running) -> Trial:
+        process = running.process
+        process.join()
+        del self._running[number]
+        note = ""
+        # Both ends of the pipe are closed by now: there is a line, or the end of it.
+        if running.failures.poll():
+            try:
+                note = running.failures.recv()
+            except EOFError:
+                note = ""
+        running.failures.close()
+        if running.pruned:
+            trial = self._study.ended(number, "pruned")
+        elif process.exitcode or note:
+            trial = self._study.ended(number, "failed", note or self._cause(number, process))
+        else:
+            trial = self._study.ended(number, "complete")
+        self._keep_best_only()
+        return trial
+
+    def _cause(self, number: int, process: Any) -> str:
+        log = self.folder_of(number).root.with_suffix(".log")
+        code = process.exitcode
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}, as when memory runs out; see {log}"
+        return f"ended with exit code {code}; see {log}"
+
+    def _keep_best_only(self) -> None:
+        """Remove the checkpoints of all trials that ended but the best: they may be large."""
+        best = self._study.best()
+        for trial in self._study.trials():
+            if best is None or trial.number != best.number:
+                shutil.rmtree(self.folder_of(trial.number).checkpoints, ignore_errors=True)
+
+
+def trial_config(config: TrainConfig, folder: Path) -> TrainConfig:
+    """Return the config of a trial's run: that of its study in a folder of its own, with no more
+    checkpoints than one may take up again from.
+    """
+    return replace(config, run=replace(config.run, dir=str(folder), keep_last=1))
+
+
+@contextmanager
+def trial_processes(parallel: int, preload: str) -> Iterator[ForkServerContext]:
+    """Give the context of a trial's processes, which start with the module `preload` imported.
+
+    They have equal shares of the cores, unless OMP_NUM_THREADS says how many threads each has.
+    """
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // parallel)))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([preload])
+    before = tempfile.tempdir
+    # The command line ends without the exit handlers that would remove multiprocessing's sockets.
+    with tempfile.TemporaryDirectory(prefix="gmeta-tune-") as folder:
+        tempfile.tempdir = folder
+        try:
+            yield context
+        finally:
+            tempfile.tempdir = before

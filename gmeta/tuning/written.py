@@ -1,0 +1,47 @@
+"""A resolved config as TOML, to read, copy and train."""
+
+import dataclasses
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from gmeta.config import TrainConfig
+
+
+def config_toml(config: TrainConfig, header: str, marked: Collection[str] = ()) -> str:
+    """Return the config as TOML under a comment: every value that is not the default, and the
+    `marked` keys, which say so.
+    """
+    lines = [f"# {line}".rstrip() for line in header.splitlines()]
+    resolved, defaults = config.to_json(), TrainConfig().to_json()
+    for section in dataclasses.fields(config):
+        kept = [
+            (name, value)
+            for name, value in resolved[section.name].items()
+            if value != defaults[section.name][name] or f"{section.name}.{name}" in marked
+        ]
+        if kept:
+            lines += ["", f"[{section.name}]"] if lines else [f"[{section.name}]"]
+        for name, value in kept:
+            told = "  # tuned" if f"{section.name}.{name}" in marked else ""
+            lines.append(f"{name} = {toml_value(value)}{told}")
+    return "\n".join(lines) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    """Return a value of a config on one line of TOML.
+
+    Raises:
+        TypeError: TOML has no such value.
+    """
+    if isinstance(value, str):
+        # JSON's escapes are TOML's; what JSON leaves, TOML wants escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, Mapping):
+        pairs = (f"{toml_value(name)} = {toml_value(each)}" for name, each in value.items())
+        return f"{{ {', '.join(pairs)} }}"
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)  # 1e-05 is TOML too
+    raise TypeError(f"TOML has no value for {value!r}")

@@ -1,0 +1,159 @@
+"""The bias model: the mean, plus what is known of the item, plus what is known of the task.
+
+Ratings, in the label's unit (Koren, Factor in the Neighbors, TKDD 2010, section 2.1):
+
+    y = mu + a_i + b_t,   a_i = sum_{rows of i} (y - mu) / (n_i + item_prior)
+                          b_t = sum_{support of t} (y - mu - a_i) / (m_t + task_prior)
+
+Clicks, on log-odds, so that probabilities stay calibrated: p = sigmoid(logit(mu) + a_i + b_t), each
+the most probable value under a normal prior around 0 of precision `prior`,
+
+    sum (y - p) = prior * a_i  over the rows of i,   = prior * b_t  over the support of t.
+
+mu and a_i come from the training split, b_t from the support rows of the task that is predicted. No
+feature but the item, no gradient.
+
+Shape suffixes: N rows, T episodes, V values of the item column.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gmeta.metrics.catalogue import Loss, logloss, mae
+from gmeta.yardstick.rows import EpisodeRows, Floats
+from gmeta.yardstick.sums import NO_FOLD, TrainingSums, fold_of
+from metaio.ragged import Int64
+
+# Rows' worth: from "a single row is believed" to "hundreds are needed".
+PRIORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+FEW_PRIORS = (2.0, 8.0, 32.0)  # enough to tell which column is the item
+# Newton's method on a strictly concave function of one number; from 0 it is there within six.
+NEWTON_STEPS = 12
+NO_ITEM = -1
+
+
+@dataclass(frozen=True)
+class BiasModel:
+    """What was chosen: `item` is an index into Features.single, NO_ITEM where there is none."""
+
+    loss: Loss
+    item: int
+    item_prior: float
+    task_prior: float
+
+    def without_task(self, sums: TrainingSums, ids_N: Int64, fold_N: Int64) -> Floats:
+        """Return mu + a_i of each row (log-odds for bce), from the folds but its own."""
+        if self.item == NO_ITEM:
+            return np.full(len(ids_N), middle(self.loss, sums.mean))
+        counts_N, sums_N = sums.columns[self.item].without(ids_N, fold_N)
+        return self.item_level(counts_N, sums_N, sums.mean)
+
+    def item_level(self, counts_N: Floats, sums_N: Floats, mean: float) -> Floats:
+        """Return mu + a_i of items with so many rows and this label sum."""
+        mu = middle(self.loss, mean)
+        if self.loss != "bce":
+            return mu + (sums_N - counts_N * mean) / (counts_N + self.item_prior)
+        effect_N = np.zeros(len(counts_N))
+        for _ in range(NEWTON_STEPS):
+            p_N = sigmoid(mu + effect_N)
+            slope_N = sums_N - counts_N * p_N - self.item_prior * effect_N
+            effect_N += slope_N / (counts_N * p_N * (1 - p_N) + self.item_prior)
+        return mu + effect_N
+
+    def task_effect(self, level_N: Floats, rows: EpisodeRows) -> Floats:
+        """Return b_t of each episode, from its support rows, whose mu + a_i are in `level_N`."""
+        support_N = rows.is_support_N
+        episode_S = rows.episode_N[support_N]
+        label_S, level_S = rows.label_N[support_N], level_N[support_N]
+        num_episodes = len(rows.task_T)
+
+        def total(values_S: Floats) -> Floats:
+            return np.bincount(episode_S, values_S, minlength=num_episodes).astype(np.float64)
+
+        if self.loss != "bce":
+            return total(label_S - level_S) / (total(np.ones(len(label_S))) + self.task_prior)
+        effect_T = np.zeros(num_episodes)
+        for _ in range(NEWTON_STEPS):
+            p_S = sigmoid(level_S + effect_T[episode_S])
+            slope_T = total(label_S - p_S) - self.task_prior * effect_T
+            effect_T += slope_T / (total(p_S * (1 - p_S)) + self.task_prior)
+        return effect_T
+
+    def output_N(self, level_N: Floats, rows: EpisodeRows) -> Floats:
+        """Return mu + a_i + b_t of every row, support rows too: log-odds for bce."""
+        output: Floats = level_N + self.task_effect(level_N, rows)[rows.episode_N]
+        return output
+
+    def predict(self, sums: TrainingSums, rows: EpisodeRows) -> Floats:
+        """Return what every row of unseen tasks is predicted as: probabilities for bce."""
+        level_N = self.without_task(sums, rows.ids_of(self.item), np.full(rows.num_rows, NO_FOLD))
+        return shown(self.loss, self.output_N(level_N, rows))
+
+
+def choose_bias(
+    loss: Loss, sums: TrainingSums, rows: EpisodeRows, item: int | None, seed: int
+) -> BiasModel:
+    """Return the model whose priors predict the query rows of `rows` best: the smallest logloss,
+    or absolute error of ratings.
+
+    `rows` are training or validation tasks; the items of a task are judged by the training tasks of
+    other folds, so it does no harm if a validation task is among those. With `item` None, that
+    column is taken for the item by whose means the rows are predicted best; none, where no column
+    helps.
+    """
+    fold_N = fold_of(rows.task_T, seed)[rows.episode_N]
+    columns = [item] if item is not None else [NO_ITEM, *range(rows.ids_NF.shape[1])]
+    if len(columns) > 1:
+        columns = [
+            min(columns, key=lambda one: _best(loss, sums, rows, one, fold_N, FEW_PRIORS)[0])
+        ]
+    return _best(loss, sums, rows, columns[0], fold_N, PRIORS)[1]
+
+
+def _best(
+    loss: Loss,
+    sums: TrainingSums,
+    rows: EpisodeRows,
+    item: int,
+    fold_N: Int64,
+    priors: tuple[float, ...],
+) -> tuple[float, BiasModel]:
+    """Return the smallest error over the grid of priors, and the model that makes it."""
+    query_N = ~rows.is_support_N
+    label_N = rows.label_N[query_N]
+    # An item that is none has no prior to choose.
+    item_priors = priors if item != NO_ITEM else priors[:1]
+    ids_N = rows.ids_of(item)
+    found = []
+    for item_prior in item_priors:
+        level_N = BiasModel(loss, item, item_prior, 0.0).without_task(sums, ids_N, fold_N)
+        for task_prior in priors:
+            model = BiasModel(loss, item, item_prior, task_prior)
+            predicted_N = shown(loss, model.output_N(level_N, rows)[query_N])
+            found.append((error(loss, label_N, predicted_N), model))
+    return min(found, key=lambda one: one[0])
+
+
+def error(loss: Loss, label_N: Floats, predicted_N: Floats) -> float:
+    """Return what a model is chosen by: logloss, or the mean absolute error of ratings."""
+    return (logloss if loss == "bce" else mae)(label_N, predicted_N)
+
+
+def middle(loss: Loss, mean: float) -> float:
+    """Return the mean label as a model's output: its log-odds for bce, which are kept finite."""
+    if loss != "bce":
+        return mean
+    inside = min(max(mean, 1e-6), 1 - 1e-6)
+    return float(np.log(inside / (1 - inside)))
+
+
+def sigmoid(logit_N: Floats) -> Floats:
+    """Return 1 / (1 + exp(-x)), without overflow."""
+    values: Floats = 0.5 * (1.0 + np.tanh(0.5 * logit_N))
+    return values
+
+
+def shown(loss: Loss, output_N: Floats) -> Floats:
+    """Return outputs as a report shows them: probabilities for bce, ratings as they are."""
+    return sigmoid(output_N) if loss == "bce" else output_N

@@ -1,0 +1,63 @@
+"""How a plain run is fine-tuned at its best: a small grid of inner rates and steps.
+
+Plain training never sees an inner step, so nothing in its config was chosen for one.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from gmeta.report.evaluation import Tried
+from gmeta.yardstick.rows import HALF_STREAM, uniform
+from metaio.ragged import Int64
+
+RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
+STEPS = (1, 3, 5, 10)
+# Where the best rate is the lowest or highest so far, the next one is tried, so often.
+MOST_MORE = 3
+# Tasks that judge: of 500 with 10 query rows, MAE is known to 0.01 and differences to a few 0.001.
+TUNING_TASKS = 500
+
+
+def try_all(error: Callable[[float, int], float], own: tuple[float, int]) -> tuple[Tried, ...]:
+    """Return the grid with the error of each setting, the config's `own` first; where the best rate
+    lies at an edge, the grid goes on there."""
+    tried = [Tried(*own, error(*own))]
+
+    def add(rate: float) -> None:
+        taken = {(one.inner_lr, one.inner_steps) for one in tried}
+        settings = [(rate, steps) for steps in STEPS if (rate, steps) not in taken]
+        tried.extend(Tried(*setting, error(*setting)) for setting in settings)
+
+    for rate in RATES:
+        add(rate)
+    rates = list(RATES)
+    for _ in range(MOST_MORE):
+        best = best_of(tried).inner_lr
+        if best >= rates[-1]:
+            rates.append(_next(rates[-1], 1))
+            add(rates[-1])
+        elif best <= rates[0]:
+            rates.insert(0, _next(rates[0], -1))
+            add(rates[0])
+        else:
+            break
+    return tuple(tried)
+
+
+def half_of(task_N: Int64) -> Int64:
+    """Return which half each task is in, 0 or 1, by its id alone."""
+    return (uniform(task_N, HALF_STREAM, 0) >= 0.5).astype(np.int64)
+
+
+def best_of(tried: Sequence[Tried]) -> Tried:
+    """Return the setting of the smallest error, of equals the first; one that diverged is never
+    better."""
+    return min(tried, key=lambda one: one.value if math.isfinite(one.value) else math.inf)
+
+
+def _next(rate: float, direction: int) -> float:
+    """Return the neighbour of a rate in ..., 0.01, 0.03, 0.1, 0.3, 1, 3, 10, ..."""
+    place = round(2 * math.log10(rate)) + direction
+    return float(f"{10.0 ** (place / 2):.0e}")

@@ -1,0 +1,180 @@
+"""The yardstick of an evaluation: what the bias model and the trees predict of the same query rows.
+
+They are made from the training split, a block at a time, and, where the config names one, chosen on
+the validation split; of a split that is scored they read no label but those of support rows.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from gmeta.batches.views import Shown, View
+from gmeta.config import TrainConfig
+from gmeta.errors import UserError
+from gmeta.report.runs import EvaluatedYardstick
+from gmeta.yardstick import trees
+from gmeta.yardstick.bias import NO_ITEM, BiasModel, choose_bias
+from gmeta.yardstick.features import Known, describing_columns
+from gmeta.yardstick.reading import read_rows, sample_rows
+from gmeta.yardstick.rows import EpisodeRows, Floats, some_of
+from gmeta.yardstick.sums import sum_training_rows
+from gmeta.yardstick.trees import Trees
+from metaio.counted import counted
+from metaio.format.dataset import Dataset
+
+# Whole tasks with about so many rows are held in memory, of them so many choose the priors: the
+# grid takes a minute of a million rows of clicks.
+SAMPLE_ROWS, CHOOSING_ROWS = 500_000, 200_000
+# Not that of the run: the yardstick is the same for runs of other seeds.
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Yardsticks:
+    """What stands beside the runs, and lines about what does not."""
+
+    models: tuple[EvaluatedYardstick, ...]
+    notes: tuple[str, ...] = ()
+
+
+def item_index(dataset: Dataset, name: str) -> int | None:
+    """Return which single column is the item; None, for the name "", that it is to be found.
+
+    Raises:
+        UserError: there is no such column.
+    """
+    names = [feature.name for feature in dataset.features.single]
+    if name and name not in names:
+        raise UserError(
+            f"--item-column = {name!r} is no [[single]] column of {dataset.url}: "
+            f"it has {', '.join(names) or 'none'}. Name one of them, or leave it out"
+        )
+    return names.index(name) if name else None
+
+
+def measure(
+    config: TrainConfig,
+    dataset: Dataset,
+    splits: Sequence[str],
+    item_column: str = "",
+    with_trees: bool = True,
+    shown: Shown = Shown(),  # noqa: B008 - frozen
+) -> Yardsticks:
+    """Return the predictions of the bias model and of the trees for the query rows of `splits`, as
+    the runs were shown them.
+
+    Raises:
+        UserError: there is no such item column.
+        FormatError: a file is missing or damaged.
+    """
+    item = item_index(dataset, item_column)
+    loss, train_split, valid_split = config.outer.loss, *_splits(config)
+    scored = [split for split in splits if split != train_split]
+    if not scored:
+        return Yardsticks((), (f"no yardstick: it is made from {train_split}, which is scored",))
+    sums = sum_training_rows(read_rows(dataset, train_split), dataset.features, SEED)
+    train = sample_rows(dataset, train_split, SAMPLE_ROWS, SEED)
+    valid = sample_rows(dataset, valid_split, SAMPLE_ROWS, SEED) if valid_split else None
+    judges = some_of(train if valid is None else valid, CHOOSING_ROWS, SEED)
+    bias = choose_bias(loss, sums, judges, item, SEED)
+    told = _told_bias(dataset, bias, item is None, train, valid_split)
+    rows = _predicted(
+        dataset, scored, shown, lambda rows: bias.predict(sums, rows)[~rows.is_support_N]
+    )
+    found = (EvaluatedYardstick(*told, *rows),)
+    if not with_trees:
+        return Yardsticks(found, ("boosted trees: left out, as --no-trees asks",))
+    if not trees.available():
+        return Yardsticks(found, (trees.MISSING,))
+    describing = describing_columns(train, dataset.features, bias.item)
+    known = Known(sums, dataset.features, bias, describing)
+    grown = trees.grow(loss, known, train, valid, dataset.manifest.support_is_past, SEED)
+    if grown is None:
+        return Yardsticks(found, ("boosted trees: none, there are too few training tasks",))
+    told = _told_trees(grown, valid_split)
+    rows = _predicted(dataset, scored, shown, lambda rows: grown.predict(known, rows))
+    return Yardsticks((*found, EvaluatedYardstick(*told, *rows)))
+
+
+def _splits(config: TrainConfig) -> tuple[str, str]:
+    return config.data.train_split, config.data.valid_split
+
+
+def _predicted(
+    dataset: Dataset,
+    splits: Sequence[str],
+    shown: Shown,
+    predict: Callable[[EpisodeRows], Floats],
+) -> tuple[pa.Table, dict[int, pa.Table]]:
+    """Return a row for each query row of each draw, and the same of each number of support rows."""
+    drawn = [_predicted_view(dataset, splits, View(draw), predict) for draw in range(shown.draws)]
+    limited = {
+        most: _predicted_view(dataset, splits, View(max_support=most), predict)
+        for most in shown.support_sizes
+    }
+    return pa.concat_tables(drawn), limited
+
+
+def _predicted_view(
+    dataset: Dataset,
+    splits: Sequence[str],
+    view: View,
+    predict: Callable[[EpisodeRows], Floats],
+) -> pa.Table:
+    """Return a row for each query row: split, task, support_rows, label, prediction and draw."""
+    parts = []
+    for split in splits:
+        for stored in read_rows(dataset, split):
+            rows = stored.seen(view)
+            query_N, episode_N = ~rows.is_support_N, rows.episode_N
+            columns = {
+                "split": pa.array([split] * int(np.count_nonzero(query_N)), pa.string()),
+                "task": rows.task_T[episode_N][query_N],
+                "support_rows": rows.support_lengths_T[episode_N][query_N].astype(np.int32),
+                "label": rows.label_N[query_N].astype(np.float32),
+                "prediction": predict(rows).astype(np.float32),
+                "draw": np.full(np.count_nonzero(query_N), view.draw, np.int32),
+            }
+            parts.append(pa.table(columns))
+    return pa.concat_tables(parts)
+
+
+def _told_bias(
+    dataset: Dataset, model: BiasModel, was_found: bool, train: EpisodeRows, valid_split: str
+) -> tuple[str, str, str, dict[str, str | float]]:
+    """Return the model's names, a line on how it was chosen, and what was chosen."""
+    item = dataset.features.single[model.item].name if model.item != NO_ITEM else ""
+    chosen_on = valid_split or counted(len(train.task_T), "training task")
+    how = "whose means predict best" if was_found else "as asked"
+    parts = [f"item ({item}, {how}; prior {model.item_prior:g})"] if item else []
+    unit = "" if model.loss != "bce" else ", on log-odds"
+    parts.append(f"task (prior {model.task_prior:g})")
+    told = f"mean + {' + '.join(parts)}{unit}; priors chosen on {chosen_on}"
+    chosen: dict[str, str | float] = {
+        "item_column": item,
+        "item_prior": model.item_prior,
+        "task_prior": model.task_prior,
+        "chosen_on": chosen_on,
+    }
+    return "bias model", "bias", told, chosen
+
+
+def _told_trees(model: Trees, valid_split: str) -> tuple[str, str, str, dict[str, str | float]]:
+    """Return the model's names, a line on how it was chosen, and what was chosen."""
+    chosen_on = valid_split or "a held-back fifth of the training tasks"
+    told = (
+        f"{counted(model.num_trees, 'tree')} of {model.leaves} leaves at rate {model.rate:g} on "
+        f"top of the bias model, from {model.num_statistics} statistics of support and columns, "
+        f"grown on {counted(model.num_rows, 'row')}; chosen on {chosen_on}"
+    )
+    chosen: dict[str, str | float] = {
+        "num_trees": model.num_trees,
+        "leaves": model.leaves,
+        "rate": model.rate,
+        "num_rows": model.num_rows,
+        "num_statistics": model.num_statistics,
+        "chosen_on": chosen_on,
+    }
+    return "boosted trees", "trees", told, chosen

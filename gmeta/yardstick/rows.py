@@ -1,0 +1,173 @@
+"""Stored blocks as plain rows: labels, ids and the task of each, without embeddings or torch.
+
+Shape suffixes: T episodes, N rows, F single-id features, K dense columns, V ids of one multi-id
+feature; T1 = T + 1, N1 = N + 1.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from gmeta.batches.views import STORED, View
+from metaio.format.block import Block, multi_feature_of_values
+from metaio.hashing import splitmix64
+from metaio.ragged import Float32, Int64, offsets, ragged_indices
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+# Which fold or half a task is in, which of its rows are drawn: kept apart by these.
+FOLD_STREAM, SAMPLE_STREAM, DRAW_STREAM, MASK_STREAM, HALF_STREAM = 1, 2, 3, 4, 5
+
+
+@dataclass(frozen=True)
+class Lists:
+    """The ids of one multi-id feature: row n has those from `offsets_N1[n]` on."""
+
+    ids_V: Int64
+    offsets_N1: Int64
+
+    def at(self, rows_N: Int64) -> "Lists":
+        """Return the lists of these rows, in their order."""
+        lengths_N = np.diff(self.offsets_N1)[rows_N]
+        return Lists(
+            self.ids_V[ragged_indices(self.offsets_N1[rows_N], lengths_N)], offsets(lengths_N)
+        )
+
+    @property
+    def row_V(self) -> Int64:
+        """Return the row of each id."""
+        return np.repeat(np.arange(len(self.offsets_N1) - 1), np.diff(self.offsets_N1))
+
+
+@dataclass(frozen=True)
+class EpisodeRows:
+    """Whole episodes, rows of an episode together, support rows before query rows."""
+
+    task_T: Int64
+    row_offsets_T1: Int64
+    support_lengths_T: Int64
+    label_N: Floats
+    ids_NF: Int64
+    multi: tuple[Lists, ...]
+    dense_NK: Float32
+
+    @property
+    def num_rows(self) -> int:
+        """Return N."""
+        return len(self.label_N)
+
+    @property
+    def episode_N(self) -> Int64:
+        """Return the index of each row's episode."""
+        return np.repeat(np.arange(len(self.task_T)), np.diff(self.row_offsets_T1))
+
+    @property
+    def is_support_N(self) -> Bools:
+        """Return which rows support their episode; the others are its query rows."""
+        within_N = np.arange(self.num_rows) - self.row_offsets_T1[self.episode_N]
+        support: Bools = within_N < self.support_lengths_T[self.episode_N]
+        return support
+
+    def ids_of(self, column: int) -> Int64:
+        """Return a single column's id in each row; of column -1, no column, an id of 0 each."""
+        return self.ids_NF[:, column] if column >= 0 else np.zeros(self.num_rows, np.int64)
+
+    def arranged(self, order_N: Int64, support_lengths_T: Int64) -> "EpisodeRows":
+        """Return these rows in this order, which keeps those of an episode together, with so many
+        of each episode's first ones as its support."""
+        lengths_T = np.bincount(self.episode_N[order_N], minlength=len(self.task_T))
+        kept = replace(self, row_offsets_T1=offsets(lengths_T))
+        return kept._with_rows(order_N, support_lengths_T)
+
+    def seen(self, view: View) -> "EpisodeRows":
+        """Return the rows that an evaluation shows by a view."""
+        stored = (self.task_T, self.row_offsets_T1, self.support_lengths_T)
+        return self if view == STORED else self.arranged(*view.arrangement(*stored))
+
+    def _with_rows(self, rows_N: Int64, support_lengths_T: Int64) -> "EpisodeRows":
+        return replace(
+            self,
+            support_lengths_T=support_lengths_T,
+            label_N=self.label_N[rows_N],
+            ids_NF=self.ids_NF[rows_N],
+            multi=tuple(lists.at(rows_N) for lists in self.multi),
+            dense_NK=self.dense_NK[rows_N],
+        )
+
+    def episodes(self, chosen: Int64) -> "EpisodeRows":
+        """Return these episodes, in the order given."""
+        lengths_T = np.diff(self.row_offsets_T1)[chosen]
+        rows_N = ragged_indices(self.row_offsets_T1[chosen], lengths_T)
+        offsets_T1 = offsets(lengths_T)
+        kept = replace(self, task_T=self.task_T[chosen], row_offsets_T1=offsets_T1)
+        return kept._with_rows(rows_N, self.support_lengths_T[chosen])
+
+    def first_rows(self, lengths_T: Int64, support_lengths_T: Int64) -> "EpisodeRows":
+        """Return so many first rows of each episode, with so many of them as its support."""
+        rows_N = ragged_indices(self.row_offsets_T1[:-1], lengths_T)
+        kept = replace(self, row_offsets_T1=offsets(lengths_T))
+        return kept._with_rows(rows_N, support_lengths_T)
+
+
+def rows_of(block: Block) -> EpisodeRows:
+    """Return a decoded block's rows, with the ids themselves in place of positions."""
+    num_multi = block.multi_lengths_NM.shape[1]
+    feature_V = multi_feature_of_values(block.multi_lengths_NM)
+    ids_V = block.unique_ids_U[block.multi_positions_V]
+    return EpisodeRows(
+        task_T=block.task_T,
+        row_offsets_T1=block.row_offsets_T1,
+        support_lengths_T=block.support_lengths_T,
+        label_N=block.label_N.astype(np.float64),
+        ids_NF=block.unique_ids_U[block.positions_NF],
+        multi=tuple(
+            Lists(ids_V[feature_V == index], offsets(block.multi_lengths_NM[:, index]))
+            for index in range(num_multi)
+        ),
+        dense_NK=block.dense_NK,
+    )
+
+
+def joined(parts: Iterable[EpisodeRows]) -> EpisodeRows:
+    """Return the episodes of all parts, of which there is at least one, as one."""
+    found = list(parts)
+    return EpisodeRows(
+        np.concatenate([part.task_T for part in found]),
+        offsets(np.concatenate([np.diff(part.row_offsets_T1) for part in found])),
+        np.concatenate([part.support_lengths_T for part in found]),
+        np.concatenate([part.label_N for part in found]),
+        np.concatenate([part.ids_NF for part in found]),
+        tuple(
+            Lists(
+                np.concatenate([lists.ids_V for lists in same]),
+                offsets(np.concatenate([np.diff(lists.offsets_N1) for lists in same])),
+            )
+            for same in zip(*(part.multi for part in found), strict=True)
+        ),
+        np.concatenate([part.dense_NK for part in found]),
+    )
+
+
+def share_of(rows: EpisodeRows, share: float, seed: int) -> EpisodeRows:
+    """Return about this share of the tasks, with all their episodes; the seed and a task's id
+    decide which. A share of 1 or more is all."""
+    if share >= 1.0:
+        return rows
+    return rows.episodes(np.flatnonzero(uniform(rows.task_T, SAMPLE_STREAM, seed) < share))
+
+
+def some_of(rows: EpisodeRows, max_rows: int, seed: int) -> EpisodeRows:
+    """Return whole tasks with about `max_rows` rows, or all if they have no more."""
+    return share_of(rows, max_rows / max(rows.num_rows, 1), seed)
+
+
+def uniform(names: Int64, stream: int, seed: int) -> Floats:
+    """Return a number in [0, 1) for each name: the upper 53 bits of its hash under stream and
+    seed."""
+    key = splitmix64(np.array([(stream << 32) ^ (seed % 2**32)], dtype=np.uint64))
+    mixed = splitmix64(splitmix64(names.astype(np.uint64)) ^ key)
+    values: Floats = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return values

@@ -1,0 +1,209 @@
+"""Gradient-boosted trees on statistics of support and item (features.py), with LightGBM.
+
+They start from the bias model's output and learn what is left, with the loss of the run that they
+stand beside. Training rows are the query rows of training tasks, whose support is drawn several
+times by the stored rule. Leaves, rate and number of trees are chosen on validation tasks, or on a
+fifth of the training tasks where there are none.
+
+Shape suffixes: N rows, T episodes, X statistics.
+"""
+
+import importlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from gmeta.metrics.catalogue import Loss
+from gmeta.yardstick.bias import shown
+from gmeta.yardstick.features import Known, Statistics
+from gmeta.yardstick.rows import (
+    DRAW_STREAM,
+    MASK_STREAM,
+    Bools,
+    EpisodeRows,
+    Floats,
+    uniform,
+)
+from gmeta.yardstick.sums import NO_FOLD, NUM_FOLDS, fold_of
+from metaio.hashing import splitmix64
+from metaio.ragged import Int64
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "bce": {"objective": "binary", "metric": "binary_logloss"},
+    "mse": {"objective": "regression", "metric": "l2"},
+    "huber": {"objective": "huber", "metric": "huber", "alpha": 1.0},
+}
+LEAVES = (7, 15, 31, 63)
+QUICK_RATE, FINE_RATE = 0.1, 0.03  # leaves are chosen at the first, the model is made with both
+MAX_TREES = 1_000
+PATIENCE_TREES = 30
+# The query rows that trees are grown on: draws of each task until there are so many.
+WANTED_ROWS, MAX_DRAWS = 100_000, 10
+# Training rows whose item is taken for a new one, as cold items will be.
+UNSEEN_SHARE = 0.2
+FIXED = {
+    "verbosity": -1,
+    "deterministic": True,
+    "force_row_wise": True,
+    "seed": 0,
+    "feature_fraction": 0.8,
+    "bagging_fraction": 0.8,
+    "bagging_freq": 1,
+    "min_data_in_leaf": 50,
+    "boost_from_average": False,
+    "feature_pre_filter": False,
+}
+MISSING = "boosted trees: they need the extra, pip install 'gmeta[lightgbm]'"
+
+
+@dataclass(frozen=True)
+class Trees:
+    """A grown model and what was chosen for it."""
+
+    loss: Loss
+    booster: Any
+    leaves: int
+    rate: float
+    num_trees: int
+    num_rows: int
+    num_statistics: int
+
+    def predict(self, known: Known, rows: EpisodeRows) -> Floats:
+        """Return what the query rows of unseen tasks are predicted as: probabilities for bce."""
+        given = known.statistics(rows, np.full(rows.num_rows, NO_FOLD))
+        raw_N = self.booster.predict(given.values_NX, raw_score=True) if self.num_trees else 0.0
+        return shown(self.loss, given.start_N + raw_N)
+
+
+def available() -> bool:
+    """Return whether LightGBM can be imported."""
+    try:
+        importlib.import_module("lightgbm")
+    except (ImportError, OSError):  # OSError: its library finds no OpenMP
+        return False
+    return True
+
+
+def grow(
+    loss: Loss,
+    known: Known,
+    train: EpisodeRows,
+    valid: EpisodeRows | None,
+    support_is_past: bool,
+    seed: int,
+) -> Trees | None:
+    """Return trees grown on the training tasks `train`, chosen on `valid`, or on the tasks of one
+    fold of them; None where one of both has no query row. Needs LightGBM, see available.
+    """
+    library = importlib.import_module("lightgbm")
+    given, is_held_N = training_statistics(known, train, support_is_past, seed)
+    if valid is None:
+        fitted, judged = _where(given, ~is_held_N), _where(given, is_held_N)
+    else:
+        fold_N = fold_of(valid.task_T, seed)[valid.episode_N]
+        fitted, judged = given, known.statistics(valid, fold_N)
+    if not (len(fitted.label_N) and len(judged.label_N)):
+        return None
+    data = _dataset(library, fitted)
+    against = _dataset(library, judged, data)
+    found = {leaves: _grown(library, loss, data, against, leaves, QUICK_RATE) for leaves in LEAVES}
+    leaves = min(LEAVES, key=lambda one: found[one][0])
+    rates = {
+        QUICK_RATE: found[leaves],
+        FINE_RATE: _grown(library, loss, data, against, leaves, FINE_RATE),
+    }
+    rate = min(rates, key=lambda one: rates[one][0])
+    num_trees = rates[rate][1]
+    # With all training tasks, those that judged among them.
+    booster = library.train(
+        _parameters(loss, leaves, rate), _dataset(library, given), num_boost_round=num_trees
+    )
+    return Trees(
+        loss, booster, leaves, rate, num_trees, len(given.label_N), given.values_NX.shape[1]
+    )
+
+
+def training_statistics(
+    known: Known, train: EpisodeRows, support_is_past: bool, seed: int
+) -> tuple[Statistics, Bools]:
+    """Return the statistics of all draws' query rows, and which of them are of held-back tasks."""
+    num_query = int((~train.is_support_N).sum())
+    num_draws = min(max(WANTED_ROWS // max(num_query, 1), 1), MAX_DRAWS)
+    parts, held = [], []
+    for draw in range(num_draws):
+        rows = redrawn(train, draw, support_is_past, seed)
+        fold_N = fold_of(rows.task_T, seed)[rows.episode_N]
+        unseen_N = uniform(_names_N(rows), MASK_STREAM, seed + draw) < UNSEEN_SHARE
+        parts.append(known.statistics(rows, fold_N, unseen_N))
+        held.append((fold_N == NUM_FOLDS - 1)[~rows.is_support_N])
+    return (
+        Statistics(
+            np.concatenate([part.values_NX for part in parts]),
+            np.concatenate([part.start_N for part in parts]),
+            np.concatenate([part.label_N for part in parts]),
+            parts[0].names,
+        ),
+        np.concatenate(held),
+    )
+
+
+def redrawn(rows: EpisodeRows, draw: int, support_is_past: bool, seed: int) -> EpisodeRows:
+    """Return the episodes with other support and query rows; draw 0 has the stored ones.
+
+    Rows in no order are shuffled and as many of them support as before. Where the support is the
+    past, it ends earlier, after a row that is drawn, and as many rows follow as before.
+    """
+    if draw == 0:
+        return rows
+    if not support_is_past:
+        draw_N = uniform(_names_N(rows), DRAW_STREAM, seed + draw)
+        return rows.arranged(np.lexsort((draw_N, rows.episode_N)), rows.support_lengths_T)
+    share_T = uniform(rows.task_T, DRAW_STREAM, seed + draw)
+    support_T = (share_T * rows.support_lengths_T).astype(np.int64)
+    support_T += rows.support_lengths_T > 0  # at least 1 where there is one
+    query_T = np.diff(rows.row_offsets_T1) - rows.support_lengths_T
+    return rows.first_rows(support_T + query_T, support_T)
+
+
+def _names_N(rows: EpisodeRows) -> Int64:
+    """Return a name for each row that depends on its task and its place there alone."""
+    within_N = np.arange(rows.num_rows) - rows.row_offsets_T1[rows.episode_N]
+    mixed_N: Int64 = splitmix64(rows.task_T.astype(np.uint64)).view(np.int64)[rows.episode_N]
+    return mixed_N + within_N
+
+
+def _where(given: Statistics, keep_N: Bools) -> Statistics:
+    return replace(
+        given,
+        values_NX=given.values_NX[keep_N],
+        start_N=given.start_N[keep_N],
+        label_N=given.label_N[keep_N],
+    )
+
+
+def _dataset(library: Any, given: Statistics, like: Any = None) -> Any:
+    """Return LightGBM's own form of statistics; that of `like` has the same bins."""
+    return library.Dataset(
+        given.values_NX, given.label_N, init_score=given.start_N, reference=like,
+        free_raw_data=False, params=FIXED,
+    )  # fmt: skip
+
+
+def _parameters(loss: Loss, leaves: int, rate: float) -> dict[str, Any]:
+    return {**FIXED, **OBJECTIVES[loss], "num_leaves": leaves, "learning_rate": rate}
+
+
+def _grown(
+    library: Any, loss: Loss, data: Any, against: Any, leaves: int, rate: float
+) -> tuple[float, int]:
+    """Return the smallest loss on the tasks that judge, and after how many trees."""
+    booster = library.train(
+        _parameters(loss, leaves, rate),
+        data,
+        num_boost_round=MAX_TREES,
+        valid_sets=[against],
+        callbacks=[library.early_stopping(PATIENCE_TREES, verbose=False)],
+    )
+    ((_, value),) = booster.best_score["valid_0"].items()
+    return float(value), int(booster.best_iteration)

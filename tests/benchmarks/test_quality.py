@@ -1,0 +1,187 @@
+"""benchmarks/quality.py: seeds as one interval, what the page says, what is not repeated."""
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _quality_jobs import Job, JobError, run_jobs
+from _quality_page import Measured, page
+from _quality_protocols import PROTOCOLS
+from _quality_tables import (
+    BASELINES,
+    counts,
+    figures,
+    lead,
+    markdown,
+    not_ahead,
+    rows_of,
+    text_lines,
+)
+
+from gmeta.config import load_config
+from tests.processes import with_imports_ready
+
+HERE = {"cores": 2, "processor": "a processor", "torch": "2", "date": "today"}
+
+
+def difference(value: float, half: float = 0.01) -> dict[str, Any]:
+    return {"value": value, "low": value - half, "high": value + half, "reason": ""}
+
+
+def evaluation(path: Path, adapted: float, against: dict[tuple[str, str], float]) -> Path:
+    """An evaluation.json with one split and the metric `auc`; `against` holds differences."""
+    results = [
+        {"run": run, "stage": stage, "metrics": {"auc": {"value": adapted - by}}}
+        for (run, stage), by in {**against, ("adapted", "after"): 0.0}.items()
+    ]
+    comparisons = [
+        {
+            "run": "adapted",
+            "stage": "after",
+            "minus_run": run,
+            "minus_stage": stage,
+            "metrics": {"auc": difference(by)},
+        }
+        for (run, stage), by in against.items()
+    ]
+    group = {"name": "cold", "num_tasks": 70, "results": results, "comparisons": comparisons}
+    told = {
+        "runs": [{"name": "adapted"}, {"name": "plain"}],
+        "metrics": {"auc": {"label": "AUC", "higher_is_better": True}},
+        "groups": [group],
+    }
+    path.write_text(json.dumps(told))
+    return path
+
+
+def two_seeds(folder: Path) -> list[Path]:
+    """Adapted is ahead of plain, level with fine-tuned, behind the trees; no bias model."""
+    leads = [(0.05, 0.004, -0.03), (0.07, -0.004, -0.05)]
+    return [
+        evaluation(
+            folder / f"{seed}.json",
+            0.7 + 0.02 * seed,
+            {
+                ("adapted", "before"): 0.1,
+                ("plain", "before"): plain,
+                ("plain", "after"): tuned,
+                ("trees", "after"): trees,
+            },
+        )
+        for seed, (plain, tuned, trees) in enumerate(leads)
+    ]
+
+
+def test_the_error_of_seeds_shrinks_with_their_number_and_that_of_tasks_does_not() -> None:
+    values = [0.010, 0.014, 0.018]
+    one = lead("plain", 0.5, [difference(value, half=0.0196) for value in values], higher=True)
+    of_tasks, of_seeds = 0.0196 / 1.959964, statistics.stdev(values) / math.sqrt(3)
+    half = 1.959964 * math.hypot(of_tasks, of_seeds)
+    assert one.difference == pytest.approx(0.014)
+    assert (one.low, one.high) == pytest.approx((0.014 - half, 0.014 + half))
+    assert one.verdict == "noise"
+    # A single seed has the interval of its evaluation.
+    alone = lead("plain", 0.5, [difference(0.02)], higher=True)
+    assert (alone.low, alone.high) == pytest.approx((0.01, 0.03))
+
+
+@pytest.mark.parametrize(
+    ("value", "higher", "verdict"),
+    [
+        (0.02, True, "better"),
+        (-0.02, True, "worse"),
+        (-0.02, False, "better"),
+        (0.02, False, "worse"),
+        (0.005, True, "noise"),
+    ],
+)
+def test_a_verdict_is_that_of_an_interval_without_0(
+    value: float, higher: bool, verdict: str
+) -> None:
+    assert lead("plain", 0.5, [difference(value)], higher=higher).verdict == verdict
+
+
+def test_a_seed_without_an_interval_is_no_figure() -> None:
+    missing = {"value": 0.1, "low": None, "high": None, "reason": "only 3 tasks"}
+    with pytest.raises(ValueError, match="no interval against plain: only 3 tasks"):
+        lead("plain", 0.5, [missing], higher=True)
+
+
+def test_evaluations_of_seeds_become_rows(tmp_path: Path) -> None:
+    (row,) = rows_of(two_seeds(tmp_path), ["cold"], ["auc"])
+    assert row.value == pytest.approx(0.71)
+    # The bias model was not measured: it has no column.
+    assert [each.baseline for each in row.leads] == [
+        head for (run, _), head in BASELINES.items() if run != "bias"
+    ]
+    assert [each.verdict for each in row.leads] == ["better", "better", "noise", "worse"]
+    assert [each.value for each in row.leads] == pytest.approx([0.61, 0.65, 0.71, 0.75])
+    assert counts([row], "plain") == {"better": 1, "noise": 0, "worse": 0}
+    assert counts([row], "bias model") == {"better": 0, "noise": 0, "worse": 0}
+    assert figures([row])["cold/auc"]["minus"]["plain"][0] == pytest.approx(0.06)
+    assert not_ahead([row]) == [
+        "cold, AUC against plain, fine-tuned: +.0000 [-.0127, +.0127], noise".replace(
+            "-.0000", "+.0000"
+        ),
+        "cold, AUC against boosted trees: -.0400 [-.0620, -.0180], worse",
+    ]
+    first, *others = text_lines([row])
+    assert first == "cold  AUC ↑  adapted 0.7100  (70 tasks)"
+    assert all(len(line) <= 80 for line in others)
+    head, rule, cells = markdown([row])
+    assert head.count("|") == rule.count("|") == cells.count("|")
+    assert "| .7500<br>*worse* -.0400 [-.0620, -.0180] |" in cells
+    assert "| .6500<br>**+.0600 [" in cells
+
+
+def test_what_an_evaluation_does_not_hold_is_named(tmp_path: Path) -> None:
+    paths = two_seeds(tmp_path)
+    with pytest.raises(ValueError, match="0 entries with name warm: 1 is needed"):
+        rows_of(paths, ["warm"], ["auc"])
+
+
+def test_the_page_tells_where_adapting_is_not_ahead(tmp_path: Path) -> None:
+    rows = tuple(rows_of(two_seeds(tmp_path), ["cold"], ["auc"]))
+    text = page([Measured(PROTOCOLS[0], rows, 90.0, ())], 2, 5, "the command", HERE)
+    assert "| [MovieLens-1M, MeLU's split](#movielens-1m-melus-split) | 1.5 | 1 of 1 | " in text
+    assert "0 of 1, worse in 1" in text
+    assert "- cold, AUC against boosted trees: -.0400 [-.0620, -.0180], worse" in text
+    assert "## When not to use meta-learning" in text
+    assert "5 draws of support and query rows." in text
+    assert "{" not in text
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
+def test_the_configs_of_a_data_set_differ_in_the_algorithm_and_what_was_tuned(
+    protocol: Any,
+) -> None:
+    adapted, plain = (
+        load_config(protocol.configs[name], ["data.path=data", "run.dir=run"])
+        for name in ("adapted", "plain")
+    )
+    assert plain.algorithm.name == "none" != adapted.algorithm.name
+    assert plain.model.name == adapted.model.name
+    assert plain.run.epochs == adapted.run.epochs
+
+
+def test_a_command_is_repeated_only_when_what_it_reads_changed(tmp_path: Path) -> None:
+    context = with_imports_ready()
+    out = tmp_path / "data"
+    sizes = ("--recipe", "synthetic", "--tasks", "20", "--items", "20")
+    job = Job(("prepare", *sizes, str(out)), out)
+    run_jobs([job], 1, context)
+    made = (out / "manifest.json").stat().st_mtime_ns
+    run_jobs([job], 1, context)
+    assert (out / "manifest.json").stat().st_mtime_ns == made
+    run_jobs([Job(("prepare", *sizes, "--seed", "1", str(out)), out)], 1, context)
+    assert (out / "manifest.json").stat().st_mtime_ns != made
+
+
+def test_a_command_that_fails_is_told_with_its_line(tmp_path: Path) -> None:
+    job = Job(("train", str(tmp_path / "none.toml")), tmp_path / "run")
+    with pytest.raises(JobError, match=r"cannot be read: No such file or directory. Give a TOML"):
+        run_jobs([job], 1, with_imports_ready())
+    assert not (tmp_path / "run.done").exists()

@@ -1,0 +1,171 @@
+"""Spaces: what a TOML file may say, what a config gets by default, which values are tried."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gmeta.config import TrainConfig, config_from_dict
+from gmeta.errors import UserError
+from gmeta.tuning.space import (
+    Choices,
+    Range,
+    check_metric,
+    config_with,
+    default_space,
+    read_space,
+    value_of,
+)
+
+CONFIG = TrainConfig()
+
+
+def space_of(path: Path, text: str) -> Any:
+    path.write_text(text)
+    return read_space(path, CONFIG)
+
+
+class Fixed:
+    """A trial that suggests what it is given, and remembers what it was asked."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.asked = value, None
+
+    def suggest_float(self, *asked: Any, **more: Any) -> Any:
+        self.asked = (*asked, more)
+        return self.value
+
+    suggest_int = suggest_categorical = suggest_float
+
+
+def test_a_file_names_ranges_and_choices(tmp_path: Path) -> None:
+    space = space_of(
+        tmp_path / "space.toml",
+        '["algorithm.inner_lr"]\nlow = 0.01\nhigh = 1\nlog = true\n'
+        '["algorithm.inner_steps"]\nlow = 1\nhigh = 5\n'
+        '["model.hidden"]\nchoices = [[64], [128, 64]]\n',
+    )
+    assert space == (
+        Range("algorithm.inner_lr", 0.01, 1.0, True, False),
+        Range("algorithm.inner_steps", 1, 5, False, True),
+        Choices("model.hidden", ([64], [128, 64])),
+    )
+
+
+def test_a_value_is_rounded_but_never_out_of_its_range() -> None:
+    rate = Range("algorithm.inner_lr", 0.012349, 0.5, True, False)
+    assert rate.suggest(Fixed(0.123456)) == 0.123
+    assert rate.suggest(Fixed(0.012349)) == 0.012349
+    steps = Fixed(3)
+    assert Range("algorithm.inner_steps", 1, 5, False, True).suggest(steps) == 3
+    assert steps.asked == ("algorithm.inner_steps", 1, 5, {"log": False})
+
+
+def test_choices_may_be_lists() -> None:
+    choices = Choices("model.hidden", ([64], [128, 64]))
+    assert choices.suggest(Fixed("[128, 64]")) == [128, 64]
+    assert choices.held([64]) == "[64]"
+    assert choices.held([32]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "",
+            'names 0 keys: at least one is needed. Write e.g. ["algorithm.inner_lr"] with '
+            "low = 0.01, high = 1.0, log = true",
+        ),
+        (
+            '["algorithm.inner_rl"]\nlow=0.1\nhigh=1.0\n',
+            "algorithm.inner_rl is unknown; did you mean algorithm.inner_lr?",
+        ),
+        ('["algorithm.inner_lr"]\nchoices=[0.1, "x"]\n', "algorithm.inner_lr = 'x' is not of type"),
+        ('["algorithm.inner_lr"]\nlow=-1.0\nhigh=1.0\n', "algorithm.inner_lr = -1.0 is too small"),
+        (
+            '["algorithm.inner_lr"]\nlow=0.0\nhigh=1.0\nlog=true\n',
+            "--space algorithm.inner_lr = {'low': 0.0, 'high': 1.0, 'log': True}: "
+            "0 < low < high with log = true is needed. Correct the range",
+        ),
+        (
+            '["algorithm.inner_steps"]\nlow=1\nhigh=2.5\n',
+            "--space algorithm.inner_steps = {'low': 1, 'high': 2.5}: low and high must be whole "
+            "numbers, log true or false. Correct it",
+        ),
+        (
+            '["algorithm.name"]\nlow=1\nhigh=2\n',
+            "--space algorithm.name is no number, so it has no range. Write choices = [...] "
+            "instead",
+        ),
+        (
+            '["algorithm.name"]\nchoices=["maml"]\n',
+            "--space algorithm.name = {'choices': ['maml']}: choices are a list of at least 2 "
+            "values, without low, high or log. Correct it",
+        ),
+        (
+            '["algorithm.inner_lr"]\nlow=0.1\nhigh=1.0\nlogs=true\n',
+            "--space algorithm.inner_lr has 'logs': known are low, high, log, choices. Correct it",
+        ),
+        (
+            '["run.seed"]\nlow=0\nhigh=9\n',
+            "--space has run.seed, which is not tuned: the luckiest seed is no better setting. "
+            "Remove it",
+        ),
+        (
+            "[algorithm]\ninner_lr = 0.1\n",
+            "--space algorithm = {'inner_lr': 0.1} is no table of one key. Write the key in "
+            'quotes: ["algorithm.KEY"] with low and high, or choices',
+        ),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        space_of(tmp_path / "space.toml", text)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_losses_that_are_judged_differently_do_not_share_a_space() -> None:
+    space = (Choices("outer.loss", ("bce", "mse")),)
+    with pytest.raises(UserError) as raised:
+        check_metric(space, CONFIG)
+    assert str(raised.value) == (
+        "--space outer.loss = 'mse' is judged by mae, the config by auc: the scores do not "
+        "compare. Remove it, or set run.early_stop_metric"
+    )
+
+
+def test_a_config_with_a_value_differs_in_it_alone() -> None:
+    changed = config_with(CONFIG, {"algorithm.inner_lr": 0.5, "model.hidden": [7]})
+    assert (changed.algorithm.inner_lr, changed.model.hidden) == (0.5, (7,))
+    assert value_of(changed, "model.hidden") == [7]
+    assert config_with(changed, {"algorithm.inner_lr": 0.05, "model.hidden": [256, 128]}) == CONFIG
+
+
+@pytest.mark.parametrize("loss", ["bce", "huber"])
+def test_the_default_holds_the_configs_own_values_and_treats_the_baseline_alike(loss: str) -> None:
+    keys = {}
+    for name in ("maml", "none"):
+        raw = {"algorithm": {"name": name, "inner_lr": 0.0005}, "outer": {"loss": loss}}
+        config = config_from_dict(raw)
+        space = default_space(config)
+        check_metric(space, config)
+        keys[name] = [dimension.key for dimension in space]
+        for dimension in space:
+            value = value_of(config, dimension.key)
+            assert dimension.held(value) is not None, dimension
+            assert dimension.edge(value) == ""
+    assert set(keys["maml"]) - set(keys["none"]) == {"algorithm.name"}
+    assert {"algorithm.inner_lr", "algorithm.inner_steps", "outer.dense_lr"} <= set(keys["none"])
+    assert ("outer.loss" in keys["none"]) == (loss == "huber")
+
+
+def test_a_config_whose_rates_are_all_0_has_no_default_space() -> None:
+    raw = {"algorithm": {"name": "encoder"}, "outer": {"dense_lr": 0.0, "sparse_lr": 0.0}}
+    with pytest.raises(UserError, match="all of its rates are 0"):
+        default_space(config_from_dict(raw))
+
+
+def test_a_value_at_the_end_of_its_range_is_told() -> None:
+    rate = Range("algorithm.inner_lr", 0.001, 1.0, True, False)
+    assert [rate.edge(value) for value in (0.0012, 0.03, 0.9)] == ["lowest", "", "highest"]

@@ -1,0 +1,170 @@
+"""A study: what is proposed first, pruned, taken up again, and refused."""
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gmeta.config import TrainConfig, config_from_dict
+from gmeta.errors import UserError
+from gmeta.outer.early_stop import early_stop_of
+from gmeta.tuning.outcome import (
+    edge_lines,
+    results_json,
+    short_names,
+    told_counts,
+    trial_line,
+)
+from gmeta.tuning.space import Choices, Range
+from gmeta.tuning.study import STARTUP_TRIALS, Plan, PrunerName, Study, import_optuna
+
+SPACE = (
+    Range("algorithm.inner_lr", 0.001, 1.0, True, False),
+    Choices("algorithm.name", ("maml", "metasgd")),
+)
+
+
+def opened(folder: Path, pruner: PrunerName = "median", **raw: dict[str, object]) -> Study:
+    config: TrainConfig = config_from_dict(raw)
+    return Study(folder, Plan(config, SPACE, pruner, 0, "data"), early_stop_of(config))
+
+
+def played(study: Study, *scores: float | None) -> str:
+    """A trial that has these scores, as far as the study lets it; how it ended."""
+    number, _ = study.ask()
+    for step, score in enumerate(scores):
+        if study.heard(number, step, score):
+            return study.ended(number, "pruned").state
+    return study.ended(number, "complete").state
+
+
+def test_the_configs_own_values_come_first(tmp_path: Path) -> None:
+    study = opened(tmp_path, algorithm={"inner_lr": 0.02})
+    assert study.ask() == (0, {"algorithm.inner_lr": 0.02, "algorithm.name": "maml"})
+    number, values = study.ask()
+    assert number == 1
+    assert 0.001 <= values["algorithm.inner_lr"] <= 1.0
+    assert study.config(values).algorithm.name in ("maml", "metasgd")
+
+
+@pytest.mark.parametrize("loss", ["bce", "mse"])
+def test_a_trial_below_the_median_of_its_step_is_pruned(tmp_path: Path, loss: str) -> None:
+    sign = 1.0 if loss == "bce" else -1.0  # the higher the better, or the lower
+    study = opened(tmp_path, outer={"loss": loss})
+    curves = [[0.5, 0.60, 0.70], [0.5, 0.62, 0.66], [0.5, 0.64, 0.71], [0.5, 0.58, 0.60]]
+    assert len(curves) == STARTUP_TRIALS
+    for curve in curves:
+        assert played(study, *(sign * score for score in curve)) == "complete"
+    median = statistics.median(curve[1] for curve in curves)
+    # Not at the first validation, and not above the median of the second.
+    assert played(study, sign * 0.1, sign * (median + 0.001), sign * 0.8) == "complete"
+    assert played(study, sign * 0.1, sign * (median - 0.005), sign * 0.9) == "pruned"
+    assert told_counts(study) == "5 complete, 1 pruned"
+    best = study.best()
+    assert best is not None
+    assert best.number == 4
+    assert study.score(best) == sign * 0.8
+    assert [trial.state for trial in study.ranked()] == ["complete"] * 5 + ["pruned"]
+
+
+def test_without_a_pruner_every_trial_comes_to_its_end(tmp_path: Path) -> None:
+    study = opened(tmp_path, "none")
+    for score in (0.9, 0.9, 0.9, 0.9, 0.9, 0.1):
+        assert played(study, score, score, score) == "complete"
+
+
+def test_hyperband_prunes_the_worse_of_many(tmp_path: Path) -> None:
+    study = opened(tmp_path, "hyperband")
+    states = [played(study, *(0.5 + 0.01 * (9 - n) for _ in range(8))) for n in range(9)]
+    assert states[0] == "complete"
+    assert "pruned" in states
+
+
+def test_undefined_scores_count_for_nothing(tmp_path: Path) -> None:
+    study = opened(tmp_path)
+    assert played(study, None, 0.6) == "complete"
+    assert played(study, 0.6, None) == "failed"
+    failed = study.trials()[1]
+    assert failed.note == "auc was undefined in the validation that counts"
+    assert trial_line(study, failed, SPACE, "auc") == f"trial 1: failed: {failed.note}"
+    told = json.loads(results_json(study, early_stop_of(TrainConfig())))
+    assert [(trial["number"], trial["score"]) for trial in told["trials"]] == [(0, 0.6), (1, None)]
+
+
+@pytest.mark.parametrize(("patience", "score"), [(0, 0.6), (3, 0.8)])
+def test_a_score_is_that_of_the_checkpoint_which_evaluate_takes(
+    tmp_path: Path, patience: int, score: float
+) -> None:
+    study = opened(tmp_path, run={"early_stop_patience": patience}, data={"valid_split": "valid"})
+    assert played(study, 0.7, 0.8, None, 0.6) == "complete"
+    best = study.best()
+    assert best is not None
+    assert study.score(best) == score
+
+
+def test_what_a_killed_study_left_unfinished_is_tried_anew(tmp_path: Path) -> None:
+    study = opened(tmp_path)
+    played(study, 0.6)
+    _, values = study.ask()
+    again = opened(tmp_path)
+    assert again.interrupted == [1]
+    assert again.num_tried() == 1
+    assert again.ask() == (2, values)
+    assert again.ended(2, "failed", "why").note == "why"
+    assert opened(tmp_path).interrupted == []
+    assert opened(tmp_path).num_tried() == 2
+
+
+def test_a_study_that_goes_on_draws_no_proposal_twice(tmp_path: Path) -> None:
+    rates = []
+    for _ in range(4):
+        study = opened(tmp_path)
+        number, values = study.ask()
+        study.ended(number, "failed", "why")
+        rates.append(values["algorithm.inner_lr"])
+    assert len(set(rates)) == 4
+
+
+def test_a_study_of_something_else_is_refused(tmp_path: Path) -> None:
+    opened(tmp_path, run={"dir": "here"})
+    opened(tmp_path, run={"dir": "there"})  # where the config's own run goes says nothing
+    with pytest.raises(UserError) as raised:
+        opened(tmp_path, outer={"loss": "mse"}, data={"valid_split": "valid"})
+    assert str(raised.value) == (
+        f"--study {tmp_path} was begun with another config (data.valid_split, outer.loss): its "
+        "trials do not compare. Give the same command to go on, or another --study"
+    )
+
+
+def test_a_damaged_study_is_refused(tmp_path: Path) -> None:
+    opened(tmp_path)
+    (tmp_path / "study.json").write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        opened(tmp_path)
+
+
+def test_the_best_value_at_the_end_of_its_range_is_told(tmp_path: Path) -> None:
+    study = opened(tmp_path, algorithm={"inner_lr": 0.97})
+    played(study, 0.6)
+    best = study.best()
+    assert best is not None
+    assert edge_lines(SPACE, best) == [
+        "algorithm.inner_lr = 0.97 is at the highest end of its range: widen it with --space"
+    ]
+    assert edge_lines(SPACE, replace(best, values={**best.values, "algorithm.inner_lr": 0.1})) == []
+
+
+def test_without_optuna_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    with pytest.raises(UserError) as raised:
+        import_optuna()
+    assert str(raised.value) == (
+        "`gmeta tune` needs the extra: pip install 'gmeta[tune]' (Optuna is not installed)"
+    )
+
+
+def test_a_key_is_shown_without_its_section_where_that_is_clear() -> None:
+    space = (*SPACE, Choices("model.name", ("dlrm", "melu")))
+    assert short_names(space) == ["inner_lr", "algorithm.name", "model.name"]

@@ -1,0 +1,158 @@
+"""The bias model against dictionaries and a root finder."""
+
+import math
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from gmeta.metrics.catalogue import Loss, logloss, mae
+from gmeta.yardstick.bias import (
+    FEW_PRIORS,
+    NO_ITEM,
+    PRIORS,
+    BiasModel,
+    choose_bias,
+)
+from gmeta.yardstick.sums import fold_of, sum_training_rows
+from tests.yardstick.sample import FEATURES, ITEM, PlainRow, episode_rows, plain
+
+
+def root(rows: list[tuple[float, float]], prior: float) -> float:
+    """b with sum (y - sigmoid(level + b)) = prior * b, by bisection; rows of (y, level)."""
+    low, high = -60.0, 60.0
+    for _ in range(200):
+        b = (low + high) / 2
+        slope = sum(y - 1 / (1 + math.exp(-(level + b))) for y, level in rows) - prior * b
+        low, high = (b, high) if slope > 0 else (low, b)
+    return (low + high) / 2
+
+
+def slow_predictions(
+    loss: Loss, train: list[PlainRow], rows: list[PlainRow], item_prior: float, task_prior: float
+) -> list[float]:
+    """What the docstring of bias.py says, row by row."""
+    mu = sum(row.label for row in train) / len(train)
+    start = math.log(mu / (1 - mu)) if loss == "bce" else mu
+    of_item: dict[int, list[float]] = defaultdict(list)
+    for row in train:
+        of_item[row.ids[ITEM][0]].append(row.label)
+
+    def effect(labels: list[tuple[float, float]], prior: float) -> float:
+        if loss == "bce":
+            return root(labels, prior)
+        return sum(y - level for y, level in labels) / (len(labels) + prior)
+
+    level = {
+        item: start + effect([(y, start) for y in labels], item_prior)
+        for item, labels in of_item.items()
+    }
+    found = []
+    for row in rows:
+        support = [
+            (one.label, level.get(one.ids[ITEM][0], start))
+            for one in rows
+            if one.episode == row.episode and one.is_support
+        ]
+        output = level.get(row.ids[ITEM][0], start) + effect(support, task_prior)
+        found.append(1 / (1 + math.exp(-output)) if loss == "bce" else output)
+    return found
+
+
+@pytest.mark.parametrize("loss", ["bce", "mse"])
+def test_predictions_equal_those_of_dictionaries(loss: Loss) -> None:
+    train, cold = episode_rows(30, loss), episode_rows(12, loss, 2, 2000)
+    cold.ids_NF[:5, ITEM] = 0  # an item that training never saw
+    sums = sum_training_rows([train], FEATURES, 0)
+    found = BiasModel(loss, ITEM, 3.0, 2.0).predict(sums, cold)
+    expected = slow_predictions(loss, plain(train), plain(cold), 3.0, 2.0)
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+def test_the_sums_of_blocks_are_those_of_all_rows_and_folds_hold_whole_tasks() -> None:
+    parts = [episode_rows(20, "mse", seed, 100 * seed) for seed in range(3)]
+    sums = sum_training_rows(parts, FEATURES, 0)
+    expected: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+    for part in parts:
+        fold_T = fold_of(part.task_T, 0)
+        for row in plain(part):
+            for column, ids in enumerate(row.ids):
+                for one in ids:
+                    expected[column, int(fold_T[row.episode]), one].append(row.label)
+    for column, of_column in enumerate(sums.columns):
+        for (fold, value), count in np.ndenumerate(of_column.count_KV):
+            labels = expected[column, fold, value]
+            assert count == len(labels)
+            assert of_column.sum_KV[fold, value] == pytest.approx(sum(labels))
+    assert sums.num_rows == sum(part.num_rows for part in parts)
+
+
+def test_values_of_a_large_table_share_places_where_memory_ends() -> None:
+    rows = episode_rows(20, "mse")
+    sums = sum_training_rows([rows], FEATURES, 0, max_bytes=16 * 5 * 3 * 7)
+    assert [column.num_values for column in sums.columns] == [6, 7, 7]
+    whole = sum_training_rows([rows], FEATURES, 0).columns[ITEM].count_KV.sum(axis=0)
+    shared = [whole[place::7].sum() for place in range(7)]
+    assert sums.columns[ITEM].count_KV.sum(axis=0).tolist() == shared
+
+
+@pytest.mark.parametrize("loss", ["bce", "mse"])
+def test_the_priors_are_the_best_of_the_grid(loss: Loss) -> None:
+    rows = episode_rows(60, loss)
+    sums = sum_training_rows([rows], FEATURES, 0)
+    chosen = choose_bias(loss, sums, rows, ITEM, 0)
+    # Each task judged with the items of the training rows of other folds.
+    fold_T = fold_of(rows.task_T, 0)
+    query_N, fold_N = ~rows.is_support_N, fold_T[rows.episode_N]
+    errors = {}
+    for item_prior in (PRIORS[0], PRIORS[3], PRIORS[-1], chosen.item_prior):
+        for task_prior in (PRIORS[0], PRIORS[3], PRIORS[-1], chosen.task_prior):
+            predicted_N = np.zeros(rows.num_rows)
+            for fold in set(fold_T.tolist()):
+                others = sum_training_rows(
+                    [rows.episodes(np.flatnonzero(fold_T != fold))], FEATURES, 0
+                )
+                # The mean is that of all rows, own ones too: one number of a whole split.
+                model = BiasModel(loss, ITEM, item_prior, task_prior)
+                counts, label_sums = others.columns[ITEM].without(
+                    rows.ids_of(ITEM), np.full(rows.num_rows, -1)
+                )
+                level_N = model.item_level(counts, label_sums, sums.mean)
+                output_N = model.output_N(level_N, rows)
+                predicted_N[fold_N == fold] = output_N[fold_N == fold]
+            if loss == "bce":
+                predicted_N = 1 / (1 + np.exp(-predicted_N))
+            judge = logloss if loss == "bce" else mae
+            errors[item_prior, task_prior] = judge(rows.label_N[query_N], predicted_N[query_N])
+    best = min(errors, key=lambda one: errors[one])
+    assert (chosen.item_prior, chosen.task_prior) == best
+
+
+def test_the_item_is_the_column_whose_means_predict_best() -> None:
+    rows = episode_rows(60, "mse")
+    sums = sum_training_rows([rows], FEATURES, 0)
+    assert choose_bias("mse", sums, rows, None, 0).item == ITEM
+    assert choose_bias("mse", sums, rows, 0, 0).item == 0  # as asked
+
+
+def test_columns_that_say_nothing_are_no_item() -> None:
+    rows = episode_rows(200, "mse")
+    rng = np.random.default_rng(0)
+    rows.ids_NF[:, 0] = rng.integers(0, 6, rows.num_rows)
+    rows.ids_NF[:, ITEM] = rng.integers(0, 20, rows.num_rows)
+    sums = sum_training_rows([rows], FEATURES, 0)
+    model = choose_bias("mse", sums, rows, None, 0)
+    least = min(
+        mae(rows.label_N, BiasModel("mse", NO_ITEM, 0.5, prior).predict(sums, rows))
+        for prior in FEW_PRIORS
+    )
+    if model.item != NO_ITEM:  # by chance: then it must be better than no item at all
+        assert mae(rows.label_N, model.predict(sums, rows)) < least
+
+
+def test_clicks_without_support_are_calibrated() -> None:
+    rows = episode_rows(400, "bce")
+    sums = sum_training_rows([rows], FEATURES, 0)
+    nothing = rows.arranged(np.arange(rows.num_rows), np.zeros(len(rows.task_T), np.int64))
+    probability = BiasModel("bce", ITEM, 0.5, 1.0).predict(sums, nothing)
+    assert probability.mean() == pytest.approx(rows.label_N.mean(), abs=0.005)

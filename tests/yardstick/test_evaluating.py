@@ -1,0 +1,143 @@
+"""`gmeta evaluate` with its yardstick, from the command line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from gmeta.yardstick.finetune import half_of
+from tests.commands import gmeta
+from tests.yardstick.sample import write_data
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the runs `maml` and `none` on ratings."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_data(folder / "data", "mse")
+    config = folder / "train.toml"
+    config.write_text(
+        f'[data]\npath = "{folder / "data"}"\ntasks_per_step = 16\nvalid_split = "valid"\n'
+        '[model]\nname = "dlrm"\nembedding_dim = 4\nhidden = [8]\nbottom = [4]\n'
+        '[outer]\nloss = "mse"\ndense_lr = 0.01\n[run]\nepochs = 2\n'
+    )
+    for name in ("maml", "none"):
+        done = gmeta("train", config, f"algorithm.name={name}", f"run.dir={folder / name}")
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def evaluated(*arguments: str | Path) -> dict[str, Any]:
+    """Evaluate; evaluation.json."""
+    out = Path(arguments[arguments.index("--out") + 1])
+    done = gmeta("evaluate", *arguments)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads((out / "evaluation.json").read_text())
+    return {**found, "stdout": done.stdout}
+
+
+def of_plain(out: Path) -> dict[str, np.ndarray]:
+    """Columns of the rows of run `plain` and split `cold`."""
+    table = pq.read_table(out / "predictions.parquet")
+    keep = pc.and_(pc.equal(table["run"], "plain"), pc.equal(table["split"], "cold"))
+    return {name: table.filter(keep)[name].to_numpy() for name in ("task", "label", "after")}
+
+
+@pytest.mark.distributed
+def test_two_ranks_find_what_one_rank_finds(runs: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lightgbm")
+    command = (runs / "maml", "--against", runs / "none", "--out")
+    one = evaluated(*command, tmp_path / "one")
+    two = evaluated(*command, tmp_path / "two", "--nproc-per-node", "2")
+    assert [model["name"] for model in one["yardsticks"]] == ["bias model", "boosted trees"]
+    assert one["yardsticks"] == two["yardsticks"]
+    tuned = [found["runs"][1]["fine_tuning"][0] for found in (one, two)]
+    for key in ("split", "num_tasks", "metric"):
+        assert tuned[0][key] == tuned[1][key]
+    assert tuned[0]["split"] == "valid"
+    # null: that rate diverged.
+    kept = [[tried for tried in each["tried"] if tried["value"] is not None] for each in tuned]
+    values = [[tried["value"] for tried in each] for each in kept]
+    assert values[0] == pytest.approx(values[1], rel=1e-3)
+    assert tuned[0]["chosen"] == [min(kept[0], key=lambda tried: tried["value"])]
+    tables = [pq.read_table(tmp_path / name / "predictions.parquet") for name in ("one", "two")]
+    for column in ("label", "after"):
+        pairs = [np.sort(table[column].to_numpy()) for table in tables]
+        np.testing.assert_allclose(*pairs, rtol=1e-4, atol=1e-5)
+    for text in (one["stdout"], two["stdout"]):
+        assert "\nbias model: mean + item (item, whose means predict best; prior " in text
+        assert "none: fine-tuned with the inner_lr x inner_steps of the best mae of " in text
+        assert " on 30 tasks of valid\n" in text
+
+
+def test_without_a_validation_split_each_half_of_the_tasks_chooses_for_the_other(
+    runs: Path, tmp_path: Path
+) -> None:
+    plain = tmp_path / "plain"
+    unseen = ("data.valid_split=", "algorithm.name=none", f"run.dir={plain}")
+    assert gmeta("train", runs / "train.toml", *unseen).returncode == 0
+    found = evaluated(plain, "--no-trees", "--out", tmp_path / "out")
+    tunings = {tuning["split"]: tuning for tuning in found["runs"][0]["fine_tuning"]}
+    assert set(tunings) == {"cold", "valid"}
+    rows = of_plain(tmp_path / "out")
+    half = half_of(rows["task"])
+    for own, setting in enumerate(tunings["cold"]["chosen"]):
+        rate, steps = setting["inner_lr"], setting["inner_steps"]
+        overrides = (f"algorithm.inner_lr={rate}", f"algorithm.inner_steps={steps}")
+        out = tmp_path / f"again-{own}"
+        evaluated(plain, *overrides, "--no-trees", "--split", "cold", "--out", out)
+        again = of_plain(out)
+        error = np.abs(again["label"] - again["after"])
+        # The value is the error of the half that chose, the predictions are those of the other.
+        assert error[half != own].mean() == pytest.approx(setting["value"], rel=1e-4)
+        expected = again["after"][half == own]
+        np.testing.assert_allclose(rows["after"][half == own], expected, rtol=1e-4, atol=1e-5)
+    told = "no data.valid_split, so each half of the tasks has what is best for the other half"
+    assert told in " ".join(found["stdout"].split())
+
+
+def test_adapting_that_is_made_worse_is_told_in_red(runs: Path, tmp_path: Path) -> None:
+    options = ("--no-trees", "--item-column", "maker", "--out", tmp_path / "out")
+    found = evaluated(runs / "maml", "algorithm.inner_lr=5.0", *options)
+    first = found["cautions"][0]
+    assert (first["group"], first["minus_run"]) == ("cold", "maml")
+    assert first["text"].startswith("cold: adapting makes it worse, by MAE, RMSE")
+    assert first["text"] in found["stdout"]
+    assert "maml: adapts with inner_lr = 5.0 (its config: 0.05)" in found["stdout"]
+    assert found["yardsticks"][0]["chosen"]["item_column"] == "maker"
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert f'<ul class="cautions"><li>{first["text"]}</li>' in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("outer.loss=bce",),
+            "'outer.loss=bce' cannot be changed for the evaluation of {run}, trained with maml: "
+            "allowed are algorithm.inner_lr, algorithm.inner_steps, algorithm.support_prior, "
+            "algorithm.adapt_layers, algorithm.adapt_embeddings, evaluation.metrics, "
+            "evaluation.positive_rating, evaluation.unit. Train another run instead",
+        ),
+        (
+            ("algorithm.inner_steps=none",),
+            "algorithm.inner_steps = 'none' is not of type int. Correct the value",
+        ),
+        (
+            ("--item-column", "film"),
+            "--item-column = 'film' is no [[single]] column of {data}: it has maker, item. "
+            "Name one of them, or leave it out",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(
+    runs: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    done = gmeta("evaluate", runs / "maml", *arguments, "--out", tmp_path / "out")
+    line = message.format(run=runs / "maml", data=runs / "data")
+    assert (done.returncode, done.stderr.strip()) == (2, f"error: {line}")
+    assert not (tmp_path / "out").exists()

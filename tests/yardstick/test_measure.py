@@ -1,0 +1,112 @@
+"""The yardstick of a stored dataset: the same rows, and no label that it must not know."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from gmeta.config import TrainConfig, config_from_dict
+from gmeta.errors import UserError
+from gmeta.metrics.catalogue import Loss
+from gmeta.yardstick import trees
+from gmeta.yardstick.measure import Yardsticks, measure
+from metaio import open_dataset
+from tests.yardstick.sample import write_data
+
+
+@pytest.fixture(autouse=True)
+def few_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "MAX_TREES", 30)
+    monkeypatch.setattr(trees, "MAX_DRAWS", 3)
+
+
+def measured(path: Path, loss: Loss, *splits: str, **options: object) -> Yardsticks:
+    return measure(
+        config_of(path, loss, str(options.pop("valid_split", ""))),
+        open_dataset(str(path)),
+        splits or ("cold",),
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def config_of(path: Path, loss: Loss, valid_split: str = "") -> TrainConfig:
+    return config_from_dict(
+        {"data": {"path": str(path), "valid_split": valid_split}, "outer": {"loss": loss}}
+    )
+
+
+def predictions(found: Yardsticks) -> list[np.ndarray]:
+    return [model.predictions["prediction"].to_numpy() for model in found.models]
+
+
+@pytest.mark.parametrize("loss", ["bce", "huber"])
+@pytest.mark.parametrize("valid_split", ["", "valid"])
+def test_poisoned_test_labels_change_no_prediction(
+    tmp_path: Path, loss: Loss, valid_split: str
+) -> None:
+    clean = measured(write_data(tmp_path / "a", loss), loss, valid_split=valid_split)
+    poisoned = measured(
+        write_data(tmp_path / "b", loss, poisoned=True), loss, valid_split=valid_split
+    )
+    labels = [one.models[0].predictions["label"].to_numpy() for one in (clean, poisoned)]
+    assert not np.isclose(*labels).any()
+    for one, other in zip(predictions(clean), predictions(poisoned), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert [one.told for one in clean.models] == [one.told for one in poisoned.models]
+
+
+def test_rows_are_those_of_the_split_query_rows_alone(tmp_path: Path) -> None:
+    dataset = open_dataset(str(write_data(tmp_path / "data", "mse")))
+    found = measure(config_of(tmp_path / "data", "mse"), dataset, ["cold", "valid"])
+    table = found.models[0].predictions
+    assert table.column_names == ["split", "task", "support_rows", "label", "prediction", "draw"]
+    expected: list[tuple[str, int, int, float]] = []
+    for split in ("cold", "valid"):
+        block = dataset.read_block(split, 0)
+        for episode, task in enumerate(block.task_T.tolist()):
+            first, last = block.row_offsets_T1[episode : episode + 2]
+            support = int(block.support_lengths_T[episode])
+            expected += [(split, task, support, y) for y in block.label_N[first + support : last]]
+    rows = zip(*(table[name].to_pylist() for name in table.column_names[:4]), strict=True)
+    assert list(rows) == expected
+
+
+def test_without_lightgbm_the_report_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trees, "available", lambda: False)
+    found = measured(write_data(tmp_path / "data", "mse"), "mse")
+    assert [model.name for model in found.models] == ["bias model"]
+    assert found.notes == ("boosted trees: they need the extra, pip install 'gmeta[lightgbm]'",)
+
+
+def test_trees_can_be_left_out(tmp_path: Path) -> None:
+    found = measured(write_data(tmp_path / "data", "mse"), "mse", with_trees=False)
+    assert [model.name for model in found.models] == ["bias model"]
+    assert found.notes == ("boosted trees: left out, as --no-trees asks",)
+
+
+def test_the_training_split_has_no_yardstick(tmp_path: Path) -> None:
+    found = measured(write_data(tmp_path / "data", "mse"), "mse", "train")
+    assert found == Yardsticks((), ("no yardstick: it is made from train, which is scored",))
+
+
+def test_the_item_column_is_told_and_an_unknown_one_refused(tmp_path: Path) -> None:
+    path = write_data(tmp_path / "data", "mse")
+    (model,) = measured(path, "mse", item_column="maker", with_trees=False).models
+    assert model.chosen["item_column"] == "maker"
+    assert model.told.startswith("mean + item (maker, as asked; prior ")
+    with pytest.raises(UserError) as caught:
+        measured(path, "mse", item_column="film")
+    assert str(caught.value) == (
+        f"--item-column = 'film' is no [[single]] column of {path}: it has maker, item. "
+        "Name one of them, or leave it out"
+    )
+
+
+def test_clicks_are_predicted_as_probabilities(tmp_path: Path) -> None:
+    for table in measured(write_data(tmp_path / "data", "bce"), "bce").models:
+        values: pa.ChunkedArray = table.predictions["prediction"]
+        assert values.to_numpy().min() > 0
+        assert values.to_numpy().max() < 1

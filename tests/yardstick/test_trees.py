@@ -1,0 +1,119 @@
+"""The trees learn what the bias model cannot say, from draws that obey the stored rule."""
+
+import numpy as np
+import pytest
+
+from gmeta.metrics.catalogue import Loss
+from gmeta.yardstick import trees
+from gmeta.yardstick.bias import BiasModel, error, sigmoid
+from gmeta.yardstick.features import Known, describing_columns
+from gmeta.yardstick.rows import EpisodeRows
+from gmeta.yardstick.sums import NO_FOLD, fold_of, sum_training_rows
+from tests.yardstick.sample import FEATURES, ITEM, episode_rows
+
+pytest.importorskip("lightgbm")
+
+
+def known_of(train: EpisodeRows, loss: Loss) -> Known:
+    sums = sum_training_rows([train], FEATURES, 0)
+    bias = BiasModel(loss, ITEM, 2.0, 3.0)
+    return Known(sums, FEATURES, bias, describing_columns(train, FEATURES, ITEM))
+
+
+def with_price_effect(rows: EpisodeRows, loss: Loss) -> EpisodeRows:
+    """Labels that the dense column decides as well."""
+    price_N = rows.dense_NK[:, 0]
+    label_N = rows.label_N + 2.0 * price_N if loss != "bce" else (price_N > 0.5).astype(np.float64)
+    rows.label_N[:] = label_N
+    return rows
+
+
+@pytest.mark.parametrize("loss", ["bce", "mse", "huber"])
+def test_trees_beat_the_bias_model_by_what_only_a_feature_tells(
+    loss: Loss, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trees, "MAX_TREES", 60)
+    train = with_price_effect(episode_rows(150, loss), loss)
+    cold = with_price_effect(episode_rows(100, loss, 2, 2000), loss)
+    known = known_of(train, loss)
+    grown = trees.grow(loss, known, train, None, False, 0)
+    assert grown is not None
+    query_N = ~cold.is_support_N
+    label_N = cold.label_N[query_N]
+    of_trees = error(loss, label_N, grown.predict(known, cold))
+    of_bias = error(loss, label_N, known.bias.predict(known.sums, cold)[query_N])
+    assert of_trees < 0.9 * of_bias
+    again = trees.grow(loss, known, train, None, False, 0)
+    assert again is not None
+    np.testing.assert_array_equal(grown.predict(known, cold), again.predict(known, cold))
+
+
+def test_what_is_chosen_is_the_best_of_the_grid_on_the_validation_tasks() -> None:
+    train, valid = episode_rows(200, "bce"), episode_rows(80, "bce", 1, 1000)
+    known = known_of(train, "bce")
+    grown = trees.grow("bce", known, train, valid, False, 0)
+    assert grown is not None
+    judged = known.statistics(valid, fold_of(valid.task_T, 0)[valid.episode_N])
+    # The same data, grown and judged here, tree by tree.
+    import lightgbm
+
+    given, _ = trees.training_statistics(known, train, False, 0)
+    losses = {}
+    for leaves in trees.LEAVES:
+        settings = {**trees.FIXED, "objective": "binary", "num_leaves": leaves}
+        booster = lightgbm.train(
+            {**settings, "learning_rate": trees.QUICK_RATE},
+            lightgbm.Dataset(given.values_NX, given.label_N, init_score=given.start_N),
+            num_boost_round=40,
+        )
+        for count in range(1, 41):
+            raw_N = booster.predict(judged.values_NX, raw_score=True, num_iteration=count)
+            losses[leaves, count] = error("bce", judged.label_N, sigmoid(judged.start_N + raw_N))
+    leaves, count = min(losses, key=lambda one: losses[one])
+    assert grown.leaves == leaves
+    if grown.rate == trees.QUICK_RATE:
+        assert grown.num_trees == count
+
+
+@pytest.mark.parametrize("past", [False, True])
+def test_a_draw_has_as_many_query_rows_of_each_task_and_the_past_stays_past(past: bool) -> None:
+    rows = episode_rows(50, "mse")
+    drawn = trees.redrawn(rows, 1, past, 0)
+    before = np.diff(rows.row_offsets_T1) - rows.support_lengths_T
+    after = np.diff(drawn.row_offsets_T1) - drawn.support_lengths_T
+    assert after.tolist() == before.tolist()
+    for episode in range(50):
+        first, last = rows.row_offsets_T1[episode : episode + 2]
+        start, end = drawn.row_offsets_T1[episode : episode + 2]
+        own, drawn_own = rows.label_N[first:last], drawn.label_N[start:end]
+        if past:
+            assert drawn_own.tolist() == own[: end - start].tolist()
+        else:
+            assert sorted(drawn_own) == sorted(own)
+    if not past:
+        assert drawn.support_lengths_T.tolist() == rows.support_lengths_T.tolist()
+        assert drawn.label_N.tolist() != rows.label_N.tolist()
+    else:
+        assert (drawn.support_lengths_T <= rows.support_lengths_T).all()
+        assert (drawn.support_lengths_T < rows.support_lengths_T).any()
+
+
+def test_the_stored_draw_is_the_first() -> None:
+    rows = episode_rows(5, "mse")
+    assert trees.redrawn(rows, 0, False, 0) is rows
+
+
+def test_tasks_without_query_rows_grow_nothing() -> None:
+    rows = episode_rows(5, "mse")
+    known = known_of(rows, "mse")
+    nothing = rows.arranged(np.arange(rows.num_rows), np.diff(rows.row_offsets_T1))
+    assert trees.grow("mse", known, nothing, None, False, 0) is None
+
+
+def test_predictions_without_a_tree_are_those_of_the_bias_model() -> None:
+    train, cold = episode_rows(60, "bce"), episode_rows(10, "bce", 2, 2000)
+    known = known_of(train, "bce")
+    none = trees.Trees("bce", None, 7, 0.1, 0, 0, 0)
+    expected = known.bias.predict(known.sums, cold)[~cold.is_support_N]
+    np.testing.assert_allclose(none.predict(known, cold), expected, rtol=1e-12)
+    assert NO_FOLD == -1
