@@ -57,6 +57,11 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             f"augment.resplit_support is true, but the support rows of {config.data.path} are the "
             "past of its query rows, which drawing them anew would mix. Set it to false"
         )
+    if not config.algorithm.train_base and not config.run.start_from:
+        raise ConfigError(
+            "algorithm.train_base = false and run.start_from is empty: model and tables would stay "
+            "as they are drawn. Name the run to begin with in run.start_from, or set it to true"
+        )
     tables = [table.name for table in dataset.features.tables]
     check_sharding(config.sharding, tables, config.outer.sparse_optimizer)
     # Right before the model is built: all ranks must begin with equal layers.
@@ -174,7 +179,8 @@ def build_learner(
     """
     sizes = input_sizes(features)
     sizes = replace(sizes, num_dense=sizes.num_dense + statistics.width)
-    tables = TableSizes(len(features.tables), model.embedding_dim)
+    names = tuple(table.name for table in features.tables)
+    tables = TableSizes(len(names), model.embedding_dim, names, sizes)
     built = build_model(model, sizes)
     return MetaLearner(built, algorithm, loss, tables, huber_delta, statistics)
 

@@ -20,6 +20,7 @@ from gmeta.adaptation.algorithms.registry import find_algorithm
 from gmeta.adaptation.config import PLAIN, AlgorithmConfig
 from gmeta.adaptation.fused.loop import FusedLoop
 from gmeta.adaptation.general_loop import GeneralLoop
+from gmeta.adaptation.learned import NOTHING_LEARNED
 from gmeta.adaptation.losses import LossFunction
 from gmeta.adaptation.plan import AdaptationPlan
 from gmeta.adaptation.rows.ragged import RowLayout
@@ -76,9 +77,20 @@ class MetaLearner(nn.Module):
         loss_function = LossFunction(loss, huber_delta)
         self._algorithm = find_algorithm(config.name)
         self._config = self._algorithm.preset(model, config)
-        self._plan = AdaptationPlan.of(model, self._config)
+        self._plan = AdaptationPlan.of(model, self._config, self._algorithm.takes_steps)
         self.rates = self._algorithm.rates(self._plan, tables)
-        self.general_loop = GeneralLoop(model, self._plan, loss_function, self.rates)
+        self._parts = self._algorithm.parts(model, self._config, tables)
+        # As modules of their own: the optimizer, checkpoints and exports take them.
+        self.encoder, self.generator = self._parts.encoder, self._parts.generator
+        if not self._config.train_base:
+            if self._parts == NOTHING_LEARNED:
+                raise ValueError(
+                    f'algorithm.train_base = false with algorithm.name = "{config.name}": nothing '
+                    "would learn. Set it to true, or choose encoder or metaemb, which learn a part "
+                    "of their own"
+                )
+            model.requires_grad_(False)
+        self.general_loop = GeneralLoop(model, self._plan, loss_function, self.rates, self._parts)
         self._fused_loop: FusedLoop | None = None
         outer_loss = self._algorithm.loss_sum
         self._query_loss = outer_loss if isinstance(outer_loss, QueryLoss) else None
@@ -99,7 +111,7 @@ class MetaLearner(nn.Module):
             if any(group.support_rows for group in groups):
                 layout = self._fused_loop.layout(self._query_loss.second_order)
                 return padded_tasks(batch, groups, layout)
-        episodes = task_groups(batch, self._config.adapt_embeddings, self._plan.num_weights)
+        episodes = task_groups(batch, bool(self._config.adapt_embeddings), self._plan.num_weights)
         if self._algorithm.learns_from == "support":
             support_T, query_T = side_lengths(batch)
             num_terms, num_shown = np.count_nonzero([support_T, support_T * query_T], axis=1)
@@ -110,7 +122,7 @@ class MetaLearner(nn.Module):
         """Return what `predict` takes, from a batch on the host."""
         return support_and_query(
             self.statistics.widened(batch),
-            rows_per_task=self._config.adapt_embeddings,
+            rows_per_task=bool(self._config.adapt_embeddings),
             to_predict=True,
         )
 
@@ -122,7 +134,8 @@ class MetaLearner(nn.Module):
         """
         if episodes.num_terms == 0:
             return self._zero(rows_UD)
-        rows, general = self._working_rows(rows_UD, episodes), self.general_loop
+        trained_UD = rows_UD if self._config.train_base else rows_UD.detach()
+        rows, general = self._working_rows(trained_UD, episodes), self.general_loop
         match episodes.rows:
             case Side() as query:
                 loss_sum = general.losses_N(general.unadapted(rows, query), query).sum()
@@ -136,6 +149,9 @@ class MetaLearner(nn.Module):
                         "padded tasks, but this learner has no fused loop: use its own arrange"
                     )
                 loss_sum = self._algorithm.loss_sum(self._fused_loop, rows, tasks)
+        if not self._config.train_base:
+            # A rank whose rows learn nothing still sends their gradients of 0.
+            loss_sum = loss_sum + rows_UD.sum() * 0.0
         return loss_sum * weight
 
     def _general_loss_sum(self, rows: WorkingRows, groups: Sequence[Sides]) -> Tensor:
@@ -167,6 +183,16 @@ class MetaLearner(nn.Module):
         lengths_T = support.layout.lengths_T
         return QueryPrediction(before_N, after_N, query.label_N, query.layout, lengths_T)
 
+    def starting_rows_UD(self, rows_UD: Tensor, unique_lengths_B: Tensor) -> Tensor:
+        """Return the fetched rows as the inner loop takes them: where a generator makes a table's
+        embeddings, its rows hold what steps have moved these by, 0 at the start.
+        """
+        if self.generator is None:
+            return rows_UD
+        kept_B1 = rows_UD.new_ones(len(unique_lengths_B), 1)
+        kept_B1[self._parts.generated_table] = 0.0
+        return rows_UD * kept_B1.repeat_interleave(unique_lengths_B, 0, output_size=len(rows_UD))
+
     def _without_support(self, query: Side) -> Side:
         """Return query rows as they look where no support row is known: all statistics are 0."""
         if not self.statistics.width:
@@ -177,6 +203,7 @@ class MetaLearner(nn.Module):
 
     def _working_rows(self, rows_UD: Tensor, episodes: Episodes) -> WorkingRows:
         """Return the rows that the sides index, with their rates where they adapt."""
+        rows_UD = self.starting_rows_UD(rows_UD, episodes.unique_lengths_B)
         if episodes.fetched_row_P is None:
             return WorkingRows(rows_UD, 0.0)
         rate = self.rates.of_rows(episodes.unique_lengths_B, episodes.fetched_row_P)

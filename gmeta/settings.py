@@ -5,6 +5,7 @@ of a mistake in one.
 import dataclasses
 import json
 import re
+import types
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -53,7 +54,14 @@ def _wrong_type(key: str, hint: Any, value: object) -> str:
         return f"{key} = {value!r} is not allowed: choose one of {', '.join(get_args(hint))}"
     if get_origin(hint) is tuple:
         return f"{key} = {value!r} is not a list. Write e.g. {key} = [...]"
-    return f"{key} = {value!r} is not of type {hint.__name__}. Correct the value"
+    return f"{key} = {value!r} is not of type {_type_name(hint)}. Correct the value"
+
+
+def _type_name(hint: Any) -> str:
+    """Return what a reader of a config calls the type; of several, each."""
+    if get_origin(hint) is types.UnionType:
+        return " or ".join(map(_type_name, get_args(hint)))
+    return "list" if get_origin(hint) is tuple else str(hint.__name__)
 
 
 WORDING = Wording(ConfigError, subject="", known="known", wrong_type=_wrong_type)

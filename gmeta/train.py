@@ -16,7 +16,7 @@ from gmeta.batches.augment import augmented
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.labels import check_first_labels, labels_checked
 from gmeta.build import build
-from gmeta.checkpoints.loader import load_checkpoint, restore_replaced
+from gmeta.checkpoints.loader import PARTS_OF_ALGORITHMS, load_checkpoint, restore_replaced
 from gmeta.checkpoints.resume import check_goes_on, checkpoint_to_start_from
 from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import TrainConfig
@@ -100,7 +100,7 @@ class TrainingRun:
         if newest is not None:
             self._progress = load_checkpoint(newest, self._sharded, self._optimizer, ranks)
         elif start := checkpoint_to_start_from(config, self._dataset):
-            load_checkpoint(start, self._sharded, None, ranks)
+            load_checkpoint(start, self._sharded, None, ranks, PARTS_OF_ALGORITHMS)
             self._told_at_start.append(f"begins with the weights of {start}")
         by_first(lambda: self._describe_run(plan), ranks)
 

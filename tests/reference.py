@@ -179,7 +179,9 @@ def rates_by_name(learner: MetaLearner, features: Features) -> dict[str, Tensor]
             found[f"{name}.weight"] = weight[:, None] if weight.dim() == 1 else weight
             found[f"{name}.bias"] = rates.get(f"layers.{name.replace('.', '/')}.bias", weight)
     if "tables_BC" in rates:
-        tables = [table.name for table in features.tables]
+        chosen = learner._config.adapt_embeddings
+        names = [table.name for table in features.tables]
+        tables = sorted(chosen, key=names.index) if isinstance(chosen, tuple) else names
         found |= dict(zip(tables, rates["tables_BC"], strict=True))
     return found
 
@@ -241,7 +243,8 @@ def adapt(
             if name == f"{list(row_layers(model))[-1]}.bias":
                 move = move * algorithm.bias_rate
             moved[name] = moved[name] + move.detach()
-            if name in tables and algorithm.adapt_embeddings:
+            chosen = algorithm.adapt_embeddings
+            if name in tables and (name in chosen if isinstance(chosen, tuple) else chosen):
                 tables[name] = value - move
             elif name.rpartition(".")[0] in layers:
                 weights[name] = value - move

@@ -118,3 +118,17 @@ def test_rows_are_not_drawn_anew_where_the_support_is_the_past(
         f"augment.resplit_support is true, but the support rows of {tmp_path}/data are the past of "
         "its query rows, which drawing them anew would mix. Set it to false"
     )
+
+
+def test_a_frozen_base_needs_a_run_to_begin_with(click_logs: Path) -> None:
+    raw: dict[str, Any] = {
+        "data": {"path": str(click_logs)},
+        "algorithm": {"name": "encoder", "train_base": False},
+    }
+    with pytest.raises(ConfigError) as caught:
+        build(config_from_dict(raw))
+    assert str(caught.value) == (
+        "algorithm.train_base = false and run.start_from is empty: model and tables would stay as "
+        "they are drawn. Name the run to begin with in run.start_from, or set it to true"
+    )
+    build(config_from_dict({**raw, "run": {"start_from": "runs/plain"}}))

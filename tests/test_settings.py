@@ -113,10 +113,22 @@ def test_the_description_is_every_key_in_order_with_its_default_as_json() -> Non
     assert len(rows) == 11
 
 
-def test_a_field_of_several_types_is_a_mistake_of_the_program() -> None:
+def test_a_field_may_have_several_types_and_names_them_all() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Choice:
+        tables: bool | tuple[str, ...] = setting(True)
+
+    for value, parsed in ((False, False), (["item"], ("item",)), ([], ())):
+        assert settings_from_dict(Choice, {"tables": value}) == Choice(parsed)
+    with pytest.raises(ConfigError) as caught:
+        settings_from_dict(Choice, {"tables": "item"})
+    assert str(caught.value) == "tables = 'item' is not of type bool or list. Correct the value"
+
+
+def test_a_field_of_several_types_with_bounds_is_a_mistake_of_the_program() -> None:
     @dataclasses.dataclass(frozen=True)
     class Wrong:
-        rate: int | None = setting(None)
+        rate: int | None = setting(None, min=0)
 
     with pytest.raises(TypeError, match="config fields have one type each"):
         settings_from_dict(Wrong, {"rate": 1})

@@ -1,9 +1,11 @@
 """Linear layers of any model adapted to many tasks at once: hooks on the model's own layers, one
 GEMM for all tasks and the change inside each task (layer_change.py).
 
-A gate per task on W's rows and b multiplies x W + b and nothing else.
+A gate per task on W's rows and b multiplies x W + b and nothing else; it may shift the product, as
+a bias of the task's own.
 
-Shape suffixes: T tasks, L longest task, N rows, I input width, O output width, S support rows.
+Shape suffixes: T tasks, L longest task, N rows, I input width, O output width, S support rows, M
+parts of a gate.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
     from gmeta.adaptation.rates import InnerRates
     from gmeta.adaptation.rows.ragged import RowLayout
 
-Gates = Mapping[str, tuple[nn.Linear, Tensor]]  # by layer name: the layer, and its gates [T, O]
+# By layer name: the layer, and what its outputs are multiplied by, then shifted by if M is 2:
+# [T, M, O].
+Gates = Mapping[str, tuple[nn.Linear, Tensor]]
 
 
 @dataclass
@@ -63,8 +67,8 @@ class AdaptedLayers:
         tape = Tape(layout)
         # Hooks run in the order of registration: the gate is part of the output that adapts.
         handles = [
-            layer.register_forward_hook(_gate_hook(name, layout, gate_TO))
-            for name, (layer, gate_TO) in self._gates.items()
+            layer.register_forward_hook(_gate_hook(name, layout, gate_TMO))
+            for name, (layer, gate_TMO) in self._gates.items()
         ]
         handles += [
             layer.register_forward_hook(self._hook(name, tape))
@@ -110,12 +114,14 @@ class AdaptedLayers:
 
 
 def _gate_hook(
-    name: str, layout: RowLayout, gate_TO: Tensor
+    name: str, layout: RowLayout, gate_TMO: Tensor
 ) -> Callable[[nn.Linear, tuple[Tensor], Tensor], Tensor]:
     def on_forward(layer: nn.Linear, args: tuple[Tensor], output: Tensor) -> Tensor:
         _check_rows(name, args[0], layout)
-        gate_NO = layout.spread(gate_TO)
-        return output * gate_NO.view(layout.num_rows, *[1] * (output.dim() - 2), gate_NO.shape[1])
+        shape = layout.num_rows, *[1] * (output.dim() - 2), gate_TMO.shape[2]
+        scale, *shifts = (part.view(shape) for part in layout.spread(gate_TMO).unbind(dim=1))
+        scaled = output * scale
+        return scaled + shifts[0] if shifts else scaled
 
     return on_forward
 

@@ -19,7 +19,8 @@ class AlgorithmConfig:
     name: str = key(
         "maml",
         "maml (second order), fomaml (first order), anil, reptile, metasgd, "
-        "none (plain training, the baseline)",
+        "encoder (no gradients: gates from the support rows), encoder_maml (gates, then maml), "
+        "metaemb (id embeddings from content), none (plain training, the baseline)",
     )
     inner_steps: int = key(1, "k: gradient steps on the support set", min=1)
     inner_lr: float = key(
@@ -37,13 +38,20 @@ class AlgorithmConfig:
         "(and the table's columns), or each of its weights",
     )
     support_prior: float = key(
-        0.0, "n support rows scale a task's inner step by n / (n + support_prior)", min=0.0
+        0.0,
+        "n support rows scale a task's inner step, and what an encoder makes of their mean, by "
+        "n / (n + support_prior)",
+        min=0.0,
     )
     adapt_layers: tuple[str, ...] = key(
-        ("*",), "glob patterns over the model's linear layers; [] adapts none; anil: the head alone"
+        ("*",),
+        "glob patterns over the model's linear layers; [] adapts none; anil: the head alone; "
+        "encoder: those with gates",
     )
-    adapt_embeddings: bool = key(
-        True, "whether a task also adapts its own copy of the embedding rows it uses; anil: no"
+    adapt_embeddings: bool | tuple[str, ...] = key(
+        True,
+        "whether a task also adapts its own copy of the embedding rows it uses; a list of tables: "
+        "of the rows of these alone; anil: no",
     )
     inner_path: InnerPath = key(
         "auto",
@@ -54,4 +62,30 @@ class AlgorithmConfig:
         (),
         'exceptions to inner_path, e.g. ["top.*=low_rank", "top.0=materialised"]; of '
         "two that match a layer the later counts",
+    )
+    encoder_hidden: tuple[int, ...] = key(
+        (64, 32),
+        "encoder: widths of what reads a support row; the last is the task vector's",
+        min=1,
+    )
+    encoder_pooling: Literal["mean", "attention"] = key(
+        "mean", "encoder: how a task's support rows become one vector"
+    )
+    encoder_modulation: Literal["film", "gate"] = key(
+        "film", "encoder: film scales and shifts a layer's outputs, gate only scales them"
+    )
+    cold_weight: float = key(
+        0.1,
+        "encoder, metaemb: share of the outer loss that is of the task before adaptation "
+        "(metaemb's alpha)",
+        min=0.0,
+        max=1.0,
+    )
+    content: tuple[str, ...] = key(
+        (), "metaemb: columns that describe an id, such as an item's genre; never its own column"
+    )
+    train_base: bool = key(
+        True,
+        "encoder, metaemb: whether model and tables learn too; false: they stay as run.start_from "
+        "gives them",
     )

@@ -5,7 +5,8 @@ theta_t <- theta_t - a grad L_support(theta_t), k times, for the chosen linear l
 for the task's copy of the embedding rows it uses. All tasks at once: they share no adapted value,
 so the gradient of the summed loss is every task's own gradient.
 
-Shape suffixes: N rows, P distinct (task, row) pairs, D embedding width.
+Shape suffixes: N rows, P distinct (task, row) pairs, D embedding width, T tasks, M parts of a gate,
+O a layer's output width.
 """
 
 from dataclasses import dataclass, replace
@@ -14,12 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from gmeta.adaptation.adapted_layers import AdaptedLayers, Gates
-from gmeta.adaptation.losses import LossFunction, row_losses_N, weighted_sum
+from gmeta.adaptation.learned import NOTHING_LEARNED, LearnedParts
+from gmeta.adaptation.losses import LossFunction, errors_N, row_losses_N, weighted_sum
 from gmeta.adaptation.plan import AdaptationPlan, TaskSize
-from gmeta.adaptation.rates import InnerRates
+from gmeta.adaptation.rates import InnerRates, scaled
 from gmeta.adaptation.rows.ragged import RowLayout
 from gmeta.adaptation.rows.sides import Side, Sides, WorkingRows
+from gmeta_models.decision import DecisionModel
 from gmeta_models.gated import GatedModel, row_layers
+from gmeta_models.inputs import RowInputs
+from gmeta_models.support_encoder import SupportRows
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,16 @@ class GeneralLoop:
     """k SGD steps on every task's support set, for any model; owns no parameters."""
 
     def __init__(
-        self, model: nn.Module, plan: AdaptationPlan, loss: LossFunction, rates: InnerRates
+        self,
+        model: nn.Module,
+        plan: AdaptationPlan,
+        loss: LossFunction,
+        rates: InnerRates,
+        learned: LearnedParts = NOTHING_LEARNED,
     ) -> None:
         self.config = plan.config
         self._model = model
+        self._learned = learned
         self._plan = plan
         self._loss = loss
         self._rates = rates
@@ -78,7 +89,8 @@ class GeneralLoop:
         gates = self._gates(rows, support)
         layers = AdaptedLayers(self._plan, self._rates, size, gates)
         adapted = Adapted(layers, rows.values_PD)
-        for _ in range(self.config.inner_steps if support.layout.num_rows else 0):
+        takes_steps = self._plan.adapts and support.layout.num_rows
+        for _ in range(self.config.inner_steps if takes_steps else 0):
             adapted = self._step(adapted, rows.rate, support, second_order, keep_path)
         return adapted
 
@@ -91,23 +103,47 @@ class GeneralLoop:
     def output_N(self, adapted: Adapted, side: Side) -> Tensor:
         """Return the model's outputs on the rows of a side, at the adapted parameters."""
         with adapted.layers.applied(side.layout):
-            output: Tensor = self._model(side.inputs(adapted.rows_PD))
+            output: Tensor = self._model(self._inputs(side, adapted.rows_PD))
         return output
 
     def losses_N(self, adapted: Adapted, side: Side) -> Tensor:
         """Return the loss of each row of a side, at the adapted parameters."""
         return row_losses_N(self._loss, self.output_N(adapted, side), side.label_N)
 
+    def _inputs(self, side: Side, rows_PD: Tensor) -> RowInputs:
+        """Return what the model sees of a side when the embedding rows have these values."""
+        inputs, generator = side.inputs(rows_PD), self._learned.generator
+        return inputs if generator is None else generator(inputs)
+
     def _gates(self, rows: WorkingRows, side: Side, known: bool = True) -> Gates:
         """Return the gates that the rows of a side ask for; those of no rows if not `known`."""
-        if not isinstance(self._model, GatedModel):
+        model, encoder = self._model, self._learned.encoder
+        if not isinstance(model, GatedModel) and encoder is None:
             return {}
-        inputs, layout = side.inputs(rows.values_PD), side.layout
+        inputs, layout, label_N = self._inputs(side, rows.values_PD), side.layout, side.label_N
         if not known:
-            inputs, layout = inputs.no_rows(), RowLayout.of(torch.zeros_like(layout.lengths_T))
-        gates = self._model.gates_TO(layout.mean_TX(self._model.seen_NX(inputs)))
-        layers = row_layers(self._model)
-        return {name: (layers[name], gate_TO) for name, gate_TO in gates.items()}
+            inputs, label_N = inputs.no_rows(), label_N[:0]
+            layout = RowLayout.of(torch.zeros_like(layout.lengths_T))
+        layers, gates_TMO = row_layers(model), dict[str, Tensor]()
+        if isinstance(model, GatedModel):
+            by_layer = model.gates_TO(layout.mean_TX(model.seen_NX(inputs)))
+            gates_TMO = {name: gate_TO.unsqueeze(1) for name, gate_TO in by_layer.items()}
+        if encoder is None:
+            return {name: (layers[name], gate_TMO) for name, gate_TMO in gates_TMO.items()}
+        error_N = label_N
+        if known:
+            cold_N = self.output_N(self.unadapted(rows, side), side)
+            error_N = errors_N(self._loss, cold_N, label_N)
+        pooling = model.pooling if isinstance(model, DecisionModel) else "mean"
+        features_NX = inputs.pooled(pooling).side_by_side_NX()
+        dtype = features_NX.dtype
+        support = SupportRows(features_NX, label_N.to(dtype), error_N.to(dtype), layout.lengths_T)
+        for name, by_TMO in encoder(support).items():
+            scale_T1O, shift = by_TMO.tensor_split([1], dim=1)
+            own_T1O = gates_TMO.get(name)
+            scale_T1O = scale_T1O if own_T1O is None else own_T1O * scale_T1O
+            gates_TMO[name] = torch.cat([scale_T1O, shift], dim=1)
+        return {name: (layers[name], gate_TMO) for name, gate_TMO in gates_TMO.items()}
 
     def _step(
         self,
@@ -125,7 +161,7 @@ class GeneralLoop:
         if adapts_rows and not rows_PD.requires_grad:
             rows_PD.requires_grad_()
         with adapted.layers.applied(support.layout) as tape:
-            output_N = self._model(support.inputs(rows_PD))
+            output_N = self._model(self._inputs(support, rows_PD))
         losses_N = row_losses_N(self._loss, output_N, support.label_N)
         prior = self.config.support_prior
         loss_sum = weighted_sum(losses_N, support.layout.mean_weights_N(losses_N.dtype, prior))
@@ -138,6 +174,6 @@ class GeneralLoop:
         adapted.layers.step(tape, grads[: len(tape.outputs)])
         return replace(
             adapted,
-            rows_PD=before_PD - rate * grads[-1] if adapts_rows else before_PD,
+            rows_PD=before_PD - scaled(grads[-1], rate) if adapts_rows else before_PD,
             support_loss_sums=(*adapted.support_loss_sums, loss_sum),
         )

@@ -61,6 +61,13 @@ def row_slopes_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tenso
     return error_N.sign() if loss.kind == "mae" else error_N * 2.0
 
 
+def errors_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor:
+    """Return how far each label is above its prediction: a probability for `bce`."""
+    output_N = _in_float32(output_N)
+    predicted_N = output_N.sigmoid() if loss.kind == "bce" else output_N
+    return label_N.to(output_N.dtype) - predicted_N
+
+
 class RowLoss(NamedTuple):
     """A weighted sum of the losses of rows, of the one output [N, 1] of a last layer."""
 

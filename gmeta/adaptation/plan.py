@@ -35,15 +35,17 @@ class AdaptationPlan:
     head: str  # the layer that makes the output, whether it adapts or not
 
     @classmethod
-    def of(cls, model: nn.Module, config: AlgorithmConfig) -> AdaptationPlan:
-        """Make the plan of a model.
+    def of(
+        cls, model: nn.Module, config: AlgorithmConfig, takes_steps: bool = True
+    ) -> AdaptationPlan:
+        """Make the plan of a model; without `takes_steps` it is that nothing adapts.
 
         Raises:
             ValueError: the config names a layer that the model does not have, or a path that does
                 not exist, or nothing would adapt.
         """
-        layers = adaptable_layers(model, config.adapt_layers)
-        if not layers and not config.adapt_embeddings:
+        layers = adaptable_layers(model, config.adapt_layers) if takes_steps else {}
+        if takes_steps and not layers and not config.adapt_embeddings:
             raise ValueError(
                 "algorithm.adapt_layers = [] and algorithm.adapt_embeddings = false: "
                 'nothing would adapt. Set one of them, or algorithm.name = "none" with any of '
@@ -55,11 +57,17 @@ class AdaptationPlan:
                 f"algorithm.bias_rate = {config.bias_rate}, but the last layer, {head}, does not "
                 "adapt. Add it to algorithm.adapt_layers, or leave bias_rate at 1"
             )
-        return cls(config, layers, paths_of_layers(config, list(layers)), head)
+        paths = paths_of_layers(config, list(layers)) if takes_steps else {}
+        return cls(config, layers, paths, head)
 
     def bias_rate(self, name: str) -> float:
         """Return by how much faster than its weights the bias of this layer adapts."""
         return self.config.bias_rate if name == self.head else 1.0
+
+    @property
+    def adapts(self) -> bool:
+        """Tell whether inner steps move anything."""
+        return bool(self.layers) or bool(self.config.adapt_embeddings)
 
     @property
     def num_weights(self) -> int:

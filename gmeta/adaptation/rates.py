@@ -7,6 +7,7 @@ width.
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -43,14 +44,27 @@ class InnerRates(Protocol):
 
 @dataclass(frozen=True)
 class FixedRates:
-    """One rate for everything, from the config."""
+    """One rate for all that adapts, from the config."""
 
     rate: float
+    tables: tuple[int, ...] | None = None  # those whose rows adapt; None: all
 
     def of_layer(self, name: str) -> float:
         """Return the one rate."""
         return self.rate
 
-    def of_rows(self, unique_lengths_B: Tensor, fetched_row_P: Tensor) -> float:
-        """Return the one rate."""
-        return self.rate
+    def of_rows(self, unique_lengths_B: Tensor, fetched_row_P: Tensor) -> float | Tensor:
+        """Return the one rate; where only some tables adapt, each row's own, which may be 0."""
+        if self.tables is None:
+            return self.rate
+        # In float64, as the rate of all tables is: the gradient's own precision is taken last.
+        rate_B1 = unique_lengths_B.new_zeros(len(unique_lengths_B), 1, dtype=torch.float64)
+        rate_B1[list(self.tables)] = self.rate
+        return of_tables(rate_B1, unique_lengths_B, fetched_row_P)
+
+
+def of_tables(value_BC: Tensor, unique_lengths_B: Tensor, fetched_row_P: Tensor) -> Tensor:
+    """Return the value of each row's table: [P, C]; see InnerRates.of_rows."""
+    tables_B = torch.arange(len(unique_lengths_B), device=unique_lengths_B.device)
+    table_U = tables_B.repeat_interleave(unique_lengths_B)
+    return value_BC.index_select(0, table_U.index_select(0, fetched_row_P))

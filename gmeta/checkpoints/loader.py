@@ -28,14 +28,21 @@ from gmeta.runs.folder import RunFolder, checkpoint_name, list_checkpoints, step
 from gmeta.runs.progress import Progress
 
 TEMPORARY_PREFIX = "tmp-"  # of a folder that is being written
+# What algorithms learn beside the model: weights to begin with may be of a run without.
+PARTS_OF_ALGORITHMS = ("learner.encoder.", "learner.generator.", "learner.rates.")
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"  # of one that a new one of its step replaces
 
 
 def load_checkpoint(
-    path: Path, sharded: DistributedModelParallel, optimizer: CombinedOptimizer | None, ranks: Ranks
+    path: Path,
+    sharded: DistributedModelParallel,
+    optimizer: CombinedOptimizer | None,
+    ranks: Ranks,
+    may_lack: tuple[str, ...] = (),
 ) -> Progress:
     """Fill the model, and the optimizer if given, from a checkpoint; any number of ranks may have
-    written it.
+    written it. Tensors of the model whose names begin with one of `may_lack` stay as they are where
+    it has none of their name.
 
     Raises:
         GMetaError: the folder is incomplete or damaged; on every rank alike.
@@ -48,7 +55,14 @@ def load_checkpoint(
     _check_together(path, ranks)
     progress = read_progress(path)
     try:
-        load_shards(state, storage_reader=IndexedReader(path), process_group=ranks.control)
+        reader = IndexedReader(path)
+        there = reader.index.state_dict_metadata
+        model = {
+            name: value
+            for name, value in state["model"].items()
+            if f"model.{name}" in there or not name.startswith(may_lack)
+        }
+        load_shards({**state, "model": model}, storage_reader=reader, process_group=ranks.control)
     except DAMAGE as error:
         reason = reason_of(error).rstrip(".")
         if files_of(read_about(path)) and not isinstance(first_failure(error), OSError):

@@ -178,11 +178,12 @@ def _check_options(
         # Defaults were not asked for.
         if source is None or source.name != "COMMANDLINE" or name in OPTIONS[way]:
             continue
-        others = [other for other, used in OPTIONS.items() if name in used]
-        if others:
+        *others, last = [other for other, used in OPTIONS.items() if name in used] or [""]
+        if last:
+            known = f"{', '.join(others)} and {last}" if others else last
             raise UserError(
-                f"--{name.replace('_', '-')} has no effect with {way}: it is for "
-                f"{' and '.join(others)}. Leave it out"
+                f"--{name.replace('_', '-')} has no effect with {way}: it is for {known}. Leave it "
+                "out"
             )
 
 

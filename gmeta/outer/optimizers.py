@@ -30,7 +30,9 @@ class OuterOptimizer(CombinedOptimizer):
     """Layers and tables: `begin_step`, forward and backward, `step`. One state dict for both."""
 
     def __init__(self, sharded: DistributedModelParallel, outer: OuterConfig) -> None:
-        layers = dict(in_backward_optimizer_filter(sharded.named_parameters()))
+        # Frozen ones have no state that a checkpoint could hold.
+        named = in_backward_optimizer_filter(sharded.named_parameters())
+        layers = {name: parameter for name, parameter in named if parameter.requires_grad}
 
         def dense(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
             kind = DENSE_OPTIMIZERS[outer.dense_optimizer](outer)

@@ -174,7 +174,8 @@ class ServedModel:
         return Adapted(adapted.layers, adapted.rows_PD.detach()), self._key_U(batch)
 
     def _fetch_UD(self, batch: TaskBatch) -> Tensor:
-        return fetch_UD(self._tables, batch.unique_ids_U, batch.unique_lengths_B)
+        rows_UD = fetch_UD(self._tables, batch.unique_ids_U, batch.unique_lengths_B)
+        return self._learner.starting_rows_UD(rows_UD, batch.unique_lengths_B)
 
     def _key_U(self, batch: TaskBatch) -> Tensor:
         """Return the place [U] of each fetched row among the rows of all tables; ascending, as ids

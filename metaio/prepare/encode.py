@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from metaio.counted import counted
 from metaio.errors import DataError
 from metaio.hashing import UInt64, splitmix64
+from metaio.prepare.raw_columns import as_lists, dense_input
 from metaio.prepare.schema import DenseColumn, Schema, SparseColumn
 from metaio.prepare.sides import SIDE_OF_FILE, side_values
 from metaio.prepare.splits import PLACE, Splits, split_of
@@ -138,6 +139,27 @@ def refuse_nulls(schema: Schema, nulls: dict[str, int]) -> None:
             raise DataError(
                 f"column {name} has {counted(count, 'null')}; none are allowed. {remedy}"
             )
+
+
+def take_rows(rows: EncodedRows, chosen: Int64) -> EncodedRows:
+    """Return the chosen rows, in the order chosen."""
+    value_offsets = offsets(row_sums(rows.lengths_NM))
+    values = ragged_indices(value_offsets[chosen], np.diff(value_offsets)[chosen])
+    arrays = {
+        name: np.take(array, values if name == "values_V" else chosen, axis=0)
+        for name, array in vars(rows).items()
+    }
+    return EncodedRows(**arrays)
+
+
+def joined(schema: Schema, parts: list[EncodedRows]) -> EncodedRows:
+    """Return all rows of any number of parts, in order."""
+    found = allocate(
+        schema, sum(part.num_rows for part in parts), sum(len(part.values_V) for part in parts)
+    )
+    for name, array in vars(found).items():
+        np.concatenate([array[:0], *(getattr(part, name) for part in parts)], out=array)
+    return found
 
 
 class Encoder:
@@ -360,50 +382,3 @@ def _row_hash(bits_N: UInt64, *columns: npt.NDArray[np.integer[Any]]) -> UInt64:
             total_N += column[:, index].astype(np.uint64) * multipliers[index]
         multipliers = multipliers[column.shape[1] :]
     return splitmix64(total_N)
-
-
-def dense_input(rule: DenseColumn, column: pa.Array) -> npt.NDArray[np.float64]:
-    """Return the numbers before standardising.
-
-    Raises:
-        DataError: log1p is asked for and a value is -1 or less, or a value is not finite.
-    """
-    numbers = as_numbers(rule.column, column, "dense")
-    if rule.log1p:
-        if (numbers <= -1).any():
-            raise DataError(
-                f"dense column {rule.column} holds {numbers.min():g}; log1p needs values above -1. "
-                "Clip the column, or leave out log1p"
-            )
-        numbers = np.log1p(numbers)
-    if not np.isfinite(numbers).all():
-        raise DataError(
-            f"dense column {rule.column} holds {numbers[~np.isfinite(numbers)][0]}; finite "
-            "numbers are needed. Replace those values, or make them null and give fill"
-        )
-    return numbers
-
-
-def as_lists(rule: SparseColumn, column: pa.Array) -> pa.Array:
-    """Return a multi-hot column as a list array: a list already, or text to be split; empty text is
-    an empty list.
-
-    Raises:
-        DataError: it is neither.
-    """
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        return column
-    if rule.separator is None:
-        raise DataError(
-            f"multi column {rule.column} has type {column.type}; a list is needed, or text with a "
-            "separator. Give separator in the schema"
-        )
-    if kind_of(rule.column, column.type, "multi") != "text":
-        raise DataError(
-            f"multi column {rule.column} has type {column.type}; a list is needed, or text to be "
-            f"split at {rule.separator!r}. Cast it to text"
-        )
-    text = pc.fill_null(column.cast(pa.string()), "")
-    # Splitting "" gives [""], a list of one empty id, where none is meant.
-    text = pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.string()), text)
-    return pc.split_pattern(text, pattern=rule.separator)

@@ -20,12 +20,12 @@ from metaio.format.layout import DEFAULT_BLOCK_ROWS, VOCABULARY_FOLDER
 from metaio.format.manifest import ShardEntry
 from metaio.format.shard_writer import ShardWriter
 from metaio.format.writer import DatasetWriter, Provenance, block_cuts, write_dataset
-from metaio.prepare.encode import EncodedRows, Fitted
+from metaio.prepare.encode import EncodedRows, Fitted, take_rows
 from metaio.prepare.episodes import Dropped, make_episodes
 from metaio.prepare.negatives import Catalogue, CatalogueBuilder
 from metaio.prepare.schema import Schema, SparseColumn, features_of
 from metaio.prepare.splits import copies_of_windows
-from metaio.prepare.spool import BucketPlan, plan_buckets, split_by_bucket, take_rows
+from metaio.prepare.spool import BucketPlan, plan_buckets, split_by_bucket
 from metaio.prepare.survey import Survey
 from metaio.prepare.values import Kind, kind_of, time_of
 

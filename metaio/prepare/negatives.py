@@ -14,9 +14,8 @@ import numpy.typing as npt
 
 from metaio.errors import DataError
 from metaio.hashing import UInt64, splitmix64
-from metaio.prepare.encode import EncodedRows
+from metaio.prepare.encode import EncodedRows, joined, take_rows
 from metaio.prepare.schema import DenseColumn, Schema, SparseColumn
-from metaio.prepare.spool import joined, take_rows
 from metaio.ragged import Int64, offsets, ragged_indices, row_sums
 
 # Parts are merged once there are this many, so that memory follows the distinct items.

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from metaio.errors import DataError
-from metaio.prepare.schema import Schema
+from metaio.prepare.rules import MembershipRule
 
 # UNDECIDED leaves a row to [episodes].
 SUPPORT, QUERY, UNDECIDED = 0, 1, 2
@@ -16,13 +16,12 @@ SUPPORT, QUERY, UNDECIDED = 0, 1, 2
 SIDE_OF_FILE = "side of the file"
 
 
-def side_of_file(schema: Schema, name: str) -> str | None:
+def side_of_file(rule: MembershipRule | None, name: str) -> str | None:
     """Return which side the rows of a file are on; None where names do not decide.
 
     Raises:
         DataError: the name matches both patterns, or neither.
     """
-    rule = schema.membership
     if rule is None or not rule.by_files:
         return None
     patterns = {"support": rule.support or "", "query": rule.query or ""}

@@ -80,7 +80,7 @@ class DuckSource:
         first = self._files.names[0]
         self._types = self._column_types(first)
         self._check_columns(first)
-        self._side_of = {name: side_of_file(schema, name) for name in self._files.names}
+        self._side_of = {name: side_of_file(schema.membership, name) for name in self._files.names}
         for name in self._files.names[1:]:
             self._check_drift(name)
         if self._files.kind == "Parquet":
@@ -329,14 +329,12 @@ class DuckSource:
             yield from self._stream(self._select(columns, self._table), "")
             return
         for name in self._files.names:
-            if self._arrow_gives_the_same:
-                with self._refused(name):
-                    found = parquet_files.batches(name, columns, _BATCH_ROWS)
-                    yield from (with_side(batch, self._side_of[name]) for batch in found)
-                continue
             query = self._select(columns, self._scan([name], self._asked))
-            for batch in self._stream(query, name):
-                yield with_side(batch, self._side_of[name])
+            found = self._stream(query, name)
+            if self._arrow_gives_the_same:
+                found = parquet_files.batches(name, columns, _BATCH_ROWS)
+            with self._refused(name):
+                yield from (with_side(batch, self._side_of[name]) for batch in found)
 
     def _stream(self, query: str, name: str) -> Iterator[pa.RecordBatch]:
         with self._refused(name):

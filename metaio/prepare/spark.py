@@ -20,12 +20,11 @@ import pyarrow.compute as pc
 
 from metaio.errors import DataError
 from metaio.format.writer import DatasetWriter
-from metaio.prepare.encode import EncodedRows, Encoder, refuse_nulls
+from metaio.prepare.encode import EncodedRows, Encoder, joined, refuse_nulls
 from metaio.prepare.episodes import Dropped, check_some
 from metaio.prepare.job import Job, PrepareOptions, TableUse, WrittenShard, make_job
 from metaio.prepare.schema import Schema
 from metaio.prepare.splits import PLACE, Splits, resolved, split_names, window_search
-from metaio.prepare.spool import joined
 from metaio.prepare.survey import Survey, fit, survey_batch, survey_columns
 from metaio.prepare.values import time_values
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from metaio.prepare.encode import EncodedRows, allocate
+from metaio.prepare.encode import EncodedRows, allocate, take_rows
 from metaio.prepare.schema import Schema
-from metaio.ragged import Int64, offsets, ragged_indices, row_sums
+from metaio.ragged import Int64, offsets, row_sums
 
 # Rows gathered before they go to the files of their buckets: fewer, longer writes.
 _FLUSH_ROWS = 131_072
@@ -53,17 +53,6 @@ def plan_buckets(rows_of_split: list[int], rows_per_bucket: int) -> BucketPlan:
     return BucketPlan(tuple(max(1, round(rows / rows_per_bucket)) for rows in rows_of_split))
 
 
-def take_rows(rows: EncodedRows, chosen: Int64) -> EncodedRows:
-    """Return the chosen rows, in the order chosen."""
-    value_offsets = offsets(row_sums(rows.lengths_NM))
-    values = ragged_indices(value_offsets[chosen], np.diff(value_offsets)[chosen])
-    arrays = {
-        name: np.take(array, values if name == "values_V" else chosen, axis=0)
-        for name, array in vars(rows).items()
-    }
-    return EncodedRows(**arrays)
-
-
 def split_by_bucket(plan: BucketPlan, rows: EncodedRows) -> list[_Part]:
     """Return the rows of each bucket that has any, ascending; rows keep their order."""
     buckets = plan.bucket(rows.split_N, rows.task_hash_N)
@@ -78,16 +67,6 @@ def split_by_bucket(plan: BucketPlan, rows: EncodedRows) -> list[_Part]:
         arrays = vars(ordered).items()
         part = {name: array[values if name == "values_V" else own] for name, array in arrays}
         found.append((bucket, EncodedRows(**part)))
-    return found
-
-
-def joined(schema: Schema, parts: list[EncodedRows]) -> EncodedRows:
-    """Return all rows of any number of parts, in order."""
-    found = allocate(
-        schema, sum(part.num_rows for part in parts), sum(len(part.values_V) for part in parts)
-    )
-    for name, array in vars(found).items():
-        np.concatenate([array[:0], *(getattr(part, name) for part in parts)], out=array)
     return found
 
 

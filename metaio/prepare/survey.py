@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from metaio.errors import DataError
-from metaio.prepare.encode import Fitted, as_lists, dense_input, task_keys
+from metaio.prepare.encode import Fitted, task_keys
+from metaio.prepare.raw_columns import as_lists, dense_input
 from metaio.prepare.schema import Schema
 from metaio.prepare.splits import Splits, rows_of_splits, split_of
 from metaio.prepare.values import integer_values, kind_of

@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from metaio.recipes.by_schema import read_fields, whole_number
-from metaio.recipes.by_time import ByTimeConfig, prepare_by_time
+from metaio.recipes.by_schema import prepare_table, read_fields, whole_number
+from metaio.recipes.by_time import (
+    ByTimeConfig,
+    check_ratings,
+    protocol_by_time,
+    schema_by_time,
+)
 
 _SOURCE = "Amazon"
 
@@ -34,7 +39,10 @@ def prepare_amazon(path: str, out: str, config: ByTimeConfig, overwrite: bool = 
         columns[name] = pa.array([listed.get(line[1]) for line in fields], pa.string())
     table = pa.table({"row": pa.array(range(len(fields)), pa.int64()), **columns})
     singles = ["user", "item"]
-    prepare_by_time("amazon", table, singles, ["brand", "category"], out, config, overwrite)
+    check_ratings("amazon", table)
+    schema = schema_by_time(singles, ["brand", "category"], config)
+    recipe = {"name": "amazon", **vars(config)}
+    prepare_table(table, out, schema, recipe, protocol_by_time(config), overwrite)
 
 
 def _attributes(file: Path) -> dict[str, str]:

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from metaio.errors import DataError, SchemaError
-from metaio.recipes.by_schema import prepare_table
 
 CLICK_RATING = 4  # least rating, of 1 to 5, that counts as a click
 
@@ -37,28 +36,21 @@ class ByTimeConfig:
             )
 
 
-def prepare_by_time(
-    name: str,
-    table: pa.Table,
-    singles: list[str],
-    multis: list[str],
-    out: str,
-    config: ByTimeConfig,
-    overwrite: bool,
-) -> None:
-    """Write the dataset at URL `out` from ratings with the columns row, user, rating, time and
-    those named in `singles` and `multis`, whose values are separated by "|".
-
-    Raises:
-        DataError: a rating is not 1 to 5, or the windows have no rows.
-    """
+def check_ratings(name: str, table: pa.Table) -> None:
+    """Raise DataError for a rating that is not 1 to 5."""
     ratings = table["rating"].to_numpy()
     wrong = (ratings < 1) | (ratings > 5)
     if wrong.any():
         raise DataError(
             f"{name} holds rating {ratings[wrong][0]}; 1 to 5 are allowed. Download it again"
         )
-    schema: dict[str, Any] = {
+
+
+def schema_by_time(singles: list[str], multis: list[str], config: ByTimeConfig) -> dict[str, Any]:
+    """Return the schema of ratings with the columns row, user, rating, time and those named in
+    `singles` and `multis`, whose values are separated by "|".
+    """
+    return {
         "seed": config.seed,
         "task": {"column": "user"},
         "label": {"column": "rating"}
@@ -85,5 +77,8 @@ def prepare_by_time(
             "new_tasks": "apart",
         },
     }
-    protocol = f"by time, the newest {config.test_share:.0%} of the rows are test"
-    prepare_table(table, out, schema, {"name": name, **vars(config)}, protocol, overwrite)
+
+
+def protocol_by_time(config: ByTimeConfig) -> str:
+    """Return in a few words what is scored."""
+    return f"by time, the newest {config.test_share:.0%} of the rows are test"

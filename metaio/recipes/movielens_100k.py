@@ -10,8 +10,13 @@ from pathlib import Path
 import pyarrow as pa
 
 from metaio.errors import DataError
-from metaio.recipes.by_schema import known_words, read_fields, whole_number
-from metaio.recipes.by_time import ByTimeConfig, prepare_by_time
+from metaio.recipes.by_schema import known_words, prepare_table, read_fields, whole_number
+from metaio.recipes.by_time import (
+    ByTimeConfig,
+    check_ratings,
+    protocol_by_time,
+    schema_by_time,
+)
 
 _SOURCE = "ml-100k"
 _YEAR = re.compile(r"\((\d{4})\)\s*$")
@@ -51,7 +56,10 @@ def prepare_movielens_100k(
             columns[name] = pa.array([known[one][name] for one in ids], pa.string())
     table = pa.table({"row": pa.array(range(len(fields)), pa.int64()), **columns})
     singles = ["user", "item", "year", "age", "gender", "occupation", "zip"]
-    prepare_by_time("movielens-100k", table, singles, ["title", "genre"], out, config, overwrite)
+    check_ratings("movielens-100k", table)
+    schema = schema_by_time(singles, ["title", "genre"], config)
+    recipe = {"name": "movielens-100k", **vars(config)}
+    prepare_table(table, out, schema, recipe, protocol_by_time(config), overwrite)
 
 
 def _users(folder: Path) -> Attributes:

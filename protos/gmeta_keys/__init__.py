@@ -69,8 +69,8 @@ def _value(
 ) -> object:
     """Return `value` as the first type of `hint` that takes it, or raise the wording's error."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if bounds and len(options) > 1:
-        # A mistake in the dataclass, not in the file.
+    if bounds.keys() - {"help"} and len(options) > 1:
+        # A mistake in the dataclass, not in the file: a bound would hold for one of them alone.
         raise TypeError(f"{name}: config fields have one type each, not {hint}")
     for option in options:
         converted = _converted(name, option, bounds, value, wording)

@@ -15,8 +15,7 @@ from gmeta.adaptation.config import AlgorithmConfig, InnerPath, LearnedRates
 from gmeta.adaptation.fused.loop import FusedLoop
 from gmeta.adaptation.layer_change import LayerChange, one_step
 from gmeta.adaptation.plan import Path, paths_of_layers
-from gmeta.adaptation.rates import LayerRate
-from gmeta.build import input_sizes
+from gmeta.build import build_learner, input_sizes
 from gmeta.learner import MetaLearner
 from gmeta_models import InputSizes, ModelConfig, RowInputs, build_model
 from metaio.read.batch import TaskBatch
@@ -54,7 +53,7 @@ def compare(
     model=st.sampled_from(sorted(HEADS)),
     name=st.sampled_from(ALGORITHMS),
     steps=st.integers(1, 3),
-    embeddings=st.booleans(),
+    embeddings=st.sampled_from([False, True, "one table"]),
     pooling=st.sampled_from(["mean", "sum"]),
     interaction=st.sampled_from(["dot", "cat"]),
     loss=st.sampled_from(["bce", "mse", "huber", "mae"]),
@@ -71,7 +70,7 @@ def test_any_shape_gives_the_loss_and_gradients_of_the_loop(
     model: str,
     name: str,
     steps: int,
-    embeddings: bool,
+    embeddings: bool | str,
     pooling: str,
     interaction: str,
     loss: str,
@@ -97,12 +96,13 @@ def test_any_shape_gives_the_loss_and_gradients_of_the_loop(
         history="m0",
         attention=(6,),
     )
+    one_table = ("shared" if shared_table and model != "din" else "s0",)
     algorithm = AlgorithmConfig(
         name=name,
         inner_steps=steps,
         inner_lr=0.05,
         support_prior=prior,
-        adapt_embeddings=embeddings,
+        adapt_embeddings=one_table if embeddings == "one table" else bool(embeddings),
         inner_path="auto" if rates == "weight" else path,
         learned_rates=rates,
         bias_rate=1.0 if name == "reptile" else bias_rate,
@@ -184,10 +184,22 @@ def test_nothing_to_adapt_is_refused() -> None:
     )
 
 
+def test_a_table_to_adapt_that_there_is_not_is_refused_with_those_there_are() -> None:
+    features = reference.some_features(2, 1, 0)
+    algorithm = AlgorithmConfig(adapt_embeddings=("s1", "itme"))
+    with pytest.raises(ValueError) as caught:
+        build_learner(features, ModelConfig(name="melu", embedding_dim=4), algorithm, "bce")
+    assert str(caught.value) == (
+        "algorithm.adapt_embeddings names 'itme', which is no table of the dataset: it has "
+        "s0, s1, m0. Name some of them, or set true for all"
+    )
+
+
 def test_an_unknown_algorithm_lists_the_known_ones() -> None:
     assert refusal(AlgorithmConfig(name="mamll")) == (
         "algorithm.name = 'mamll' is unknown: known are maml, fomaml, anil, reptile, metasgd, "
-        "none. Choose one of them, or register yours in gmeta/adaptation/algorithms/registry.py"
+        "encoder, encoder_maml, metaemb, none. Choose one of them, or register yours in "
+        "gmeta/adaptation/algorithms/registry.py"
     )
 
 
@@ -246,8 +258,9 @@ def test_each_layer_may_have_a_path_of_its_own(
 def test_layers_are_held_as_their_paths_say(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[tuple[str, int]] = []
 
-    def noted(path: Path, seen_TSI: Tensor, grads_TSO: Tensor, rate: LayerRate) -> LayerChange:
-        change = one_step(path, seen_TSI, grads_TSO, rate)
+    def noted(path: Path, *step: Any) -> LayerChange:
+        change = one_step(path, *step)
+        grads_TSO = step[1]
         held.append((type(change).__name__, grads_TSO.shape[-1]))
         return change
 

@@ -4,26 +4,76 @@ import io
 from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gmeta.checkpoints.summary import summarise_checkpoint
 from gmeta.config import TrainConfig, config_from_dict
-from gmeta.export import CheckpointReader
+from gmeta.export import CheckpointReader, export_run
 from gmeta.parallel.ranks import Ranks
 from gmeta.runs.folder import RunFolder, list_checkpoints
+from gmeta.serving.load import load
 from gmeta.train import train
+from metaio import open_dataset
 from tests.distributed.harness import on_ranks
+from tests.exported import rows_of_split
 
 
-def begin_and_begin_anew(ranks: Ranks, config: TrainConfig, anew: TrainConfig) -> str:
-    """What the second run says on the screen."""
+def begin_and_begin_anew(ranks: Ranks, config: TrainConfig, anew: TrainConfig | None = None) -> str:
+    """What the second run, if there is one, says on the screen."""
     train(config, ranks)
+    if anew is None:
+        return ""
     screen = io.StringIO()
     with redirect_stderr(screen):
         train(anew, ranks)
     return screen.getvalue()
+
+
+def small(path: Path, dataset: Path, **algorithm: Any) -> TrainConfig:
+    """Three steps of a small model in a run of this folder."""
+    return config_from_dict(
+        {
+            "data": {"path": str(dataset), "tasks_per_step": 16},
+            "model": {"name": "melu", "hidden": [4], "embedding_dim": 4},
+            "algorithm": algorithm,
+            "run": {"dir": str(path), "device": "cpu", "max_steps": 3},
+        }
+    )
+
+
+@pytest.mark.distributed
+def test_a_frozen_base_stays_that_of_its_run_while_a_generator_learns_goes_on_and_is_served(
+    tmp_path: Path, click_logs: Path
+) -> None:
+    columns = open_dataset(str(click_logs)).features
+    item, *content = (feature.name for feature in columns.single)
+    plain = small(tmp_path / "plain", click_logs, name="none")
+    chosen = {"adapt_embeddings": [item], "content": content, "train_base": False}
+    generated = small(tmp_path / "generated", click_logs, name="metaemb", **chosen)
+    run = replace(generated.run, start_from=plain.run.dir, max_steps=2)
+    generated = replace(generated, run=run)
+    on_ranks(2, begin_and_begin_anew, plain, generated)
+    # Frozen layers have no state of an optimizer that a resumed run would miss.
+    on_ranks(1, begin_and_begin_anew, replace(generated, run=replace(run, max_steps=4)))
+    *_, first = list_checkpoints(RunFolder(tmp_path / "plain").checkpoints)
+    *_, last = list_checkpoints(RunFolder(tmp_path / "generated").checkpoints)
+    assert last.name == "step-00000004"
+    summary = summarise_checkpoint(last)
+    parts = [layer.name for layer in summary.layers if layer.name.startswith("generator.")]
+    assert parts == ["generator.generate.weight", "generator.scale"]
+    names = [f"model.learner.{layer.name}" for layer in summary.layers if layer.name not in parts]
+    names += [f"model.tables.embeddings.{table.name}.weight" for table in summary.tables]
+    trained = CheckpointReader(last).read(names)
+    for name, values in CheckpointReader(first).read(names).items():
+        assert torch.equal(values, trained[name]), name
+    export_run(tmp_path / "generated", tmp_path / "served")
+    served = load(tmp_path / "served")
+    support, query = rows_of_split(click_logs, "valid")
+    assert bool(served.predict(query).isfinite().all())
+    assert served.predict_tasks(support, query).support_rows_N.min() > 0
 
 
 @pytest.mark.distributed

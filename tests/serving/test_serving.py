@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,13 @@ def test_many_tasks_at_once_are_as_one_by_one(
 def test_every_model_and_algorithm_can_be_served(
     tmp_path: Path, model: str, algorithm: str, table_format: TableFormat
 ) -> None:
+    config = AlgorithmConfig(algorithm, inner_steps=2, inner_lr=0.3)
+    if algorithm == "metaemb":
+        config = replace(config, inner_lr=3.0, adapt_embeddings=("city",), content=("tags",))
     write_random_model(
         tmp_path,
         table_format=table_format,
-        algorithm=AlgorithmConfig(algorithm, inner_steps=2, inner_lr=0.3),
+        algorithm=config,
         model=ModelConfig(model, 4, hidden=(8,), bottom=(8,), history="seen", attention=(4,)),
     )
     assert_as_one_by_one(gmeta.load(tmp_path), num_rows=40, num_tasks=4)

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from torch import Tensor, nn
 
+from gmeta.adaptation.learned import NOTHING_LEARNED, LearnedParts
 from gmeta.adaptation.rates import FixedRates, InnerRates
+from gmeta_models.config import InputSizes
 
 if TYPE_CHECKING:
     from gmeta.adaptation.config import AlgorithmConfig
@@ -33,10 +35,31 @@ class InnerLoop(Protocol[Tasks, Adapted]):
 
 @dataclass(frozen=True)
 class TableSizes:
-    """The embedding tables in front of a model: how many, and how wide each row is."""
+    """The embedding tables in front of a model: how many, how wide each row is, what they are
+    called, and which columns read them.
+    """
 
     num_tables: int
     width: int
+    names: tuple[str, ...] = ()
+    inputs: InputSizes = InputSizes(0, 0, 0)  # noqa: RUF009 - frozen
+
+    def adapting(self, config: AlgorithmConfig) -> tuple[int, ...] | None:
+        """Return the places of the tables whose rows adapt, ascending; None: of all, or of none.
+
+        Raises:
+            ValueError: the config names a table that there is not.
+        """
+        if isinstance(config.adapt_embeddings, bool):
+            return None
+        for name in config.adapt_embeddings:
+            if name not in self.names:
+                raise ValueError(
+                    f"algorithm.adapt_embeddings names {name!r}, which is no table of the dataset: "
+                    f"it has {', '.join(self.names) or 'none'}. Name some of them, or set true "
+                    "for all"
+                )
+        return tuple(sorted({self.names.index(name) for name in config.adapt_embeddings}))
 
 
 def as_configured(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
@@ -45,8 +68,13 @@ def as_configured(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
 
 
 def fixed_rates(plan: AdaptationPlan, tables: TableSizes) -> InnerRates:
-    """Return algorithm.inner_lr for everything: the rates of an algorithm that learns none."""
-    return FixedRates(plan.config.inner_lr)
+    """Return algorithm.inner_lr for all that adapts: the rates of an algorithm that learns none."""
+    return FixedRates(plan.config.inner_lr, tables.adapting(plan.config))
+
+
+def nothing_learned(model: nn.Module, config: AlgorithmConfig, tables: TableSizes) -> LearnedParts:
+    """Return no parts: those of an algorithm that learns the model alone."""
+    return NOTHING_LEARNED
 
 
 @dataclass(frozen=True)
@@ -59,5 +87,7 @@ class Algorithm:
     loss_sum: Callable[[Any, WorkingRows, Any], Tensor]
     preset: Callable[[nn.Module, AlgorithmConfig], AlgorithmConfig] = as_configured
     rates: Callable[[AdaptationPlan, TableSizes], InnerRates] = fixed_rates
+    parts: Callable[[nn.Module, AlgorithmConfig, TableSizes], LearnedParts] = nothing_learned
+    takes_steps: bool = True  # False: adapting is a forward pass alone
     # The side that a task needs rows of to count in the mean over the tasks.
     learns_from: Literal["query", "support"] = "query"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from gmeta.adaptation.algorithms.algorithm import Algorithm
 from gmeta.adaptation.algorithms.maml import QueryLoss
-from gmeta.adaptation.rates import WeightRates
+from gmeta.adaptation.rates import WeightRates, of_tables
 
 if TYPE_CHECKING:
     from gmeta.adaptation.algorithms.algorithm import TableSizes
@@ -73,11 +73,16 @@ class LearnedRates(nn.Module):
         self.layers = nn.ModuleDict(
             {name.replace(".", "/"): LayerRates(layer, config) for name, layer in layers.items()}
         )
+        # Of the tables that adapt, and where each table finds its rate: -1, behind them all, is 0.
         self.tables_BC: nn.Parameter | None = None
+        self._place_B = list(range(tables.num_tables))
         if config.adapt_embeddings:
+            chosen = tables.adapting(config)
+            chosen = tuple(self._place_B) if chosen is None else chosen
+            self._place_B = [chosen.index(b) if b in chosen else -1 for b in self._place_B]
             columns = 1 if config.learned_rates == "layer" else tables.width
             like = next((layer.weight for layer in layers.values()), torch.empty(0))
-            self.tables_BC = _rates((tables.num_tables, columns), config.inner_lr, like)
+            self.tables_BC = _rates((len(chosen), columns), config.inner_lr, like)
 
     def of_layer(self, name: str) -> LayerRate:
         """Return the parameters of the layer of this name."""
@@ -87,9 +92,11 @@ class LearnedRates(nn.Module):
         """Return the rate of each of the tasks' rows, its table's: [P, C]; 0 if none adapts."""
         if self.tables_BC is None:
             return 0.0
-        tables_B = torch.arange(len(unique_lengths_B), device=unique_lengths_B.device)
-        table_U = tables_B.repeat_interleave(unique_lengths_B)
-        return self.tables_BC.index_select(0, table_U.index_select(0, fetched_row_P))
+        if -1 not in self._place_B:
+            return of_tables(self.tables_BC, unique_lengths_B, fetched_row_P)
+        none_1C = self.tables_BC.new_zeros(1, self.tables_BC.shape[1])
+        rates_BC = torch.cat([self.tables_BC, none_1C])[self._place_B]
+        return of_tables(rates_BC, unique_lengths_B, fetched_row_P)
 
 
 def _rates(shape: tuple[int, ...], start: float, like: Tensor) -> nn.Parameter:

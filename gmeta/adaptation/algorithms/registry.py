@@ -2,8 +2,10 @@
 
 from gmeta.adaptation.algorithms.algorithm import Algorithm
 from gmeta.adaptation.algorithms.anil import ANIL
+from gmeta.adaptation.algorithms.encoder import ENCODER, ENCODER_MAML
 from gmeta.adaptation.algorithms.fomaml import FOMAML
 from gmeta.adaptation.algorithms.maml import MAML
+from gmeta.adaptation.algorithms.metaemb import META_EMBEDDING
 from gmeta.adaptation.algorithms.metasgd import META_SGD
 from gmeta.adaptation.algorithms.reptile import REPTILE
 from gmeta.adaptation.config import PLAIN
@@ -14,6 +16,9 @@ ALGORITHMS: dict[str, Algorithm] = {
     "anil": ANIL,
     "reptile": REPTILE,
     "metasgd": META_SGD,
+    "encoder": ENCODER,
+    "encoder_maml": ENCODER_MAML,
+    "metaemb": META_EMBEDDING,
 }
 
 

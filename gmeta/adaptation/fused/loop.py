@@ -23,7 +23,7 @@ from gmeta.adaptation.fused.fast_mlp import FastMlp
 from gmeta.adaptation.fused.plain_mlp import PlainMlp
 from gmeta.adaptation.fused.still_inputs import FirstLayer, StillMlp, first_outputs
 from gmeta.adaptation.plan import TaskSize
-from gmeta.adaptation.rates import LayerRate, WeightRates
+from gmeta.adaptation.rates import LayerRate, WeightRates, scaled
 from gmeta.adaptation.rows.common import CommonInputs
 from gmeta.adaptation.rows.rectangles import FusedLayout
 from gmeta_models.decision import DecisionModel
@@ -63,7 +63,7 @@ class FusedLoop:
         names: dict[nn.Module, str] = {layer: name for name, layer in plan.layers.items()}
         self._decision = _Layers.of(model.decision_layers, names)
         self._dense = _Layers.of(model.dense_layers, names)
-        self._moves_inputs = plan.config.adapt_embeddings or self._dense.adapt
+        self._moves_inputs = bool(plan.config.adapt_embeddings) or self._dense.adapt
 
     @staticmethod
     def suits(model: nn.Module, plan: AdaptationPlan, rates: InnerRates) -> bool:
@@ -87,7 +87,7 @@ class FusedLoop:
         return FusedLayout(
             pooling=self._model.pooling,
             history=self._model.history,
-            rows_per_task=self._config.adapt_embeddings,
+            rows_per_task=bool(self._config.adapt_embeddings),
             stacked=still and second_order,
             constant_support=not (self._config.adapt_embeddings or second_order or gated),
             first_layer_weights=self._decision.layers[0].weight.numel() if may_split else 0,
@@ -177,7 +177,7 @@ class FusedLoop:
     ) -> MovingInputs:
         """Return the model after one inner step more."""
         before_PD, decision, dense = adapted.rows_PD, adapted.decision, adapted.dense
-        adapts_rows = self._config.adapt_embeddings
+        adapts_rows = bool(self._config.adapt_embeddings)
         # A view: the step's gradient must not see what the same rows do elsewhere, in the gates.
         rows_PD = before_PD.view_as(before_PD) if second_order else before_PD.detach()
         moving: list[Tensor] = []
@@ -203,7 +203,7 @@ class FusedLoop:
             decision=decision.after_step(activations, grads, self._decision.rates(self._rates)),
         )
         if adapts_rows:
-            after = replace(after, rows_PD=before_PD - rate * found[0])
+            after = replace(after, rows_PD=before_PD - scaled(found[0], rate))
         if dense is not None:
             with torch.set_grad_enabled(second_order):
                 dense_grads = dense.gradients(found[-1], dense_passed[1:], dense.lowest_moving)

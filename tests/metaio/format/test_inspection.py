@@ -146,8 +146,9 @@ def test_prepare_by_schema_from_the_command_line(tmp_path: Path) -> None:
         ),
         (
             ["in", "out", "--schema", "s.toml", "--seed", "1"],
-            "--seed has no effect with --schema: it is for --recipe synthetic and --recipe "
-            "movielens-1m. Leave it out",
+            "--seed has no effect with --schema: it is for --recipe synthetic, --recipe "
+            "movielens-1m, --recipe metaemb, --recipe movielens-100k and --recipe amazon. Leave it "
+            "out",
         ),
         (
             ["out", "--recipe", "synthetic", "--block-rows", "65536"],  # its default, but given
@@ -158,6 +159,11 @@ def test_prepare_by_schema_from_the_command_line(tmp_path: Path) -> None:
             ["in", "out", "--recipe", "movielens-1m", "--rows", "5", "9"],
             "--rows has no effect with --recipe movielens-1m: it is for --recipe synthetic. "
             "Leave it out",
+        ),
+        (
+            ["in", "out", "--recipe", "amazon", "--validation"],
+            "--validation has no effect with --recipe amazon: it is for --recipe movielens-1m and "
+            "--recipe metaemb. Leave it out",
         ),
         (
             ["in", "out", "--schema", "s.toml", "--spark", "--threads", "2"],

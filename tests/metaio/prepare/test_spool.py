@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from metaio.prepare.encode import EncodedRows, allocate
+from metaio.prepare.encode import EncodedRows, allocate, joined
 from metaio.prepare.schema import Schema, parse_schema
-from metaio.prepare.spool import BucketPlan, Spool, joined, split_by_bucket
+from metaio.prepare.spool import BucketPlan, Spool, split_by_bucket
 
 SCHEMA: Schema = parse_schema(
     {

@@ -1,0 +1,57 @@
+"""Dense and multi-hot columns as numbers and lists, before anything is learnt from them."""
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from metaio.errors import DataError
+from metaio.prepare.schema import DenseColumn, SparseColumn
+from metaio.prepare.values import as_numbers, kind_of
+
+
+def dense_input(rule: DenseColumn, column: pa.Array) -> npt.NDArray[np.float64]:
+    """Return the numbers before standardising.
+
+    Raises:
+        DataError: log1p is asked for and a value is -1 or less, or a value is not finite.
+    """
+    numbers = as_numbers(rule.column, column, "dense")
+    if rule.log1p:
+        if (numbers <= -1).any():
+            raise DataError(
+                f"dense column {rule.column} holds {numbers.min():g}; log1p needs values above -1. "
+                "Clip the column, or leave out log1p"
+            )
+        numbers = np.log1p(numbers)
+    if not np.isfinite(numbers).all():
+        raise DataError(
+            f"dense column {rule.column} holds {numbers[~np.isfinite(numbers)][0]}; finite "
+            "numbers are needed. Replace those values, or make them null and give fill"
+        )
+    return numbers
+
+
+def as_lists(rule: SparseColumn, column: pa.Array) -> pa.Array:
+    """Return a multi-hot column as a list array: a list already, or text to be split; empty text is
+    an empty list.
+
+    Raises:
+        DataError: it is neither.
+    """
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        return column
+    if rule.separator is None:
+        raise DataError(
+            f"multi column {rule.column} has type {column.type}; a list is needed, or text with a "
+            "separator. Give separator in the schema"
+        )
+    if kind_of(rule.column, column.type, "multi") != "text":
+        raise DataError(
+            f"multi column {rule.column} has type {column.type}; a list is needed, or text to be "
+            f"split at {rule.separator!r}. Cast it to text"
+        )
+    text = pc.fill_null(column.cast(pa.string()), "")
+    # Splitting "" gives [""], a list of one empty id, where none is meant.
+    text = pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.string()), text)
+    return pc.split_pattern(text, pattern=rule.separator)

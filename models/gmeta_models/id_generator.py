@@ -1,0 +1,105 @@
+"""Meta-Embedding's generator: the embedding of an id that training never saw, from its content.
+
+Pan et al., "Warm Up Cold-start Advertisements: Improving CTR Predictions via Learning to Learn ID
+Embeddings", SIGIR 2019 (arXiv 1904.11547), section 3.
+
+Shape suffixes: N rows, C width of the content, D embedding width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from gmeta_models.config import InputSizes, Pooling
+    from gmeta_models.inputs import RowInputs
+
+# Of the embeddings that a new generator makes, none is larger.
+START_SCALE = 0.2
+
+
+@dataclass(frozen=True)
+class ContentColumns:
+    """Which columns of the rows describe an id, and which single-id column it stands in."""
+
+    id_column: int
+    single: tuple[int, ...]
+    multi: tuple[int, ...]
+    pooling: Pooling
+
+
+def content_columns(
+    table: str, content: Sequence[str], sizes: InputSizes, pooling: Pooling
+) -> ContentColumns:
+    """Return the places of the id column, the only one that reads `table`, and of its content.
+
+    Raises:
+        ValueError: not exactly one single-id column reads the table, or a column of the content
+            does not exist, or it is the id itself.
+    """
+    single = [column.name for column in sizes.single]
+    multi = [column.name for column in sizes.multi]
+    readers = [c.name for c in (*sizes.single, *sizes.multi) if c.table == table]
+    if len(readers) != 1 or readers[0] in multi:
+        raise ValueError(
+            f'algorithm.name = "metaemb" generates the embeddings of table {table!r}, which '
+            f"{', '.join(readers) or 'no column'} reads: exactly 1 single-id column may. Name the "
+            "table of such a column in algorithm.adapt_embeddings, or give it a table of its own "
+            "in the schema and prepare again"
+        )
+    known = [name for name in (*single, *multi) if name != readers[0]]
+    for name in content:
+        if name not in known:
+            raise ValueError(
+                f"algorithm.content names {name!r}: the columns that may describe "
+                f"{readers[0]!r} are {', '.join(known) or 'none'}. Name some of them"
+            )
+    if not content:
+        raise ValueError(
+            'algorithm.content = [] with algorithm.name = "metaemb": an embedding is generated '
+            f"from columns that describe {readers[0]!r}. Name some of {', '.join(known)}"
+        )
+    return ContentColumns(
+        single.index(readers[0]),
+        tuple(index for index, name in enumerate(single) if name in content),
+        tuple(index for index, name in enumerate(multi) if name in content),
+        pooling,
+    )
+
+
+class IdGenerator(nn.Module):
+    """phi = s tanh(W u): u are the content's embeddings side by side, those of the model's tables.
+
+    As in the paper the last layer has no bias, and tanh bounds what it gives; s, a constant there,
+    is learned here, because tables of any scale must be met.
+    """
+
+    def __init__(self, columns: ContentColumns, width: int) -> None:
+        super().__init__()
+        self.columns = columns
+        inputs = (len(columns.single) + len(columns.multi)) * width
+        self.generate = nn.Linear(inputs, width, bias=False)
+        self.scale = nn.Parameter(torch.tensor(START_SCALE))
+
+    def forward(self, inputs: RowInputs) -> RowInputs:
+        """Return the rows with the generated embedding added to that of the id column.
+
+        The rows of its table hold what inner steps have moved it by: 0 before the first.
+        """
+        columns = self.columns
+        single_NFD = inputs.single_NFD
+        content = [single_NFD[:, list(columns.single)].flatten(1)]
+        if columns.multi:
+            pooled_NMD = inputs.pooled_NMD(columns.pooling)
+            content.append(pooled_NMD[:, list(columns.multi)].flatten(1))
+        made_ND = self.scale * torch.tanh(self.generate(torch.cat(content, dim=1)))
+        before, id_N1D, behind = single_NFD.split(
+            [columns.id_column, 1, single_NFD.shape[1] - columns.id_column - 1], dim=1
+        )
+        id_N1D = id_N1D + made_ND.to(id_N1D.dtype).unsqueeze(1)
+        return replace(inputs, single_NFD=torch.cat([before, id_N1D, behind], dim=1))

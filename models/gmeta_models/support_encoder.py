@@ -1,0 +1,105 @@
+"""What a task's support rows say of it, in one forward pass: a task vector, and from it the scale
+and shift of each output of a model's layers.
+
+Row codes, pooled, are a Conditional Neural Process (Garnelo et al., arXiv 1807.01613), which TaNP
+(Lin et al., arXiv 2103.06137) brought to cold-start recommendation; scale and shift are FiLM (Perez
+et al., arXiv 1709.07871), the scale alone is the gate of POSO (Dai et al., arXiv 2108.04690) and
+PEPNet (Chang et al., arXiv 2302.01115).
+
+Shape suffixes: T tasks, N support rows, X a row's features side by side, Z width of a task vector,
+O a layer's output width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gmeta_models.mlp import mlp
+
+
+class SupportRows(NamedTuple):
+    """The labelled rows of all tasks, task by task."""
+
+    features_NX: Tensor
+    label_N: Tensor
+    error_N: Tensor  # label minus what is predicted of a task without support rows
+    lengths_T: Tensor
+
+
+class SupportEncoder(nn.Module):
+    """From the support rows of each task to what it does to each layer: (W x + b) * scale + shift.
+
+    r_n = MLP([x_n, e_n x_n, y_n, e_n])                 what a row says: features, label, error
+    m_t = n_t / (n_t + prior) * sum_n w_n r_n           w_n = 1 / n_t, or softmax_n(v . r_n)
+    z_t = tanh(V [m_t, log(1 + n_t)])                   the task vector
+    scale_t = 2 sigmoid(A z_t + a), shift_t = B z_t + b
+
+    e_n x_n is what the gradient of a linear layer would be: a taste for a feature shows in it at
+    once. a and b start at 0, A and B small: a new model is nearly the unmodulated one. A task
+    without rows has m_t = 0, and so modulations of its own. Shifting the first layer is the same as
+    giving it the task vector as one more input.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: Sequence[int],
+        outputs: Mapping[str, int],
+        *,
+        attention: bool,
+        shifts: bool,
+        prior: float,
+    ) -> None:
+        super().__init__()
+        self._outputs = dict(outputs)
+        self._shifts = shifts
+        self._prior = prior
+        self.rows = mlp([2 * width + 2, *hidden], activate_last=False)
+        self.attention = nn.Linear(hidden[-1], 1, bias=False) if attention else None
+        self.task = nn.Linear(hidden[-1] + 1, hidden[-1])
+        total = sum(outputs.values())
+        self.modulations = nn.Linear(hidden[-1], 2 * total if shifts else total)
+        nn.init.zeros_(self.modulations.bias)
+
+    def forward(self, support: SupportRows) -> dict[str, Tensor]:
+        """Return scale and shift of each layer, by name, for every task, also those without rows:
+        [T, 2, O]; only the scale, [T, 1, O], of an encoder that shifts nothing.
+        """
+        features_NX, error_N1 = support.features_NX, support.error_N.unsqueeze(1)
+        known = (features_NX, error_N1 * features_NX, support.label_N.unsqueeze(1), error_N1)
+        # Sums over rows are taken in the features' precision, also where autocast is on.
+        code_NZ = self.rows(torch.cat(known, dim=1)).to(features_NX.dtype)
+        count_T1 = support.lengths_T.to(code_NZ.dtype).unsqueeze(1)
+        task_N = support.lengths_T.new_zeros(len(code_NZ))
+        if len(code_NZ):
+            tasks_T = torch.arange(len(support.lengths_T), device=task_N.device)
+            task_N = tasks_T.repeat_interleave(support.lengths_T, output_size=len(code_NZ))
+        sums_TZ = code_NZ.new_zeros(len(count_T1), code_NZ.shape[1])
+        weights_N1 = self._weights_N1(code_NZ, count_T1, task_N)
+        sums_TZ = sums_TZ.index_add(0, task_N, code_NZ * weights_N1)
+        mean_TZ = sums_TZ * (count_T1 / (count_T1 + self._prior).clamp(min=1.0))
+        task_TZ = torch.tanh(self.task(torch.cat([mean_TZ, count_T1.log1p()], dim=1)))
+        return self._by_layer(self.modulations(task_TZ))
+
+    def _weights_N1(self, code_NZ: Tensor, count_T1: Tensor, task_N: Tensor) -> Tensor:
+        """Return what each row counts in its task; they sum to 1 in each task that has rows."""
+        if self.attention is None:
+            return (1.0 / count_T1.clamp(min=1.0)).index_select(0, task_N)
+        score_N1 = self.attention(code_NZ).to(code_NZ.dtype)
+        # The largest of a task is subtracted, so that exp cannot overflow; it cancels out.
+        highest_T1 = score_N1.detach().new_full(count_T1.shape, -torch.inf)
+        highest_T1 = highest_T1.scatter_reduce(0, task_N.unsqueeze(1), score_N1.detach(), "amax")
+        raised_N1 = (score_N1 - highest_T1.index_select(0, task_N)).exp()
+        sums_T1 = raised_N1.new_zeros(count_T1.shape).index_add(0, task_N, raised_N1)
+        weights_N1: Tensor = raised_N1 / sums_T1.index_select(0, task_N)
+        return weights_N1
+
+    def _by_layer(self, made: Tensor) -> dict[str, Tensor]:
+        widths = [*self._outputs.values()]
+        scales, *shifts = made.split(sum(widths), dim=1)
+        both_TMO = torch.stack([2.0 * scales.sigmoid(), *shifts], dim=1)
+        return dict(zip(self._outputs, both_TMO.split(widths, dim=2), strict=True))
