@@ -232,8 +232,8 @@ def _conclude(
     show_table(screen(), _table(study, plan.space, decides))
     lines = [
         *edge_lines(plan.space, best),
-        f"best: {decides.metric} {shown_score(study.score(best))} on split {split!r}, trial {best.number} "
-        f"({told_counts(study)})",
+        f"best: {decides.metric} {shown_score(study.score(best))} on split {split!r}, trial "
+        f"{best.number} ({told_counts(study)})",
         f"train it: gmeta train {path}",
         f"or take that trial as it is: gmeta evaluate {runner.folder_of(best.number).root}",
     ]
