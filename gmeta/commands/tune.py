@@ -25,6 +25,7 @@ from gmeta.tuning.outcome import (
     edge_lines,
     results_json,
     short_names,
+    shown_score,
     shown_value,
     told_counts,
     trial_line,
@@ -231,8 +232,8 @@ def _conclude(
     show_table(screen(), _table(study, plan.space, decides))
     lines = [
         *edge_lines(plan.space, best),
-        f"best: {decides.metric} {study.score(best):.4f} on split {split!r}, trial {best.number} "
-        f"({told_counts(study)})",
+        f"best: {decides.metric} {shown_score(study.score(best))} on split {split!r}, trial "
+        f"{best.number} ({told_counts(study)})",
         f"train it: gmeta train {path}",
         f"or take that trial as it is: gmeta evaluate {runner.folder_of(best.number).root}",
     ]
@@ -248,6 +249,5 @@ def _table(study: Study, space: Space, decides: EarlyStop) -> Table:
             continue
         score = study.score(trial)
         shown = [shown_value(trial.values.get(dimension.key)) for dimension in space]
-        number, scored = str(trial.number), "" if score is None else f"{score:.4f}"
-        table.add_row(number, scored, trial.state, *shown)
+        table.add_row(str(trial.number), shown_score(score), trial.state, *shown)
     return table

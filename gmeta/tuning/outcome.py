@@ -18,9 +18,9 @@ def trial_line(study: Study, trial: Trial, space: Space, metric: str) -> str:
     if trial.state == "failed":
         return f"trial {trial.number}: failed: {trial.note}"
     score, best = study.score(trial), study.best()
-    shown = "" if score is None else f" {metric} {score:.4f}"
+    shown = "" if score is None else f" {metric} {shown_score(score)}"
     if best is not None:
-        shown += f" (best {study.score(best):.4f}, trial {best.number})"
+        shown += f" (best {shown_score(study.score(best))}, trial {best.number})"
     names = zip(short_names(space), space, strict=True)
     values = " ".join(f"{name}={shown_value(trial.values.get(each.key))}" for name, each in names)
     return f"trial {trial.number}: {trial.state}{shown}  {values}"
@@ -62,7 +62,7 @@ def results_json(study: Study, decides: EarlyStop) -> str:
 def best_toml(study: Study, best: Trial, split: str, metric: str, path: Path) -> str:
     """Return the config of the best trial, to be written at `path`."""
     header = (
-        f"Found by `gmeta tune`: {metric} {study.score(best):.4f} on split {split!r}, "
+        f"Found by `gmeta tune`: {metric} {shown_score(study.score(best))} on split {split!r}, "
         f"trial {best.number} ({told_counts(study)}).\n"
         "The score chose the settings, so it flatters them a little.\n"
         f"gmeta train {path}"
@@ -94,6 +94,13 @@ def short_names(space: Sequence[Dimension]) -> list[str]:
         name if short.count(name) == 1 else dimension.key
         for name, dimension in zip(short, space, strict=True)
     ]
+
+
+def shown_score(score: float | None) -> str:
+    """Return a score as a table shows it; a run that diverges may have one of 30 digits."""
+    if score is None:
+        return ""
+    return f"{score:.4f}" if abs(score) < 1e5 else f"{score:.1e}"
 
 
 def shown_value(value: Any) -> str:

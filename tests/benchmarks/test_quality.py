@@ -58,7 +58,7 @@ def evaluation(path: Path, adapted: float, against: dict[tuple[str, str], float]
 
 
 def two_seeds(folder: Path) -> list[Path]:
-    """Adapted is ahead of plain, level with fine-tuned, behind the trees; no bias model."""
+    """Adapted is ahead of plain, level with fine-tuned, behind the bias model; no trees."""
     leads = [(0.05, 0.004, -0.03), (0.07, -0.004, -0.05)]
     return [
         evaluation(
@@ -68,10 +68,10 @@ def two_seeds(folder: Path) -> list[Path]:
                 ("adapted", "before"): 0.1,
                 ("plain", "before"): plain,
                 ("plain", "after"): tuned,
-                ("trees", "after"): trees,
+                ("bias model", "after"): bias,
             },
         )
-        for seed, (plain, tuned, trees) in enumerate(leads)
+        for seed, (plain, tuned, bias) in enumerate(leads)
     ]
 
 
@@ -113,20 +113,20 @@ def test_a_seed_without_an_interval_is_no_figure() -> None:
 def test_evaluations_of_seeds_become_rows(tmp_path: Path) -> None:
     (row,) = rows_of(two_seeds(tmp_path), ["cold"], ["auc"])
     assert row.value == pytest.approx(0.71)
-    # The bias model was not measured: it has no column.
+    # The trees were not measured: they have no column.
     assert [each.baseline for each in row.leads] == [
-        head for (run, _), head in BASELINES.items() if run != "bias"
+        head for (run, _), head in BASELINES.items() if run != "boosted trees"
     ]
     assert [each.verdict for each in row.leads] == ["better", "better", "noise", "worse"]
     assert [each.value for each in row.leads] == pytest.approx([0.61, 0.65, 0.71, 0.75])
     assert counts([row], "plain") == {"better": 1, "noise": 0, "worse": 0}
-    assert counts([row], "bias model") == {"better": 0, "noise": 0, "worse": 0}
+    assert counts([row], "boosted trees") == {"better": 0, "noise": 0, "worse": 0}
     assert figures([row])["cold/auc"]["minus"]["plain"][0] == pytest.approx(0.06)
     assert not_ahead([row]) == [
         "cold, AUC against plain, fine-tuned: +.0000 [-.0127, +.0127], noise".replace(
             "-.0000", "+.0000"
         ),
-        "cold, AUC against boosted trees: -.0400 [-.0620, -.0180], worse",
+        "cold, AUC against bias model: -.0400 [-.0620, -.0180], worse",
     ]
     first, *others = text_lines([row])
     assert first == "cold  AUC ↑  adapted 0.7100  (70 tasks)"
@@ -139,6 +139,9 @@ def test_evaluations_of_seeds_become_rows(tmp_path: Path) -> None:
 
 def test_what_an_evaluation_does_not_hold_is_named(tmp_path: Path) -> None:
     paths = two_seeds(tmp_path)
+    without = evaluation(tmp_path / "2.json", 0.7, {("adapted", "before"): 0.1})
+    with pytest.raises(ValueError, match="0 entries with run plain, stage before: 1 is needed"):
+        rows_of([without], ["cold"], ["auc"])
     with pytest.raises(ValueError, match="0 entries with name warm: 1 is needed"):
         rows_of(paths, ["warm"], ["auc"])
 
@@ -148,7 +151,7 @@ def test_the_page_tells_where_adapting_is_not_ahead(tmp_path: Path) -> None:
     text = page([Measured(PROTOCOLS[0], rows, 90.0, ())], 2, 5, "the command", HERE)
     assert "| [MovieLens-1M, MeLU's split](#movielens-1m-melus-split) | 1.5 | 1 of 1 | " in text
     assert "0 of 1, worse in 1" in text
-    assert "- cold, AUC against boosted trees: -.0400 [-.0620, -.0180], worse" in text
+    assert "- cold, AUC against bias model: -.0400 [-.0620, -.0180], worse" in text
     assert "## When not to use meta-learning" in text
     assert "5 draws of support and query rows." in text
     assert "{" not in text

@@ -14,6 +14,7 @@ from gmeta.tuning.outcome import (
     edge_lines,
     results_json,
     short_names,
+    shown_score,
     told_counts,
     trial_line,
 )
@@ -163,6 +164,15 @@ def test_without_optuna_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert str(raised.value) == (
         "`gmeta tune` needs the extra: pip install 'gmeta[tune]' (Optuna is not installed)"
     )
+
+
+def test_a_score_of_a_run_that_diverged_is_short() -> None:
+    assert [shown_score(score) for score in (None, 0.59123, -3.0, 1.127e28)] == [
+        "",
+        "0.5912",
+        "-3.0000",
+        "1.1e+28",
+    ]
 
 
 def test_a_key_is_shown_without_its_section_where_that_is_clear() -> None:
