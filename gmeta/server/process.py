@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -96,7 +96,8 @@ class _Workers:
         while not self._ended.wait(_LOOK_EVERY_S):
             for place, worker in enumerate(workers):
                 if not worker.serves and worker.sign.poll():
-                    worker.serves = worker.process.is_alive()
+                    with suppress(EOFError):  # it has ended without having served
+                        worker.serves = worker.sign.recv()
                 if worker.process.is_alive():
                     continue
                 forget_worker(worker.process.pid or 0)
