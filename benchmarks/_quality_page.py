@@ -24,7 +24,6 @@ TEMPLATE = Path(__file__).with_name("_results_page.md")
 
 def page(
     measured: Sequence[Measured],
-    seeds: int,
     draws: int,
     command: str,
     where: Mapping[str, Any],
@@ -33,12 +32,12 @@ def page(
     minutes = sum(one.seconds for one in measured) / 60
     drawn = any(one.protocol.draws for one in measured) and draws > 1
     return TEMPLATE.read_text().format(
-        seeds_told=f"Values are means over {seeds} seeds." if seeds > 1 else "One seed.",
         draws_told="of the support and query rows where they can be drawn anew, " if drawn else "",
         command=command,
         minutes=max(minutes, 1),
         cores=where["cores"],
         processor=where["processor"],
+        load=where["load_1min"],
         torch=where["torch"],
         date=where["date"],
         summary="\n".join(map(_summary, measured)),
@@ -65,10 +64,13 @@ def _anchor(title: str) -> str:
 
 def _section(one: Measured, draws: int) -> list[str]:
     protocol = one.protocol
-    drawn = f" {draws} draws of support and query rows." if protocol.draws and draws > 1 else ""
-    if not protocol.draws:
-        drawn = " One draw: its support and query rows are given by the protocol."
-    lines = [f"## {protocol.title}", "", f"{protocol.about}{drawn}", ""]
+    seeds = len(one.evaluations)
+    told = [f"Means over {seeds} seeds" if seeds > 1 else "One seed"]
+    if protocol.draws and draws > 1:
+        told += [f"and {draws} draws of support and query rows"]
+    elif not protocol.draws:
+        told += ["of the one draw that the protocol gives"]
+    lines = [f"## {protocol.title}", "", f"{protocol.about} {' '.join(told)}.", ""]
     lines += [*markdown(one.rows), ""]
     config = protocol.configs["adapted"].name
     lines += [f"Configs: `examples/{config}`, `examples/plain/{config}`.", ""]

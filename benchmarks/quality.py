@@ -156,7 +156,7 @@ def write_page(path: Path, measured: Sequence[Measured], seeds: int, draws: int)
     """Replace the page, whole or not at all."""
     command = f"python benchmarks/quality.py --data DIR --seeds {seeds} --draws {draws}"
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(page(measured, seeds, draws, f"{command} --write {path}", environment()))
+    temporary.write_text(page(measured, draws, f"{command} --write {path}", environment()))
     temporary.replace(path)
 
 

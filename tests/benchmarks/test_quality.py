@@ -24,7 +24,7 @@ from _quality_tables import (
 from gmeta.config import load_config
 from tests.processes import with_imports_ready
 
-HERE = {"cores": 2, "processor": "a processor", "torch": "2", "date": "today"}
+HERE = {"cores": 2, "processor": "a processor", "torch": "2", "date": "today", "load_1min": 7.0}
 
 
 def difference(value: float, half: float = 0.01) -> dict[str, Any]:
@@ -148,12 +148,14 @@ def test_what_an_evaluation_does_not_hold_is_named(tmp_path: Path) -> None:
 
 def test_the_page_tells_where_adapting_is_not_ahead(tmp_path: Path) -> None:
     rows = tuple(rows_of(two_seeds(tmp_path), ["cold"], ["auc"]))
-    text = page([Measured(PROTOCOLS[0], rows, 90.0, ())], 2, 5, "the command", HERE)
+    text = page(
+        [Measured(PROTOCOLS[0], rows, 90.0, tuple(two_seeds(tmp_path)))], 5, "the command", HERE
+    )
     assert "| [MovieLens-1M, MeLU's split](#movielens-1m-melus-split) | 1.5 | 1 of 1 | " in text
     assert "0 of 1, worse in 1" in text
     assert "- cold, AUC against bias model: -.0400 [-.0620, -.0180], worse" in text
     assert "## When not to use meta-learning" in text
-    assert "5 draws of support and query rows." in text
+    assert "Means over 2 seeds and 5 draws of support and query rows." in text
     assert "{" not in text
 
 
