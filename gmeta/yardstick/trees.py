@@ -33,6 +33,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "bce": {"objective": "binary", "metric": "binary_logloss"},
     "mse": {"objective": "regression", "metric": "l2"},
     "huber": {"objective": "huber", "metric": "huber", "alpha": 1.0},
+    "mae": {"objective": "regression_l1", "metric": "l1"},
 }
 LEAVES = (7, 15, 31, 63)
 QUICK_RATE, FINE_RATE = 0.1, 0.03  # leaves are chosen at the first, the model is made with both
