@@ -39,7 +39,8 @@ demo: setup
 	$(BIN)/gmeta evaluate runs/demo/maml --against runs/demo/plain
 
 protos: setup
-	$(BIN)/python -m grpc_tools.protoc -Igmeta_protos=protos --python_out=protos --grpc_python_out=protos gmeta_protos/antdt/v1/shard_service.proto
+	$(BIN)/python -m grpc_tools.protoc -Igmeta_protos=protos --python_out=protos --grpc_python_out=protos gmeta_protos/antdt/v1/shard_service.proto \
+		gmeta_protos/inference/v2/open_inference.proto
 
 # The reference of all config keys, of the code; a test compares them.
 config-page: setup

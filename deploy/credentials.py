@@ -26,7 +26,7 @@ import urllib.request
 from pathlib import Path
 
 ROLES = ("worker", "operator", "viewer")
-HOSTS = ("localhost", "shard-service", "gmeta-shard-service")
+HOSTS = ("localhost", "shard-service", "gmeta-shard-service", "serve", "gmeta-serve")
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
@@ -162,8 +162,9 @@ def main() -> None:
         parser.error("give either OUT or --kubernetes NAMESPACE")
     hosts = [*HOSTS, *given.host]
     if given.kubernetes:
-        service = f"gmeta-shard-service.{given.kubernetes}"
-        hosts += [service, f"{service}.svc", f"{service}.svc.cluster.local"]
+        for name in ("gmeta-shard-service", "gmeta-serve"):
+            service = f"{name}.{given.kubernetes}"
+            hosts += [service, f"{service}.svc", f"{service}.svc.cluster.local"]
         with tempfile.TemporaryDirectory() as name:
             make(Path(name) / "made", hosts, given.days)
             store_as_secrets(Path(name) / "made", given.kubernetes)

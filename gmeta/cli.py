@@ -68,6 +68,12 @@ COMMANDS = {
         "predict",
         "Adapt to every task of QUERY by its rows in SUPPORT, and predict its rows.",
     ),
+    "serve": Place(
+        "gmeta.commands.serve",
+        "serve",
+        "Answer the Open Inference Protocol with an exported model that adapts to each request's "
+        "task.",
+    ),
     "shard-service": Place(
         "gmeta.commands.shard_service",
         "shard_service",

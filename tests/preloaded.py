@@ -24,6 +24,8 @@ import gmeta.commands.tune
 import gmeta.commands.work.evaluate
 import gmeta.commands.work.train
 import gmeta.commands.work.tune
+import gmeta.server.process
+import gmeta.server.worker
 import gmeta.train
 import tests.distributed.harness
 import tests.forked

@@ -58,6 +58,22 @@ class AdaptedLayers:
         self._gates = gates
         self._changes: dict[str, LayerChange] = {}
 
+    @property
+    def changes(self) -> Mapping[str, LayerChange]:
+        """Return how far the steps so far have moved each layer, by name."""
+        return self._changes
+
+    @property
+    def gates_TMO(self) -> dict[str, Tensor]:
+        """Return the gates by the name of their layer."""
+        return {name: gate_TMO for name, (_, gate_TMO) in self._gates.items()}
+
+    def moved_by(self, changes: Mapping[str, LayerChange]) -> AdaptedLayers:
+        """Return layers with the same gates that steps have moved so far already."""
+        moved = AdaptedLayers(self._plan, self._rates, self._size, self._gates)
+        moved._changes = dict(changes)
+        return moved
+
     @contextmanager
     def applied(self, layout: RowLayout) -> Iterator[Tape]:
         """Let the model's layers act on each row with the weights of the row's task, inside.

@@ -9,12 +9,14 @@ Shape suffixes: N rows, P distinct (task, row) pairs, D embedding width, T tasks
 O a layer's output width.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from gmeta.adaptation.adapted_layers import AdaptedLayers, Gates
+from gmeta.adaptation.layer_change import LayerChange
 from gmeta.adaptation.learned import NOTHING_LEARNED, LearnedParts
 from gmeta.adaptation.losses import LossFunction, errors_N, row_losses_N, weighted_sum
 from gmeta.adaptation.plan import AdaptationPlan, TaskSize
@@ -99,6 +101,18 @@ class GeneralLoop:
         nothing = replace(self._plan, layers={})
         gates = self._gates(rows, side, known=False)
         return Adapted(AdaptedLayers(nothing, self._rates, TaskSize(0, 0), gates), rows.values_PD)
+
+    def adapted_before(
+        self,
+        changes: Mapping[str, LayerChange],
+        gates_TMO: Mapping[str, Tensor],
+        rows_PD: Tensor,
+    ) -> Adapted:
+        """Return tasks that adapted earlier, from the changes and gates of their layers."""
+        layers = row_layers(self._model)
+        gates = {name: (layers[name], gate_TMO) for name, gate_TMO in gates_TMO.items()}
+        unmoved = AdaptedLayers(self._plan, self._rates, TaskSize(0, 0), gates)
+        return Adapted(unmoved.moved_by(changes), rows_PD)
 
     def output_N(self, adapted: Adapted, side: Side) -> Tensor:
         """Return the model's outputs on the rows of a side, at the adapted parameters."""

@@ -32,7 +32,7 @@ class AdaptationPlan:
     config: AlgorithmConfig
     layers: Mapping[str, nn.Linear]  # those that adapt, by name
     paths: Mapping[str, InnerPath]  # of each of them, as the config says
-    head: str  # the layer that makes the output, whether it adapts or not
+    head: str = ""  # the layer that makes the output, whether it adapts or not
 
     @classmethod
     def of(

@@ -123,13 +123,15 @@ def plain_rows(batch: TaskBatch) -> Episodes:
     return Episodes.of(batch, None, every_row(batch), batch.num_rows)
 
 
-def every_row(batch: TaskBatch, constant: bool = False) -> Side:
-    """Return all rows of the batch as one side, which reads from the fetched rows; of constant ones
-    nobody can ask for the gradient.
+def every_row(batch: TaskBatch, constant: bool = False, num_rows: int | None = None) -> Side:
+    """Return all rows of the batch as one side, which reads from the fetched rows, or from
+    `num_rows` others as `reading_copies` says; of constant ones nobody can ask for the gradient.
     """
+    if num_rows is None:
+        num_rows = batch.unique_ids_U.numel()
     every_row_N = torch.ones(batch.num_rows, dtype=torch.bool)
     lengths_T = batch.row_offsets_T1.diff()
-    return _side(batch, every_row_N, lengths_T, batch.unique_ids_U.numel(), constant)
+    return _side(batch, every_row_N, lengths_T, num_rows, constant)
 
 
 def support_and_query(batch: TaskBatch, rows_per_task: bool, to_predict: bool = False) -> Episodes:

@@ -6,7 +6,7 @@ Shape suffixes: N rows, T tasks, U fetched rows, P rows that adapted, D embeddin
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gmeta.adaptation.general_loop import Adapted
 from gmeta.adaptation.rows.sides import WorkingRows
-from gmeta.batches.episodes import every_row
+from gmeta.batches.episodes import every_row, reading_copies
 from gmeta.errors import UserError
 from gmeta.learner import MetaLearner, QueryPrediction
 from gmeta.serving.columns import (
@@ -30,7 +29,8 @@ from gmeta.serving.columns import (
 )
 from gmeta.serving.device import on_the_cpu
 from gmeta.serving.folder import ExportedConfig
-from gmeta.serving.rows import EncodedColumns, task_batch
+from gmeta.serving.rows import EncodedColumns, join_rows, no_rows, split_rows, task_batch
+from gmeta.serving.states import AdaptedTensors, TaskState, split, stacked
 from gmeta.serving.tables import StoredTable, fetch_UD
 from gmeta.serving.tasks import TaskPredictions, predict_tasks
 from metaio.read.batch import TaskBatch
@@ -67,6 +67,8 @@ class ServedModel:
         self._encoder = encoder
         rows_B = torch.tensor([table.num_rows for table in config.features.tables])
         self._first_key_B = rows_B.cumsum(0) - rows_B
+        self._num_keys = int(rows_B.sum())
+        self._unadapted: TaskState | None = None
         # Adapted layers act through hooks on the one model that all tasks share.
         self._lock = threading.Lock()
 
@@ -82,7 +84,7 @@ class ServedModel:
         Raises:
             UserError: there are no rows, or rows of several tasks.
         """
-        rows = self._encode(support, "support", with_label=True)
+        rows = self.encode(support, "support", with_label=True)
         if rows.num_rows == 0:
             raise UserError(
                 "support has 0 rows: at least 1 is needed to adapt. "
@@ -94,20 +96,13 @@ class ServedModel:
                 f"support holds rows of {num_tasks} tasks: adapt takes those of 1. "
                 "Call predict_tasks for many tasks at once"
             )
-        batch = self._statistics.widened(self._one_task(rows, as_support=True))
-        # What new rows of the task share with its support is asked for again with each of them.
-        kept = rows if self._statistics.width else None
-        with self._exclusive(), torch.enable_grad():
-            return AdaptedTask(self, *self._adapt(batch), kept)
+        return AdaptedTask(self, *self.adapt_encoded(rows, [rows.num_rows]))
 
     @on_the_cpu
     def predict(self, rows: object) -> Tensor:
         """Return probabilities (bce) or ratings [N] by the meta-parameters, without adaptation."""
-        batch = self._query(rows, support=None)
-        with self._exclusive(), torch.no_grad():
-            query = every_row(batch, constant=True)
-            unadapted = self._inner.unadapted(WorkingRows(self._fetch_UD(batch), 0.0), query)
-            return self._shown_N(self._inner.output_N(unadapted, query))
+        encoded = self.encode(rows, "query", with_label=False)
+        return self.predict_encoded([self.unadapted], encoded, [encoded.num_rows])
 
     @on_the_cpu
     def predict_tasks(
@@ -122,8 +117,8 @@ class ServedModel:
                 integers on one side and text on the other.
         """
         support, query = as_table(support, "support"), as_table(query, "query")
-        encoded = self._encode(support, "support", with_label=True, with_task=True)
-        wanted = self._encode(query, "query", with_label=False, with_task=True)
+        encoded = self.encode(support, "support", with_label=True, with_task=True)
+        wanted = self.encode(query, "query", with_label=False, with_task=True)
         check_task_kinds(self.config.columns.task, support, query)
 
         def run(batch: TaskBatch) -> tuple[Tensor, Tensor]:
@@ -142,19 +137,75 @@ class ServedModel:
             return self._learner.predict(self._fetch_UD(batch), episodes)
 
     @on_the_cpu
-    def predict_adapted(
-        self, adapted: Adapted, key_P: Tensor, support: EncodedColumns | None, rows: object
+    def adapt_together(self, rows: EncodedColumns, lengths: Sequence[int]) -> AdaptedTensors:
+        """Return what the model becomes for several tasks, whose support rows stand one after the
+        other; of one without rows nothing is known.
+        """
+        adapts_rows = bool(self._inner.config.adapt_embeddings)  # or the names of tables
+        with self._exclusive(), torch.enable_grad():
+            batch, fetched_row_P, num_rows = reading_copies(
+                self._as_support(rows, lengths), adapts_rows
+            )
+            support = every_row(batch, not adapts_rows, num_rows)
+            values_PD = self._fetch_UD(batch)
+            working = WorkingRows(values_PD, 0.0)
+            if fetched_row_P is not None:
+                rate = self._learner.rates.of_rows(batch.unique_lengths_B, fetched_row_P)
+                working = WorkingRows(values_PD[fetched_row_P], rate)
+            adapted = self._inner.take_steps(working, support, _EXPECTED_QUERY_ROWS, False)
+        none = torch.zeros(0, dtype=torch.int64)
+        rows_PD, key_P, task_P = values_PD[:0], none, none
+        if fetched_row_P is not None:
+            rows_PD, key_P = adapted.rows_PD.detach(), self._key_U(batch)[fetched_row_P]
+            task_P = _task_of_rows(batch, num_rows)
+        layers = adapted.layers
+        # What new rows of a task share with its support is asked for again with each of them.
+        supports = split_rows(rows, lengths) if self._statistics.width else [None] * len(lengths)
+        return AdaptedTensors(layers.changes, layers.gates_TMO, rows_PD, key_P, task_P, supports)
+
+    @on_the_cpu
+    def adapt_encoded(self, rows: EncodedColumns, lengths: Sequence[int]) -> list[TaskState]:
+        """Return the same with a state for each task, which can be kept."""
+        return split(self.adapt_together(rows, lengths), len(lengths))
+
+    @on_the_cpu
+    def predict_encoded(
+        self, states: Sequence[TaskState], rows: EncodedColumns, lengths: Sequence[int]
     ) -> Tensor:
-        """Return predictions [N] with a task's adapted parameters; `key_P` tells which row of which
-        table each adapted row is, `support` is what it adapted to, if the model asks for that."""
-        batch = self._query(rows, support)
+        """Return predictions as `predict_together` does, each task in its own state."""
+        return self.predict_together(stacked(states), rows, lengths)
+
+    @on_the_cpu
+    def predict_together(
+        self, tasks: AdaptedTensors, rows: EncodedColumns, lengths: Sequence[int]
+    ) -> Tensor:
+        """Return probabilities (bce) or ratings [N] of the rows of these tasks, in their order."""
+        adapts_rows = tasks.key_P.numel() > 0
         with self._exclusive(), torch.no_grad():
-            rows_UD, key_U = self._fetch_UD(batch), self._key_U(batch)
-            # Rows that the support did not use are the task's as they were trained.
-            known_U = torch.isin(key_U, key_P)
-            rows_UD[known_U] = adapted.rows_PD[torch.searchsorted(key_P, key_U[known_U])]
-            query = every_row(batch, constant=True)
-            return self._shown_N(self._inner.output_N(Adapted(adapted.layers, rows_UD), query))
+            asked = self._as_query(rows, lengths, tasks.supports)
+            batch, fetched_row_P, num_rows = reading_copies(asked, adapts_rows)
+            rows_PD = self._fetch_UD(batch)
+            if fetched_row_P is not None:
+                # Both ascending. Rows that the support did not use are as they were trained.
+                key_P = self._key_U(batch)[fetched_row_P]
+                key_P += _task_of_rows(batch, num_rows) * self._num_keys
+                rows_PD = rows_PD[fetched_row_P]
+                known_K = tasks.key_P + tasks.task_P * self._num_keys
+                place_P = torch.searchsorted(known_K, key_P).clamp_(max=known_K.numel() - 1)
+                is_known_P = known_K[place_P] == key_P
+                rows_PD[is_known_P] = tasks.rows_PD[place_P[is_known_P]]
+            query = every_row(batch, constant=True, num_rows=num_rows)
+            adapted = self._inner.adapted_before(tasks.changes, tasks.gates_TMO, rows_PD)
+            return self._shown_N(self._inner.output_N(adapted, query))
+
+    @property
+    def unadapted(self) -> TaskState:
+        """Return the state of a task of which nothing is known."""
+        if self._unadapted is None:
+            # Two threads may both make it: they make the same.
+            nothing = no_rows(self.config.features)
+            (self._unadapted,) = self.adapt_encoded(nothing, [0])
+        return self._unadapted
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -162,16 +213,6 @@ class ServedModel:
         # autocast, which would answer in 8 bits.
         with self._lock, torch.inference_mode(False), torch.autocast("cpu", enabled=False):
             yield
-
-    def _adapt(self, batch: TaskBatch) -> tuple[Adapted, Tensor]:
-        """Return the adapted parameters of a batch of one support set, and the keys of its rows."""
-        support = every_row(batch, constant=not self._inner.config.adapt_embeddings)
-        # Of one task, the distinct (task, row) pairs are the fetched rows themselves.
-        place_U = torch.arange(batch.unique_ids_U.numel())
-        rate = self._learner.rates.of_rows(batch.unique_lengths_B, place_U)
-        rows = WorkingRows(self._fetch_UD(batch), rate)
-        adapted = self._inner.take_steps(rows, support, _EXPECTED_QUERY_ROWS, second_order=False)
-        return Adapted(adapted.layers, adapted.rows_PD.detach()), self._key_U(batch)
 
     def _fetch_UD(self, batch: TaskBatch) -> Tensor:
         rows_UD = fetch_UD(self._tables, batch.unique_ids_U, batch.unique_lengths_B)
@@ -186,28 +227,55 @@ class ServedModel:
     def _shown_N(self, output_N: Tensor) -> Tensor:
         return torch.sigmoid(output_N) if self.config.loss == "bce" else output_N
 
-    def _query(self, rows: object, support: EncodedColumns | None) -> TaskBatch:
-        """Return a batch of one task of these query rows, and what its support says of them."""
-        query = self._encode(rows, "query", with_label=False)
-        batch = self._one_task(query, as_support=False)
-        if support is None:
-            return self._statistics.widened(batch)
-        sizes = support.num_rows, query.num_rows
-        chosen = np.arange(sizes[0]), np.arange(sizes[1])
-        lengths_T = np.array(sizes[:1]), np.array(sizes[1:])
-        both = task_batch(self.config.features, support, query, chosen, lengths_T)
-        return replace(batch, dense_NK=self._statistics.widened(both).dense_NK[sizes[0] :])
+    def _as_support(self, rows: EncodedColumns, lengths: Sequence[int]) -> TaskBatch:
+        """Return the rows of several tasks as their support sides alone."""
+        features, none, every = (
+            self.config.features,
+            np.zeros(0, np.int64),
+            np.arange(rows.num_rows),
+        )
+        lengths_T = np.array(lengths, np.int64), np.zeros(len(lengths), np.int64)
+        batch = task_batch(features, rows, no_rows(features), (every, none), lengths_T)
+        return self._statistics.widened(batch)
 
-    def _one_task(self, rows: EncodedColumns, as_support: bool) -> TaskBatch:
-        """Return a batch of one task that has all rows on one side."""
-        none, every = np.zeros(0, np.int64), np.arange(rows.num_rows)
-        sides = (every, none) if as_support else (none, every)
-        lengths_T = np.array([len(sides[0])]), np.array([len(sides[1])])
-        return task_batch(self.config.features, rows, rows, sides, lengths_T)
+    def _as_query(
+        self,
+        rows: EncodedColumns,
+        lengths: Sequence[int],
+        supports: Sequence[EncodedColumns | None],
+    ) -> TaskBatch:
+        """Return the rows of several tasks as their query sides alone, with what each support says
+        of them.
+        """
+        features, none, every = (
+            self.config.features,
+            np.zeros(0, np.int64),
+            np.arange(rows.num_rows),
+        )
+        lengths_T = np.zeros(len(lengths), np.int64), np.array(lengths, np.int64)
+        nothing = no_rows(features)
+        batch = task_batch(features, nothing, rows, (none, every), lengths_T)
+        if not self._statistics.width:
+            return batch
+        known = [support or nothing for support in supports]
+        known_T = np.array([support.num_rows for support in known], np.int64)
+        chosen = np.arange(known_T.sum()), every
+        both = task_batch(features, join_rows(known), rows, chosen, (known_T, lengths_T[1]))
+        # Both sides stand in turn, task by task.
+        sides = np.stack([np.zeros_like(known_T), np.ones_like(known_T)], axis=1).astype(bool)
+        is_query_N = np.repeat(sides.ravel(), np.stack([known_T, lengths_T[1]], axis=1).ravel())
+        dense_NK = self._statistics.widened(both).dense_NK[torch.from_numpy(is_query_N)]
+        return replace(batch, dense_NK=dense_NK)
 
-    def _encode(
+    def encode(
         self, rows: object, what: str, with_label: bool, with_task: bool = False
     ) -> EncodedColumns:
+        """Return rows, given as the class says, as ids and numbers; `what` names them in errors.
+
+        Raises:
+            UserError: a column is missing, or the model's loss cannot take a label.
+            DataError: a column holds what the model cannot take.
+        """
         columns = self.config.columns
         names = [columns.task] * with_task + self._encoder.names(with_label)
         batch = select(as_table(rows, what), names, [columns.task], what)
@@ -217,22 +285,22 @@ class ServedModel:
         return encoded
 
 
-class AdaptedTask:
-    """A model adapted to one task: the change of each layer and the rows that its support uses; the
-    support itself, where the model takes statistics of it.
-    """
+def _task_of_rows(batch: TaskBatch, num_rows: int) -> Tensor:
+    """Return the task [P] of each row that the tasks of the batch have as their own."""
+    task_N = torch.arange(batch.num_tasks).repeat_interleave(batch.row_offsets_T1.diff())
+    task_P = torch.empty(num_rows, dtype=torch.int64)
+    task_P[batch.positions_NF] = task_N.unsqueeze(1).expand_as(batch.positions_NF)
+    values_N = batch.multi_lengths_NM.sum(dim=1)
+    task_P[batch.multi_positions_V] = task_N.repeat_interleave(values_N)
+    return task_P
 
-    def __init__(
-        self,
-        model: ServedModel,
-        adapted: Adapted,
-        key_P: Tensor,
-        support: EncodedColumns | None,
-    ) -> None:
+
+class AdaptedTask:
+    """A model adapted to one task: the change of each layer and the rows that its support uses."""
+
+    def __init__(self, model: ServedModel, state: TaskState) -> None:
         self._model = model
-        self._adapted = adapted
-        self._key_P = key_P
-        self._support = support
+        self._state = state
 
     def __reduce__(self) -> NoReturn:
         # A copy would adapt layers of its own, which no model runs through.
@@ -248,4 +316,5 @@ class AdaptedTask:
             UserError: a column is missing.
             DataError: a column holds what the model cannot take.
         """
-        return self._model.predict_adapted(self._adapted, self._key_P, self._support, rows)
+        encoded = self._model.encode(rows, "query", with_label=False)
+        return self._model.predict_encoded([self._state], encoded, [encoded.num_rows])

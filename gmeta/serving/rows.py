@@ -4,7 +4,9 @@ Shape suffixes: N rows, T episodes, E rows chosen from one side, F single-id fea
 features, K dense columns, V ids of all multi-id features.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,43 @@ class EncodedColumns:
         return len(self.label_N)
 
 
+def split_rows(rows: EncodedColumns, lengths: Sequence[int]) -> list[EncodedColumns]:
+    """Return stretches of so many rows each, as views."""
+    value_ends = offsets(row_sums(rows.lengths_NM))
+    ends = np.cumsum([0, *lengths])
+    return [
+        EncodedColumns(
+            rows.task_N[first:stop],
+            rows.label_N[first:stop],
+            rows.ids_NF[first:stop],
+            rows.dense_NK[first:stop],
+            rows.lengths_NM[first:stop],
+            rows.values_V[value_ends[first] : value_ends[stop]],
+        )
+        for first, stop in pairwise(ends.tolist())
+    ]
+
+
+def join_rows(parts: Sequence[EncodedColumns]) -> EncodedColumns:
+    """Return the rows one part after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    arrays = (np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0]))
+    return EncodedColumns(*arrays)
+
+
+def no_rows(features: Features) -> EncodedColumns:
+    """Return 0 rows of these features."""
+    return EncodedColumns(
+        np.zeros(0, np.int64),
+        np.zeros(0, np.float32),
+        np.zeros((0, len(features.single)), np.int64),
+        np.zeros((0, len(features.dense)), np.float32),
+        np.zeros((0, len(features.multi)), np.int32),
+        np.zeros(0, np.int64),
+    )
+
+
 def task_batch(
     features: Features,
     support: EncodedColumns,
@@ -44,7 +83,7 @@ def task_batch(
     """Return a batch of episodes: `chosen_E` are indices of support and query rows, task by task,
     and `lengths_T` how many of each a task has.
     """
-    both = _concat(support, query)
+    both = join_rows([support, query])
     support_E, query_E = chosen_E
     support_T, query_T = lengths_T
     # Sides alternate task by task: the first index of each stretch, then the stretches in turn.
@@ -65,8 +104,3 @@ def task_batch(
         multi_lengths_NM=both.lengths_NM[order_N],
     )
     return compose(features, [(build_block(features, rows), np.arange(len(support_T)))])
-
-
-def _concat(first: EncodedColumns, second: EncodedColumns) -> EncodedColumns:
-    arrays = (np.concatenate([vars(first)[name], vars(second)[name]]) for name in vars(first))
-    return EncodedColumns(*arrays)

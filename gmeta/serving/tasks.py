@@ -107,14 +107,14 @@ def _batches(sides: _Sides) -> Iterator[tuple[Int64, Int64, Int64, Int64]]:
     # Pieces of like size share a batch: little of it is then padding.
     by_size = np.lexsort((query_E, support_E))
     longest_E = support_E + query_E
-    for chosen in _cuts(by_size, longest_E):
+    for chosen in cuts(by_size, longest_E):
         task, support_T, query_T = task_E[chosen], support_E[chosen], query_E[chosen]
         support = ragged_indices(sides.support_first_T[task], support_T)
         query = ragged_indices(sides.query_first_T[task] + skipped_E[chosen], query_T)
         yield sides.support_order_S[support], support_T, sides.query_order_N[query], query_T
 
 
-def _cuts(order: Int64, rows_E: Int64) -> Iterator[Int64]:
+def cuts(order: Int64, rows_E: Int64) -> Iterator[Int64]:
     """Yield runs of `order` whose number times their largest `rows_E` stays within a batch."""
     first, longest = 0, 0
     for index, piece in enumerate(order):

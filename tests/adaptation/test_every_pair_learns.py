@@ -77,10 +77,10 @@ def test_the_query_loss_of_unseen_tasks_falls(name: str, model: str) -> None:
     if name == "encoder":
         # It learns how to adapt, too, where a gradient step knows; and what a task likes must
         # show in its features, as no embedding row of its own moves in their dot products.
-        config, steps, share = replace(config, interaction="cat"), 70, 0.75
+        config, steps, share = replace(config, interaction="cat"), 140, 0.8
     if name == "metaemb":
         algorithm = replace(algorithm, adapt_embeddings=("s1",), content=("m0",))
-        drawn, steps = planted_items, 70
+        drawn, steps, share = planted_items, 70, 0.5
     learner = build_learner(FEATURES, config, algorithm, "bce")
     tables = {
         table.name: torch.randn(table.num_rows, 8).mul_(0.3).requires_grad_()

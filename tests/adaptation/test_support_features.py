@@ -51,10 +51,10 @@ def test_before_adaptation_a_model_knows_nothing_of_the_support(name: str) -> No
     """What it predicts first is what it predicts of a task without support rows."""
     features = reference.some_features(2, 2, 1)
     statistics = SupportStatistics.of(SUPPORT, features, LabelPrior(0.4, 0.5))
-    torch.manual_seed(0)
-    learner = build_learner(
-        features, MODELS["melu"], AlgorithmConfig(name), "mse", 1.0, statistics
-    ).double()
+    torch.manual_seed(3)
+    own = {"adapt_embeddings": ("s0",), "content": ("s1",)} if name == "metaemb" else {}
+    algorithm = AlgorithmConfig(name, **own)
+    learner = build_learner(features, MODELS["melu"], algorithm, "mse", 1.0, statistics).double()
     rng = random.Random(1)
     tasks = [reference.random_task(features, 5, 4, rng) for _ in range(3)]
     unknown = [

@@ -5,6 +5,7 @@ them."""
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,8 @@ def test_a_run_of_the_previous_release_scores_as_it_did_there(folder: Path) -> N
     assert ended.returncode == 0, ended.stderr
     told = json.loads((folder / "run" / "evaluation" / "evaluation.json").read_text())
     (group,) = told["groups"]
-    (after,) = (each["metrics"] for each in group["results"] if each["stage"] == "after")
+    mine = [each for each in group["results"] if each["run"] == told["runs"][0]["name"]]
+    (after,) = (each["metrics"] for each in mine if each["stage"] == "after")
     for name in ("auc", "logloss"):
         assert after[name]["value"] == pytest.approx(was[name], abs=1e-5)
 
@@ -80,7 +82,14 @@ def test_a_run_of_the_previous_release_is_exported_as_it_was_there(folder: Path)
     was, told = (json.loads((each / "config.json").read_text()) for each in (before, now))
     for body in (was, told):
         del body["checksum"], body["source"]["exported_at"]
-    assert told == was  # the files' checksums too
+    assert known(told, was) == was  # the files' checksums too
+
+
+def known(told: Any, was: Any) -> Any:
+    """What is told without the keys that came later."""
+    if not isinstance(was, dict):
+        return told
+    return {key: known(told[key], was[key]) for key in was}
 
 
 def test_a_model_of_the_previous_release_predicts_as_it_did_there() -> None:

@@ -69,6 +69,10 @@ def pod_specs(manifest: Manifest) -> list[tuple[dict[str, str], dict[str, Any]]]
             for each in value:
                 walk(each)
 
+    if manifest.get("kind") == "InferenceService":
+        # KServe makes pods of the predictor, with the object's labels.
+        found.append((manifest["metadata"].get("labels", {}), manifest["spec"]["predictor"]))
+        return found
     # A pod is its own template.
     walk({"template": manifest} if manifest.get("kind") == "Pod" else manifest)
     return found

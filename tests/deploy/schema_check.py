@@ -34,6 +34,8 @@ def _problems(text: str) -> tuple[str, ...]:
     kind = manifest.get("kind", "")
     if kind in _OPERATOR_KINDS:
         return tuple(_by_json_schema(manifest))
+    if kind == "InferenceService":
+        return tuple(_by_inference_service(manifest))
     if kind in _TRAINER_KINDS:
         return tuple(_by_trainer_model(manifest))
     return tuple(found for version in VERSIONS for found in _by_kubernetes(manifest, version))
@@ -57,6 +59,22 @@ def _by_json_schema(manifest: Manifest) -> list[str]:
         f"{name_of(manifest)}: {'.'.join(map(str, error.path))}: {error.message}"
         for error in jsonschema.Draft202012Validator(schema).iter_errors(manifest)
     ]
+
+
+def _by_inference_service(manifest: Manifest) -> list[str]:
+    """The fields of KServe's own that we use by a schema; the rest of a predictor is a pod's."""
+    problems = _by_json_schema(manifest)
+    if problems:
+        return problems
+    predictor = manifest["spec"]["predictor"]
+    own = json.loads((_SCHEMAS / "inferenceservice.json").read_text())["$defs"]["own"]["properties"]
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": manifest["metadata"]["name"]},
+        "spec": {name: value for name, value in predictor.items() if name not in own},
+    }
+    return [found for version in VERSIONS for found in _by_kubernetes(pod, version)]
 
 
 def _by_trainer_model(manifest: Manifest) -> list[str]:

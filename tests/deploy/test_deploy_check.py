@@ -30,6 +30,7 @@ from tests.deploy.rendering import (
     pod_specs,
     render,
 )
+from tests.deploy.schema_check import schema_problems
 
 needs_kubectl = pytest.mark.skipif(find_kubectl() is None, reason="no kubectl: make deploy-tools")
 
@@ -305,6 +306,7 @@ def normal(name: str) -> str:
 def test_every_package_of_the_images_has_one_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["s3"]]
+    needed += project["optional-dependencies"]["serve"]
     triple = {"torch", "torchrec"}
     assert {normal(Requirement(line).name) for line in needed} - pinned() == triple
 
@@ -326,3 +328,25 @@ print(*{dist for name in loaded for dist in known.get(name, [])})
     assert asked <= loaded
     assert loaded <= pinned(), "pin it in constraints.txt, and ask for it in service.txt"
     assert not loaded & {"torch", "torchrec", "numpy", "pyarrow", "duckdb"}
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "expected"),
+    [
+        (("predictor", "scaleTarget"), "60", "spec.predictor.scaleTarget: '60' is not of type"),
+        (("predictor", "minReplica"), 2, "Additional properties are not allowed ('minReplica'"),
+        (("transformer",), {}, "Additional properties are not allowed ('transformer'"),
+    ],
+)
+def test_what_kserve_would_refuse_is_found(
+    where: tuple[str, ...], value: object, expected: str
+) -> None:
+    manifests = render(ROOT / "deploy/k8s/overlays/local-cpu-kserve")
+    (service,) = (each for each in manifests if each["kind"] == "InferenceService")
+    assert schema_problems(service) == []
+    *path, last = where
+    holder = service["spec"]
+    for name in path:
+        holder = holder[name]
+    holder[last] = value
+    assert any(expected in problem for problem in schema_problems(service))

@@ -5,6 +5,7 @@ import re
 import grpc
 
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
+from gmeta.server.metrics import ServerMetrics
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 from tests.deploy.monitoring import ALERTS, DASHBOARDS
@@ -35,4 +36,14 @@ def test_alerts_and_dashboard_ask_for_metrics_that_the_service_has() -> None:
     server.stop(0.0)
     asked = set(re.findall(r"antdt_\w+", "".join(p.read_text() for p in [ALERTS, *DASHBOARDS])))
     assert len(asked) > 8
+    assert asked - had == set()
+
+
+def test_alerts_ask_for_metrics_that_a_server_has() -> None:
+    families = list(ServerMetrics().registry.collect())
+    had = {f"{family.name}{'_total' * (family.type == 'counter')}" for family in families}
+    had |= {f"{family.name}_bucket" for family in families if family.type == "histogram"}
+    # In the expressions alone: descriptions name the whole histogram.
+    asked = set(re.findall(r"gmeta_serve_\w+(?=[{\[)])", ALERTS.read_text()))
+    assert len(asked) == 3
     assert asked - had == set()

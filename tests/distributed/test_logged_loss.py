@@ -39,7 +39,8 @@ def with_query_rows(rows: Rows) -> Rows:
     chosen_N = np.repeat(chosen_T, rows.row_lengths_T)
     chosen_V = np.repeat(chosen_N, rows.multi_lengths_NM.sum(axis=1))
     chosen = {"T": chosen_T, "N": chosen_N, "V": chosen_V}
-    arrays = {name: array[chosen[name.split("_")[-1][0]]] for name, array in vars(rows).items()}
+    stored = {name: array for name, array in vars(rows).items() if len(array)}  # no row ids
+    arrays = {name: array[chosen[name.split("_")[-1][0]]] for name, array in stored.items()}
     return replace(rows, **arrays)
 
 

@@ -1,0 +1,121 @@
+"""Callers of an HTTP server that cost little: bodies are made before, connections are kept."""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Answers:
+    """What came back: each request's seconds, how many failed, and the bodies if they were kept."""
+
+    seconds: list[float] = field(default_factory=list)
+    failed: int = 0
+    spent_s: float = 0.0
+    kept: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def per_s(self) -> float:
+        return (len(self.seconds) - self.failed) / self.spent_s
+
+
+class Connection:
+    """One caller's connection; a request after the other."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def post(self, head: bytes, body: bytes) -> tuple[int, bytes]:
+        """The status and the body of an answer."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 22)
+        reader, writer = self._streams
+        writer.write(head + body)
+        answer = await reader.readuntil(b"\r\n\r\n")
+        headers = answer.lower()
+        length = int(headers.split(b"content-length:")[1].split(b"\r\n")[0])
+        content = await reader.readexactly(length)
+        if b"connection: close" in headers:
+            self.close()
+        return int(answer[9:12]), content
+
+    def close(self) -> None:
+        if self._streams is not None:
+            self._streams[1].close()
+        self._streams = None
+
+
+def head_of(path: str, body: bytes) -> bytes:
+    """The head of a POST."""
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    ).encode()
+
+
+async def closed_loop(
+    port: int,
+    path: str,
+    bodies: Sequence[bytes],
+    clients: int,
+    go_on: Callable[[], bool],
+    keep: bool = False,
+) -> Answers:
+    """So many callers, each with its next request as soon as its last one is answered."""
+    answers, turn = Answers(), iter(range(1 << 60))
+
+    async def caller() -> None:
+        connection = Connection(port)
+        while go_on():
+            index = next(turn) % len(bodies)
+            body, began_s = bodies[index], time.perf_counter()
+            try:
+                status, content = await connection.post(head_of(path, body), body)
+            except (OSError, asyncio.IncompleteReadError):
+                status, content = 0, b"{}"
+                connection.close()
+            answers.seconds.append(time.perf_counter() - began_s)
+            answers.failed += status != 200
+            if keep and status == 200:
+                answers.kept.append((index, json.loads(content)))
+        connection.close()
+
+    began_s = time.perf_counter()
+    await asyncio.gather(*(caller() for _ in range(clients)))
+    answers.spent_s = time.perf_counter() - began_s
+    return answers
+
+
+async def open_loop(
+    port: int, path: str, bodies: Sequence[bytes], per_s: float, for_s: float, seed: int
+) -> Answers:
+    """Requests at random times, however long answers take; each is timed from when it was due."""
+    rng, answers, idle = random.Random(seed), Answers(), list[Connection]()
+    began_s = time.perf_counter()
+
+    async def one(body: bytes, due_s: float) -> None:
+        connection = idle.pop() if idle else Connection(port)
+        try:
+            status, _ = await connection.post(head_of(path, body), body)
+            idle.append(connection)
+        except (OSError, asyncio.IncompleteReadError):
+            status = 0
+        answers.seconds.append(time.perf_counter() - due_s)
+        answers.failed += status != 200
+
+    tasks, due_s, index = [], began_s, 0
+    while due_s < began_s + for_s:
+        due_s += rng.expovariate(per_s)
+        await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+        tasks.append(asyncio.create_task(one(bodies[index % len(bodies)], due_s)))
+        index += 1
+    await asyncio.gather(*tasks)
+    for connection in idle:
+        connection.close()
+    answers.spent_s = time.perf_counter() - began_s
+    return answers

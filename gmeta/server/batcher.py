@@ -1,0 +1,204 @@
+"""Requests that wait, and the batches that answer all of them together.
+
+A batch is computed on the event loop itself unless it is long: two threads of one interpreter only
+wait for each other. What comes meanwhile waits in the sockets and makes the next batch; the busier
+the server, the larger its batches.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import final
+
+from gmeta.antdt.log import LOGGER_NAME
+from gmeta.server.errors import RequestError
+from gmeta.server.limits import BatchLimits
+from gmeta.server.protocol import Answer, Inference, Outcome
+
+Run = Callable[[Sequence[Inference]], list[Outcome]]
+_RATE_MEMORY = 0.8  # of the rows a second, from batch to batch
+# Callers that were answered together tend to ask again together: so much of a batch's time their
+# next requests are waited for, and so long those whose bytes have begun to come.
+_WAIT_SHARE = 0.25
+_UNDER_WAY_S = 0.002
+
+
+@dataclass(frozen=True)
+class _Ticket:
+    """A request that waits; its future belongs to the event loop."""
+
+    request: Inference
+    future: asyncio.Future[Outcome]
+    arrived_s: float = field(default_factory=time.perf_counter)
+
+
+@final
+class Batcher:
+    """Answers requests; all calls are made on one event loop."""
+
+    def __init__(
+        self,
+        run: Run,
+        limits: BatchLimits,
+        observe: Callable[[str, float], None],
+    ) -> None:
+        """`run` answers a batch; `observe` is told of what it measures: queue (seconds), tasks and
+        rows of a batch.
+        """
+        self._run = run
+        self._limits = limits
+        self._observe = observe
+        self._waiting: deque[_Ticket] = deque()
+        self._under_way = 0  # requests that are being read
+        self._busy = False
+        self._closing = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._long: asyncio.Future[None] | None = None  # the batch that a thread computes
+        self._rows_per_s = 0.0
+        self._expected, self._until_s = 1, 0.0  # for so many requests, and no longer than so
+        self._threads = ThreadPoolExecutor(1, "serve-batches")  # for what takes long
+
+    def stop(self) -> None:
+        """Take no more requests; what waits is answered as long as the event loop runs."""
+        self._closing = True
+        self._threads.shutdown(wait=False)
+
+    @property
+    def num_waiting(self) -> int:
+        """Count the requests that no batch has taken yet."""
+        return len(self._waiting)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Tell that a request is being read inside: a batch waits for it, but not for long."""
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            if self._waiting:
+                asyncio.get_running_loop().call_soon(self._look)
+
+    async def answer(self, request: Inference) -> Answer:
+        """Return the answer to a request. Raise RequestError: it is wrong, too many wait, or it
+        took too long.
+        """
+        loop, limits = asyncio.get_running_loop(), self._limits
+        if self._closing:
+            raise RequestError(503, "the server is shutting down. Call another one")
+        if len(self._waiting) >= limits.waiting:
+            raise self._too_many()
+        ticket = _Ticket(request, loop.create_future())
+        self._waiting.append(ticket)
+        # Behind all that has come by now: what else is ready joins the batch.
+        loop.call_soon(self._look)
+        try:
+            async with asyncio.timeout(limits.timeout_s):
+                outcome = await ticket.future
+        except TimeoutError:
+            raise RequestError(
+                504,
+                f"the request was not answered within {limits.timeout_s:g} s. Retry, with fewer "
+                "rows or fewer requests at once",
+            ) from None
+        if isinstance(outcome, RequestError):
+            raise outcome
+        return outcome
+
+    def _too_many(self) -> RequestError:
+        rows = sum(ticket.request.num_rows for ticket in self._waiting)
+        wait_s = rows / self._rows_per_s if self._rows_per_s else 1.0
+        return RequestError(
+            429,
+            f"{len(self._waiting)} requests wait; no more are taken. Retry after a pause, or start "
+            "more servers",
+            retry_after_s=max(1, math.ceil(wait_s)),
+        )
+
+    def _look(self) -> None:
+        """Begin a batch, unless more requests are about to come."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._busy or not self._waiting:
+            return
+        now_s = time.perf_counter()
+        until_s = self._until_s
+        if self._under_way:
+            until_s = max(until_s, self._waiting[0].arrived_s + _UNDER_WAY_S)
+        are_all = len(self._waiting) >= self._expected and not self._under_way
+        if are_all or now_s >= until_s or len(self._waiting) >= self._limits.tasks:
+            self._begin()
+        else:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(until_s - now_s, self._look)
+
+    def _begin(self) -> None:
+        batch = self._next_batch()
+        if not batch:
+            return
+        began_s = time.perf_counter()
+        for ticket in batch:
+            self._observe("queue", began_s - ticket.arrived_s)
+        requests = [ticket.request for ticket in batch]
+        num_rows = sum(request.num_rows for request in requests)
+        self._observe("tasks", len(requests))
+        self._observe("rows", num_rows)
+        self._busy = True
+        likely_s = num_rows / self._rows_per_s if self._rows_per_s else 0.0
+        if likely_s <= self._limits.inline_s:
+            self._end(batch, self._outcomes(requests), began_s, num_rows)
+        else:
+            # Kept: the loop itself holds no task.
+            self._long = asyncio.ensure_future(self._in_thread(batch, requests, began_s, num_rows))
+
+    async def _in_thread(
+        self, batch: list[_Ticket], requests: list[Inference], began_s: float, num_rows: int
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        outcomes = await loop.run_in_executor(self._threads, self._outcomes, requests)
+        self._end(batch, outcomes, began_s, num_rows)
+
+    def _end(
+        self, batch: list[_Ticket], outcomes: list[Outcome], began_s: float, num_rows: int
+    ) -> None:
+        """Hand out the answers of a batch, and look for the next."""
+        now_s = time.perf_counter()
+        spent_s = max(now_s - began_s, 1e-6)
+        before = self._rows_per_s or num_rows / spent_s
+        self._rows_per_s = _RATE_MEMORY * before + (1 - _RATE_MEMORY) * num_rows / spent_s
+        self._expected, self._until_s = len(batch), now_s + _WAIT_SHARE * spent_s
+        self._busy = False
+        for ticket, outcome in zip(batch, outcomes, strict=True):
+            if not ticket.future.done():
+                ticket.future.set_result(outcome)
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _outcomes(self, requests: Sequence[Inference]) -> list[Outcome]:
+        try:
+            return self._run(requests)
+        except Exception as error:  # one batch must not end the server
+            logging.getLogger(LOGGER_NAME).error("batch_failed", exc_info=error)
+            failed = RequestError(500, "the server failed on this request; its log says why")
+            return [failed] * len(requests)
+
+    def _next_batch(self) -> list[_Ticket]:
+        """Return what waits, as much as one batch may hold."""
+        batch: list[_Ticket] = []
+        num_rows = 0
+        while self._waiting and len(batch) < self._limits.tasks:
+            num_rows += self._waiting[0].request.num_rows
+            if batch and num_rows > self._limits.rows:
+                break
+            ticket = self._waiting.popleft()
+            # Its caller has left, or was told that it took too long.
+            if not ticket.future.done():
+                batch.append(ticket)
+        return batch

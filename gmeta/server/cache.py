@@ -1,0 +1,113 @@
+"""Adapted tasks by their keys: the least recently used go first, and all go after their time.
+
+An entry keeps the support rows beside the state that a version of the model made of them: with a
+newer version the task adapts anew, and its callers notice nothing.
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import final
+
+import pyarrow as pa
+
+from gmeta.server.shared_support import SharedSupport
+from gmeta.serving.states import TaskState
+
+_ENTRY_BYTES = 1_000  # of an entry's own objects, about
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One task; `stamp` tells the puts of a key apart."""
+
+    support: pa.Table
+    state: TaskState | None
+    version: str  # that made the state
+    stamp: str
+    expires_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        """Return about how many bytes it takes."""
+        state = self.state.num_bytes if self.state is not None else 0
+        return _ENTRY_BYTES + int(self.support.nbytes) + state
+
+
+@final
+class TaskCache:
+    """The tasks of one process; with `shared`, those whose support rows another process of the
+    server was given, too. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        max_bytes: int,
+        ttl_s: float,
+        shared: SharedSupport | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._shared = shared
+        self._clock = clock
+        self._entries: OrderedDict[str, Entry] = OrderedDict()  # the least recently used first
+        self._lock = threading.Lock()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: str) -> Entry | None:
+        """Return the task of this key, or None; its time begins anew with a put only."""
+        now_s = self._clock()
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None and entry.expires_s <= now_s:
+                self._drop(key)
+                entry = None
+            if entry is not None:
+                self._entries.move_to_end(key)
+        if self._shared is None:
+            return entry
+        # Another process may have been given newer rows.
+        found = self._shared.get(key, entry.stamp if entry is not None else "", now_s)
+        if found is None:
+            return None
+        if found.support is None:
+            return entry
+        return Entry(found.support, None, "", found.stamp, found.expires_s)
+
+    def put(self, key: str, support: pa.Table, state: TaskState, version: str) -> None:
+        """Keep a task that a caller sent the support rows of."""
+        expires_s = self._clock() + self._ttl_s
+        stamp = self._shared.put(key, support, expires_s) if self._shared is not None else ""
+        self._keep(key, Entry(support, state, version, stamp, expires_s))
+
+    def restore(self, key: str, entry: Entry, state: TaskState, version: str) -> None:
+        """Keep the state that a newer version, or this process, made of an entry's support rows."""
+        self._keep(key, replace(entry, state=state, version=version))
+
+    def forget_states(self, version: str) -> None:
+        """Let go of the states that other versions made; the support rows stay."""
+        with self._lock:
+            for key, entry in list(self._entries.items()):
+                if entry.version != version and entry.state is not None:
+                    self.num_bytes -= entry.state.num_bytes
+                    self._entries[key] = replace(entry, state=None)
+
+    def _keep(self, key: str, entry: Entry) -> None:
+        with self._lock:
+            self._drop(key)
+            if entry.num_bytes > self._max_bytes:
+                return
+            self._entries[key] = entry
+            self.num_bytes += entry.num_bytes
+            while self.num_bytes > self._max_bytes:
+                self._drop(next(iter(self._entries)))
+
+    def _drop(self, key: str) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self.num_bytes -= entry.num_bytes

@@ -1,0 +1,178 @@
+"""The columns of a model as the inputs of a server: what is told of them, and rows made of tensors.
+
+Inputs named like the model's columns are the rows to predict; with `support.` in front, the
+labelled rows to adapt by.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from gmeta.errors import UserError
+from gmeta.server.errors import bad
+from gmeta.server.tensors import Tensor
+from gmeta.serving.folder import ExportedConfig
+
+SUPPORT = "support."
+LENGTHS = ".lengths"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: `role` is task, label, single, multi or dense; a list holds several values a
+    row."""
+
+    name: str
+    role: str
+    datatype: str  # that metadata names; other numbers are taken too
+    is_list: bool
+    values: str  # in words
+
+
+@dataclass(frozen=True)
+class ModelColumns:
+    """All columns of a model. `read` are those that query rows need, in order."""
+
+    task: Column
+    label: Column
+    read: tuple[Column, ...]
+    # Columns of the schema that no prediction needs: taken and left alone.
+    ignored: frozenset[str]
+
+    @property
+    def known(self) -> dict[str, Column]:
+        """Return every column by its name."""
+        return {column.name: column for column in (self.task, self.label, *self.read)}
+
+    @property
+    def signature(self) -> dict[str, tuple[str, bool]]:
+        """Return what a caller must send, by name: two models with the same one take the same
+        requests."""
+        return {column.name: (column.datatype, column.is_list) for column in self.known.values()}
+
+
+def columns_of(config: ExportedConfig) -> ModelColumns:
+    """Return the columns of an exported model. Raise UserError for one that cannot be an input."""
+    given, features, read = config.columns, config.features, dict[str, Column]()
+    ignored: set[str] = set()
+    schema = given.schema
+    if schema is None:
+        rows = {table.name: table.num_rows for table in features.tables}
+        for role, sparse in (("single", features.single), ("multi", features.multi)):
+            for one in sparse:
+                values = f"ids 0 to {rows[one.table] - 1}; 0: unknown"
+                read[one.name] = Column(one.name, role, "INT64", role == "multi", values)
+        for name in features.dense:
+            read[name] = Column(name, "dense", "FP32", False, "a number")
+    else:
+        for role, described in (("single", schema.single), ("multi", schema.multi)):
+            for column in described:
+                kind = given.kinds.get(column.column, "text")
+                is_list = role == "multi" and column.separator is None
+                split = f", split at {column.separator!r}" if column.separator else ""
+                nulls = "; null allowed" if column.null == "unknown" else ""
+                datatype = "INT64" if kind == "integer" else "BYTES"
+                values = f"{kind}{split}{nulls}"
+                read[column.column] = Column(column.column, role, datatype, is_list, values)
+        for dense in schema.dense:
+            # A column may be dense and sparse at once: it is sent as what its ids are made of.
+            as_dense = Column(dense.column, "dense", "FP32", False, "a number")
+            read.setdefault(dense.column, as_dense)
+        ignored = set(schema.columns) - read.keys()
+    label = "0 to 1" if config.loss == "bce" else "a number"
+    found = ModelColumns(
+        read.get(given.task, Column(given.task, "task", "INT64", False, "integer or text")),
+        read.get(given.label, Column(given.label, "label", "FP32", False, label)),
+        tuple(read.values()),
+        frozenset(ignored),
+    )
+    for name in found.known:
+        if name.startswith(SUPPORT) or (name.endswith(LENGTHS) and name[: -len(LENGTHS)] in read):
+            raise UserError(
+                f"column {name} cannot be an input of a server: {SUPPORT}NAME are the support rows "
+                f"and NAME{LENGTHS} the lengths of lists. Rename the column before prepare"
+            )
+    return found
+
+
+def rows_of(
+    columns: ModelColumns, tensors: Sequence[Tensor]
+) -> tuple[pa.Table | None, pa.Table | None]:
+    """Return the support rows and the query rows of a request; None where it has no such input.
+    Raise RequestError."""
+    sides: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+    for tensor in tensors:
+        is_support = tensor.name.startswith(SUPPORT)
+        side = sides[0 if is_support else 1]
+        name = tensor.name.removeprefix(SUPPORT) if is_support else tensor.name
+        if name in side:
+            raise bad(f"input {tensor.name} is there twice; once is allowed. Leave one out")
+        side[name] = tensor
+    support, query = (_table(columns, side) for side in sides)
+    return support, query
+
+
+def _table(columns: ModelColumns, side: Mapping[str, Tensor]) -> pa.Table | None:
+    if not side:
+        return None
+    known, found = columns.known, dict[str, pa.Array]()
+    for name, tensor in side.items():
+        if name in known:
+            lengths = side.get(name + LENGTHS) if known[name].is_list else None
+            found[name] = _array(known[name], tensor, lengths)
+        elif not _is_lengths(name, known, side) and name not in columns.ignored:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise bad(
+                f"input {tensor.name[:80]!r} is no column of this model; "
+                f"{f'did you mean {near[0]}?' if near else 'it has ' + ', '.join(known) + '.'} "
+                "Correct the name, or leave the input out"
+            )
+    sizes = {name: len(array) for name, array in found.items()}
+    if len(set(sizes.values())) > 1:
+        told = ", ".join(f"{name} {size}" for name, size in list(sizes.items())[:6])
+        raise bad(f"inputs of one side differ in rows ({told}); all need the same. Correct them")
+    return pa.table(found) if found else None
+
+
+def _is_lengths(name: str, known: Mapping[str, Column], side: Mapping[str, Tensor]) -> bool:
+    column = name.removesuffix(LENGTHS)
+    return column != name and column in side and column in known and known[column].is_list
+
+
+def _array(column: Column, tensor: Tensor, lengths: Tensor | None) -> pa.Array:
+    if not column.is_list:
+        if len(tensor.shape) == 2 and tensor.shape[1] != 1:
+            raise bad(
+                f"input {tensor.name} has shape {list(tensor.shape)}; [N] and [N, 1] are allowed, "
+                "since each row has one value. Correct it"
+            )
+        return tensor.values
+    if lengths is None:
+        if len(tensor.shape) == 1:
+            raise bad(
+                f"input {tensor.name} has shape {list(tensor.shape)}, but each row has a list: "
+                f"send [N, M] for lists of one length, or all values in [V] and the {tensor.name}"
+                f"{LENGTHS} of the lists in [N]"
+            )
+        offsets = np.arange(tensor.shape[0] + 1, dtype=np.int64) * tensor.shape[1]
+        return pa.LargeListArray.from_arrays(offsets, tensor.values)
+    sizes = lengths.values
+    if len(tensor.shape) != 1 or len(lengths.shape) != 1 or not pa.types.is_integer(sizes.type):
+        raise bad(
+            f"input {tensor.name} with {lengths.name} needs both in one dimension and the lengths "
+            f"as integers; they have {list(tensor.shape)}, {list(lengths.shape)} and {sizes.type}. "
+            "Correct them"
+        )
+    if sizes.null_count:
+        raise bad(f"input {lengths.name} holds null; the length of each list is needed")
+    counts = sizes.to_numpy().astype(np.float64)  # no sum of integers can wrap around
+    if (counts < 0).any() or counts.sum() != len(tensor.values):
+        raise bad(
+            f"input {lengths.name} adds up to {counts.sum():.0f}; {tensor.name} has "
+            f"{len(tensor.values)} values, and no length may be below 0. Correct them"
+        )
+    ends = np.concatenate([[0], np.cumsum(sizes.to_numpy().astype(np.int64))])
+    return pa.LargeListArray.from_arrays(ends, tensor.values)

@@ -1,0 +1,97 @@
+"""How one server runs; `gmeta serve --help` explains each setting."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gmeta.antdt.access.address import split_address
+from gmeta.antdt.access.credentials import is_loopback
+from gmeta.errors import UserError
+from gmeta.server.limits import BatchLimits, RequestLimits
+
+DEFAULT_ADDRESS = "127.0.0.1:8080"
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Everything that a worker process needs to know; it travels to it as a pickle."""
+
+    folder: Path
+    name: str
+    listen: str = DEFAULT_ADDRESS
+    grpc_listen: str = ""
+    workers: int = 1
+    threads: int = 1  # of torch, in each worker
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    batch: BatchLimits = field(default_factory=BatchLimits)
+    max_connections: int = 1024  # of each worker
+    cache_bytes: int = 256 << 20  # of each worker, and of the rows that all share
+    cache_ttl_s: float = 3600.0
+    reload_every_s: float = 2.0  # 0: never
+    drain_s: float = 20.0
+    drain_delay_s: float = 0.0  # not ready, and still answering
+    verify: bool = True
+    access_log: bool = True
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    tokens: Path | None = None
+    insecure: bool = False
+    behind_proxy: bool = False
+    shared_file: Path | None = None  # of the support rows that all workers share
+
+    @property
+    def secured(self) -> bool:
+        """Return whether the wire is encrypted and every caller must prove who they are."""
+        return self.tls_cert is not None and bool(self.tls_client_ca or self.tokens)
+
+    @property
+    def protection(self) -> str:
+        """Return the options given that protect the server, as on the command line."""
+        given = {
+            "--tls-cert": self.tls_cert,
+            "--tls-key": self.tls_key,
+            "--tls-client-ca": self.tls_client_ca,
+            "--tokens": self.tokens,
+        }
+        return " ".join(f"{name} {path}" for name, path in given.items() if path) or "nothing"
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Return the addresses to listen on, by their option."""
+        found = {"--listen": self.listen, "--grpc": self.grpc_listen}
+        return {option: address for option, address in found.items() if address}
+
+    def check(self) -> None:
+        """Raise UserError for an address that is none, or that strangers could reach."""
+        hosts = {option: split_address(option, at)[0] for option, at in self.addresses.items()}
+        if self.workers > 1:
+            for option, address in self.addresses.items():
+                if split_address(option, address)[1] == 0:
+                    raise UserError(
+                        f"{option} {address} takes any free port, which --workers {self.workers} "
+                        "cannot share. Name a port"
+                    )
+        if self.insecure and self.behind_proxy:
+            raise UserError("--insecure and --behind-proxy exclude each other. Pass one of them")
+        if (self.insecure or self.behind_proxy) and self.protection != "nothing":
+            option = "--insecure" if self.insecure else "--behind-proxy"
+            raise UserError(
+                f"{option} was given beside {self.protection}; a server is the one or the other. "
+                f"Leave out {option}, or the rest"
+            )
+        if self.secured or self.behind_proxy:
+            return
+        if not self.insecure:
+            raise UserError(
+                f"of what protects a server there is {self.protection}; --tls-cert, --tls-key and "
+                "one of --tls-client-ca and --tokens are needed. Pass them; or --insecure on a "
+                "loopback address; or --behind-proxy where a proxy or mesh in front does both"
+            )
+        for option, host in hosts.items():
+            if not is_loopback(host):
+                raise UserError(
+                    f"{option} {self.addresses[option]} can be reached from other machines, and "
+                    "--insecure is for this one. Listen on 127.0.0.1; or pass --tls-cert, "
+                    "--tls-key and --tokens; or --behind-proxy where a proxy or mesh in front "
+                    "does both"
+                )

@@ -1,0 +1,192 @@
+"""The server's gRPC side: the Open Inference Protocol's GRPCInferenceService, and gRPC's own health
+service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from gmeta.antdt.access.auth import Shown
+from gmeta.server.access import Right
+from gmeta.server.columns import ModelColumns
+from gmeta.server.errors import RequestError, bad
+from gmeta.server.limits import RequestLimits
+from gmeta.server.protocol import Answer, Inference, make_inference
+from gmeta.server.tensors import check_head, raw_bytes, tensor_from_raw, tensor_from_typed
+from gmeta_protos.inference.v2 import open_inference_pb2 as pb
+
+if TYPE_CHECKING:
+    from gmeta.server.service import Service
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+_LARGE_BYTES = 256 << 10  # a larger request is parsed in a thread
+
+
+def inference_handler(service: Service, certificates: bool) -> Any:
+    """Return the protocol's RPCs as a handler for a gRPC server; with `certificates`, the handshake
+    has demanded and verified one of each client.
+    """
+    servicer = _Servicer(service, certificates)
+    handlers = {}
+    for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
+        kinds = getattr(pb, method.input_type.name), getattr(pb, method.output_type.name)
+        respond = _parsed(kinds[0], getattr(servicer, method.name))
+        # gRPC itself would answer UNKNOWN, with an exception's name, what it cannot parse.
+        handlers[method.name] = grpc.unary_unary_rpc_method_handler(
+            respond, request_deserializer=None, response_serializer=kinds[1].SerializeToString
+        )
+    return grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)
+
+
+def _parsed(
+    kind: Any, respond: Callable[[Any, Any], Awaitable[Any]]
+) -> Callable[[bytes, Any], Awaitable[Any]]:
+    async def answer(content: bytes, context: Any) -> Any:
+        try:
+            request = kind.FromString(content)
+        except DecodeError:
+            told = f"the call's message is no {kind.DESCRIPTOR.full_name}. Send one"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, told)
+        return await respond(request, context)
+
+    return answer
+
+
+@final
+class _Servicer:
+    """All RPCs of the protocol."""
+
+    def __init__(self, service: Service, certificates: bool) -> None:
+        self._service = service
+        self._certificates = certificates
+
+    async def ServerLive(self, request: Any, context: Any) -> Any:
+        """Return that the process answers; needs no proof."""
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: Any, context: Any) -> Any:
+        """Return whether the server is to be called; needs no proof."""
+        return pb.ServerReadyResponse(ready=self._service.ready)
+
+    async def ModelReady(self, request: Any, context: Any) -> Any:
+        """Return whether the model is to be called; needs no proof."""
+
+        async def respond() -> Any:
+            self._service.check_model(request.name, request.version)
+            return pb.ModelReadyResponse(ready=self._service.ready)
+
+        return await self._answered(context, None, respond)
+
+    async def ServerMetadata(self, request: Any, context: Any) -> Any:
+        """Return the server's name, version and extensions."""
+
+        async def respond() -> Any:
+            # Its binary extension is one of HTTP.
+            told = {**self._service.server_metadata(), "extensions": []}
+            return pb.ServerMetadataResponse(**told)
+
+        return await self._answered(context, Right.METADATA, respond)
+
+    async def ModelMetadata(self, request: Any, context: Any) -> Any:
+        """Return the model's inputs and outputs."""
+
+        async def respond() -> Any:
+            self._service.check_model(request.name, request.version)
+            told = self._service.model_metadata()
+            kind = pb.ModelMetadataResponse.TensorMetadata
+            for side in ("inputs", "outputs"):
+                told[side] = [kind(**tensor) for tensor in told[side]]
+            return pb.ModelMetadataResponse(**told)
+
+        return await self._answered(context, Right.METADATA, respond)
+
+    async def ModelInfer(self, request: Any, context: Any) -> Any:
+        """Return the outputs for the inputs of the request."""
+
+        async def respond() -> Any:
+            service = self._service
+            carrier = dict(context.invocation_metadata() or ())
+            asked, answer = await service.infer(
+                "grpc",
+                request.model_name,
+                request.model_version,
+                carrier,
+                context.peer(),
+                lambda: _read(request, service),
+            )
+            return _response(service.config.name, asked, answer)
+
+        return await self._answered(context, Right.INFER, respond)
+
+    async def _answered(
+        self, context: Any, right: Right | None, respond: Callable[[], Awaitable[Any]]
+    ) -> Any:
+        """Answer one call; a RequestError becomes its status."""
+        try:
+            if right is not None:
+                shown = Shown.by(context)
+                uris = shown.uris if self._certificates else None
+                access = self._service.access
+                access.check(right, shown.authorization, uris, shown.valid_until_s)
+            return await respond()
+        except RequestError as error:
+            if error.retry_after_s is not None:
+                # What gRPC's own retries obey.
+                pushback = ("grpc-retry-pushback-ms", str(error.retry_after_s * 1000))
+                context.set_trailing_metadata((pushback,))
+            await context.abort(getattr(grpc.StatusCode, error.grpc_code), str(error))
+
+
+async def _read(request: Any, service: Service) -> Inference:
+    columns, limits = service.loaded.columns, service.config.limits
+    if request.ByteSize() > _LARGE_BYTES:
+        return await asyncio.to_thread(parse_grpc, columns, request, limits)
+    return parse_grpc(columns, request, limits)
+
+
+def parse_grpc(columns: ModelColumns, request: Any, limits: RequestLimits) -> Inference:
+    """Return what a ModelInferRequest asks for. Raise RequestError."""
+    raw = request.raw_input_contents
+    if len(raw) not in (0, len(request.inputs)):
+        raise bad(
+            f"raw_input_contents has {len(raw)} entries and inputs {len(request.inputs)}; both "
+            "need the same, or there are none of the first. Correct the request"
+        )
+    tensors = []
+    for place, each in enumerate(request.inputs):
+        head = check_head(each.name, each.datatype, list(each.shape))
+        if not raw:
+            tensors.append(tensor_from_typed(*head, each.contents))
+        elif each.HasField("contents"):
+            raise bad(
+                f"input {each.name[:80]!r} has contents beside raw_input_contents; one of them is "
+                "allowed. Leave one out"
+            )
+        else:
+            tensors.append(tensor_from_raw(*head, raw[place]))
+    outputs = [output.name for output in request.outputs]
+    parameters = _parameters(request.parameters)
+    return make_inference(columns, tensors, parameters, outputs, limits, request.id)
+
+
+def _parameters(given: Mapping[str, Any]) -> dict[str, object]:
+    found = {name: value.WhichOneof("parameter_choice") for name, value in given.items()}
+    return {name: getattr(given[name], kind) for name, kind in found.items() if kind is not None}
+
+
+def _response(model: str, asked: Inference, answer: Answer) -> Any:
+    response = pb.ModelInferResponse(
+        model_name=model, model_version=answer.version, id=asked.request_id
+    )
+    for name, value in answer.parameters.items():
+        kind = "int64_param" if isinstance(value, int) else "string_param"
+        setattr(response.parameters[name], kind, value)
+    for name in asked.outputs:
+        values = answer.outputs[name]
+        response.outputs.add(name=name, datatype="FP32", shape=[len(values)])
+        response.raw_output_contents.append(raw_bytes(values))
+    return response

@@ -1,0 +1,204 @@
+"""The server's HTTP side: the Open Inference Protocol, /metrics, /status and /docs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import Awaitable, Callable
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from gmeta.server.access import Right
+from gmeta.server.columns import ModelColumns
+from gmeta.server.errors import RequestError
+from gmeta.server.http_edge import CERTIFICATE
+from gmeta.server.protocol import BINARY_HEADER, Inference, parse_http, render_http
+
+if TYPE_CHECKING:
+    from gmeta.server.service import Service
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+# A larger body is parsed in a thread, so that other requests are read meanwhile.
+_LARGE_BYTES = 256 << 10
+# The page is one file of ours: nothing else may run in it or be fetched by it.
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def http_app(service: Service) -> FastAPI:
+    """Return the app of a service."""
+    app = FastAPI(title="gmeta", docs_url=None, redoc_url=None, openapi_url=None)
+    page = resources.files(__package__).joinpath("page.html").read_text()
+
+    async def live(request: Request) -> Response:
+        return JSONResponse({"live": True})
+
+    async def ready(request: Request) -> Response:
+        return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
+
+    async def model_ready(request: Request) -> Response:
+        service.check_model(*_model(request))
+        body = {"name": service.config.name, "ready": service.ready}
+        return JSONResponse(body, 200 if service.ready else 503)
+
+    async def server(request: Request) -> Response:
+        check(request, Right.METADATA)
+        return JSONResponse(service.server_metadata())
+
+    async def model(request: Request) -> Response:
+        check(request, Right.METADATA)
+        service.check_model(*_model(request))
+        return JSONResponse(service.model_metadata())
+
+    async def infer(request: Request) -> Response:
+        check(request, Right.INFER)
+        peer = f"{request.client.host}:{request.client.port}" if request.client else ""
+        asked, answer = await service.infer(
+            "http",
+            *_model(request),
+            dict(request.headers),
+            peer,
+            lambda: _read(request, service),
+        )
+        body, headers = render_http(service.config.name, asked, answer)
+        return Response(body, headers=headers)
+
+    async def metrics(request: Request) -> Response:
+        check(request, Right.LOOK)
+        service.measure()
+        body, content_type = service.metrics.page(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
+    async def status(request: Request) -> Response:
+        check(request, Right.LOOK)
+        return JSONResponse(service.status())
+
+    async def docs(request: Request) -> Response:
+        check(request, Right.LOOK)
+        now = json.dumps(_described(service)).replace("<", "\\u003c")  # it stands inside <script>
+        headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
+        content_type = "text/html; charset=utf-8"
+        return Response(page.replace("NOW", now, 1), headers=headers, media_type=content_type)
+
+    def check(request: Request, right: Right) -> None:
+        uris, valid_until_s = _shown(request)
+        authorization = request.headers.get("authorization", "")
+        service.access.check(right, authorization, uris, valid_until_s)
+
+    for place in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+        app.add_route(f"{place}/infer", infer, methods=["POST"])
+        app.add_route(f"{place}/ready", model_ready)
+        app.add_route(place, model)
+    app.add_route("/v2", server)
+    app.add_route("/v2/health/live", live)
+    app.add_route("/v2/health/ready", ready)
+    app.add_route("/metrics", metrics)
+    app.add_route("/status", status)
+    app.add_route("/docs", docs)
+    app.add_exception_handler(RequestError, _refused)
+    app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(ClientDisconnect, _left)
+    return app
+
+
+def _model(request: Request) -> tuple[str, str]:
+    """Return the name and the version in the path; empty: any."""
+    return request.path_params["name"], request.path_params.get("version", "")
+
+
+async def _read(request: Request, service: Service) -> Inference:
+    """Return what a request's body asks for. Raise RequestError."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise RequestError(
+            415,
+            f"the body has Content-Encoding {encoding[:40]!r}; only identity is read. Send it "
+            "uncompressed",
+        )
+    body = await _body(request, service.config.limits.body_bytes, service.config.batch.timeout_s)
+    header_length = request.headers.get(BINARY_HEADER)
+    columns: ModelColumns = service.loaded.columns
+    limits = service.config.limits
+    if len(body) > _LARGE_BYTES:
+        return await asyncio.to_thread(parse_http, columns, body, header_length, limits)
+    return parse_http(columns, body, header_length, limits)
+
+
+async def _body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+    too_large = RequestError(
+        413,
+        f"the body has more than {max_bytes} bytes, the most that is allowed. Split the request, "
+        "or start the server with a higher --max-body",
+    )
+    told = request.headers.get("content-length", "0")
+    if told.isdecimal() and int(told[:20]) > max_bytes:
+        raise too_large
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in request.stream():
+                size += len(part)
+                if size > max_bytes:
+                    raise too_large
+                parts.append(part)
+    except TimeoutError:
+        raise RequestError(
+            408, f"the body did not come within {timeout_s:g} s. Send it faster, or split it"
+        ) from None
+    return b"".join(parts)
+
+
+def _shown(request: Request) -> tuple[list[str] | None, float]:
+    """Return the URIs of the connection's client certificate and its end; None without one."""
+    certificate = request.scope.get("extensions", {}).get(CERTIFICATE)
+    if not certificate:
+        return None, 0.0
+    names = certificate.get("subjectAltName", ())
+    uris = [name for kind, name in names if kind == "URI"]
+    return uris, ssl.cert_time_to_seconds(certificate["notAfter"])
+
+
+def _described(service: Service) -> dict[str, Any]:
+    """Return all that the page shows."""
+    columns = service.loaded.columns
+    needed = {column.name for column in columns.read}
+    return {
+        **service.status(),
+        "loss": service.loaded.model.config.loss,
+        "columns": [
+            {**vars(column), "needed": column.name in needed} for column in columns.known.values()
+        ],
+    }
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(error.retry_after_s)
+    if error.status == 401:
+        # Basic, too: what a browser can ask for, with the token as the password.
+        headers["www-authenticate"] = 'Basic realm="gmeta", charset="UTF-8"'
+    if error.status in (408, 413, 415):
+        headers["connection"] = "close"  # the rest of the body is not wanted
+    return JSONResponse({"error": str(error)}, error.status, headers)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:80]
+    told = f"{request.method} {path!r} is not answered: {error.detail}. See /docs for what is"
+    return JSONResponse({"error": told}, error.status_code, dict(error.headers or {}))
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    return Response(status_code=400)  # nobody reads it

@@ -1,0 +1,132 @@
+"""uvicorn's connections with what it leaves out: a bound on the time and the bytes of a request's
+head, and the client certificate, which the app judges."""
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gmeta.antdt.access.credentials import CredentialError, ServerTls, WatchedFiles
+from gmeta.antdt.log import event
+
+HEAD_BYTES = 64 << 10
+HEAD_TIMEOUT_S = 10.0
+CERTIFICATE = "gmeta.certificate"  # in the scope's extensions
+
+
+class Connection(HttpToolsProtocol):
+    """One connection of a client."""
+
+    _head_bytes = 0
+    _in_head = True
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Wait for the head of the first request, but not for ever."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the timer."""
+        self._head_read()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Refuse a head that does not end."""
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"The head has more than {HEAD_BYTES} bytes. Shorten it.")
+
+    def on_message_begin(self) -> None:
+        """Begin a request, with the certificate that the connection has shown."""
+        super().on_message_begin()
+        self._await_head()
+        extensions: dict[str, Any] = {CERTIFICATE: self.transport.get_extra_info("peercert")}
+        self.scope["extensions"] = extensions
+
+    def on_headers_complete(self) -> None:
+        """The body's time and size are the app's."""
+        self._head_read()
+        super().on_headers_complete()
+
+    def _await_head(self) -> None:
+        self._head_read()
+        self._in_head, self._head_bytes = True, 0
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def _head_read(self) -> None:
+        self._in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn's server, whose signals are ours."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to the process."""
+        yield
+
+
+def http_server(
+    app: Any, max_connections: int, drain_s: float, tls: ServerTls | None
+) -> HttpServer:
+    """Return a server of an ASGI app; it listens on the sockets that `serve` is given."""
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        loop="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=max_connections,
+        timeout_graceful_shutdown=int(drain_s) + 1,
+    )
+    config.load()
+    if tls is not None:
+        config.ssl = tls_context(tls)
+    # uvicorn logs every request that is no HTTP; ours are the log's words.
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+    return HttpServer(config)
+
+
+def tls_context(tls: ServerTls) -> ssl.SSLContext:
+    """Return TLS with the files as they are now; a client may, but need not, show a certificate."""
+    tls.check()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(tls.cert, tls.key)
+    if tls.client_ca is not None:
+        context.load_verify_locations(tls.client_ca)
+        context.verify_mode = ssl.CERT_OPTIONAL  # what a caller must show depends on what it asks
+    return context
+
+
+async def rotate(context: ssl.SSLContext, tls: ServerTls, every_s: float = 1.0) -> None:
+    """Give new connections replaced files, until cancelled; where they do not fit together, log it
+    and keep the old ones."""
+    files = WatchedFiles([tls.cert, tls.key, tls.client_ca])
+    while True:
+        await asyncio.sleep(every_s)
+        if not files.changed():
+            continue
+        try:
+            tls.check()
+            context.load_cert_chain(tls.cert, tls.key)
+            if tls.client_ca is not None:
+                context.load_verify_locations(tls.client_ca)
+        except CredentialError as error:
+            event(logging.ERROR, "certificate_not_rotated", message=str(error))
+        else:
+            event(logging.INFO, "certificate_rotated", cert=str(tls.cert))

@@ -1,0 +1,31 @@
+"""Reads one version of a model from a folder that may be replaced meanwhile."""
+
+from pathlib import Path
+
+from gmeta.errors import GMetaError
+from gmeta.server.columns import columns_of
+from gmeta.server.versions import Loaded, version_in
+from gmeta.serving.load import load
+
+_TRIES = 3
+
+
+def load_version(folder: Path, verify: bool = True) -> Loaded:
+    """Return the model in a folder, all of its files from one export even while the folder is being
+    replaced.
+
+    Raises:
+        UserError: there is no exported model.
+        GMetaError: it is damaged, or another release wrote it.
+    """
+    for last in (False,) * (_TRIES - 1) + (True,):
+        version = version_in(folder)
+        try:
+            model = load(folder, verify)
+        except GMetaError:
+            if last or version_in(folder) == version:
+                raise
+            continue
+        if version_in(folder) == version:
+            return Loaded(model, version, columns_of(model.config))
+    raise GMetaError(f"{folder} was replaced {_TRIES} times while it was read. Export less often")

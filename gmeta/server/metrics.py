@@ -1,0 +1,133 @@
+"""Prometheus metrics of a server; those of all its workers together where it has several."""
+
+import os
+import time
+from typing import final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, values
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+
+# The folder in which prometheus_client keeps the metrics of several processes.
+MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_TASKS = (1, 2, 4, 8, 16, 32, 64)
+_ROWS = (1, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000)
+
+
+@final
+class ServerMetrics:
+    """One registry a server, so that several can live in one process (tests)."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "gmeta_serve_requests",
+            "Inference requests by protocol and HTTP status (gRPC: that of the same meaning).",
+            ["protocol", "status"],
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "gmeta_serve_request_seconds",
+            "From a request's last byte to its answer.",
+            ["protocol"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.stage_seconds = Histogram(
+            "gmeta_serve_stage_seconds",
+            "Where the time goes: parse and queue of a request; encode, adapt, predict of a batch.",
+            ["stage"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.batch_tasks = Histogram(
+            "gmeta_serve_batch_tasks", "Requests of a batch.", buckets=_TASKS, registry=registry
+        )
+        self.batch_rows = Histogram(
+            "gmeta_serve_batch_rows", "Rows of a batch.", buckets=_ROWS, registry=registry
+        )
+        self.cache = Counter(
+            "gmeta_serve_cache",
+            "Requests with a task key: hit, stored, restored from its rows, or miss.",
+            ["result"],
+            registry=registry,
+        )
+        self.reloads = Counter(
+            "gmeta_serve_reloads", "Newer versions found, by result.", ["result"], registry=registry
+        )
+        self.cache_bytes = self._gauge("cache_bytes", "Bytes of adapted tasks.", "livesum")
+        self.cache_tasks = self._gauge("cache_tasks", "Adapted tasks that are kept.", "livesum")
+        self.waiting = self._gauge("waiting", "Requests that wait for a batch.", "livesum")
+        self.exported = self._gauge(
+            "model_exported_timestamp_seconds", "When the model was exported.", "livemin"
+        )
+        self.loaded = self._gauge(
+            "model_loaded_timestamp_seconds", "When the model was loaded.", "livemax"
+        )
+        self.refused = self._gauge(
+            "model_refused", "1 while the folder holds a version that was refused.", "livemax"
+        )
+        self.version = Gauge(
+            "gmeta_serve_model_info",
+            "1 for the version that answers.",
+            ["model", "version"],
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
+        self._told: tuple[str, str] | None = None
+
+    def _gauge(self, name: str, text: str, mode: str) -> Gauge:
+        found = Gauge(f"gmeta_serve_{name}", text, registry=self.registry, multiprocess_mode=mode)  # type: ignore[arg-type]
+        return found
+
+    def stage(self, stage: str, seconds: float) -> None:
+        """Count the seconds of one stage."""
+        self.stage_seconds.labels(stage).observe(seconds)
+
+    def batched(self, what: str, value: float) -> None:
+        """Count what a batcher measures."""
+        if what == "queue":
+            self.stage(what, value)
+        else:
+            (self.batch_tasks if what == "tasks" else self.batch_rows).observe(value)
+
+    def answered(self, protocol: str, status: int, began_s: float) -> None:
+        """Count one answered request that began at this time of time.perf_counter."""
+        self.requests.labels(protocol, str(status)).inc()
+        self.seconds.labels(protocol).observe(time.perf_counter() - began_s)
+
+    def cached(self, result: str) -> None:
+        """Count what the cache did for a request with a task key."""
+        self.cache.labels(result).inc()
+
+    def serves(self, model: str, version: str, exported_at_s: float, loaded_at_s: float) -> None:
+        """Tell which version answers from now on."""
+        if self._told is not None:
+            self.version.labels(*self._told).set(0)
+        self._told = (model, version)
+        self.version.labels(*self._told).set(1)
+        self.exported.set(exported_at_s)
+        self.loaded.set(loaded_at_s)
+        self.refused.set(0)
+
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """Return the metrics and their content type, in the format that the scraper asks for."""
+        encode, content_type = choose_encoder(accept)
+        registry = self.registry
+        if MULTIPROCESS_DIR in os.environ:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)
+        return encode(registry), content_type
+
+
+def count_together() -> None:
+    """Keep the metrics made from now on in the folder that MULTIPROCESS_DIR names, if it does:
+    prometheus_client itself looks only when it is imported.
+    """
+    values.ValueClass = values.get_value_class()
+
+
+def forget_worker(pid: int) -> None:
+    """Let a worker that ended count no more in gauges of what is now."""
+    mark_process_dead(pid)

@@ -1,0 +1,144 @@
+"""The processes of one server: itself, or several workers that share its addresses and mapped
+tables, and that are started again when one dies.
+"""
+
+import logging
+import multiprocessing as mp
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import final
+
+from gmeta.antdt.access.address import check_free, split_address
+from gmeta.antdt.log import configure_logging, event
+from gmeta.errors import GMetaError
+from gmeta.server.config import ServeConfig
+from gmeta.server.metrics import MULTIPROCESS_DIR, forget_worker
+from gmeta.serving.folder import check_files, read_config
+
+_LOOK_EVERY_S = 0.2
+_RESTART_AFTER_S = 1.0  # a worker that dies at once is not started in a tight loop
+_IN_MEMORY = Path("/dev/shm")
+_AFTER_DRAIN_S = 15.0  # then a worker is killed
+
+
+RunWorker = Callable[[ServeConfig, Callable[[], None]], None]
+
+
+def serve_until_signal(config: ServeConfig, log_level: str, run_worker: RunWorker) -> int:
+    """Serve until SIGTERM or SIGINT, then answer what is under way; return the exit code.
+    `run_worker` is what a worker process does.
+
+    Raises:
+        UserError: there is no model, a credential is wrong, or an address cannot be listened on.
+        GMetaError: the model is damaged.
+    """
+    if config.workers == 1:
+        configure_logging(log_level)
+        run_worker(config, lambda: None)
+        return 0
+    # Once, and told once, whatever the number of workers.
+    check_files(config.folder, read_config(config.folder), checksums=config.verify)
+    for option, address in config.addresses.items():
+        check_free(option, *split_address(option, address))
+    configure_logging(log_level)
+    with _folder_in_memory() as folder:
+        os.environ[MULTIPROCESS_DIR] = str(folder / "metrics")
+        (folder / "metrics").mkdir()
+        return _Workers(replace(config, shared_file=folder / "support.db"), run_worker).run()
+
+
+@contextmanager
+def _folder_in_memory() -> Iterator[Path]:
+    """Yield a folder of this process alone, in memory where the system has such a place."""
+    place = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="gmeta-serve-", dir=place))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass
+class _Worker:
+    process: BaseProcess
+    sign: Connection  # readable once it serves, or has ended
+    serves: bool = False
+
+
+@final
+class _Workers:
+    """Keeps the workers running."""
+
+    def __init__(self, config: ServeConfig, run_worker: RunWorker) -> None:
+        self._config = config
+        self._run_worker = run_worker
+        # Forked: they share what is imported. This process has one thread, now and later.
+        self._context = mp.get_context("fork")
+        self._ended = threading.Event()
+
+    def run(self) -> int:
+        """Start the workers, and again each that dies, until a signal; return the exit code, which
+        is that of a worker that could not start."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._ended.set())
+        workers = [self._start() for _ in range(self._config.workers)]
+        code = 0
+        while not self._ended.wait(_LOOK_EVERY_S):
+            for place, worker in enumerate(workers):
+                if not worker.serves and worker.sign.poll():
+                    with suppress(EOFError):  # it has ended without having served
+                        worker.serves = worker.sign.recv()
+                if worker.process.is_alive():
+                    continue
+                forget_worker(worker.process.pid or 0)
+                if not worker.serves:
+                    code = worker.process.exitcode or 1
+                    self._ended.set()
+                    break
+                event(logging.ERROR, "worker_died", code=worker.process.exitcode)
+                time.sleep(_RESTART_AFTER_S)
+                workers[place] = self._start()
+        self._stop(workers)
+        return code
+
+    def _start(self) -> _Worker:
+        sign, its_sign = self._context.Pipe(duplex=False)
+        process = self._context.Process(
+            target=_work, args=(self._config, self._run_worker, its_sign), name="gmeta-serve-worker"
+        )
+        process.start()
+        its_sign.close()
+        return _Worker(process, sign)
+
+    def _stop(self, workers: list[_Worker]) -> None:
+        config = self._config
+        for worker in workers:
+            if worker.process.is_alive():
+                worker.process.terminate()
+        until_s = time.monotonic() + config.drain_s + config.drain_delay_s + _AFTER_DRAIN_S
+        for worker in workers:
+            worker.process.join(max(0.0, until_s - time.monotonic()))
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+
+
+def _work(config: ServeConfig, run_worker: RunWorker, sign: Connection) -> None:
+    """Be a worker. Its model was checked already, and is again when it is replaced."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)  # until the worker has its own
+    try:
+        run_worker(config, lambda: sign.send(True))
+    except GMetaError as error:
+        event(logging.ERROR, "worker_not_started", message=str(error))
+        os._exit(error.exit_code)

@@ -1,0 +1,216 @@
+"""What HTTP and gRPC share: a request's way from its parts to its answer, the version that answers,
+and its exchange for a newer one while requests come in."""
+
+import asyncio
+import gc
+import logging
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Any, final
+
+from gmeta.antdt.log import event
+from gmeta.errors import GMetaError
+from gmeta.server.access import Access
+from gmeta.server.batcher import Batcher
+from gmeta.server.cache import TaskCache
+from gmeta.server.compute import answer_all
+from gmeta.server.config import ServeConfig
+from gmeta.server.errors import RequestError
+from gmeta.server.metrics import ServerMetrics
+from gmeta.server.protocol import EXTENSIONS, Answer, Inference, Outcome, model_metadata
+from gmeta.server.tracing import Tracing
+from gmeta.server.versions import Loaded, check_successor, version_in
+from metaio.errors import MetaIOError
+
+
+@final
+class Service:
+    """One model that answers requests; `load` reads it from its folder, now and once replaced.
+
+    `ready` is false while it drains.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        load: Callable[[Path, bool], Loaded],
+        cache: TaskCache,
+        metrics: ServerMetrics,
+        access: Access,
+        tracing: Tracing,
+    ) -> None:
+        self.config = config
+        self.metrics = metrics
+        self.access = access
+        self.tracing = tracing
+        self.ready = True
+        self.loaded = load(config.folder, config.verify)
+        self.refused: tuple[str, str] | None = None  # a version, and why it does not serve
+        self._load = load
+        self._cache = cache
+        self._batcher = Batcher(self._run, config.batch, metrics.batched)
+        self._tell_version()
+
+    def warm_up(self) -> None:
+        """Compute once: the first request must not pay for what torch does once."""
+        _ = self.loaded.model.unadapted
+
+    def stop(self) -> None:
+        """Take no more requests."""
+        self._batcher.stop()
+
+    def _run(self, requests: Sequence[Inference]) -> list[Outcome]:
+        # Taken once: a batch is answered by one version, whatever comes meanwhile.
+        loaded = self.loaded
+        outcomes = answer_all(
+            loaded.model, loaded.version, self._cache, requests, self.metrics.stage
+        )
+        for request, outcome in zip(requests, outcomes, strict=True):
+            if request.task_key is not None:
+                is_answer = isinstance(outcome, Answer)
+                missed = not is_answer and outcome.status == 404  # type: ignore[union-attr]
+                if is_answer or missed:
+                    self.metrics.cached("miss" if missed else outcome.cache)  # type: ignore[union-attr]
+        return outcomes
+
+    async def infer(
+        self,
+        protocol: str,
+        model: str,
+        version: str,
+        carrier: dict[str, str],
+        peer: str,
+        read: Callable[[], Any],
+    ) -> tuple[Inference, Answer]:
+        """Return a request and its answer, counted, logged and traced; `read` returns the request
+        of a model's columns, or waits for it. Raise RequestError.
+        """
+        began_s, status, num_rows, told = time.perf_counter(), 500, 0, ""
+        try:
+            with self.tracing.span(protocol, carrier) as span:
+                self.check_model(model, version)
+                with self._batcher.reading():
+                    request = await read()
+                num_rows = request.num_rows
+                self.metrics.stage("parse", time.perf_counter() - began_s)
+                answer = await self._batcher.answer(request)
+                if version and version != answer.version:
+                    self.check_model(model, version)
+                span.set(rows=num_rows, version=answer.version, cache=answer.cache)
+                status = 200
+                return request, answer
+        except RequestError as error:
+            status, told = error.status, str(error)
+            raise
+        finally:
+            self.metrics.answered(protocol, status, began_s)
+            if self.config.access_log:
+                event(
+                    logging.INFO,
+                    "infer",
+                    protocol=protocol,
+                    status=status,
+                    ms=round((time.perf_counter() - began_s) * 1000, 2),
+                    rows=num_rows,
+                    peer=peer,
+                    **({"message": told} if told else {}),
+                )
+
+    def check_model(self, name: str, version: str) -> None:
+        """Raise RequestError unless this is the model and the version that answers; an empty
+        version is whichever does.
+        """
+        if name != self.config.name:
+            raise RequestError(
+                404, f"model {name[:80]!r} is not served here; {self.config.name} is. Correct it"
+            )
+        if version and version != self.loaded.version:
+            raise RequestError(
+                404,
+                f"version {version[:40]!r} of {name} is not served; {self.loaded.version} is. "
+                "Leave the version out for the one that is",
+            )
+
+    def server_metadata(self) -> dict[str, Any]:
+        """Return the server's metadata as the protocol's JSON has it."""
+        return {"name": "gmeta", "version": package_version("gmeta"), "extensions": EXTENSIONS}
+
+    def model_metadata(self) -> dict[str, Any]:
+        """Return the model's metadata as the protocol's JSON has it."""
+        return model_metadata(self.config.name, self.loaded.version, self.loaded.columns)
+
+    def status(self) -> dict[str, Any]:
+        """Return what goes on in this process."""
+        refused = self.refused and dict(zip(("version", "reason"), self.refused, strict=True))
+        return {
+            "model": self.config.name,
+            "version": self.loaded.version,
+            "exported_at_s": self.loaded.exported_at_s,
+            "loaded_at_s": self.loaded.loaded_at_s,
+            "refused": refused,
+            "ready": self.ready,
+            "waiting": self._batcher.num_waiting,
+            "cached_tasks": len(self._cache),
+            "cached_bytes": self._cache.num_bytes,
+        }
+
+    def measure(self) -> None:
+        """Set the gauges of what is now."""
+        self.metrics.waiting.set(self._batcher.num_waiting)
+        self.metrics.cache_tasks.set(len(self._cache))
+        self.metrics.cache_bytes.set(self._cache.num_bytes)
+
+    async def watch(self) -> None:
+        """Serve newer versions as they come, until cancelled."""
+        while True:
+            await asyncio.sleep(self.config.reload_every_s)
+            await asyncio.to_thread(self.reload)
+
+    def reload(self) -> bool:
+        """Serve the version that stands in the folder now; return whether it is another one than
+        before. One that cannot serve is named in the log and the status, and the old one stays."""
+        folder, before = self.config.folder, self.loaded
+        try:
+            version = version_in(folder)
+        except GMetaError:
+            return False  # between the old folder and the new
+        if version == before.version:
+            self.refused = None  # the old one was put back
+            self.metrics.refused.set(0)
+        if version in (before.version, self.refused and self.refused[0]):
+            return False
+        try:
+            loaded = self._load(folder, self.config.verify)
+            check_successor(before, loaded.model.config, loaded.version)
+            # Computes once, with all of its layers: what fails here fails before anybody asks.
+            _ = loaded.model.unadapted
+        except (GMetaError, MetaIOError) as error:
+            self.refused = (version, str(error))
+            self.metrics.reloads.labels("refused").inc()
+            self.metrics.refused.set(1)
+            event(
+                logging.ERROR,
+                "model_refused",
+                version=version,
+                serving=before.version,
+                folder=str(folder),
+                message=str(error),
+            )
+            return False
+        self.loaded, self.refused = loaded, None
+        self._cache.forget_states(loaded.version)
+        self.metrics.reloads.labels("loaded").inc()
+        self._tell_version()
+        event(logging.INFO, "model_reloaded", version=loaded.version, before=before.version)
+        # Modules and their hooks are cycles: without this the old tables stay mapped for a while.
+        del before
+        gc.collect()
+        return True
+
+    def _tell_version(self) -> None:
+        loaded = self.loaded
+        self.metrics.serves(
+            self.config.name, loaded.version, loaded.exported_at_s, loaded.loaded_at_s
+        )

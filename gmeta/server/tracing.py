@@ -1,0 +1,97 @@
+"""A span for each inference, where OpenTelemetry is installed and its environment variables name an
+exporter; nothing otherwise."""
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any, final
+
+from gmeta.errors import UserError
+
+EXPORTER = "OTEL_TRACES_EXPORTER"
+_OTLP = {
+    "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
+    "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+}
+
+
+@final
+class Span:
+    """What is being done for one request; `set` says more of it."""
+
+    def __init__(self, span: Any = None) -> None:
+        self._span = span
+
+    def set(self, **attributes: str | int) -> None:
+        """Add attributes, such as the number of rows."""
+        if self._span is not None:
+            for name, value in attributes.items():
+                self._span.set_attribute(f"gmeta.{name}", value)
+
+
+@final
+class Tracing:
+    """Makes spans; without a tracer it makes none."""
+
+    def __init__(self, tracer: Any = None) -> None:
+        self._tracer = tracer
+
+    @contextmanager
+    def span(self, protocol: str, carrier: dict[str, str]) -> Iterator[Span]:
+        """Trace a request inside; `carrier` holds the caller's headers, which name its own span."""
+        if self._tracer is None:
+            yield Span()
+            return
+        propagate: Any = importlib.import_module("opentelemetry.propagate")
+        context = propagate.extract(carrier)
+        with self._tracer.start_as_current_span(f"infer {protocol}", context=context) as span:
+            yield Span(span)
+
+
+def tracing_from_environment(exporter: Any = None) -> Tracing:
+    """Return the tracing that the environment asks for: OTEL_TRACES_EXPORTER is console, otlp or
+    none; the exporter reads its own variables. `exporter` is taken in its place.
+
+    Raises:
+        UserError: an exporter is asked for that is not installed or not known.
+    """
+    name = os.environ.get(EXPORTER, "none")
+    if exporter is None and name == "none":
+        return Tracing()
+    if find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None:
+        raise UserError(
+            f"{EXPORTER} = {name} needs the extra: pip install 'gmeta[opentelemetry]'. Install it, "
+            "or unset the variable"
+        )
+    sdk: Any = importlib.import_module("opentelemetry.sdk.trace")
+    export: Any = importlib.import_module("opentelemetry.sdk.trace.export")
+    if exporter is None:
+        exporter = export.ConsoleSpanExporter() if name == "console" else _otlp(name)
+    resources: Any = importlib.import_module("opentelemetry.sdk.resources")
+    resource = resources.Resource.create({"service.name": "gmeta-serve"})
+    provider = sdk.TracerProvider(resource=resource)
+    provider.add_span_processor(export.BatchSpanProcessor(exporter))
+    return Tracing(provider.get_tracer("gmeta.server"))
+
+
+def _otlp(name: str) -> Any:
+    if name != "otlp":
+        raise UserError(
+            f"{EXPORTER} = {name} is unknown; allowed are console, otlp and none. Correct it"
+        )
+    protocol = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    module = _OTLP.get(protocol)
+    if module is None:
+        raise UserError(
+            f"OTEL_EXPORTER_OTLP_PROTOCOL = {protocol} is unknown; allowed are {', '.join(_OTLP)}. "
+            "Correct it"
+        )
+    try:
+        return importlib.import_module(module).OTLPSpanExporter()
+    except ImportError as error:
+        raise UserError(
+            f"{EXPORTER} = otlp needs the package opentelemetry-exporter-otlp-proto-"
+            f"{protocol.partition('/')[0]}. Install it, or unset the variable"
+        ) from error

@@ -1,0 +1,62 @@
+"""The model that answers: one version at a time, named by its content."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gmeta.errors import UserError
+from gmeta.server.columns import ModelColumns, columns_of
+from gmeta.serving.folder import CONFIG_FILE, ExportedConfig
+from metaio.format.manifest import xxh3_hex
+
+if TYPE_CHECKING:
+    from gmeta.serving.model import ServedModel
+
+VERSION_CHARS = 12
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """One version of a model; `version` names its content: a part of config.json's hash, which
+    holds the checksum of every other file."""
+
+    model: ServedModel
+    version: str
+    columns: ModelColumns
+    loaded_at_s: float = field(default_factory=time.time)
+
+    @property
+    def exported_at_s(self) -> float:
+        """Return when it was exported, in seconds since 1970; when it was loaded if it does not
+        say."""
+        try:
+            return datetime.fromisoformat(str(self.model.config.source["exported_at"])).timestamp()
+        except (KeyError, ValueError):
+            return self.loaded_at_s
+
+
+def version_in(folder: Path) -> str:
+    """Return the version that stands in a folder now. Raise UserError where there is none."""
+    try:
+        return xxh3_hex((folder / CONFIG_FILE).read_bytes())[:VERSION_CHARS]
+    except OSError as error:
+        raise UserError(
+            f"{folder} is no exported model: it has no {CONFIG_FILE}. "
+            "Give a folder that `gmeta export` wrote"
+        ) from error
+
+
+def check_successor(before: Loaded, config: ExportedConfig, version: str) -> None:
+    """Raise UserError for a version that does not take the requests of the one before."""
+    old, new = before.columns.signature, columns_of(config).signature
+    changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if changed or before.model.config.loss != config.loss:
+        what = f"column {changed[0]}" if changed else "loss"
+        raise UserError(
+            f"version {version} has another {what} than version {before.version}, which serves: "
+            "its callers' requests would fail. Serve it with a server of its own"
+        )

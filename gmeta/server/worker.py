@@ -1,0 +1,177 @@
+"""One worker process: loads the model, listens, and answers until it is told to end."""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import grpc
+import torch
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from gmeta.antdt.access.address import AddressError, split_address
+from gmeta.antdt.access.auth import Tokens
+from gmeta.antdt.access.credentials import ServerTls, server_credentials
+from gmeta.antdt.log import event
+from gmeta.server.access import Access
+from gmeta.server.cache import TaskCache
+from gmeta.server.config import ServeConfig
+from gmeta.server.grpc_service import SERVICE_NAME, inference_handler
+from gmeta.server.http_app import http_app
+from gmeta.server.http_edge import http_server, rotate
+from gmeta.server.loading import load_version
+from gmeta.server.metrics import ServerMetrics, count_together
+from gmeta.server.service import Service
+from gmeta.server.shared_support import SharedSupport
+from gmeta.server.tracing import tracing_from_environment
+
+BACKLOG = 1024
+_HANDSHAKE_MS = 10_000
+
+
+def run_worker(config: ServeConfig, tell: Callable[[], None]) -> None:
+    """Serve until SIGTERM or SIGINT, then answer what is under way and return; `tell` is called
+    when requests are answered.
+
+    Raises:
+        UserError: there is no model, a credential is wrong, or an address cannot be listened on.
+        GMetaError: the model is damaged.
+    """
+    torch.set_num_threads(config.threads)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config, tell))
+
+
+async def _serve(config: ServeConfig, tell: Callable[[], None]) -> None:
+    count_together()
+    tls = ServerTls.of(config.tls_cert, config.tls_key, config.tls_client_ca)
+    tokens = Tokens(config.tokens) if config.tokens else None
+    certificates = tls is not None and tls.client_ca is not None
+    # The addresses first: one that is taken must end the start before a large model is read.
+    sockets = [listening_socket("--listen", config.listen, config.workers > 1)]
+    shared = None
+    if config.shared_file is not None:
+        shared = SharedSupport(config.shared_file, config.cache_bytes)
+    service = Service(
+        config,
+        load_version,
+        TaskCache(config.cache_bytes, config.cache_ttl_s, shared),
+        ServerMetrics(),
+        Access(tokens, certificates),
+        tracing_from_environment(),
+    )
+    service.warm_up()
+    ended = _until_signal()
+    server = http_server(http_app(service), config.max_connections, config.drain_s, tls)
+    beside: list[Coroutine[Any, Any, Any]] = [server.serve(sockets)]
+    if config.reload_every_s:
+        beside.append(service.watch())
+    if tls is not None and server.config.ssl is not None:
+        beside.append(rotate(server.config.ssl, tls))
+    tasks = [asyncio.create_task(each) for each in beside]
+    grpc_server, grpc_health, grpc_port = None, None, 0
+    if config.grpc_listen:
+        grpc_server, grpc_health, grpc_port = await _grpc_server(config, service, tls)
+    event(
+        logging.INFO,
+        "serving",
+        listen=f"{split_address('--listen', config.listen)[0]}:{sockets[0].getsockname()[1]}",
+        grpc_port=grpc_port,
+        model=config.name,
+        version=service.loaded.version,
+        folder=str(config.folder),
+    )
+    tell()
+    await asyncio.wait([asyncio.create_task(ended.wait()), tasks[0]], return_when="FIRST_COMPLETED")
+    event(logging.INFO, "draining", listen=config.listen)
+    service.ready = False
+    if grpc_health is not None:
+        await grpc_health.enter_graceful_shutdown()
+    # Balancers look every few seconds, and send requests until they have.
+    await asyncio.sleep(config.drain_delay_s)
+    server.should_exit = True
+    ending = [tasks[0]]
+    if grpc_server is not None:
+        ending.append(asyncio.create_task(grpc_server.stop(config.drain_s)))
+    await asyncio.wait(ending, timeout=config.drain_s + 5)
+    for task in tasks[1:]:
+        task.cancel()
+    service.stop()
+    if shared is not None:
+        shared.close()
+    event(logging.INFO, "stopped", listen=config.listen)
+
+
+def _until_signal() -> asyncio.Event:
+    """Return what is set when the process is told to end."""
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    return ended
+
+
+def listening_socket(option: str, address: str, shared: bool) -> socket.socket:
+    """Return a socket that listens on HOST:PORT; `shared` with other processes of this user, among
+    which the kernel divides the connections. Raise AddressError."""
+    host, port = split_address(option, address)
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        opened = socket.socket(family, kind, protocol)
+        try:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            opened.bind(where)
+            opened.listen(BACKLOG)
+        except OSError:
+            opened.close()
+            raise
+    except OSError as error:
+        raise AddressError(
+            f"cannot serve at {option} {address}: {(error.strerror or str(error)).lower()}. Stop "
+            "what has it, or name another address of this machine"
+        ) from error
+    opened.setblocking(False)
+    return opened
+
+
+async def _grpc_server(
+    config: ServeConfig, service: Service, tls: ServerTls | None
+) -> tuple[Any, Any, int]:
+    """Return a started gRPC server, its health service and its port. Raise AddressError."""
+    size = config.limits.body_bytes
+    server = grpc.aio.server(
+        options=(
+            ("grpc.so_reuseport", int(config.workers > 1)),
+            ("grpc.max_receive_message_length", size),
+            ("grpc.max_send_message_length", size),
+            ("grpc.max_metadata_size", 16 << 10),
+            ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+            ("grpc.max_allowed_incoming_connections", config.max_connections),
+        ),
+        maximum_concurrent_rpcs=2 * config.batch.waiting,
+    )
+    certificates = tls is not None and tls.client_ca is not None
+    server.add_generic_rpc_handlers((inference_handler(service, certificates),))
+    checks = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    for name in ("", SERVICE_NAME):
+        await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+    credentials = server_credentials(tls)
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(config.grpc_listen)
+        else:
+            port = server.add_secure_port(config.grpc_listen, credentials)
+    except RuntimeError as error:
+        raise AddressError(
+            f"cannot serve at --grpc {config.grpc_listen}: the address is taken, or not of this "
+            "machine. Name another one"
+        ) from error
+    await server.start()
+    return server, checks, port

@@ -1,0 +1,1 @@
+"""Message definitions and the code generated from them (make protos)."""

@@ -1,0 +1,112 @@
+"""Adapted tasks by key: what is kept, for how long, in how many bytes, and in which process."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+
+from gmeta.server.cache import TaskCache
+from gmeta.server.shared_support import SharedSupport
+from gmeta.serving.states import TaskState
+
+ROWS = pa.table({"item": [1, 2, 3], "name": ["a", "b", None], "tags": [[1], [], [2, 3]]})
+
+
+def state(num_bytes: int = 800) -> TaskState:
+    rows = torch.zeros(num_bytes // 4, 1)
+    return TaskState({}, {}, rows, torch.zeros(0, dtype=torch.int64))
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def size_of_one() -> int:
+    cache = TaskCache(1 << 20, 10.0)
+    cache.put("a", ROWS, state(), "v1")
+    return cache.num_bytes
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    cache = TaskCache(3 * size_of_one(), 10.0)
+    for key in "abc":
+        cache.put(key, ROWS, state(), "v1")
+    assert cache.get("a") is not None
+    cache.put("d", ROWS, state(), "v1")
+    assert [cache.get(key) is not None for key in "abcd"] == [True, False, True, True]
+    assert (len(cache), cache.num_bytes) == (3, 3 * size_of_one())
+
+
+def test_what_is_larger_than_the_cache_is_not_kept() -> None:
+    cache = TaskCache(2 * size_of_one(), 10.0)
+    cache.put("a", ROWS, state(), "v1")
+    cache.put("a", ROWS, state(100_000), "v1")
+    assert cache.get("a") is None
+    assert (len(cache), cache.num_bytes) == (0, 0)
+
+
+def test_the_time_of_a_task_begins_with_its_rows() -> None:
+    clock = Clock()
+    cache = TaskCache(1 << 20, 10.0, clock=clock)
+    cache.put("a", ROWS, state(), "v1")
+    clock.now_s += 9
+    assert cache.get("a") is not None
+    clock.now_s += 1
+    assert cache.get("a") is None
+    assert cache.num_bytes == 0
+
+
+def test_states_of_another_version_go_and_the_rows_stay() -> None:
+    cache = TaskCache(1 << 20, 10.0)
+    cache.put("a", ROWS, state(), "v1")
+    cache.put("b", ROWS, state(), "v2")
+    cache.forget_states("v2")
+    old, new = cache.get("a"), cache.get("b")
+    assert old is not None
+    assert new is not None
+    assert (old.state, old.support) == (None, ROWS)
+    assert new.state is not None
+    cache.restore("a", old, state(), "v2")
+    assert cache.num_bytes == 2 * size_of_one()
+
+
+def test_processes_share_the_rows(tmp_path: Path) -> None:
+    clock = Clock()
+    one, other = (
+        TaskCache(1 << 20, 10.0, SharedSupport(tmp_path / "support.db", 1 << 20), clock)
+        for _ in range(2)
+    )
+    one.put("a", ROWS, state(), "v1")
+    found = other.get("a")
+    assert found is not None
+    assert found.state is None
+    assert found.support.equals(ROWS)
+    other.restore("a", found, state(), "v1")
+    kept = other.get("a")
+    assert kept is not None
+    assert kept.state is not None
+    # Newer rows count everywhere at once.
+    one.put("a", ROWS.slice(1), state(), "v1")
+    newer = other.get("a")
+    assert newer is not None
+    assert (newer.state, newer.support.num_rows) == (None, 2)
+    clock.now_s += 10
+    assert one.get("a") is None
+    assert other.get("a") is None
+
+
+@pytest.mark.parametrize("room", [0, 1, 3])
+def test_shared_rows_take_no_more_than_their_room(tmp_path: Path, room: int) -> None:
+    probe = SharedSupport(tmp_path / "probe.db", 1 << 20)
+    probe.put("a", ROWS, 10.0)
+    (size,) = probe._db.execute("select num_bytes from tasks").fetchone()
+    shared = SharedSupport(tmp_path / "support.db", room * size)
+    for key in "abcd":
+        shared.put(key, ROWS, 10.0)
+    assert [shared.get(key, "", 0.0) is not None for key in "abcd"] == [
+        place >= 4 - room for place in range(4)
+    ]

@@ -1,0 +1,211 @@
+"""The protocol over gRPC: its messages are the published ones, its answers those of HTTP."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+import pytest
+
+from gmeta.antdt.access.auth import Tokens
+from gmeta.server.access import Access
+from gmeta.server.grpc_service import inference_handler
+from gmeta.server.limits import BatchLimits
+from gmeta.server.service import Service
+from gmeta.serving.model import ServedModel
+from gmeta_protos.inference.v2 import open_inference_pb2 as pb
+from gmeta_protos.inference.v2 import open_inference_pb2_grpc as pb_grpc
+from tests.exported import random_rows
+from tests.server.serving import request_of, service_of
+from tests.server.test_http import make_tokens
+
+T = TypeVar("T")
+ROOT = Path(__file__).parents[2]
+CODE = Path("gmeta_protos/inference/v2")
+QUERY = random_rows(6, seed=2)
+SUPPORT = random_rows(9, seed=1)
+
+
+def with_stub(service: Service, work: Callable[[Any], Awaitable[T]]) -> T:
+    """What `work` returns, with a stub of a server of this service."""
+
+    async def run() -> T:
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((inference_handler(service, certificates=False),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                return await work(pb_grpc.GRPCInferenceServiceStub(channel))
+        finally:
+            await server.stop(None)
+
+    return asyncio.run(run())
+
+
+def message(request: dict[str, Any], raw: bool = False) -> Any:
+    """An inference request of HTTP as a ModelInferRequest."""
+    found = pb.ModelInferRequest(model_name="model", id=request.get("id", ""))
+    for name, value in request.get("parameters", {}).items():
+        found.parameters[name].string_param = value
+    for each in request["inputs"]:
+        added = found.inputs.add(name=each["name"], datatype=each["datatype"], shape=each["shape"])
+        is_float = each["datatype"] == "FP64"
+        if raw:
+            array = np.array(each["data"], np.float64 if is_float else np.int64)
+            found.raw_input_contents.append(array.tobytes())
+        else:
+            field = added.contents.fp64_contents if is_float else added.contents.int64_contents
+            field.extend(each["data"])
+    found.outputs.extend(
+        pb.ModelInferRequest.InferRequestedOutputTensor(name=each["name"])
+        for each in request.get("outputs", ())
+    )
+    return found
+
+
+def infer(service: Service, request: Any, **options: Any) -> Any:
+    return with_stub(service, lambda stub: stub.ModelInfer(request, **options))
+
+
+def values(response: Any) -> np.ndarray[Any, Any]:
+    return np.frombuffer(response.raw_output_contents[0], "<f4")
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_task_adapts_and_is_kept(service: Service, model: ServedModel, raw: bool) -> None:
+    expected = model.adapt(SUPPORT).predict(QUERY).numpy()
+    stored = infer(service, message(request_of(QUERY, SUPPORT, key="u"), raw))
+    hit = infer(service, message(request_of(QUERY, key="u") | {"id": "9"}, raw))
+    for response in (stored, hit):
+        np.testing.assert_allclose(values(response), expected, rtol=0, atol=1e-6)
+        assert response.model_version == service.loaded.version
+        assert response.parameters["support_rows"].int64_param == 9
+    assert hit.id == "9"
+    assert hit.parameters["task_cache"].string_param == "hit"
+    assert (hit.outputs[0].name, list(hit.outputs[0].shape)) == ("prediction", [6])
+
+
+def test_what_is_wrong_is_a_status_and_a_line(service: Service) -> None:
+    unknown = message(request_of(QUERY, key="nobody"))
+    other = message(request_of(QUERY))
+    other.model_name = "other"
+    both = message(request_of(QUERY), raw=True)
+    both.inputs[0].contents.int64_contents.append(1)
+    uneven = message(request_of(QUERY), raw=True)
+    del uneven.raw_input_contents[0]
+    for request, code, told in (
+        (unknown, "NOT_FOUND", "task 'nobody' is not in the cache: "),
+        (other, "NOT_FOUND", "model 'other' is not served here; model is. Correct it"),
+        (both, "INVALID_ARGUMENT", "input 'item' has contents beside raw_input_contents; "),
+        (uneven, "INVALID_ARGUMENT", "raw_input_contents has 6 entries and inputs 7; both need"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            infer(service, request)
+        assert caught.value.code().name == code
+        assert caught.value.details().startswith(told)
+
+
+def test_metadata_as_the_protocol_has_it(service: Service) -> None:
+    async def ask(stub: Any) -> tuple[Any, ...]:
+        return (
+            await stub.ServerLive(pb.ServerLiveRequest()),
+            await stub.ServerReady(pb.ServerReadyRequest()),
+            await stub.ModelReady(pb.ModelReadyRequest(name="model")),
+            await stub.ServerMetadata(pb.ServerMetadataRequest()),
+            await stub.ModelMetadata(pb.ModelMetadataRequest(name="model")),
+        )
+
+    live, ready, model_ready, server, metadata = with_stub(service, ask)
+    assert (live.live, ready.ready, model_ready.ready) == (True, True, True)
+    assert server.name == "gmeta"
+    assert metadata.versions == [service.loaded.version]
+    assert {each.name: list(each.shape) for each in metadata.inputs}["tags"] == [-1, -1]
+
+
+def test_a_full_server_says_when_to_come_back(exported: Path) -> None:
+    with service_of(exported, batch=BatchLimits(waiting=0)) as service:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            infer(service, message(request_of(QUERY)))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        trailing = dict(caught.value.trailing_metadata())
+        assert trailing["grpc-retry-pushback-ms"] == "1000"
+
+
+def test_a_token_has_a_role(exported: Path, tmp_path: Path) -> None:
+    tokens = make_tokens(tmp_path / "tokens")
+    codes = {}
+    with service_of(exported, Access(Tokens(tmp_path / "tokens"), False)) as service:
+        for role, token in {**tokens, "nobody": "x"}.items():
+            metadata = (("authorization", f"Bearer {token}"),)
+            try:
+                infer(service, message(request_of(QUERY)), metadata=metadata)
+                codes[role] = "OK"
+            except grpc.aio.AioRpcError as error:
+                codes[role] = error.code().name
+        live = with_stub(service, lambda stub: stub.ServerLive(pb.ServerLiveRequest()))
+    assert live.live
+    assert codes == {
+        "worker": "OK",
+        "operator": "OK",
+        "viewer": "PERMISSION_DENIED",
+        "nobody": "UNAUTHENTICATED",
+    }
+
+
+def test_committed_code_is_what_the_generator_makes(tmp_path: Path) -> None:
+    pytest.importorskip("grpc_tools", reason="the generator is a development dependency")
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-Igmeta_protos=protos"]
+    command.append(f"{CODE}/open_inference.proto")
+    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "grpc_python")]
+    subprocess.run([*command, *outputs], cwd=ROOT, check=True)
+    made = sorted((tmp_path / CODE).iterdir())
+    assert [file.name for file in made] == ["open_inference_pb2.py", "open_inference_pb2_grpc.py"]
+    for file in made:
+        committed = ROOT / "protos" / CODE / file.name
+        assert committed.read_text() == file.read_text(), f"{committed} is stale. Run: make protos"
+
+
+# The client's messages have the same full names: both cannot be in one process.
+DESCRIBE = """
+import json, sys
+from {module} import {file} as pb
+pool, seen = pb.DESCRIPTOR.pool, {{}}
+def describe(message):
+    if message.full_name in seen: return
+    seen[message.full_name] = fields = []
+    for field in message.fields:
+        fields.append([field.name, field.number, field.type, field.is_repeated,
+                       field.containing_oneof.name if field.containing_oneof else ""])
+        if field.message_type is not None: describe(field.message_type)
+service = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+wanted = "ServerLive ServerReady ModelReady ServerMetadata ModelMetadata ModelInfer".split()
+rpcs = {{}}
+for name in wanted:
+    method = service.methods_by_name[name]
+    rpcs[name] = [method.input_type.full_name, method.output_type.full_name]
+    describe(method.input_type); describe(method.output_type)
+print(json.dumps([service.full_name, rpcs, seen], sort_keys=True))
+"""
+
+
+def test_messages_are_those_of_a_published_client() -> None:
+    pytest.importorskip("tritonclient", reason="the client is a development dependency")
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", DESCRIBE.format(module=module, file=file)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for module, file in (
+            ("gmeta_protos.inference.v2", "open_inference_pb2"),
+            ("tritonclient.grpc", "service_pb2"),
+        )
+    ]
+    assert told[0] == told[1]
+    assert "inference.ModelInferRequest" in told[0]

@@ -1,0 +1,422 @@
+"""The protocol over HTTP: a server answers what the model predicts, and tells in one line what is
+wrong with a request."""
+
+import asyncio
+import json
+import re
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from gmeta.antdt.access.auth import Tokens
+from gmeta.server.access import Access
+from gmeta.server.limits import BatchLimits, RequestLimits
+from gmeta.server.service import Service
+from gmeta.serving.model import ServedModel
+from tests.exported import random_rows
+from tests.server.serving import (
+    INFER,
+    get,
+    post,
+    request_of,
+    service_of,
+    tensor,
+    values,
+    with_client,
+)
+
+QUERY = random_rows(6, seed=2)
+SUPPORT = random_rows(9, seed=1)
+
+
+def assert_close(found: np.ndarray[Any, Any], expected: torch.Tensor) -> None:
+    np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=1e-6)
+
+
+def test_query_rows_alone_are_predicted_without_adaptation(
+    service: Service, model: ServedModel
+) -> None:
+    answer = post(service, request_of(QUERY) | {"id": "seven"})
+    assert_close(values(answer), model.predict(QUERY))
+    told = answer.json()
+    assert told["model_name"], told["id"] == ("model", "seven")
+    assert told["model_version"] == service.loaded.version
+    assert told["parameters"] == {"support_rows": 0}
+
+
+def test_support_rows_adapt(service: Service, model: ServedModel) -> None:
+    outputs = ("prediction", "prediction_before")
+    answer = post(service, request_of(QUERY, SUPPORT, outputs=outputs))
+    assert_close(values(answer), model.adapt(SUPPORT).predict(QUERY))
+    assert_close(values(answer, "prediction_before"), model.predict(QUERY))
+    assert answer.json()["parameters"] == {"support_rows": 9}
+
+
+def test_no_support_rows_are_a_task_of_which_nothing_is_known(
+    service: Service, model: ServedModel
+) -> None:
+    answer = post(service, request_of(QUERY, SUPPORT.slice(0, 0)))
+    assert_close(values(answer), model.predict(QUERY))
+
+
+def test_a_task_is_kept_by_its_key(service: Service, model: ServedModel) -> None:
+    missing = post(service, request_of(QUERY, key="user 7"))
+    assert missing.status_code == 404
+    assert missing.json()["error"].startswith("task 'user 7' is not in the cache: ")
+    stored = post(service, request_of(QUERY, SUPPORT, key="user 7"))
+    hit = post(service, request_of(QUERY, key="user 7"))
+    assert stored.json()["parameters"] == {"support_rows": 9, "task_cache": "stored"}
+    assert hit.json()["parameters"] == {"support_rows": 9, "task_cache": "hit"}
+    for answer in (stored, hit):
+        assert_close(values(answer), model.adapt(SUPPORT).predict(QUERY))
+    alone = post(service, request_of(None, QUERY, key="user 8"))
+    assert alone.json()["outputs"] == [
+        {"name": "prediction", "datatype": "FP32", "shape": [0], "data": []}
+    ]
+    assert_close(
+        values(post(service, request_of(QUERY, key="user 8"))), model.adapt(QUERY).predict(QUERY)
+    )
+
+
+def test_requests_that_wait_are_answered_together_each_by_its_own_rows(
+    service: Service, model: ServedModel
+) -> None:
+    tasks = [(random_rows(3 + i, seed=i), random_rows(1 + i % 4, seed=50 + i)) for i in range(12)]
+    requests = [request_of(query, support) for support, query in tasks]
+    wrong = request_of(QUERY, SUPPORT)
+    wrong["inputs"][0]["data"][2] = 50  # a row of a table of 50
+
+    async def all_at_once(client: httpx.AsyncClient) -> list[httpx.Response]:
+        calls = [client.post(INFER, content=json.dumps(each)) for each in [*requests, wrong]]
+        return await asyncio.gather(*calls)
+
+    *answers, refused = with_client(service, all_at_once)
+    for answer, (support, query) in zip(answers, tasks, strict=True):
+        assert_close(values(answer), model.adapt(support).predict(query))
+    assert refused.status_code == 400
+    assert refused.json() == {
+        "error": "column item holds id 50; table item has ids 0 to 49. Use 0 for values that the "
+        "table does not know"
+    }
+    batches = service.metrics.registry.get_sample_value("gmeta_serve_batch_tasks_count")
+    assert batches is not None
+    assert batches < 13
+
+
+def test_binary_parts_stand_behind_the_json(service: Service, model: ServedModel) -> None:
+    columns = {name: QUERY[name].to_numpy() for name in ("item", "city", "price")}
+    parts = [columns["item"], columns["city"], columns["price"]]
+    inputs: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "datatype": "FP64" if name == "price" else "INT64",
+            "shape": [6, 1],
+            "parameters": {"binary_data_size": array.nbytes},
+        }
+        for name, array in columns.items()
+    ]
+    lists = [
+        each for each in request_of(QUERY)["inputs"] if each["name"].startswith(("tags", "seen"))
+    ]
+    head = {"inputs": [*inputs, *lists], "parameters": {"binary_data_output": True}}
+    text = json.dumps(head).encode()
+    body = text + b"".join(part.tobytes() for part in parts)
+    headers = {"Inference-Header-Content-Length": str(len(text))}
+    answer = post(service, body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    length = int(answer.headers["Inference-Header-Content-Length"])
+    (output,) = json.loads(answer.content[:length])["outputs"]
+    assert output == {
+        "name": "prediction",
+        "datatype": "FP32",
+        "shape": [6],
+        "parameters": {"binary_data_size": 24},
+    }
+    found = np.frombuffer(answer.content[length:], "<f4")
+    assert_close(found, model.predict(QUERY))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"inputs": 3}, "inputs is 3; a list of objects is needed. Correct it"),
+        ({"inputs": []}, "the request has no rows to predict: send the model's columns as inputs"),
+        ({"outputs": [{"name": "x"}]}, "output 'x' is unknown; there are prediction, "),
+        ({"outputs": [{}]}, "an output's name is None; there are prediction, prediction_before"),
+        ({"parameters": {"task_key": 3}}, "parameter task_key is 3; allowed are texts of 1 to 256"),
+        (
+            {"parameters": {"task_key": ""}},
+            "parameter task_key is ''; allowed are texts of 1 to 256",
+        ),
+        ({"parameters": []}, "parameters is []; an object is needed. Correct it"),
+        ({"id": 3}, "id is 3; a text is needed. Correct it"),
+    ],
+)
+def test_a_wrong_request_is_told_in_a_line(
+    service: Service, change: dict[str, Any], told: str
+) -> None:
+    answer = post(service, request_of(QUERY) | change)
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith(told)
+    assert "\n" not in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        (
+            tensor("itme", "INT64", [1]),
+            "input 'itme' is no column of this model; did you mean item?",
+        ),
+        (tensor("item", "INT64", [1] * 6), "input item is there twice; once is allowed"),
+        (tensor("support.item", "INT64", [1]), "support rows have no column city; they have item."),
+        (tensor("seen.lengths", "INT64", [1] * 6), "input seen.lengths is there twice"),
+    ],
+)
+def test_a_wrong_input_is_told_in_a_line(
+    service: Service, extra: dict[str, Any], told: str
+) -> None:
+    request = request_of(QUERY)
+    request["inputs"].append(extra)
+    answer = post(service, request)
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith(told)
+
+
+def test_rows_of_two_tasks_are_no_task(service: Service) -> None:
+    request = request_of(QUERY, SUPPORT)
+    request["inputs"].append(tensor("support.user", "INT64", [1] * 8 + [2]))
+    assert post(service, request).json()["error"] == (
+        "the support rows are of 2 tasks; a request is of one. Send a request for each"
+    )
+
+
+@pytest.mark.parametrize("lists", [[0, 2], [2]])
+def test_lists_of_one_length_are_a_rectangle(service: Service, lists: list[int]) -> None:
+    flat = request_of(QUERY.slice(0, 1))
+    kept = [each for each in flat["inputs"] if not each["name"].startswith(("tags", "seen"))]
+    one = {"name": "tags", "datatype": "INT64", "shape": [1, len(lists)], "data": [lists]}
+    same = [tensor("tags", "INT64", lists), tensor("tags.lengths", "INT64", [len(lists)])]
+    seen = [tensor("seen", "INT64", []), tensor("seen.lengths", "INT64", [0])]
+    as_rectangle = values(post(service, {"inputs": [*kept, one, *seen]}))
+    as_lengths = values(post(service, {"inputs": [*kept, *same, *seen]}))
+    assert as_rectangle.tolist() == as_lengths.tolist()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "told"),
+    [
+        ([2, 2], "input tags.lengths adds up to 4; tags has 3 values"),
+        ([-1, 4], "input tags.lengths adds up to 3; tags has 3 values, and no length may be below"),
+    ],
+)
+def test_lengths_of_lists_add_up(service: Service, lengths: list[int], told: str) -> None:
+    inputs = [tensor("tags", "INT64", [1, 2, 3]), tensor("tags.lengths", "INT64", lengths)]
+    assert post(service, {"inputs": inputs}).json()["error"].startswith(told)
+
+
+def test_what_is_no_json_is_told(service: Service) -> None:
+    for body in (b"", b"{", b"\xff", b"[" * 100_000, b'{"inputs": ' + b"9" * 5_000 + b"}"):
+        answer = post(service, body)
+        assert answer.status_code == 400, body[:20]
+        assert re.match(r"the body is |inputs is ", answer.json()["error"])
+
+
+def test_limits_of_a_request(exported: Path) -> None:
+    with service_of(exported, limits=RequestLimits(body_bytes=3_000, rows=5)) as service:
+        answer = post(service, request_of(QUERY))
+        assert (answer.status_code, answer.json()["error"]) == (
+            413,
+            "the request has 6 rows of both sides; at most 5 are allowed. Split it, or start the "
+            "server with a higher --max-rows",
+        )
+
+        async def parts() -> AsyncIterator[bytes]:
+            for _ in range(40):
+                yield b" " * 100
+
+        for body in (b" " * 3_001, parts()):
+            answer = post(service, body)
+            assert answer.status_code == 413
+            assert answer.json()["error"].startswith("the body has more than 3000 bytes, the most")
+            assert answer.headers["connection"] == "close"
+        answer = post(service, b"x", headers={"Content-Encoding": "gzip"})
+        assert answer.status_code == 415
+
+
+def test_too_many_that_wait_are_told_when_to_come_back(exported: Path) -> None:
+    with service_of(exported, batch=BatchLimits(waiting=2, inline_s=-1.0)) as service:
+        # Nobody answers until this is released: the thread that does is held in a request's batch.
+        held, run = asyncio.Event(), service._batcher._run
+        loop_of: list[asyncio.AbstractEventLoop] = []
+
+        def slow(requests: Any) -> Any:
+            asyncio.run_coroutine_threadsafe(held.wait(), loop_of[0]).result()
+            return run(requests)
+
+        service._batcher._run = slow
+
+        async def many(client: httpx.AsyncClient) -> list[httpx.Response]:
+            loop_of.append(asyncio.get_running_loop())
+            body = json.dumps(request_of(QUERY))
+            first = asyncio.create_task(client.post(INFER, content=body))
+            while service.metrics.registry.get_sample_value("gmeta_serve_batch_tasks_count") != 1:
+                await asyncio.sleep(0.005)
+            rest = [asyncio.create_task(client.post(INFER, content=body)) for _ in range(5)]
+            await asyncio.wait(rest, return_when="FIRST_COMPLETED")
+            while sum(task.done() for task in rest) < 3:
+                await asyncio.sleep(0.005)
+            held.set()
+            return list(await asyncio.gather(first, *rest))
+
+        answers = with_client(service, many)
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 429, 429, 429]
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"].startswith("2 requests wait; no more are taken. Retry after")
+
+
+def test_a_request_that_takes_too_long_ends(exported: Path) -> None:
+    with service_of(exported, batch=BatchLimits(timeout_s=0.05, inline_s=-1.0)) as service:
+        run = service._batcher._run
+
+        async def slow_call(client: httpx.AsyncClient) -> httpx.Response:
+            released = asyncio.Event()
+            loop = asyncio.get_running_loop()
+
+            def slow(requests: Any) -> Any:
+                asyncio.run_coroutine_threadsafe(released.wait(), loop).result()
+                return run(requests)
+
+            service._batcher._run = slow
+            answer = await client.post(INFER, content=json.dumps(request_of(QUERY)))
+            released.set()
+            return answer
+
+        answer = with_client(service, slow_call)
+    assert answer.status_code == 504
+    assert answer.json()["error"].startswith("the request was not answered within 0.05 s")
+
+
+def test_metadata_as_the_protocol_has_it(service: Service) -> None:
+    version = service.loaded.version
+    told = get(service, "/v2/models/model").json()
+    assert told == get(service, f"/v2/models/model/versions/{version}").json()
+    assert (told["name"], told["versions"], told["platform"]) == (
+        "model",
+        [version],
+        "gmeta_export",
+    )
+    inputs = {each["name"]: (each["datatype"], each["shape"]) for each in told["inputs"]}
+    assert inputs["item"] == ("INT64", [-1])
+    assert inputs["tags"] == ("INT64", [-1, -1])
+    assert inputs["price"] == ("FP32", [-1])
+    assert inputs["support.click"] == ("FP32", [-1])
+    assert "click" not in inputs
+    assert [each["name"] for each in told["outputs"]] == ["prediction", "prediction_before"]
+    assert get(service, "/v2").json()["extensions"] == ["binary_tensor_data"]
+    assert get(service, "/v2/health/live").json() == {"live": True}
+    assert get(service, "/v2/health/ready").json() == {"ready": True}
+    assert get(service, "/v2/models/model/ready").json() == {"name": "model", "ready": True}
+    service.ready = False
+    assert get(service, "/v2/health/ready").status_code == 503
+    assert get(service, "/v2/health/live").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/v2/models/other/infer", "model 'other' is not served here; model is. Correct it"),
+        ("/v2/models/model/versions/0/infer", "version '0' of model is not served; "),
+        ("/v2/nothing", "POST '/v2/nothing' is not answered: Not Found. See /docs for what is"),
+    ],
+)
+def test_what_is_not_here_is_told(service: Service, path: str, told: str) -> None:
+    answer = post(service, request_of(QUERY), path)
+    assert answer.status_code == 404
+    assert answer.json()["error"].startswith(told)
+
+
+def test_another_method_is_not_allowed(service: Service) -> None:
+    answer = get(service, INFER)
+    assert answer.status_code == 405
+    assert answer.json()["error"].startswith(f"GET '{INFER}' is not answered: Method Not Allowed.")
+
+
+def test_metrics_count_what_was_answered(service: Service) -> None:
+    post(service, request_of(QUERY, SUPPORT, key="a"))
+    post(service, request_of(QUERY, key="a"))
+    post(service, request_of(QUERY, key="b"))
+    page = get(service, "/metrics").text
+    for line in (
+        'gmeta_serve_requests_total{protocol="http",status="200"} 2.0',
+        'gmeta_serve_requests_total{protocol="http",status="404"} 1.0',
+        'gmeta_serve_cache_total{result="stored"} 1.0',
+        'gmeta_serve_cache_total{result="hit"} 1.0',
+        'gmeta_serve_cache_total{result="miss"} 1.0',
+        'gmeta_serve_request_seconds_count{protocol="http"} 3.0',
+        'gmeta_serve_stage_seconds_count{stage="queue"} 3.0',
+        'gmeta_serve_stage_seconds_count{stage="adapt"} 1.0',
+        "gmeta_serve_cache_tasks 1.0",
+        f'gmeta_serve_model_info{{model="model",version="{service.loaded.version}"}} 1.0',
+    ):
+        assert line in page.splitlines()
+
+
+def make_tokens(folder: Path) -> dict[str, str]:
+    folder.mkdir()
+    made = {role: f"{role}-token-0123456789" for role in ("worker", "operator", "viewer")}
+    for role, token in made.items():
+        (folder / role).write_text(token)
+    return made
+
+
+def test_a_token_has_a_role(exported: Path, tmp_path: Path) -> None:
+    tokens = make_tokens(tmp_path / "tokens")
+    pages = {"/metrics": 0, "/docs": 0, "/status": 0, "/v2": 1, "/v2/models/model": 1}
+    allowed = {"worker": (403, 200), "operator": (200, 200), "viewer": (200, 200)}
+    with service_of(exported, Access(Tokens(tmp_path / "tokens"), False)) as service:
+        for page in pages:
+            assert get(service, page).status_code == 401
+            assert get(service, page, headers={"Authorization": "Bearer x"}).status_code == 401
+        for role, token in tokens.items():
+            headers = {"Authorization": f"Bearer {token}"}
+            for page, kind in pages.items():
+                assert get(service, page, headers=headers).status_code == allowed[role][kind]
+            answer = post(service, request_of(QUERY), headers=headers)
+            assert answer.status_code == (403 if role == "viewer" else 200)
+        assert (
+            post(service, request_of(QUERY))
+            .json()["error"]
+            .startswith(
+                "the request shows no valid token or client certificate; this server needs one"
+            )
+        )
+        assert get(service, "/v2/health/ready").status_code == 200
+        password = httpx.BasicAuth("anybody", tokens["viewer"])
+        assert get(service, "/docs", auth=password).status_code == 200
+
+
+def test_a_raw_text_is_read_once(service: Service) -> None:
+    """A text input where the model reads integers is told by the column's own words."""
+    request = request_of(QUERY)
+    content = b"".join(struct.pack("<I", 1) + b"7" for _ in range(6))
+    request["inputs"][0] = {
+        "name": "item",
+        "datatype": "BYTES",
+        "shape": [6],
+        "parameters": {"binary_data_size": len(content)},
+    }
+    text = json.dumps(request).encode()
+    headers = {"Inference-Header-Content-Length": str(len(text))}
+    answer = post(service, text + content, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith(
+        "sparse column item has type string; ids of table item"
+    )

@@ -1,0 +1,315 @@
+"""`gmeta serve` as a process: published clients, several workers, TLS, newer versions, the end."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+
+import gmeta
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.server.versions import version_in
+from gmeta.serving.model import ServedModel
+from gmeta_protos.inference.v2 import open_inference_pb2 as pb
+from gmeta_protos.inference.v2 import open_inference_pb2_grpc as pb_grpc
+from metaio.format.destination import replace_folder
+from tests.antdt.pki import Authority
+from tests.commands import gmeta as run_gmeta
+from tests.exported import random_rows, write_random_model
+from tests.server.serving import INFER, RunningServer, free_port, request_of, running_server, values
+from tests.server.test_grpc import message
+from tests.server.test_http import make_tokens
+from tests.waiting import PATIENCE_S, wait_until
+
+QUERY = random_rows(6, seed=2)
+SUPPORT = random_rows(9, seed=1)
+
+
+@pytest.fixture(scope="module")
+def server(exported: Path) -> Iterator[RunningServer]:
+    with running_server(exported, workers=2) as found:
+        yield found
+
+
+def url(server: RunningServer, path: str = INFER, scheme: str = "http") -> str:
+    return f"{scheme}://127.0.0.1:{server.port}{path}"
+
+
+def ask(server: RunningServer, **request: Any) -> httpx.Response:
+    """On a connection of its own: the kernel chooses the worker."""
+    return httpx.post(url(server), json=request_of(**request), timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize("protocol", ["http", "http-json", "grpc"])
+def test_a_published_client_is_answered(
+    server: RunningServer, model: ServedModel, tmp_path: Path, protocol: str
+) -> None:
+    pytest.importorskip("tritonclient", reason="the client is a development dependency")
+    request = request_of(QUERY, SUPPORT) | {"outputs": [], "parameters": None, "column": True}
+    if protocol == "grpc":
+        request |= {"outputs": ["prediction", "prediction_before"]}
+        request |= {"parameters": {"task_key": "triton"}}
+    (tmp_path / "request").write_text(json.dumps(request))
+    port = server.grpc_port if protocol == "grpc" else server.port
+    script = Path(__file__).with_name("triton_client.py")
+    result = subprocess.run(
+        [sys.executable, script, f"127.0.0.1:{port}", protocol, tmp_path / "request"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout)
+    expected = model.adapt(SUPPORT).predict(QUERY).numpy()
+    np.testing.assert_allclose(answer["prediction"], expected, rtol=0, atol=1e-6)
+    if answer["before"] is not None:
+        before = model.predict(QUERY).numpy()
+        np.testing.assert_allclose(answer["before"], before, rtol=0, atol=1e-6)
+    assert (answer["live"], answer["ready"], answer["server"]) == (True, True, True)
+    assert answer["inputs"][:2] == ["item", "city"]
+    assert "query rows have no column city; they have item." in answer["error"]
+
+
+def test_every_worker_knows_a_task_that_one_was_given(
+    server: RunningServer, model: ServedModel
+) -> None:
+    def results() -> set[str]:
+        answer = ask(server, query=QUERY, key="shared")
+        np.testing.assert_allclose(values(answer), expected, rtol=0, atol=1e-6)
+        return {answer.json()["parameters"]["task_cache"]}
+
+    expected = model.adapt(SUPPORT).predict(QUERY).numpy()
+    ask(server, query=QUERY, support=SUPPORT, key="shared")
+    seen: set[str] = set()
+    # Restored by the worker that was not given it, once that one is asked.
+    wait_until(lambda: seen.update(results()) or "restored" in seen, "the other worker is asked")
+    expected = model.adapt(QUERY).predict(QUERY).numpy()
+    ask(server, query=QUERY, support=QUERY, key="shared")
+    for _ in range(8):
+        results()  # newer rows count in every worker at once
+
+
+def test_metrics_are_those_of_all_workers(server: RunningServer) -> None:
+    def answered() -> float:
+        page = httpx.get(url(server, "/metrics")).text
+        start = 'gmeta_serve_requests_total{protocol="http",status="200"} '
+        return sum(float(line.removeprefix(start)) for line in page.splitlines() if start in line)
+
+    before = answered()
+    for _ in range(10):
+        ask(server, query=QUERY)
+    assert answered() == before + 10
+
+
+def test_a_worker_that_dies_is_started_again(exported: Path) -> None:
+    with running_server(exported, workers=2) as server:
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+        victim = children.read_text().split()[0]
+        os.kill(int(victim), signal.SIGKILL)
+        wait_until(lambda: server.count("serving") == 3, "another worker serves")
+        assert server.count("worker_died") == 1
+        for _ in range(6):
+            assert ask(server, query=QUERY).status_code == 200
+
+
+def test_requests_under_way_are_answered_at_the_end(exported: Path) -> None:
+    with running_server(exported, "--drain-delay", "0.5") as server:
+
+        async def until_the_end() -> list[int]:
+            body = json.dumps(request_of(QUERY, SUPPORT))
+            codes: list[int] = []
+            ended = asyncio.Event()
+
+            async def caller() -> None:
+                async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+                    while not ended.is_set():
+                        codes.append((await client.post(url(server), content=body)).status_code)
+
+            async def ready() -> int:
+                async with httpx.AsyncClient() as client:
+                    return (await client.get(url(server, "/v2/health/ready"))).status_code
+
+            callers = [asyncio.create_task(caller()) for _ in range(4)]
+            while len(codes) < 20:
+                await asyncio.sleep(0.01)
+            os.kill(server.process.pid, signal.SIGTERM)
+            # Not ready, and answering all the same: a balancer looks, and its callers stop.
+            while await ready() == 200:
+                await asyncio.sleep(0.01)
+            ended.set()
+            await asyncio.gather(*callers)
+            return codes
+
+        codes = asyncio.run(until_the_end())
+        assert set(codes) == {200}
+        wait_until(lambda: server.process.poll() is not None, "the server ends")
+        assert server.process.poll() == 0
+        assert server.count("stopped") == 1
+
+
+def test_newer_versions_are_served_under_load_without_a_failed_request(tmp_path: Path) -> None:
+    """Each answer is one version's, whichever it names, and never a mixture of two."""
+    folder = tmp_path / "model"
+    expected: dict[str, np.ndarray[Any, Any]] = {}
+    queries = {
+        "adapted": {"query": QUERY, "support": SUPPORT},
+        "kept": {"query": QUERY, "key": "kept"},
+    }
+
+    def export(steps: int) -> str:
+        partial = tmp_path / "partial"
+        rates = AlgorithmConfig(inner_steps=steps, inner_lr=0.3)
+        write_random_model(partial, algorithm=rates)
+        loaded = gmeta.load(partial, verify=False)
+        prediction = loaded.adapt(SUPPORT).predict(QUERY).numpy()
+        version = version_in(partial)
+        expected[version] = prediction
+        replace_folder(partial, folder)
+        return version
+
+    export(1)
+    with running_server(folder, "--reload-every", "0.05", workers=2) as server:
+        answers: list[tuple[str, httpx.Response]] = []
+
+        async def load_and_swap() -> None:
+            ended = asyncio.Event()
+
+            async def caller(kind: str) -> None:
+                body = json.dumps(request_of(**queries[kind]))
+                async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+                    while not ended.is_set():
+                        answers.append((kind, await client.post(url(server), content=body)))
+
+            async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+                first = json.dumps(request_of(QUERY, SUPPORT, key="kept"))
+                await client.post(url(server), content=first)
+            callers = [asyncio.create_task(caller(kind)) for kind in ("adapted", "kept") * 2]
+            for steps in (2, 3, 4):
+                version = await asyncio.to_thread(export, steps)
+
+                def all_serve(version: str = version) -> bool:
+                    reloaded = [e for e in server.events if e["event"] == "model_reloaded"]
+                    return sum(event["version"] == version for event in reloaded) == 2
+
+                def both_seen(version: str = version) -> bool:
+                    named = f'"{version}"'
+                    return {kind for kind, each in answers if named in each.text} == set(queries)
+
+                await asyncio.to_thread(wait_until, all_serve, "both workers serve it", 0.05)
+                await asyncio.to_thread(wait_until, both_seen, "callers have met it", 0.05)
+            ended.set()
+            await asyncio.gather(*callers)
+
+        asyncio.run(load_and_swap())
+    assert len(expected) == 4
+    seen = set()
+    for kind, answer in answers:
+        found = values(answer)
+        version = answer.json()["model_version"]
+        seen.add((kind, version))
+        np.testing.assert_allclose(found, expected[version], rtol=0, atol=1e-6)
+    newer = list(expected)[1:]  # the first may be gone before anybody asks
+    assert seen >= {(kind, version) for kind in queries for version in newer}
+
+
+def test_tls_with_tokens_and_certificates(exported: Path, tmp_path: Path) -> None:
+    tokens = make_tokens(tmp_path / "tokens")
+    authority = Authority(tmp_path / "pki")
+    cert, key = authority.issue("server")
+    options = (
+        "--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(authority.ca),
+        "--tokens", str(tmp_path / "tokens"),
+    )  # fmt: skip
+    worker = authority.issue("worker", "worker")
+    with running_server(exported, *options) as server:
+        trust = ssl.create_default_context(cafile=str(authority.ca))
+        with_certificate = ssl.create_default_context(cafile=str(authority.ca))
+        with_certificate.load_cert_chain(*worker)
+        headers = {"Authorization": f"Bearer {tokens['worker']}"}
+        codes = []
+        for context, shown in ((trust, {}), (trust, headers), (with_certificate, headers)):
+            with httpx.Client(verify=context, headers=shown) as client:
+                secure = url(server, scheme="https")
+                codes.append(client.post(secure, json=request_of(QUERY)).status_code)
+        assert codes == [401, 401, 200]
+        looks = {"Authorization": f"Bearer {tokens['viewer']}"}
+        with httpx.Client(verify=trust, headers=looks) as client:
+            assert client.get(url(server, "/metrics", "https")).status_code == 200
+            assert client.get(url(server, "/v2/health/ready", "https")).status_code == 200
+        credentials = grpc.ssl_channel_credentials(
+            authority.ca.read_bytes(), worker[1].read_bytes(), worker[0].read_bytes()
+        )
+        with grpc.secure_channel(f"localhost:{server.grpc_port}", credentials) as channel:
+            stub = pb_grpc.GRPCInferenceServiceStub(channel)
+            metadata = (("authorization", headers["Authorization"]),)
+            request = message(request_of(QUERY))
+            answer = stub.ModelInfer(request, metadata=metadata, timeout=PATIENCE_S)
+            assert list(answer.outputs[0].shape) == [6]
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.ModelInfer(request, timeout=PATIENCE_S)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert stub.ServerLive(pb.ServerLiveRequest(), timeout=PATIENCE_S).live
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ["{model}"],
+            "of what protects a server there is nothing; --tls-cert, --tls-key and one of",
+        ),
+        (["{model}", "--insecure", "--listen", "0.0.0.0:8080"], "--listen 0.0.0.0:8080 can be"),
+        (["{model}", "--insecure", "--listen", "8080"], "--listen is '8080'; allowed is HOST:PORT"),
+        (["{model}", "--insecure", "--behind-proxy"], "--insecure and --behind-proxy exclude"),
+        (["{model}", "--insecure", "--tokens", "x"], "--insecure was given beside --tokens x; a"),
+        (["{model}", "--insecure", "--name", "a b"], "--name is 'a b'; allowed are 1 to 100"),
+        (["{model}", "--insecure", "--log-level", "LOUD"], "--log-level is 'LOUD'; allowed are"),
+        (
+            ["{model}", "--insecure", "--listen", "127.0.0.1:0", "--workers", "2"],
+            "--listen 127.0.0.1:0 takes any free port, which --workers 2 cannot share.",
+        ),
+        (["{model}/no", "--insecure", "--listen", "{free}"], "{model}/no is no exported model: it"),
+        (["{model}", "--insecure", "--listen", "{taken}"], "cannot serve at --listen {taken}: "),
+        (
+            ["{model}", "--insecure", "--listen", "{taken}", "--workers", "2"],
+            "cannot serve at --listen {taken}: address already in use. Stop the service",
+        ),
+    ],
+)
+def test_a_server_that_cannot_start_says_why(
+    server: RunningServer, exported: Path, arguments: list[str], told: str
+) -> None:
+    places = {
+        "model": str(exported),
+        "taken": f"127.0.0.1:{server.grpc_port}",
+        "free": f"127.0.0.1:{free_port()}",
+    }
+    result = run_gmeta("serve", *(each.format(**places) for each in arguments))
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith(f"error: {told.format(**places)}"), result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_damaged_model_is_not_served(exported: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(exported, folder)
+    table = folder / "table-00000.safetensors"
+    table.write_bytes(table.read_bytes()[:-1] + b"\xff")
+    for workers in ("1", "2"):
+        address = f"127.0.0.1:{free_port()}"
+        result = run_gmeta("serve", folder, "--insecure", "--listen", address, "--workers", workers)
+        assert result.returncode == 1
+        assert "table-00000.safetensors" in result.stderr
+        assert "Traceback" not in result.stderr
