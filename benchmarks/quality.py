@@ -37,7 +37,7 @@ NAMES = [protocol.name for protocol in PROTOCOLS]
 # --quick: what fits into a minute of two busy cores.
 QUICK = ("movielens-100k", "synthetic")
 QUICK_PREPARE = ("--tasks", "1500", "--items", "400")
-QUICK_TRAIN = ("data.tasks_per_step=32", "run.epochs=6")
+QUICK_TRAIN = ("run.epochs=3",)
 
 
 def main() -> int:
