@@ -85,6 +85,8 @@ class _Workers:
         # Forked: they share what is imported. This process has one thread, now and later.
         self._context = mp.get_context("fork")
         self._ended = threading.Event()
+        # Nothing is ever sent: its end tells the workers that this process has died.
+        self._workers_side, self._own_side = self._context.Pipe(duplex=False)
 
     def run(self) -> int:
         """Start the workers, and again each that dies, until a signal; return the exit code, which
@@ -114,7 +116,7 @@ class _Workers:
     def _start(self) -> _Worker:
         sign, its_sign = self._context.Pipe(duplex=False)
         process = self._context.Process(
-            target=_work, args=(self._config, self._run_worker, its_sign), name="gmeta-serve-worker"
+            target=self._work, args=(its_sign,), name="gmeta-serve-worker"
         )
         process.start()
         its_sign.close()
@@ -132,13 +134,21 @@ class _Workers:
                 worker.process.kill()
                 worker.process.join()
 
+    def _work(self, sign: Connection) -> None:
+        """Be a worker. Its model was checked already, and is again when it is replaced."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)  # until the worker has its own
+        self._own_side.close()
+        threading.Thread(target=_end_with, args=(self._workers_side,), daemon=True).start()
+        try:
+            self._run_worker(self._config, lambda: sign.send(True))
+        except GMetaError as error:
+            event(logging.ERROR, "worker_not_started", message=str(error))
+            os._exit(error.exit_code)
 
-def _work(config: ServeConfig, run_worker: RunWorker, sign: Connection) -> None:
-    """Be a worker. Its model was checked already, and is again when it is replaced."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)  # until the worker has its own
-    try:
-        run_worker(config, lambda: sign.send(True))
-    except GMetaError as error:
-        event(logging.ERROR, "worker_not_started", message=str(error))
-        os._exit(error.exit_code)
+
+def _end_with(parent: Connection) -> None:
+    """End this process as SIGTERM does when the one at the other side dies, however it does."""
+    with suppress(EOFError):
+        parent.recv()
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -124,6 +124,22 @@ def test_a_worker_that_dies_is_started_again(exported: Path) -> None:
             assert ask(server, query=QUERY).status_code == 200
 
 
+def test_workers_end_with_the_process_that_started_them(exported: Path) -> None:
+    with running_server(exported, workers=2) as server:
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+        workers = children.read_text().split()
+        os.kill(server.process.pid, signal.SIGKILL)
+        wait_until(lambda: not any(is_running(worker) for worker in workers), "the workers' end")
+
+
+def is_running(pid: str) -> bool:
+    """Whether there is such a process, and it is none that has ended and waits to be looked at."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_requests_under_way_are_answered_at_the_end(exported: Path) -> None:
     with running_server(exported, "--drain-delay", "0.5") as server:
 
