@@ -38,6 +38,11 @@ class Protocol:
         return {"adapted": EXAMPLES / self.config, "plain": PLAIN / self.config}
 
 
+_BY_TIME = (
+    "Ratings of at least 4 as clicks, a user is a task. The newest fifth of all rows is `test`: a "
+    "user's earlier rows are support, those in the window query. `test-cold` are users without a "
+    "row before the window; their first half is support."
+)
 PROTOCOLS = (
     Protocol(
         name="movielens-1m",
@@ -89,11 +94,7 @@ PROTOCOLS = (
         splits=("test", "test-cold"),
         metrics=CLICKS,
         draws=False,
-        about=(
-            "Ratings of at least 4 as clicks, a user is a task. The newest fifth of all rows is "
-            "`test`: a user's earlier rows are support, those in the window query. `test-cold` are "
-            "users without a row before the window; their first half is support."
-        ),
+        about=_BY_TIME,
     ),
     Protocol(
         name="movielens-100k",
@@ -104,11 +105,7 @@ PROTOCOLS = (
         splits=("test", "test-cold"),
         metrics=CLICKS,
         draws=False,
-        about=(
-            "Ratings of at least 4 as clicks, a user is a task. The newest fifth of all rows is "
-            "`test`: a user's earlier rows are support, those in the window query. `test-cold` are "
-            "users without a row before the window; their first half is support."
-        ),
+        about=_BY_TIME,
     ),
     Protocol(
         name="synthetic",

@@ -7,9 +7,16 @@ from typing import Annotated
 
 import typer
 
+from gmeta.commands.service_options import (
+    LOG_LEVELS,
+    Insecure,
+    TlsCert,
+    TlsClientCa,
+    TlsKey,
+    TokenFolder,
+)
 from gmeta.errors import UserError
 
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # it stands in paths and in metrics
 
 
@@ -67,18 +74,11 @@ def serve(
         bool, typer.Option(help="check the model's checksums before use, which reads all of it")
     ] = True,
     access_log: Annotated[bool, typer.Option(help="log each inference")] = True,
-    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate of the server")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate")] = None,
-    tls_client_ca: Annotated[
-        Path | None, typer.Option(help="demand client certificates of this authority")
-    ] = None,
-    tokens: Annotated[
-        Path | None,
-        typer.Option(help="folder with the files worker, operator, viewer: tokens, one a line"),
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="no TLS and no proof; for callers of this machine")
-    ] = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
+    tokens: TokenFolder = None,
+    insecure: Insecure = False,
     behind_proxy: Annotated[
         bool,
         typer.Option("--behind-proxy", help="no TLS and no proof: a proxy in front does both"),

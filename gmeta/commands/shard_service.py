@@ -17,8 +17,14 @@ from gmeta.antdt.service.server import (
     serve_until_signal,
 )
 from gmeta.antdt.stragglers.settings import load_straggler_config
-
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+from gmeta.commands.service_options import (
+    LOG_LEVELS,
+    Insecure,
+    TlsCert,
+    TlsClientCa,
+    TlsKey,
+    TokenFolder,
+)
 
 
 def shard_service(
@@ -43,18 +49,11 @@ def shard_service(
     metrics_listen: Annotated[
         str, typer.Option(help="HOST:PORT of Prometheus /metrics; empty for none")
     ] = "",
-    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate of the service")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate")] = None,
-    tls_client_ca: Annotated[
-        Path | None, typer.Option(help="demand client certificates of this authority")
-    ] = None,
-    tokens: Annotated[
-        Path | None,
-        typer.Option(help="folder with the files worker, operator, viewer: tokens, one a line"),
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="no TLS and no proof; for callers of this machine")
-    ] = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
+    tokens: TokenFolder = None,
+    insecure: Insecure = False,
     antdt_config: Annotated[
         Path | None,
         typer.Option(
