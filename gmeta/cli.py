@@ -28,6 +28,11 @@ class Place(NamedTuple):
 # Loaded when it is asked for: the data-shard service must start without torch, and nobody waits
 # seconds for the help of `prepare`.
 COMMANDS = {
+    "init": Place(
+        "gmeta.commands.init",
+        "init",
+        "Write a first schema and config, with comments, from looking at a log's first rows.",
+    ),
     "prepare": Place(
         "gmeta.commands.prepare",
         "prepare",
