@@ -74,10 +74,8 @@ def test_an_increment_of_another_stream_or_of_another_past_is_refused_by_name(
     assert f"increment 2 of {foreign} is of another stream, bank; checkpoint" in refusal(
         lineage, open_dataset(str(foreign))
     )
-    past, present = map(
-        lambda path: open_dataset(str(path)),
-        write_increments(tmp_path / "rewritten", (9, 9), num_tasks=5),
-    )
+    rewritten = write_increments(tmp_path / "rewritten", (9, 9), num_tasks=5)
+    past, present = (open_dataset(str(path)) for path in rewritten)
     assert (
         f"increment 2 of {present.url} follows another increment 1 (fingerprint "
         f"{past.fingerprint[:12]}, the checkpoint's is {lineage[0].fingerprint[:12]}); checkpoint"
