@@ -15,9 +15,10 @@ from gmeta.batches.accumulate import MicroBatches
 from gmeta.batches.augment import augmented
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.labels import check_first_labels, labels_checked
-from gmeta.build import build, settled
+from gmeta.build import build
 from gmeta.checkpoints.beginning import beginning_of
 from gmeta.checkpoints.loader import restore_replaced
+from gmeta.checkpoints.settled import settled
 from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import TrainConfig
 from gmeta.evaluate import score_split
