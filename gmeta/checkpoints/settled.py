@@ -12,6 +12,8 @@ from gmeta.checkpoints.resume import named_checkpoint
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.increment import number_of, open_data
+from gmeta.parallel.ranks import Ranks, value_of_first
+from gmeta.parallel.together import by_first
 from gmeta.runs.folder import CONFIG_FILE, RunFolder
 from metaio.stream.chain import open_stream
 
@@ -40,6 +42,17 @@ def settled(config: TrainConfig) -> TrainConfig:
         prior = before.read_config().support_features.label_prior
     prior = prior or tuple(prior_of(config, dataset))
     return replace(config, support_features=replace(inputs, label_prior=prior))
+
+
+def settled_by_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
+    """Return the config as rank 0 settles it, for an increment may land in between: see settled.
+    Where the data is stays each machine's own. Collective.
+    """
+    found = [config]
+    by_first(lambda: found.append(settled(config)), ranks)
+    first = found[-1]
+    increment, inputs = value_of_first((first.data.increment, first.support_features), ranks)
+    return replace(config, data=replace(config.data, increment=increment), support_features=inputs)
 
 
 def _increment(config: TrainConfig) -> str:
