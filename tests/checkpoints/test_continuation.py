@@ -132,3 +132,5 @@ def test_the_command_line_goes_on_and_refuses_in_one_line(
     assert doubled.returncode == 2
     assert f"error: increment 2 of {stream[1]} was trained on already; " in doubled.stderr
     assert len(doubled.stderr.splitlines()) == 1
+    shown = gmeta("inspect", tmp_path / "two")
+    assert "trained on increments 1 to 2 of stream shop\n" in shown.stdout
