@@ -20,6 +20,7 @@ from gmeta.batches.labels import check_first_labels
 from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import ConfigError, GMetaError
+from gmeta.feeds.increment import open_data
 from gmeta.learner import MetaLearner
 from gmeta.numerics import BF16
 from gmeta.outer.early_stop import early_stop_of
@@ -27,7 +28,7 @@ from gmeta.tables.sharding import check_sharding
 from gmeta_keys.plugins import Registry
 from gmeta_models.config import InputSizes, ModelConfig, SparseColumn
 from gmeta_models.registry import NAMED_MODELS, build_model
-from metaio.format.dataset import Dataset, open_dataset
+from metaio.format.dataset import Dataset
 from metaio.format.features import Features
 
 
@@ -37,7 +38,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     Raises:
         ConfigError: the config does not fit the dataset, or the model does not fit the algorithm.
     """
-    dataset = open_dataset(config.data.path)
+    dataset = open_data(config.data)
     for key, split in (
         ("train_split", config.data.train_split),
         ("valid_split", config.data.valid_split),
@@ -60,7 +61,12 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             f"augment.resplit_support is true, but the support rows of {config.data.path} are the "
             "past of its query rows, which drawing them anew would mix. Set it to false"
         )
-    if not config.algorithm.train_base and not config.run.start_from:
+    if config.run.start_from and config.run.continue_from:
+        raise ConfigError(
+            f"run.start_from = {config.run.start_from!r} and run.continue_from = "
+            f"{config.run.continue_from!r}: a run begins with one of them. Leave one empty"
+        )
+    if not (config.algorithm.train_base or config.run.start_from or config.run.continue_from):
         raise ConfigError(
             "algorithm.train_base = false and run.start_from is empty: model and tables would stay "
             "as they are drawn. Name the run to begin with in run.start_from, or set it to true"
@@ -168,11 +174,15 @@ def _statistics(config: TrainConfig, dataset: Dataset) -> SupportStatistics:
     """Return the statistics that the config asks for, with the prior of its training labels."""
     asked = config.support_features
     if asked.is_used and LabelPrior.configured(asked) is None:
-        label_N = dataset.read_block(config.data.train_split, 0).label_N
-        # What the loss does not take is refused elsewhere, with its row.
-        prior = LabelPrior.of(label_N[labels_taken_N(config.outer.loss, label_N)])
-        asked = replace(asked, label_prior=prior)
+        asked = replace(asked, label_prior=prior_of(config, dataset))
     return statistics_of(asked, dataset.features)
+
+
+def prior_of(config: TrainConfig, dataset: Dataset) -> LabelPrior:
+    """Return mean and deviation of the labels of the training split's first block."""
+    label_N = dataset.read_block(config.data.train_split, 0).label_N
+    # What the loss does not take is refused elsewhere, with its row.
+    return LabelPrior.of(label_N[labels_taken_N(config.outer.loss, label_N)])
 
 
 def statistics_of(config: SupportFeaturesConfig, features: Features) -> SupportStatistics:

@@ -61,9 +61,10 @@ def measure(
     item_column: str = "",
     with_trees: bool = True,
     shown: Shown = Shown(),  # noqa: B008 - frozen
+    on: Dataset | None = None,
 ) -> Yardsticks:
-    """Return the predictions of the bias model and of the trees for the query rows of `splits`, as
-    the runs were shown them.
+    """Return the predictions of the bias model and of the trees, made from `dataset`, for the query
+    rows of `splits` of `on` (None: of the same dataset), as the runs were shown them.
 
     Raises:
         UserError: there is no such item column.
@@ -71,9 +72,10 @@ def measure(
     """
     item = item_index(dataset, item_column)
     loss, train_split, valid_split = config.outer.loss, *_splits(config)
-    scored = [split for split in splits if split != train_split]
+    scored = [split for split in splits if on is not None or split != train_split]
     if not scored:
         return Yardsticks((), (f"no yardstick: it is made from {train_split}, which is scored",))
+    scored_data = dataset if on is None else on
     sums = sum_training_rows(read_rows(dataset, train_split), dataset.features, SEED)
     train = sample_rows(dataset, train_split, SAMPLE_ROWS, SEED)
     valid = sample_rows(dataset, valid_split, SAMPLE_ROWS, SEED) if valid_split else None
@@ -81,7 +83,7 @@ def measure(
     bias = choose_bias(loss, sums, judges, item, SEED)
     told = _told_bias(dataset, bias, item is None, train, valid_split)
     rows = _predicted(
-        dataset, scored, shown, lambda rows: bias.predict(sums, rows)[~rows.is_support_N]
+        scored_data, scored, shown, lambda rows: bias.predict(sums, rows)[~rows.is_support_N]
     )
     found = (EvaluatedYardstick(*told, *rows),)
     if not with_trees:
@@ -94,7 +96,7 @@ def measure(
     if grown is None:
         return Yardsticks(found, ("boosted trees: none, there are too few training tasks",))
     told = _told_trees(grown, valid_split)
-    rows = _predicted(dataset, scored, shown, lambda rows: grown.predict(known, rows))
+    rows = _predicted(scored_data, scored, shown, lambda rows: grown.predict(known, rows))
     return Yardsticks((*found, EvaluatedYardstick(*told, *rows)))
 
 
