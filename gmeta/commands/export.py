@@ -2,12 +2,25 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from gmeta.errors import UserError
 from gmeta.files.local import check_local
+
+if TYPE_CHECKING:
+    from gmeta.runtimes.write import Runtime
+    from gmeta.serving.folder import TableFormat
+
+
+class Format(StrEnum):
+    """What an export is for."""
+
+    GMETA = "gmeta"
+    TORCH = "torch"
+    ONNX = "onnx"
+    TRITON = "triton"
 
 
 class Tables(StrEnum):
@@ -19,12 +32,28 @@ class Tables(StrEnum):
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="folder of a training run")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="folder of a training run; of an exported model for the other formats, too"
+        ),
+    ],
     out: Annotated[Path, typer.Argument(help="new folder for the model")],
+    runtime: Annotated[
+        Format,
+        typer.Option(
+            "--format",
+            help="for gmeta itself, programs of torch.export, an ONNX model, or a model of a "
+            "Triton repository",
+        ),
+    ] = Format.GMETA,
     tables: Annotated[
-        Tables,
-        typer.Option(help="embedding tables: as trained, half the size, or a scale a row and int8"),
-    ] = Tables.FLOAT32,
+        Tables | None,
+        typer.Option(
+            help="embedding tables: float32 (as trained, the default), half the size, or a scale a "
+            "row and int8"
+        ),
+    ] = None,
     step: Annotated[
         int | None,
         typer.Option(
@@ -39,12 +68,19 @@ def export(
     """Make a trained run one folder that adapts and predicts alone: gmeta.load(OUT).
 
     gmeta export runs/demo/maml models/clicks --tables int8
+    gmeta export models/clicks programs/clicks --format onnx
     """
     check_local("OUT", out)
     # Loading torch takes seconds: not before the options are known to be right.
-    from gmeta.commands.work.export import export_model
+    if runtime is Format.GMETA:
+        from gmeta.commands.work.export import export_model
 
-    export_model(run, out, tables.value, step, overwrite)
+        export_model(run, out, (tables or Tables.FLOAT32).value, step, overwrite)
+        return
+    from gmeta.commands.work.export_runtime import export_for_runtime
+
+    table_format = None if tables is None else cast("TableFormat", tables.value)
+    export_for_runtime(run, out, cast("Runtime", runtime.value), table_format, step, overwrite)
 
 
 def predict(

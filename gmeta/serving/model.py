@@ -72,6 +72,16 @@ class ServedModel:
         # Adapted layers act through hooks on the one model that all tasks share.
         self._lock = threading.Lock()
 
+    @property
+    def learner(self) -> MetaLearner:
+        """Return the layers and the way they adapt. To be run under no other lock than a copy's."""
+        return self._learner
+
+    @property
+    def tables(self) -> Sequence[StoredTable]:
+        """Return the embedding tables, in the order of `features.tables`."""
+        return self._tables
+
     def __reduce__(self) -> "tuple[partial[ServedModel], tuple[()]]":
         # Not the tensors: a process that maps the same files shares their memory.
         return self._reload, ()
