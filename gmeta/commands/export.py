@@ -79,8 +79,8 @@ def export(
         return
     from gmeta.commands.work.export_runtime import export_for_runtime
 
-    table_format = None if tables is None else cast("TableFormat", tables.value)
-    export_for_runtime(run, out, cast("Runtime", runtime.value), table_format, step, overwrite)
+    chosen, table_format = cast("Runtime", runtime.value), cast("TableFormat | None", tables)
+    export_for_runtime(run, out, chosen, table_format, step, overwrite)
 
 
 def predict(
