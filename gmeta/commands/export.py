@@ -86,11 +86,19 @@ def export(
 def predict(
     model: Annotated[Path, typer.Argument(help="folder that `gmeta export` wrote")],
     support: Annotated[
-        str, typer.Argument(metavar="SUPPORT.parquet", help="labelled rows to adapt by, any URL")
+        str,
+        typer.Argument(
+            metavar="SUPPORT.parquet",
+            help="labelled rows to adapt by: a path or any URL, a glob, a folder, or several of "
+            "them with commas between",
+        ),
     ],
-    query: Annotated[str, typer.Argument(metavar="QUERY.parquet", help="rows to predict, any URL")],
+    query: Annotated[
+        str, typer.Argument(metavar="QUERY.parquet", help="rows to predict, given in the same way")
+    ],
     out: Annotated[
-        Path, typer.Option(help="Parquet file for QUERY's rows with their predictions")
+        Path,
+        typer.Option(help="file for QUERY's rows with their predictions: .parquet, .pq or .csv"),
     ] = Path("predictions.parquet"),
     allow_no_support: Annotated[
         bool,
@@ -111,15 +119,16 @@ def predict(
 
     The columns are those that prepare was given; the task column says which rows belong together.
     OUT holds QUERY's rows in their order, with the columns prediction, prediction_before (without
-    adaptation) and support_rows.
+    adaptation) and support_rows. Files may be larger than memory: their rows are spooled by task
+    beside OUT, encoded.
     """
     check_local("--out", out)
     if out.is_dir():
         raise UserError(f"--out = {str(out)!r} is a folder: a file is needed. Name one in it")
-    if out.suffix not in ("", ".parquet", ".pq"):
+    if out.suffix not in ("", ".parquet", ".pq", ".csv"):
         raise UserError(
-            f"--out = {str(out)!r} ends with {out.suffix}: what is written is Parquet. Name a file "
-            "that ends with .parquet, and convert it behind"
+            f"--out = {str(out)!r} ends with {out.suffix}: .parquet, .pq and .csv can be written. "
+            "Name a file that ends with one of them"
         )
     for what, url in (("SUPPORT", support), ("QUERY", query)):
         if out.exists() and Path(url).exists() and out.samefile(url):

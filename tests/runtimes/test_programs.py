@@ -54,12 +54,11 @@ def test_the_cases_are_of_every_model_and_algorithm() -> None:
     assert names == {*ALGORITHMS, "none"}
 
 
-# Each model and each kind of gate, without all of their pairs.
+# Each model, and each kind of part that an algorithm adds.
 @pytest.mark.parametrize(
     ("model", "algorithm"),
     [
         ("dlrm", "maml"),
-        ("dlrm cat", "encoder"),
         ("melu", "metaemb"),
         ("cbml", "encoder_maml"),
         ("din", "metasgd"),
@@ -94,9 +93,8 @@ def test_the_modules_that_programs_record_predict_what_the_model_does(
     torch.testing.assert_close(AdaptAndPredict(served)(example), after, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("model", "algorithm"), [("melu", "maml"), ("dlrm", "metasgd"), ("cbml", "encoder")]
-)
+# Two, as recording takes seconds; the test before this holds all pairs against the model.
+@pytest.mark.parametrize(("model", "algorithm"), [("melu", "maml"), ("cbml", "encoder")])
 def test_a_program_adapts_to_a_task_of_any_size(model: str, algorithm: str, tmp_path: Path) -> None:
     served = model_of(tmp_path / "model", model, algorithm)
     torch.export.save(adapted_program(served), tmp_path / "adapt.pt2")
