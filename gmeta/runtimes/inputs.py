@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gmeta.files.checked_json import read_json
 from gmeta.runtimes.forward import DENSE, IDS, LENGTHS, LISTS
 from gmeta.runtimes.programs import OUTPUT
 from gmeta.serving.folder import ExportedConfig, vocabulary_file
@@ -42,10 +43,9 @@ def write_inputs(folder: Path, config: ExportedConfig, programs: dict[str, Any])
 def is_program(folder: Path) -> bool:
     """Return whether `gmeta export` wrote a program to this folder."""
     try:
-        body = json.loads((folder / INPUTS_FILE).read_text(encoding="utf-8"))
+        return read_json(folder / INPUTS_FILE).get("format") == FORMAT_NAME
     except (OSError, ValueError):
         return False
-    return isinstance(body, dict) and body.get("format") == FORMAT_NAME
 
 
 def _described(config: ExportedConfig) -> dict[str, Any]:

@@ -31,6 +31,7 @@ TOLERANCE = 1e-5
 _OPSET = 18
 # Rows and longest list of examples: all different, so that none is taken for another.
 _SUPPORT, _QUERY, _ALONE = (5, 4), (7, 3), (6, 2)
+_FEWEST = (1, 1)
 
 Example = dict[str, Tensor]
 Shapes = dict[str, list[int | str]]
@@ -43,11 +44,15 @@ def forward_program(served: ServedModel) -> ExportedProgram:
     Raises:
         GMetaError: torch cannot export the model, or what it made predicts something else.
     """
-    example, rows = draw_rows(served, *_ALONE)
-    with _told("predictions without adaptation"):
+    what = "predictions without adaptation"
+    example, _ = draw_rows(served, *_ALONE)
+    with _told(what):
         program = _exported(UnadaptedForward(served).eval(), example)
-    expected = served.predict_encoded([served.unadapted], rows, [rows.num_rows])
-    _check(program.module()(example), expected, "predictions without adaptation")
+    compute = program.module()
+    for num_rows, longest in (_ALONE, _FEWEST):
+        example, rows = draw_rows(served, num_rows, longest)
+        expected = served.predict_encoded([served.unadapted], rows, [num_rows])
+        _check(compute(example), expected, what)
     return program
 
 
@@ -65,15 +70,15 @@ def adapted_program(served: ServedModel) -> ExportedProgram:
             "rows outside the model. Train without them, or adapt by gmeta.load or gmeta serve"
         )
     what = "predictions after adaptation"
-    example, support_rows, query_rows = _adapting(served)
+    example, *_ = _adapting(served, _SUPPORT, _QUERY)
     with _told(what):
         program = _exported(recorded(AdaptAndPredict(served).eval(), example), example)
-    task = served.adapt_encoded(support_rows, [support_rows.num_rows])
-    _check(
-        program.module()(example),
-        served.predict_encoded(task, query_rows, [query_rows.num_rows]),
-        what,
-    )
+    compute = program.module()
+    for sizes in ((_SUPPORT, _QUERY), (_FEWEST, _FEWEST)):
+        example, support_rows, query_rows = _adapting(served, *sizes)
+        task = served.adapt_encoded(support_rows, [support_rows.num_rows])
+        expected = served.predict_encoded(task, query_rows, [query_rows.num_rows])
+        _check(compute(example), expected, what)
     return program
 
 
@@ -122,13 +127,15 @@ def forward_shapes(served: ServedModel) -> Shapes:
 
 def adapted_shapes(served: ServedModel) -> Shapes:
     """Return those of adaptation and predictions."""
-    return shapes_of(_adapting(served)[0])
+    return shapes_of(_adapting(served, _SUPPORT, _QUERY)[0])
 
 
-def _adapting(served: ServedModel) -> tuple[Example, EncodedColumns, EncodedColumns]:
+def _adapting(
+    served: ServedModel, support_size: tuple[int, int], query_size: tuple[int, int]
+) -> tuple[Example, EncodedColumns, EncodedColumns]:
     """Return inputs of both sides, and the rows of each."""
-    support, support_rows = draw_rows(served, *_SUPPORT, side=SUPPORT)
-    query, query_rows = draw_rows(served, *_QUERY, side=QUERY)
+    support, support_rows = draw_rows(served, *support_size, side=SUPPORT)
+    query, query_rows = draw_rows(served, *query_size, side=QUERY)
     label = {SUPPORT + LABEL: torch.from_numpy(support_rows.label_N)}
     return {**support, **label, **query}, support_rows, query_rows
 
@@ -199,7 +206,10 @@ def _exported(module: nn.Module, example: Example) -> ExportedProgram:
         for name, named in _dynamic(example).items()
     }
     with torch.no_grad():
-        return torch.export.export(module, (example,), dynamic_shapes=(dims,))
+        program = torch.export.export(module, (example,), dynamic_shapes=(dims,))
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # files of this machine, and most of a program's bytes
+    return program
 
 
 @contextmanager

@@ -99,6 +99,7 @@ def test_a_program_adapts_to_a_task_of_any_size(model: str, algorithm: str, tmp_
     served = model_of(tmp_path / "model", model, algorithm)
     torch.export.save(adapted_program(served), tmp_path / "adapt.pt2")
     program = torch.export.load(tmp_path / "adapt.pt2").module()
+    assert str(Path.cwd()).encode() not in (tmp_path / "adapt.pt2").read_bytes()
     for support, query, longest in ((1, 1, 1), (5, 7, 3), (30, 2, 5)):
         example, expected = adapted(served, support, query, longest)
         with torch.inference_mode():

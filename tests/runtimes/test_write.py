@@ -41,6 +41,7 @@ def test_a_program_is_there_whole_or_not_at_all(
     assert names == ["inputs.json", "predict.pt2"]
     assert written.num_bytes == sum(path.stat().st_size for path in out.iterdir())
     before = (out / "predict.pt2").read_bytes()
+    assert str(Path.cwd()).encode() not in before
     monkeypatch.setattr(write, "write_inputs", refused)
     with pytest.raises(GMetaError):
         export_for(exported, out, "torch", overwrite=True)
