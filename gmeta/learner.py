@@ -97,6 +97,11 @@ class MetaLearner(nn.Module):
         if isinstance(model, DecisionModel) and FusedLoop.suits(model, self._plan, self.rates):
             self._fused_loop = FusedLoop(model, self._plan, loss_function, self.rates)
 
+    @property
+    def generated_table(self) -> int:
+        """Return the place of the table whose embeddings the generator makes; -1 without one."""
+        return self._parts.generated_table
+
     def use_general_loop(self) -> None:
         """Give up the fused inner loop: its written-out derivatives know one type of number."""
         self._fused_loop = None

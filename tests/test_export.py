@@ -23,6 +23,7 @@ from gmeta.commands.screen import size_text
 from gmeta.errors import GMetaError, UserError
 from gmeta.export import CheckpointReader, export_run
 from gmeta.runs.folder import list_checkpoints
+from gmeta.runtimes.write import export_for
 from gmeta.serving.folder import read_config
 from gmeta_models import MODELS
 from metaio import FormatError, open_dataset
@@ -240,6 +241,27 @@ def test_any_step_kept_can_be_exported_and_replaces_a_model_only_when_told(
         "Choose one of them, or leave out --step for the newest"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.distributed
+def test_a_run_is_exported_for_another_runtime_as_for_gmeta(
+    run: Path, click_logs: Path, tmp_path: Path
+) -> None:
+    export_for(run, tmp_path / "clicks", "triton", "int8", step=4)
+    export_run(run, tmp_path / "model", "int8", step=4)
+    support, query = rows_of_split(click_logs, SPLIT)
+    found, expected = (
+        gmeta.load(folder).predict_tasks(support, query)
+        for folder in (tmp_path / "clicks" / "1" / "model", tmp_path / "model")
+    )
+    assert torch.equal(found.after_N, expected.after_N)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["clicks", "model"]
+    with pytest.raises(UserError) as caught:
+        export_for(run, tmp_path / "clicks", "triton")
+    assert str(caught.value) == (
+        f"{tmp_path / 'clicks'} holds an exported Triton model already. "
+        "Choose another folder, or pass --overwrite to replace it"
+    )
 
 
 @pytest.mark.distributed

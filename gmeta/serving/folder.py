@@ -5,11 +5,11 @@ config.json names every other file with its size and checksum; docs/serving.md d
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.config import LabelPrior, SupportFeaturesConfig
@@ -201,17 +201,38 @@ def check_files(folder: Path, config: ExportedConfig, checksums: bool) -> None:
         raise GMetaError(f"{difference}. {_REMEDY}")
 
 
+def is_export(folder: Path) -> bool:
+    """Return whether an export wrote this, be it damaged or of another version."""
+    try:
+        read_config(folder)
+    except UserError:
+        return False
+    except GMetaError:
+        return True
+    return True
+
+
+class FolderKind(NamedTuple):
+    """What an export writes: a word for it, and what tells that a folder is one."""
+
+    noun: str  # behind "an"
+    holds: Callable[[Path], bool]
+
+
+MODEL_FOLDER = FolderKind("exported model", is_export)
+
+
 @contextmanager
-def new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
+def new_folder(out: Path, overwrite: bool, kind: FolderKind = MODEL_FOLDER) -> Iterator[Path]:
     """Yield a temporary folder that becomes `out` when the block ends without an error; else it
     goes, at the next export if the process was killed.
 
     Raises:
-        UserError: `out` is taken by a model that may not be replaced, or by something else.
+        UserError: `out` is taken by one of its kind that may not be replaced, or by something else.
         DataError: another process exports to `out`, or the disk is full.
     """
     out = Path(os.path.abspath(out))  # so that "." has a name and a parent
-    _check_free(out, overwrite)
+    _check_free(out, overwrite, kind)
     out.parent.mkdir(parents=True, exist_ok=True)
     with folder_of_one_writer(out.parent / f".{out.name}.partial", str(out)) as partial:
         yield partial
@@ -224,27 +245,16 @@ def new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
         replace_folder(partial, out)
 
 
-def _check_free(out: Path, overwrite: bool) -> None:
+def _check_free(out: Path, overwrite: bool, kind: FolderKind) -> None:
     if not out.exists():
         return
-    if _is_export(out):
+    if kind.holds(out):
         if not overwrite:
             raise UserError(
-                f"{out} holds an exported model already. "
+                f"{out} holds an {kind.noun} already. "
                 "Choose another folder, or pass --overwrite to replace it"
             )
     elif not out.is_dir() or any(out.iterdir()):
         raise UserError(
-            f"{out} exists and is no exported model: a new folder is needed. Choose another place"
+            f"{out} exists and is no {kind.noun}: a new folder is needed. Choose another place"
         )
-
-
-def _is_export(folder: Path) -> bool:
-    """Return whether an export wrote this, be it damaged or of another version."""
-    try:
-        read_config(folder)
-    except UserError:
-        return False
-    except GMetaError:
-        return True
-    return True
