@@ -1,8 +1,9 @@
 """Requests that wait, and the batches that answer all of them together.
 
 A batch is computed on the event loop itself unless it is long: two threads of one interpreter only
-wait for each other. What comes meanwhile waits in the sockets and makes the next batch; the busier
-the server, the larger its batches.
+wait for each other. What comes meanwhile waits in the sockets, and all of it makes the next batch:
+one begins when a turn of the event loop has brought nothing new. The busier the server, the larger
+its batches.
 """
 
 import asyncio
@@ -23,9 +24,7 @@ from gmeta.server.protocol import Answer, Inference, Outcome
 
 Run = Callable[[Sequence[Inference]], list[Outcome]]
 _RATE_MEMORY = 0.8  # of the rows a second, from batch to batch
-# Callers that were answered together tend to ask again together: so much of a batch's time their
-# next requests are waited for, and so long those whose bytes have begun to come.
-_WAIT_SHARE = 0.25
+# So long a batch waits for requests whose bytes have begun to come.
 _UNDER_WAY_S = 0.002
 
 
@@ -58,10 +57,10 @@ class Batcher:
         self._under_way = 0  # requests that are being read
         self._busy = False
         self._closing = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._has_come = False  # a request, since the last look
+        self._next_look: asyncio.Handle | None = None
         self._long: asyncio.Future[None] | None = None  # the batch that a thread computes
         self._rows_per_s = 0.0
-        self._expected, self._until_s = 1, 0.0  # for so many requests, and no longer than so
         self._threads = ThreadPoolExecutor(1, "serve-batches")  # for what takes long
 
     def stop(self) -> None:
@@ -83,7 +82,7 @@ class Batcher:
         finally:
             self._under_way -= 1
             if self._waiting:
-                asyncio.get_running_loop().call_soon(self._look)
+                self._look_later()
 
     async def answer(self, request: Inference) -> Answer:
         """Return the answer to a request. Raise RequestError: it is wrong, too many wait, or it
@@ -96,8 +95,8 @@ class Batcher:
             raise self._too_many()
         ticket = _Ticket(request, loop.create_future())
         self._waiting.append(ticket)
-        # Behind all that has come by now: what else is ready joins the batch.
-        loop.call_soon(self._look)
+        self._has_come = True
+        self._look_later()
         try:
             async with asyncio.timeout(limits.timeout_s):
                 outcome = await ticket.future
@@ -121,23 +120,33 @@ class Batcher:
             retry_after_s=max(1, math.ceil(wait_s)),
         )
 
+    def _look_later(self, delay_s: float = 0.0) -> None:
+        """Look once, behind all that the event loop has to do by now, or after a time."""
+        loop = asyncio.get_running_loop()
+        if self._next_look is not None:
+            self._next_look.cancel()
+        self._next_look = (
+            loop.call_later(delay_s, self._look) if delay_s else loop.call_soon(self._look)
+        )
+
     def _look(self) -> None:
         """Begin a batch, unless more requests are about to come."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._next_look = None
         if self._busy or not self._waiting:
             return
-        now_s = time.perf_counter()
-        until_s = self._until_s
-        if self._under_way:
-            until_s = max(until_s, self._waiting[0].arrived_s + _UNDER_WAY_S)
-        are_all = len(self._waiting) >= self._expected and not self._under_way
-        if are_all or now_s >= until_s or len(self._waiting) >= self._limits.tasks:
+        until_s = self._waiting[0].arrived_s + _UNDER_WAY_S
+        left_s = until_s - time.perf_counter() if self._under_way else 0.0
+        if len(self._waiting) >= self._limits.tasks:
             self._begin()
+        elif self._has_come:
+            # Where one lay in the sockets there may be others. Without them they would be the next
+            # batch, and callers that ask again and again fall into groups that wait for each other.
+            self._has_come = False
+            self._look_later()
+        elif left_s > 0:
+            self._look_later(left_s)
         else:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(until_s - now_s, self._look)
+            self._begin()
 
     def _begin(self) -> None:
         batch = self._next_batch()
@@ -173,13 +182,12 @@ class Batcher:
         spent_s = max(now_s - began_s, 1e-6)
         before = self._rows_per_s or num_rows / spent_s
         self._rows_per_s = _RATE_MEMORY * before + (1 - _RATE_MEMORY) * num_rows / spent_s
-        self._expected, self._until_s = len(batch), now_s + _WAIT_SHARE * spent_s
         self._busy = False
         for ticket, outcome in zip(batch, outcomes, strict=True):
             if not ticket.future.done():
                 ticket.future.set_result(outcome)
         if self._waiting:
-            asyncio.get_running_loop().call_soon(self._look)
+            self._look_later()
 
     def _outcomes(self, requests: Sequence[Inference]) -> list[Outcome]:
         try:

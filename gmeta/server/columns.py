@@ -7,6 +7,7 @@ labelled rows to adapt by.
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -42,7 +43,7 @@ class ModelColumns:
     # Columns of the schema that no prediction needs: taken and left alone.
     ignored: frozenset[str]
 
-    @property
+    @cached_property
     def known(self) -> dict[str, Column]:
         """Return every column by its name."""
         return {column.name: column for column in (self.task, self.label, *self.read)}

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from gmeta.errors import UserError
 from gmeta.server.columns import ModelColumns, columns_of
-from gmeta.serving.folder import CONFIG_FILE, ExportedConfig
-from metaio.format.manifest import xxh3_hex
+from gmeta.serving.folder import ExportedConfig, checksum_in
 
 if TYPE_CHECKING:
     from gmeta.serving.model import ServedModel
@@ -41,13 +40,7 @@ class Loaded:
 
 def version_in(folder: Path) -> str:
     """Return the version that stands in a folder now. Raise UserError where there is none."""
-    try:
-        return xxh3_hex((folder / CONFIG_FILE).read_bytes())[:VERSION_CHARS]
-    except OSError as error:
-        raise UserError(
-            f"{folder} is no exported model: it has no {CONFIG_FILE}. "
-            "Give a folder that `gmeta export` wrote"
-        ) from error
+    return checksum_in(folder)[:VERSION_CHARS]
 
 
 def check_successor(before: Loaded, config: ExportedConfig, version: str) -> None:

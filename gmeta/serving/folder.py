@@ -92,6 +92,26 @@ def write_config(folder: Path, config: ExportedConfig) -> None:
     (folder / CONFIG_FILE).write_text(json.dumps(body, indent=1))
 
 
+def checksum_in(folder: Path) -> str:
+    """Return what names the content of an exported folder, 16 hexadecimal digits: the hash of
+    config.json, which holds the checksum of every other file.
+
+    Raises:
+        UserError: there is no exported model here.
+    """
+    try:
+        return xxh3_hex((folder / CONFIG_FILE).read_bytes())
+    except OSError:
+        raise _no_model(folder) from None
+
+
+def _no_model(folder: Path) -> UserError:
+    return UserError(
+        f"{folder} is no exported model: it has no {CONFIG_FILE}. "
+        "Give a folder that `gmeta export` wrote"
+    )
+
+
 def read_config(folder: Path) -> ExportedConfig:
     """Return the config of an exported folder.
 
@@ -102,11 +122,8 @@ def read_config(folder: Path) -> ExportedConfig:
     path = folder / CONFIG_FILE
     try:
         body = read_json(path)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        raise UserError(
-            f"{folder} is no exported model: it has no {CONFIG_FILE}. "
-            "Give a folder that `gmeta export` wrote"
-        ) from error
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise _no_model(folder) from None  # in a notebook the whole chain would be shown
     except ValueError as error:
         raise GMetaError(f"{path} is not JSON: it was cut short or edited. {_REMEDY}") from error
     # Any folder of a run has a config.json too.

@@ -19,6 +19,7 @@ from gmeta.serving.folder import (
     LAYERS_FILE,
     ExportedConfig,
     check_files,
+    checksum_in,
     read_config,
     table_file,
     vocabulary_file,
@@ -40,7 +41,7 @@ def load(path: str | Path, verify: bool = True) -> ServedModel:
         GMetaError: it is damaged, or another release wrote it.
     """
     folder = Path(path)
-    config = read_config(folder)
+    config, checksum = read_config(folder), checksum_in(folder)
     # Before anything is mapped: a file cut short under a map kills the process.
     check_files(folder, config, checksums=verify)
     tables = []
@@ -49,7 +50,8 @@ def load(path: str | Path, verify: bool = True) -> ServedModel:
         shape = (table.num_rows, config.model.embedding_dim)
         tables.append(check_table(str(file), _tensors(file), shape, config.table_format))
     reload = partial(_load_again, folder.absolute(), config)
-    return ServedModel(config, _learner(folder, config), tables, _encoder(folder, config), reload)
+    learner, encoder = _learner(folder, config), _encoder(folder, config)
+    return ServedModel(config, checksum, learner, tables, encoder, reload)
 
 
 def _load_again(folder: Path, config: ExportedConfig) -> ServedModel:

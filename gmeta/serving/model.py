@@ -30,9 +30,11 @@ from gmeta.serving.columns import (
 from gmeta.serving.device import on_the_cpu
 from gmeta.serving.folder import ExportedConfig
 from gmeta.serving.rows import EncodedColumns, join_rows, no_rows, split_rows, task_batch
+from gmeta.serving.state_bytes import StateShape, from_bytes, to_bytes
 from gmeta.serving.states import AdaptedTensors, TaskState, split, stacked
 from gmeta.serving.tables import StoredTable, fetch_UD
 from gmeta.serving.tasks import TaskPredictions, predict_tasks
+from gmeta_models.gated import row_layers
 from metaio.read.batch import TaskBatch
 
 # For how many query rows the form of an adapted layer is chosen; any number is as exact.
@@ -51,13 +53,16 @@ class ServedModel:
     def __init__(
         self,
         config: ExportedConfig,
+        checksum: str,
         learner: MetaLearner,
         tables: list[StoredTable],
         encoder: ColumnEncoder,
         reload: "partial[ServedModel]",
     ) -> None:
-        """Make a model; `reload` makes the same one again, in another process too."""
+        """Make a model; `checksum` names the content of its folder, `reload` makes the same one
+        again, in another process too."""
         self.config = config
+        self.checksum = checksum
         self._reload = reload
         # Inner gradients are taken at the outputs of layers and at rows, never at weights.
         self._learner = learner.requires_grad_(False).eval()
@@ -107,6 +112,15 @@ class ServedModel:
                 "Call predict_tasks for many tasks at once"
             )
         return AdaptedTask(self, *self.adapt_encoded(rows, [rows.num_rows]))
+
+    def task(self, state: bytes) -> "AdaptedTask":
+        """Return the adapted task that `AdaptedTask.state()` of this very export made bytes of; it
+        predicts the same to the bit.
+
+        Raises:
+            UserError: the bytes are no state, damaged, of another release or of another model.
+        """
+        return AdaptedTask(self, from_bytes(state, self.checksum, self._state_shape))
 
     @on_the_cpu
     def predict(self, rows: object) -> Tensor:
@@ -224,6 +238,19 @@ class ServedModel:
             (self._unadapted,) = self.adapt_encoded(nothing, [0])
         return self._unadapted
 
+    @property
+    def _state_shape(self) -> StateShape:
+        """Return what the state of any task holds."""
+        layers = row_layers(self._learner.model).items()
+        return StateShape(
+            layers={name: (layer.in_features, layer.out_features) for name, layer in layers},
+            gates_1MO=self.unadapted.gates_1MO,
+            width=self.config.model.embedding_dim,
+            num_keys=self._num_keys,
+            features=self.config.features,
+            keeps_support=self._statistics.width > 0,
+        )
+
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         # A caller may be under inference mode, where no inner gradient could be taken, or under
@@ -327,8 +354,14 @@ class AdaptedTask:
         # A copy would adapt layers of its own, which no model runs through.
         raise UserError(
             "a task that a model was adapted to cannot be pickled or copied: its layers are those "
-            "of this process. Send the model and the support rows, and call adapt there"
+            "of this process. Send its state() instead, and call task(state) of the model there"
         )
+
+    def state(self) -> bytes:
+        """Return the task as bytes, from which `ServedModel.task` of the same export makes it again
+        in any process; they hold no support rows unless the model takes statistics of them.
+        """
+        return to_bytes(self._state, self._model.checksum)
 
     def predict(self, rows: object) -> Tensor:
         """Return probabilities (bce) or ratings [N] of rows of the task; rows as ServedModel says.

@@ -202,7 +202,7 @@ def test_a_pickled_model_is_loaded_again_from_its_folder(
         pickle.dumps(served.adapt(rows))
     assert str(caught.value) == (
         "a task that a model was adapted to cannot be pickled or copied: its layers are those of "
-        "this process. Send the model and the support rows, and call adapt there"
+        "this process. Send its state() instead, and call task(state) of the model there"
     )
 
 

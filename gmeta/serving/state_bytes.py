@@ -1,0 +1,220 @@
+"""A task's state as bytes, which a feature store or a cache can hold: 24 bytes of header, then
+safetensors.
+
+The header names the format, its version, the exported model and a checksum of all the rest. Nothing
+in the bytes is run, and each tensor is held against what the model can take: they may come from
+anybody.
+
+Shape suffixes: as in states.py, and N support rows.
+"""
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+from torch import Tensor
+
+from gmeta.adaptation.layer_change import LayerChange, LowRankChange, MaterialisedChange
+from gmeta.errors import UserError
+from gmeta.serving.rows import EncodedColumns
+from gmeta.serving.states import TaskState
+from metaio.format.block import multi_feature_of_values
+from metaio.format.features import Features
+
+MAGIC = b"GMETATS"
+VERSION = 1
+_HEADER = struct.Struct("<7sB8s8s")  # magic, version, the model's checksum, the checksum
+_CHECKSUM_BYTES = 8
+_CHANGE, _GATE, _SUPPORT = "change", "gate", "support"
+_ROWS, _KEYS = "rows", "keys"
+_REMEDY = "Adapt the task anew by its support rows"
+_Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """What the states of a model hold: the widths (I, O) of each layer that may adapt, the gates of
+    a task of which nothing is known, the embedding width, the number of rows of all tables; and
+    whether the support rows are kept.
+    """
+
+    layers: Mapping[str, tuple[int, int]]
+    gates_1MO: Mapping[str, Tensor]
+    width: int
+    num_keys: int
+    features: Features
+    keeps_support: bool
+
+
+def to_bytes(state: TaskState, model_checksum: str) -> bytes:
+    """Return a state as bytes, tied to the exported model with this checksum (hexadecimal)."""
+    payload: bytes = save(_arrays_of(state))
+    before = _HEADER.pack(MAGIC, VERSION, bytes.fromhex(model_checksum), b"")[:-_CHECKSUM_BYTES]
+    return before + _checksum(before, payload) + payload
+
+
+def from_bytes(content: object, model_checksum: str, shape: StateShape) -> TaskState:
+    """Return the state in what `to_bytes` returned, bit for bit.
+
+    Raises:
+        UserError: it is no state, damaged, of another release or of another model.
+    """
+    if not isinstance(content, bytes | bytearray | memoryview):
+        raise UserError(
+            f"a task's state is of type {type(content).__name__}; bytes are needed. Give what "
+            "task.state() returned"
+        )
+    content = bytes(content)
+    if len(content) < _HEADER.size or not content.startswith(MAGIC):
+        raise UserError(
+            f"a task's state begins with {content[:8]!r} and has {len(content)} bytes: it is none. "
+            "Give what task.state() returned"
+        )
+    _, version, model, checksum = _HEADER.unpack_from(content)
+    if version != VERSION:
+        raise UserError(
+            f"a task's state has format version {version}; this release reads version {VERSION}. "
+            f"{_REMEDY}, or read it with the release that wrote it"
+        )
+    payload = content[_HEADER.size :]
+    if checksum != _checksum(content[: _HEADER.size - _CHECKSUM_BYTES], payload):
+        raise UserError(
+            f"a task's state of {len(content)} bytes does not match its checksum: it was cut short "
+            f"or altered. {_REMEDY}"
+        )
+    if model.hex() != model_checksum:
+        raise UserError(
+            f"a task's state is of the exported model {model.hex()}; this one is {model_checksum}. "
+            f"{_REMEDY}, or load the model that it was adapted with"
+        )
+    try:
+        return _state_of(load(payload), shape)
+    except (SafetensorError, ValueError, LookupError, TypeError, OverflowError) as error:
+        # The checksum held, but whoever can write the bytes can make it hold.
+        raise UserError(
+            f"a task's state holds what this model cannot take ({error!s:.200}). {_REMEDY}"
+        ) from error
+
+
+def _checksum(before: bytes, payload: bytes) -> bytes:
+    hashed = xxhash.xxh3_64(before)
+    hashed.update(payload)
+    return hashed.digest()
+
+
+def _arrays_of(state: TaskState) -> dict[str, npt.NDArray[Any]]:
+    tensors = {_ROWS: state.rows_PD, _KEYS: state.key_P}
+    tensors |= {f"{_GATE}/{name}": gate_1MO for name, gate_1MO in state.gates_1MO.items()}
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for name, change in state.changes.items():
+        for part, value in vars(change).items():
+            if isinstance(value, Tensor):
+                tensors[f"{_CHANGE}/{name}/{part}"] = value
+            else:
+                arrays[f"{_CHANGE}/{name}/{part}"] = np.array([value], np.float64)
+    arrays |= {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}
+    if state.support is not None:
+        # Views of a batch's rows need not lie side by side; their bytes are what is written.
+        kept = vars(state.support).items()
+        arrays |= {f"{_SUPPORT}/{name}": np.ascontiguousarray(array) for name, array in kept}
+    return arrays
+
+
+def _state_of(arrays: _Arrays, shape: StateShape) -> TaskState:
+    """Return the state of these arrays. Raise ValueError or its like for what does not fit."""
+    parts: dict[str, dict[str, npt.NDArray[Any]]] = {}
+    for name, array in arrays.items():
+        room, _, rest = name.partition("/")
+        if room not in (_CHANGE, _GATE, _SUPPORT, _ROWS, _KEYS):
+            raise ValueError(f"{name!r:.60} is no part of a state")
+        parts.setdefault(room, {})[rest] = array
+    changes: dict[str, dict[str, npt.NDArray[Any]]] = {}
+    for name, array in parts.get(_CHANGE, {}).items():
+        layer, _, part = name.rpartition("/")
+        changes.setdefault(layer, {})[part] = array
+    gates = parts.get(_GATE, {})
+    if gates.keys() != shape.gates_1MO.keys():
+        raise ValueError(f"it has gates of {len(gates)} layers, not of {len(shape.gates_1MO)}")
+    key_P = arrays[_KEYS]
+    _check(_KEYS, key_P, np.int64, (None,))
+    if np.any(key_P[1:] <= key_P[:-1]) or np.any((key_P < 0) | (key_P >= shape.num_keys)):
+        raise ValueError("its keys are no ascending rows of the tables")
+    return TaskState(
+        {layer: _change(layer, own, shape) for layer, own in changes.items()},
+        {
+            name: _tensor(f"gate {name}", gates[name], tuple(gate_1MO.shape))
+            for name, gate_1MO in shape.gates_1MO.items()
+        },
+        _tensor(_ROWS, arrays[_ROWS], (len(key_P), shape.width)),
+        torch.from_numpy(key_P.copy()),
+        _support(parts.get(_SUPPORT, {}), shape),
+    )
+
+
+def _change(layer: str, parts: _Arrays, shape: StateShape) -> LayerChange:
+    if layer not in shape.layers:
+        raise ValueError(f"layer {layer!r:.60} does not adapt")
+    width_in, width_out = shape.layers[layer]
+    if parts.keys() == {"activations_TSI", "scaled_grads_TSO", "bias_rate"}:
+        activations_TSI = _tensor(layer, parts["activations_TSI"], (1, None, width_in))
+        num_rows = activations_TSI.shape[1]
+        grads_TSO = _tensor(layer, parts["scaled_grads_TSO"], (1, num_rows, width_out))
+        _check("bias_rate", parts["bias_rate"], np.float64, (1,))
+        return LowRankChange(activations_TSI, grads_TSO, float(parts["bias_rate"][0]))
+    if parts.keys() != {"weight_TIO", "bias_T1O"}:
+        raise ValueError(f"layer {layer} has the parts {', '.join(sorted(parts))!r:.80}")
+    return MaterialisedChange(
+        _tensor(layer, parts["weight_TIO"], (1, width_in, width_out)),
+        _tensor(layer, parts["bias_T1O"], (1, 1, width_out)),
+    )
+
+
+def _support(parts: _Arrays, shape: StateShape) -> EncodedColumns | None:
+    if not shape.keeps_support:
+        if parts:
+            raise ValueError("it has support rows, of which the model takes no statistics")
+        return None
+    if not parts:
+        return None  # of a task of which nothing is known
+    features = shape.features
+    rows = EncodedColumns(**{own.name: parts[own.name] for own in fields(EncodedColumns)})
+    num_rows = len(rows.label_N)
+    _check("task_N", rows.task_N, np.int64, (num_rows,))
+    _check("label_N", rows.label_N, np.float32, (num_rows,))
+    _check("dense_NK", rows.dense_NK, np.float32, (num_rows, len(features.dense)))
+    _check("lengths_NM", rows.lengths_NM, np.int32, (num_rows, len(features.multi)))
+    _check("ids_NF", rows.ids_NF, np.integer, (num_rows, len(features.single)))
+    if np.any(rows.lengths_NM < 0):
+        raise ValueError("a list of its support rows has a length below 0")
+    num_values = int(rows.lengths_NM.sum(dtype=np.int64))
+    _check("values_V", rows.values_V, np.integer, (num_values,))
+    limits = {table.name: table.num_rows for table in features.tables}
+    limit_F = np.array([limits[feature.table] for feature in features.single], np.int64)
+    limit_M = np.array([limits[feature.table] for feature in features.multi], np.int64)
+    limit_V = limit_M[multi_feature_of_values(rows.lengths_NM)]
+    for ids, limit in ((rows.ids_NF, limit_F), (rows.values_V, limit_V)):
+        if np.any((ids < 0) | (ids >= limit)):
+            raise ValueError("a support row has an id that its table does not have")
+    return rows
+
+
+def _tensor(name: str, array: npt.NDArray[Any], shape: tuple[int | None, ...]) -> Tensor:
+    _check(name, array, np.float32, shape)
+    # The bytes that it is a view of are nobody's to write to.
+    return torch.from_numpy(array.copy())
+
+
+def _check(name: str, array: npt.NDArray[Any], dtype: type, shape: tuple[int | None, ...]) -> None:
+    """Raise ValueError unless an array is of this type and shape; None stands for any length."""
+    is_shape = len(array.shape) == len(shape) and all(
+        wanted in (None, found) for found, wanted in zip(array.shape, shape, strict=True)
+    )
+    if not (is_shape and np.issubdtype(array.dtype, dtype)):
+        raise ValueError(f"{name} is {array.dtype} {list(array.shape)}")
