@@ -45,7 +45,8 @@ def single(values: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("model", ["dlrm", "melu", "cbml"])
 @pytest.mark.parametrize("algorithm", ["maml", "fomaml", "anil", "reptile", "metasgd", "none"])
-def test_bf16_is_close_to_float32(algorithm: str, model: str) -> None:
+@pytest.mark.parametrize("general", [False, True])
+def test_bf16_is_close_to_float32(general: bool, algorithm: str, model: str) -> None:
     torch.manual_seed(0)
     learner = build_learner(
         FEATURES,
@@ -53,7 +54,8 @@ def test_bf16_is_close_to_float32(algorithm: str, model: str) -> None:
         AlgorithmConfig(name=algorithm, inner_lr=0.1, inner_steps=2),
         "bce",
     )
-    learner.use_general_loop()
+    if general:
+        learner.use_general_loop()
     loss, gradient = loss_and_gradient(learner, "float32")
     loss_16, gradient_16 = loss_and_gradient(learner, "bf16")
     assert gradient_16.dtype == torch.float32
