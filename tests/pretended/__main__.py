@@ -1,5 +1,5 @@
-"""`python -m tests.pretended MODULE FUNCTION JSON`: calls a function with these arguments in a process
-with a pretended GPU, and prints what it returns as JSON, behind whatever else is printed.
+"""`python -m tests.pretended MODULE FUNCTION JSON`: calls a function with these arguments in a
+process with a pretended GPU, and prints what it returns as JSON, behind whatever else is printed.
 """
 
 import importlib

@@ -8,6 +8,7 @@ themselves, their order on streams.
 Only for a process of its own, which `start` makes one with a GPU for good.
 """
 
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -60,18 +61,27 @@ class Counts:
         return self.launches.total()
 
 
-COUNTS = Counts()
+_NOW, _BESIDE = Counts(), Counts()
+
+
+def counts() -> Counts:
+    """Return where to count now. A thread that Python started, as that which writes checkpoints,
+    keeps no step waiting; autograd's own is not of them.
+    """
+    thread = threading.current_thread()
+    is_beside = thread is not threading.main_thread() and not thread.name.startswith("Dummy")
+    return _BESIDE if is_beside else _NOW
 
 
 @contextmanager
-def counting(counts: Counts | None = None) -> Iterator[Counts]:
+def counting(onto: Counts | None = None) -> Iterator[Counts]:
     """Count what happens inside, apart from what was counted before, or on top of these."""
-    global COUNTS
-    before, COUNTS = COUNTS, counts or Counts()
+    global _NOW
+    before, _NOW = _NOW, onto or Counts()
     try:
-        yield COUNTS
+        yield _NOW
     finally:
-        COUNTS = before
+        _NOW = before
 
 
 class OnDevice(Tensor):
@@ -81,7 +91,7 @@ class OnDevice(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, held: Tensor, **_: Any) -> "OnDevice":
+    def __new__(cls: Any, held: Tensor, **_: Any) -> "OnDevice":
         made: OnDevice = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(),
             dtype=held.dtype, layout=held.layout, device=CUDA, requires_grad=False,
@@ -94,7 +104,7 @@ class OnDevice(Tensor):
 
     def tolist(self) -> Any:
         """Return the values, as the real one does after waiting for the stream."""
-        COUNTS.waits.append(f"{place()} tolist")
+        counts().waits.append(f"{place()} tolist")
         return self.held.tolist()
 
     def numpy(self, **_: Any) -> Any:
@@ -167,7 +177,7 @@ def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "aten::copy_":
         return _copied_into(func, args, kwargs)
     if name.startswith("c10d::"):
-        COUNTS.collectives.append(name.removeprefix("c10d::").removesuffix("_"))
+        counts().collectives.append(name.removeprefix("c10d::").removesuffix("_"))
     if on_device:
         _check_places(name, args, given)
     result = func(*tree_map(held, args), **tree_map(held, kwargs))
@@ -191,8 +201,8 @@ def _check_places(name: str, args: tuple[Any, ...], given: list[Tensor]) -> None
         return
     if name in ("aten::index", "aten::index_put", "aten::index_put_"):
         # torch takes such indices over to the device, and waits for that.
-        COUNTS.to_device.extend(f"{place()} {name}" for _ in on_host)
-        COUNTS.waits.append(f"{place()} {name} with indices of the host")
+        counts().to_device.extend(f"{place()} {name}" for _ in on_host)
+        counts().waits.append(f"{place()} {name} with indices of the host")
     elif not name.startswith(("c10d::", "aten::_foreach")):
         shapes = [tuple(one.shape) for one in on_host]
         raise RuntimeError(
@@ -206,14 +216,14 @@ def _copied(func: Any, source: Tensor, is_cuda: bool, kwargs: dict[str, Any]) ->
     non_blocking = kwargs.pop("non_blocking", False)
     made = func(held(source), **kwargs)
     if is_cuda and isinstance(source, OnDevice):
-        COUNTS.launches["aten::_to_copy"] += 1
+        counts().launches["aten::_to_copy"] += 1
         return OnDevice(made)
     if is_cuda:
-        _count_copy(COUNTS.to_device, source, source, non_blocking)
+        _count_copy(counts().to_device, source, source, non_blocking)
         return OnDevice(made.clone() if made is source else made)
     if isinstance(source, OnDevice):
         # Without pinned memory of one's own a copy to the host is waited for.
-        _count_copy(COUNTS.to_host, made, source, non_blocking=False)
+        _count_copy(counts().to_host, made, source, non_blocking=False)
     return made
 
 
@@ -222,11 +232,11 @@ def _copied_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
     non_blocking = rest[0] if rest else kwargs.get("non_blocking", False)
     func(held(target), held(source))
     if isinstance(target, OnDevice) and isinstance(source, OnDevice):
-        COUNTS.launches["aten::copy_"] += 1
+        counts().launches["aten::copy_"] += 1
     elif isinstance(target, OnDevice):
-        _count_copy(COUNTS.to_device, source, source, non_blocking)
+        _count_copy(counts().to_device, source, source, non_blocking)
     elif isinstance(source, OnDevice):
-        _count_copy(COUNTS.to_host, target, source, non_blocking)
+        _count_copy(counts().to_host, target, source, non_blocking)
     return target
 
 
@@ -234,9 +244,9 @@ def _count_copy(copies: list[str], host: Tensor, source: Tensor, non_blocking: b
     at = f"{place()} copy of {source.numel() * source.element_size()} bytes"
     copies.append(at)
     if not _Pinned.has(host):
-        COUNTS.pageable.append(at)
+        counts().pageable.append(at)
     if not non_blocking:
-        COUNTS.waits.append(at)
+        counts().waits.append(at)
 
 
 def _count(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], result: Any) -> None:
@@ -247,14 +257,14 @@ def _count(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], re
     )
     unknown = name == "aten::repeat_interleave" and kwargs.get("output_size") is None
     if name in WAITING or is_mask or unknown:
-        COUNTS.waits.append(f"{place()} {name}")
+        counts().waits.append(f"{place()} {name}")
     returns = func._schema.returns
     is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
     if is_view or name in SILENT:
         return
-    COUNTS.launches[name] += 1
-    COUNTS.bytes += sum(one.numel() * one.element_size() for one in (*given, *tensors_in(result)))
-    COUNTS.flops += _flops(func, name, args, kwargs, result)
+    counts().launches[name] += 1
+    counts().bytes += sum(one.numel() * one.element_size() for one in (*given, *tensors_in(result)))
+    counts().flops += _flops(func, name, args, kwargs, result)
 
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
@@ -279,7 +289,7 @@ class _Stream:
         return True
 
     def synchronize(self) -> None:
-        COUNTS.waits.append(f"{place()} stream.synchronize")
+        counts().waits.append(f"{place()} stream.synchronize")
 
     def wait_stream(self, *_: Any) -> None: ...
 
@@ -305,7 +315,7 @@ class _Event:
     def wait(self, *_: Any) -> None: ...
 
     def synchronize(self) -> None:
-        COUNTS.waits.append(f"{place()} event.synchronize")
+        counts().waits.append(f"{place()} event.synchronize")
 
     def elapsed_time(self, _: object) -> float:
         return 1.0
@@ -343,7 +353,7 @@ def start() -> None:
         "Event": _Event,
         "stream": lambda stream: _Stream(),
         "device": _Stream,
-        "synchronize": lambda *_: COUNTS.waits.append(f"{place()} cuda.synchronize"),
+        "synchronize": lambda *_: counts().waits.append(f"{place()} cuda.synchronize"),
         "mem_get_info": lambda *_: (140 << 30, 141 << 30),
     }.items():
         setattr(torch.cuda, name, value)

@@ -3,22 +3,28 @@ asked for.
 """
 
 import random
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.batches import transfer
 from gmeta.batches.accumulate import accumulated_loss, in_parts
 from gmeta.build import build_learner
 from gmeta.learner import MetaLearner
 from gmeta.numerics import autocast
 from gmeta_models import ModelConfig
+from metaio.read.batch import TaskBatch
 from tests import reference
-from tests.pretended.device import CUDA, HOST, Counts, OnDevice, PretendedDevice, counting, held
+from tests.pretended.device import CUDA, HOST, Counts, PretendedDevice, counting, held
 
 WIDTH = 8
 HEADS = {"dlrm": "top.*"}  # others: decision.*
@@ -88,7 +94,7 @@ def learner_of(case: Case) -> MetaLearner:
     if case.algorithm in ("anil", "encoder"):
         adapting = False
     elif case.algorithm == "metaemb":
-        adapting = ("s0",)
+        adapting = ("s1",)  # another than DIN's history has
     layers = "*" if case.everything or case.algorithm == "anil" else HEADS.get(
         case.model, "decision.*"
     )  # fmt: skip
@@ -99,7 +105,7 @@ def learner_of(case: Case) -> MetaLearner:
         adapt_embeddings=adapting,
         learned_rates=case.rates,  # type: ignore[arg-type]
         inner_path=case.path,  # type: ignore[arg-type]
-        content=("s1",) if case.algorithm == "metaemb" else (),
+        content=("s2",) if case.algorithm == "metaemb" else (),
     )
     model = ModelConfig(
         name=case.model,
@@ -115,66 +121,76 @@ def learner_of(case: Case) -> MetaLearner:
     return learner
 
 
-def step_of(case: Case, device: torch.device) -> tuple[str, list[Tensor], Counts, Counts]:
-    """Take a step; return which loop took it, loss and gradients (predictions), and what the
-    device was asked for by the batch on its way there, and by the step.
+def step_of(
+    case: Case,
+    device: torch.device,
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> tuple[list[Tensor], Counts, Counts]:
+    """Take a step; return loss and gradients (or predictions), and what the device was asked for by
+    the batch on its way there, and by the step. `inside` is the pretended device, or none.
     """
     dtype = torch.float32 if case.precision == "bf16" else torch.float64
-    learner = learner_of(case).to(dtype)
+    batch = batch_of(case, dtype)
+    torch.manual_seed(1)
+    rows_UD = torch.randn(batch.unique_ids_U.numel(), WIDTH, dtype=dtype) * 0.1
+    with inside():
+        learner = learner_of(case).to(device, dtype)
+        rows_UD = rows_UD.to(device).requires_grad_()
+    arrange: Callable[[TaskBatch], Any] = learner.arrange
+    if case.mode == "predict":
+        arrange = learner.arrange_to_predict
+    elif case.mode == "parts":
+        arrange = in_parts(learner.arrange, 2)
+    arranged = arrange(batch)
+    with inside():
+        with counting() as moving:
+            episodes = arranged.to(device)
+        with counting() as stepping:
+            with autocast(case.precision, device):
+                if case.mode == "predict":
+                    predicted = learner.predict(rows_UD, episodes)
+                    found = [predicted.before_N, predicted.after_N]
+                else:
+                    take = accumulated_loss if case.mode == "parts" else MetaLearner.__call__
+                    loss = take(learner, rows_UD, episodes, 1.0)
+            if case.mode != "predict":
+                loss.backward()
+                grads = [one.grad for one in learner.parameters() if one.grad is not None]
+                found = [loss.detach(), rows_UD.grad, *grads]
+    assert all(one.device == device for one in found), "a result is on another device"
+    return [held(one).detach() for one in found], moving, stepping
+
+
+def batch_of(case: Case, dtype: torch.dtype) -> TaskBatch:
+    """The batch of a case, the same each time."""
     rng = random.Random(7)
     features = reference.some_features(3, 2, 2, history=case.model == "din")
     tasks = [reference.random_task(features, *sizes, rng) for sizes in SIZES]
-    batch = reference.batch_of(tasks, features).map(lambda one: _as(one, dtype))
-    torch.manual_seed(1)
-    rows_UD = torch.randn(batch.unique_ids_U.numel(), WIDTH, dtype=dtype) * 0.1
-    if device == CUDA:
-        with PretendedDevice():
-            learner, rows_UD = learner.to(CUDA), OnDevice(rows_UD)
-    rows_UD.requires_grad_()
-    arrange = learner.arrange_to_predict if case.mode == "predict" else learner.arrange
-    if case.mode == "parts":
-        arrange = in_parts(learner.arrange, 2)  # type: ignore[assignment]
-    arranged: Any = arrange(batch)
-    kind = type(getattr(arranged, "parts", [arranged])[0].rows).__name__
-    with PretendedDevice() if device == CUDA else torch.enable_grad():
-        with counting() as moving:
-            episodes = arranged.to(device)
-        with counting() as stepping, autocast(case.precision, device):
-            if case.mode == "predict":
-                predicted = learner.predict(rows_UD, episodes)
-                found = [predicted.before_N, predicted.after_N]
-            else:
-                take = accumulated_loss if case.mode == "parts" else MetaLearner.__call__
-                loss = take(learner, rows_UD, episodes, 1.0)
-        if case.mode != "predict":
-            with counting() as behind:
-                loss.backward()
-            stepping.launches += behind.launches
-            stepping.waits += behind.waits
-            stepping.to_device += behind.to_device
-            grads = [one.grad for one in learner.parameters() if one.grad is not None]
-            found = [loss.detach(), rows_UD.grad, *grads]
-    if device == CUDA:
-        assert all(isinstance(one, OnDevice) for one in found), "a result is left on the host"
-    return kind, [held(one).detach() for one in found], moving, stepping
+    as_asked = lambda one: one.to(dtype) if one.is_floating_point() else one  # noqa: E731
+    return reference.batch_of(tasks, features).map(as_asked)
 
 
-def _as(values: Tensor, dtype: torch.dtype) -> Tensor:
-    return values.to(dtype) if values.is_floating_point() else values
+def distance(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    """Return how far the farthest of these is, relative to its norm."""
+    pairs = zip(expected, found, strict=True)
+    return max(float((a - b.to(HOST)).norm() / (a.norm() + 1e-30)) for a, b in pairs)
 
 
-def readings(numbers: list[int]) -> list[dict[str, Any]]:
+def readings(numbers: list[int], mutant: str = "") -> list[dict[str, Any]]:
     """Compare the steps of these cases: how far the GPU's values are from the CPU's, relative to
     their norm, and the counts.
     """
+    if mutant:
+        from tests.pretended.mutants import MUTANTS  # they need TorchRec, which takes seconds
+
+        MUTANTS[mutant]()
     cases, found = list(all_cases()), []
     for number in numbers:
         case = cases[number]
         try:
-            _, expected, _, _ = step_of(case, HOST)
-            kind, values, moving, stepping = step_of(case, CUDA)
-            pairs = list(zip(expected, values, strict=True))
-            far = [float((a - b).norm() / (a.norm() + 1e-30)) for a, b in pairs]
+            expected, _, _ = step_of(case, HOST)
+            values, moving, stepping = step_of(case, CUDA, PretendedDevice)
+            far = distance(expected, values)
         except Exception as error:  # noqa: BLE001 - each case has its own test
             found.append({"case": case.name, "error": f"{type(error).__name__}: {error}"})
             continue
@@ -182,8 +198,7 @@ def readings(numbers: list[int]) -> list[dict[str, Any]]:
             {
                 "case": case.name,
                 "error": "",
-                "rows": kind,
-                "far": max(far),
+                "far": far,
                 "waits": moving.waits + stepping.waits,
                 "to_device": moving.to_device,
                 "pageable": moving.pageable,
@@ -191,4 +206,45 @@ def readings(numbers: list[int]) -> list[dict[str, Any]]:
                 "launches": stepping.num_launches,
             }
         )
+    return found
+
+
+def fake_steps(numbers: list[int]) -> dict[str, str]:
+    """Take these steps on tensors without values: what went wrong, by case.
+
+    An operation whose shape depends on values, or that reads one, raises.
+    """
+    found = {}
+    for number in numbers:
+        case = list(all_cases())[number]
+        learner = learner_of(case)
+        batch = batch_of(case, torch.float32)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake:
+            for module in learner.modules():
+                for own in (module._parameters, module._buffers):
+                    for name, one in own.items():
+                        like = None if one is None else torch.empty_like(one, device=CUDA)
+                        is_layer = isinstance(one, nn.Parameter) and like is not None
+                        own[name] = nn.Parameter(like) if is_layer else like  # type: ignore[assignment]
+            rows_UD = torch.empty(
+                batch.unique_ids_U.numel(), WIDTH, device=CUDA, requires_grad=True
+            )
+        episodes = learner.arrange(batch)
+        try:
+            with (
+                fake,
+                patch.object(
+                    transfer,
+                    "_in_one_copy",
+                    lambda tensors, device: [torch.empty_like(t, device=device) for t in tensors],
+                ),
+            ):
+                loss = learner(rows_UD, episodes.to(CUDA), 1.0)
+                loss.backward()
+                assert loss.device == CUDA
+                assert rows_UD.grad is not None
+            found[case.name] = ""
+        except Exception as error:  # noqa: BLE001 - each case has its own test
+            found[case.name] = "".join(traceback.format_exception(error))
     return found

@@ -21,7 +21,7 @@ def call_pretended(
         RuntimeError: it failed; with what it printed.
     """
     command = [sys.executable, "-m", "tests.pretended", module, function, json.dumps(arguments)]
-    folders = (str(ROOT), str(ROOT / "models"), str(ROOT / "protos"))
+    folders = [str(ROOT / folder) for folder in ("", "models", "protos", "benchmarks")]
     path = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
         command,

@@ -1,6 +1,5 @@
-"""Stand-ins on the pretended GPU for what TorchRec and fbgemm have there in compiled code alone: the
-lookup of a group of tables with a row-wise Adagrad step in its backward, and the mean of the layers'
-gradients over ranks.
+"""Stand-ins on the pretended GPU for what is compiled code there: fbgemm's lookup of a group of
+tables, with a row-wise Adagrad step in its backward, and DistributedDataParallel.
 """
 
 from typing import Any
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 
 import gmeta.parallel.sharding as sharding
-from tests.pretended import device
-from tests.pretended.device import OnDevice, held
+from gmeta.parallel.sharding import local_learner
+from tests.pretended.device import OnDevice, counts, held
 
 BACKWARD_LAUNCHES = 15  # sort, segments, update: an estimate of fbgemm's
 
@@ -44,13 +43,13 @@ class _Lookup(torch.autograd.Function):
         ids_F = held(offsets)[::samples].diff()
         ctx.row_N = held(indices).long() + torch.repeat_interleave(first_row_F, ids_F)
         ctx.group = group
-        device.COUNTS.launches["fbgemm::lookup"] += 2  # with the check of the ids
+        counts().launches["fbgemm::lookup"] += 2  # with the check of the ids
         return OnDevice(held(weights).detach().view(-1, group.max_D)[ctx.row_N])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         group, width = ctx.group, ctx.group.max_D
-        device.COUNTS.launches["fbgemm::update"] += BACKWARD_LAUNCHES
+        counts().launches["fbgemm::update"] += BACKWARD_LAUNCHES
         weights_RD = held(group.weights_dev).detach().view(-1, width)
         squares_R = held(group.momentum1_dev).detach()
         row_U, place_N = torch.unique(ctx.row_N, return_inverse=True)
@@ -68,22 +67,38 @@ def _forward(self: Any, indices: Tensor, offsets: Tensor, *_: Any, **__: Any) ->
     return rows
 
 
-class _Averaged(sharding._Alone):
-    """In place of DistributedDataParallel, whose reducer writes to memory of a GPU."""
+class Averaged(sharding._Alone):
+    """In place of DistributedDataParallel, whose reducer writes to memory of a GPU: one message,
+    when the last layer has its gradient.
+
+    In a group of its own: ranks that start it at another point of backward, which NCCL's one
+    communicator would not forgive, come to their end here, and the order tells.
+    """
 
     def wrap(self, dmp: DistributedModelParallel, env: Any, device: torch.device) -> None:
-        """Have every layer's gradient averaged over the ranks as soon as it is there."""
-        if dist.get_world_size() == 1:
-            return
-        for layer in dmp._dmp_wrapped_module.learner.parameters():
-            if layer.requires_grad:
-                layer.register_post_accumulate_grad_hook(_average)
+        """Have the layers' gradients averaged over the ranks in every backward."""
+        self._layers = [p for p in local_learner(dmp).learner.parameters() if p.requires_grad]
+        self._missing = len(self._layers)
+        if dist.get_world_size() > 1:
+            self._group = dist.new_group()
+            for layer in self._layers:
+                layer.register_post_accumulate_grad_hook(self.ready)
 
+    def ready(self, _: Tensor) -> None:
+        """Take note of a layer's gradient."""
+        self._missing -= 1
+        if not self._missing:
+            self._missing = len(self._layers)
+            self.average()
 
-def _average(layer: Tensor) -> None:
-    assert layer.grad is not None
-    dist.all_reduce(layer.grad)
-    layer.grad.div_(dist.get_world_size())
+    def average(self) -> None:
+        """Replace the gradients by their means."""
+        grads = [layer.grad for layer in self._layers if layer.grad is not None]
+        message = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(message, group=self._group)
+        message.div_(dist.get_world_size())
+        parts = message.split([grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [p.view_as(g) for p, g in zip(parts, grads, strict=True)])
 
 
 def stand_in() -> None:
@@ -98,8 +113,6 @@ def stand_in() -> None:
 
     def sharded(module: nn.Module, **named: Any) -> DistributedModelParallel:
         on_gpu = named["device"].type == "cuda"
-        return shard(
-            module, **(named | {"data_parallel_wrapper": _Averaged()} if on_gpu else named)
-        )
+        return shard(module, **(named | {"data_parallel_wrapper": Averaged()} if on_gpu else named))
 
     sharding.DistributedModelParallel = sharded  # type: ignore[misc,assignment]

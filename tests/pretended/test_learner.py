@@ -54,3 +54,32 @@ def test_a_step_launches_no_more_than_its_budget(
     readings: dict[str, dict[str, Any]], case: str
 ) -> None:
     assert readings[case]["launches"] <= BUDGETS[case]
+
+
+FAKE = ["melu maml", "melu metasgd everything", "dlrm fomaml", "dlrm maml everything", "cbml maml"]
+
+
+def test_the_fast_loop_needs_no_value_to_know_a_shape(pretended: Callable[..., Any]) -> None:
+    told = pretended(
+        "tests.pretended.learner_steps", "fake_steps", [CASES.index(one) for one in FAKE]
+    )
+    assert told == dict.fromkeys(FAKE, "")
+
+
+@pytest.mark.parametrize(
+    ("mutant", "shows"),
+    [
+        (
+            "a value read in the step",
+            lambda reading: any("item" in w or "scalar" in w for w in reading["waits"]),
+        ),
+        ("a copy more", lambda reading: len(reading["copies_inside"]) == 1),
+        ("labels left on the host", lambda reading: "same device" in reading["error"]),
+    ],
+)
+def test_a_mutant_is_caught(
+    pretended: Callable[..., Any], mutant: str, shows: Callable[[dict[str, Any]], bool]
+) -> None:
+    case = CASES.index("melu maml")
+    (reading,) = pretended("tests.pretended.learner_steps", "readings", [case], mutant)
+    assert shows(reading), reading

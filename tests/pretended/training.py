@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from gmeta.config import load_config
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.transport.transport import Alone, Gloo, Transport
 from tests.pretended.device import CUDA, HOST, Counts, PretendedDevice, counting
+from tests.pretended.mutants import MUTANTS
 from tests.pretended.tables import stand_in
 
 CONFIG = """
@@ -49,43 +51,40 @@ def ranks_on(device: torch.device) -> Ranks:
         folder = os.environ.get("PRETENDED_STORE")
         store = dist.FileStore(folder, world_size) if folder else dist.HashStore()
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    group = dist.group.WORLD
-    transport: Transport = Alone() if world_size == 1 else Gloo(group, group)
-    return Ranks(rank, world_size, device, group, group, transport)
+    control, rows = dist.new_group(), dist.new_group()
+    transport: Transport = Alone() if world_size == 1 else Gloo(rows, control)
+    return Ranks(rank, world_size, device, control, rows, transport)
 
 
-def trained(folder: str, data: str, overrides: list[str], mutant: str = "") -> dict[str, Any]:
-    """Train on both; return the readings of each, and the counts of every step on the GPU."""
+def trained(
+    folder: str, data: str, runs: dict[str, list[str]], mutant: str = ""
+) -> dict[str, dict[str, Any]]:
+    """Do these runs, each with keys of its own, on both; return what each shows, by its name: the
+    readings of either, and the counts of every step on the GPU.
+
+    A run with the key run.max_steps is done again without it, and so goes on from its checkpoint.
+    """
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
     stand_in()
     if mutant:
-        from tests.pretended.mutants import MUTANTS
-
         MUTANTS[mutant]()
-    of_cpu, _ = _run(HOST, Path(folder) / "cpu", data, overrides)
-    of_gpu, steps = _run(CUDA, Path(folder) / "cuda", data, overrides)
-    return {
-        "cpu": of_cpu,
-        "cuda": of_gpu,
-        "steps": [
-            {
-                "waits": one.waits,
-                "to_device": one.to_device,
-                "to_host": one.to_host,
-                "pageable": one.pageable,
-                "launches": one.num_launches,
-                "collectives": one.collectives,
-            }
-            for one in steps
-        ],
-    }
+    found = {}
+    for name, overrides in runs.items():
+        cpu, cuda = Path(folder) / name / "cpu", Path(folder) / name / "cuda"
+        rest = [one for one in overrides if not one.startswith("run.max_steps")]
+        for part in [overrides, rest] if rest != overrides else [overrides]:
+            of_cpu, _ = _run(HOST, cpu, data, part)
+            of_gpu, steps = _run(CUDA, cuda, data, part)
+        counts = [asdict(one) | {"launches": one.num_launches} for one in steps]
+        found[name] = {"cpu": of_cpu, "cuda": of_gpu, "steps": counts}
+    return found
 
 
 def _run(
     device: torch.device, run: Path, data: str, overrides: list[str]
 ) -> tuple[list[Any], list[Counts]]:
     run.parent.mkdir(parents=True, exist_ok=True)
-    path = run.parent / f"{run.name}.toml"
+    path = run.parent / f"{run.name}-{os.environ.get('RANK', '0')}.toml"
     named = {key: value for key, _, value in (one.partition("=") for one in overrides)}
     model = named.get("model.name", "melu")
     layers = "top.*" if model == "dlrm" else "decision.*"
@@ -129,5 +128,6 @@ def _counting_steps(steps: list[Counts]) -> Iterator[None]:
 
 def _of_model(reading: dict[str, Any]) -> dict[str, Any]:
     """What of a reading the model decides, and not the clock."""
-    valid = reading.get("valid") or {}
-    return {"step": reading["step"], "loss": reading.get("loss"), "valid": valid.get("auc")}
+    if "valid" in reading:
+        return {"step": reading["step"], "auc": reading["valid"]["auc"]}
+    return {"step": reading["step"], "loss": reading["loss"]}
