@@ -1,11 +1,11 @@
 """The learner's step on a GPU: what it asks of the device, whether it is right, how long it takes.
 
-  counts    launches, waits, copies, FLOPs and bytes of a step, and of a whole step of `gmeta train`,
-            on a GPU that only pretends (--device pretend): tensors that say cuda:0 and hold their
-            values on the CPU. Beside them the floors that they set, at stated speeds
+  counts    launches, waits, copies, FLOPs and bytes of a step, and of a step of `gmeta train`, on a
+            GPU that only pretends (--device pretend): tensors that say cuda:0 and hold their values
+            on the CPU. Beside them the floors that they set, at stated speeds
   check     loss and gradients of every model, algorithm and loop against the CPU's
-  time      a step eager, by tasks, shape, inner steps, rectangles and precision, against torch.func's
-            vmap and against its floors
+  time      a step, eager, by tasks, shape, inner steps, rectangles and precision, and torch.func's
+            vmap
   profile   where a step's time goes
 
 counts is the default without a GPU, check with one. The last three need a GPU; --device cpu tries
@@ -143,7 +143,7 @@ def counts() -> dict[str, Any]:
     print_table([*header, "launches ms", "float32 ms", "tf32 ms", "bytes ms"], rows)
     whole = {}
     for name, run in trained.items():
-        step = run["steps"][2]  # neither the first nor the last
+        step = run["steps"][1]  # the first makes ready
         of_torchrec = [wait for wait in step["waits"] if "torchrec.py" in wait]
         whole[name] = {
             "launches": step["launches"],
@@ -243,7 +243,7 @@ def _rectangles(most: int) -> Iterator[None]:
 
 
 def vmap_step(device: torch.device, batch: TaskBatch) -> Step:
-    """MAML of one inner step on even tasks, by torch.func: every task its own copy of the weights."""
+    """MAML of one step on even tasks, by torch.func: every task its own copy of the weights."""
     model = model_of(HIDDEN).decision.to(device)
     parameters = dict(model.named_parameters())
     position_TRF = batch.positions_NF.long().view(-1, 2 * ROWS, NUM_FEATURES).to(device)
@@ -301,9 +301,7 @@ def main() -> None:
     kind = options.device or ("cuda" if torch.cuda.is_available() else "pretend")
     what = options.what or ("counts" if kind == "pretend" else "check")
     if (kind == "pretend") != (what == "counts"):
-        parser.error(
-            f"{what} is not for --device {kind}: counts is for pretend, the others are not"
-        )
+        parser.error(f"{what} is not for --device {kind}: counts is for pretend, and that for it")
     if kind == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda, but torch sees no GPU: use pretend, or install the driver")
     device = torch.device("cuda", 0) if kind == "cuda" else HOST

@@ -35,7 +35,7 @@ def choose_products(precision: str, device: torch.device) -> None:
     if precision == TF32 and device.type != "cuda":
         raise ConfigError(
             f'run.precision = "{TF32}" needs CUDA, and this run computes on the {device.type}: '
-            f'Nvidia\'s GPUs alone multiply in it. Set "float32" or "{BF16}", or run.device = "cuda"'
+            f'only Nvidia GPUs multiply in it. Set "float32" or "{BF16}", or run.device = "cuda"'
         )
     torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == TF32 else "ieee"
 
