@@ -46,9 +46,8 @@ from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 
 sys.path.insert(0, str(REPOSITORY))
 from tests.pretended import device as pretended
-from tests.pretended.guard import built_guard, missing_for_guard
 from tests.pretended.learner_steps import HOST, all_cases, distance, step_of
-from tests.pretended.process import call_pretended
+from tests.pretended.process import built_guard, call_pretended, missing_for_guard
 
 ROWS, HIDDEN = 10, (512, 256)
 ALGORITHMS = [("none", 1), ("fomaml", 1), ("fomaml", 3), ("maml", 1), ("maml", 3)]

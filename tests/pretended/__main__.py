@@ -7,7 +7,7 @@ import json
 import os
 import sys
 
-from tests.pretended.guard import load_guard
+from tests.pretended.process import load_guard
 
 load_guard()  # before torch, which looks for devices once
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.pretended.guard import built_guard, missing_for_guard
-from tests.pretended.process import call_pretended
+from tests.pretended.process import built_guard, call_pretended, missing_for_guard
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tests.pretended.guard import load_guard
+from tests.pretended.process import load_guard
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = tuple(str(ROOT / folder) + "/" for folder in ("gmeta", "models", "metaio"))

@@ -1,5 +1,5 @@
 // Stand-ins for CUDA's device guard and hooks in a CPU build of torch, so that autograd runs on
-// tensors which say they are on cuda:0 (tests/pretended/device.py). Loaded, not linked: see guard.py.
+// tensors which say they are on cuda:0 (tests/pretended/device.py). process.py loads it.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
