@@ -25,6 +25,7 @@ from gmeta_models import ModelConfig
 from metaio.read.batch import TaskBatch
 from tests import reference
 from tests.pretended.device import CUDA, HOST, Counts, PretendedDevice, counting, held
+from tests.pretended.mutants import MUTANTS
 
 WIDTH = 8
 HEADS = {"dlrm": "top.*"}  # others: decision.*
@@ -176,14 +177,10 @@ def distance(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
     return max(float((a - b.to(HOST)).norm() / (a.norm() + 1e-30)) for a, b in pairs)
 
 
-def readings(numbers: list[int], mutant: str = "") -> list[dict[str, Any]]:
+def readings(numbers: list[int]) -> list[dict[str, Any]]:
     """Compare the steps of these cases: how far the GPU's values are from the CPU's, relative to
     their norm, and the counts.
     """
-    if mutant:
-        from tests.pretended.mutants import MUTANTS  # they need TorchRec, which takes seconds
-
-        MUTANTS[mutant]()
     cases, found = list(all_cases()), []
     for number in numbers:
         case = cases[number]
@@ -207,6 +204,18 @@ def readings(numbers: list[int], mutant: str = "") -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def everything(fake: list[int], mutants: list[str], mutated: int) -> dict[str, Any]:
+    """Return the readings of all cases, what went wrong on tensors without values, and the readings
+    of one case under each mutant: in one process, as its start takes longer than a case.
+    """
+    found = {"readings": readings(list(range(len(list(all_cases()))))), "fake": fake_steps(fake)}
+    under = {}
+    for name in mutants:
+        with MUTANTS[name]():
+            (under[name],) = readings([mutated])
+    return found | {"mutants": under}
 
 
 def fake_steps(numbers: list[int]) -> dict[str, str]:

@@ -1,8 +1,11 @@
-"""Method: mutants. Each spoils what the tests on the pretended GPU are there to hold, in its own
-process; tests that let one live prove little.
+"""Method: mutants. Each spoils, as long as it is entered, what the tests on the pretended GPU are
+there to hold; tests that let one live prove little.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,7 +18,7 @@ from gmeta.learner import MetaLearner
 from tests.pretended.tables import Averaged
 
 
-def _behind_forward(mutation: Callable[[Tensor], object]) -> None:
+def _behind_forward(mutation: Callable[[Tensor], object]) -> AbstractContextManager[Any]:
     forward = MetaLearner.forward
 
     def mutated(self: MetaLearner, rows_UD: Tensor, episodes: Episodes, weight: float) -> Tensor:
@@ -23,18 +26,18 @@ def _behind_forward(mutation: Callable[[Tensor], object]) -> None:
         mutation(loss)
         return loss
 
-    MetaLearner.forward = mutated  # type: ignore[method-assign]
+    return patch.object(MetaLearner, "forward", mutated)
 
 
-def _a_read() -> None:
-    _behind_forward(lambda loss: loss.item())
+def _a_read() -> AbstractContextManager[Any]:
+    return _behind_forward(lambda loss: loss.item())
 
 
-def _a_copy() -> None:
-    _behind_forward(lambda loss: torch.ones(1).to(loss.device, non_blocking=True))
+def _a_copy() -> AbstractContextManager[Any]:
+    return _behind_forward(lambda loss: torch.ones(1).to(loss.device, non_blocking=True))
 
 
-def _a_tensor_on_the_host() -> None:
+def _a_tensor_on_the_host() -> AbstractContextManager[Any]:
     copied = transfer._in_one_copy
 
     def mutated(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
@@ -42,17 +45,17 @@ def _a_tensor_on_the_host() -> None:
         is_label = [one.dim() == 1 and one.is_floating_point() for one in tensors]
         return [a if stays else b for a, b, stays in zip(tensors, there, is_label, strict=True)]
 
-    transfer._in_one_copy = mutated
+    return patch.object(transfer, "_in_one_copy", mutated)
 
 
-def _a_collective_late() -> None:
+def _a_collective_late() -> AbstractContextManager[Any]:
     def mutated(self: Averaged, _: Tensor) -> None:
-        self._missing -= 1
-        if not self._missing:
-            self._missing = len(self._layers)
+        self.missing -= 1
+        if not self.missing:
+            self.missing = len(self.layers)
             call_after_backward(self.average) if dist.get_rank() else self.average()
 
-    Averaged.ready = mutated  # type: ignore[method-assign]
+    return patch.object(Averaged, "ready", mutated)
 
 
 MUTANTS = {

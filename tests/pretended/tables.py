@@ -77,23 +77,23 @@ class Averaged(sharding._Alone):
 
     def wrap(self, dmp: DistributedModelParallel, env: Any, device: torch.device) -> None:
         """Have the layers' gradients averaged over the ranks in every backward."""
-        self._layers = [p for p in local_learner(dmp).learner.parameters() if p.requires_grad]
-        self._missing = len(self._layers)
+        self.layers = [p for p in local_learner(dmp).learner.parameters() if p.requires_grad]
+        self.missing = len(self.layers)
         if dist.get_world_size() > 1:
             self._group = dist.new_group()
-            for layer in self._layers:
-                layer.register_post_accumulate_grad_hook(self.ready)
+            for layer in self.layers:
+                layer.register_post_accumulate_grad_hook(lambda one: self.ready(one))
 
     def ready(self, _: Tensor) -> None:
         """Take note of a layer's gradient."""
-        self._missing -= 1
-        if not self._missing:
-            self._missing = len(self._layers)
+        self.missing -= 1
+        if not self.missing:
+            self.missing = len(self.layers)
             self.average()
 
     def average(self) -> None:
         """Replace the gradients by their means."""
-        grads = [layer.grad for layer in self._layers if layer.grad is not None]
+        grads = [layer.grad for layer in self.layers if layer.grad is not None]
         message = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(message, group=self._group)
         message.div_(dist.get_world_size())

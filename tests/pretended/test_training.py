@@ -54,41 +54,31 @@ def test_a_step_waits_once_and_copies_twice(runs: dict[str, Any], name: str) -> 
         assert not [one for one in step["pageable"] if not one.startswith(TORCHRECS)]
 
 
-def on_two_ranks(
-    pretended: Callable[..., Any], data: Path, folder: Path, mutant: str = ""
-) -> list[Any]:
-    def rank(number: int) -> Any:
-        place = {
-            "RANK": str(number),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "1",
-            "PRETENDED_STORE": str(folder / "store"),
-        }
-        arguments = str(folder), str(data), UNEVEN, mutant
-        return pretended(MODULE, "trained", *arguments, **place)["uneven"]
-
-    with ThreadPoolExecutor(2) as both:
-        return list(both.map(rank, range(2)))
-
-
 @pytest.mark.distributed
 def test_two_ranks_train_alike_and_start_collectives_in_one_order(
     pretended: Callable[..., Any], click_logs: Path, tmp_path: Path
 ) -> None:
-    first, second = on_two_ranks(pretended, click_logs, tmp_path)
-    assert len(first["cpu"]) >= 4
-    for expected, reading in zip(first["cpu"], first["cuda"], strict=True):
+    mutant = "collectives swapped on a rank"
+
+    def rank(number: int) -> Any:
+        place = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+        arguments = str(tmp_path), str(click_logs), UNEVEN, mutant
+        return pretended(
+            MODULE, "trained", *arguments, **place, PRETENDED_STORE=f"{tmp_path}/store"
+        )
+
+    with ThreadPoolExecutor(2) as both:
+        first, second = both.map(rank, range(2))
+    assert len(first["uneven"]["cpu"]) >= 4
+    for expected, reading in zip(first["uneven"]["cpu"], first["uneven"]["cuda"], strict=True):
         assert reading == pytest.approx(expected, rel=1e-5)
-    orders = [[step["collectives"] for step in rank["steps"]] for rank in (first, second)]
+    orders = [collectives(one["uneven"]) for one in (first, second)]
     assert orders[0] == orders[1]
     assert {"alltoall_base", "allreduce"} <= set(orders[0][1])
+    # Ranks that do not agree are noticed.
+    assert collectives(first[mutant]) != collectives(second[mutant])
 
 
-@pytest.mark.distributed
-def test_collectives_in_another_order_are_noticed(
-    pretended: Callable[..., Any], click_logs: Path, tmp_path: Path
-) -> None:
-    mutant = "collectives swapped on a rank"
-    first, second = on_two_ranks(pretended, click_logs, tmp_path, mutant)
-    orders = [[step["collectives"] for step in rank["steps"]] for rank in (first, second)]
-    assert orders[0] != orders[1]
+def collectives(run: dict[str, Any]) -> list[list[str]]:
+    """Those that a rank started in each step, in their order."""
+    return [step["collectives"] for step in run["steps"]]

@@ -63,11 +63,10 @@ def trained(
     readings of either, and the counts of every step on the GPU.
 
     A run with the key run.max_steps is done again without it, and so goes on from its checkpoint.
+    Under the mutant's name stand the counts of the last of them with it.
     """
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
     stand_in()
-    if mutant:
-        MUTANTS[mutant]()
     found = {}
     for name, overrides in runs.items():
         cpu, cuda = Path(folder) / name / "cpu", Path(folder) / name / "cuda"
@@ -75,9 +74,16 @@ def trained(
         for part in [overrides, rest] if rest != overrides else [overrides]:
             of_cpu, _ = _run(HOST, cpu, data, part)
             of_gpu, steps = _run(CUDA, cuda, data, part)
-        counts = [asdict(one) | {"launches": one.num_launches} for one in steps]
-        found[name] = {"cpu": of_cpu, "cuda": of_gpu, "steps": counts}
+        found[name] = {"cpu": of_cpu, "cuda": of_gpu, "steps": _as_json(steps)}
+    if mutant:
+        with MUTANTS[mutant]():
+            of_gpu, steps = _run(CUDA, Path(folder) / mutant, data, overrides)
+        found[mutant] = {"cpu": [], "cuda": of_gpu, "steps": _as_json(steps)}
     return found
+
+
+def _as_json(steps: list[Counts]) -> list[dict[str, Any]]:
+    return [asdict(one) | {"launches": one.num_launches} for one in steps]
 
 
 def _run(
