@@ -7,7 +7,7 @@ D embedding width, K dense columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -55,7 +55,7 @@ class RowInputs:
     num_multi: int  # M
     dense_NK: Tensor
     # Of each multi-id feature the longest bag, or more; None: found by a look at the values.
-    longest_M: tuple[int, ...] | None = None
+    longest_M: tuple[int, ...] | None = field(default=None, kw_only=True)
 
     @property
     def num_rows(self) -> int:
