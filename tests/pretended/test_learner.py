@@ -41,10 +41,10 @@ Reading = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def found(pretended: Callable[..., Any]) -> Reading:
+def found(pretended_once: Callable[..., Any]) -> Reading:
     """All that the tests below look at, in one process and a quarter of a minute."""
     arguments = [CASES.index(one) for one in FAKE], list(SHOWN_BY), CASES.index("melu maml")
-    return dict(pretended("tests.pretended.learner_steps", "everything", *arguments))
+    return dict(pretended_once("tests.pretended.learner_steps", "everything", *arguments))
 
 
 @pytest.fixture(scope="module")

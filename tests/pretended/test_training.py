@@ -23,11 +23,11 @@ TORCHRECS = "gmeta/parallel/exchange/torchrec.py"
 
 @pytest.fixture(scope="module")
 def runs(
-    pretended: Callable[..., Any], click_logs: Path, tmp_path_factory: pytest.TempPathFactory
+    pretended_once: Callable[..., Any], click_logs: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """Each run on the CPU and on the pretended GPU, one rank."""
-    folder = str(tmp_path_factory.mktemp("pretended"))
-    return dict(pretended(MODULE, "trained", folder, str(click_logs), RUNS))
+    folder = str(tmp_path_factory.mktemp("runs"))
+    return dict(pretended_once(MODULE, "trained", folder, str(click_logs), RUNS))
 
 
 @pytest.mark.parametrize("name", RUNS)
