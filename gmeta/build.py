@@ -22,7 +22,6 @@ from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.feeds.increment import open_data
 from gmeta.learner import MetaLearner
-from gmeta.numerics import BF16
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.tables.sharding import check_sharding
 from gmeta_keys.plugins import Registry
@@ -87,8 +86,6 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if config.run.precision == BF16:
-        learner.use_general_loop()
     return dataset, learner
 
 

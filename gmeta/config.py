@@ -151,8 +151,10 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto", "auto: cuda with NCCL where a GPU is visible, else cpu with gloo"
     )
-    precision: Literal["float32", "bf16"] = key(
-        "float32", "bf16: training's matrix products in bfloat16, everything else in float32"
+    precision: Literal["float32", "tf32", "bf16"] = key(
+        "float32",
+        "of training's matrix products; all else is in float32. tf32: inputs of 11 bits, on CUDA; "
+        "bf16: bfloat16",
     )
     deterministic: bool = key(
         False, "use deterministic torch kernels only; an operation that has none is refused"

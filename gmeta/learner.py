@@ -24,7 +24,12 @@ from gmeta.adaptation.learned import NOTHING_LEARNED
 from gmeta.adaptation.losses import LossFunction
 from gmeta.adaptation.plan import AdaptationPlan
 from gmeta.adaptation.rows.ragged import RowLayout
-from gmeta.adaptation.rows.rectangles import PaddedTasks
+from gmeta.adaptation.rows.rectangles import (
+    GROUP_WORK,
+    PaddedTasks,
+    kind_of_device,
+    least_gain,
+)
 from gmeta.adaptation.rows.sides import Side, Sides, TaskGroups, WorkingRows
 from gmeta.batches.episodes import (
     Episodes,
@@ -103,7 +108,7 @@ class MetaLearner(nn.Module):
         return self._parts.generated_table
 
     def use_general_loop(self) -> None:
-        """Give up the fused inner loop: its written-out derivatives know one type of number."""
+        """Give up the fused inner loop: what it computes, the general one does step by step."""
         self._fused_loop = None
 
     def arrange(self, batch: TaskBatch) -> Episodes:
@@ -112,11 +117,12 @@ class MetaLearner(nn.Module):
         if self._config.name == PLAIN:
             return plain_rows(batch)
         if self._fused_loop is not None and self._query_loss is not None:
-            groups = similar_tasks(batch)
+            layout = self._fused_loop.layout(self._query_loss.second_order)
+            groups = similar_tasks(batch, layout)
             if any(group.support_rows for group in groups):
-                layout = self._fused_loop.layout(self._query_loss.second_order)
                 return padded_tasks(batch, groups, layout)
-        episodes = task_groups(batch, bool(self._config.adapt_embeddings), self._plan.num_weights)
+        gain = least_gain(GROUP_WORK, kind_of_device(self.model), self._plan.num_weights)
+        episodes = task_groups(batch, bool(self._config.adapt_embeddings), gain)
         if self._algorithm.learns_from == "support":
             support_T, query_T = side_lengths(batch)
             num_terms, num_shown = np.count_nonzero([support_T, support_T * query_T], axis=1)

@@ -25,7 +25,7 @@ from gmeta.evaluate import score_split
 from gmeta.feeds.agent import Agent, open_agent
 from gmeta.feeds.source import open_feed
 from gmeta.guards import StepGuard
-from gmeta.numerics import make_deterministic
+from gmeta.numerics import choose_products, make_deterministic
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.plan import plan_lines
@@ -63,6 +63,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     config = settled_by_first(config, ranks)
     if config.run.deterministic:
         make_deterministic()
+    choose_products(config.run.precision, ranks.device)
     with ExitStack() as held:
         run = TrainingRun(config, ranks, held)
         # Left from right to left: the last checkpoint is committed before the feed, which hears of
