@@ -9,6 +9,10 @@ class GMetaError(Exception):
     exit_code = 1
 
 
+class NotFiniteError(GMetaError):
+    """A model holds a value that is not finite: its run diverged."""
+
+
 class UserError(GMetaError):
     """Something that the user can mend: a config value, a path, an option. Exit code 2."""
 

@@ -32,6 +32,10 @@ def export(
             help="checkpoint to export; default: the newest, with early stopping the best",
         ),
     ] = None,
+    since: Annotated[
+        Path | None,
+        typer.Option(help="channel: write only what changed since the version that it serves"),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace the exported model at OUT")
     ] = False,
@@ -39,12 +43,21 @@ def export(
     """Make a trained run one folder that adapts and predicts alone: gmeta.load(OUT).
 
     gmeta export runs/demo/maml models/clicks --tables int8
+
+    gmeta export runs/day-2 deltas/day-2 --since channels/clicks
     """
     check_local("OUT", out)
+    if since is not None:
+        check_local("--since", since)
     # Loading torch takes seconds: not before the options are known to be right.
     from gmeta.commands.work.export import export_model
 
-    export_model(run, out, tables.value, step, overwrite)
+    if since is None:
+        export_model(run, out, tables.value, step, overwrite)
+        return
+    from gmeta.commands.work.delivery import export_changes
+
+    export_changes(run, out, since, tables.value, step, overwrite)
 
 
 def predict(

@@ -30,6 +30,7 @@ from metaio.prepare.values import Kind
 FORMAT_NAME = "gmeta-model"
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
+DELTA_FILE = "delta.json"  # in place of config.json: what changed since another export
 LAYERS_FILE = "layers.safetensors"
 TableFormat = Literal["float32", "float16", "int8"]
 TABLE_FORMATS: tuple[TableFormat, ...] = get_args(TableFormat)
@@ -92,19 +93,19 @@ def write_config(folder: Path, config: ExportedConfig) -> None:
     (folder / CONFIG_FILE).write_text(json.dumps(body, indent=1))
 
 
-def read_config(folder: Path) -> ExportedConfig:
-    """Return the config of an exported folder.
+def read_config(folder: Path, name: str = CONFIG_FILE) -> ExportedConfig:
+    """Return the config of an exported folder; a delta holds that of its model by another `name`.
 
     Raises:
         UserError: there is no exported model here.
         GMetaError: config.json was altered, or another release of gmeta wrote it.
     """
-    path = folder / CONFIG_FILE
+    path = folder / name
     try:
         body = read_json(path)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise UserError(
-            f"{folder} is no exported model: it has no {CONFIG_FILE}. "
+            f"{folder} is no exported model: it has no {name}. "
             "Give a folder that `gmeta export` wrote"
         ) from error
     except ValueError as error:
@@ -241,6 +242,8 @@ def _check_free(out: Path, overwrite: bool) -> None:
 
 def _is_export(folder: Path) -> bool:
     """Return whether an export wrote this, be it damaged or of another version."""
+    if (folder / DELTA_FILE).is_file():
+        return True
     try:
         read_config(folder)
     except UserError:
