@@ -57,7 +57,12 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             f"augment.resplit_support is true, but the support rows of {config.data.path} are the "
             "past of its query rows, which drawing them anew would mix. Set it to false"
         )
-    if not config.algorithm.train_base and not config.run.start_from:
+    if config.run.start_from and config.run.continue_from:
+        raise ConfigError(
+            f"run.start_from = {config.run.start_from!r} and run.continue_from = "
+            f"{config.run.continue_from!r}: a run begins with one of them. Leave one empty"
+        )
+    if not (config.algorithm.train_base or config.run.start_from or config.run.continue_from):
         raise ConfigError(
             "algorithm.train_base = false and run.start_from is empty: model and tables would stay "
             "as they are drawn. Name the run to begin with in run.start_from, or set it to true"

@@ -29,6 +29,11 @@ class DataConfig:
     """Where episodes come from, and how many make a step."""
 
     path: str = key("", "prepared dataset: a folder or any fsspec URL (required)")
+    increment: str = key(
+        "",
+        'increment of the stream at data.path: its number, or "next", after the last one of '
+        "run.continue_from; empty: data.path is a dataset",
+    )
     train_split: str = key("train", "split to train on")
     valid_split: str = key(
         "", "split to score while training; empty: none. Never one you report on"
@@ -109,6 +114,14 @@ class OuterConfig:
         "fused into the backward of the embedding tables; adam, partial_rowwise_adam: CUDA only",
     )
     sparse_lr: float = key(0.05, "learning rate of the tables", min=0.0)
+    adagrad_decay: float = key(
+        1.0,
+        "run.continue_from: factor of Adagrad's sums of squares, of layers and tables, before the "
+        "first step",
+        min=0.0,
+        max=1.0,
+    )
+    adagrad_floor: float = key(0.0, "adagrad_decay lowers no sum below it", min=0.0)
     embedding_init_std: float = key(
         0.05, "standard deviation of the tables' initial values", min=0.0
     )
@@ -122,6 +135,14 @@ class RunConfig:
     start_from: str = key(
         "",
         "run, or checkpoint of one, whose weights a new run begins with; its optimizers begin anew",
+    )
+    continue_from: str = key(
+        "",
+        "run, or checkpoint of one, that goes on with the next increment of its stream: weights, "
+        "tables that may have grown, and the state of its optimizers",
+    )
+    prequential: bool = key(
+        True, "continue_from: score the increment before the first step on it: a forecast"
     )
     # As much as torch's generators take.
     seed: int = key(0, "seed of the initial values and of the data order", min=0, max=2**63 - 1)

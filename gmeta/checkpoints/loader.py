@@ -20,16 +20,19 @@ from gmeta.checkpoints.files import (
     read_progress,
     reason_of,
 )
-from gmeta.checkpoints.index import IndexedReader
+from gmeta.checkpoints.index import IndexedReader, grown
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.parallel.ranks import Ranks, gather_to_first, value_of_first
+from gmeta.parallel.sharding import TABLES_PREFIX
 from gmeta.runs.folder import RunFolder, checkpoint_name, list_checkpoints, step_of
 from gmeta.runs.progress import Progress
 
 TEMPORARY_PREFIX = "tmp-"  # of a folder that is being written
 # What algorithms learn beside the model: weights to begin with may be of a run without.
 PARTS_OF_ALGORITHMS = ("learner.encoder.", "learner.generator.", "learner.rates.")
+# What has a row for each id: weights, and what an optimizer keeps of them.
+_TABLE_KEYS = (f"model.{TABLES_PREFIX}", f"optimizer.state.{TABLES_PREFIX}")
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"  # of one that a new one of its step replaces
 
 
@@ -39,10 +42,11 @@ def load_checkpoint(
     optimizer: CombinedOptimizer | None,
     ranks: Ranks,
     may_lack: tuple[str, ...] = (),
+    tables_may_grow: bool = False,
 ) -> Progress:
     """Fill the model, and the optimizer if given, from a checkpoint; any number of ranks may have
     written it. Tensors of the model whose names begin with one of `may_lack` stay as they are where
-    it has none of their name.
+    it has none of their name; with `tables_may_grow` so do rows of tables beyond those it has.
 
     Raises:
         GMetaError: the folder is incomplete or damaged; on every rank alike.
@@ -62,7 +66,10 @@ def load_checkpoint(
             for name, value in state["model"].items()
             if f"model.{name}" in there or not name.startswith(may_lack)
         }
-        load_shards({**state, "model": model}, storage_reader=reader, process_group=ranks.control)
+        wanted = {**state, "model": model}
+        if tables_may_grow:
+            reader.index = grown(reader.index, wanted, _TABLE_KEYS)
+        load_shards(wanted, storage_reader=reader, process_group=ranks.control)
     except DAMAGE as error:
         reason = reason_of(error).rstrip(".")
         if files_of(read_about(path)) and not isinstance(first_failure(error), OSError):

@@ -36,15 +36,15 @@ def write_values(values: pa.Array, file: Path) -> None:
 def checksum_of(values: pa.Array) -> str:
     """Return the checksum of the values and of their type, whatever file they are in."""
     digest = xxhash.xxh3_64(f"{values.type} {len(values)} ".encode())
-    digest.update(memoryview(np.packbits(values.is_valid().to_numpy(zero_copy_only=False))))
+    digest.update(np.packbits(values.is_valid().to_numpy(zero_copy_only=False)).tobytes())
     if pa.types.is_integer(values.type):
-        digest.update(memoryview(pc.fill_null(values, 0).to_numpy()))
+        digest.update(pc.fill_null(values, 0).to_numpy().tobytes())
         return digest.hexdigest()
     words = pc.fill_null(values.cast(pa.large_string()), "")
     lengths = pc.binary_length(words).to_numpy()
     _, offsets, data = pa.concat_arrays([words]).buffers()  # from 0 on, whatever it was cut from
     del offsets
-    digest.update(memoryview(np.ascontiguousarray(lengths)))
+    digest.update(lengths.tobytes())
     digest.update(memoryview(data)[: int(lengths.sum())] if data is not None else b"")
     return digest.hexdigest()
 

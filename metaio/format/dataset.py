@@ -20,6 +20,7 @@ from metaio.format.features import Features
 from metaio.format.layout import (
     BLOCK_TABLE_NAME,
     MANIFEST_NAME,
+    RESET_FOLDER,
     VOCABULARY_FOLDER,
     checksum_columns,
     chunk_ranges,
@@ -126,6 +127,9 @@ class Dataset:
         yield from (
             (f"{VOCABULARY_FOLDER}/{n}.parquet", e) for n, e in self.manifest.vocabularies.items()
         )
+        if self.manifest.stream is not None:
+            resets = self.manifest.stream.resets
+            yield from ((f"{RESET_FOLDER}/{name}.parquet", entry) for name, entry in resets.items())
         for name, split in self.manifest.splits.items():
             yield f"{name}/{BLOCK_TABLE_NAME}", split.block_table
             for index, shard in enumerate(split.shards):
@@ -260,7 +264,13 @@ def open_dataset(url: str) -> Dataset:
 def _check_manifest(manifest: Manifest, name: str) -> None:
     """Raise FormatError for names that lead elsewhere, and files and counts that contradict."""
     # Whoever made the checksum fit chose the names too: they become paths, here and in exports.
-    for key, names in (("splits", manifest.splits), ("vocabularies", manifest.vocabularies)):
+    named: dict[str, Mapping[str, object]] = {
+        "splits": manifest.splits,
+        "vocabularies": manifest.vocabularies,
+    }
+    if manifest.stream is not None:
+        named["stream.resets"] = manifest.stream.resets
+    for key, names in named.items():
         for own in names:
             if not is_name(own):
                 raise faulty(f"{name}: {key} has the name {own!r}; allowed are {NAME_RULE}")

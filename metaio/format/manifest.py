@@ -48,8 +48,33 @@ class SplitEntry:
 
 
 @dataclass(frozen=True)
+class StreamPlace:
+    """Where in a stream of increments a dataset stands, and which table rows mean another value
+    from it on.
+
+    `parent` is the fingerprint of the increment before, "" of the first. `window` is the span of
+    event time [from, to) of its query rows, on the scale of the time column. `freed` counts by
+    table the rows that lost their value. `resets` are the files reset/TABLE.parquet, with the rows
+    that got another value: one column `row`, ascending.
+    """
+
+    stream: str
+    increment: int
+    parent: str
+    window: tuple[int, ...]
+    freed: dict[str, int] = field(default_factory=dict)
+    resets: dict[str, FileEntry] = field(default_factory=dict)
+
+    def identity(self) -> list[Any]:
+        """Return what a fingerprint covers: it chains an increment to all before it."""
+        return [self.stream, self.increment, self.parent, list(self.window)]
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """Everything in manifest.json but its own checksum. `task_kind` is "integer" or "hashed"."""
+    """Everything in manifest.json but its own checksum. `task_kind` is "integer" or "hashed";
+    `stream` is None of a dataset that stands alone.
+    """
 
     features: Features
     task: str
@@ -65,6 +90,7 @@ class Manifest:
     vocabularies: dict[str, FileEntry] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)
     created_by: dict[str, str] = field(default_factory=dict)
+    stream: StreamPlace | None = None
 
     @property
     def support_is_past(self) -> bool:
@@ -90,6 +116,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """Return the bytes of manifest.json, checksum included."""
     body: dict[str, Any] = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **vars(manifest)}
     body["features"] = manifest.features.to_json()
+    if manifest.stream is None:
+        del body["stream"]  # manifests of datasets that stand alone stay as they were
     # There and back, so that the checksum sees what a reader will see: lists, not tuples.
     body = json.loads(json.dumps(body, default=vars))
     # Last, over all of the rest.
