@@ -41,7 +41,13 @@ class Model:
             tables[name] = new
         return replace(self, tables=tables, seed=int(rng.integers(1 << 30)))
 
-    def write(self, folder: Path, table_format: TableFormat = "float32") -> Path:
+    def write(
+        self,
+        folder: Path,
+        table_format: TableFormat = "float32",
+        stream: str = "",
+        steps: int = 2,
+    ) -> Path:
         features = Features(
             tables=tuple(TableSpec(name, len(table)) for name, table in self.tables.items()),
             single=tuple(FeatureSpec(name, name) for name in self.tables),
@@ -50,12 +56,12 @@ class Model:
         )
         config = ExportedConfig(
             model=ModelConfig(embedding_dim=WIDTH, hidden=(16,), bottom=(8,)),
-            algorithm=AlgorithmConfig(inner_steps=2, inner_lr=0.3),
+            algorithm=AlgorithmConfig(inner_steps=max(steps, 1), inner_lr=0.3 * min(steps, 1)),
             loss="bce",
             features=features,
             columns=Columns("user", "click", None, {}),
             table_format=table_format,
-            source={},
+            source={"stream": stream},
             files={},
         )
         folder.mkdir(parents=True)
