@@ -83,6 +83,11 @@ COMMANDS = {
         "rollback",
         "Let a channel serve an earlier version again.",
     ),
+    "follow": Place(
+        "gmeta.commands.follow",
+        "follow",
+        "Turn closed partitions of a log into increments, train on each, judge it and promote it.",
+    ),
     "serve": Place(
         "gmeta.commands.serve",
         "serve",

@@ -10,7 +10,9 @@ class GMetaError(Exception):
 
 
 class NotFiniteError(GMetaError):
-    """A model holds a value that is not finite: its run diverged."""
+    """A model holds a value that is not finite: its run diverged. Exit code 3, as of a verdict."""
+
+    exit_code = 3
 
 
 class UserError(GMetaError):

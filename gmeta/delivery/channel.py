@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from gmeta.delivery.versions import (
     Parent,
     Version,
     check_version,
+    model_checksum,
     model_config,
     read_version,
 )
@@ -168,7 +169,7 @@ class Channel:
         """
         offered = read_version(candidate)
         with self._changing() as current:
-            if current is not None and offered.checksum == current.checksum:
+            if current is not None and self.serves(offered):
                 return current
             number = self._place_of(offered, current)
             if current is not None:
@@ -178,7 +179,14 @@ class Channel:
             if not self.folder_of(number).exists():
                 with new_folder(self.folder_of(number), overwrite=False) as partial:
                     shutil.copytree(candidate, partial, dirs_exist_ok=True)
-            return self._point(replace(offered, number=number), PROMOTED, verdict)
+            return self._point(self.version(number), PROMOTED, verdict)
+
+    def serves(self, offered: Version) -> bool:
+        """Return whether the channel serves the model of this version now."""
+        current = self.current()
+        return current is not None and (
+            model_checksum(self.version(current.number)) == model_checksum(offered)
+        )
 
     def rollback(self, to: int | None = None) -> Current:
         """Serve an earlier version again, or version `to`; return what the pointer says.
@@ -235,7 +243,7 @@ class Channel:
         numbers = self.numbers()
         told = {entry.get("number") for entry in self.promotions()}
         for number in numbers:
-            if self.version(number).checksum == offered.checksum:
+            if model_checksum(self.version(number)) == model_checksum(offered):
                 # A promotion that was killed before its pointer is taken up where it was.
                 if number == numbers[-1] and number not in told:
                     return number

@@ -56,6 +56,7 @@ class Verdict:
     candidate: dict[str, float | None]
     champion: dict[str, float | None] = field(default_factory=dict)
     champion_version: int | None = None
+    model: str = ""  # the checksum of the candidate
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; a number that is not finite is None."""

@@ -1,6 +1,7 @@
 """`gmeta export --since`, `promote`, `rollback` and `judge`, once their options are known to be
 right."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from gmeta.commands.screen import screen, show_table, size_text, table_of
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.judge import Verdict, judge, not_finite, windows_before
 from gmeta.delivery.packing import pack
-from gmeta.delivery.versions import Version, is_delta
+from gmeta.delivery.versions import Version, is_delta, read_version
 from gmeta.delivery.whole import whole_version
 from gmeta.errors import NotFiniteError, UserError
 from gmeta.export import export_run
@@ -62,13 +63,18 @@ def promote_candidate(
     """Promote a run or an export, and print what is served from here on."""
     channel = Channel(root)
     kept = None if verdict is None else _verdict(verdict)
-    if is_run(candidate):
-        root.mkdir(parents=True, exist_ok=True)
-        with _beside(root / "candidate") as packed:
+    with _beside(root / "candidate") as packed:
+        if is_run(candidate):
+            root.mkdir(parents=True, exist_ok=True)
             export_since(candidate, packed, root, tables, step, True)
-            current = channel.promote(packed, kept)
-    else:
-        current = channel.promote(candidate, kept)
+        elif is_delta(candidate) or channel.serves(read_version(candidate)):
+            packed = candidate
+        else:
+            with _beside(root / "model") as model:
+                # Links: what pack moves away is not the caller's folder.
+                shutil.copytree(candidate, model, copy_function=_link)
+                pack(channel, model, packed, overwrite=True)
+        current = channel.promote(packed, kept)
     version = channel.version(current.number)
     screen(stderr=True).print(f"served: version {version.name} of {root}  ({told(version)})")
 
@@ -109,7 +115,11 @@ def judge_model(
     champion = None if current is None else whole_version(channel, current.number)
     windows = windows_before(url)
     verdict = judge(model, champion, windows, split, margin, pool)
-    return replace(verdict, champion_version=None if current is None else current.number)
+    return replace(
+        verdict,
+        champion_version=None if current is None else current.number,
+        model=read_version(model).checksum,
+    )
 
 
 def show_verdict(verdict: Verdict) -> None:
@@ -167,6 +177,14 @@ def _beside(out: Path) -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _link(source: str, target: str) -> None:
+    """Link a file that nobody changes, or copy it where the file systems differ."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _verdict(path: Path) -> dict[str, Any]:
