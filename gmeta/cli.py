@@ -1,7 +1,7 @@
 """The `gmeta` command: subcommands, and how an error becomes one line and an exit code.
 
-Exit code 2: the user can mend it. 1: a failure. No traceback for either; GMETA_TRACEBACK=1 shows
-it.
+Exit code 2: the user can mend it. 1: a failure. 3: `prepare --extend` does not trust the rows. No
+traceback for any; GMETA_TRACEBACK=1 shows it.
 """
 
 import importlib

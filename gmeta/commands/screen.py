@@ -2,11 +2,19 @@
 
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 from rich import box
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 # In a file or a pipe rich takes 80 columns for granted, and folds: a cell that is folded can
@@ -64,3 +72,17 @@ def progress_bars() -> Progress:
         TimeElapsedColumn(),
     )
     return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+@contextmanager
+def phases() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function (phase, done, total) that shows a progress bar for each phase."""
+    bars: dict[str, TaskID] = {}
+    with progress_bars() as progress:
+
+        def tell(phase: str, done: int, total: int) -> None:
+            if phase not in bars:
+                bars[phase] = progress.add_task(phase, total=total)
+            progress.update(bars[phase], completed=done, total=total)
+
+        yield tell

@@ -84,7 +84,7 @@ def _encode(job: Job, source: DuckSource, spool: Spool, tell: Callable[[int], No
         return batch.num_rows, items.of_rows(rows) if items else None, job.dealt(rows)
 
     batches = source.batches(schema.columns)
-    for num_rows, found, parts in _map(job.options.threads, encode, batches):
+    for num_rows, found, parts in map_in_order(job.options.threads, encode, batches):
         spool.append(parts)
         if items is not None and found is not None:
             items.add(found)
@@ -123,7 +123,7 @@ def _survey(
         return survey_batch(schema, batch, splits)
 
     total, done = Survey(), 0
-    for part in _map(threads, look, source.batches(survey_columns(schema))):
+    for part in map_in_order(threads, look, source.batches(survey_columns(schema))):
         total.add(part)
         done += part.num_rows
         tell(done)
@@ -145,11 +145,8 @@ def _write_shards(
 
     for index, name in enumerate(job.fitted.splits.names):
         buckets = job.plan.of_split(index)
-        largest_bytes = max(max(spool.num_bytes(bucket) for bucket in buckets), 1)
-        # A task of two million rows makes a bucket of its own size: then fewer are built at once.
-        at_once = job.options.memory_bytes // (_COPIES_OF_A_BUCKET * largest_bytes)
-        threads = max(1, min(job.options.threads, at_once))
-        for shard in _map(threads, write, buckets):
+        largest_bytes = max(spool.num_bytes(bucket) for bucket in buckets)
+        for shard in map_in_order(buckets_at_once(job.options, largest_bytes), write, buckets):
             writer.adopt_shard(name, shard.entry, shard.block_table)
             dropped += shard.dropped
             num_episodes += shard.entry.num_episodes
@@ -162,7 +159,14 @@ def _write_shards(
     writer.report = {"dropped": lost, "hashed_tables": use.report()}
 
 
-def _map(
+def buckets_at_once(options: PrepareOptions, largest_bytes: int) -> int:
+    """Return how many buckets may be built at a time within the memory allowed."""
+    # A task of two million rows makes a bucket of its own size: then fewer are built at once.
+    at_once = options.memory_bytes // (_COPIES_OF_A_BUCKET * max(largest_bytes, 1))
+    return max(1, min(options.threads, at_once))
+
+
+def map_in_order(
     threads: int, function: Callable[[Item], Result], items: Iterable[Item]
 ) -> Iterator[Result]:
     """Yield `function` of each item in order, with `threads` at work and two more waiting."""

@@ -20,9 +20,11 @@ from metaio.prepare.rules import (
     NegativesRule,
     RowIdColumn,
     SplitRule,
+    StreamRule,
     check_episodes,
     check_membership,
     check_splits,
+    check_stream,
 )
 
 
@@ -114,6 +116,7 @@ class Schema:
     splits: SplitRule = field(default_factory=SplitRule)
     membership: MembershipRule | None = None
     negatives: NegativesRule | None = None
+    stream: StreamRule | None = None
     seed: int = key(0, "decides shuffles and shares", max=2**64 - 1)
 
     @property
@@ -136,7 +139,8 @@ class Schema:
     @property
     def has_sides(self) -> bool:
         """Tell whether more than [episodes] says which rows are support."""
-        return self.membership is not None or self.splits.by_time is not None
+        sided = self.membership is not None or self.splits.by_time is not None
+        return sided or self.stream is not None
 
     @property
     def is_shuffled(self) -> bool:
@@ -298,6 +302,14 @@ def _check(schema: Schema) -> None:
     if schema.membership is not None:
         check_membership(schema.membership, by, schema.splits.by_time is not None)
     _check_negatives(schema)
+    if schema.stream is not None:
+        given = {
+            "time": has_time,
+            "[splits]": schema.splits != SplitRule(),
+            "[membership]": schema.membership is not None,
+            "[negatives]": schema.negatives is not None,
+        }
+        check_stream(schema.stream, given, by)
 
 
 def _check_negatives(schema: Schema) -> None:

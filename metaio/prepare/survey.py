@@ -14,9 +14,10 @@ import pyarrow.compute as pc
 from metaio.errors import DataError
 from metaio.prepare.encode import Fitted, task_keys
 from metaio.prepare.raw_columns import as_lists, dense_input
-from metaio.prepare.schema import Schema
+from metaio.prepare.schema import Schema, SparseColumn
 from metaio.prepare.splits import Splits, rows_of_splits, split_of
 from metaio.prepare.values import integer_values, kind_of
+from metaio.ragged import Int64
 
 # Rounding gives a constant column a deviation of up to so much of its mean.
 _NOISE = 1e-10
@@ -47,7 +48,7 @@ class Survey:
             if len(own) > _MERGE_AFTER:
                 self.counts[table] = [_merge(own)]
         for column, moments in other.moments.items():
-            self.moments[column] = _joined(self.moments.get(column, (0, 0.0, 0.0)), moments)
+            self.moments[column] = joined_moments(self.moments.get(column, (0, 0.0, 0.0)), moments)
 
 
 def survey_columns(schema: Schema) -> list[str]:
@@ -71,26 +72,49 @@ def survey_batch(schema: Schema, batch: pa.RecordBatch, splits: Splits) -> Surve
     for column in schema.sparse:
         if column.vocabulary is None:
             continue
-        values = train[column.column]
-        if column in schema.multi:
-            values = as_lists(column, values).flatten()
-        # One type for each kind: counts of int32 and int64 batches must merge.
-        values = values.drop_null()
-        text = kind_of(column.column, values.type, "sparse") == "text"
-        known = values.cast(pa.string()) if text else pa.array(integer_values(values))
-        counted = pc.value_counts(known)
+        values, _ = values_of_rows(schema, column, train)
+        counted = pc.value_counts(values)
         table = pa.table({"value": counted.field(0), "count": counted.field(1)})
         found.counts.setdefault(column.table_name, []).append(table)
+    found.moments = moments_of(schema, train)
+    return found
+
+
+def values_of_rows(
+    schema: Schema, column: SparseColumn, train: pa.RecordBatch
+) -> tuple[pa.Array, Int64]:
+    """Return the values of a column, or of its lists, as integers or text without nulls, and the
+    row that each stands in.
+    """
+    values, rows_V = train[column.column], np.arange(train.num_rows)
+    if column in schema.multi:
+        lists = as_lists(column, values)
+        rows_V = np.repeat(rows_V, pc.fill_null(pc.list_value_length(lists), 0).to_numpy())
+        values = lists.flatten()
+    if values.null_count:
+        rows_V = rows_V[values.is_valid().to_numpy(zero_copy_only=False)]
+        values = values.drop_null()
+    # One type for each kind: counts of int32 and int64 batches must merge.
+    if kind_of(column.column, values.type, "sparse") == "text":
+        return values.cast(pa.string()), rows_V
+    return pa.array(integer_values(values)), rows_V
+
+
+def moments_of(schema: Schema, train: pa.RecordBatch) -> dict[str, tuple[int, float, float]]:
+    """Return of each column that is standardised the count, the mean and the sum of squared
+    deviations from it.
+    """
+    found = {}
     for dense in schema.dense:
         if dense.standardise:
             numbers = dense_input(dense, train[dense.column].drop_null())
             mean = float(numbers.mean()) if len(numbers) else 0.0
             squares = float(np.square(numbers - mean).sum())
-            found.moments[dense.column] = (len(numbers), mean, squares)
+            found[dense.column] = (len(numbers), mean, squares)
     return found
 
 
-def _joined(
+def joined_moments(
     ours: tuple[int, float, float], theirs: tuple[int, float, float]
 ) -> tuple[int, float, float]:
     """Return the moments of the rows of both (Chan, Golub, LeVeque, 1979, equation 2.1). Of a
@@ -131,11 +155,12 @@ def fit(schema: Schema, survey: Survey, splits: Splits) -> Fitted:
         kept = merged.filter(pc.greater_equal(merged["count"], count))["value"].combine_chunks()
         vocabularies[table] = kept.take(pc.sort_indices(kept))
     # A table that several columns share learns from all of them: they were counted together.
-    moments = {name: _mean_and_deviation(*known) for name, known in survey.moments.items()}
+    moments = {name: mean_and_deviation(*known) for name, known in survey.moments.items()}
     return Fitted(vocabularies, moments, splits)
 
 
-def _mean_and_deviation(count: int, mean: float, squares: float) -> tuple[float, float]:
+def mean_and_deviation(count: int, mean: float, squares: float) -> tuple[float, float]:
+    """Return both of a column's count, mean and sum of squared deviations; 1 of a constant."""
     deviation = math.sqrt(squares / max(count, 1))
     if deviation <= _NOISE * abs(mean):
         return mean, 1.0  # a constant
