@@ -1,8 +1,8 @@
 """Whether a candidate may take the champion's place: scored on the same rows of tasks that neither
 was trained on, the difference paired task by task.
 
-A candidate is promoted where its predictions are finite, their mean is the labels' within 10 %, and
-its loss is at most a margin worse at 95 %: a test of non-inferiority (Walker & Nowacki 2011,
+A candidate is promoted where its predictions are finite, their mean is the labels' within 10 %, or
+nearer to it than the champion's, and its loss is at most a margin worse at 95 %: a test of non-inferiority (Walker & Nowacki 2011,
 Understanding Equivalence and Noninferiority Testing). Of equal models 5 % are refused at most where
 the interval is 0.54 of the margin to either side: P(N(0, 1) < 1.96 - 1 / 0.54 * 1.96) = 0.05; so
 earlier windows are added until it is.
@@ -10,6 +10,7 @@ earlier windows are added until it is.
 Shape suffixes: N rows, T tasks, B resamples.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from metaio.format.dataset import Dataset, open_dataset
 CALIBRATION = (0.9, 1.1)
 MARGIN_SHARE = 0.01  # of the champion's loss
 NARROW = 0.54
+TINY = 1e-12  # of a calibration, whose logarithm tells how far it is from 1
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ class _Compared:
         calibration = None
         if is_finite and self.loss == "bce":
             calibration, why = _calibration(label_N, prediction_N, task_N)
-            reasons += why
+            # One that is nearer to the labels than what serves is no reason to let that serve on.
+            reasons += [] if theirs and _is_nearer(calibration, *_joined(theirs)) else why
         difference, margin, champion = None, None, {}
         if theirs and is_finite and _finite(theirs):
             interval, terms = self._difference(ours, theirs)
@@ -209,6 +212,14 @@ def _calibration(label_N: Any, prediction_N: Any, task_N: Any) -> tuple[Measure,
             f"allowed are {CALIBRATION[0]} to {CALIBRATION[1]}"
         ]
     return _measure(value, interval), told
+
+
+def _is_nearer(calibration: Measure, label_N: Any, prediction_N: Any, task_N: Any) -> bool:
+    """Return whether a calibration is nearer to 1 than that of these predictions."""
+    champion = _calibration(label_N, prediction_N, task_N)[0].value
+    if calibration.value is None or champion is None:
+        return False
+    return abs(math.log(max(calibration.value, TINY))) < abs(math.log(max(champion, TINY)))
 
 
 def _joined(predicted: list[Predicted]) -> tuple[Any, Any, Any]:
