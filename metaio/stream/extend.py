@@ -21,8 +21,8 @@ from metaio.format.layout import RESET_FOLDER
 from metaio.format.manifest import StreamPlace, canonical_json
 from metaio.format.storage import file_system, is_local
 from metaio.prepare.encode import EncodedRows, Encoder, Fitted
+from metaio.prepare.in_order import Progress, map_in_order
 from metaio.prepare.job import Job, PrepareOptions, make_job
-from metaio.prepare.local import Progress, map_in_order
 from metaio.prepare.schema import Schema
 from metaio.prepare.sides import QUERY, SUPPORT
 from metaio.prepare.source import DuckSource
@@ -156,12 +156,12 @@ def _looked_at(
             tell("looking", done, total)
     except DataError as error:
         # Of what the rows hold: that they can be read and have the columns is known by now.
-        raise quarantined(before, files, [str(error)]) from error
+        raise quarantined(before.root, before.number, files, [str(error)]) from error
     reasons = _without_window(look, clock)
     if not accept and not reasons:
         reasons = faults(statistics_of(look), before.state.windows, rule)
     if reasons:
-        raise quarantined(before, files, reasons)
+        raise quarantined(before.root, before.number, files, reasons)
     moments = before.moments
     if moments is None:
         moments = {name: mean_and_deviation(*known) for name, known in look.moments.items()}

@@ -9,19 +9,20 @@ from metaio.errors import QuarantinedError
 from metaio.format.manifest import canonical_json
 from metaio.format.storage import Storage
 from metaio.stream.checked_json import read_checked, write_checked
-from metaio.stream.description import Before
 from metaio.stream.inputs import InputFile
 
 QUARANTINE = "quarantine"
 _FORMAT = "gmeta-stream-quarantine"
 
 
-def quarantined(before: Before, files: list[InputFile], reasons: list[str]) -> QuarantinedError:
-    """Note refused files and return the error that says why."""
-    place = _place(before.root, files)
+def quarantined(
+    root: Path, number: int, files: list[InputFile], reasons: list[str]
+) -> QuarantinedError:
+    """Note files that were refused as increment `number`; return the error that says why."""
+    place = _place(root, files)
     place.parent.mkdir(parents=True, exist_ok=True)
     noted = [file._asdict() for file in files]
-    write_checked(place, _FORMAT, {"before": before.number, "files": noted, "reasons": reasons})
+    write_checked(place, _FORMAT, {"before": number, "files": noted, "reasons": reasons})
     more = f" and {len(files) - 1:,} more" if len(files) > 1 else ""
     return QuarantinedError(
         f"input {files[0].name}{more} is quarantined: {'; '.join(reasons)}. Mend the files, or "

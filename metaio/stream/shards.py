@@ -8,8 +8,8 @@ import numpy as np
 from metaio.format.writer import DatasetWriter
 from metaio.prepare.encode import EncodedRows, joined, take_rows
 from metaio.prepare.episodes import Dropped, check_some
+from metaio.prepare.in_order import Progress, buckets_at_once, map_in_order
 from metaio.prepare.job import Job, TableUse, WrittenShard
-from metaio.prepare.local import Progress, buckets_at_once, map_in_order
 from metaio.prepare.sides import SUPPORT
 from metaio.prepare.spool import Spool
 from metaio.ragged import Int64
@@ -77,7 +77,7 @@ def write_shards(
         counts, num_episodes = {"new": 0, "returning": 0}, 0
         largest = max(spool.num_bytes(bucket) for bucket in buckets)
         largest += old_rows[name].num_bytes // len(buckets)
-        threads = buckets_at_once(job.options, largest)
+        threads = buckets_at_once(job.options.memory_bytes, job.options.threads, largest)
         with TaskRowsWriter(rows_file(state_folder, name), schema) as kept:
             for shard, newest, own_rows, new, returning in map_in_order(threads, write, buckets):
                 kept.append(newest)
