@@ -13,6 +13,7 @@ from gmeta.delivery.packing import pack
 from gmeta.delivery.whole import whole_version
 from gmeta.errors import GMetaError, UserError
 from metaio.errors import DataError
+from tests.commands import gmeta
 from tests.delivery.models import Model, content
 
 SIZES = {"item": 3_000}
@@ -200,3 +201,21 @@ def test_two_promotions_at_once_are_one_and_a_refusal(tmp_path: Path) -> None:
     with channel._changing(), pytest.raises(DataError, match="is writing"):
         channel.rollback()
     assert channel.served().number == 2
+
+
+def test_inspect_shows_versions_verdicts_and_what_serves(tmp_path: Path) -> None:
+    channel, _ = versions(tmp_path, 3)
+    channel.record({"reasons": ["it is worse"]})
+    channel.rollback()
+    done = gmeta("inspect", channel.root, "--verify")
+    assert done.returncode == 0, done.stderr
+    name = channel.version(2).name
+    assert done.stdout.startswith(f"channel {channel.root}: 3 versions; serves version {name}, ")
+    assert f"* {name}" in done.stdout
+    assert ": it is worse" in done.stdout
+    assert "the chain of version 2 is complete: version 1 and 1 delta, " in done.stdout
+    table = channel.folder_of(2) / "table-00000.safetensors"
+    table.write_bytes(table.read_bytes()[:-1])
+    done = gmeta("inspect", channel.root, "--verify")
+    assert done.returncode == 1
+    assert str(table) in done.stderr
