@@ -3,7 +3,7 @@
     python examples/stream/days.py runs/demo-stream/logs --days 5
 
 Every user likes some genres, which their features do not say: a model has to adapt. A fifth of each
-day's users and a tenth of its items are new, and tastes drift from day to day. Needs numpy, pyarrow.
+day's users and half of its items are new, as of news, and tastes drift. Needs numpy and pyarrow.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def day_of(day: int, users: int, items: int, rows: int, seed: int) -> pa.Table:
     rng = np.random.default_rng((seed, day))
     # Who is active: a window over all users, of which a fifth is new each day.
     user = np.repeat(np.arange(users) + day * users // 5, rows)
-    item = rng.integers(0, items, user.size) + day * items // 10
+    item = rng.integers(0, items, user.size) + day * items // 2
     genre = fixed(item, GENRES, seed + 1)
     # Two genres that a user likes; a user's second one changes every third day.
     first, second = fixed(user, GENRES, seed + 2), fixed(user + 7919 * (day // 3), GENRES, seed + 3)
@@ -66,7 +66,7 @@ if __name__ == "__main__":
     parser.add_argument("--days", type=int, default=5)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--users", type=int, default=2_000)
-    parser.add_argument("--items", type=int, default=400)
+    parser.add_argument("--items", type=int, default=2_000)
     parser.add_argument("--rows", type=int, default=20, help="rows of a user and day")
     given = parser.parse_args()
     write_days(

@@ -9,6 +9,8 @@ import typer
 
 from gmeta.commands.screen import screen
 from gmeta.errors import GMetaError
+from gmeta.files.local import check_local
+from gmeta.files.whole import write_whole
 from gmeta.loop.config import load_follow_config
 from metaio.errors import MetaIOError
 
@@ -18,6 +20,10 @@ def follow(
     once: Annotated[
         bool, typer.Option("--once", help="end when every closed partition is served or refused")
     ] = False,
+    page: Annotated[
+        Path | None,
+        typer.Option(help="HTML file for a picture of the stream, drawn anew as it goes"),
+    ] = None,
     metrics: Annotated[str, typer.Option(help="HOST:PORT for Prometheus; empty for none")] = "",
 ) -> None:
     """Turn closed partitions of a log into increments, train on each, judge it and promote it.
@@ -30,8 +36,12 @@ def follow(
     settings = load_follow_config(config)
     from gmeta.loop.loop import Loop
     from gmeta.loop.metrics import LoopMetrics
+    from gmeta.loop.page import stream_page
     from gmeta.loop.stages import last_line, run_stage
 
+    if page is not None:
+        check_local("--page", page)
+        page.parent.mkdir(parents=True, exist_ok=True)
     loop = Loop(settings, run_stage, last_line)
     measured, console, ended = LoopMetrics(loop), screen(), threading.Event()
     if metrics:
@@ -57,6 +67,8 @@ def follow(
             measured.done(done)
             number, took = done.increment or "-", f"{done.took_s:7.1f} s"
             console.print(f"increment {number}  {done.stage:<8}{took}  {done.told}")
+            if page is not None and done.stage in ("judge", "promote"):
+                write_whole(page, stream_page(loop).encode())
         elif once:
             return
         else:

@@ -58,9 +58,10 @@ def inspect_channel(root: Path, verify: bool) -> None:
     for version in (chain.base, *chain.deltas) if verify else ():
         check_version(version)
     how = "every checksum matches" if verify else "--verify reads it and checks checksums"
+    num_bytes = size_text(chain.base.num_bytes + chain.delta_bytes)
     typer.echo(
         f"the chain of version {current.number} is complete: version {chain.base.number} and "
-        f"{counted(len(chain.deltas), 'delta')}, {size_text(chain.base.num_bytes + chain.delta_bytes)}; {how}"
+        f"{counted(len(chain.deltas), 'delta')}, {num_bytes}; {how}"
     )
 
 

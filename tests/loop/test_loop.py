@@ -17,6 +17,7 @@ from gmeta.errors import GMetaError, UserError
 from gmeta.loop.config import load_follow_config
 from gmeta.loop.loop import Loop
 from gmeta.loop.metrics import LoopMetrics
+from gmeta.loop.page import stream_page
 from gmeta.loop.stages import last_line
 from gmeta.runs.folder import list_checkpoints
 from metaio.stream.chain import open_stream
@@ -105,6 +106,17 @@ def test_each_day_is_trained_once_judged_and_served(followed: Path) -> None:
     assert (value("served_increment"), value("prepared_increment")) == (2, 2)
     assert (value("waiting_partitions"), value("refused_in_a_row")) == (0, 0)
     assert (value("event_age_seconds") or 0) > 86_400
+
+
+@pytest.mark.distributed
+def test_the_page_shows_every_increment_with_its_version(followed: Path) -> None:
+    loop = loop_of(followed / "stream.toml")
+    page = stream_page(loop)
+    for number in (1, 2):
+        assert loop.channel.version(number).name in page
+    assert page.count("<svg role") == 5  # rows, ids, two scores, bytes
+    assert "promoted" in page
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", "")
 
 
 @pytest.mark.distributed
