@@ -16,15 +16,18 @@ from gmeta.batches.augment import check_augment
 from gmeta.batches.config import NO_PRIOR, LabelPrior, SupportFeaturesConfig
 from gmeta.batches.labels import check_first_labels
 from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
+from gmeta.checkpoints.resume import named_checkpoint
 from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import ConfigError, GMetaError
+from gmeta.feeds.increment import open_data, settled_increment
 from gmeta.learner import MetaLearner
 from gmeta.numerics import BF16
 from gmeta.outer.early_stop import early_stop_of
+from gmeta.runs.folder import CONFIG_FILE, RunFolder
 from gmeta.tables.sharding import check_sharding
 from gmeta_models.config import InputSizes, ModelConfig, SparseColumn
 from gmeta_models.registry import MODELS, build_model
-from metaio.format.dataset import Dataset, open_dataset
+from metaio.format.dataset import Dataset
 from metaio.format.features import Features
 
 
@@ -34,7 +37,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     Raises:
         ConfigError: the config does not fit the dataset, or the model does not fit the algorithm.
     """
-    dataset = open_dataset(config.data.path)
+    dataset = open_data(config.data)
     for key, split in (
         ("train_split", config.data.train_split),
         ("valid_split", config.data.valid_split),
@@ -95,8 +98,35 @@ def check_on_data(config: TrainConfig) -> None:
         ConfigError: see build and check_first_labels.
         FormatError: the first block is damaged.
     """
+    config = settled(config)
     dataset, _ = build(config)
     check_first_labels(config, dataset)
+
+
+def settled(config: TrainConfig) -> TrainConfig:
+    """Return the config of a run with what its stream decides filled in: the number of the
+    increment, and, for the statistics of support rows, the label prior of the stream's first run:
+    of another day's labels it would change what the model's inputs mean.
+
+    Raises:
+        ConfigError, UserError, FormatError: see settled_increment and open_data.
+    """
+    data = replace(config.data, increment=settled_increment(config))
+    config, inputs = replace(config, data=data), config.support_features
+    if not inputs.is_used or inputs.label_prior:
+        return config
+    dataset = open_data(data)
+    if dataset.manifest.stream is None:
+        return config
+    prior: tuple[float, ...] = ()
+    begun = RunFolder(Path(config.run.dir))
+    if (begun.root / CONFIG_FILE).exists():
+        prior = begun.read_config().support_features.label_prior
+    elif config.run.continue_from:
+        before, _ = named_checkpoint("run.continue_from", config.run.continue_from)
+        prior = before.read_config().support_features.label_prior
+    prior = prior or tuple(_prior_of(config, dataset))
+    return replace(config, support_features=replace(inputs, label_prior=prior))
 
 
 def check_registered(path: Path, model: ModelConfig, algorithm: AlgorithmConfig) -> None:
@@ -150,11 +180,15 @@ def _statistics(config: TrainConfig, dataset: Dataset) -> SupportStatistics:
     """Return the statistics that the config asks for, with the prior of its training labels."""
     asked = config.support_features
     if asked.is_used and LabelPrior.configured(asked) is None:
-        label_N = dataset.read_block(config.data.train_split, 0).label_N
-        # What the loss does not take is refused elsewhere, with its row.
-        prior = LabelPrior.of(label_N[labels_taken_N(config.outer.loss, label_N)])
-        asked = replace(asked, label_prior=prior)
+        asked = replace(asked, label_prior=_prior_of(config, dataset))
     return statistics_of(asked, dataset.features)
+
+
+def _prior_of(config: TrainConfig, dataset: Dataset) -> LabelPrior:
+    """Return mean and deviation of the labels of the training split's first block."""
+    label_N = dataset.read_block(config.data.train_split, 0).label_N
+    # What the loss does not take is refused elsewhere, with its row.
+    return LabelPrior.of(label_N[labels_taken_N(config.outer.loss, label_N)])
 
 
 def statistics_of(config: SupportFeaturesConfig, features: Features) -> SupportStatistics:

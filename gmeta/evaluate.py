@@ -20,8 +20,9 @@ from gmeta.batches.labels import labels_checked
 from gmeta.batches.views import Shown, View
 from gmeta.build import build, check_registered
 from gmeta.checkpoints.loader import check_config, checkpoint_to_use, load_checkpoint
-from gmeta.config import TrainConfig
+from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import UserError
+from gmeta.feeds.increment import open_named
 from gmeta.learner import MetaLearner
 from gmeta.metrics.catalogue import Scoring, evaluate_split
 from gmeta.parallel.ranks import Ranks, value_of_first
@@ -36,6 +37,7 @@ from gmeta.tables.sharding import ShardingConfig
 from gmeta.yardstick.finetune import TUNING_TASKS, best_of, half_of, try_all
 from metaio.counted import counted
 from metaio.format.dataset import Dataset
+from metaio.format.translation import translated
 from metaio.read.batch import TaskBatch
 from metaio.read.reader import EpisodeRange, RangeReader
 
@@ -47,9 +49,12 @@ def evaluate_run(
     ranks: Ranks,
     adapting: AlgorithmConfig | None = None,
     shown: Shown = Shown(),  # noqa: B008 - frozen
+    on: str = "",
 ) -> EvaluatedRun | None:
     """Predict `splits` with a run's checkpoint (see checkpoint_to_use) and return them on rank 0,
-    None elsewhere; without `splits` those that its config names.
+    None elsewhere; without `splits` those that its config names. `on` names another dataset (see
+    open_named), of which all splits are predicted then: values that the run's vocabularies do not
+    hold are unknown to it.
 
     `adapting` takes the place of the config's algorithm. Without it a plain run is fine-tuned at
     the rate and steps that are best on its validation split, or else on the other half of the tasks
@@ -58,9 +63,10 @@ def evaluate_run(
     Raises:
         UserError: no run folder, no checkpoint yet, an unknown split, other draws of rows in time.
         GMetaError: the dataset is not the one that was trained on.
+        DataError: the one that `on` names has other columns.
     """
     folder = RunFolder(root)
-    config = folder.read_config()
+    config = own_config = folder.read_config()
     checkpoint = checkpoint_to_use(folder.checkpoints, config)
     if checkpoint is None:
         raise UserError(
@@ -72,14 +78,17 @@ def evaluate_run(
     own, adapting = config.algorithm, adapting or config.algorithm
     dataset, learner = build(replace(config, algorithm=adapting))
     folder.check_dataset(dataset.url, dataset.fingerprint)
-    check_draws(shown, dataset)
-    chosen = splits_to_score(config, dataset, splits)
     # Nothing is trained from here: the tables need no state of an optimizer, nor the plan of the
     # ranks that trained, which may have had GPUs.
     outer = replace(config.outer, sparse_optimizer="sgd")
     held = replace(config, outer=outer, sharding=ShardingConfig())
     sharded = shard_learner(learner, dataset.features, held, ranks)
     progress = load_checkpoint(checkpoint, sharded, None, ranks)
+    if on:
+        dataset = translated(open_named(on), dataset)
+        config = replace(config, data=data_of(config.data, dataset))
+    check_draws(shown, dataset)
+    chosen = splits_to_score(config, dataset, splits)
     tunings: list[FineTuning] = []
     if own.name == PLAIN and adapting == own:
         # Without a validation split each half of a split's tasks judges for the other: training
@@ -116,12 +125,20 @@ def evaluate_run(
         ),
         limited=limited,
         history=folder.read_metrics(),
-        config=config.to_json(),
+        config=own_config.to_json(),
         environment=folder.read_environment(),
-        dataset=f"{config.data.path} ({dataset.fingerprint[:12]})",
+        dataset=f"{dataset.url} ({dataset.fingerprint[:12]})",
         evaluated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         adapts_with=told_adapting(own, adapting, tunings),
         fine_tuning=tuple(tunings),
+    )
+
+
+def data_of(data: DataConfig, dataset: Dataset) -> DataConfig:
+    """Return the keys of a run's data for another dataset, whose splits it neither trained nor
+    validated on."""
+    return replace(
+        data, path=dataset.url, increment="", train_split="", valid_split="", eval_splits=()
     )
 
 

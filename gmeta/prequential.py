@@ -12,7 +12,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from gmeta.checkpoints.lineage import Lineage
 from gmeta.config import TrainConfig
-from gmeta.evaluate import score_split
+from gmeta.evaluate import data_of, score_split
 from gmeta.parallel.ranks import Ranks
 from gmeta.runs.folder import write_json
 from metaio.format.dataset import Dataset
@@ -30,9 +30,8 @@ def forecast(
     """Score every split of the increment that is trained next, the last of `lineage`, keep the
     scores in the run folder (prequential.json) and return a line on each. Collective.
     """
-    # As stored: in which order and in which steps it is trained says nothing about its scores.
-    data = replace(config.data, shuffle=False, drop_last=False, blocks_per_step=0)
-    config = replace(config, data=data)
+    # No split was trained on: each is read as it is stored.
+    config = replace(config, data=data_of(config.data, dataset))
     splits = [name for name, split in dataset.splits.items() if split.num_episodes]
     found = {name: score_split(config, dataset, name, sharded, ranks) for name in splits}
     if ranks.rank != 0:

@@ -15,7 +15,7 @@ from gmeta.batches.accumulate import MicroBatches
 from gmeta.batches.augment import augmented
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.labels import check_first_labels, labels_checked
-from gmeta.build import build
+from gmeta.build import build, settled
 from gmeta.checkpoints.beginning import beginning_of
 from gmeta.checkpoints.loader import restore_replaced
 from gmeta.checkpoints.writer import CheckpointWriter
@@ -59,6 +59,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     Raises:
         StoppedError: SIGTERM asked a rank to stop; a checkpoint holds every step that was done.
     """
+    config = settled_by_first(config, ranks)
     if config.run.deterministic:
         make_deterministic()
     with ExitStack() as held:
@@ -68,6 +69,17 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
         with run.log, run.feed, run.writer, run.profiler, stop_on_sigterm() as stop:
             run.work(stop)
     return run.folder
+
+
+def settled_by_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
+    """Return the config as rank 0 settles it, for an increment may land in between: see settled.
+    Where the data is stays each machine's own. Collective.
+    """
+    found = [config]
+    by_first(lambda: found.append(settled(config)), ranks)
+    first = found[-1]
+    increment, inputs = value_of_first((first.data.increment, first.support_features), ranks)
+    return replace(config, data=replace(config.data, increment=increment), support_features=inputs)
 
 
 @final

@@ -10,7 +10,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from gmeta.checkpoints.continuation import checkpoint_to_continue_from
 from gmeta.checkpoints.files import read_about
-from gmeta.checkpoints.growth import load_grown, reset_rows_of
+from gmeta.checkpoints.growth import load_grown
 from gmeta.checkpoints.lineage import Lineage, lineage_of, next_lineage, steps_before
 from gmeta.checkpoints.loader import PARTS_OF_ALGORITHMS, load_checkpoint
 from gmeta.checkpoints.resume import check_goes_on, checkpoint_to_start_from
@@ -21,6 +21,7 @@ from gmeta.runs.folder import RunFolder
 from gmeta.runs.progress import Progress
 from metaio.format.dataset import Dataset
 from metaio.ragged import Int64
+from metaio.stream.chain import reset_rows
 
 
 @dataclass(frozen=True)
@@ -92,4 +93,4 @@ def beginning_of(
     lineage = next_lineage(before, dataset)
     if checkpoint is None:
         return Beginning("fresh", None, lineage, {})
-    return Beginning("continued", checkpoint, lineage, reset_rows_of(dataset))
+    return Beginning("continued", checkpoint, lineage, reset_rows(dataset))

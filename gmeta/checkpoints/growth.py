@@ -5,12 +5,9 @@ A row that means another value from now on begins anew: its initial value, no mo
 """
 
 from collections.abc import Iterator, Mapping
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
@@ -23,9 +20,6 @@ from gmeta.internals import ShardedTensor
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import TABLES_PREFIX
 from gmeta.tables.names import table_of
-from metaio.errors import REMEDY, FormatError
-from metaio.format.dataset import Dataset, verify_file
-from metaio.format.layout import RESET_FOLDER
 from metaio.ragged import Int64
 
 ADAGRADS = ("rowwise_adagrad", "adagrad")
@@ -84,33 +78,6 @@ def check_discount(outer: OuterConfig) -> None:
             f"{kinds[0]!r} nor outer.sparse_optimizer = {kinds[1]!r} keeps sums of squares. Leave "
             "it 1, or choose one of Adagrad's kinds"
         )
-
-
-def reset_rows_of(dataset: Dataset) -> dict[str, Int64]:
-    """Return by table the rows that mean another value from this increment on, ascending.
-
-    Raises:
-        FormatError: a file is missing or altered, or names rows that its table does not have.
-    """
-    place = dataset.manifest.stream
-    sizes = {table.name: table.num_rows for table in dataset.features.tables}
-    found = {}
-    for table, entry in (place.resets if place is not None else {}).items():
-        name = f"{RESET_FOLDER}/{table}.parquet"
-        verify_file(dataset, name, entry)
-        try:
-            read = pq.read_table(BytesIO(dataset.read_file(name)))
-            rows: Int64 = read["row"].to_numpy().astype(np.int64, casting="safe")
-        except (pa.ArrowException, LookupError, TypeError) as error:
-            raise FormatError(f"{dataset.url}/{name}: {error}. {REMEDY}") from error
-        num_rows = sizes.get(table, 0)
-        if rows.size and not 0 <= rows.min() <= rows.max() < num_rows:
-            raise FormatError(
-                f"{dataset.url}/{name} names rows {rows.min()} to {rows.max()}, table {table} has "
-                f"{num_rows:,}. {REMEDY}"
-            )
-        found[table] = rows
-    return found
 
 
 def _table_parts(

@@ -88,8 +88,8 @@ def load_checkpoint(
             f"model on the same dataset. {FALL_BACK}"
         ) from error
     sharded.load_state_dict(state["model"])
-    if optimizer is not None and "optimizer" in state:
-        optimizer.load_state_dict(state["optimizer"])
+    if optimizer is not None:
+        optimizer.load_state_dict(optimizer.state_dict())  # filled in place
     return progress
 
 
@@ -191,11 +191,11 @@ def state_of(
 ) -> dict[str, Any]:
     """Return what a checkpoint saves: the live tensors, not copies."""
     state: dict[str, Any] = {"model": sharded.state_dict()}
-    kept = optimizer.state_dict() if optimizer is not None else {"state": {}}
-    if kept["state"]:
-        # A rank without tables under an optimizer without state: an empty entry would be one more
-        # key, which the other ranks did not write.
-        state["optimizer"] = kept
+    kept = optimizer.state_dict()["state"] if optimizer is not None else {}
+    # What has no state, as a table under SGD, has an empty entry on some ranks: it would be one
+    # more key, which the other ranks did not write.
+    if filled := {name: own for name, own in kept.items() if own}:
+        state["optimizer"] = {"state": filled}
     return state
 
 

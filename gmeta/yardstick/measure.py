@@ -57,13 +57,14 @@ def item_index(dataset: Dataset, name: str) -> int | None:
 def measure(
     config: TrainConfig,
     dataset: Dataset,
+    scored_data: Dataset,
     splits: Sequence[str],
     item_column: str = "",
     with_trees: bool = True,
     shown: Shown = Shown(),  # noqa: B008 - frozen
 ) -> Yardsticks:
-    """Return the predictions of the bias model and of the trees for the query rows of `splits`, as
-    the runs were shown them.
+    """Return the predictions of the bias model and of the trees, made from `dataset`, for the query
+    rows of `splits` of `scored_data`, as the runs were shown them.
 
     Raises:
         UserError: there is no such item column.
@@ -71,7 +72,8 @@ def measure(
     """
     item = item_index(dataset, item_column)
     loss, train_split, valid_split = config.outer.loss, *_splits(config)
-    scored = [split for split in splits if split != train_split]
+    is_other = scored_data is not dataset
+    scored = [split for split in splits if is_other or split != train_split]
     if not scored:
         return Yardsticks((), (f"no yardstick: it is made from {train_split}, which is scored",))
     sums = sum_training_rows(read_rows(dataset, train_split), dataset.features, SEED)
@@ -81,7 +83,7 @@ def measure(
     bias = choose_bias(loss, sums, judges, item, SEED)
     told = _told_bias(dataset, bias, item is None, train, valid_split)
     rows = _predicted(
-        dataset, scored, shown, lambda rows: bias.predict(sums, rows)[~rows.is_support_N]
+        scored_data, scored, shown, lambda rows: bias.predict(sums, rows)[~rows.is_support_N]
     )
     found = (EvaluatedYardstick(*told, *rows),)
     if not with_trees:
@@ -94,7 +96,7 @@ def measure(
     if grown is None:
         return Yardsticks(found, ("boosted trees: none, there are too few training tasks",))
     told = _told_trees(grown, valid_split)
-    rows = _predicted(dataset, scored, shown, lambda rows: grown.predict(known, rows))
+    rows = _predicted(scored_data, scored, shown, lambda rows: grown.predict(known, rows))
     return Yardsticks((*found, EvaluatedYardstick(*told, *rows)))
 
 

@@ -5,7 +5,7 @@ ids of all multi-id features, B tables, U unique ids of all tables, X blocks of 
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -75,6 +75,7 @@ class Dataset:
 
     def __init__(self, storage: Storage, manifest: Manifest, splits: Mapping[str, Split]) -> None:
         self.manifest = manifest
+        self._seen: Callable[[Block], Block] | None = None  # what becomes of a block that is read
         self.features: Features = manifest.features
         self.task = manifest.task
         self.label = manifest.label
@@ -108,6 +109,13 @@ class Dataset:
                 "Choose one of them, or prepare it"
             )
         return self.splits[name]
+
+    def seen_as(self, features: Features, seen: Callable[[Block], Block]) -> "Dataset":
+        """Return the same dataset with these tables; of each block that is read becomes what `seen`
+        makes of it."""
+        other = Dataset(self._storage, self.manifest, self.splits)
+        other.features, other._seen = features, seen
+        return other
 
     def block_bytes(self, split: str) -> Int64:
         """Return the decoded size of each block [X], in bytes, from counts alone."""
@@ -165,17 +173,19 @@ class Dataset:
             columns[stream.name] = group.decode()
         place = f"{self.url}, split {split}, block {block}"
         try:
-            decoded = assemble(self.features, columns, entry.blocks.unique_lengths_XB[block])
+            decoded = assemble(
+                self.manifest.features, columns, entry.blocks.unique_lengths_XB[block]
+            )
         except ValueError as error:
             raise faulty(f"{place}: {error}") from error
         if verify:
             table = entry.blocks
             counts = (table.num_episodes_X, table.num_rows_X, table.num_values_X)
             own = (int(counts_X[block]) for counts_X in counts)
-            check_counts(place, self.features, decoded, *own)
+            check_counts(place, self.manifest.features, decoded, *own)
             with self._lock:
                 self._verified.add((split, block))
-        return decoded
+        return decoded if self._seen is None else self._seen(decoded)
 
     def _row_groups(self, split: str, shard: int, row_group: int) -> list[RowGroup]:
         """Return the bytes of a row group of each stream's file, fetched together."""

@@ -9,13 +9,14 @@ from gmeta.commands.screen import screen, show_table
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig, overridden
 from gmeta.evaluate import evaluate_run
+from gmeta.feeds.increment import open_data, open_named
 from gmeta.parallel.ranks import Ranks
 from gmeta.report.console import console_table
 from gmeta.report.files import write
 from gmeta.report.runs import split_names
 from gmeta.runs.folder import RunFolder
 from gmeta.yardstick.measure import item_index, measure
-from metaio.format.dataset import open_dataset
+from metaio.format.translation import translated
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Asked:
     trees: bool
     draws: int = 1
     support_sizes: tuple[int, ...] = ()
+    on: str = ""
 
 
 def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainConfig) -> None:
@@ -40,7 +42,7 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
         # Folders of the same name in different places are told apart by their paths.
         short = len({root.name for root in roots}) == len(roots)
         if asked.item_column:  # what is wrong with it is told before minutes are spent
-            item_index(open_dataset(config.data.path), asked.item_column)
+            item_index(open_data(config.data), asked.item_column)
         runs = [
             evaluate_run(
                 root,
@@ -49,6 +51,7 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
                 ranks,
                 adapting if root == roots[0] else None,
                 shown,
+                asked.on,
             )
             for root in roots
         ]
@@ -59,8 +62,9 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
             console = screen()
             screen(stderr=True).print("the runs are scored; now the yardstick, from training rows")
             splits = split_names(evaluated[0].predictions)
-            dataset = open_dataset(config.data.path)
-            found = measure(config, dataset, splits, asked.item_column, asked.trees, shown)
+            dataset = open_data(config.data)
+            scored = translated(open_named(asked.on), dataset) if asked.on else dataset
+            found = measure(config, dataset, scored, splits, asked.item_column, asked.trees, shown)
             paths = write(out, evaluated, found.models, found.notes)
             show_table(console, console_table(paths.evaluation))
             for line in filter(None, (best_not_kept(RunFolder(root)) for root in roots)):
