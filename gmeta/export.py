@@ -213,7 +213,7 @@ def _describe(
         source={
             "run": str(root),
             "step": step,
-            "dataset": config.data.path,
+            "dataset": dataset.url if place else config.data.path,
             "dataset_fingerprint": dataset.fingerprint,
             **({"stream": place.stream, "increment": place.increment} if place else {}),
             "exported_at": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -70,7 +70,10 @@ def judge(
         "gate"
     ),
     on: Annotated[
-        str, typer.Option(help="dataset to judge on; default: the one that RUN was trained on")
+        str,
+        typer.Option(
+            help="dataset, or STREAM:NUMBER, to judge on; default: what RUN was trained on"
+        ),
     ] = "",
     margin: Annotated[
         float | None,

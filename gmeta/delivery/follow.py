@@ -1,7 +1,6 @@
 """`gmeta.follow`: the model that a channel serves, always a whole version, exchanged as newer ones
 are promoted."""
 
-import gc
 import threading
 import time
 from collections.abc import Callable
@@ -126,11 +125,11 @@ class Follower:
             except (GMetaError, MetaIOError, OSError) as error:
                 self._refused = (current.checksum, str(error))
                 return False
-            # One assignment: a thread has the old version or the new one, never parts of both.
+            # One assignment: a thread has the old version or the new one, never parts of both. The
+            # old tables go with the last request that uses them; a collection of the cycles among
+            # its layers, a fifth of a second in which nobody predicts, is left to Python.
             self._served, self._refused = served, None
         self._told(served)
-        # Modules and their hooks are cycles: without this the old tables stay mapped for a while.
-        gc.collect()
         return True
 
     def close(self) -> None:

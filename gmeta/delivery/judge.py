@@ -104,10 +104,9 @@ def not_finite(why: str) -> Verdict:
     return Verdict(False, [why], "", 0, 0, 0, None, None, None, {})
 
 
-def windows_before(url: str) -> Callable[[int], Dataset | None]:
-    """Return what gives the dataset at `url`, for 1 the increment before it in its stream, and so
-    on; None where there is no more."""
-    newest = open_dataset(url)
+def windows_before(newest: Dataset) -> Callable[[int], Dataset | None]:
+    """Return what gives a dataset, for 1 the increment before it in its stream, and so on; None
+    where there is no more."""
     place = newest.manifest.stream
 
     def window(back: int) -> Dataset | None:

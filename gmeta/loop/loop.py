@@ -111,10 +111,10 @@ class Loop:
     def promoted(self, number: int) -> int | None:
         """Return the version of the channel that an increment's candidate became."""
         verdict = self.verdict(number)
-        for entry in self.channel.promotions() if verdict is not None else ():
+        model = (verdict or {}).get("model")
+        for entry in self.channel.promotions() if model else ():
             kept = entry.get("verdict") or {}
-            is_own = bool(verdict) and verdict["model"] and kept.get("model") == verdict["model"]
-            if entry.get("action") == PROMOTED and is_own:
+            if entry.get("action") == PROMOTED and kept.get("model") == model:
                 return int(entry["number"])
         return None
 
@@ -142,8 +142,8 @@ class Loop:
 
     def _train(self, number: int) -> Done:
         follow, root = self.config.follow, self._root(number)
-        dataset = f"{self._stream}/increments/{folder_of(number)}"
-        arguments = ["train", follow.train, f'data.path="{dataset}"', f'run.dir="{root / "run"}"']
+        place = [f'data.path="{self._stream}"', f'data.increment="{number}"']
+        arguments = ["train", follow.train, *place, f'run.dir="{root / "run"}"']
         earlier = [one for one in increment_numbers(self._stream) if one < number]
         if earlier:
             arguments.append(f'run.continue_from="{self._root(earlier[-1]) / "run"}"')
@@ -167,7 +167,7 @@ class Loop:
 
     def _judge(self, number: int, candidate: Path) -> Done:
         judge, root = self.config.judge, self._root(number)
-        dataset = f"{self._stream}/increments/{folder_of(number)}"
+        dataset = f"{self._stream}:{number}"
         arguments = ["judge", str(candidate), "--champion", str(self.channel.root)]
         arguments += ["--on", dataset, "--split", judge.split, "--pool", str(judge.pool)]
         arguments += ["--margin", str(judge.margin)] if judge.margin else []

@@ -43,11 +43,6 @@ class Day:
         reasons = "; ".join(self.verdict.get("reasons", []))
         return f"refused: {reasons}" if self.verdict["verdict"] == "refuse" else "promoted"
 
-    def score(self, who: str, name: str) -> float | None:
-        """Return a score of the candidate, or of the champion on the same rows."""
-        found = (self.verdict.get(who) or {}).get(name)
-        return None if found is None else float(found)
-
 
 def stream_page(loop: Loop) -> str:
     """Return the page of a loop's stream; of one without increments it says so."""
@@ -98,8 +93,8 @@ def _charts(days: Sequence[Day]) -> list[Chart]:
                 days,
                 f"Gate tasks: {name}",
                 {
-                    "trained on the increment": lambda day, name=name: day.score("candidate", name),
-                    "the model before": lambda day, name=name: day.score("champion", name),
+                    "trained on the increment": partial(_score, "candidate", name),
+                    "the model before": partial(_score, "champion", name),
                 },
             )
             for name in metrics
@@ -115,6 +110,12 @@ def _charts(days: Sequence[Day]) -> list[Chart]:
         ),
     ]
     return [Chart("stream", "Stream", "", panels)]
+
+
+def _score(who: str, name: str, day: Day) -> float | None:
+    """Return a score of the candidate, or of the champion on the same rows."""
+    found = (day.verdict.get(who) or {}).get(name)
+    return None if found is None else float(found)
 
 
 Value = Callable[[Day], float | None]

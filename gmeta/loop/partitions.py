@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from metaio.format.storage import file_system, is_local
@@ -66,6 +67,6 @@ def _written_s(entry: dict[str, Any]) -> float:
         value = entry.get(key)
         if isinstance(value, int | float):
             return float(value)
-        if hasattr(value, "timestamp"):
-            return float(value.timestamp())
+        if isinstance(value, datetime):
+            return value.timestamp()
     return time.time()  # it does not say: never closed by its age

@@ -72,7 +72,7 @@ def test_too_few_tasks_are_no_proof() -> None:
 def test_earlier_windows_are_added_until_the_rows_tell(tmp_path: Path) -> None:
     paths = write_increments(tmp_path, (60, 60, 60), num_tasks=80)
     model = Model.of({"item": 60, "city": 60}).write(tmp_path / "model", stream="shop")
-    windows = windows_before(str(paths[2]))
+    windows = windows_before(open_dataset(str(paths[2])))
     assert windows(0) is not None
     assert windows(3) is None
     same = judge(model, model, windows, "gate", pool=7)

@@ -3,9 +3,10 @@ right."""
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from gmeta.delivery.versions import Version, is_delta, read_version
 from gmeta.delivery.whole import whole_version
 from gmeta.errors import NotFiniteError, UserError
 from gmeta.export import export_run
+from gmeta.feeds.increment import open_data, open_named
 from gmeta.files.checked_json import read_json
 from gmeta.runs.folder import RunFolder, write_json
 from gmeta.serving.folder import TableFormat, read_config
 from metaio.counted import counted
+from metaio.format.dataset import Dataset, open_dataset
 
 
 def export_changes(
@@ -93,8 +96,9 @@ def judge_candidate(
     channel = Channel(root)
     with _beside(root.parent / f"{root.name}.judged") as whole:
         try:
-            model, url = _model_and_data(candidate, whole)
-            verdict = judge_model(channel, model, on or url, split, margin, pool)
+            model, own = _model_and_data(candidate, whole)
+            dataset = open_named(on) if on else own()
+            verdict = judge_model(channel, model, dataset, split, margin, pool)
         except NotFiniteError as error:
             verdict = not_finite(str(error))
     if not verdict.promote:
@@ -107,13 +111,13 @@ def judge_candidate(
 
 
 def judge_model(
-    channel: Channel, model: Path, url: str, split: str, margin: float | None, pool: int
+    channel: Channel, model: Path, dataset: Dataset, split: str, margin: float | None, pool: int
 ) -> Verdict:
-    """Return the verdict on an exported model by the dataset at `url` and the increments before it
-    in its stream, if it is of one."""
+    """Return the verdict on an exported model by a dataset and the increments before it in its
+    stream, if it is of one."""
     current = channel.current()
     champion = None if current is None else whole_version(channel, current.number)
-    windows = windows_before(url)
+    windows = windows_before(dataset)
     verdict = judge(model, champion, windows, split, margin, pool)
     return replace(
         verdict,
@@ -149,16 +153,17 @@ def show_verdict(verdict: Verdict) -> None:
     console.print("promote" if verdict.promote else f"refuse: {'; '.join(verdict.reasons)}")
 
 
-def _model_and_data(candidate: Path, whole: Path) -> tuple[Path, str]:
-    """Return the exported model of a candidate, a run's made at `whole`, and its dataset."""
+def _model_and_data(candidate: Path, whole: Path) -> tuple[Path, Callable[[], Dataset]]:
+    """Return the exported model of a candidate, a run's made at `whole`, and what opens its
+    dataset."""
     if is_run(candidate):
         export_run(candidate, whole, overwrite=True)
-        return whole, RunFolder(candidate).read_config().data.path
+        return whole, partial(open_data, RunFolder(candidate).read_config().data)
     if is_delta(candidate):
         raise UserError(
             f"{candidate} is a delta, which predicts nothing alone. Judge the run or a full export"
         )
-    return candidate, str(read_config(candidate).source.get("dataset", ""))
+    return candidate, partial(open_dataset, str(read_config(candidate).source.get("dataset", "")))
 
 
 def roll_back(root: Path, to: int | None) -> None:
