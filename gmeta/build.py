@@ -3,30 +3,31 @@
 Needs neither ranks nor TorchRec: a launcher finds what is wrong before it starts anything.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gmeta.adaptation.algorithms.algorithm import TableSizes
-from gmeta.adaptation.algorithms.registry import ALGORITHMS
-from gmeta.adaptation.config import PLAIN, AlgorithmConfig
+from gmeta.adaptation.algorithms.registry import NAMED_ALGORITHMS
+from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.adaptation.losses import labels_taken_N
 from gmeta.batches.augment import check_augment
 from gmeta.batches.config import NO_PRIOR, LabelPrior, SupportFeaturesConfig
 from gmeta.batches.labels import check_first_labels
 from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
-from gmeta.checkpoints.resume import named_checkpoint
 from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import ConfigError, GMetaError
-from gmeta.feeds.increment import open_data, settled_increment
+from gmeta.feeds.increment import open_data
 from gmeta.learner import MetaLearner
 from gmeta.numerics import BF16
 from gmeta.outer.early_stop import early_stop_of
-from gmeta.runs.folder import CONFIG_FILE, RunFolder
 from gmeta.tables.sharding import check_sharding
+from gmeta_keys.plugins import Registry
 from gmeta_models.config import InputSizes, ModelConfig, SparseColumn
-from gmeta_models.registry import MODELS, build_model
+from gmeta_models.registry import NAMED_MODELS, build_model
 from metaio.format.dataset import Dataset
 from metaio.format.features import Features
 
@@ -98,53 +99,46 @@ def check_on_data(config: TrainConfig) -> None:
         ConfigError: see build and check_first_labels.
         FormatError: the first block is damaged.
     """
-    config = settled(config)
     dataset, _ = build(config)
     check_first_labels(config, dataset)
 
 
-def settled(config: TrainConfig) -> TrainConfig:
-    """Return the config of a run with what its stream decides filled in: the number of the
-    increment, and, for the statistics of support rows, the label prior of the stream's first run:
-    of another day's labels it would change what the model's inputs mean.
+def check_registered(
+    path: Path, model: ModelConfig, algorithm: AlgorithmConfig, made_on: Mapping[str, Any]
+) -> None:
+    """Check that the model and the algorithm of a run or an export at `path` can be had here;
+    `made_on` is what it says of where it was made: see plugins_of.
 
     Raises:
-        ConfigError, UserError, FormatError: see settled_increment and open_data.
+        GMetaError: it was made with another release, or with a package that is not here, or not
+            trusted.
     """
-    data = replace(config.data, increment=settled_increment(config))
-    config, inputs = replace(config, data=data), config.support_features
-    if not inputs.is_used or inputs.label_prior:
-        return config
-    dataset = open_data(data)
-    if dataset.manifest.stream is None:
-        return config
-    prior: tuple[float, ...] = ()
-    begun = RunFolder(Path(config.run.dir))
-    if (begun.root / CONFIG_FILE).exists():
-        prior = begun.read_config().support_features.label_prior
-    elif config.run.continue_from:
-        before, _ = named_checkpoint("run.continue_from", config.run.continue_from)
-        prior = before.read_config().support_features.label_prior
-    prior = prior or tuple(_prior_of(config, dataset))
-    return replace(config, support_features=replace(inputs, label_prior=prior))
+    for registry, name in _named(model, algorithm):
+        try:
+            registry.check_trusted(name)
+        except ValueError as error:
+            needed = _package_told(made_on, registry.key)
+            raise GMetaError(f"{path} was made with {error}: docs/extending.md.{needed}") from error
 
 
-def check_registered(path: Path, model: ModelConfig, algorithm: AlgorithmConfig) -> None:
-    """Check that this release has the model and the algorithm of a run or an export at `path`.
+def _package_told(made_on: Mapping[str, Any], key: str) -> str:
+    """Return a sentence on the package that a key's value came from, if it is told."""
+    plugins = made_on.get("plugins")
+    package = plugins.get(key) if isinstance(plugins, dict) else None
+    if not isinstance(package, dict):
+        return ""
+    told = f"{package.get('package')} {package.get('version')}"
+    return f" It was made with {told:.80}." if told.isprintable() else ""
 
-    Raises:
-        GMetaError: it was made with another release, or with somebody's own registry.
-    """
-    for key, name, known in (
-        ("model.name", model.name, sorted(MODELS)),
-        ("algorithm.name", algorithm.name, [*ALGORITHMS, PLAIN]),
-    ):
-        if name not in known:
-            raise GMetaError(
-                f"{path} was made with {key} = {name!r}, which this release does not have: known "
-                f"are {', '.join(known)}. Use the release that made it, or register it here as it "
-                "was there: docs/extending.md"
-            )
+
+def plugins_of(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[str, dict[str, str]]:
+    """Return package and version of what comes from a package of somebody's own, by config key."""
+    found = {registry.key: registry.package_of(name) for registry, name in _named(model, algorithm)}
+    return {key: package for key, package in found.items() if package}
+
+
+def _named(model: ModelConfig, algorithm: AlgorithmConfig) -> tuple[tuple[Registry[Any], str], ...]:
+    return (NAMED_MODELS, model.name), (NAMED_ALGORITHMS, algorithm.name)
 
 
 def check_source(data: DataConfig) -> None:
@@ -180,11 +174,11 @@ def _statistics(config: TrainConfig, dataset: Dataset) -> SupportStatistics:
     """Return the statistics that the config asks for, with the prior of its training labels."""
     asked = config.support_features
     if asked.is_used and LabelPrior.configured(asked) is None:
-        asked = replace(asked, label_prior=_prior_of(config, dataset))
+        asked = replace(asked, label_prior=prior_of(config, dataset))
     return statistics_of(asked, dataset.features)
 
 
-def _prior_of(config: TrainConfig, dataset: Dataset) -> LabelPrior:
+def prior_of(config: TrainConfig, dataset: Dataset) -> LabelPrior:
     """Return mean and deviation of the labels of the training split's first block."""
     label_N = dataset.read_block(config.data.train_split, 0).label_N
     # What the loss does not take is refused elsewhere, with its row.

@@ -15,9 +15,10 @@ from gmeta.batches.accumulate import MicroBatches
 from gmeta.batches.augment import augmented
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.labels import check_first_labels, labels_checked
-from gmeta.build import build, settled
+from gmeta.build import build, plugins_of
 from gmeta.checkpoints.beginning import beginning_of
 from gmeta.checkpoints.loader import restore_replaced
+from gmeta.checkpoints.settled import settled_by_first
 from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import TrainConfig
 from gmeta.evaluate import score_split
@@ -71,17 +72,6 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     return run.folder
 
 
-def settled_by_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """Return the config as rank 0 settles it, for an increment may land in between: see settled.
-    Where the data is stays each machine's own. Collective.
-    """
-    found = [config]
-    by_first(lambda: found.append(settled(config)), ranks)
-    first = found[-1]
-    increment, inputs = value_of_first((first.data.increment, first.support_features), ranks)
-    return replace(config, data=replace(config.data, increment=increment), support_features=inputs)
-
-
 @final
 class TrainingRun:
     """One rank's part of a run; all ranks make one and call it in the same places."""
@@ -133,7 +123,12 @@ class TrainingRun:
 
     def _describe_run(self, plan: dict[str, Any]) -> None:
         """Make the run folder, or bring it to where the checkpoint stands."""
-        ran_on = describe_environment(self._ranks.world_size, self._dataset.fingerprint)
+        config = self._config
+        ran_on = describe_environment(
+            self._ranks.world_size,
+            self._dataset.fingerprint,
+            plugins_of(config.model, config.algorithm),
+        )
         create_run_folder(self._config, ran_on)
         write_json(self.folder.plan, plan)
         # Steps beyond the checkpoint are taken, and logged, again.

@@ -4,7 +4,7 @@ A run on the next increment goes on only where the increment names the last one 
 its parent: then none was left out, none is trained twice, and ids mean what they meant.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def check_next(lineage: Lineage, dataset: Dataset, checkpoint: Path) -> None:
         return
     raise UserError(
         f"increment {place.increment} of {dataset.url} {_fault(lineage, dataset)}; checkpoint "
-        f"{checkpoint} was trained on {_numbers(lineage)} of stream {last.stream}. "
+        f"{checkpoint} was trained on {told_increments(lineage)}. "
         f"Set data.increment to {last.increment + 1} of that stream"
     )
 
@@ -115,7 +115,8 @@ def _fault(lineage: Lineage, dataset: Dataset) -> str:
     )
 
 
-def _numbers(lineage: Sequence[TrainedIncrement]) -> str:
+def told_increments(lineage: Lineage) -> str:
     """Return the increments in words."""
     first, last = lineage[0].increment, lineage[-1].increment
-    return f"increment {last}" if len(lineage) == 1 else f"increments {first} to {last}"
+    numbers = f"increment {last}" if len(lineage) == 1 else f"increments {first} to {last}"
+    return f"{numbers} of stream {lineage[-1].stream}"

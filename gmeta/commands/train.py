@@ -55,8 +55,9 @@ def train(
             train_on_rank(resolved)
             return
         from gmeta.build import check_on_data
+        from gmeta.checkpoints.settled import settled
 
-        check_on_data(resolved)
+        check_on_data(settled(resolved))
         # The run folder was checked above; by the time a rank looks, the service's store is in it.
         arguments = ["train", str(config), *(overrides or []), "--resume"]
         if needs_own_service(resolved):

@@ -57,14 +57,14 @@ def item_index(dataset: Dataset, name: str) -> int | None:
 def measure(
     config: TrainConfig,
     dataset: Dataset,
-    scored_data: Dataset,
     splits: Sequence[str],
     item_column: str = "",
     with_trees: bool = True,
     shown: Shown = Shown(),  # noqa: B008 - frozen
+    on: Dataset | None = None,
 ) -> Yardsticks:
     """Return the predictions of the bias model and of the trees, made from `dataset`, for the query
-    rows of `splits` of `scored_data`, as the runs were shown them.
+    rows of `splits` of `on` (None: of the same dataset), as the runs were shown them.
 
     Raises:
         UserError: there is no such item column.
@@ -72,10 +72,10 @@ def measure(
     """
     item = item_index(dataset, item_column)
     loss, train_split, valid_split = config.outer.loss, *_splits(config)
-    is_other = scored_data is not dataset
-    scored = [split for split in splits if is_other or split != train_split]
+    scored = [split for split in splits if on is not None or split != train_split]
     if not scored:
         return Yardsticks((), (f"no yardstick: it is made from {train_split}, which is scored",))
+    scored_data = dataset if on is None else on
     sums = sum_training_rows(read_rows(dataset, train_split), dataset.features, SEED)
     train = sample_rows(dataset, train_split, SAMPLE_ROWS, SEED)
     valid = sample_rows(dataset, valid_split, SAMPLE_ROWS, SEED) if valid_split else None

@@ -65,6 +65,11 @@ def write_shards(
         ) -> tuple[WrittenShard, EncodedRows, int, int, int]:
             window = spool.take(bucket)
             past = past_rows(name, bucket - buckets.start, len(buckets))
+            late_N = window.side_NS[:, 0] == SUPPORT
+            if late_N.any():  # they are from before the window, as all support is
+                late = take_rows(window, np.flatnonzero(late_N))
+                past = newest_rows(schema, joined(schema, [past, late]), most)
+                window = take_rows(window, np.flatnonzero(~late_N))
             newest = newest_rows(schema, joined(schema, [past, window]), most)
             present = np.unique(window.task_hash_N)
             # What is known of who is absent waits for him.

@@ -63,8 +63,8 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
             screen(stderr=True).print("the runs are scored; now the yardstick, from training rows")
             splits = split_names(evaluated[0].predictions)
             dataset = open_data(config.data)
-            scored = translated(open_named(asked.on), dataset) if asked.on else dataset
-            found = measure(config, dataset, scored, splits, asked.item_column, asked.trees, shown)
+            on = translated(open_named(asked.on), dataset) if asked.on else None
+            found = measure(config, dataset, splits, asked.item_column, asked.trees, shown, on)
             paths = write(out, evaluated, found.models, found.notes)
             show_table(console, console_table(paths.evaluation))
             for line in filter(None, (best_not_kept(RunFolder(root)) for root in roots)):
