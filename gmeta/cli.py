@@ -79,6 +79,26 @@ COMMANDS = {
         "predict",
         "Adapt to every task of QUERY by its rows in SUPPORT, and predict its rows.",
     ),
+    "judge": Place(
+        "gmeta.commands.delivery",
+        "judge",
+        "Compare a run with the model that a channel serves, on tasks that neither was trained on.",
+    ),
+    "promote": Place(
+        "gmeta.commands.delivery",
+        "promote",
+        "Make a run's model, or an export, the one that a channel serves.",
+    ),
+    "rollback": Place(
+        "gmeta.commands.delivery",
+        "rollback",
+        "Let a channel serve an earlier version again.",
+    ),
+    "follow": Place(
+        "gmeta.commands.follow",
+        "follow",
+        "Turn closed partitions of a log into increments, train on each, judge it and promote it.",
+    ),
     "serve": Place(
         "gmeta.commands.serve",
         "serve",

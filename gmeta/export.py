@@ -22,7 +22,7 @@ from gmeta.checkpoints.files import check_files, damage_told
 from gmeta.checkpoints.index import IndexedReader
 from gmeta.checkpoints.loader import check_config, checkpoint_to_use
 from gmeta.config import TrainConfig
-from gmeta.errors import GMetaError, UserError
+from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.files.checksums import describe_file
 from gmeta.runs.folder import RunFolder, list_checkpoints, step_of
 from gmeta.serving.folder import (
@@ -150,11 +150,12 @@ def write_model(
     Files that stand in it already, such as vocabularies, become part of the model.
 
     Raises:
-        GMetaError: a value is not finite, or cannot be held in the format asked for.
+        NotFiniteError: a value is not finite.
+        GMetaError: a value cannot be held in the format asked for.
     """
     for name, values in layers.items():
         if not bool(torch.isfinite(values).all()):
-            raise GMetaError(
+            raise NotFiniteError(
                 f"layer {name} holds values that are not finite: the run diverged. "
                 "Export an earlier checkpoint with --step, or train with lower rates"
             )
@@ -198,7 +199,7 @@ def _choose(run: RunFolder, step: int | None) -> Path:
 def _describe(
     config: TrainConfig, dataset: Dataset, table_format: TableFormat, root: Path, step: int
 ) -> ExportedConfig:
-    recipe = dataset.manifest.recipe
+    recipe, place = dataset.manifest.recipe, dataset.manifest.stream
     schema = parse_schema(recipe["schema"]) if "schema" in recipe else None
     moments = {name: (mean, std) for name, (mean, std) in recipe.get("moments", {}).items()}
     return ExportedConfig(
@@ -212,8 +213,9 @@ def _describe(
         source={
             "run": str(root),
             "step": step,
-            "dataset": config.data.path,
+            "dataset": dataset.url if place else config.data.path,
             "dataset_fingerprint": dataset.fingerprint,
+            **({"stream": place.stream, "increment": place.increment} if place else {}),
             "exported_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "gmeta": version("gmeta"),
             "torch": torch.__version__,

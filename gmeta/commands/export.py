@@ -61,6 +61,10 @@ def export(
             help="checkpoint to export; default: the newest, with early stopping the best",
         ),
     ] = None,
+    since: Annotated[
+        Path | None,
+        typer.Option(help="channel: write only what changed since the version that it serves"),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace the exported model at OUT")
     ] = False,
@@ -69,14 +73,28 @@ def export(
 
     gmeta export runs/demo/maml models/clicks --tables int8
     gmeta export models/clicks programs/clicks --format onnx
+
+    gmeta export runs/day-2 deltas/day-2 --since channels/clicks
     """
     check_local("OUT", out)
+    if since is not None:
+        check_local("--since", since)
     # Loading torch takes seconds: not before the options are known to be right.
     if runtime is Format.GMETA:
         from gmeta.commands.work.export import export_model
 
-        export_model(run, out, (tables or Tables.FLOAT32).value, step, overwrite)
+        if since is None:
+            export_model(run, out, (tables or Tables.FLOAT32).value, step, overwrite)
+            return
+        from gmeta.commands.work.delivery import export_changes
+
+        export_changes(run, out, since, (tables or Tables.FLOAT32).value, step, overwrite)
         return
+    if since is not None:
+        raise UserError(
+            f"--since writes what changed for gmeta itself: --format {runtime.value} has no "
+            "deltas. Leave one of them out"
+        )
     from gmeta.commands.work.export_runtime import export_for_runtime
 
     chosen, table_format = cast("Runtime", runtime.value), cast("TableFormat | None", tables)

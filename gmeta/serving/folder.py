@@ -30,6 +30,7 @@ from metaio.prepare.values import Kind
 FORMAT_NAME = "gmeta-model"
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
+DELTA_FILE = "delta.json"  # in place of config.json: what changed since another export
 LAYERS_FILE = "layers.safetensors"
 TableFormat = Literal["float32", "float16", "int8"]
 TABLE_FORMATS: tuple[TableFormat, ...] = get_args(TableFormat)
@@ -102,28 +103,27 @@ def checksum_in(folder: Path) -> str:
     try:
         return xxh3_hex((folder / CONFIG_FILE).read_bytes())
     except OSError:
-        raise _no_model(folder) from None
+        raise _no_model(folder, CONFIG_FILE) from None
 
 
-def _no_model(folder: Path) -> UserError:
+def _no_model(folder: Path, name: str) -> UserError:
     return UserError(
-        f"{folder} is no exported model: it has no {CONFIG_FILE}. "
-        "Give a folder that `gmeta export` wrote"
+        f"{folder} is no exported model: it has no {name}. Give a folder that `gmeta export` wrote"
     )
 
 
-def read_config(folder: Path) -> ExportedConfig:
-    """Return the config of an exported folder.
+def read_config(folder: Path, name: str = CONFIG_FILE) -> ExportedConfig:
+    """Return the config of an exported folder; a delta holds that of its model by another `name`.
 
     Raises:
         UserError: there is no exported model here.
         GMetaError: config.json was altered, or another release of gmeta wrote it.
     """
-    path = folder / CONFIG_FILE
+    path = folder / name
     try:
         body = read_json(path)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise _no_model(folder) from None  # in a notebook the whole chain would be shown
+        raise _no_model(folder, name) from None  # in a notebook the whole chain would be shown
     except ValueError as error:
         raise GMetaError(f"{path} is not JSON: it was cut short or edited. {_REMEDY}") from error
     # Any folder of a run has a config.json too.
@@ -220,6 +220,8 @@ def check_files(folder: Path, config: ExportedConfig, checksums: bool) -> None:
 
 def is_export(folder: Path) -> bool:
     """Return whether an export wrote this, be it damaged or of another version."""
+    if (folder / DELTA_FILE).is_file():
+        return True
     try:
         read_config(folder)
     except UserError:
