@@ -154,6 +154,7 @@ def adapt_with(
         tables,
         config.outer.huber_delta,
         inner.learner.statistics,
+        inner.learner.items,
     )
 
 

@@ -23,6 +23,7 @@ from gmeta.config import TrainConfig
 from gmeta.evaluate import score_split
 from gmeta.feeds.agent import Agent, open_agent
 from gmeta.feeds.source import open_feed
+from gmeta.feeds.training_sums import take_item_statistics
 from gmeta.guards import StepGuard
 from gmeta.numerics import make_deterministic
 from gmeta.outer.early_stop import early_stop_of
@@ -102,6 +103,9 @@ class TrainingRun:
         elif start := checkpoint_to_start_from(config, self._dataset):
             load_checkpoint(start, self._sharded, None, ranks, PARTS_OF_ALGORITHMS)
             self._told_at_start.append(f"begins with the weights of {start}")
+        # Of this dataset, whatever weights the run begins with.
+        items = self._learner.items
+        self._told_at_start += take_item_statistics(items, config, self._dataset, ranks)
         by_first(lambda: self._describe_run(plan), ranks)
 
         self._step_limit = config.run.max_steps or sys.maxsize

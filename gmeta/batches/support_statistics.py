@@ -19,14 +19,13 @@ single-id features, M multi-id features, G statistics.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from gmeta.batches.config import NO_PRIOR, LabelPrior
+from gmeta.batches.config import NO_PRIOR, LabelPrior, chosen_columns
 from metaio.ragged import row_sums
 from metaio.read.task_rows import task_rows
 
@@ -71,13 +70,7 @@ class SupportStatistics:
             ValueError: a pattern of `columns` matches no sparse column.
         """
         known = [column.name for column in features.sparse]
-        for pattern in config.columns:
-            if not any(fnmatchcase(name, pattern) for name in known):
-                raise ValueError(
-                    f"support_features.columns: {pattern!r} matches no sparse column; this dataset "
-                    f'has {", ".join(known)}. Name some of them, "*" for all, or none at all: []'
-                )
-        chosen = [any(fnmatchcase(name, p) for p in config.columns) for name in known]
+        chosen = chosen_columns("support_features.columns", config.columns, known)
         num_single = len(features.single)
         names = ["task mean", "task count", "task spread"] if config.task else []
         for name, is_chosen in zip(known, chosen, strict=True):
@@ -112,11 +105,11 @@ class SupportStatistics:
         mean_N = self._shrunken(tasks.sum_N, tasks.count_N, np.zeros(len(tasks.sum_N)))
         found: list[Floats] = []
         if self.of_task:
-            found += [mean_N, _shown_count(tasks.count_N), self._spread_N(tasks)]
+            found += [mean_N, shown_count(tasks.count_N), self._spread_N(tasks)]
         pairs = task_rows(batch) if self.single_columns or self.multi_columns else None
         for entries in _columns(batch, pairs, self.single_columns, self.multi_columns):
             sum_N, count_N = rows.shared(entries)
-            found += [self._shrunken(sum_N, count_N, mean_N) - mean_N, _shown_count(count_N)]
+            found += [self._shrunken(sum_N, count_N, mean_N) - mean_N, shown_count(count_N)]
         return np.stack(found, axis=1).astype(np.float32) if found else _no_columns(batch)
 
     def _shrunken(self, sum_N: Floats, count_N: Floats, prior_N: Floats) -> Floats:
@@ -221,7 +214,8 @@ def _columns(
     return entries
 
 
-def _shown_count(count_N: Floats) -> Floats:
+def shown_count(count_N: Floats) -> Floats:
+    """Return log(1 + n) / log(1 + 100): 0 for none, 1 for a hundred."""
     shown_N: Floats = np.log1p(count_N) / np.log1p(_MANY_ROWS)
     return shown_N
 

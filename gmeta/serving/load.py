@@ -76,6 +76,7 @@ def _learner(folder: Path, config: ExportedConfig) -> MetaLearner:
             config.loss,
             config.huber_delta,
             statistics_of(config.support_features, config.features),
+            config.item_features,
         )
 
     try:
