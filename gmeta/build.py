@@ -156,17 +156,19 @@ def _statistics(config: TrainConfig, dataset: Dataset) -> SupportStatistics:
         # What the loss does not take is refused elsewhere, with its row.
         prior = LabelPrior.of(label_N[labels_taken_N(config.outer.loss, label_N)])
         asked = replace(asked, label_prior=prior)
-    return statistics_of(asked, dataset.features)
+    return statistics_of(asked, dataset.features, config.item_features)
 
 
-def statistics_of(config: SupportFeaturesConfig, features: Features) -> SupportStatistics:
-    """Return the statistics of a config that says their prior.
+def statistics_of(
+    config: SupportFeaturesConfig, features: Features, items: ItemFeaturesConfig
+) -> SupportStatistics:
+    """Return the statistics of a config that says their prior; `items` are inputs before them.
 
     Raises:
         ValueError: it names no column of these, or its prior is none.
     """
     prior = LabelPrior.configured(config) or NO_PRIOR
-    return SupportStatistics.of(config, features, prior)
+    return SupportStatistics.of(config, features, prior, items)
 
 
 def build_learner(

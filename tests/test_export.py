@@ -130,6 +130,7 @@ def informed_run(tmp_path_factory: pytest.TempPathFactory, click_logs: Path) -> 
     config = write_config(folder / "train.toml", click_logs, folder / "run")
     keys = ("support_features.task=true", 'support_features.columns=["*"]', "outer.loss=mae")
     items = 'item_features.columns=["*"]', "item_features.shrinkage=2"
+    items += ("support_features.residual_of=item",)
     return _trained(config, *keys, *items, "augment.resplit_support=true", "--nproc-per-node=2")
 
 

@@ -55,6 +55,12 @@ class SupportFeaturesConfig:
         "label_prior in the task's",
         min=0.0,
     )
+    residual_of: str = key(
+        "",
+        "one of item_features' columns, such as the item: labels of support rows count from what "
+        "training rows say of their values in it, so that the means above tell how far the task "
+        'lies above its items; "": from the mean of all labels',
+    )
     label_prior: tuple[float, ...] = key(
         (),
         "mean and standard deviation of the labels; []: those of the first block of the training "

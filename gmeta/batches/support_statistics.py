@@ -9,6 +9,10 @@ shrinkage,
     spread of the task        s^2 = (sum (y - S / n)^2 + a sigma^2) / (n + a)
     mean of a shared value    m_v = (S_v + a m) / (n_v + a)          over the rows that share it
 
+With `residual_of` a column that [item_features] has, y is what is left of a label above what
+training rows say of the row's value there: m tells how far the task lies above its items, as the
+task's effect in a bias model does.
+
 A multi-id column counts a support row once for each id that it shares with the row. Ids outside the
 vocabulary are no values: nobody shares them.
 
@@ -30,7 +34,7 @@ from metaio.ragged import row_sums
 from metaio.read.task_rows import task_rows
 
 if TYPE_CHECKING:
-    from gmeta.batches.config import SupportFeaturesConfig
+    from gmeta.batches.config import ItemFeaturesConfig, SupportFeaturesConfig
     from metaio.format.features import Features
     from metaio.read.batch import TaskBatch
     from metaio.read.task_rows import TaskRows
@@ -59,15 +63,22 @@ class SupportStatistics:
     names: tuple[str, ...]  # of all statistics, in order
     shrinkage: float
     prior: LabelPrior
+    foretold: int | None = None  # place of the dense input that labels count from
 
     @classmethod
     def of(
-        cls, config: SupportFeaturesConfig, features: Features, prior: LabelPrior
+        cls,
+        config: SupportFeaturesConfig,
+        features: Features,
+        prior: LabelPrior,
+        items: ItemFeaturesConfig | None = None,
     ) -> SupportStatistics:
-        """Return those that the config asks for.
+        """Return those that the config asks for; `items` says what stands behind the dense columns
+        before them.
 
         Raises:
-            ValueError: a pattern of `columns` matches no sparse column.
+            ValueError: a pattern of `columns` matches no sparse column, or `residual_of` is none
+                of the columns of `items`.
         """
         known = [column.name for column in features.sparse]
         chosen = chosen_columns("support_features.columns", config.columns, known)
@@ -82,6 +93,7 @@ class SupportStatistics:
             tuple(names),
             config.shrinkage,
             prior,
+            _place_of_mean(config.residual_of, features, items) if config.residual_of else None,
         )
 
     @property
@@ -101,6 +113,8 @@ class SupportStatistics:
         row itself.
         """
         rows = _Rows.of(batch, self.prior)
+        if self.foretold is not None:
+            rows = rows.above(batch.dense_NK[:, self.foretold].numpy().astype(np.float64))
         tasks = rows.totals()
         mean_N = self._shrunken(tasks.sum_N, tasks.count_N, np.zeros(len(tasks.sum_N)))
         found: list[Floats] = []
@@ -162,6 +176,10 @@ class _Rows:
         label_N = (batch.label_N.numpy().astype(np.float64) - prior.mean) / prior.deviation
         return cls(task_N, is_support_N, np.where(is_support_N, label_N, 0.0), len(rows_T))
 
+    def above(self, foretold_N: Floats) -> _Rows:
+        """Return the same rows with what their labels lie above these."""
+        return replace(self, label_N=self.label_N - np.where(self.is_support_N, foretold_N, 0.0))
+
     def totals(self) -> _Totals:
         """Return those of each row's task."""
         values = self.label_N, self.label_N**2, self.is_support_N.astype(np.float64)
@@ -184,6 +202,22 @@ class _Rows:
         sum_T = np.bincount(self.task_N, value_N, self.num_tasks)
         others_N: Floats = sum_T[self.task_N] - value_N
         return others_N
+
+
+def _place_of_mean(name: str, features: Features, items: ItemFeaturesConfig | None) -> int:
+    """Return the place among a model's dense inputs of what training rows say of a column."""
+    known = [column.name for column in features.sparse]
+    patterns = items.columns if items is not None else ()
+    chosen = chosen_columns("item_features.columns", patterns, known)
+    names = [one for one, is_chosen in zip(known, chosen, strict=True) if is_chosen]
+    if name not in names:
+        raise ValueError(
+            f"support_features.residual_of: {name!r} is none of the columns that "
+            f"item_features.columns chooses: {', '.join(names) or 'none'}. Name one of them, add "
+            'it there, or leave the key out: ""'
+        )
+    # A mean and a number of each, behind the columns of the data.
+    return len(features.dense) + 2 * names.index(name)
 
 
 def _columns(
