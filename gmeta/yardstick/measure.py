@@ -164,15 +164,20 @@ def _told_bias(
 def _told_trees(model: Trees, valid_split: str) -> tuple[str, str, str, dict[str, str | float]]:
     """Return the model's names, a line on how it was chosen, and what was chosen."""
     chosen_on = valid_split or "a held-back fifth of the training tasks"
+    setting = model.setting
     told = (
-        f"{counted(model.num_trees, 'tree')} of {model.leaves} leaves at rate {model.rate:g} on "
-        f"top of the bias model, from {model.num_statistics} statistics of support and columns, "
-        f"grown on {counted(model.num_rows, 'row')}; chosen on {chosen_on}"
+        f"{counted(model.num_trees, 'tree')} of {setting.leaves} leaves of "
+        f"{setting.leaf_rows} rows or more at rate {setting.rate:g} on top of the bias model, from "
+        f"{model.num_statistics} statistics of support and columns, grown on "
+        f"{counted(model.num_rows, 'row')}; the best of {counted(model.num_tried, 'setting')} on "
+        f"{chosen_on}"
     )
     chosen: dict[str, str | float] = {
         "num_trees": model.num_trees,
-        "leaves": model.leaves,
-        "rate": model.rate,
+        "leaves": setting.leaves,
+        "leaf_rows": setting.leaf_rows,
+        "rate": setting.rate,
+        "settings_tried": model.num_tried,
         "num_rows": model.num_rows,
         "num_statistics": model.num_statistics,
         "chosen_on": chosen_on,

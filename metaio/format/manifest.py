@@ -75,6 +75,17 @@ class Manifest:
         rule = schema.get("episodes")
         return isinstance(rule, dict) and "time" in schema and rule.get("by") != "random"
 
+    @property
+    def support_is_fixed(self) -> bool:
+        """Tell whether its protocol says which rows of a task are support: by time, by membership,
+        or by windows of time. Else a draw does, and another one is as good.
+        """
+        schema = self.recipe.get("schema")
+        if self.support_is_past or not isinstance(schema, dict):
+            return self.support_is_past
+        splits = schema.get("splits")
+        return "membership" in schema or (isinstance(splits, dict) and "by_time" in splits)
+
 
 def canonical_json(value: Any) -> bytes:
     """Return the one spelling of a JSON value that checksums are taken of."""
