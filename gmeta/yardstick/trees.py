@@ -123,7 +123,8 @@ def grow(
     best = Setting()
     for key, values in (("leaves", LEAVES), ("leaf_rows", LEAF_ROWS), ("rate", RATES)):
         for value in values:
-            setting = replace(best, **{key: value})
+            changed: dict[str, Any] = {key: value}
+            setting = replace(best, **changed)
             if setting not in found:
                 found[setting] = _grown(library, loss, data, against, setting)
         best = min(found, key=lambda one: found[one][0])
