@@ -36,6 +36,7 @@ from gmeta.tables.sharding import ShardingConfig
 from gmeta.yardstick.finetune import TUNING_TASKS, best_of, half_of, try_all
 from metaio.counted import counted
 from metaio.format.dataset import Dataset
+from metaio.prepare.raw_ids import with_raw_ids
 from metaio.read.batch import TaskBatch
 from metaio.read.reader import EpisodeRange, RangeReader
 
@@ -110,9 +111,12 @@ def evaluate_run(
         loss=config.outer.loss,
         evaluation=config.evaluation,
         step=progress.step,
-        predictions=pa.concat_tables(
-            table.append_column("draw", pa.array([draw] * table.num_rows, pa.int32()))
-            for draw, table in enumerate(drawn)
+        predictions=with_raw_ids(
+            pa.concat_tables(
+                table.append_column("draw", pa.array([draw] * table.num_rows, pa.int32()))
+                for draw, table in enumerate(drawn)
+            ),
+            dataset,
         ),
         limited=limited,
         history=folder.read_metrics(),

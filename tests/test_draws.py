@@ -18,6 +18,7 @@ SCHEMA: dict[str, Any] = {
     "task": {"column": "user"},
     "label": {"column": "clicked"},
     "row_id": {"column": "row"},
+    "item": {"column": "item"},
     "single": [{"column": "item", "hash": 60}, {"column": "user", "hash": 60}],
     "episodes": {"by": "random", "query_rows": 4, "min_rows": 6},
     "splits": {"shares": {"train": 0.5, "cold": 0.5}},
@@ -75,13 +76,18 @@ def test_draws_sizes_and_ids_are_the_same_on_one_rank_and_two(run: Path) -> None
     raw = {row["row"]: row for row in raw_table().to_pylist()}
     asked: dict[int, set[int]] = {0: set(), 1: set()}
     sizes: dict[int, int] = {}
+    named = 0
     for row in table.to_pylist():
         if row["run"] != "run":
             continue
         own = raw[row["row_id"]]
         assert (own["user"], own["clicked"]) == (row["task"], row["label"])
+        assert row["task_id"] == own["user"]
+        named += row["item_id"] is not None
+        assert row["item_id"] in (own["item"], None)  # null: another item shares its row
         asked[row["draw"]].add(row["row_id"])
         sizes[row["task"]] = row["task_rows"]
+    assert named > 20
     assert len(asked[0]) == len(asked[1])
     assert asked[0] != asked[1]
     assert sizes == {user: sum(1 for row in raw.values() if row["user"] == user) for user in sizes}

@@ -23,6 +23,7 @@ from gmeta.yardstick.sums import sum_training_rows
 from gmeta.yardstick.trees import Trees
 from metaio.counted import counted
 from metaio.format.dataset import Dataset
+from metaio.prepare.raw_ids import item_place, with_raw_ids
 
 # Whole tasks with about so many rows are held in memory, of them so many choose the priors: the
 # grid takes a minute of a million rows of clicks.
@@ -124,7 +125,7 @@ def _predicted_view(
     predict: Callable[[EpisodeRows], Floats],
 ) -> pa.Table:
     """Return a row for each query row: split, task, support_rows, label, prediction and draw."""
-    parts = []
+    parts, item = [], item_place(dataset)
     for split in splits:
         for stored in read_rows(dataset, split):
             rows = stored.seen(view)
@@ -137,8 +138,10 @@ def _predicted_view(
                 "prediction": predict(rows).astype(np.float32),
                 "draw": np.full(np.count_nonzero(query_N), view.draw, np.int32),
             }
+            if item is not None:
+                columns["item"] = rows.ids_of(item)[query_N]
             parts.append(pa.table(columns))
-    return pa.concat_tables(parts)
+    return with_raw_ids(pa.concat_tables(parts), dataset)
 
 
 def _told_bias(

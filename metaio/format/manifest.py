@@ -8,7 +8,7 @@ import xxhash
 
 from metaio.errors import FormatError, faulty
 from metaio.format.features import Features
-from metaio.format.layout import FORMAT_NAME, FORMAT_VERSION, MANIFEST_NAME
+from metaio.format.layout import FORMAT_NAME, FORMAT_VERSION, MANIFEST_NAME, RAW_IDS_FOLDER
 from metaio.format.typed import typed
 
 MIN_FOOTER_BYTES = 8  # of a Parquet file: the length of its footer, and "PAR1"
@@ -65,6 +65,21 @@ class Manifest:
     vocabularies: dict[str, FileEntry] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)
     created_by: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def raw_ids(self) -> dict[str, FileEntry]:
+        """Return the files of raw ids by role, "task" or "item"; none of datasets of an earlier
+        release, nor where ids are kept otherwise.
+
+        Raises:
+            ValueError: the report says of them what no writer does.
+        """
+        found: dict[str, FileEntry] = typed(
+            dict[str, FileEntry], self.report.get(RAW_IDS_FOLDER, {}), "manifest.report.raw_ids"
+        )
+        if not found.keys() <= {"task", "item"}:
+            raise ValueError(f"manifest.report.raw_ids: {', '.join(found)}; task, item are allowed")
+        return found
 
     @property
     def support_is_past(self) -> bool:

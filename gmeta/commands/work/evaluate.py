@@ -16,6 +16,7 @@ from gmeta.report.runs import split_names
 from gmeta.runs.folder import RunFolder
 from gmeta.yardstick.measure import item_index, measure
 from metaio.format.dataset import open_dataset
+from metaio.prepare.raw_ids import lacking
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,10 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
         if asked.item_column:  # what is wrong with it is told before minutes are spent
             item_index(dataset, asked.item_column)
         shown, note = drawn_once(wanted, dataset)
-        if note and ranks.rank == 0:
-            screen(stderr=True).print(note)
+        notes = [one for one in (lacking(dataset), note) if one]
+        if ranks.rank == 0:
+            for one in notes:
+                screen(stderr=True).print(one)
         runs = [
             evaluate_run(
                 root,
@@ -64,7 +67,7 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
             screen(stderr=True).print("the runs are scored; now the yardstick, from training rows")
             splits = split_names(evaluated[0].predictions)
             found = measure(config, dataset, splits, asked.item_column, asked.trees, shown)
-            paths = write(out, evaluated, found.models, [*found.notes, *filter(None, [note])])
+            paths = write(out, evaluated, found.models, [*found.notes, *notes])
             show_table(console, console_table(paths.evaluation))
             for line in filter(None, (best_not_kept(RunFolder(root)) for root in roots)):
                 screen(stderr=True).print(line)
