@@ -23,6 +23,7 @@ from gmeta.yardstick.sums import sum_training_rows
 from gmeta.yardstick.trees import Trees
 from metaio.counted import counted
 from metaio.format.dataset import Dataset
+from metaio.prepare.raw_ids import item_place, with_raw_ids
 
 # Whole tasks with about so many rows are held in memory, of them so many choose the priors: the
 # grid takes a minute of a million rows of clicks.
@@ -124,7 +125,7 @@ def _predicted_view(
     predict: Callable[[EpisodeRows], Floats],
 ) -> pa.Table:
     """Return a row for each query row: split, task, support_rows, label, prediction and draw."""
-    parts = []
+    parts, item = [], item_place(dataset)
     for split in splits:
         for stored in read_rows(dataset, split):
             rows = stored.seen(view)
@@ -137,8 +138,10 @@ def _predicted_view(
                 "prediction": predict(rows).astype(np.float32),
                 "draw": np.full(np.count_nonzero(query_N), view.draw, np.int32),
             }
+            if item is not None:
+                columns["item"] = rows.ids_of(item)[query_N]
             parts.append(pa.table(columns))
-    return pa.concat_tables(parts)
+    return with_raw_ids(pa.concat_tables(parts), dataset)
 
 
 def _told_bias(
@@ -164,15 +167,20 @@ def _told_bias(
 def _told_trees(model: Trees, valid_split: str) -> tuple[str, str, str, dict[str, str | float]]:
     """Return the model's names, a line on how it was chosen, and what was chosen."""
     chosen_on = valid_split or "a held-back fifth of the training tasks"
+    setting = model.setting
     told = (
-        f"{counted(model.num_trees, 'tree')} of {model.leaves} leaves at rate {model.rate:g} on "
-        f"top of the bias model, from {model.num_statistics} statistics of support and columns, "
-        f"grown on {counted(model.num_rows, 'row')}; chosen on {chosen_on}"
+        f"{counted(model.num_trees, 'tree')} of {setting.leaves} leaves of "
+        f"{setting.leaf_rows} rows or more at rate {setting.rate:g} on top of the bias model, from "
+        f"{model.num_statistics} statistics of support and columns, grown on "
+        f"{counted(model.num_rows, 'row')}; the best of {counted(model.num_tried, 'setting')} on "
+        f"{chosen_on}"
     )
     chosen: dict[str, str | float] = {
         "num_trees": model.num_trees,
-        "leaves": model.leaves,
-        "rate": model.rate,
+        "leaves": setting.leaves,
+        "leaf_rows": setting.leaf_rows,
+        "rate": setting.rate,
+        "settings_tried": model.num_tried,
         "num_rows": model.num_rows,
         "num_statistics": model.num_statistics,
         "chosen_on": chosen_on,

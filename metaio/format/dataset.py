@@ -20,6 +20,7 @@ from metaio.format.features import Features
 from metaio.format.layout import (
     BLOCK_TABLE_NAME,
     MANIFEST_NAME,
+    RAW_IDS_FOLDER,
     VOCABULARY_FOLDER,
     checksum_columns,
     chunk_ranges,
@@ -126,6 +127,7 @@ class Dataset:
         yield from (
             (f"{VOCABULARY_FOLDER}/{n}.parquet", e) for n, e in self.manifest.vocabularies.items()
         )
+        yield from ((f"{RAW_IDS_FOLDER}/{n}.parquet", e) for n, e in self.manifest.raw_ids.items())
         for name, split in self.manifest.splits.items():
             yield f"{name}/{BLOCK_TABLE_NAME}", split.block_table
             for index, shard in enumerate(split.shards):
@@ -265,6 +267,7 @@ def _check_manifest(manifest: Manifest, name: str) -> None:
             if not is_name(own):
                 raise faulty(f"{name}: {key} has the name {own!r}; allowed are {NAME_RULE}")
     try:
+        _ = manifest.raw_ids  # checked as it is read
         manifest.features.check()
     except ValueError as error:
         raise faulty(f"{name}: {error}") from error
