@@ -33,6 +33,7 @@ def page(
     drawn = any(one.protocol.draws for one in measured) and draws > 1
     return TEMPLATE.read_text().format(
         draws_told="of the support and query rows where they can be drawn anew, " if drawn else "",
+        budget="\n".join(map(_budget, measured)),
         command=command,
         minutes=max(minutes, 1),
         cores=where["cores"],
@@ -55,6 +56,11 @@ def _summary(one: Measured) -> str:
     anchor = _anchor(one.protocol.title)
     name = f"[{one.protocol.title}](#{anchor})"
     return f"| {name} | {one.seconds / 60:.1f} | {' | '.join(cells)} |"
+
+
+def _budget(one: Measured) -> str:
+    runs = *one.protocol.tuned, *one.protocol.by_hand
+    return f"| {one.protocol.title} | {' | '.join(map(str, runs))} |"
 
 
 def _anchor(title: str) -> str:

@@ -16,8 +16,9 @@ class Protocol:
     """A data set with its splits; `folder` is that of its raw files below --data, "" for none.
 
     `config` and `plain` are files of examples/: the meta-learned model, and the same model without
-    an inner loop, each with the settings that `gmeta tune` found for it. `draws` says whether
-    support and query rows can be drawn anew: not where the support is the past, or was given.
+    an inner loop. `draws` says whether support and query rows can be drawn anew: not where the
+    support is the past, or was given. `tuned` and `by_hand` tell how many runs chose the settings
+    of adapted and plain.
     """
 
     name: str
@@ -29,6 +30,8 @@ class Protocol:
     metrics: tuple[str, ...]
     draws: bool
     about: str
+    tuned: tuple[int, int]
+    by_hand: tuple[int, int]
     prepare: tuple[str, ...] = ()
     train: tuple[str, ...] = ()  # overrides of both configs
 
@@ -61,6 +64,8 @@ PROTOCOLS = (
             "training users, and chosen on the others, so that every baseline is tuned on users "
             "that training never saw; the example itself trains on all of them."
         ),
+        tuned=(0, 14),
+        by_hand=(28, 3),
         prepare=("--validation",),
         train=("data.train_split=fit", "data.valid_split=valid-user-cold"),
     ),
@@ -82,6 +87,8 @@ PROTOCOLS = (
             "models here are trained on `fit`, 79 % of the old movies' rows, and chosen on the "
             "others; the example itself trains on all of them."
         ),
+        tuned=(1, 6),
+        by_hand=(3, 1),
         prepare=("--validation",),
         train=("data.train_split=fit", "data.valid_split=valid-warm-a"),
     ),
@@ -95,6 +102,8 @@ PROTOCOLS = (
         metrics=CLICKS,
         draws=False,
         about=_BY_TIME,
+        tuned=(22, 20),
+        by_hand=(9, 4),
     ),
     Protocol(
         name="movielens-100k",
@@ -106,6 +115,8 @@ PROTOCOLS = (
         metrics=CLICKS,
         draws=False,
         about=_BY_TIME,
+        tuned=(18, 18),
+        by_hand=(44, 7),
     ),
     Protocol(
         name="synthetic",
@@ -121,6 +132,8 @@ PROTOCOLS = (
             "tell: data that meta-learning is made for. Both models have the rates of the demo; "
             "nothing was tuned but what the plain one is fine-tuned with."
         ),
+        tuned=(0, 0),
+        by_hand=(2, 0),
         prepare=("--tasks", "16000"),
     ),
 )

@@ -130,7 +130,10 @@ def test_evaluations_of_seeds_become_rows(tmp_path: Path) -> None:
     assert first == "cold  AUC ↑  adapted 0.7100  (70 tasks)"
     assert all(len(line) <= 80 for line in others)
     head, rule, values, empty, told, _, heads, rules, ranges = markdown([row])
-    assert head == "| split | metric | adapted | not adapted | plain | plain, fine-tuned | bias model |"
+    assert (
+        head
+        == "| split | metric | adapted | not adapted | plain | plain, fine-tuned | bias model |"
+    )
     assert head.count("|") == rule.count("|") == values.count("|")
     assert values == "| cold | AUC ↑ | .7100 | .6100 | .6500 | .7100 | .7500 |"
     assert not empty
@@ -160,6 +163,9 @@ def test_the_page_tells_where_adapting_is_not_ahead(tmp_path: Path) -> None:
     assert "| [MovieLens-1M, MeLU's split](#movielens-1m-melus-split) | 1.5 | 1 of 1 | " in text
     assert "0 of 1, worse in 1" in text
     assert "- cold, AUC against bias model: -.0620 to -.0180, worse" in text
+    (adapted, plain), by_hand = PROTOCOLS[0].tuned, PROTOCOLS[0].by_hand
+    told = f"{adapted} | {plain} | {by_hand[0]} | {by_hand[1]}"
+    assert f"| MovieLens-1M, MeLU's split | {told} |" in text
     assert "## When not to use meta-learning" in text
     assert "Means over 2 seeds and 5 draws of support and query rows." in text
     assert "{" not in text
