@@ -82,7 +82,14 @@ def _section(one: Measured, draws: int) -> list[str]:
     lines += [f"Configs: `examples/{config}`, `examples/plain/{config}`.", ""]
     behind = not_ahead(one.rows)
     if behind:
-        lines += ["Not ahead:", "", *(f"- {line}" for line in behind), ""]
+        lines += [
+            "Not ahead:",
+            "",
+            *(f"- {line}" for line in behind),
+            "",
+            f"Why: {protocol.why}",
+            "",
+        ]
     else:
         lines += ["Ahead of every baseline in every row.", ""]
     return lines

@@ -163,6 +163,7 @@ def test_the_page_tells_where_adapting_is_not_ahead(tmp_path: Path) -> None:
     assert "| [MovieLens-1M, MeLU's split](#movielens-1m-melus-split) | 1.5 | 1 of 1 | " in text
     assert "0 of 1, worse in 1" in text
     assert "- cold, AUC against bias model: -.0620 to -.0180, worse" in text
+    assert f"Why: {PROTOCOLS[0].why}" in text
     (adapted, plain), by_hand = PROTOCOLS[0].tuned, PROTOCOLS[0].by_hand
     told = f"{adapted} | {plain} | {by_hand[0]} | {by_hand[1]}"
     assert f"| MovieLens-1M, MeLU's split | {told} |" in text
