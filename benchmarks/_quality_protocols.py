@@ -116,9 +116,9 @@ PROTOCOLS = (
         tuned=(22, 20),
         by_hand=(10, 4),
         why=(
-            "little is to be learned beyond the means of user and item: the trees, which start from "
-            "the bias model, are best with two trees. For new users plain training, which learns "
-            "from all rows, fine-tunes best."
+            "there is little to learn beyond the means of user and item: the trees, which start "
+            "from the bias model, are best with two trees. For new users plain training, which "
+            "learns from all rows, fine-tunes best."
         ),
     ),
     Protocol(
