@@ -78,7 +78,7 @@ class SupportStatistics:
 
         Raises:
             ValueError: a pattern of `columns` matches no sparse column, or `residual_of` is none
-                of the columns of `items`.
+                of the columns of `items`, or has nothing to change.
         """
         known = [column.name for column in features.sparse]
         chosen = chosen_columns("support_features.columns", config.columns, known)
@@ -93,7 +93,7 @@ class SupportStatistics:
             tuple(names),
             config.shrinkage,
             prior,
-            _place_of_mean(config.residual_of, features, items) if config.residual_of else None,
+            _place_of_mean(config, features, items) if config.residual_of else None,
         )
 
     @property
@@ -204,8 +204,16 @@ class _Rows:
         return others_N
 
 
-def _place_of_mean(name: str, features: Features, items: ItemFeaturesConfig | None) -> int:
-    """Return the place among a model's dense inputs of what training rows say of a column."""
+def _place_of_mean(
+    config: SupportFeaturesConfig, features: Features, items: ItemFeaturesConfig | None
+) -> int:
+    """Return the place among a model's dense inputs of what training rows say of `residual_of`."""
+    name = config.residual_of
+    if not config.is_used:
+        raise ValueError(
+            f"support_features.residual_of: {name!r} changes nothing without support_features.task "
+            'or support_features.columns. Set one of them, or leave the key out: ""'
+        )
     known = [column.name for column in features.sparse]
     patterns = items.columns if items is not None else ()
     chosen = chosen_columns("item_features.columns", patterns, known)

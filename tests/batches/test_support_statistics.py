@@ -135,6 +135,15 @@ def test_labels_count_from_no_column_that_is_no_input(items: ItemFeaturesConfig,
     )
 
 
+def test_labels_that_nothing_is_made_of_count_from_no_column() -> None:
+    with pytest.raises(ValueError) as raised:
+        SupportStatistics.of(SupportFeaturesConfig(residual_of="s1"), FEATURES, PRIOR, ITEMS)
+    assert str(raised.value) == (
+        "support_features.residual_of: 's1' changes nothing without support_features.task or "
+        'support_features.columns. Set one of them, or leave the key out: ""'
+    )
+
+
 def test_no_row_sees_its_own_label_nor_that_of_a_query_row() -> None:
     statistics = SupportStatistics.of(EVERYTHING, FEATURES, PRIOR)
     batch = batch_of(some_batch(), FEATURES)
