@@ -33,6 +33,7 @@ def page(
     drawn = any(one.protocol.draws for one in measured) and draws > 1
     return TEMPLATE.read_text().format(
         draws_told="of the support and query rows where they can be drawn anew, " if drawn else "",
+        budget="\n".join(map(_budget, measured)),
         command=command,
         minutes=max(minutes, 1),
         cores=where["cores"],
@@ -57,6 +58,11 @@ def _summary(one: Measured) -> str:
     return f"| {name} | {one.seconds / 60:.1f} | {' | '.join(cells)} |"
 
 
+def _budget(one: Measured) -> str:
+    runs = *one.protocol.tuned, *one.protocol.by_hand
+    return f"| {one.protocol.title} | {' | '.join(map(str, runs))} |"
+
+
 def _anchor(title: str) -> str:
     kept = "".join(letter for letter in title.lower() if letter.isalnum() or letter in "-_ ")
     return kept.strip().replace(" ", "-")
@@ -76,7 +82,14 @@ def _section(one: Measured, draws: int) -> list[str]:
     lines += [f"Configs: `examples/{config}`, `examples/plain/{config}`.", ""]
     behind = not_ahead(one.rows)
     if behind:
-        lines += ["Not ahead:", "", *(f"- {line}" for line in behind), ""]
+        lines += [
+            "Not ahead:",
+            "",
+            *(f"- {line}" for line in behind),
+            "",
+            f"Why: {protocol.why}",
+            "",
+        ]
     else:
         lines += ["Ahead of every baseline in every row.", ""]
     return lines

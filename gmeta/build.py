@@ -15,7 +15,13 @@ from gmeta.adaptation.algorithms.registry import NAMED_ALGORITHMS
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.adaptation.losses import labels_taken_N
 from gmeta.batches.augment import check_augment
-from gmeta.batches.config import NO_PRIOR, LabelPrior, SupportFeaturesConfig
+from gmeta.batches.config import (
+    NO_PRIOR,
+    ItemFeaturesConfig,
+    LabelPrior,
+    SupportFeaturesConfig,
+)
+from gmeta.batches.item_statistics import ItemStatistics
 from gmeta.batches.labels import check_first_labels
 from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta.config import DataConfig, TrainConfig
@@ -83,6 +89,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             config.outer.loss,
             config.outer.huber_delta,
             _statistics(config, dataset),
+            config.item_features,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -172,7 +179,7 @@ def _statistics(config: TrainConfig, dataset: Dataset) -> SupportStatistics:
     asked = config.support_features
     if asked.is_used and LabelPrior.configured(asked) is None:
         asked = replace(asked, label_prior=prior_of(config, dataset))
-    return statistics_of(asked, dataset.features)
+    return statistics_of(asked, dataset.features, config.item_features)
 
 
 def prior_of(config: TrainConfig, dataset: Dataset) -> LabelPrior:
@@ -182,14 +189,16 @@ def prior_of(config: TrainConfig, dataset: Dataset) -> LabelPrior:
     return LabelPrior.of(label_N[labels_taken_N(config.outer.loss, label_N)])
 
 
-def statistics_of(config: SupportFeaturesConfig, features: Features) -> SupportStatistics:
-    """Return the statistics of a config that says their prior.
+def statistics_of(
+    config: SupportFeaturesConfig, features: Features, items: ItemFeaturesConfig
+) -> SupportStatistics:
+    """Return the statistics of a config that says their prior; `items` are inputs before them.
 
     Raises:
         ValueError: it names no column of these, or its prior is none.
     """
     prior = LabelPrior.configured(config) or NO_PRIOR
-    return SupportStatistics.of(config, features, prior)
+    return SupportStatistics.of(config, features, prior, items)
 
 
 def build_learner(
@@ -199,20 +208,25 @@ def build_learner(
     loss: str,
     huber_delta: float = 1.0,
     statistics: SupportStatistics = NO_STATISTICS,
+    item_features: ItemFeaturesConfig | None = None,
 ) -> MetaLearner:
-    """Return the model of these columns, and of the statistics of support rows, and the way it
-    adapts, freshly initialised.
+    """Return the model of these columns, of what training rows say of their values and of the
+    statistics of support rows, and the way it adapts, freshly initialised.
 
     Raises:
         ValueError: the model or the algorithm is unknown, or they do not fit each other or the
             columns.
     """
     sizes = input_sizes(features)
-    sizes = replace(sizes, num_dense=sizes.num_dense + statistics.width)
+    items = None
+    if item_features is not None and item_features.columns:
+        items = ItemStatistics(item_features, features)
+    width = statistics.width + (items.width if items is not None else 0)
+    sizes = replace(sizes, num_dense=sizes.num_dense + width)
     names = tuple(table.name for table in features.tables)
     tables = TableSizes(len(names), model.embedding_dim, names, sizes)
     built = build_model(model, sizes)
-    return MetaLearner(built, algorithm, loss, tables, huber_delta, statistics)
+    return MetaLearner(built, algorithm, loss, tables, huber_delta, statistics, items)
 
 
 def input_sizes(features: Features) -> InputSizes:

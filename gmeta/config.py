@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.config import AugmentConfig, SupportFeaturesConfig
+from gmeta.batches.config import AugmentConfig, ItemFeaturesConfig, SupportFeaturesConfig
 from gmeta.errors import ConfigError
 from gmeta.files.local import check_local
 from gmeta.metrics.config import EvaluationConfig
@@ -194,6 +194,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     support_features: SupportFeaturesConfig = field(default_factory=SupportFeaturesConfig)
+    item_features: ItemFeaturesConfig = field(default_factory=ItemFeaturesConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)

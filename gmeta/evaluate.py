@@ -38,6 +38,7 @@ from gmeta.yardstick.finetune import TUNING_TASKS, best_of, half_of, try_all
 from metaio.counted import counted
 from metaio.format.dataset import Dataset
 from metaio.format.translation import translated
+from metaio.prepare.raw_ids import with_raw_ids
 from metaio.read.batch import TaskBatch
 from metaio.read.reader import EpisodeRange, RangeReader
 
@@ -61,7 +62,7 @@ def evaluate_run(
     of the split that is predicted.
 
     Raises:
-        UserError: no run folder, no checkpoint yet, an unknown split, other draws of rows in time.
+        UserError: no run folder, no checkpoint yet, an unknown split.
         GMetaError: the dataset is not the one that was trained on.
         DataError: the one that `on` names has other columns.
     """
@@ -84,10 +85,11 @@ def evaluate_run(
     held = replace(config, outer=outer, sharding=ShardingConfig())
     sharded = shard_learner(learner, dataset.features, held, ranks)
     progress = load_checkpoint(checkpoint, sharded, None, ranks)
+    trained_on = dataset
     if on:
-        dataset = translated(open_named(on), dataset)
+        dataset = translated(open_named(on), trained_on)
         config = replace(config, data=data_of(config.data, dataset))
-    check_draws(shown, dataset)
+    shown, _ = drawn_once(shown, dataset)
     chosen = splits_to_score(config, dataset, splits)
     tunings: list[FineTuning] = []
     if own.name == PLAIN and adapting == own:
@@ -119,9 +121,13 @@ def evaluate_run(
         loss=config.outer.loss,
         evaluation=config.evaluation,
         step=progress.step,
-        predictions=pa.concat_tables(
-            table.append_column("draw", pa.array([draw] * table.num_rows, pa.int32()))
-            for draw, table in enumerate(drawn)
+        predictions=with_raw_ids(
+            pa.concat_tables(
+                table.append_column("draw", pa.array([draw] * table.num_rows, pa.int32()))
+                for draw, table in enumerate(drawn)
+            ),
+            dataset,
+            trained_on,
         ),
         limited=limited,
         history=folder.read_metrics(),
@@ -142,17 +148,16 @@ def data_of(data: DataConfig, dataset: Dataset) -> DataConfig:
     )
 
 
-def check_draws(shown: Shown, dataset: Dataset) -> None:
-    """Refuse to draw support and query rows anew where the ones are the past of the others.
-
-    Raises:
-        UserError: the support rows of the dataset are older than its query rows.
+def drawn_once(shown: Shown, dataset: Dataset) -> tuple[Shown, str]:
+    """Return what is shown of a dataset whose protocol says which rows are support: one draw,
+    whatever was asked for, and a line that tells so; "" where nothing had to change.
     """
-    if shown.draws > 1 and dataset.manifest.support_is_past:
-        raise UserError(
-            f"--draws = {shown.draws}, but the support rows of {dataset.url} are the past of its "
-            "query rows, which drawing them anew would mix. Leave --draws out"
-        )
+    if shown.draws == 1 or not dataset.manifest.support_is_fixed:
+        return shown, ""
+    return replace(shown, draws=1), (
+        f"--draws = {shown.draws}, but the protocol of {dataset.url} says which rows of a task are "
+        "support, and which of them its query: one draw, intervals over tasks alone"
+    )
 
 
 def adapt_with(
@@ -171,6 +176,7 @@ def adapt_with(
         tables,
         config.outer.huber_delta,
         inner.learner.statistics,
+        inner.learner.items,
     )
 
 
@@ -186,7 +192,8 @@ def choose_fine_tuning(
     the other half. Collective."""
     # Not AUC: it does not see outputs that run away, as those of a rate do that is too high.
     metric = "logloss" if config.outer.loss == "bce" else "mae"
-    episodes = tuning_episodes(dataset, split)
+    is_halved = split != config.data.valid_split
+    episodes = tuning_episodes(dataset, split, TUNING_TASKS * (1 + is_halved))
     mine = np.array_split(episodes, ranks.world_size)[ranks.rank]
     size = max(1, config.data.tasks_per_step // ranks.world_size)
     groups = [
@@ -220,7 +227,7 @@ def choose_fine_tuning(
 
     own = config.algorithm.inner_lr, config.algorithm.inner_steps
     tried = try_all(error, own)
-    if split == config.data.valid_split:
+    if not is_halved:
         return FineTuning(split, len(episodes), metric, (best_of(tried),), tried)
     # First what the second half chose, for the tasks of the first.
     by_half = [
@@ -256,10 +263,10 @@ def predict_tuned(
     return first.set_column(first.column_names.index("after"), "after", pa.array(after_N))
 
 
-def tuning_episodes(dataset: Dataset, split: str) -> npt.NDArray[np.int64]:
-    """Return the indices of some episodes of a split, ascending: of a small one all."""
+def tuning_episodes(dataset: Dataset, split: str, most: int) -> npt.NDArray[np.int64]:
+    """Return the indices of `most` episodes of a split, ascending: of a small one all."""
     num_episodes = dataset.splits[split].num_episodes
-    size = min(num_episodes, TUNING_TASKS)
+    size = min(num_episodes, most)
     return np.sort(np.random.default_rng(0).choice(num_episodes, size, replace=False))
 
 

@@ -210,6 +210,7 @@ def _describe(
         features=dataset.features,
         columns=Columns(dataset.task, dataset.label, schema, moments, recipe.get("kinds", {})),
         table_format=table_format,
+        item_features=config.item_features,
         source={
             "run": str(root),
             "step": step,

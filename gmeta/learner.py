@@ -39,6 +39,7 @@ from gmeta.batches.episodes import (
     task_groups,
 )
 from gmeta.batches.for_fused import padded_tasks, similar_tasks
+from gmeta.batches.item_statistics import ItemStatistics
 from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta_models.decision import DecisionModel
 from metaio.read.batch import TaskBatch
@@ -60,8 +61,9 @@ class QueryPrediction:
 class MetaLearner(nn.Module):
     """A model and the way it adapts; knows nothing of ranks, tables or optimizers.
 
-    `tables` tells how many rates to learn for embedding rows; other algorithms do without. The
-    model's last dense inputs are the `statistics` of a task's support rows, which `arrange` adds.
+    `tables` tells how many rates to learn for embedding rows; other algorithms do without. Behind
+    the dense columns the model takes what training rows say of a row's values, if `items` are
+    given, and last the `statistics` of the task's support rows; `arrange` adds both.
 
     Raises:
         ValueError: the algorithm is unknown, or does not fit the model or the rest of its config.
@@ -75,10 +77,12 @@ class MetaLearner(nn.Module):
         tables: TableSizes = TableSizes(0, 0),  # noqa: B008 - frozen
         huber_delta: float = 1.0,
         statistics: SupportStatistics = NO_STATISTICS,
+        items: ItemStatistics | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.statistics = statistics
+        self.items = items
         loss_function = LossFunction(loss, huber_delta)
         self._algorithm = find_algorithm(config.name)
         self._config = self._algorithm.preset(model, config)
@@ -113,6 +117,8 @@ class MetaLearner(nn.Module):
 
     def arrange(self, batch: TaskBatch) -> Episodes:
         """Return what `forward` takes, from a batch on the host."""
+        if self.items is not None:
+            batch = self.items.widened(batch, to_train=True)
         batch = self.statistics.widened(batch)
         if self._config.name == PLAIN:
             return plain_rows(batch)
@@ -129,10 +135,14 @@ class MetaLearner(nn.Module):
             episodes = replace(episodes, num_terms=int(num_terms), num_shown=int(num_shown))
         return episodes
 
+    def with_items(self, batch: TaskBatch) -> TaskBatch:
+        """Return a batch to predict with what training rows say of its rows' values."""
+        return batch if self.items is None else self.items.widened(batch)
+
     def arrange_to_predict(self, batch: TaskBatch) -> Episodes:
         """Return what `predict` takes, from a batch on the host."""
         return support_and_query(
-            self.statistics.widened(batch),
+            self.statistics.widened(self.with_items(batch)),
             rows_per_task=bool(self._config.adapt_embeddings),
             to_predict=True,
         )

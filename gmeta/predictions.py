@@ -9,7 +9,7 @@ import pyarrow as pa
 import torch
 from torchrec.distributed import DistributedModelParallel
 
-from gmeta.batches.episodes import Episodes
+from gmeta.batches.episodes import Episodes, with_query_items
 from gmeta.batches.labels import labels_checked
 from gmeta.batches.views import STORED, View
 from gmeta.config import TrainConfig
@@ -21,6 +21,7 @@ from gmeta.parallel.steps import in_step
 from gmeta.parallel.stopping import Stop
 from gmeta.parallel.together import no_tasks, raise_first_problem, stopping_if_wrong
 from metaio.format.dataset import Dataset
+from metaio.prepare.raw_ids import item_place
 from metaio.read.batch import TaskBatch
 
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]
@@ -37,7 +38,8 @@ def predict_split(
     """Return a row for each query row of the split as the view shows it on rank 0, None elsewhere.
 
     Its columns are split, task, support_rows, task_rows (shown rows of the task), label, before and
-    after, and row_id where the dataset stores it; before and after are probabilities for BCE,
+    after, row_id where the dataset stores it, and item (the row of its table) where its schema
+    names one; before and after are probabilities for BCE,
     ratings for other losses.
     """
     with open_reader(config, dataset, split, ranks.rank, ranks.world_size) as reader:
@@ -68,7 +70,12 @@ def predict_all(
 ) -> list[Columns]:
     """Return the columns of each of this rank's batches, of the query rows alone. Collective."""
     learner = local_learner(sharded)
-    arrange = learner.learner.arrange_to_predict
+    item = item_place(dataset)
+
+    def arrange(batch: TaskBatch) -> Episodes:
+        episodes = learner.learner.arrange_to_predict(batch)
+        return episodes if item is None else with_query_items(episodes, batch, item)
+
     idle = arrange(no_tasks(dataset.features))
     steps = in_step(map(arrange, batches), idle, ranks, stop, sharded)
     return [_predict(learner, episodes, config.outer.loss) for episodes, _ in steps]
@@ -96,12 +103,13 @@ def _predict(learner: ShardedLearner, episodes: Episodes, loss: str) -> Columns:
     support_T = prediction.support_lengths_T.cpu().to(torch.int32)
     # The loss works on logits, a reader on probabilities.
     shown = torch.sigmoid if loss == "bce" else torch.clone
-    row_id_N = episodes.query_row_id_N.numpy()
+    row_id_N, item_N = episodes.query_row_id_N.numpy(), episodes.query_item_N.numpy()
     # Adds up to the rows of the task, also where several episodes are of one.
     share_T = (support_T + query_T) / query_T.clamp(min=1).double()
     return {
         "task": torch.repeat_interleave(episodes.task_T, query_T).numpy(),
         **({"row_id": row_id_N} if row_id_N.size else {}),
+        **({"item": item_N} if item_N.size else {}),
         "task_rows": torch.repeat_interleave(share_T, query_T).numpy(),
         "support_rows": torch.repeat_interleave(support_T, query_T).numpy(),
         "label": prediction.label_N.cpu().numpy(),

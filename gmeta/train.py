@@ -24,6 +24,7 @@ from gmeta.config import TrainConfig
 from gmeta.evaluate import score_split
 from gmeta.feeds.agent import Agent, open_agent
 from gmeta.feeds.source import open_feed
+from gmeta.feeds.training_sums import take_item_statistics
 from gmeta.guards import StepGuard
 from gmeta.numerics import choose_products, make_deterministic
 from gmeta.outer.early_stop import early_stop_of
@@ -100,6 +101,9 @@ class TrainingRun:
         self.feed = open_feed(config, self._dataset, ranks, newest)
         self._progress = self._beginning.load(config, self._sharded, self._optimizer, ranks)
         self._told_at_start += self._beginning.told
+        # Of this dataset, whatever weights the run begins with.
+        items = self._learner.items
+        self._told_at_start += take_item_statistics(items, config, self._dataset, ranks)
         by_first(lambda: self._describe_run(plan), ranks)
 
         self._step_limit = config.run.max_steps or sys.maxsize

@@ -51,7 +51,7 @@ def write_random_model(
     )
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    statistics = statistics_of(config.support_features, features)
+    statistics = statistics_of(config.support_features, features, config.item_features)
     learner = build_learner(features, config.model, config.algorithm, loss, 1.0, statistics)
     layers = learner.state_dict()
     width = config.model.embedding_dim

@@ -1,7 +1,10 @@
 """Export of trained runs: what is served equals what is evaluated; nothing half-written is left."""
 
 import json
+import math
 import shutil
+import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import gmeta
@@ -24,7 +28,7 @@ from gmeta.errors import GMetaError, UserError
 from gmeta.export import CheckpointReader, export_run
 from gmeta.runs.folder import list_checkpoints
 from gmeta.runtimes.write import export_for
-from gmeta.serving.folder import read_config
+from gmeta.serving.folder import LAYERS_FILE, read_config
 from gmeta_models import MODELS
 from metaio import FormatError, open_dataset
 from metaio.prepare.local import prepare
@@ -121,11 +125,14 @@ def difference(ours: object, theirs: pa.ChunkedArray) -> float:
 
 @pytest.fixture(scope="module")
 def informed_run(tmp_path_factory: pytest.TempPathFactory, click_logs: Path) -> Path:
-    """A run whose model sees statistics of support rows, which training draws anew."""
+    """Two ranks' run whose model sees statistics of support rows, which training draws anew, and
+    of training rows."""
     folder = tmp_path_factory.mktemp("informed")
     config = write_config(folder / "train.toml", click_logs, folder / "run")
     keys = ("support_features.task=true", 'support_features.columns=["*"]', "outer.loss=mae")
-    return _trained(config, *keys, "augment.resplit_support=true")
+    items = 'item_features.columns=["*"]', "item_features.shrinkage=2"
+    items += ("support_features.residual_of=item",)
+    return _trained(config, *keys, *items, "augment.resplit_support=true", "--nproc-per-node=2")
 
 
 @pytest.mark.distributed
@@ -139,6 +146,30 @@ def test_statistics_of_support_rows_are_exported_with_their_prior(
         (float(label_N.mean()), float(label_N.std())), rel=1e-5
     )
     assert_served_as_evaluated(informed_run, tmp_path / "model", click_logs)
+
+
+@pytest.mark.distributed
+def test_statistics_of_training_rows_are_exported(
+    informed_run: Path, tmp_path: Path, click_logs: Path
+) -> None:
+    """Those of all training rows, whichever rank read them: against a loop over the rows."""
+    export_run(informed_run, tmp_path / "model")
+    dataset = open_dataset(str(click_logs))
+    label_of: dict[int, list[float]] = defaultdict(list)
+    for number in range(dataset.split("train").num_blocks):
+        block = dataset.read_block("train", number)
+        for row, label in enumerate(block.label_N.tolist()):
+            label_of[int(block.unique_ids_U[block.positions_NF[row, 0]])].append(label)
+    every = [label for labels in label_of.values() for label in labels]
+    mean, deviation = statistics.fmean(every), statistics.pstdev(every)
+    assert read_config(tmp_path / "model").item_features.shrinkage == 2
+    values_V2 = load_file(tmp_path / "model" / LAYERS_FILE)["items.column_0"]
+    assert len([one for one in label_of if one]) > 10
+    for one, (above, shown) in enumerate(values_V2.tolist()):
+        labels = label_of[one] if one else []
+        expected = sum(label - mean for label in labels) / deviation / (len(labels) + 2)
+        assert above == pytest.approx(expected, abs=1e-6)
+        assert shown == pytest.approx(math.log(1 + len(labels)) / math.log(101))
 
 
 @pytest.mark.distributed

@@ -70,6 +70,8 @@ class Episodes:
     num_rows: int
     # How the raw data names each query row, where the dataset tells; to predict alone.
     query_row_id_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    # The row of the item's table in each query row, where the dataset names an item; as above.
+    query_item_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     fetch: RowFetch | None = None  # None: no rank was told yet which rows are needed
 
     @classmethod
@@ -149,6 +151,12 @@ def support_and_query(batch: TaskBatch, rows_per_task: bool, to_predict: bool = 
     if to_predict and batch.row_id_N.numel():
         episodes = replace(episodes, query_row_id_N=batch.row_id_N[~_support_rows_N(batch)])
     return episodes
+
+
+def with_query_items(episodes: Episodes, batch: TaskBatch, item: int) -> Episodes:
+    """Return the episodes of a batch with the item of each query row: that of a single feature."""
+    position_N = batch.positions_NF[~_support_rows_N(batch), item]
+    return replace(episodes, query_item_N=batch.unique_ids_U[position_N])
 
 
 def task_groups(batch: TaskBatch, rows_per_task: bool, least_gain: float) -> Episodes:

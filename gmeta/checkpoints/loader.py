@@ -96,7 +96,8 @@ def load_checkpoint(
 def tied_config(config: TrainConfig) -> dict[str, Any]:
     """Return what a checkpoint's weights mean something with, alone: inputs, model, inner loop."""
     saved = config.to_json()
-    tied = {section: saved[section] for section in ("support_features", "model", "algorithm")}
+    sections = ("support_features", "item_features", "model", "algorithm")
+    tied = {section: saved[section] for section in sections}
     return {**tied, "outer": {key: saved["outer"][key] for key in ("loss", "huber_delta")}}
 
 

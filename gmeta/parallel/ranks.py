@@ -3,12 +3,14 @@
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -137,6 +139,12 @@ def sum_over_ranks(values: list[float], ranks: Ranks) -> list[float]:
     dist.all_reduce(total, group=ranks.control)
     summed: list[float] = total.tolist()
     return summed
+
+
+def add_arrays_over_ranks(arrays: Sequence[npt.NDArray[np.float64]], ranks: Ranks) -> None:
+    """Replace arrays on the host by their element-wise sums over the ranks."""
+    for array in arrays:
+        dist.all_reduce(torch.from_numpy(array), group=ranks.control)
 
 
 def add_over_ranks(value: Tensor) -> None:

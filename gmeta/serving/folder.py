@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.config import LabelPrior, SupportFeaturesConfig
+from gmeta.batches.config import ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
 from gmeta.config import config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.files.checked_json import read_json
@@ -66,6 +66,7 @@ class ExportedConfig:
     files: dict[str, FileEntry]
     huber_delta: float = 1.0
     support_features: SupportFeaturesConfig = field(default_factory=SupportFeaturesConfig)
+    item_features: ItemFeaturesConfig = field(default_factory=ItemFeaturesConfig)
 
 
 def table_file(index: int) -> str:
@@ -149,11 +150,11 @@ def read_config(folder: Path, name: str = CONFIG_FILE) -> ExportedConfig:
 def _from_json(path: Path, body: dict[str, Any]) -> ExportedConfig:
     # The checksum held, but whoever can write the folder can make it hold.
     try:
-        # A model of a release before them has neither.
+        # A model of a release before them has none of these.
         outer = {"loss": body["loss"], "huber_delta": body.get("huber_delta", 1.0)}
         sections = {key: body[key] for key in ("model", "algorithm")}
-        inputs = body.get("support_features", {})
-        parts = config_from_dict({**sections, "support_features": inputs, "outer": outer})
+        inputs = {key: body.get(key, {}) for key in ("support_features", "item_features")}
+        parts = config_from_dict({**sections, **inputs, "outer": outer})
         support = parts.support_features
         if LabelPrior.configured(support) is None and support.is_used:
             raise ValueError("its support_features have no label_prior")
@@ -186,6 +187,7 @@ def _from_json(path: Path, body: dict[str, Any]) -> ExportedConfig:
         files=files,
         huber_delta=parts.outer.huber_delta,
         support_features=parts.support_features,
+        item_features=parts.item_features,
     )
 
 

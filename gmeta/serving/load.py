@@ -77,7 +77,8 @@ def _learner(folder: Path, config: ExportedConfig) -> MetaLearner:
             config.algorithm,
             config.loss,
             config.huber_delta,
-            statistics_of(config.support_features, config.features),
+            statistics_of(config.support_features, config.features, config.item_features),
+            config.item_features,
         )
 
     try:

@@ -280,7 +280,7 @@ class ServedModel:
         )
         lengths_T = np.array(lengths, np.int64), np.zeros(len(lengths), np.int64)
         batch = task_batch(features, rows, no_rows(features), (every, none), lengths_T)
-        return self._statistics.widened(batch)
+        return self._statistics.widened(self._learner.with_items(batch))
 
     def _as_query(
         self,
@@ -299,6 +299,7 @@ class ServedModel:
         lengths_T = np.zeros(len(lengths), np.int64), np.array(lengths, np.int64)
         nothing = no_rows(features)
         batch = task_batch(features, nothing, rows, (none, every), lengths_T)
+        batch = self._learner.with_items(batch)
         if not self._statistics.width:
             return batch
         known = [support or nothing for support in supports]
@@ -308,7 +309,8 @@ class ServedModel:
         # Both sides stand in turn, task by task.
         sides = np.stack([np.zeros_like(known_T), np.ones_like(known_T)], axis=1).astype(bool)
         is_query_N = np.repeat(sides.ravel(), np.stack([known_T, lengths_T[1]], axis=1).ravel())
-        dense_NK = self._statistics.widened(both).dense_NK[torch.from_numpy(is_query_N)]
+        both = self._statistics.widened(self._learner.with_items(both))
+        dense_NK = both.dense_NK[torch.from_numpy(is_query_N)]
         return replace(batch, dense_NK=dense_NK)
 
     def columns_read(self, with_label: bool) -> list[str]:

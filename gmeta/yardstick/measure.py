@@ -23,6 +23,7 @@ from gmeta.yardstick.sums import sum_training_rows
 from gmeta.yardstick.trees import Trees
 from metaio.counted import counted
 from metaio.format.dataset import Dataset
+from metaio.prepare.raw_ids import item_place, with_raw_ids
 
 # Whole tasks with about so many rows are held in memory, of them so many choose the priors: the
 # grid takes a minute of a million rows of clicks.
@@ -83,7 +84,11 @@ def measure(
     bias = choose_bias(loss, sums, judges, item, SEED)
     told = _told_bias(dataset, bias, item is None, train, valid_split)
     rows = _predicted(
-        scored_data, scored, shown, lambda rows: bias.predict(sums, rows)[~rows.is_support_N]
+        scored_data,
+        dataset,
+        scored,
+        shown,
+        lambda rows: bias.predict(sums, rows)[~rows.is_support_N],
     )
     found = (EvaluatedYardstick(*told, *rows),)
     if not with_trees:
@@ -96,7 +101,7 @@ def measure(
     if grown is None:
         return Yardsticks(found, ("boosted trees: none, there are too few training tasks",))
     told = _told_trees(grown, valid_split)
-    rows = _predicted(scored_data, scored, shown, lambda rows: grown.predict(known, rows))
+    rows = _predicted(scored_data, dataset, scored, shown, lambda rows: grown.predict(known, rows))
     return Yardsticks((*found, EvaluatedYardstick(*told, *rows)))
 
 
@@ -106,17 +111,20 @@ def _splits(config: TrainConfig) -> tuple[str, str]:
 
 def _predicted(
     dataset: Dataset,
+    known: Dataset,
     splits: Sequence[str],
     shown: Shown,
     predict: Callable[[EpisodeRows], Floats],
 ) -> tuple[pa.Table, dict[int, pa.Table]]:
-    """Return a row for each query row of each draw, and the same of each number of support rows."""
-    drawn = [_predicted_view(dataset, splits, View(draw), predict) for draw in range(shown.draws)]
-    limited = {
-        most: _predicted_view(dataset, splits, View(max_support=most), predict)
-        for most in shown.support_sizes
-    }
-    return pa.concat_tables(drawn), limited
+    """Return a row for each query row of each draw, and the same of each number of support rows;
+    `known` says what the items are called.
+    """
+
+    def of(view: View) -> pa.Table:
+        return with_raw_ids(_predicted_view(dataset, splits, view, predict), dataset, known)
+
+    limited = {most: of(View(max_support=most)) for most in shown.support_sizes}
+    return pa.concat_tables([of(View(draw)) for draw in range(shown.draws)]), limited
 
 
 def _predicted_view(
@@ -126,7 +134,7 @@ def _predicted_view(
     predict: Callable[[EpisodeRows], Floats],
 ) -> pa.Table:
     """Return a row for each query row: split, task, support_rows, label, prediction and draw."""
-    parts = []
+    parts, item = [], item_place(dataset)
     for split in splits:
         for stored in read_rows(dataset, split):
             rows = stored.seen(view)
@@ -139,6 +147,8 @@ def _predicted_view(
                 "prediction": predict(rows).astype(np.float32),
                 "draw": np.full(np.count_nonzero(query_N), view.draw, np.int32),
             }
+            if item is not None:
+                columns["item"] = rows.ids_of(item)[query_N]
             parts.append(pa.table(columns))
     return pa.concat_tables(parts)
 
@@ -166,15 +176,20 @@ def _told_bias(
 def _told_trees(model: Trees, valid_split: str) -> tuple[str, str, str, dict[str, str | float]]:
     """Return the model's names, a line on how it was chosen, and what was chosen."""
     chosen_on = valid_split or "a held-back fifth of the training tasks"
+    setting = model.setting
     told = (
-        f"{counted(model.num_trees, 'tree')} of {model.leaves} leaves at rate {model.rate:g} on "
-        f"top of the bias model, from {model.num_statistics} statistics of support and columns, "
-        f"grown on {counted(model.num_rows, 'row')}; chosen on {chosen_on}"
+        f"{counted(model.num_trees, 'tree')} of {setting.leaves} leaves of "
+        f"{setting.leaf_rows} rows or more at rate {setting.rate:g} on top of the bias model, from "
+        f"{model.num_statistics} statistics of support and columns, grown on "
+        f"{counted(model.num_rows, 'row')}; the best of {counted(model.num_tried, 'setting')} on "
+        f"{chosen_on}"
     )
     chosen: dict[str, str | float] = {
         "num_trees": model.num_trees,
-        "leaves": model.leaves,
-        "rate": model.rate,
+        "leaves": setting.leaves,
+        "leaf_rows": setting.leaf_rows,
+        "rate": setting.rate,
+        "settings_tried": model.num_tried,
         "num_rows": model.num_rows,
         "num_statistics": model.num_statistics,
         "chosen_on": chosen_on,

@@ -20,6 +20,7 @@ from metaio.format.features import Features
 from metaio.format.layout import (
     BLOCK_TABLE_NAME,
     MANIFEST_NAME,
+    RAW_IDS_FOLDER,
     RESET_FOLDER,
     VOCABULARY_FOLDER,
     checksum_columns,
@@ -138,6 +139,7 @@ class Dataset:
         if self.manifest.stream is not None:
             resets = self.manifest.stream.resets
             yield from ((f"{RESET_FOLDER}/{name}.parquet", entry) for name, entry in resets.items())
+        yield from ((f"{RAW_IDS_FOLDER}/{n}.parquet", e) for n, e in self.manifest.raw_ids.items())
         for name, split in self.manifest.splits.items():
             yield f"{name}/{BLOCK_TABLE_NAME}", split.block_table
             for index, shard in enumerate(split.shards):
@@ -285,6 +287,7 @@ def _check_manifest(manifest: Manifest, name: str) -> None:
             if not is_name(own):
                 raise faulty(f"{name}: {key} has the name {own!r}; allowed are {NAME_RULE}")
     try:
+        _ = manifest.raw_ids  # checked as it is read
         manifest.features.check()
     except ValueError as error:
         raise faulty(f"{name}: {error}") from error

@@ -8,7 +8,7 @@ import xxhash
 
 from metaio.errors import FormatError, faulty
 from metaio.format.features import Features
-from metaio.format.layout import FORMAT_NAME, FORMAT_VERSION, MANIFEST_NAME
+from metaio.format.layout import FORMAT_NAME, FORMAT_VERSION, MANIFEST_NAME, RAW_IDS_FOLDER
 from metaio.format.typed import typed
 
 MIN_FOOTER_BYTES = 8  # of a Parquet file: the length of its footer, and "PAR1"
@@ -93,6 +93,21 @@ class Manifest:
     stream: StreamPlace | None = None
 
     @property
+    def raw_ids(self) -> dict[str, FileEntry]:
+        """Return the files of raw ids by role, "task" or "item"; none of datasets of an earlier
+        release, nor where ids are kept otherwise.
+
+        Raises:
+            ValueError: the report says of them what no writer does.
+        """
+        found: dict[str, FileEntry] = typed(
+            dict[str, FileEntry], self.report.get(RAW_IDS_FOLDER, {}), "manifest.report.raw_ids"
+        )
+        if not found.keys() <= {"task", "item"}:
+            raise ValueError(f"manifest.report.raw_ids: {', '.join(found)}; task, item are allowed")
+        return found
+
+    @property
     def support_is_past(self) -> bool:
         """Tell whether the support rows of an episode are older than its query rows."""
         schema = self.recipe.get("schema")
@@ -100,6 +115,17 @@ class Manifest:
             return self.recipe.get("order") == "time"
         rule = schema.get("episodes")
         return isinstance(rule, dict) and "time" in schema and rule.get("by") != "random"
+
+    @property
+    def support_is_fixed(self) -> bool:
+        """Tell whether its protocol says which rows of a task are support: by time, by membership,
+        or by windows of time. Else a draw does, and another one is as good.
+        """
+        schema = self.recipe.get("schema")
+        if self.support_is_past or not isinstance(schema, dict):
+            return self.support_is_past
+        splits = schema.get("splits")
+        return "membership" in schema or (isinstance(splits, dict) and "by_time" in splits)
 
 
 def canonical_json(value: Any) -> bytes:

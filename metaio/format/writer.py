@@ -30,6 +30,7 @@ from metaio.format.layout import (
     DEFAULT_BLOCK_ROWS,
     DEFAULT_SHARD_BLOCKS,
     MANIFEST_NAME,
+    RAW_IDS_FOLDER,
     RESET_FOLDER,
     VOCABULARY_FOLDER,
     block_table_schema,
@@ -261,6 +262,10 @@ class DatasetWriter:
             # Of decoded content, so that codec, block files and engine leave the fingerprint as it
             # is.
             digest.update(name.encode() + table["content_xxh3"].to_numpy().tobytes())
+        if raw_ids := sorted(self.folder.glob(f"{RAW_IDS_FOLDER}/*.parquet")):
+            # Not a key of its own: an earlier release refuses what it does not know.
+            entries_of_ids = {path.stem: vars(file_entry(mapped(path))) for path in raw_ids}
+            self.report = {**self.report, RAW_IDS_FOLDER: entries_of_ids}
         manifest = Manifest(
             **vars(own) | {"recipe": own.recipe or {}},
             features=self._plan.features,

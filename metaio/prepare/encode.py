@@ -296,13 +296,7 @@ class Encoder:
         # Row 0 stays free for unknown values, hence rows - 1 places. The remainder's bias is below
         # rows / 2^64.
         if rule.hash is not None:
-            mixed = splitmix64(hash_values(column, kind))
-            # numpy divides by a constant with multiplications, its remainder does not.
-            whole = mixed // np.uint64(rule.hash - 1)
-            whole *= np.uint64(rule.hash - 1)
-            mixed -= whole
-            mixed += _ONE
-            return mixed.view(np.int64)
+            return hashed_rows(column, kind, rule.hash)
         return self._look_up(rule.table_name, column, kind)
 
     def _check_kind(self, name: str, column: pa.Array, kind: Kind) -> None:
@@ -365,6 +359,17 @@ class Encoder:
         # agree.
         sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(mixed, dtype=np.uint64)])
         return values, sums[row_offsets[1:]] - sums[row_offsets[:-1]]
+
+
+def hashed_rows(column: pa.Array, kind: Kind, num_rows: int) -> Int64:
+    """Return the row of each value, no nulls, in a hashed table: 1 to num_rows - 1."""
+    mixed = splitmix64(hash_values(column, kind))
+    # numpy divides by a constant with multiplications, its remainder does not.
+    whole = mixed // np.uint64(num_rows - 1)
+    whole *= np.uint64(num_rows - 1)
+    mixed -= whole
+    mixed += _ONE
+    return mixed.view(np.int64)
 
 
 def _row_hash(bits_N: UInt64, *columns: npt.NDArray[np.integer[Any]]) -> UInt64:

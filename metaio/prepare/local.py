@@ -16,6 +16,7 @@ from metaio.prepare.episodes import Dropped, check_some
 from metaio.prepare.in_order import Progress, buckets_at_once, map_in_order
 from metaio.prepare.job import Job, PrepareOptions, TableUse, WrittenShard, make_job
 from metaio.prepare.negatives import Catalogue
+from metaio.prepare.raw_ids import write_raw_ids
 from metaio.prepare.schema import Schema
 from metaio.prepare.source import DuckSource
 from metaio.prepare.splits import Splits, resolved, split_names, window_search
@@ -58,6 +59,7 @@ def prepare(
             _write_shards(
                 job, writer, spool, source.left_out, lambda done: tell("writing", done, total)
             )
+            write_raw_ids(writer.folder, schema, survey)
             spool.close()
 
 

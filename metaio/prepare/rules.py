@@ -111,6 +111,21 @@ class NegativesRule:
         return tuple(dict.fromkeys((self.item, *self.columns)))
 
 
+@dataclass(frozen=True)
+class ItemRule:
+    """Says which [[single]] column is the item, and which columns are the item's attributes: what
+    changes where another item takes its place.
+    """
+
+    column: str
+    columns: tuple[str, ...] = ()
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Return the columns of the item, itself first."""
+        return tuple(dict.fromkeys((self.column, *self.columns)))
+
+
 VALIDATION = "valid"  # the split that validation_from makes
 
 

@@ -16,6 +16,7 @@ from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.format.names import NAME_RULE, is_name
 from metaio.prepare.rules import (
     EpisodeRule,
+    ItemRule,
     MembershipRule,
     NegativesRule,
     RowIdColumn,
@@ -108,6 +109,7 @@ class Schema:
     label: LabelColumn
     time: TimeColumn | None = None
     row_id: RowIdColumn | None = None
+    item: ItemRule | None = None
     single: tuple[SparseColumn, ...] = ()
     multi: tuple[SparseColumn, ...] = ()
     dense: tuple[DenseColumn, ...] = ()
@@ -135,6 +137,17 @@ class Schema:
         sides = self.membership.column if self.membership else None
         names += [sides] if sides else []
         return list(dict.fromkeys(names))
+
+    @property
+    def item_rule(self) -> ItemRule | None:
+        """Return what [item] says, else what [negatives] says of the item; None where neither names
+        a [[single]] column.
+        """
+        rule = self.negatives
+        if self.item is not None or rule is None:
+            return self.item
+        is_single = any(column.column == rule.item for column in self.single)
+        return ItemRule(rule.item, rule.columns) if is_single else None
 
     @property
     def has_sides(self) -> bool:
@@ -310,6 +323,27 @@ def _check(schema: Schema) -> None:
             "[negatives]": schema.negatives is not None,
         }
         check_stream(schema.stream, given, by)
+    _check_item(schema)
+
+
+def _check_item(schema: Schema) -> None:
+    rule = schema.item
+    if rule is None:
+        return
+    singles = [column.column for column in schema.single]
+    if rule.column not in singles or rule.column == schema.task.column:
+        others = [name for name in singles if name != schema.task.column]
+        raise SchemaError(
+            f"item.column is {rule.column}; a [[single]] column that is not the task is needed: "
+            f"{', '.join(others) or 'there is none'}. Name one of them, or leave out [item]"
+        )
+    features = [*(c.column for c in schema.sparse), *(c.column for c in schema.dense)]
+    for name in rule.columns:
+        if name not in features:
+            raise SchemaError(
+                f"item.columns names {name}, which is no [[single]], [[multi]] or [[dense]] "
+                "column: no input would change with the item. Add the column, or take the name out"
+            )
 
 
 def _check_negatives(schema: Schema) -> None:

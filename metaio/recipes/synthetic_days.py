@@ -225,7 +225,8 @@ def _users(config: DaysConfig, day: int) -> tuple[Int64, Int64]:
 
 def _recency(known: int) -> Float:
     weights = np.linspace(0.5, 1.5, known)
-    return weights / weights.sum()
+    shares: Float = weights / weights.sum()
+    return shares
 
 
 def _tastes(

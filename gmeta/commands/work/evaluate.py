@@ -8,7 +8,7 @@ from gmeta.checkpoints.loader import best_not_kept
 from gmeta.commands.screen import screen, show_table
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig, overridden
-from gmeta.evaluate import evaluate_run
+from gmeta.evaluate import drawn_once, evaluate_run
 from gmeta.feeds.increment import open_data, open_named
 from gmeta.parallel.ranks import Ranks
 from gmeta.report.console import console_table
@@ -17,6 +17,7 @@ from gmeta.report.runs import split_names
 from gmeta.runs.folder import RunFolder
 from gmeta.yardstick.measure import item_index, measure
 from metaio.format.translation import translated
+from metaio.prepare.raw_ids import lacking
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,20 @@ class Asked:
 def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainConfig) -> None:
     """Score the runs at `roots` together with the other ranks, by the first run's `config`."""
     chosen = overridden(config, asked.overrides)
-    adapting, shown = chosen.algorithm, Shown(asked.draws, asked.support_sizes)
+    adapting, wanted = chosen.algorithm, Shown(asked.draws, asked.support_sizes)
 
     def work(ranks: Ranks) -> None:
         # Folders of the same name in different places are told apart by their paths.
         short = len({root.name for root in roots}) == len(roots)
+        dataset = open_data(config.data)
         if asked.item_column:  # what is wrong with it is told before minutes are spent
-            item_index(open_data(config.data), asked.item_column)
+            item_index(dataset, asked.item_column)
+        on = translated(open_named(asked.on), dataset) if asked.on else None
+        shown, note = drawn_once(wanted, on or dataset)
+        notes = [one for one in (lacking(on or dataset), note) if one]
+        if ranks.rank == 0:
+            for one in notes:
+                screen(stderr=True).print(one)
         runs = [
             evaluate_run(
                 root,
@@ -62,10 +70,8 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
             console = screen()
             screen(stderr=True).print("the runs are scored; now the yardstick, from training rows")
             splits = split_names(evaluated[0].predictions)
-            dataset = open_data(config.data)
-            on = translated(open_named(asked.on), dataset) if asked.on else None
             found = measure(config, dataset, splits, asked.item_column, asked.trees, shown, on)
-            paths = write(out, evaluated, found.models, found.notes)
+            paths = write(out, evaluated, found.models, [*found.notes, *notes])
             show_table(console, console_table(paths.evaluation))
             for line in filter(None, (best_not_kept(RunFolder(root)) for root in roots)):
                 screen(stderr=True).print(line)
