@@ -117,10 +117,11 @@ def test_a_dataset_of_an_earlier_release_lacks_them_and_that_is_told(tmp_path: P
     (tmp_path / "data" / "manifest.json").write_bytes(older)
     dataset = open_dataset(str(tmp_path / "data"))
     table = pa.table({"task": [1], "item": [1]})
-    assert with_raw_ids(table, dataset).column_names == ["task"]
+    assert with_raw_ids(table, dataset, dataset).column_names == ["task"]
     assert lacking(dataset) == (
         f"predictions.parquet has no task_id and no item_id: {dataset.url} keeps the hashes alone, "
-        "as an earlier release wrote it. Prepare it again to have them"
+        "as an increment of a stream does, and what an earlier release wrote. Prepare it as a "
+        "dataset to have them"
     )
 
 
