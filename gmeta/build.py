@@ -3,14 +3,16 @@
 Needs neither ranks nor TorchRec: a launcher finds what is wrong before it starts anything.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gmeta.adaptation.algorithms.algorithm import TableSizes
-from gmeta.adaptation.algorithms.registry import ALGORITHMS
-from gmeta.adaptation.config import PLAIN, AlgorithmConfig
+from gmeta.adaptation.algorithms.registry import NAMED_ALGORITHMS
+from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.adaptation.losses import labels_taken_N
 from gmeta.batches.augment import check_augment
 from gmeta.batches.config import (
@@ -28,8 +30,9 @@ from gmeta.learner import MetaLearner
 from gmeta.numerics import BF16
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.tables.sharding import check_sharding
+from gmeta_keys.plugins import Registry
 from gmeta_models.config import InputSizes, ModelConfig, SparseColumn
-from gmeta_models.registry import MODELS, build_model
+from gmeta_models.registry import NAMED_MODELS, build_model
 from metaio.format.dataset import Dataset, open_dataset
 from metaio.format.features import Features
 
@@ -101,22 +104,42 @@ def check_on_data(config: TrainConfig) -> None:
     check_first_labels(config, dataset)
 
 
-def check_registered(path: Path, model: ModelConfig, algorithm: AlgorithmConfig) -> None:
-    """Check that this release has the model and the algorithm of a run or an export at `path`.
+def check_registered(
+    path: Path, model: ModelConfig, algorithm: AlgorithmConfig, made_on: Mapping[str, Any]
+) -> None:
+    """Check that the model and the algorithm of a run or an export at `path` can be had here;
+    `made_on` is what it says of where it was made: see plugins_of.
 
     Raises:
-        GMetaError: it was made with another release, or with somebody's own registry.
+        GMetaError: it was made with another release, or with a package that is not here, or not
+            trusted.
     """
-    for key, name, known in (
-        ("model.name", model.name, sorted(MODELS)),
-        ("algorithm.name", algorithm.name, [*ALGORITHMS, PLAIN]),
-    ):
-        if name not in known:
-            raise GMetaError(
-                f"{path} was made with {key} = {name!r}, which this release does not have: known "
-                f"are {', '.join(known)}. Use the release that made it, or register it here as it "
-                "was there: docs/extending.md"
-            )
+    for registry, name in _named(model, algorithm):
+        try:
+            registry.check_trusted(name)
+        except ValueError as error:
+            needed = _package_told(made_on, registry.key)
+            raise GMetaError(f"{path} was made with {error}: docs/extending.md.{needed}") from error
+
+
+def _package_told(made_on: Mapping[str, Any], key: str) -> str:
+    """Return a sentence on the package that a key's value came from, if it is told."""
+    plugins = made_on.get("plugins")
+    package = plugins.get(key) if isinstance(plugins, dict) else None
+    if not isinstance(package, dict):
+        return ""
+    told = f"{package.get('package')} {package.get('version')}"
+    return f" It was made with {told:.80}." if told.isprintable() else ""
+
+
+def plugins_of(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[str, dict[str, str]]:
+    """Return package and version of what comes from a package of somebody's own, by config key."""
+    found = {registry.key: registry.package_of(name) for registry, name in _named(model, algorithm)}
+    return {key: package for key, package in found.items() if package}
+
+
+def _named(model: ModelConfig, algorithm: AlgorithmConfig) -> tuple[tuple[Registry[Any], str], ...]:
+    return (NAMED_MODELS, model.name), (NAMED_ALGORITHMS, algorithm.name)
 
 
 def check_source(data: DataConfig) -> None:

@@ -279,6 +279,9 @@ def _override(raw: dict[str, Any], override: str) -> None:
         # run.dir=2026-11-22 means the text, though TOML reads a date.
         value = value if isinstance(value, str) else text
     keys = raw.setdefault(section, {})
+    *tables, name = name.split(".")  # model.options.depth: a table within the section
+    for table in tables:
+        keys = keys.setdefault(table, {}) if isinstance(keys, dict) else keys
     # A value in a section's place is refused with the rest of the config.
     if isinstance(keys, dict):
         keys[name] = value

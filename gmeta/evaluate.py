@@ -71,7 +71,7 @@ def evaluate_run(
             "Let it reach its first one"
         )
     check_config(checkpoint, config)
-    check_registered(root, config.model, config.algorithm)
+    check_registered(root, config.model, config.algorithm, folder.read_environment())
     own, adapting = config.algorithm, adapting or config.algorithm
     dataset, learner = build(replace(config, algorithm=adapting))
     folder.check_dataset(dataset.url, dataset.fingerprint)

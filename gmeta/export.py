@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
-from gmeta.build import build, check_registered
+from gmeta.build import build, check_registered, plugins_of
 from gmeta.checkpoints.files import check_files, damage_told
 from gmeta.checkpoints.index import IndexedReader
 from gmeta.checkpoints.loader import check_config, checkpoint_to_use
@@ -110,7 +110,7 @@ def export_run(
     config = run.read_config()
     checkpoint = _choose(run, step)
     check_config(checkpoint, config)
-    check_registered(root, config.model, config.algorithm)
+    check_registered(root, config.model, config.algorithm, run.read_environment())
     dataset, learner = build(config)
     # Vocabularies are copied from the dataset: of another one they would name other rows.
     run.check_dataset(dataset.url, dataset.fingerprint)
@@ -218,6 +218,7 @@ def _describe(
             "exported_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "gmeta": version("gmeta"),
             "torch": torch.__version__,
+            "plugins": plugins_of(config.model, config.algorithm),
         },
         files={},
     )

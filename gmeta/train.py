@@ -15,7 +15,7 @@ from gmeta.batches.accumulate import MicroBatches
 from gmeta.batches.augment import augmented
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.labels import check_first_labels, labels_checked
-from gmeta.build import build
+from gmeta.build import build, plugins_of
 from gmeta.checkpoints.loader import PARTS_OF_ALGORITHMS, load_checkpoint, restore_replaced
 from gmeta.checkpoints.resume import check_goes_on, checkpoint_to_start_from
 from gmeta.checkpoints.writer import CheckpointWriter
@@ -129,7 +129,12 @@ class TrainingRun:
 
     def _describe_run(self, plan: dict[str, Any]) -> None:
         """Make the run folder, or bring it to where the checkpoint stands."""
-        ran_on = describe_environment(self._ranks.world_size, self._dataset.fingerprint)
+        config = self._config
+        ran_on = describe_environment(
+            self._ranks.world_size,
+            self._dataset.fingerprint,
+            plugins_of(config.model, config.algorithm),
+        )
         create_run_folder(self._config, ran_on)
         write_json(self.folder.plan, plan)
         # Steps beyond the checkpoint are taken, and logged, again.

@@ -397,9 +397,12 @@ def test_a_checkpoint_of_another_model_than_the_config_is_not_exported(
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("section", "name", "known"),
-    [("model", "mine", sorted(MODELS)), ("algorithm", "mimic", [*ALGORITHMS, PLAIN])],
+    [
+        ("model", "mine", sorted(MODELS)),
+        ("algorithm", "mimic", sorted([*ALGORITHMS, PLAIN])),
+    ],
 )
-def test_a_run_of_somebody_elses_registry_is_told_from_a_mistyped_name(
+def test_a_run_of_a_package_that_is_not_here_is_told_from_a_mistyped_name(
     run: Path, tmp_path: Path, section: str, name: str, known: list[str]
 ) -> None:
     """To choose another model is no advice for weights that exist."""
@@ -410,9 +413,9 @@ def test_a_run_of_somebody_elses_registry_is_told_from_a_mistyped_name(
     for checkpoint in list_checkpoints(copy / "checkpoints"):
         seal(checkpoint / "progress.json", lambda about: about["config"][section].update(name=name))
     told = (
-        f"{copy} was made with {section}.name = {name!r}, which this release does not have: known "
-        f"are {', '.join(known)}. Use the release that made it, or register it here as it was "
-        "there: docs/extending.md"
+        f"{copy} was made with {section}.name = {name!r}, which is not here: known are "
+        f"{', '.join(known)}. Use the release that made it, or install the package that has it: "
+        "docs/extending.md."
     )
     with pytest.raises(GMetaError) as caught:
         export_run(copy, tmp_path / "model")

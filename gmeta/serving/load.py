@@ -65,7 +65,7 @@ def _load_again(folder: Path, config: ExportedConfig) -> ServedModel:
 
 
 def _learner(folder: Path, config: ExportedConfig) -> MetaLearner:
-    check_registered(folder, config.model, config.algorithm)
+    check_registered(folder, config.model, config.algorithm, config.source)
     tensors = _tensors(folder / LAYERS_FILE)
 
     def built() -> MetaLearner:
