@@ -8,14 +8,18 @@ from gmeta.checkpoints.loader import best_not_kept
 from gmeta.commands.screen import screen, show_table
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig, overridden
-from gmeta.evaluate import drawn_once, evaluate_run
+from gmeta.evaluate import data_of, drawn_once, evaluate_run, splits_to_score
 from gmeta.feeds.increment import open_data, open_named
-from gmeta.parallel.ranks import Ranks
+from gmeta.metrics.catalogue import Scoring
+from gmeta.parallel.ranks import Ranks, value_of_first
+from gmeta.parallel.together import by_first
 from gmeta.report.console import console_table
 from gmeta.report.files import write
 from gmeta.report.runs import split_names
 from gmeta.runs.folder import RunFolder
+from gmeta.yardstick.candidates import Candidates, candidates_of
 from gmeta.yardstick.measure import item_index, measure
+from metaio.format.dataset import Dataset
 from metaio.format.translation import translated
 from metaio.prepare.raw_ids import lacking
 
@@ -51,6 +55,8 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
         if ranks.rank == 0:
             for one in notes:
                 screen(stderr=True).print(one)
+        scored = chosen if on is None else replace(chosen, data=data_of(chosen.data, on))
+        candidates = _candidates(scored, on or dataset, asked, ranks)
         runs = [
             evaluate_run(
                 root,
@@ -60,6 +66,7 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
                 adapting if root == roots[0] else None,
                 shown,
                 asked.on,
+                candidates,
             )
             for root in roots
         ]
@@ -70,7 +77,9 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
             console = screen()
             screen(stderr=True).print("the runs are scored; now the yardstick, from training rows")
             splits = split_names(evaluated[0].predictions)
-            found = measure(config, dataset, splits, asked.item_column, asked.trees, shown, on)
+            found = measure(
+                config, dataset, splits, asked.item_column, asked.trees, shown, on, candidates
+            )
             paths = write(out, evaluated, found.models, [*found.notes, *notes])
             show_table(console, console_table(paths.evaluation))
             for line in filter(None, (best_not_kept(RunFolder(root)) for root in roots)):
@@ -82,3 +91,24 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
     configs = [RunFolder(root).read_config().digest for root in roots]
     told = {**vars(asked), "the config of each RUN": configs}
     be_rank(device, config.run.collective_timeout_s, told, work)
+
+
+def _candidates(
+    config: TrainConfig, dataset: Dataset, asked: Asked, ranks: Ranks
+) -> Candidates | None:
+    """Return what is sampled beside positive rows, made by rank 0 for all; None where nothing is.
+    Collective."""
+    if not config.evaluation.candidates:
+        return None
+    found: list[Candidates] = []
+
+    def sample() -> None:
+        scoring = Scoring(config.outer.loss, config.evaluation)
+        splits = splits_to_score(config, dataset, asked.splits)
+        made = candidates_of(
+            dataset, splits, config.evaluation.candidates, scoring.threshold, asked.item_column
+        )
+        found.append(made)
+
+    by_first(sample, ranks)
+    return value_of_first(found[0] if found else None, ranks)

@@ -74,7 +74,7 @@ def test_tasks_of_integers_are_their_own_names(tmp_path: Path) -> None:
     assert "raw_ids" not in dataset.manifest.report
     assert not (tmp_path / "data" / "raw_ids").exists()
     assert (item_place(dataset), lacking(dataset)) == (None, "")
-    table = with_raw_ids(pa.table({"task": [3, 5]}), dataset)
+    table = with_raw_ids(pa.table({"task": [3, 5]}), dataset, dataset)
     assert table.to_pydict() == {"task": [3, 5], "task_id": [3, 5]}
 
 
@@ -92,7 +92,7 @@ def test_an_item_of_a_hashed_column_has_its_name_unless_two_share_a_row(tmp_path
     used = set(block.unique_ids_U[block.positions_NF[:, 1]].tolist())
     assert {row for row, name in enumerate(found.to_pylist()) if name} & used
     # The same column alone tells which film is in which row.
-    only = with_raw_ids(pa.table({"task": np.zeros(40, np.int64), "item": rows}), dataset)
+    only = with_raw_ids(pa.table({"task": np.zeros(40, np.int64), "item": rows}), dataset, dataset)
     assert only.column_names == ["task", "task_id", "item_id"]
     assert only["item_id"].to_pylist() == found.to_pylist()
 
