@@ -19,6 +19,7 @@ from gmeta_models.gated import row_layers
 from gmeta_models.inputs import History, RowInputs
 
 IDS, DENSE, LISTS, LENGTHS = "ids", "dense", "lists", "list_lengths"
+OUTPUT = "prediction"
 
 
 @dataclass(frozen=True)

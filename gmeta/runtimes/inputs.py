@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gmeta.files.checked_json import read_json
-from gmeta.runtimes.forward import DENSE, IDS, LENGTHS, LISTS
-from gmeta.runtimes.programs import OUTPUT
+from gmeta.runtimes.forward import DENSE, IDS, LENGTHS, LISTS, OUTPUT
 from gmeta.serving.folder import ExportedConfig, vocabulary_file
 from metaio.format.features import FeatureSpec
 

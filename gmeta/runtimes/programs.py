@@ -20,12 +20,11 @@ from torch.export import Dim, ExportedProgram
 
 from gmeta.errors import GMetaError, UserError
 from gmeta.runtimes.adapted import LABEL, QUERY, SUPPORT, AdaptAndPredict, recorded
-from gmeta.runtimes.forward import DENSE, IDS, LENGTHS, LISTS, UnadaptedForward
+from gmeta.runtimes.forward import DENSE, IDS, LENGTHS, LISTS, OUTPUT, UnadaptedForward
 from gmeta.serving.model import ServedModel
 from gmeta.serving.rows import EncodedColumns
 
 FORWARD_FILE, ADAPTED_FILE, ONNX_FILE = "predict.pt2", "adapt_predict.pt2", "predict.onnx"
-OUTPUT = "prediction"
 # Twice what float32 leaves between two orders of summation in models of this size.
 TOLERANCE = 1e-5
 _OPSET = 18

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from gmeta.serving.rows import EncodedColumns, join_rows, no_rows
+from gmeta.serving.rows import EncodedColumns, join_rows, no_rows, take_rows
 from metaio.format.features import Features
 from metaio.hashing import splitmix64
-from metaio.ragged import Int64, offsets, ragged_indices, row_sums
+from metaio.ragged import Int64, offsets
 
 _NAMES = [field.name for field in fields(EncodedColumns)]
 
@@ -35,7 +35,7 @@ class TaskSpool:
         bounds = offsets(np.bincount(part_N.astype(np.int64), minlength=self.num_parts))
         for part in np.flatnonzero(np.diff(bounds)).tolist():
             chosen = order_N[bounds[part] : bounds[part + 1]]
-            taken = _taken(rows, chosen)
+            taken = take_rows(rows, chosen)
             # Opened anew each time: there may be more parts than a process may have open.
             with self._path(part, "tasks").open("ab") as file:
                 np.save(file, taken.task_N)
@@ -68,11 +68,3 @@ class TaskSpool:
 
     def _path(self, part: int, what: str) -> Path:
         return self._folder / f"{part:05d}.{what}"
-
-
-def _taken(rows: EncodedColumns, chosen: Int64) -> EncodedColumns:
-    value_offsets = offsets(row_sums(rows.lengths_NM))
-    values = ragged_indices(value_offsets[chosen], np.diff(value_offsets)[chosen])
-    return EncodedColumns(
-        *(getattr(rows, name)[values if name == "values_V" else chosen] for name in _NAMES)
-    )
