@@ -8,7 +8,7 @@ from gmeta.checkpoints.loader import best_not_kept
 from gmeta.commands.screen import screen, show_table
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig, overridden
-from gmeta.evaluate import drawn_once, evaluate_run, splits_to_score
+from gmeta.evaluate import checkpoint_of, drawn_once, evaluate_run, splits_to_score
 from gmeta.metrics.catalogue import Scoring
 from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.together import by_first
@@ -43,6 +43,8 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
     def work(ranks: Ranks) -> None:
         # Folders of the same name in different places are told apart by their paths.
         short = len({root.name for root in roots}) == len(roots)
+        for root in roots:
+            checkpoint_of(RunFolder(root))
         dataset = open_dataset(config.data.path)
         if asked.item_column:  # what is wrong with it is told before minutes are spent
             item_index(dataset, asked.item_column)
