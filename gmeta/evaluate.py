@@ -70,12 +70,7 @@ def evaluate_run(
     """
     folder = RunFolder(root)
     config = own_config = folder.read_config()
-    checkpoint = checkpoint_to_use(folder.checkpoints, config)
-    if checkpoint is None:
-        raise UserError(
-            f"run {root} has 0 checkpoints: there is nothing to evaluate yet. "
-            "Let it reach its first one"
-        )
+    checkpoint = checkpoint_of(folder)
     check_config(checkpoint, config)
     check_registered(root, config.model, config.algorithm, folder.read_environment())
     own, adapting = config.algorithm, adapting or config.algorithm
@@ -151,6 +146,21 @@ def data_of(data: DataConfig, dataset: Dataset) -> DataConfig:
     return replace(
         data, path=dataset.url, increment="", train_split="", valid_split="", eval_splits=()
     )
+
+
+def checkpoint_of(run: RunFolder) -> Path:
+    """Return the checkpoint that stands for a run.
+
+    Raises:
+        UserError: it has none yet.
+    """
+    checkpoint = checkpoint_to_use(run.checkpoints, run.read_config())
+    if checkpoint is None:
+        raise UserError(
+            f"run {run.root} has 0 checkpoints: there is nothing to evaluate yet. "
+            "Let it reach its first one"
+        )
+    return checkpoint
 
 
 def drawn_once(shown: Shown, dataset: Dataset) -> tuple[Shown, str]:

@@ -8,7 +8,13 @@ from gmeta.checkpoints.loader import best_not_kept
 from gmeta.commands.screen import screen, show_table
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig, overridden
-from gmeta.evaluate import data_of, drawn_once, evaluate_run, splits_to_score
+from gmeta.evaluate import (
+    checkpoint_of,
+    data_of,
+    drawn_once,
+    evaluate_run,
+    splits_to_score,
+)
 from gmeta.feeds.increment import open_data, open_named
 from gmeta.metrics.catalogue import Scoring
 from gmeta.parallel.ranks import Ranks, value_of_first
@@ -46,6 +52,8 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
     def work(ranks: Ranks) -> None:
         # Folders of the same name in different places are told apart by their paths.
         short = len({root.name for root in roots}) == len(roots)
+        for root in roots:
+            checkpoint_of(RunFolder(root))
         dataset = open_data(config.data)
         if asked.item_column:  # what is wrong with it is told before minutes are spent
             item_index(dataset, asked.item_column)
