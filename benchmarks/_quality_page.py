@@ -50,12 +50,12 @@ def _summary(one: Measured) -> str:
     cells = []
     for head in ("plain", "plain, fine-tuned", "bias model", "boosted trees"):
         told = counts(one.rows, head)
-        total = sum(told.values())
-        worse = f", worse in {told['worse']}" if told["worse"] else ""
-        cells.append(f"{told['better']} of {total}{worse}" if total else "not measured")
+        cells += [
+            str(told[verdict]) if any(told.values()) else "-" for verdict in ("better", "worse")
+        ]
     anchor = _anchor(one.protocol.title)
     name = f"[{one.protocol.title}](#{anchor})"
-    return f"| {name} | {one.seconds / 60:.1f} | {' | '.join(cells)} |"
+    return f"| {name} | {one.seconds / 60:.1f} | {len(one.rows)} | {' | '.join(cells)} |"
 
 
 def _budget(one: Measured) -> str:

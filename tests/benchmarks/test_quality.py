@@ -160,8 +160,11 @@ def test_the_page_tells_where_adapting_is_not_ahead(tmp_path: Path) -> None:
     text = page(
         [Measured(PROTOCOLS[0], rows, 90.0, tuple(two_seeds(tmp_path)))], 5, "the command", HERE
     )
-    assert "| [MovieLens-1M, MeLU's split](#movielens-1m-melus-split) | 1.5 | 1 of 1 | " in text
-    assert "0 of 1, worse in 1" in text
+    assert (
+        "| [MovieLens-1M, MeLU's split](#movielens-1m-melus-split) | 1.5 | 1 | 1 | 0 | 0 | 0 "
+        in text
+    )
+    assert "| 0 | 0 | 0 | 1 | - | - |" in text  # noise, worse, not measured
     assert "- cold, AUC against bias model: -.0620 to -.0180, worse" in text
     assert f"Why: {PROTOCOLS[0].why}" in text
     (adapted, plain), by_hand = PROTOCOLS[0].tuned, PROTOCOLS[0].by_hand
