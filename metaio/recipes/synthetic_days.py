@@ -224,9 +224,9 @@ def _users(config: DaysConfig, day: int) -> tuple[Int64, Int64]:
 
 
 def _recency(known: int) -> Float:
-    weights = np.linspace(0.5, 1.5, known)
-    shares: Float = weights / weights.sum()
-    return shares
+    weights: Float = np.linspace(0.5, 1.5, known)
+    weights /= weights.sum()
+    return weights
 
 
 def _tastes(
