@@ -37,9 +37,11 @@ def _tell(stream: str, record: IncrementRecord) -> None:
     if report["late"] or report["too_late"]:
         console.print(f"late: {report['late']:,} taken as support, {report['too_late']:,} dropped")
     for name, table in report["tables"].items():
+        if not (table["new"] or table["freed"]):
+            continue
         freed = f", {table['freed']:,} freed" if table["freed"] else ""
         console.print(
-            f"table {name}: {table['new']:,} new ids{freed}, {table['rows']:,} of "
+            f"table {name}: {counted(table['new'], 'new id')}{freed}, {table['rows']:,} of "
             f"{table['capacity']:,} rows in use, {table['pending']:,} waiting for admission"
         )
     if report["new_columns"]:

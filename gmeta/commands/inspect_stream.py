@@ -35,9 +35,9 @@ def inspect_stream(path: Path, verify: bool) -> None:
         return
     schema = stream.description["schema"]
     console.print(
-        f"stream {stream.id}: task {schema['task']['column']}, label "
-        f"{schema['label']['column']}, {counted(len(records), 'increment')}, time in "
-        f"{stream.description['time_unit']}, gate {schema['stream']['gate']:.0%}"
+        f"stream {stream.id}: {counted(len(records), 'increment')}, time in "
+        f"{stream.description['time_unit']}, gate {schema['stream']['gate']:.0%}\n"
+        f"task {schema['task']['column']}, label {schema['label']['column']}"
     )
     _show_increments(records, str(stream.description["time_unit"]))
     _show_tables(stream)

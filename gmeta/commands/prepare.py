@@ -13,6 +13,7 @@ from gmeta.commands.extend import extend_stream
 from gmeta.commands.screen import phases, screen, show_table
 from gmeta.commands.spark import prepare_on_spark
 from gmeta.errors import UserError
+from metaio.counted import counted
 from metaio.format.dataset import Dataset, open_dataset
 from metaio.format.destination import unfinished
 from metaio.prepare.job import PrepareOptions
@@ -24,10 +25,13 @@ from metaio.recipes.metaemb import MetaEmbConfig, prepare_metaemb
 from metaio.recipes.movielens import MovieLensConfig, prepare_movielens
 from metaio.recipes.movielens_100k import prepare_movielens_100k
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
+from metaio.recipes.synthetic_days import DaysConfig, write_days
 
+DAILY_ROWS = (DaysConfig.min_rows, DaysConfig.max_rows)
 # The options that each way of preparing reads, beside --overwrite.
 OPTIONS = {
     "--recipe synthetic": {"recipe", "tasks", "items", "rows", "seed"},
+    "--recipe synthetic-days": {"recipe", "days", "tasks", "items", "rows", "seed"},
     "--recipe movielens-1m": {"recipe", "validation", "order", "history", "seed"},
     "--recipe metaemb": {"recipe", "validation", "seed"},
     "--recipe movielens-100k": {"recipe", "label", "seed"},
@@ -47,6 +51,7 @@ class Recipe(StrEnum):
     MOVIELENS_100K = "movielens-100k"
     AMAZON = "amazon"
     SYNTHETIC = "synthetic"
+    SYNTHETIC_DAYS = "synthetic-days"
 
 
 class RatingLabel(StrEnum):
@@ -71,12 +76,17 @@ def prepare(
     recipe: Annotated[
         Recipe | None, typer.Option(help="a ready dataset instead of --schema")
     ] = None,
-    tasks: Annotated[int, typer.Option(min=1, help="synthetic: users of the train split")] = 4_000,
+    tasks: Annotated[
+        int, typer.Option(min=1, help="synthetic: users of the train split, or of a day")
+    ] = 4_000,
+    days: Annotated[
+        int, typer.Option(min=1, help="synthetic-days: logs of so many days, for a stream")
+    ] = 5,
     items: Annotated[
-        int, typer.Option(min=10, help="synthetic: items, a fifth of them cold")
+        int, typer.Option(min=10, help="synthetic: items, a fifth of them cold, or of a day")
     ] = 3_000,
     rows: Annotated[
-        tuple[int, int], typer.Option(help="synthetic: least and most rows of a user")
+        tuple[int, int], typer.Option(help="synthetic: least and most rows of a user (a day: 8 16)")
     ] = (
         20,
         40,
@@ -140,10 +150,24 @@ def prepare(
     *inputs, out = paths
     _check_options(context, schema, recipe, spark, extend)
     if extend is not None:
+        if overwrite:
+            raise UserError(
+                "--overwrite has no effect with --extend: increments do not change. Leave it out"
+            )
         options = _options(memory, threads, block_rows, compact)
         extend_stream(paths, extend, schema, options, accept)
         return
     _tell_of_leftovers(out)
+    if recipe is Recipe.SYNTHETIC_DAYS:
+        _expect_inputs(recipe, inputs, 0)
+        given = context.get_parameter_source("rows")
+        sizes = rows if given is not None and given.name == "COMMANDLINE" else DAILY_ROWS
+        write_days(out, DaysConfig(days, tasks, items, *sizes, seed), overwrite)
+        screen(stderr=True).print(
+            f"written: {counted(days, 'day')} of logs below {out}, and {out}/schema.toml  (run: "
+            f"gmeta prepare --schema {out}/schema.toml --extend STREAM {out}/day=.../*.parquet)"
+        )
+        return
     if recipe is Recipe.SYNTHETIC:
         _expect_inputs(recipe, inputs, 0)
         config = SyntheticConfig(
@@ -249,7 +273,7 @@ def _bytes(text: str) -> int:
 
 def _expect_inputs(recipe: Recipe, inputs: list[str], count: int) -> None:
     if len(inputs) != count:
-        usage = "OUT" if recipe is Recipe.SYNTHETIC else "PATH OUT"
+        usage = "PATH OUT" if count else "OUT"
         raise UserError(
             f"--recipe {recipe.value} was given {len(inputs) + 1} paths, it takes {count + 1}. "
             f"Run: gmeta prepare --recipe {recipe.value} {usage}"

@@ -64,7 +64,7 @@ def load_state(stream: Path, number: int) -> State:
         if not path.is_file() or path.stat().st_size != num_bytes or xxh3_hex(mapped(path)) != xxh3:
             raise FormatError(
                 f"{path} is missing or differs from its checksum. Put it back, or take back "
-                f"increment {number} (docs/continuous.md) and append it again"
+                f"increment {number} (docs/streams.md) and append it again"
             )
     tables = {
         name: _numbering(folder / f"table-{name}.arrow", num_rows)
