@@ -22,6 +22,7 @@ from gmeta.parallel.sharding import TABLES_PREFIX
 from gmeta.tables.names import table_of
 from metaio.ragged import Int64
 
+_ROWS_AT_ONCE = 65_536
 ADAGRADS = ("rowwise_adagrad", "adagrad")
 
 
@@ -61,8 +62,11 @@ def discount(sums: Tensor, decay: float, floor: float) -> None:
     Without it the rates of rows that are seen every day fall for ever (DeepRec's AdagradDecay does
     the same by steps, from a first value above 0).
     """
-    if decay < 1.0:
-        torch.maximum(sums * decay, sums.clamp(max=floor), out=sums)
+    if decay == 1.0:
+        return
+    # Some rows at a time: a second table's worth of memory may not be there.
+    for part in sums.split(_ROWS_AT_ONCE) if sums.dim() else [sums]:
+        torch.maximum(part * decay, part.clamp(max=floor), out=part)
 
 
 def check_discount(outer: OuterConfig) -> None:
