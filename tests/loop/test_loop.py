@@ -120,6 +120,29 @@ def test_the_page_shows_every_increment_with_its_version(followed: Path) -> None
 
 
 @pytest.mark.distributed
+def test_runs_are_promoted_and_exported_as_what_changed(
+    followed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    channel, runs = Channel(tmp_path / "channel"), followed / "runs"
+    out = tmp_path / "out"
+    told = ""
+    for arguments in (
+        ["promote", runs / "000001" / "run", channel.root],
+        ["export", runs / "000002" / "run", out, "--since", channel.root],
+        ["promote", out, channel.root],
+    ):
+        done = run_gmeta(*arguments)
+        assert done.returncode == 0, done.stderr
+        told += done.stderr
+    # Of so small a model a delta is more than half.
+    assert "; whole, since the deltas over version 1 are half of it)" in told
+    assert channel.numbers() == [1, 2]
+    assert channel.served().number == 2
+    assert not list(tmp_path.glob(".*")) + list(channel.root.glob(".*"))
+
+
+@pytest.mark.distributed
 def test_a_loop_killed_anywhere_loses_and_doubles_nothing(
     followed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
