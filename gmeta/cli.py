@@ -4,6 +4,7 @@ Exit code 2: the user can mend it. 1: a failure. No traceback for either; GMETA_
 it.
 """
 
+import difflib
 import importlib
 import logging
 import os
@@ -27,6 +28,11 @@ class Place(NamedTuple):
 # Loaded when it is asked for: the data-shard service must start without torch, and nobody waits
 # seconds for the help of `prepare`.
 COMMANDS = {
+    "init": Place(
+        "gmeta.commands.init",
+        "init",
+        "Write a first schema and config, with comments, from looking at a log's first rows.",
+    ),
     "prepare": Place(
         "gmeta.commands.prepare",
         "prepare",
@@ -49,9 +55,14 @@ COMMANDS = {
         "Choose settings by short runs that are scored on the validation split.",
     ),
     "config": Place(
-        "gmeta.commands.train",
-        "show_config",
-        "List every config key with its default and meaning.",
+        "gmeta.commands.config",
+        "config",
+        "Show a config with every key resolved, as TOML to copy; without one, list every key.",
+    ),
+    "runs": Place(
+        "gmeta.commands.runs",
+        "runs",
+        "List runs with how far they came and their best validation; compare some that are named.",
     ),
     "evaluate": Place(
         "gmeta.commands.evaluate",
@@ -140,7 +151,9 @@ class _Subcommands(typer.core.TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
-            return None
+            near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "`gmeta --help` lists all commands"
+            ctx.fail(f"no such command {cmd_name!r}: {hint}")
         return _Unloaded(cmd_name, help=COMMANDS[cmd_name].line, rich_markup_mode="rich")
 
 

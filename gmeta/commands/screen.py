@@ -41,7 +41,13 @@ def table_of(title: str, *heads: str, text: Collection[str]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for head in heads:
         is_text = head in text
-        table.add_column(head, justify="left" if is_text else "right", no_wrap=not is_text)
+        # Folded, not cut: a path has no place to break, and must be whole to be copied.
+        table.add_column(
+            head,
+            justify="left" if is_text else "right",
+            no_wrap=not is_text,
+            overflow="fold",
+        )
     return table
 
 
