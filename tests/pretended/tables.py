@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 
 import gmeta.parallel.sharding as sharding
+from gmeta.internals import call_after_backward
 from gmeta.parallel.sharding import local_learner
 from tests.pretended.device import OnDevice, counts, held
 
@@ -92,13 +93,19 @@ class Averaged(sharding._Alone):
             self.average()
 
     def average(self) -> None:
-        """Replace the gradients by their means."""
+        """Start to add up the gradients; behind the last operation of backward they are means."""
         grads = [layer.grad for layer in self.layers if layer.grad is not None]
         message = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(message, group=self._group)
-        message.div_(dist.get_world_size())
-        parts = message.split([grad.numel() for grad in grads])
-        torch._foreach_copy_(grads, [p.view_as(g) for p, g in zip(parts, grads, strict=True)])
+        # Waited for behind backward: until then others may need this rank for their rows.
+        work = dist.all_reduce(message, group=self._group, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            message.div_(dist.get_world_size())
+            parts = message.split([grad.numel() for grad in grads])
+            torch._foreach_copy_(grads, [p.view_as(g) for p, g in zip(parts, grads, strict=True)])
+
+        call_after_backward(finish)
 
 
 def stand_in() -> None:

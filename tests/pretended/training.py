@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -43,6 +44,8 @@ valid_every_steps = 3
 checkpoint_every_steps = 2
 """
 
+PATIENCE = timedelta(seconds=60)  # of ranks that wait for each other
+
 
 def ranks_on(device: torch.device) -> Ranks:
     """This process among those of its environment; gloo carries what NCCL would."""
@@ -50,8 +53,10 @@ def ranks_on(device: torch.device) -> Ranks:
     if not dist.is_initialized():
         folder = os.environ.get("PRETENDED_STORE")
         store = dist.FileStore(folder, world_size) if folder else dist.HashStore()
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    control, rows = dist.new_group(), dist.new_group()
+        dist.init_process_group(
+            "gloo", timeout=PATIENCE, store=store, rank=rank, world_size=world_size
+        )
+    control, rows = dist.new_group(timeout=PATIENCE), dist.new_group(timeout=PATIENCE)
     transport: Transport = Alone() if world_size == 1 else Gloo(rows, control)
     return Ranks(rank, world_size, device, control, rows, transport)
 
