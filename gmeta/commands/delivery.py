@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from gmeta.commands.export import Tables
+from gmeta.commands.table_formats import Tables
 from gmeta.errors import UserError
 from gmeta.files.local import check_local
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from gmeta.commands.table_formats import Tables
 from gmeta.errors import UserError
 from gmeta.files.local import check_local
 
@@ -21,14 +22,6 @@ class Format(StrEnum):
     TORCH = "torch"
     ONNX = "onnx"
     TRITON = "triton"
-
-
-class Tables(StrEnum):
-    """How an exported model holds its embedding tables."""
-
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    INT8 = "int8"
 
 
 def export(

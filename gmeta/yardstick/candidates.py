@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from gmeta.batches.views import View
 from gmeta.errors import UserError
-from gmeta.yardstick.features import describing_columns
+from gmeta.yardstick.describing import describing_columns
 from gmeta.yardstick.reading import read_rows, sample_rows
 from gmeta.yardstick.rows import Bools, EpisodeRows, Lists, joined
 from metaio.format.dataset import Dataset

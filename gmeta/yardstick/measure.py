@@ -17,9 +17,10 @@ from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.report.runs import PLACES, EvaluatedYardstick
 from gmeta.yardstick import trees
-from gmeta.yardstick.bias import NO_ITEM, BiasModel, choose_bias
+from gmeta.yardstick.bias import BiasModel, choose_bias
 from gmeta.yardstick.candidates import Candidates, places_N2
-from gmeta.yardstick.features import Known, describing_columns
+from gmeta.yardstick.describing import NO_ITEM, describing_columns
+from gmeta.yardstick.features import Known
 from gmeta.yardstick.reading import read_rows, sample_rows
 from gmeta.yardstick.rows import EpisodeRows, Floats, some_of
 from gmeta.yardstick.sums import sum_training_rows
