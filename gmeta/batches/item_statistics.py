@@ -14,7 +14,8 @@ would give its label away: of one item, rows with a label of 1 would all have a 
 those with a label of 0. Rows that are predicted are told what all training rows say.
 
 Shape suffixes: T episodes, N rows, E (row, id) pairs of one column, U unique ids of a batch, V
-ids of one column's table (of all bags, where a batch is meant), K folds; 2: mean, number.
+ids of one column's table (of all bags, where a batch is meant), K folds, F single-id and M multi-id
+features, L longest list; 2: mean, number.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gmeta.batches.config import chosen_columns
 from gmeta.batches.support_statistics import shown_count
@@ -159,6 +160,23 @@ class ItemStatistics(nn.Module):
             found.append(_means_N2(row_E, id_E, values_E2, batch.num_rows))
         of_rows = torch.from_numpy(np.concatenate(found, axis=1)).to(batch.dense_NK.dtype)
         return replace(batch, dense_NK=torch.cat([batch.dense_NK, of_rows], dim=1))
+
+    def of_ids(self, ids_NF: Tensor, ids_NML: Tensor, lengths_NM: Tensor) -> Tensor:
+        """Return what all training rows say of rows to predict [N, width], in tensors alone; their
+        lists are padded to one length.
+        """
+        found = []
+        for index, column in enumerate(self._columns):
+            values_V2 = self.get_buffer(_buffer(index))
+            if not column.is_multi:
+                found.append(values_V2[ids_NF[:, column.place]])
+                continue
+            ids_NL, length_N = ids_NML[:, column.place], lengths_NM[:, column.place]
+            places_L = torch.arange(ids_NL.shape[1], device=ids_NL.device)
+            is_known_NL = (places_L < length_N.unsqueeze(1)) & (ids_NL != _OOV_ROW)
+            sums_N2 = (values_V2[ids_NL] * is_known_NL.unsqueeze(2)).sum(dim=1)
+            found.append(sums_N2 / is_known_NL.sum(dim=1, keepdim=True).clamp(min=1))
+        return torch.cat(found, dim=1)
 
     def _without(self, sums: ItemSums, fold: int | None) -> list[npt.NDArray[np.float32]]:
         """Return the values of each column without one fold's rows, or from all."""

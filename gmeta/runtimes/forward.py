@@ -93,7 +93,7 @@ class KeyedTables(nn.Module):
 
 
 class Columns(nn.Module):
-    """From the ids of each column to keys."""
+    """From the ids of each column to keys, and what training rows say of them to dense columns."""
 
     first_F: Tensor
     first_M: Tensor
@@ -106,6 +106,7 @@ class Columns(nn.Module):
         first_B = sizes.cumsum(0) - sizes
         self.register_buffer("first_F", first_B[[place[c.table] for c in features.single]])
         self.register_buffer("first_M", first_B[[place[c.table] for c in features.multi]])
+        self.items = served.learner.items
 
     def forward(
         self, inputs: Mapping[str, Tensor], side: str = ""
@@ -117,12 +118,16 @@ class Columns(nn.Module):
         ids_NML, lengths_NM = inputs.get(side + LISTS), inputs.get(side + LENGTHS)
         given = next(each for each in (ids_NF, ids_NML) if each is not None)
         rows = given.shape[0]
-        key_NF = given.new_zeros(rows, 0) if ids_NF is None else ids_NF + self.first_F
+        if ids_NF is None:
+            ids_NF = given.new_zeros(rows, 0)
         if dense_NK is None:
             dense_NK = given.new_zeros(rows, 0, dtype=torch.float32)
         if ids_NML is None or lengths_NM is None:
-            return key_NF, dense_NK, given.new_zeros(rows, 0, 1), given.new_zeros(rows, 0)
-        return key_NF, dense_NK, ids_NML + self.first_M.unsqueeze(1), lengths_NM
+            ids_NML, lengths_NM = given.new_zeros(rows, 0, 1), given.new_zeros(rows, 0)
+        if self.items is not None:
+            said = self.items.of_ids(ids_NF, ids_NML, lengths_NM)
+            dense_NK = torch.cat([dense_NK, said], dim=1)
+        return ids_NF + self.first_F, dense_NK, ids_NML + self.first_M.unsqueeze(1), lengths_NM
 
 
 class UnadaptedForward(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import gmeta
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
-from gmeta.batches.config import SupportFeaturesConfig
+from gmeta.batches.config import ItemFeaturesConfig, SupportFeaturesConfig
 from gmeta.errors import GMetaError, UserError
 from gmeta.runtimes.adapted import LABEL, QUERY, SUPPORT, AdaptAndPredict
 from gmeta.runtimes.forward import UnadaptedForward
@@ -118,6 +118,22 @@ def test_statistics_of_support_rows_are_those_of_none_without_adaptation(tmp_pat
         "adaptation cannot become a program of torch: support_features are counted from the rows "
         "outside the model. Train without them, or adapt by gmeta.load or gmeta serve"
     )
+
+
+@pytest.mark.parametrize("columns", [("*",), ("tags",), ("item", "tags")])
+def test_what_training_rows_say_of_items_is_part_of_programs(
+    columns: tuple[str, ...], tmp_path: Path
+) -> None:
+    served = model_of(tmp_path / "model", item_features=ItemFeaturesConfig(columns=columns))
+    for size in SIZES:
+        example, expected = unadapted(served, *size)
+        torch.testing.assert_close(UnadaptedForward(served)(example), expected, rtol=0, atol=1e-6)
+        example, after = adapted(served, 6, *size)
+        torch.testing.assert_close(AdaptAndPredict(served)(example), after, rtol=0, atol=1e-6)
+    if columns == ("*",):
+        example, expected = unadapted(served, 7, 3)
+        program = forward_program(served).module()
+        torch.testing.assert_close(program(example), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("table_format", ["float16", "int8"])
