@@ -30,9 +30,10 @@ from gmeta.parallel.stopping import Stop
 from gmeta.parallel.together import by_all
 from gmeta.predictions import gathered, predict_all, predict_split
 from gmeta.report.evaluation import FineTuning
-from gmeta.report.runs import EvaluatedRun
+from gmeta.report.runs import PLACES, EvaluatedRun
 from gmeta.runs.folder import RunFolder
 from gmeta.tables.sharding import ShardingConfig
+from gmeta.yardstick.candidates import Candidates
 from gmeta.yardstick.finetune import TUNING_TASKS, best_of, half_of, try_all
 from metaio.counted import counted
 from metaio.format.dataset import Dataset
@@ -48,13 +49,14 @@ def evaluate_run(
     ranks: Ranks,
     adapting: AlgorithmConfig | None = None,
     shown: Shown = Shown(),  # noqa: B008 - frozen
+    candidates: Candidates | None = None,
 ) -> EvaluatedRun | None:
     """Predict `splits` with a run's checkpoint (see checkpoint_to_use) and return them on rank 0,
     None elsewhere; without `splits` those that its config names.
 
     `adapting` takes the place of the config's algorithm. Without it a plain run is fine-tuned at
     the rate and steps that are best on its validation split, or else on the other half of the tasks
-    of the split that is predicted.
+    of the split that is predicted. Beside positive rows stand `candidates`, if any.
 
     Raises:
         UserError: no run folder, no checkpoint yet, an unknown split.
@@ -62,12 +64,7 @@ def evaluate_run(
     """
     folder = RunFolder(root)
     config = folder.read_config()
-    checkpoint = checkpoint_to_use(folder.checkpoints, config)
-    if checkpoint is None:
-        raise UserError(
-            f"run {root} has 0 checkpoints: there is nothing to evaluate yet. "
-            "Let it reach its first one"
-        )
+    checkpoint = checkpoint_of(folder)
     check_config(checkpoint, config)
     check_registered(root, config.model, config.algorithm, folder.read_environment())
     own, adapting = config.algorithm, adapting or config.algorithm
@@ -94,9 +91,12 @@ def evaluate_run(
         for index, split in enumerate(chosen):
             if tunings:
                 tuning = tunings[index % len(tunings)]
-                tables.append(predict_tuned(config, dataset, split, tuning, sharded, ranks, view))
+                of_split = predict_tuned(
+                    config, dataset, split, tuning, sharded, ranks, view, candidates
+                )
             else:
-                tables.append(predict_split(config, dataset, split, sharded, ranks, view))
+                of_split = predict_split(config, dataset, split, sharded, ranks, view, candidates)
+            tables.append(of_split)
         found = [table for table in tables if table is not None]
         return pa.concat_tables(found) if found else pa.table({})
 
@@ -127,6 +127,21 @@ def evaluate_run(
         adapts_with=told_adapting(own, adapting, tunings),
         fine_tuning=tuple(tunings),
     )
+
+
+def checkpoint_of(run: RunFolder) -> Path:
+    """Return the checkpoint that stands for a run.
+
+    Raises:
+        UserError: it has none yet.
+    """
+    checkpoint = checkpoint_to_use(run.checkpoints, run.read_config())
+    if checkpoint is None:
+        raise UserError(
+            f"run {run.root} has 0 checkpoints: there is nothing to evaluate yet. "
+            "Let it reach its first one"
+        )
+    return checkpoint
 
 
 def drawn_once(shown: Shown, dataset: Dataset) -> tuple[Shown, str]:
@@ -226,6 +241,7 @@ def predict_tuned(
     sharded: DistributedModelParallel,
     ranks: Ranks,
     view: View,
+    candidates: Candidates | None,
 ) -> pa.Table | None:
     """Return what predict_split does, each task adapted with what was chosen for it. Collective."""
     tables = []
@@ -234,14 +250,16 @@ def predict_tuned(
             config.algorithm, inner_lr=setting.inner_lr, inner_steps=setting.inner_steps
         )
         adapt_with(algorithm, config, dataset, sharded)
-        tables.append(predict_split(config, dataset, split, sharded, ranks, view))
+        tables.append(predict_split(config, dataset, split, sharded, ranks, view, candidates))
     first, last = tables[0], tables[-1]
     if first is None or last is None:
         return None
     # Both hold the same rows in the same order.
     in_last_N = half_of(first["task"].to_numpy()) == len(tables) - 1
-    after_N = np.where(in_last_N, last["after"].to_numpy(), first["after"].to_numpy())
-    return first.set_column(first.column_names.index("after"), "after", pa.array(after_N))
+    for name in [one for one in first.column_names if one == "after" or one in PLACES[2:]]:
+        chosen_N = np.where(in_last_N, last[name].to_numpy(), first[name].to_numpy())
+        first = first.set_column(first.column_names.index(name), name, pa.array(chosen_N))
+    return first
 
 
 def tuning_episodes(dataset: Dataset, split: str, most: int) -> npt.NDArray[np.int64]:
@@ -325,7 +343,9 @@ def score_split(
     label, after, task = (table[name].to_numpy() for name in ("label", "after", "task"))
     scoring = Scoring(config.outer.loss, config.evaluation)
     # What decides when to stop need not be what is reported.
-    names = dict.fromkeys([*scoring.names, *filter(None, [config.run.early_stop_metric])])
+    asked = [*scoring.names, *filter(None, [config.run.early_stop_metric])]
+    # Candidates are sampled by gmeta evaluate alone.
+    names = dict.fromkeys(name for name in asked if not scoring.is_over_candidates(name))
     values = evaluate_split(label, after, task, scoring, list(names))
     # JSON has no NaN.
     return {name: None if np.isnan(value.value) else value.value for name, value in values.items()}

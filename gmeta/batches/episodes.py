@@ -71,6 +71,8 @@ class Episodes:
     query_row_id_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     # The row of the item's table in each query row, where the dataset names an item; as above.
     query_item_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    # Which query rows are candidates that were sampled beside the stored ones; as above.
+    query_sampled_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     fetch: RowFetch | None = None  # None: no rank was told yet which rows are needed
 
     @classmethod
@@ -154,6 +156,11 @@ def with_query_items(episodes: Episodes, batch: TaskBatch, item: int) -> Episode
     """Return the episodes of a batch with the item of each query row: that of a single feature."""
     position_N = batch.positions_NF[~_support_rows_N(batch), item]
     return replace(episodes, query_item_N=batch.unique_ids_U[position_N])
+
+
+def with_sampled(episodes: Episodes, batch: TaskBatch, is_sampled_N: Tensor) -> Episodes:
+    """Return the episodes of a batch with which of its query rows were sampled."""
+    return replace(episodes, query_sampled_N=is_sampled_N[~_support_rows_N(batch)])
 
 
 def task_groups(batch: TaskBatch, rows_per_task: bool, num_weights: int) -> Episodes:

@@ -8,14 +8,17 @@ from gmeta.checkpoints.loader import best_not_kept
 from gmeta.commands.screen import screen, show_table
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig, overridden
-from gmeta.evaluate import drawn_once, evaluate_run
-from gmeta.parallel.ranks import Ranks
+from gmeta.evaluate import checkpoint_of, drawn_once, evaluate_run, splits_to_score
+from gmeta.metrics.catalogue import Scoring
+from gmeta.parallel.ranks import Ranks, value_of_first
+from gmeta.parallel.together import by_first
 from gmeta.report.console import console_table
 from gmeta.report.files import write
 from gmeta.report.runs import split_names
 from gmeta.runs.folder import RunFolder
+from gmeta.yardstick.candidates import Candidates, candidates_of
 from gmeta.yardstick.measure import item_index, measure
-from metaio.format.dataset import open_dataset
+from metaio.format.dataset import Dataset, open_dataset
 from metaio.prepare.raw_ids import lacking
 
 
@@ -40,6 +43,8 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
     def work(ranks: Ranks) -> None:
         # Folders of the same name in different places are told apart by their paths.
         short = len({root.name for root in roots}) == len(roots)
+        for root in roots:
+            checkpoint_of(RunFolder(root))
         dataset = open_dataset(config.data.path)
         if asked.item_column:  # what is wrong with it is told before minutes are spent
             item_index(dataset, asked.item_column)
@@ -48,6 +53,7 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
         if ranks.rank == 0:
             for one in notes:
                 screen(stderr=True).print(one)
+        candidates = _candidates(chosen, dataset, asked, ranks)
         runs = [
             evaluate_run(
                 root,
@@ -56,6 +62,7 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
                 ranks,
                 adapting if root == roots[0] else None,
                 shown,
+                candidates,
             )
             for root in roots
         ]
@@ -66,7 +73,9 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
             console = screen()
             screen(stderr=True).print("the runs are scored; now the yardstick, from training rows")
             splits = split_names(evaluated[0].predictions)
-            found = measure(config, dataset, splits, asked.item_column, asked.trees, shown)
+            found = measure(
+                config, dataset, splits, asked.item_column, asked.trees, shown, candidates
+            )
             paths = write(out, evaluated, found.models, [*found.notes, *notes])
             show_table(console, console_table(paths.evaluation))
             for line in filter(None, (best_not_kept(RunFolder(root)) for root in roots)):
@@ -78,3 +87,24 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
     configs = [RunFolder(root).read_config().digest for root in roots]
     told = {**vars(asked), "the config of each RUN": configs}
     be_rank(device, config.run.collective_timeout_s, told, work)
+
+
+def _candidates(
+    config: TrainConfig, dataset: Dataset, asked: Asked, ranks: Ranks
+) -> Candidates | None:
+    """Return what is sampled beside positive rows, made by rank 0 for all; None where nothing is.
+    Collective."""
+    if not config.evaluation.candidates:
+        return None
+    found: list[Candidates] = []
+
+    def sample() -> None:
+        scoring = Scoring(config.outer.loss, config.evaluation)
+        splits = splits_to_score(config, dataset, asked.splits)
+        made = candidates_of(
+            dataset, splits, config.evaluation.candidates, scoring.threshold, asked.item_column
+        )
+        found.append(made)
+
+    by_first(sample, ranks)
+    return value_of_first(found[0] if found else None, ranks)
