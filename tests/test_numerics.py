@@ -68,9 +68,8 @@ def test_bf16_is_close_to_float32(general: bool, algorithm: str, model: str) -> 
     assert torch.cosine_similarity(gradient, gradient_16, dim=0) > 0.995
 
 
-def test_tf32_is_chosen_on_cuda_and_left_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf32_is_chosen_on_cuda_and_left_again() -> None:
     products = torch.backends.cuda.matmul
-    monkeypatch.setattr(products, "fp32_precision", "ieee")
     choose_products("tf32", torch.device("cuda"))
     assert products.fp32_precision == "tf32"
     choose_products("bf16", CPU)
