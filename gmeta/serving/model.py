@@ -294,6 +294,10 @@ class ServedModel:
         dense_NK = self._statistics.widened(both).dense_NK[torch.from_numpy(is_query_N)]
         return replace(batch, dense_NK=dense_NK)
 
+    def column_names(self, with_label: bool, with_task: bool = False) -> list[str]:
+        """Return the columns that `encode` reads."""
+        return [self.config.columns.task] * with_task + self._encoder.names(with_label)
+
     def encode(
         self, rows: object, what: str, with_label: bool, with_task: bool = False
     ) -> EncodedColumns:
@@ -304,7 +308,7 @@ class ServedModel:
             DataError: a column holds what the model cannot take.
         """
         columns = self.config.columns
-        names = [columns.task] * with_task + self._encoder.names(with_label)
+        names = self.column_names(with_label, with_task)
         batch = select(as_table(rows, what), names, [columns.task], what)
         encoded = self._encoder.encode(batch, with_label)
         if with_label:
