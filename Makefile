@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CUDA build of fbgemm-gpu does not even import without the NVIDIA driver: choose by its presence.
 VARIANT ?= $(shell $(PYTHON) -c 'import ctypes; ctypes.CDLL("libnvidia-ml.so.1")' 2>/dev/null && echo cuda || echo cpu)
 
-.PHONY: setup format check test bench demo clean protos protos-lint mutants antdt-faults deploy-check deploy-tools deploy-pin \
+.PHONY: setup format check test bench demo demo-stream clean protos protos-lint mutants antdt-faults deploy-check deploy-tools deploy-pin \
 	deploy-cluster config-page
 setup: $(VENV)/.installed
 
@@ -37,6 +37,14 @@ demo: setup
 	$(BIN)/gmeta train examples/demo.toml --nproc-per-node 2
 	$(BIN)/gmeta train examples/demo.toml --nproc-per-node 2 algorithm.name=none run.dir=runs/demo/plain
 	$(BIN)/gmeta evaluate runs/demo/maml --against runs/demo/plain
+
+# Five days of a log with drift: each becomes an increment, a run and a version that is served.
+demo-stream: setup
+	rm -rf runs/demo-stream
+	$(BIN)/python examples/stream/days.py runs/demo-stream/logs --days 5
+	$(BIN)/gmeta follow examples/stream/stream.toml --once --page runs/demo-stream/stream.html
+	$(BIN)/gmeta inspect runs/demo-stream/stream
+	$(BIN)/gmeta inspect runs/demo-stream/channel
 
 protos: setup
 	$(BIN)/python -m grpc_tools.protoc -Igmeta_protos=protos --python_out=protos --grpc_python_out=protos gmeta_protos/antdt/v1/shard_service.proto \

@@ -33,6 +33,7 @@ def page(
     drawn = any(one.protocol.draws for one in measured) and draws > 1
     return TEMPLATE.read_text().format(
         draws_told="of the support and query rows where they can be drawn anew, " if drawn else "",
+        budget="\n".join(map(_budget, measured)),
         command=command,
         minutes=max(minutes, 1),
         cores=where["cores"],
@@ -49,12 +50,17 @@ def _summary(one: Measured) -> str:
     cells = []
     for head in ("plain", "plain, fine-tuned", "bias model", "boosted trees"):
         told = counts(one.rows, head)
-        total = sum(told.values())
-        worse = f", worse in {told['worse']}" if told["worse"] else ""
-        cells.append(f"{told['better']} of {total}{worse}" if total else "not measured")
+        cells += [
+            str(told[verdict]) if any(told.values()) else "-" for verdict in ("better", "worse")
+        ]
     anchor = _anchor(one.protocol.title)
     name = f"[{one.protocol.title}](#{anchor})"
-    return f"| {name} | {one.seconds / 60:.1f} | {' | '.join(cells)} |"
+    return f"| {name} | {one.seconds / 60:.1f} | {len(one.rows)} | {' | '.join(cells)} |"
+
+
+def _budget(one: Measured) -> str:
+    runs = *one.protocol.tuned, *one.protocol.by_hand
+    return f"| {one.protocol.title} | {' | '.join(map(str, runs))} |"
 
 
 def _anchor(title: str) -> str:
@@ -76,7 +82,14 @@ def _section(one: Measured, draws: int) -> list[str]:
     lines += [f"Configs: `examples/{config}`, `examples/plain/{config}`.", ""]
     behind = not_ahead(one.rows)
     if behind:
-        lines += ["Not ahead:", "", *(f"- {line}" for line in behind), ""]
+        lines += [
+            "Not ahead:",
+            "",
+            *(f"- {line}" for line in behind),
+            "",
+            f"Why: {protocol.why}",
+            "",
+        ]
     else:
         lines += ["Ahead of every baseline in every row.", ""]
     return lines

@@ -144,27 +144,34 @@ def text_lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def markdown(rows: Sequence[Row]) -> list[str]:
-    """One table: a row for each metric of each split, all baselines in the same rows.
-
-    A baseline's cell is its value, then adapted minus it with the interval; bold where adapted is
-    better, struck through nowhere: `worse` is written out.
+    """Two tables with a row for each metric of each split and all baselines side by side: what each
+    model reaches, and the 95 % intervals of adapted minus each.
     """
     heads = [each.baseline for each in rows[0].leads]
-    lines = [f"| split | metric | adapted | {' | '.join(heads)} |", "| --- | --- | ---: |"
-             + " ---: |" * len(heads)]  # fmt: skip
-    for row in rows:
-        by_head = {each.baseline: each for each in row.leads}
-        cells = [_cell(by_head[head]) for head in heads]
+    values = [[_short(row.value), *(_short(each.value) for each in row.leads)] for row in rows]
+    ranges = [[_range(each) for each in row.leads] for row in rows]
+    return [
+        *_table(rows, ["adapted", *heads], values),
+        "",
+        "Adapted minus each, from the lower to the upper end of its interval:",
+        "",
+        *_table(rows, heads, ranges),
+    ]
+
+
+def _table(
+    rows: Sequence[Row], heads: Sequence[str], cells: Sequence[Sequence[str]]
+) -> Iterator[str]:
+    yield f"| split | metric | {' | '.join(heads)} |"
+    yield "| --- | --- |" + " ---: |" * len(heads)
+    for row, of_row in zip(rows, cells, strict=True):
         arrow = "↑" if row.higher_is_better else "↓"
-        lines.append(f"| {row.split} | {row.label} {arrow} | {_short(row.value)} | "
-                     f"{' | '.join(cells)} |")  # fmt: skip
-    return lines
+        yield f"| {row.split} | {row.label} {arrow} | {' | '.join(of_row)} |"
 
 
-def _cell(each: Lead) -> str:
-    told = f"{_signed(each.difference)} [{_signed(each.low)}, {_signed(each.high)}]"
-    shown = {"better": f"**{told}**", "noise": told, "worse": f"*worse* {told}"}[each.verdict]
-    return f"{_short(each.value)}<br>{shown}"
+def _range(each: Lead) -> str:
+    told = f"{_signed(each.low)} to {_signed(each.high)}"
+    return {"better": f"**{told}**", "noise": told, "worse": f"*{told}*"}[each.verdict]
 
 
 def _short(value: float) -> str:
@@ -185,8 +192,8 @@ def counts(rows: Sequence[Row], baseline: str) -> dict[str, int]:
 def not_ahead(rows: Sequence[Row]) -> list[str]:
     """A line for each comparison in which adapted is not better."""
     return [
-        f"{row.split}, {row.label} against {each.baseline}: {_signed(each.difference)} "
-        f"[{_signed(each.low)}, {_signed(each.high)}], {each.verdict}"
+        f"{row.split}, {row.label} against {each.baseline}: {_signed(each.low)} to "
+        f"{_signed(each.high)}, {each.verdict}"
         for row in rows
         for each in row.leads
         if each.verdict != "better"

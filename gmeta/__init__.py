@@ -1,21 +1,28 @@
 """gmeta: distributed optimisation-based meta-learning for recommendation models.
 
-`gmeta.load` serves an exported model; importing gmeta alone loads nothing.
+`gmeta.load` serves an exported model, `gmeta.follow` the model of a channel; importing gmeta alone
+loads nothing.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gmeta.delivery.follow import follow
     from gmeta.serving.load import load
 
 __version__ = "0.1.0"  # pyproject.toml and `gmeta --version` take it from here
-__all__ = ["__version__", "load"]
+__all__ = ["__version__", "follow", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `load` at its first use, since the data-shard service must not load torch."""
-    if name != "load":
-        raise AttributeError(f"module 'gmeta' has no attribute {name!r}")
-    from gmeta.serving.load import load
+    """Import `load` or `follow` at its first use, since the data-shard service must not load
+    torch."""
+    if name == "load":
+        from gmeta.serving.load import load
 
-    return load
+        return load
+    if name == "follow":
+        from gmeta.delivery.follow import follow
+
+        return follow
+    raise AttributeError(f"module 'gmeta' has no attribute {name!r}")

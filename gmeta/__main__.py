@@ -2,4 +2,6 @@
 
 from gmeta.cli import main
 
-main()
+# Not where multiprocessing imports the program's main module again, in a stage of `gmeta follow`.
+if __name__ == "__main__":
+    main()

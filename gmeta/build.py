@@ -3,28 +3,37 @@
 Needs neither ranks nor TorchRec: a launcher finds what is wrong before it starts anything.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gmeta.adaptation.algorithms.algorithm import TableSizes
-from gmeta.adaptation.algorithms.registry import ALGORITHMS
-from gmeta.adaptation.config import PLAIN, AlgorithmConfig
+from gmeta.adaptation.algorithms.registry import NAMED_ALGORITHMS
+from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.adaptation.losses import labels_taken_N
 from gmeta.batches.augment import check_augment
-from gmeta.batches.config import NO_PRIOR, LabelPrior, SupportFeaturesConfig
+from gmeta.batches.config import (
+    NO_PRIOR,
+    ItemFeaturesConfig,
+    LabelPrior,
+    SupportFeaturesConfig,
+)
+from gmeta.batches.item_statistics import ItemStatistics
 from gmeta.batches.labels import check_first_labels
 from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import ConfigError, GMetaError
+from gmeta.feeds.increment import open_data
 from gmeta.learner import MetaLearner
-from gmeta.numerics import BF16
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.tables.sharding import check_sharding
+from gmeta_keys.plugins import Registry
 from gmeta_models.config import InputSizes, ModelConfig, SparseColumn
-from gmeta_models.registry import MODELS, build_model
-from metaio.format.dataset import Dataset, open_dataset
+from gmeta_models.registry import NAMED_MODELS, build_model
+from metaio.format.dataset import Dataset
 from metaio.format.features import Features
 
 
@@ -34,7 +43,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     Raises:
         ConfigError: the config does not fit the dataset, or the model does not fit the algorithm.
     """
-    dataset = open_dataset(config.data.path)
+    dataset = open_data(config.data)
     for key, split in (
         ("train_split", config.data.train_split),
         ("valid_split", config.data.valid_split),
@@ -57,7 +66,12 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             f"augment.resplit_support is true, but the support rows of {config.data.path} are the "
             "past of its query rows, which drawing them anew would mix. Set it to false"
         )
-    if not config.algorithm.train_base and not config.run.start_from:
+    if config.run.start_from and config.run.continue_from:
+        raise ConfigError(
+            f"run.start_from = {config.run.start_from!r} and run.continue_from = "
+            f"{config.run.continue_from!r}: a run begins with one of them. Leave one empty"
+        )
+    if not (config.algorithm.train_base or config.run.start_from or config.run.continue_from):
         raise ConfigError(
             "algorithm.train_base = false and run.start_from is empty: model and tables would stay "
             "as they are drawn. Name the run to begin with in run.start_from, or set it to true"
@@ -75,11 +89,10 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             config.outer.loss,
             config.outer.huber_delta,
             _statistics(config, dataset),
+            config.item_features,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if config.run.precision == BF16:
-        learner.use_general_loop()
     return dataset, learner
 
 
@@ -94,22 +107,42 @@ def check_on_data(config: TrainConfig) -> None:
     check_first_labels(config, dataset)
 
 
-def check_registered(path: Path, model: ModelConfig, algorithm: AlgorithmConfig) -> None:
-    """Check that this release has the model and the algorithm of a run or an export at `path`.
+def check_registered(
+    path: Path, model: ModelConfig, algorithm: AlgorithmConfig, made_on: Mapping[str, Any]
+) -> None:
+    """Check that the model and the algorithm of a run or an export at `path` can be had here;
+    `made_on` is what it says of where it was made: see plugins_of.
 
     Raises:
-        GMetaError: it was made with another release, or with somebody's own registry.
+        GMetaError: it was made with another release, or with a package that is not here, or not
+            trusted.
     """
-    for key, name, known in (
-        ("model.name", model.name, sorted(MODELS)),
-        ("algorithm.name", algorithm.name, [*ALGORITHMS, PLAIN]),
-    ):
-        if name not in known:
-            raise GMetaError(
-                f"{path} was made with {key} = {name!r}, which this release does not have: known "
-                f"are {', '.join(known)}. Use the release that made it, or register it here as it "
-                "was there: docs/extending.md"
-            )
+    for registry, name in _named(model, algorithm):
+        try:
+            registry.check_trusted(name)
+        except ValueError as error:
+            needed = _package_told(made_on, registry.key)
+            raise GMetaError(f"{path} was made with {error}: docs/extending.md.{needed}") from error
+
+
+def _package_told(made_on: Mapping[str, Any], key: str) -> str:
+    """Return a sentence on the package that a key's value came from, if it is told."""
+    plugins = made_on.get("plugins")
+    package = plugins.get(key) if isinstance(plugins, dict) else None
+    if not isinstance(package, dict):
+        return ""
+    told = f"{package.get('package')} {package.get('version')}"
+    return f" It was made with {told:.80}." if told.isprintable() else ""
+
+
+def plugins_of(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[str, dict[str, str]]:
+    """Return package and version of what comes from a package of somebody's own, by config key."""
+    found = {registry.key: registry.package_of(name) for registry, name in _named(model, algorithm)}
+    return {key: package for key, package in found.items() if package}
+
+
+def _named(model: ModelConfig, algorithm: AlgorithmConfig) -> tuple[tuple[Registry[Any], str], ...]:
+    return (NAMED_MODELS, model.name), (NAMED_ALGORITHMS, algorithm.name)
 
 
 def check_source(data: DataConfig) -> None:
@@ -145,21 +178,27 @@ def _statistics(config: TrainConfig, dataset: Dataset) -> SupportStatistics:
     """Return the statistics that the config asks for, with the prior of its training labels."""
     asked = config.support_features
     if asked.is_used and LabelPrior.configured(asked) is None:
-        label_N = dataset.read_block(config.data.train_split, 0).label_N
-        # What the loss does not take is refused elsewhere, with its row.
-        prior = LabelPrior.of(label_N[labels_taken_N(config.outer.loss, label_N)])
-        asked = replace(asked, label_prior=prior)
-    return statistics_of(asked, dataset.features)
+        asked = replace(asked, label_prior=prior_of(config, dataset))
+    return statistics_of(asked, dataset.features, config.item_features)
 
 
-def statistics_of(config: SupportFeaturesConfig, features: Features) -> SupportStatistics:
-    """Return the statistics of a config that says their prior.
+def prior_of(config: TrainConfig, dataset: Dataset) -> LabelPrior:
+    """Return mean and deviation of the labels of the training split's first block."""
+    label_N = dataset.read_block(config.data.train_split, 0).label_N
+    # What the loss does not take is refused elsewhere, with its row.
+    return LabelPrior.of(label_N[labels_taken_N(config.outer.loss, label_N)])
+
+
+def statistics_of(
+    config: SupportFeaturesConfig, features: Features, items: ItemFeaturesConfig
+) -> SupportStatistics:
+    """Return the statistics of a config that says their prior; `items` are inputs before them.
 
     Raises:
         ValueError: it names no column of these, or its prior is none.
     """
     prior = LabelPrior.configured(config) or NO_PRIOR
-    return SupportStatistics.of(config, features, prior)
+    return SupportStatistics.of(config, features, prior, items)
 
 
 def build_learner(
@@ -169,20 +208,25 @@ def build_learner(
     loss: str,
     huber_delta: float = 1.0,
     statistics: SupportStatistics = NO_STATISTICS,
+    item_features: ItemFeaturesConfig | None = None,
 ) -> MetaLearner:
-    """Return the model of these columns, and of the statistics of support rows, and the way it
-    adapts, freshly initialised.
+    """Return the model of these columns, of what training rows say of their values and of the
+    statistics of support rows, and the way it adapts, freshly initialised.
 
     Raises:
         ValueError: the model or the algorithm is unknown, or they do not fit each other or the
             columns.
     """
     sizes = input_sizes(features)
-    sizes = replace(sizes, num_dense=sizes.num_dense + statistics.width)
+    items = None
+    if item_features is not None and item_features.columns:
+        items = ItemStatistics(item_features, features)
+    width = statistics.width + (items.width if items is not None else 0)
+    sizes = replace(sizes, num_dense=sizes.num_dense + width)
     names = tuple(table.name for table in features.tables)
     tables = TableSizes(len(names), model.embedding_dim, names, sizes)
     built = build_model(model, sizes)
-    return MetaLearner(built, algorithm, loss, tables, huber_delta, statistics)
+    return MetaLearner(built, algorithm, loss, tables, huber_delta, statistics, items)
 
 
 def input_sizes(features: Features) -> InputSizes:

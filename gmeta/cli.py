@@ -1,9 +1,10 @@
 """The `gmeta` command: subcommands, and how an error becomes one line and an exit code.
 
-Exit code 2: the user can mend it. 1: a failure. No traceback for either; GMETA_TRACEBACK=1 shows
-it.
+Exit code 2: the user can mend it. 1: a failure. 3: `prepare --extend` does not trust the rows. No
+traceback for any; GMETA_TRACEBACK=1 shows it.
 """
 
+import difflib
 import importlib
 import logging
 import os
@@ -27,6 +28,11 @@ class Place(NamedTuple):
 # Loaded when it is asked for: the data-shard service must start without torch, and nobody waits
 # seconds for the help of `prepare`.
 COMMANDS = {
+    "init": Place(
+        "gmeta.commands.init",
+        "init",
+        "Write a first schema and config, with comments, from looking at a log's first rows.",
+    ),
     "prepare": Place(
         "gmeta.commands.prepare",
         "prepare",
@@ -49,9 +55,14 @@ COMMANDS = {
         "Choose settings by short runs that are scored on the validation split.",
     ),
     "config": Place(
-        "gmeta.commands.train",
-        "show_config",
-        "List every config key with its default and meaning.",
+        "gmeta.commands.config",
+        "config",
+        "Show a config with every key resolved, as TOML to copy; without one, list every key.",
+    ),
+    "runs": Place(
+        "gmeta.commands.runs",
+        "runs",
+        "List runs with how far they came and their best validation; compare some that are named.",
     ),
     "evaluate": Place(
         "gmeta.commands.evaluate",
@@ -73,6 +84,26 @@ COMMANDS = {
         "gmeta.commands.export",
         "predict",
         "Adapt to every task of QUERY by its rows in SUPPORT, and predict its rows.",
+    ),
+    "judge": Place(
+        "gmeta.commands.delivery",
+        "judge",
+        "Compare a run with the model that a channel serves, on tasks that neither was trained on.",
+    ),
+    "promote": Place(
+        "gmeta.commands.delivery",
+        "promote",
+        "Make a run's model, or an export, the one that a channel serves.",
+    ),
+    "rollback": Place(
+        "gmeta.commands.delivery",
+        "rollback",
+        "Let a channel serve an earlier version again.",
+    ),
+    "follow": Place(
+        "gmeta.commands.follow",
+        "follow",
+        "Turn closed partitions of a log into increments, train on each, judge it and promote it.",
     ),
     "serve": Place(
         "gmeta.commands.serve",
@@ -146,7 +177,9 @@ class _Subcommands(typer.core.TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
-            return None
+            near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "`gmeta --help` lists all commands"
+            ctx.fail(f"no such command {cmd_name!r}: {hint}")
         return _Unloaded(cmd_name, help=COMMANDS[cmd_name].line, rich_markup_mode="rich")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.config import AugmentConfig, SupportFeaturesConfig
+from gmeta.batches.config import AugmentConfig, ItemFeaturesConfig, SupportFeaturesConfig
 from gmeta.errors import ConfigError
 from gmeta.files.local import check_local
 from gmeta.metrics.config import EvaluationConfig
@@ -29,6 +29,11 @@ class DataConfig:
     """Where episodes come from, and how many make a step."""
 
     path: str = key("", "prepared dataset: a folder or any fsspec URL (required)")
+    increment: str = key(
+        "",
+        'increment of the stream at data.path: its number, or "next", after the last one of '
+        "run.continue_from; empty: data.path is a dataset",
+    )
     train_split: str = key("train", "split to train on")
     valid_split: str = key(
         "", "split to score while training; empty: none. Never one you report on"
@@ -109,6 +114,14 @@ class OuterConfig:
         "fused into the backward of the embedding tables; adam, partial_rowwise_adam: CUDA only",
     )
     sparse_lr: float = key(0.05, "learning rate of the tables", min=0.0)
+    adagrad_decay: float = key(
+        1.0,
+        "run.continue_from: factor of Adagrad's sums of squares, of layers and tables, before the "
+        "first step",
+        min=0.0,
+        max=1.0,
+    )
+    adagrad_floor: float = key(0.0, "adagrad_decay lowers no sum below it", min=0.0)
     embedding_init_std: float = key(
         0.05, "standard deviation of the tables' initial values", min=0.0
     )
@@ -123,6 +136,14 @@ class RunConfig:
         "",
         "run, or checkpoint of one, whose weights a new run begins with; its optimizers begin anew",
     )
+    continue_from: str = key(
+        "",
+        "run, or checkpoint of one, that goes on with the next increment of its stream: weights, "
+        "tables that may have grown, and the state of its optimizers",
+    )
+    prequential: bool = key(
+        True, "continue_from: score the increment before the first step on it: a forecast"
+    )
     # As much as torch's generators take.
     seed: int = key(0, "seed of the initial values and of the data order", min=0, max=2**63 - 1)
     epochs: int = key(1, "passes over the training split", min=1)
@@ -130,8 +151,10 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto", "auto: cuda with NCCL where a GPU is visible, else cpu with gloo"
     )
-    precision: Literal["float32", "bf16"] = key(
-        "float32", "bf16: training's matrix products in bfloat16, everything else in float32"
+    precision: Literal["float32", "tf32", "bf16"] = key(
+        "float32",
+        "of training's matrix products; all else is in float32. tf32: inputs of 11 bits, on CUDA; "
+        "bf16: bfloat16",
     )
     deterministic: bool = key(
         False, "use deterministic torch kernels only; an operation that has none is refused"
@@ -171,6 +194,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     support_features: SupportFeaturesConfig = field(default_factory=SupportFeaturesConfig)
+    item_features: ItemFeaturesConfig = field(default_factory=ItemFeaturesConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
@@ -278,6 +302,9 @@ def _override(raw: dict[str, Any], override: str) -> None:
         # run.dir=2026-11-22 means the text, though TOML reads a date.
         value = value if isinstance(value, str) else text
     keys = raw.setdefault(section, {})
+    *tables, name = name.split(".")  # model.options.depth: a table within the section
+    for table in tables:
+        keys = keys.setdefault(table, {}) if isinstance(keys, dict) else keys
     # A value in a section's place is refused with the rest of the config.
     if isinstance(keys, dict):
         keys[name] = value

@@ -9,6 +9,12 @@ class GMetaError(Exception):
     exit_code = 1
 
 
+class NotFiniteError(GMetaError):
+    """A model holds a value that is not finite: its run diverged. Exit code 3, as of a verdict."""
+
+    exit_code = 3
+
+
 class UserError(GMetaError):
     """Something that the user can mend: a config value, a path, an option. Exit code 2."""
 

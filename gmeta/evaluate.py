@@ -20,8 +20,9 @@ from gmeta.batches.labels import labels_checked
 from gmeta.batches.views import Shown, View
 from gmeta.build import build, check_registered
 from gmeta.checkpoints.loader import check_config, checkpoint_to_use, load_checkpoint
-from gmeta.config import TrainConfig
+from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import UserError
+from gmeta.feeds.increment import open_named
 from gmeta.learner import MetaLearner
 from gmeta.metrics.catalogue import Scoring, evaluate_split
 from gmeta.parallel.ranks import Ranks, value_of_first
@@ -30,12 +31,15 @@ from gmeta.parallel.stopping import Stop
 from gmeta.parallel.together import by_all
 from gmeta.predictions import gathered, predict_all, predict_split
 from gmeta.report.evaluation import FineTuning
-from gmeta.report.runs import EvaluatedRun
+from gmeta.report.runs import PLACES, EvaluatedRun
 from gmeta.runs.folder import RunFolder
 from gmeta.tables.sharding import ShardingConfig
+from gmeta.yardstick.candidates import Candidates
 from gmeta.yardstick.finetune import TUNING_TASKS, best_of, half_of, try_all
 from metaio.counted import counted
 from metaio.format.dataset import Dataset
+from metaio.format.translation import translated
+from metaio.prepare.raw_ids import with_raw_ids
 from metaio.read.batch import TaskBatch
 from metaio.read.reader import EpisodeRange, RangeReader
 
@@ -47,39 +51,43 @@ def evaluate_run(
     ranks: Ranks,
     adapting: AlgorithmConfig | None = None,
     shown: Shown = Shown(),  # noqa: B008 - frozen
+    on: str = "",
+    candidates: Candidates | None = None,
 ) -> EvaluatedRun | None:
     """Predict `splits` with a run's checkpoint (see checkpoint_to_use) and return them on rank 0,
-    None elsewhere; without `splits` those that its config names.
+    None elsewhere; without `splits` those that its config names. `on` names another dataset (see
+    open_named), of which all splits are predicted then: values that the run's vocabularies do not
+    hold are unknown to it.
 
     `adapting` takes the place of the config's algorithm. Without it a plain run is fine-tuned at
     the rate and steps that are best on its validation split, or else on the other half of the tasks
-    of the split that is predicted.
+    of the split that is predicted. Beside positive rows stand `candidates`, if any.
 
     Raises:
-        UserError: no run folder, no checkpoint yet, an unknown split, other draws of rows in time.
+        UserError: no run folder, no checkpoint yet, an unknown split.
         GMetaError: the dataset is not the one that was trained on.
+        DataError: the one that `on` names has other columns.
     """
     folder = RunFolder(root)
-    config = folder.read_config()
-    checkpoint = checkpoint_to_use(folder.checkpoints, config)
-    if checkpoint is None:
-        raise UserError(
-            f"run {root} has 0 checkpoints: there is nothing to evaluate yet. "
-            "Let it reach its first one"
-        )
+    config = own_config = folder.read_config()
+    checkpoint = checkpoint_of(folder)
     check_config(checkpoint, config)
-    check_registered(root, config.model, config.algorithm)
+    check_registered(root, config.model, config.algorithm, folder.read_environment())
     own, adapting = config.algorithm, adapting or config.algorithm
     dataset, learner = build(replace(config, algorithm=adapting))
     folder.check_dataset(dataset.url, dataset.fingerprint)
-    check_draws(shown, dataset)
-    chosen = splits_to_score(config, dataset, splits)
     # Nothing is trained from here: the tables need no state of an optimizer, nor the plan of the
     # ranks that trained, which may have had GPUs.
     outer = replace(config.outer, sparse_optimizer="sgd")
     held = replace(config, outer=outer, sharding=ShardingConfig())
     sharded = shard_learner(learner, dataset.features, held, ranks)
     progress = load_checkpoint(checkpoint, sharded, None, ranks)
+    trained_on = dataset
+    if on:
+        dataset = translated(open_named(on), trained_on)
+        config = replace(config, data=data_of(config.data, dataset))
+    shown, _ = drawn_once(shown, dataset)
+    chosen = splits_to_score(config, dataset, splits)
     tunings: list[FineTuning] = []
     if own.name == PLAIN and adapting == own:
         # Without a validation split each half of a split's tasks judges for the other: training
@@ -93,9 +101,12 @@ def evaluate_run(
         for index, split in enumerate(chosen):
             if tunings:
                 tuning = tunings[index % len(tunings)]
-                tables.append(predict_tuned(config, dataset, split, tuning, sharded, ranks, view))
+                of_split = predict_tuned(
+                    config, dataset, split, tuning, sharded, ranks, view, candidates
+                )
             else:
-                tables.append(predict_split(config, dataset, split, sharded, ranks, view))
+                of_split = predict_split(config, dataset, split, sharded, ranks, view, candidates)
+            tables.append(of_split)
         found = [table for table in tables if table is not None]
         return pa.concat_tables(found) if found else pa.table({})
 
@@ -110,32 +121,58 @@ def evaluate_run(
         loss=config.outer.loss,
         evaluation=config.evaluation,
         step=progress.step,
-        predictions=pa.concat_tables(
-            table.append_column("draw", pa.array([draw] * table.num_rows, pa.int32()))
-            for draw, table in enumerate(drawn)
+        predictions=with_raw_ids(
+            pa.concat_tables(
+                table.append_column("draw", pa.array([draw] * table.num_rows, pa.int32()))
+                for draw, table in enumerate(drawn)
+            ),
+            dataset,
+            trained_on,
         ),
         limited=limited,
         history=folder.read_metrics(),
-        config=config.to_json(),
+        config=own_config.to_json(),
         environment=folder.read_environment(),
-        dataset=f"{config.data.path} ({dataset.fingerprint[:12]})",
+        dataset=f"{dataset.url} ({dataset.fingerprint[:12]})",
         evaluated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         adapts_with=told_adapting(own, adapting, tunings),
         fine_tuning=tuple(tunings),
     )
 
 
-def check_draws(shown: Shown, dataset: Dataset) -> None:
-    """Refuse to draw support and query rows anew where the ones are the past of the others.
+def data_of(data: DataConfig, dataset: Dataset) -> DataConfig:
+    """Return the keys of a run's data for another dataset, whose splits it neither trained nor
+    validated on."""
+    return replace(
+        data, path=dataset.url, increment="", train_split="", valid_split="", eval_splits=()
+    )
+
+
+def checkpoint_of(run: RunFolder) -> Path:
+    """Return the checkpoint that stands for a run.
 
     Raises:
-        UserError: the support rows of the dataset are older than its query rows.
+        UserError: it has none yet.
     """
-    if shown.draws > 1 and dataset.manifest.support_is_past:
+    checkpoint = checkpoint_to_use(run.checkpoints, run.read_config())
+    if checkpoint is None:
         raise UserError(
-            f"--draws = {shown.draws}, but the support rows of {dataset.url} are the past of its "
-            "query rows, which drawing them anew would mix. Leave --draws out"
+            f"run {run.root} has 0 checkpoints: there is nothing to evaluate yet. "
+            "Let it reach its first one"
         )
+    return checkpoint
+
+
+def drawn_once(shown: Shown, dataset: Dataset) -> tuple[Shown, str]:
+    """Return what is shown of a dataset whose protocol says which rows are support: one draw,
+    whatever was asked for, and a line that tells so; "" where nothing had to change.
+    """
+    if shown.draws == 1 or not dataset.manifest.support_is_fixed:
+        return shown, ""
+    return replace(shown, draws=1), (
+        f"--draws = {shown.draws}, but the protocol of {dataset.url} says which rows of a task are "
+        "support, and which of them its query: one draw, intervals over tasks alone"
+    )
 
 
 def adapt_with(
@@ -154,6 +191,7 @@ def adapt_with(
         tables,
         config.outer.huber_delta,
         inner.learner.statistics,
+        inner.learner.items,
     )
 
 
@@ -169,7 +207,8 @@ def choose_fine_tuning(
     the other half. Collective."""
     # Not AUC: it does not see outputs that run away, as those of a rate do that is too high.
     metric = "logloss" if config.outer.loss == "bce" else "mae"
-    episodes = tuning_episodes(dataset, split)
+    is_halved = split != config.data.valid_split
+    episodes = tuning_episodes(dataset, split, TUNING_TASKS * (1 + is_halved))
     mine = np.array_split(episodes, ranks.world_size)[ranks.rank]
     size = max(1, config.data.tasks_per_step // ranks.world_size)
     groups = [
@@ -203,7 +242,7 @@ def choose_fine_tuning(
 
     own = config.algorithm.inner_lr, config.algorithm.inner_steps
     tried = try_all(error, own)
-    if split == config.data.valid_split:
+    if not is_halved:
         return FineTuning(split, len(episodes), metric, (best_of(tried),), tried)
     # First what the second half chose, for the tasks of the first.
     by_half = [
@@ -221,6 +260,7 @@ def predict_tuned(
     sharded: DistributedModelParallel,
     ranks: Ranks,
     view: View,
+    candidates: Candidates | None,
 ) -> pa.Table | None:
     """Return what predict_split does, each task adapted with what was chosen for it. Collective."""
     tables = []
@@ -229,20 +269,22 @@ def predict_tuned(
             config.algorithm, inner_lr=setting.inner_lr, inner_steps=setting.inner_steps
         )
         adapt_with(algorithm, config, dataset, sharded)
-        tables.append(predict_split(config, dataset, split, sharded, ranks, view))
+        tables.append(predict_split(config, dataset, split, sharded, ranks, view, candidates))
     first, last = tables[0], tables[-1]
     if first is None or last is None:
         return None
     # Both hold the same rows in the same order.
     in_last_N = half_of(first["task"].to_numpy()) == len(tables) - 1
-    after_N = np.where(in_last_N, last["after"].to_numpy(), first["after"].to_numpy())
-    return first.set_column(first.column_names.index("after"), "after", pa.array(after_N))
+    for name in [one for one in first.column_names if one == "after" or one in PLACES[2:]]:
+        chosen_N = np.where(in_last_N, last[name].to_numpy(), first[name].to_numpy())
+        first = first.set_column(first.column_names.index(name), name, pa.array(chosen_N))
+    return first
 
 
-def tuning_episodes(dataset: Dataset, split: str) -> npt.NDArray[np.int64]:
-    """Return the indices of some episodes of a split, ascending: of a small one all."""
+def tuning_episodes(dataset: Dataset, split: str, most: int) -> npt.NDArray[np.int64]:
+    """Return the indices of `most` episodes of a split, ascending: of a small one all."""
     num_episodes = dataset.splits[split].num_episodes
-    size = min(num_episodes, TUNING_TASKS)
+    size = min(num_episodes, most)
     return np.sort(np.random.default_rng(0).choice(num_episodes, size, replace=False))
 
 
@@ -320,7 +362,9 @@ def score_split(
     label, after, task = (table[name].to_numpy() for name in ("label", "after", "task"))
     scoring = Scoring(config.outer.loss, config.evaluation)
     # What decides when to stop need not be what is reported.
-    names = dict.fromkeys([*scoring.names, *filter(None, [config.run.early_stop_metric])])
+    asked = [*scoring.names, *filter(None, [config.run.early_stop_metric])]
+    # Candidates are sampled by gmeta evaluate alone.
+    names = dict.fromkeys(name for name in asked if not scoring.is_over_candidates(name))
     values = evaluate_split(label, after, task, scoring, list(names))
     # JSON has no NaN.
     return {name: None if np.isnan(value.value) else value.value for name, value in values.items()}

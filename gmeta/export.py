@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
-from gmeta.build import build, check_registered
+from gmeta.build import build, check_registered, plugins_of
 from gmeta.checkpoints.files import check_files, damage_told
 from gmeta.checkpoints.index import IndexedReader
 from gmeta.checkpoints.loader import check_config, checkpoint_to_use
 from gmeta.config import TrainConfig
-from gmeta.errors import GMetaError, UserError
+from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.files.checksums import describe_file
 from gmeta.runs.folder import RunFolder, list_checkpoints, step_of
 from gmeta.serving.folder import (
@@ -110,7 +110,7 @@ def export_run(
     config = run.read_config()
     checkpoint = _choose(run, step)
     check_config(checkpoint, config)
-    check_registered(root, config.model, config.algorithm)
+    check_registered(root, config.model, config.algorithm, run.read_environment())
     dataset, learner = build(config)
     # Vocabularies are copied from the dataset: of another one they would name other rows.
     run.check_dataset(dataset.url, dataset.fingerprint)
@@ -150,11 +150,12 @@ def write_model(
     Files that stand in it already, such as vocabularies, become part of the model.
 
     Raises:
-        GMetaError: a value is not finite, or cannot be held in the format asked for.
+        NotFiniteError: a value is not finite.
+        GMetaError: a value cannot be held in the format asked for.
     """
     for name, values in layers.items():
         if not bool(torch.isfinite(values).all()):
-            raise GMetaError(
+            raise NotFiniteError(
                 f"layer {name} holds values that are not finite: the run diverged. "
                 "Export an earlier checkpoint with --step, or train with lower rates"
             )
@@ -198,7 +199,7 @@ def _choose(run: RunFolder, step: int | None) -> Path:
 def _describe(
     config: TrainConfig, dataset: Dataset, table_format: TableFormat, root: Path, step: int
 ) -> ExportedConfig:
-    recipe = dataset.manifest.recipe
+    recipe, place = dataset.manifest.recipe, dataset.manifest.stream
     schema = parse_schema(recipe["schema"]) if "schema" in recipe else None
     moments = {name: (mean, std) for name, (mean, std) in recipe.get("moments", {}).items()}
     return ExportedConfig(
@@ -209,14 +210,17 @@ def _describe(
         features=dataset.features,
         columns=Columns(dataset.task, dataset.label, schema, moments, recipe.get("kinds", {})),
         table_format=table_format,
+        item_features=config.item_features,
         source={
             "run": str(root),
             "step": step,
-            "dataset": config.data.path,
+            "dataset": dataset.url if place else config.data.path,
             "dataset_fingerprint": dataset.fingerprint,
+            **({"stream": place.stream, "increment": place.increment} if place else {}),
             "exported_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "gmeta": version("gmeta"),
             "torch": torch.__version__,
+            "plugins": plugins_of(config.model, config.algorithm),
         },
         files={},
     )

@@ -24,7 +24,12 @@ from gmeta.adaptation.learned import NOTHING_LEARNED
 from gmeta.adaptation.losses import LossFunction
 from gmeta.adaptation.plan import AdaptationPlan
 from gmeta.adaptation.rows.ragged import RowLayout
-from gmeta.adaptation.rows.rectangles import PaddedTasks
+from gmeta.adaptation.rows.rectangles import (
+    GROUP_WORK,
+    PaddedTasks,
+    kind_of_device,
+    least_gain,
+)
 from gmeta.adaptation.rows.sides import Side, Sides, TaskGroups, WorkingRows
 from gmeta.batches.episodes import (
     Episodes,
@@ -34,6 +39,7 @@ from gmeta.batches.episodes import (
     task_groups,
 )
 from gmeta.batches.for_fused import padded_tasks, similar_tasks
+from gmeta.batches.item_statistics import ItemStatistics
 from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta_models.decision import DecisionModel
 from metaio.read.batch import TaskBatch
@@ -55,8 +61,9 @@ class QueryPrediction:
 class MetaLearner(nn.Module):
     """A model and the way it adapts; knows nothing of ranks, tables or optimizers.
 
-    `tables` tells how many rates to learn for embedding rows; other algorithms do without. The
-    model's last dense inputs are the `statistics` of a task's support rows, which `arrange` adds.
+    `tables` tells how many rates to learn for embedding rows; other algorithms do without. Behind
+    the dense columns the model takes what training rows say of a row's values, if `items` are
+    given, and last the `statistics` of the task's support rows; `arrange` adds both.
 
     Raises:
         ValueError: the algorithm is unknown, or does not fit the model or the rest of its config.
@@ -70,10 +77,12 @@ class MetaLearner(nn.Module):
         tables: TableSizes = TableSizes(0, 0),  # noqa: B008 - frozen
         huber_delta: float = 1.0,
         statistics: SupportStatistics = NO_STATISTICS,
+        items: ItemStatistics | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.statistics = statistics
+        self.items = items
         loss_function = LossFunction(loss, huber_delta)
         self._algorithm = find_algorithm(config.name)
         self._config = self._algorithm.preset(model, config)
@@ -97,31 +106,43 @@ class MetaLearner(nn.Module):
         if isinstance(model, DecisionModel) and FusedLoop.suits(model, self._plan, self.rates):
             self._fused_loop = FusedLoop(model, self._plan, loss_function, self.rates)
 
+    @property
+    def generated_table(self) -> int:
+        """Return the place of the table whose embeddings the generator makes; -1 without one."""
+        return self._parts.generated_table
+
     def use_general_loop(self) -> None:
-        """Give up the fused inner loop: its written-out derivatives know one type of number."""
+        """Give up the fused inner loop: what it computes, the general one does step by step."""
         self._fused_loop = None
 
     def arrange(self, batch: TaskBatch) -> Episodes:
         """Return what `forward` takes, from a batch on the host."""
+        if self.items is not None:
+            batch = self.items.widened(batch, to_train=True)
         batch = self.statistics.widened(batch)
         if self._config.name == PLAIN:
             return plain_rows(batch)
         if self._fused_loop is not None and self._query_loss is not None:
-            groups = similar_tasks(batch)
+            layout = self._fused_loop.layout(self._query_loss.second_order)
+            groups = similar_tasks(batch, layout)
             if any(group.support_rows for group in groups):
-                layout = self._fused_loop.layout(self._query_loss.second_order)
                 return padded_tasks(batch, groups, layout)
-        episodes = task_groups(batch, bool(self._config.adapt_embeddings), self._plan.num_weights)
+        gain = least_gain(GROUP_WORK, kind_of_device(self.model), self._plan.num_weights)
+        episodes = task_groups(batch, bool(self._config.adapt_embeddings), gain)
         if self._algorithm.learns_from == "support":
             support_T, query_T = side_lengths(batch)
             num_terms, num_shown = np.count_nonzero([support_T, support_T * query_T], axis=1)
             episodes = replace(episodes, num_terms=int(num_terms), num_shown=int(num_shown))
         return episodes
 
+    def with_items(self, batch: TaskBatch) -> TaskBatch:
+        """Return a batch to predict with what training rows say of its rows' values."""
+        return batch if self.items is None else self.items.widened(batch)
+
     def arrange_to_predict(self, batch: TaskBatch) -> Episodes:
         """Return what `predict` takes, from a batch on the host."""
         return support_and_query(
-            self.statistics.widened(batch),
+            self.statistics.widened(self.with_items(batch)),
             rows_per_task=bool(self._config.adapt_embeddings),
             to_predict=True,
         )

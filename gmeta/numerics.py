@@ -6,7 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-BF16 = "bf16"
+from gmeta.errors import ConfigError
+
+BF16, TF32 = "bf16", "tf32"
 # glibc's malloc.h, and the largest threshold that it takes.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MOST_THRESHOLD_BYTES = 32 << 20
@@ -22,6 +24,20 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
     if precision != BF16:
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
+
+
+def choose_products(precision: str, device: torch.device) -> None:
+    """Have CUDA multiply matrices of float32 in TF32 from now on, or not, as `precision` says.
+
+    Raises:
+        ConfigError: it is "tf32" and the device has no such products.
+    """
+    if precision == TF32 and device.type != "cuda":
+        raise ConfigError(
+            f'run.precision = "{TF32}" needs CUDA, and this run computes on the {device.type}: '
+            f'only Nvidia GPUs multiply in it. Set "float32" or "{BF16}", or run.device = "cuda"'
+        )
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == TF32 else "ieee"
 
 
 def make_deterministic() -> None:

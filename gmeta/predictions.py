@@ -1,6 +1,6 @@
 """What a learner predicts of a split's query rows, all ranks together, by a view of its tasks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -9,7 +9,7 @@ import pyarrow as pa
 import torch
 from torchrec.distributed import DistributedModelParallel
 
-from gmeta.batches.episodes import Episodes
+from gmeta.batches.episodes import Episodes, with_query_items, with_sampled
 from gmeta.batches.labels import labels_checked
 from gmeta.batches.views import STORED, View
 from gmeta.config import TrainConfig
@@ -20,10 +20,18 @@ from gmeta.parallel.sharding import ShardedLearner, local_learner
 from gmeta.parallel.steps import in_step
 from gmeta.parallel.stopping import Stop
 from gmeta.parallel.together import no_tasks, raise_first_problem, stopping_if_wrong
+from gmeta.report.runs import PLACES
+from gmeta.yardstick.candidates import Candidates, places_N2
+from gmeta.yardstick.rows import raw_rows, rows_of
+from metaio.format.block import build_block
 from metaio.format.dataset import Dataset
+from metaio.prepare.raw_ids import item_place
 from metaio.read.batch import TaskBatch
+from metaio.read.compose import compose
 
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]
+# A batch, and which of its rows are sampled candidates: of no length where there are none.
+Listed: TypeAlias = tuple[TaskBatch, npt.NDArray[np.bool_]]
 
 
 def predict_split(
@@ -33,18 +41,24 @@ def predict_split(
     sharded: DistributedModelParallel,
     ranks: Ranks,
     view: View = STORED,
+    candidates: Candidates | None = None,
 ) -> pa.Table | None:
     """Return a row for each query row of the split as the view shows it on rank 0, None elsewhere.
 
     Its columns are split, task, support_rows, task_rows (shown rows of the task), label, before and
-    after, and row_id where the dataset stores it; before and after are probabilities for BCE,
+    after, row_id where the dataset stores it, and item (the row of its table) where its schema
+    names one; before and after are probabilities for BCE,
     ratings for other losses.
     """
     with open_reader(config, dataset, split, ranks.rank, ranks.world_size) as reader:
         stop = Stop()
         stored = labels_checked(reader.batches(0), config.outer.loss, dataset, split)
         batches = map(view.of, stopping_if_wrong(stored, dataset.features, stop))
-        columns = predict_all(batches, config, dataset, sharded, ranks, stop)
+        if candidates is None:
+            columns = predict_all(batches, config, dataset, sharded, ranks, stop)
+        else:
+            listed = _listed(candidates, dataset, batches, view)
+            columns = _predict_listed(listed, config, dataset, sharded, ranks, stop)
         if stop.agreed:
             raise_first_problem(stop, ranks)
     table = gathered(columns, ranks)
@@ -67,11 +81,55 @@ def predict_all(
     stop: Stop,
 ) -> list[Columns]:
     """Return the columns of each of this rank's batches, of the query rows alone. Collective."""
+    none = np.zeros(0, np.bool_)
+    listed = ((batch, none) for batch in batches)
+    return _predict_listed(listed, config, dataset, sharded, ranks, stop)
+
+
+def _predict_listed(
+    batches: Iterator[Listed],
+    config: TrainConfig,
+    dataset: Dataset,
+    sharded: DistributedModelParallel,
+    ranks: Ranks,
+    stop: Stop,
+) -> list[Columns]:
+    """Return the same of batches with sampled candidates, of the rows beside which they stand."""
     learner = local_learner(sharded)
-    arrange = learner.learner.arrange_to_predict
-    idle = arrange(no_tasks(dataset.features))
+    item = item_place(dataset)
+
+    def arrange(listed: Listed) -> Episodes:
+        batch, is_sampled_N = listed
+        episodes = learner.learner.arrange_to_predict(batch)
+        if len(is_sampled_N):
+            episodes = with_sampled(episodes, batch, torch.from_numpy(is_sampled_N))
+        return episodes if item is None else with_query_items(episodes, batch, item)
+
+    idle = arrange((no_tasks(dataset.features), np.zeros(0, np.bool_)))
     steps = in_step(map(arrange, batches), idle, ranks, stop, sharded)
     return [_predict(learner, episodes, config.outer.loss) for episodes, _ in steps]
+
+
+def _listed(
+    candidates: Candidates, dataset: Dataset, batches: Iterable[TaskBatch], view: View
+) -> Iterator[Listed]:
+    """Yield batches with sampled rows, and which rows these are: of one batch as many as it takes.
+
+    A batch without episodes stays: a rank whose data failed takes part with such.
+    """
+    for batch in batches:
+        rows = rows_of(batch.map(torch.Tensor.numpy))  # type: ignore[arg-type]
+        if not batch.num_tasks:
+            yield batch, np.zeros(0, np.bool_)
+        for listed in candidates.parts(rows, view):
+            row_id_N = batch.row_id_N.numpy()
+            if len(row_id_N):
+                row_id_N = row_id_N[listed.source_M]
+            block = build_block(dataset.features, raw_rows(listed.rows, row_id_N))
+            yield (
+                compose(dataset.features, [(block, np.arange(block.num_episodes))]),
+                listed.is_sampled_M,
+            )
 
 
 def gathered(columns: list[Columns], ranks: Ranks) -> Columns | None:
@@ -92,19 +150,30 @@ def gathered(columns: list[Columns], ranks: Ranks) -> Columns | None:
 
 def _predict(learner: ShardedLearner, episodes: Episodes, loss: str) -> Columns:
     prediction = learner.predict(episodes)
-    query_T = prediction.layout.lengths_T.cpu()
-    support_T = prediction.support_lengths_T.cpu().to(torch.int32)
+    sampled_N = episodes.query_sampled_N.numpy()
+    query_T = prediction.layout.lengths_T.cpu().numpy()
+    task_N = np.repeat(np.arange(len(query_T)), query_T)
+    stored_N = ~sampled_N if sampled_N.size else np.ones(len(task_N), np.bool_)
+    query_T = np.bincount(task_N[stored_N], minlength=len(query_T))
+    support_T = prediction.support_lengths_T.cpu().numpy().astype(np.int32)
     # The loss works on logits, a reader on probabilities.
     shown = torch.sigmoid if loss == "bce" else torch.clone
-    row_id_N = episodes.query_row_id_N.numpy()
+    outputs = (prediction.before_N, prediction.after_N)
+    before_N, after_N = (shown(output_N).float().cpu().numpy() for output_N in outputs)
     # Adds up to the rows of the task, also where several episodes are of one.
-    share_T = (support_T + query_T) / query_T.clamp(min=1).double()
-    return {
-        "task": torch.repeat_interleave(episodes.task_T, query_T).numpy(),
-        **({"row_id": row_id_N} if row_id_N.size else {}),
-        "task_rows": torch.repeat_interleave(share_T, query_T).numpy(),
-        "support_rows": torch.repeat_interleave(support_T, query_T).numpy(),
-        "label": prediction.label_N.cpu().numpy(),
-        "before": shown(prediction.before_N).float().cpu().numpy(),
-        "after": shown(prediction.after_N).float().cpu().numpy(),
+    share_T = (support_T + query_T) / np.maximum(query_T, 1).astype(np.float64)
+    columns = {
+        "task": np.repeat(episodes.task_T.numpy(), query_T),
+        "task_rows": np.repeat(share_T, query_T),
+        "support_rows": np.repeat(support_T, query_T),
+        "label": prediction.label_N.cpu().numpy()[stored_N],
+        "before": before_N[stored_N],
+        "after": after_N[stored_N],
     }
+    for name, of_row_N in (("row_id", episodes.query_row_id_N), ("item", episodes.query_item_N)):
+        if of_row_N.numel():
+            columns[name] = of_row_N.numpy()[stored_N]
+    if sampled_N.size:
+        places = [places_N2(score_N, sampled_N) for score_N in (before_N, after_N)]
+        columns |= dict(zip(PLACES, np.concatenate(places, axis=1).T, strict=True))
+    return columns

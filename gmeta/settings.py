@@ -22,12 +22,17 @@ def describe_settings(kind: Any) -> list[tuple[str, str, str]]:
     return [
         (
             f"{section}.{item.name}",
-            json.dumps(item.default),
+            json.dumps(_default(item)),
             _with_choices(item.metadata["help"], get_type_hints(fields)[item.name]),
         )
         for section, fields in get_type_hints(kind).items()
         for item in dataclasses.fields(fields)
     ]
+
+
+def _default(item: dataclasses.Field[Any]) -> Any:
+    has_maker = item.default_factory is not dataclasses.MISSING
+    return item.default_factory() if has_maker else item.default  # type: ignore[operator]
 
 
 def _with_choices(text: str, hint: Any) -> str:

@@ -15,16 +15,18 @@ from gmeta.batches.accumulate import MicroBatches
 from gmeta.batches.augment import augmented
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.labels import check_first_labels, labels_checked
-from gmeta.build import build
-from gmeta.checkpoints.loader import PARTS_OF_ALGORITHMS, load_checkpoint, restore_replaced
-from gmeta.checkpoints.resume import check_goes_on, checkpoint_to_start_from
+from gmeta.build import build, plugins_of
+from gmeta.checkpoints.beginning import beginning_of
+from gmeta.checkpoints.loader import restore_replaced
+from gmeta.checkpoints.settled import settled_by_first
 from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import TrainConfig
 from gmeta.evaluate import score_split
 from gmeta.feeds.agent import Agent, open_agent
 from gmeta.feeds.source import open_feed
+from gmeta.feeds.training_sums import take_item_statistics
 from gmeta.guards import StepGuard
-from gmeta.numerics import make_deterministic
+from gmeta.numerics import choose_products, make_deterministic
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.plan import plan_lines
@@ -33,6 +35,7 @@ from gmeta.parallel.sharding import described_plan, local_learner, shard_learner
 from gmeta.parallel.steps import StepTotals, in_step
 from gmeta.parallel.stopping import Stop, StoppedError, stop_on_sigterm
 from gmeta.parallel.together import by_first, no_tasks, raise_first_problem, stopping_if_wrong
+from gmeta.prequential import forecast
 from gmeta.runs.alike import check_alike
 from gmeta.runs.environment import describe_environment
 from gmeta.runs.folder import (
@@ -45,7 +48,6 @@ from gmeta.runs.folder import (
 from gmeta.runs.lock import held_alone
 from gmeta.runs.log import RunLog, StepMeter
 from gmeta.runs.profiler import StepProfiler
-from gmeta.runs.progress import Progress
 
 
 def is_due(every_steps: int, step: int) -> bool:
@@ -59,8 +61,10 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     Raises:
         StoppedError: SIGTERM asked a rank to stop; a checkpoint holds every step that was done.
     """
+    config = settled_by_first(config, ranks)
     if config.run.deterministic:
         make_deterministic()
+    choose_products(config.run.precision, ranks.device)
     with ExitStack() as held:
         run = TrainingRun(config, ranks, held)
         # Left from right to left: the last checkpoint is committed before the feed, which hears of
@@ -89,19 +93,17 @@ class TrainingRun:
         self._told_at_start = plan_lines(plan)
         self._optimizer = build_optimizer(self._sharded, config.outer)
         self.folder = RunFolder(Path(config.run.dir))
-        self._progress = Progress()
         by_first(lambda: held.enter_context(held_alone(self.folder.root)), ranks)
         by_first(lambda: restore_replaced(self.folder.checkpoints), ranks)
         checkpoints = list_checkpoints(self.folder.checkpoints)
         newest = checkpoints[-1] if checkpoints else None
-        if newest is not None:
-            check_goes_on(self.folder, newest, config, self._dataset)
+        self._beginning = beginning_of(self.folder, newest, config, self._dataset)
         self.feed = open_feed(config, self._dataset, ranks, newest)
-        if newest is not None:
-            self._progress = load_checkpoint(newest, self._sharded, self._optimizer, ranks)
-        elif start := checkpoint_to_start_from(config, self._dataset):
-            load_checkpoint(start, self._sharded, None, ranks, PARTS_OF_ALGORITHMS)
-            self._told_at_start.append(f"begins with the weights of {start}")
+        self._progress = self._beginning.load(config, self._sharded, self._optimizer, ranks)
+        self._told_at_start += self._beginning.told
+        # Of this dataset, whatever weights the run begins with.
+        items = self._learner.items
+        self._told_at_start += take_item_statistics(items, config, self._dataset, ranks)
         by_first(lambda: self._describe_run(plan), ranks)
 
         self._step_limit = config.run.max_steps or sys.maxsize
@@ -113,6 +115,7 @@ class TrainingRun:
             config,
             ranks,
             committed=self.feed.committed,
+            lineage=self._beginning.lineage,
         )
         self._saved_step = self._progress.step
         self._early_stop = early_stop_of(config)
@@ -125,7 +128,12 @@ class TrainingRun:
 
     def _describe_run(self, plan: dict[str, Any]) -> None:
         """Make the run folder, or bring it to where the checkpoint stands."""
-        ran_on = describe_environment(self._ranks.world_size, self._dataset.fingerprint)
+        config = self._config
+        ran_on = describe_environment(
+            self._ranks.world_size,
+            self._dataset.fingerprint,
+            plugins_of(config.model, config.algorithm),
+        )
         create_run_folder(self._config, ran_on)
         write_json(self.folder.plan, plan)
         # Steps beyond the checkpoint are taken, and logged, again.
@@ -138,6 +146,8 @@ class TrainingRun:
             StoppedError: SIGTERM asked a rank to stop.
         """
         self.log.tell(self._told_at_start)
+        if self._beginning.how == "continued" and self._config.run.prequential:
+            self._forecast()
         agent = open_agent(self._config, self.feed, self._sharded, self._ranks, stop)
         while self._progress.epoch < self._config.run.epochs and not self._steps_are_over():
             self._take_steps(agent, stop)
@@ -268,6 +278,13 @@ class TrainingRun:
         # Only rank 0 has scores; all must judge alike, or they would part at the next step.
         score = value_of_first(scores.get(self._early_stop.metric), self._ranks)
         self._progress = self._early_stop.judged(self._progress, score)
+
+    def _forecast(self) -> None:
+        """Score the increment that is trained next, with the model as it came from the last."""
+        lineage = self._beginning.lineage
+        with self._meter.paused():
+            told = forecast(self._config, self._dataset, lineage, self._sharded, self._ranks)
+        self.log.tell(told)
 
     def _is_best(self) -> bool:
         step = self._progress.step

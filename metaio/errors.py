@@ -17,6 +17,10 @@ class DataError(MetaIOError):
     """A raw input cannot be turned into episodes: a null, a wrong type, an empty file."""
 
 
+class QuarantinedError(DataError):
+    """The rows of a window are refused for what they hold: the stream goes on without them."""
+
+
 class UrlError(MetaIOError):
     """A URL names a place that this installation cannot reach."""
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 import torch
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.config import SupportFeaturesConfig
+from gmeta.batches.config import ItemFeaturesConfig, SupportFeaturesConfig
 from gmeta.build import build_learner, statistics_of
 from gmeta.evaluate import evaluate_run
 from gmeta.export import write_model
@@ -36,6 +36,7 @@ def write_random_model(
     algorithm: AlgorithmConfig | None = None,
     model: ModelConfig | None = None,
     support_features: SupportFeaturesConfig | None = None,
+    item_features: ItemFeaturesConfig | None = None,
 ) -> dict[str, torch.Tensor]:
     """An exported model of random values in `folder`; returns its float32 tables by name."""
     config = ExportedConfig(
@@ -48,11 +49,17 @@ def write_random_model(
         source={},
         files={},
         support_features=support_features or SupportFeaturesConfig(),
+        item_features=item_features or ItemFeaturesConfig(),
     )
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    statistics = statistics_of(config.support_features, features)
-    learner = build_learner(features, config.model, config.algorithm, loss, 1.0, statistics)
+    statistics = statistics_of(config.support_features, features, config.item_features)
+    learner = build_learner(
+        features, config.model, config.algorithm, loss, 1.0, statistics, config.item_features
+    )
+    if learner.items is not None:
+        for values_V2 in learner.items.buffers():
+            values_V2[1:] = torch.randn(len(values_V2) - 1, 2)  # row 0 is of unknown values
     layers = learner.state_dict()
     width = config.model.embedding_dim
     tables = {table.name: torch.randn(table.num_rows, width) for table in features.tables}

@@ -50,7 +50,10 @@ def test_a_saved_config_reads_back_equal(good: Path) -> None:
     [
         ("outer.dense_lrr=1", "outer.dense_lrr is unknown; did you mean outer.dense_lr?"),
         ("otter.dense_lr=1", "otter is unknown; did you mean outer?"),
-        ("run.zzz=1", "run.zzz is unknown; known are dir, start_from, seed, epochs, max_steps"),
+        (
+            "run.zzz=1",
+            "run.zzz is unknown; known are dir, start_from, continue_from, prequential, seed",
+        ),
         ("foo=1", "override 'foo=1' is not of the form section.key=value. Write e.g. run.epochs=3"),
         ("outer.dense_lr=fast", "outer.dense_lr = 'fast' is not of type float. Correct the value"),
         ("outer.dense_lr=nan", "outer.dense_lr = nan is not a finite number. Correct the value"),

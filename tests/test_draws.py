@@ -18,6 +18,7 @@ SCHEMA: dict[str, Any] = {
     "task": {"column": "user"},
     "label": {"column": "clicked"},
     "row_id": {"column": "row"},
+    "item": {"column": "item"},
     "single": [{"column": "item", "hash": 60}, {"column": "user", "hash": 60}],
     "episodes": {"by": "random", "query_rows": 4, "min_rows": 6},
     "splits": {"shares": {"train": 0.5, "cold": 0.5}},
@@ -35,6 +36,7 @@ def raw_table() -> pa.Table:
             "item": rng.integers(0, 50, user_N.size),
             "clicked": rng.integers(0, 2, user_N.size),
             "ts": np.arange(user_N.size),
+            "side": np.where(np.arange(user_N.size) % 3, "support", "query"),
         }
     )
 
@@ -74,13 +76,18 @@ def test_draws_sizes_and_ids_are_the_same_on_one_rank_and_two(run: Path) -> None
     raw = {row["row"]: row for row in raw_table().to_pylist()}
     asked: dict[int, set[int]] = {0: set(), 1: set()}
     sizes: dict[int, int] = {}
+    named = 0
     for row in table.to_pylist():
         if row["run"] != "run":
             continue
         own = raw[row["row_id"]]
         assert (own["user"], own["clicked"]) == (row["task"], row["label"])
+        assert row["task_id"] == own["user"]
+        named += row["item_id"] is not None
+        assert row["item_id"] in (own["item"], None)  # null: another item shares its row
         asked[row["draw"]].add(row["row_id"])
         sizes[row["task"]] = row["task_rows"]
+    assert named > 20
     assert len(asked[0]) == len(asked[1])
     assert asked[0] != asked[1]
     assert sizes == {user: sum(1 for row in raw.values() if row["user"] == user) for user in sizes}
@@ -132,16 +139,29 @@ def test_sizes_that_are_none_are_refused(run: Path, sizes: str) -> None:
     )
 
 
-@pytest.mark.distributed
-def test_rows_in_time_are_not_drawn_anew(tmp_path: Path) -> None:
-    data = prepared(
-        tmp_path, time={"column": "ts"}, episodes={"by": "last", "query_rows": 4, "min_rows": 6}
-    )
+FIXED: dict[str, dict[str, Any]] = {
+    "past": {
+        "time": {"column": "ts"},
+        "episodes": {"by": "last", "query_rows": 4, "min_rows": 6},
+    },
+    "membership": {"membership": {"column": "side"}},
+    "windows": {"time": {"column": "ts"}, "splits": {"by_time": {"train": 0.6, "cold": 0.4}}},
+}
+
+
+@pytest.mark.parametrize("protocol", FIXED)
+def test_a_support_that_the_protocol_gives_is_not_drawn_anew(tmp_path: Path, protocol: str) -> None:
+    data = prepared(tmp_path, **FIXED[protocol])
     config = write_config(tmp_path / "train.toml", data, tmp_path / "run")
     assert gmeta("train", config, *SMALL_MODEL, "run.max_steps=1").returncode == 0
-    result = gmeta("evaluate", tmp_path / "run", "--draws", "2")
-    assert result.returncode == 2
-    assert result.stderr.strip().splitlines()[-1] == (
-        f"error: --draws = 2, but the support rows of {data} are the past of its query rows, which "
-        "drawing them anew would mix. Leave --draws out"
+    result = gmeta("evaluate", tmp_path / "run", "--draws", "2", "--no-trees")
+    assert result.returncode == 0, result.stderr
+    note = (
+        f"--draws = 2, but the protocol of {data} says which rows of a task are support, and which "
+        "of them its query: one draw, intervals over tasks alone"
     )
+    assert note in " ".join(result.stderr.split())
+    found = json.loads((tmp_path / "run" / "evaluation" / "evaluation.json").read_text())
+    assert (found["interval"]["draws"], found["notes"][-1]) == (1, note)
+    table = pq.read_table(tmp_path / "run" / "evaluation" / "predictions.parquet")
+    assert set(table["draw"].to_pylist()) == {0}

@@ -1,7 +1,10 @@
 """Export of trained runs: what is served equals what is evaluated; nothing half-written is left."""
 
 import json
+import math
 import shutil
+import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import gmeta
@@ -23,7 +27,8 @@ from gmeta.commands.screen import size_text
 from gmeta.errors import GMetaError, UserError
 from gmeta.export import CheckpointReader, export_run
 from gmeta.runs.folder import list_checkpoints
-from gmeta.serving.folder import read_config
+from gmeta.runtimes.write import export_for
+from gmeta.serving.folder import LAYERS_FILE, read_config
 from gmeta_models import MODELS
 from metaio import FormatError, open_dataset
 from metaio.prepare.local import prepare
@@ -120,11 +125,14 @@ def difference(ours: object, theirs: pa.ChunkedArray) -> float:
 
 @pytest.fixture(scope="module")
 def informed_run(tmp_path_factory: pytest.TempPathFactory, click_logs: Path) -> Path:
-    """A run whose model sees statistics of support rows, which training draws anew."""
+    """Two ranks' run whose model sees statistics of support rows, which training draws anew, and
+    of training rows."""
     folder = tmp_path_factory.mktemp("informed")
     config = write_config(folder / "train.toml", click_logs, folder / "run")
     keys = ("support_features.task=true", 'support_features.columns=["*"]', "outer.loss=mae")
-    return _trained(config, *keys, "augment.resplit_support=true")
+    items = 'item_features.columns=["*"]', "item_features.shrinkage=2"
+    items += ("support_features.residual_of=item",)
+    return _trained(config, *keys, *items, "augment.resplit_support=true", "--nproc-per-node=2")
 
 
 @pytest.mark.distributed
@@ -138,6 +146,30 @@ def test_statistics_of_support_rows_are_exported_with_their_prior(
         (float(label_N.mean()), float(label_N.std())), rel=1e-5
     )
     assert_served_as_evaluated(informed_run, tmp_path / "model", click_logs)
+
+
+@pytest.mark.distributed
+def test_statistics_of_training_rows_are_exported(
+    informed_run: Path, tmp_path: Path, click_logs: Path
+) -> None:
+    """Those of all training rows, whichever rank read them: against a loop over the rows."""
+    export_run(informed_run, tmp_path / "model")
+    dataset = open_dataset(str(click_logs))
+    label_of: dict[int, list[float]] = defaultdict(list)
+    for number in range(dataset.split("train").num_blocks):
+        block = dataset.read_block("train", number)
+        for row, label in enumerate(block.label_N.tolist()):
+            label_of[int(block.unique_ids_U[block.positions_NF[row, 0]])].append(label)
+    every = [label for labels in label_of.values() for label in labels]
+    mean, deviation = statistics.fmean(every), statistics.pstdev(every)
+    assert read_config(tmp_path / "model").item_features.shrinkage == 2
+    values_V2 = load_file(tmp_path / "model" / LAYERS_FILE)["items.column_0"]
+    assert len([one for one in label_of if one]) > 10
+    for one, (above, shown) in enumerate(values_V2.tolist()):
+        labels = label_of[one] if one else []
+        expected = sum(label - mean for label in labels) / deviation / (len(labels) + 2)
+        assert above == pytest.approx(expected, abs=1e-6)
+        assert shown == pytest.approx(math.log(1 + len(labels)) / math.log(101))
 
 
 @pytest.mark.distributed
@@ -240,6 +272,27 @@ def test_any_step_kept_can_be_exported_and_replaces_a_model_only_when_told(
         "Choose one of them, or leave out --step for the newest"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.distributed
+def test_a_run_is_exported_for_another_runtime_as_for_gmeta(
+    run: Path, click_logs: Path, tmp_path: Path
+) -> None:
+    export_for(run, tmp_path / "clicks", "triton", "int8", step=4)
+    export_run(run, tmp_path / "model", "int8", step=4)
+    support, query = rows_of_split(click_logs, SPLIT)
+    found, expected = (
+        gmeta.load(folder).predict_tasks(support, query)
+        for folder in (tmp_path / "clicks" / "1" / "model", tmp_path / "model")
+    )
+    assert torch.equal(found.after_N, expected.after_N)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["clicks", "model"]
+    with pytest.raises(UserError) as caught:
+        export_for(run, tmp_path / "clicks", "triton")
+    assert str(caught.value) == (
+        f"{tmp_path / 'clicks'} holds an exported Triton model already. "
+        "Choose another folder, or pass --overwrite to replace it"
+    )
 
 
 @pytest.mark.distributed
@@ -367,9 +420,12 @@ def test_a_checkpoint_of_another_model_than_the_config_is_not_exported(
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("section", "name", "known"),
-    [("model", "mine", sorted(MODELS)), ("algorithm", "mimic", [*ALGORITHMS, PLAIN])],
+    [
+        ("model", "mine", sorted(MODELS)),
+        ("algorithm", "mimic", sorted([*ALGORITHMS, PLAIN])),
+    ],
 )
-def test_a_run_of_somebody_elses_registry_is_told_from_a_mistyped_name(
+def test_a_run_of_a_package_that_is_not_here_is_told_from_a_mistyped_name(
     run: Path, tmp_path: Path, section: str, name: str, known: list[str]
 ) -> None:
     """To choose another model is no advice for weights that exist."""
@@ -380,9 +436,9 @@ def test_a_run_of_somebody_elses_registry_is_told_from_a_mistyped_name(
     for checkpoint in list_checkpoints(copy / "checkpoints"):
         seal(checkpoint / "progress.json", lambda about: about["config"][section].update(name=name))
     told = (
-        f"{copy} was made with {section}.name = {name!r}, which this release does not have: known "
-        f"are {', '.join(known)}. Use the release that made it, or register it here as it was "
-        "there: docs/extending.md"
+        f"{copy} was made with {section}.name = {name!r}, which is not here: known are "
+        f"{', '.join(known)}. Use the release that made it, or install the package that has it: "
+        "docs/extending.md."
     )
     with pytest.raises(GMetaError) as caught:
         export_run(copy, tmp_path / "model")

@@ -1,93 +1,149 @@
-"""The walk-through of docs/extending.md, followed to the letter on a copy of the repository."""
+"""The package of docs/extending.md: built, installed and used from outside the repository."""
 
+import json
+import os
 import re
 import shutil
-from collections import Counter
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 
-from gmeta.adaptation.algorithms.registry import ALGORITHMS
-from gmeta_models import MODELS
-from tests.commands import SMALL_MODEL, environment, metrics, write_config
-from tests.forked import run_forked
+from tests.commands import SMALL_MODEL, environment, losses, write_config
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("gmeta", "metaio", "models", "protos", "tests")
-PACKAGES = ("gmeta", "metaio", "gmeta_models", "gmeta_protos", "tests")
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+CHOSEN = ["model.name=fm", "model.options.scale=0.5", "algorithm.name=boil"]
+# A user's program that loads the export and predicts two rows of a task.
+PREDICT = """
+import sys, gmeta
+from metaio.recipes.synthetic import FEATURES_DENSE, FEATURES_SINGLE
+rows = dict.fromkeys(FEATURES_SINGLE, [1, 2]) | dict.fromkeys(FEATURES_DENSE, [0.5, 1.0])
+rows["tags"] = [[1], [2, 3]]
+model = gmeta.load(sys.argv[1])
+task = model.adapt({**rows, "click": [1, 0]})
+print(type(model._learner.model).__module__, len(task.predict(rows)))
+"""
 
 
-@pytest.fixture
-def extended(tmp_path: Path) -> Path:
-    """A copy of the repository with every file and line that the page tells to write."""
-    copy = tmp_path / "copy"
-    for folder in FOLDERS:
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / folder, copy / folder, ignore=ignored)
-    shutil.copy(ROOT / "pyproject.toml", copy)
-    page = (ROOT / "docs" / "extending.md").read_text()
-    for text, block in re.findall(
-        r"([^`\n]*(?:`[^`]+`[^`\n]*)+\n\n)```python\n(.*?)```", page, re.S
-    ):
-        path = copy / re.findall(r"`([\w/]+\.py)`", text)[-1]
-        if "Register" in text:
-            (registry,) = re.findall(r"the dict `(\w+)`", text)
-            register(path, registry, block)
-        else:
-            assert not path.exists()
-            path.write_text(block)
-    return copy
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every file that the page tells to write."""
+    folder = tmp_path_factory.mktemp("sources")
+    found = re.findall(r"`([\w/]+\.(?:py|toml))`:\n\n```\w+\n(.*?)```", PAGE, re.S)
+    for path, text in found:
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(text)
+    written = {path for path, _ in found}
+    tests = {"tests/test_fm.py", "tests/test_boil.py"}
+    assert written == {"pyproject.toml", "myrec/fm.py", "myrec/boil.py", *tests}
+    return folder
 
 
-def register(path: Path, registry: str, block: str) -> None:
-    """Add the block's import to the imports of a file and its entry to the dict."""
-    imported, entry = block.split("\n\n")
-    text = path.read_text()
-    start = re.search(rf"^{registry}: .* = {{\n", text, re.M)
-    assert start is not None
-    text = text[: start.end()] + entry.rstrip("\n") + "\n" + text[start.end() :]
-    first_import = re.search(r"^from (?:gmeta_models|gmeta)\.", text, re.M)
-    assert first_import is not None
-    path.write_text(text[: first_import.start()] + imported + "\n" + text[first_import.start() :])
+@pytest.fixture(scope="module")
+def site(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of packages with the wheel of the page's package, as pip would unpack it."""
+    (sources / "myrec" / "__init__.py").touch()
+    wheels = tmp_path_factory.mktemp("wheels")
+    code = f"from setuptools import build_meta; build_meta.build_wheel({str(wheels)!r})"
+    run(sources, sys.executable, "-c", code)
+    (wheel,) = wheels.iterdir()
+    site = tmp_path_factory.mktemp("site")
+    zipfile.ZipFile(wheel).extractall(site)
+    return site
 
 
-def run(extended: Path, program: str, *arguments: str | Path) -> CompletedProcess[str]:
-    return run_forked(program, *arguments, env=environment(), cwd=extended, anew=PACKAGES)
+def run(
+    cwd: Path, *command: str | Path, path: Path | None = None, code: int = 0, **variables: str
+) -> str:
+    """The output of a command that ends with `code`; `path` comes before the present one."""
+    env = {**environment(), **variables}
+    roots = [str(ROOT), str(ROOT / "models"), str(ROOT / "protos")]
+    env["PYTHONPATH"] = os.pathsep.join([*([str(path)] if path else []), *roots])
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True,
+        timeout=2 * PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
-def test_the_new_model_and_algorithm_pass_their_tests_and_those_of_all(extended: Path) -> None:
-    found = re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "docs" / "extending.md").read_text())
-    written = [path for path in found if not (ROOT / path).exists()]
-    assert written == ["tests/models/test_fm.py", "tests/adaptation/test_boil.py"]
-    shared = ["tests/models/test_models.py", "tests/adaptation/test_every_pair_learns.py"]
-    names = "fm or boil"
-    result = run(extended, "pytest", "-rp", *written, *shared, "-k", names, "-o", "addopts=")
-    assert result.returncode == 0, result.stdout
-    passed = Counter(re.findall(r"^PASSED ([\w/]+\.py)::", result.stdout, re.M))
-    assert set(passed) == {*written, *shared}
-    assert passed[shared[1]] == len(MODELS) + 1 + len(ALGORITHMS)  # each pair with one of the two
+def gmeta(cwd: Path, *arguments: str | Path, path: Path | None = None, code: int = 0) -> str:
+    return run(cwd, sys.executable, "-m", "gmeta", *arguments, path=path, code=code)
 
 
-def test_the_new_algorithm_gets_the_fused_loop_without_knowing_of_it(extended: Path) -> None:
-    (extended / "tests/test_fused.py").write_text(
+def test_the_packages_own_tests_pass(sources: Path, site: Path) -> None:
+    told = run(sources, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", path=site)
+    assert "2 passed" in told
+
+
+def test_the_new_algorithm_equals_a_loop_and_gets_the_fused_one(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "test_boil.py").write_text(
+        "from dataclasses import replace\n"
         "from gmeta.adaptation.config import AlgorithmConfig\n"
         "from gmeta.adaptation.fused.loop import FusedLoop\n"
         "from gmeta.build import build_learner\n"
         "from gmeta_models import ModelConfig\n"
         "from tests import reference\n"
+        "from tests.adaptation.agreement import assert_equals_loop\n"
+        "MELU = ModelConfig(name='melu', embedding_dim=4, hidden=(5, 3))\n"
+        "BODY = AlgorithmConfig(name='maml', inner_steps=3,\n"
+        "    adapt_layers=('decision.0', 'decision.2'))\n"
+        "BOIL = replace(BODY, name='boil', adapt_layers=('*',))\n"
+        "def test_loop():\n"
+        "    tasks, columns = [(3, 2), (0, 1), (2, 4)], (2, 1, 1)\n"
+        "    assert_equals_loop(tasks, columns, MELU, BOIL, slow=BODY)\n"
+        "    own = ModelConfig(name='fm', embedding_dim=4)\n"
+        "    maml = AlgorithmConfig(name='maml')\n"
+        "    assert_equals_loop(tasks, columns, own, maml, slow=maml)\n"
         "def test_fused():\n"
-        "    features, model = reference.some_features(2, 1, 1), ModelConfig(name='melu')\n"
-        "    learner = build_learner(features, model, AlgorithmConfig(name='boil'), 'bce')\n"
+        "    learner = build_learner(reference.some_features(2, 1, 1), MELU, BOIL, 'bce')\n"
         "    assert isinstance(learner._fused_loop, FusedLoop)\n"
     )
-    result = run(extended, "pytest", "tests/test_fused.py", "-o", "addopts=")
-    assert result.returncode == 0, result.stdout
+    told = run(tmp_path, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", path=site)
+    assert "2 passed" in told
 
 
-def test_the_new_model_trains_by_the_new_algorithm(extended: Path, click_logs: Path) -> None:
-    config = write_config(extended / "train.toml", click_logs, extended / "run")
-    chosen = ["model.name=fm", "algorithm.name=boil"]
-    result = run(extended, "gmeta", "train", config, *SMALL_MODEL, *chosen)
-    assert result.returncode == 0, result.stderr
-    assert [line["step"] for line in metrics(extended / "run")] == list(range(1, 9))
+def test_two_ranks_train_and_resume_it_and_the_export_is_loaded(
+    site: Path, tmp_path: Path, click_logs: Path
+) -> None:
+    config = write_config(tmp_path / "train.toml", click_logs, tmp_path / "run")
+    two = ["train", config, *SMALL_MODEL, *CHOSEN, "--nproc-per-node", "2"]
+    gmeta(tmp_path, *two, "run.max_steps=4", path=site)
+    gmeta(tmp_path, *two, "--resume", path=site)
+    assert len(losses(tmp_path / "run")) == 8
+    ran_on = json.loads((tmp_path / "run" / "environment.json").read_text())
+    mine = {"package": "myrec", "version": "1.2.0"}
+    assert ran_on["plugins"] == {"model.name": mine, "algorithm.name": mine}
+
+    gmeta(tmp_path, "evaluate", "run", path=site)
+    gmeta(tmp_path, "export", "run", "model", path=site)
+    told = run(tmp_path, sys.executable, "-c", PREDICT, "model", path=site)
+    assert told.split() == ["myrec.fm", "2"]
+    # Elsewhere, where nobody installed it.
+    told = gmeta(tmp_path, "evaluate", "run", code=1)
+    assert "run was made with model.name = 'fm', which is not here: known are cbml, din" in told
+    assert "It was made with myrec 1.2.0." in told
+    assert "Traceback" not in told
+
+
+def test_an_import_path_needs_no_entry_point_but_trust_where_it_comes_from_elsewhere(
+    sources: Path, tmp_path: Path, click_logs: Path
+) -> None:
+    own = tmp_path / "own"  # without what a build leaves beside it
+    shutil.copytree(sources / "myrec", own / "myrec")
+    config = write_config(tmp_path / "train.toml", click_logs, tmp_path / "run")
+    chosen = ["model.name=myrec.fm:FM", "run.max_steps=1"]
+    gmeta(tmp_path, "train", config, *SMALL_MODEL, *chosen, path=own)
+    ran_on = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert ran_on["plugins"] == {"model.name": {"package": "myrec", "version": "not installed"}}
+    told = gmeta(tmp_path, "export", "run", "model", path=own, code=1)
+    assert "set GMETA_PLUGINS=myrec if you trust it" in told
+    trusted = [sys.executable, "-m", "gmeta", "export", "run", "model"]
+    run(tmp_path, *trusted, path=own, GMETA_PLUGINS="other,myrec")
+    told = run(tmp_path, sys.executable, "-c", PREDICT, "model", path=own, code=1)
+    assert "set GMETA_PLUGINS=myrec if you trust it" in told
+    run(tmp_path, sys.executable, "-c", PREDICT, "model", path=own, GMETA_PLUGINS="myrec")

@@ -13,10 +13,12 @@ import torch
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
+from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner
 from gmeta.numerics import (
     M_MMAP_THRESHOLD,
     autocast,
+    choose_products,
     keep_freed_memory,
 )
 from gmeta_models import ModelConfig
@@ -45,7 +47,8 @@ def single(values: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("model", ["dlrm", "melu", "cbml"])
 @pytest.mark.parametrize("algorithm", ["maml", "fomaml", "anil", "reptile", "metasgd", "none"])
-def test_bf16_is_close_to_float32(algorithm: str, model: str) -> None:
+@pytest.mark.parametrize("general", [False, True])
+def test_bf16_is_close_to_float32(general: bool, algorithm: str, model: str) -> None:
     torch.manual_seed(0)
     learner = build_learner(
         FEATURES,
@@ -53,7 +56,8 @@ def test_bf16_is_close_to_float32(algorithm: str, model: str) -> None:
         AlgorithmConfig(name=algorithm, inner_lr=0.1, inner_steps=2),
         "bce",
     )
-    learner.use_general_loop()
+    if general:
+        learner.use_general_loop()
     loss, gradient = loss_and_gradient(learner, "float32")
     loss_16, gradient_16 = loss_and_gradient(learner, "bf16")
     assert gradient_16.dtype == torch.float32
@@ -62,6 +66,23 @@ def test_bf16_is_close_to_float32(algorithm: str, model: str) -> None:
     assert loss_16 == pytest.approx(loss, rel=0.001)
     assert loss_16 != torch.tensor(loss_16).bfloat16().item()
     assert torch.cosine_similarity(gradient, gradient_16, dim=0) > 0.995
+
+
+def test_tf32_is_chosen_on_cuda_and_left_again() -> None:
+    products = torch.backends.cuda.matmul
+    choose_products("tf32", torch.device("cuda"))
+    assert products.fp32_precision == "tf32"
+    choose_products("bf16", CPU)
+    assert products.fp32_precision == "ieee"
+
+
+def test_tf32_on_a_cpu_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        choose_products("tf32", CPU)
+    assert str(refused.value) == (
+        'run.precision = "tf32" needs CUDA, and this run computes on the cpu: only Nvidia GPUs '
+        'multiply in it. Set "float32" or "bf16", or run.device = "cuda"'
+    )
 
 
 def faults_a_round(kept: str) -> float:

@@ -61,7 +61,7 @@ def test_ctrl_c_ends_a_command_with_one_line_on_one_rank(
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gmeta.commands.train.show_config", interrupted)
+    monkeypatch.setattr("gmeta.commands.config.config", interrupted)
     monkeypatch.setattr("gmeta.cli._leave", sys.exit)  # ends the process at once
     monkeypatch.setattr(sys, "argv", ["gmeta", "config"])
     if rank is not None:

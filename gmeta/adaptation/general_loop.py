@@ -137,7 +137,7 @@ class GeneralLoop:
         inputs, layout, label_N = self._inputs(side, rows.values_PD), side.layout, side.label_N
         if not known:
             inputs, label_N = inputs.no_rows(), label_N[:0]
-            layout = RowLayout.of(torch.zeros_like(layout.lengths_T))
+            layout = RowLayout(torch.zeros_like(layout.lengths_T), 0, 0, None)
         layers, gates_TMO = row_layers(model), dict[str, Tensor]()
         if isinstance(model, GatedModel):
             by_layer = model.gates_TO(layout.mean_TX(model.seen_NX(inputs)))

@@ -3,6 +3,8 @@
 Shape suffixes: N rows, O outputs of a layer.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import numpy as np
@@ -79,6 +81,10 @@ class RowLoss(NamedTuple):
         """Return the loss of these outputs: a scalar."""
         losses_NO = row_losses_N(self.loss, output_NO, self.label_N1)
         return torch.dot(losses_NO.flatten(), self.weight_N1.flatten())
+
+    def times(self, rate: float) -> RowLoss:
+        """Return the loss with all weights so many times as large."""
+        return self._replace(weight_N1=self.weight_N1 * rate)
 
     def slope_NO(self, output_NO: Tensor) -> Tensor:
         """Return the gradient of the loss at these outputs, differentiable once more."""

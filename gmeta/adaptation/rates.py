@@ -25,6 +25,8 @@ LayerRate = float | Tensor | WeightRates
 
 def scaled(grads: Tensor, rate: float | Tensor) -> Tensor:
     """Return the gradients times their rate, in the gradients' precision (autocast's, where on)."""
+    if isinstance(rate, float) and rate == 1.0:
+        return grads
     return grads * (rate.to(grads.dtype) if isinstance(rate, Tensor) else rate)
 
 
@@ -59,12 +61,12 @@ class FixedRates:
             return self.rate
         # In float64, as the rate of all tables is: the gradient's own precision is taken last.
         rate_B1 = unique_lengths_B.new_zeros(len(unique_lengths_B), 1, dtype=torch.float64)
-        rate_B1[list(self.tables)] = self.rate
+        for table in self.tables:  # a list of them as an index would be waited for on CUDA
+            rate_B1[table] = self.rate
         return of_tables(rate_B1, unique_lengths_B, fetched_row_P)
 
 
 def of_tables(value_BC: Tensor, unique_lengths_B: Tensor, fetched_row_P: Tensor) -> Tensor:
     """Return the value of each row's table: [P, C]; see InnerRates.of_rows."""
-    tables_B = torch.arange(len(unique_lengths_B), device=unique_lengths_B.device)
-    table_U = tables_B.repeat_interleave(unique_lengths_B)
-    return value_BC.index_select(0, table_U.index_select(0, fetched_row_P))
+    ends_B = unique_lengths_B.cumsum(0)
+    return value_BC.index_select(0, torch.searchsorted(ends_B, fetched_row_P, right=True))

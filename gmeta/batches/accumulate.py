@@ -11,14 +11,14 @@ Shape suffixes: T episodes, N rows, B tables, U fetched rows, D embedding width.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from gmeta.batches.episodes import Episodes, RowFetch
+from gmeta.batches.episodes import Episodes, RowFetch, episodes_moved
 from metaio.read.batch import TaskBatch
 
 
@@ -69,12 +69,7 @@ class MicroBatches:
 
     def to(self, device: torch.device) -> "MicroBatches":
         """Copy them to a device."""
-        ids_U = self.unique_ids_U.to(device, non_blocking=True)
-        lengths_B = self.unique_lengths_B.to(device, non_blocking=True)
-        shared = [
-            replace(part, unique_ids_U=ids_U, unique_lengths_B=lengths_B) for part in self.parts
-        ]
-        return MicroBatches(tuple(part.to(device) for part in shared))
+        return MicroBatches(episodes_moved(self.parts, device))
 
 
 Arranged = TypeVar("Arranged", Episodes, Episodes | MicroBatches)

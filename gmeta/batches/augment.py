@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from gmeta.batches.config import AugmentConfig
+from metaio.format.block import with_one_unknown
 from metaio.format.features import Features
 from metaio.hashing import splitmix64
 from metaio.ragged import offsets
@@ -117,17 +118,11 @@ def drop_ids(
     is_oov_U = dropped_B[table_U] & (
         (_uniform(named_U, key, _ID_STREAM) < rate) | (ids_U == OOV_ROW)
     )
-    # The first of each table's unknown ids stands for all of them.
-    oov_tables, first_oov = np.unique(table_U[is_oov_U], return_index=True)
-    shared_B = np.zeros(len(dropped_B), dtype=np.int64)
-    shared_B[oov_tables] = np.flatnonzero(is_oov_U)[first_oov]
-    target_U = np.where(is_oov_U, shared_B[table_U], np.arange(len(ids_U)))
-    keep_U = target_U == np.arange(len(ids_U))
-    position_U = (np.cumsum(keep_U) - 1)[target_U].astype(np.int32)
+    kept_U, kept_B, position_U = with_one_unknown(ids_U, is_oov_U, table_U, len(dropped_B))
     return replace(
         batch,
-        unique_ids_U=torch.from_numpy(np.where(is_oov_U, OOV_ROW, ids_U)[keep_U]),
-        unique_lengths_B=torch.from_numpy(np.bincount(table_U[keep_U], minlength=len(dropped_B))),
+        unique_ids_U=torch.from_numpy(kept_U),
+        unique_lengths_B=torch.from_numpy(kept_B),
         positions_NF=torch.from_numpy(position_U[batch.positions_NF.numpy()]),
         multi_positions_V=torch.from_numpy(position_U[batch.multi_positions_V.numpy()]),
     )

@@ -1,8 +1,10 @@
-"""What can be chosen about training batches and the inputs made from them: the [augment] and
-[support_features] sections of a training config.
+"""What can be chosen about training batches and the inputs made from them: the [augment],
+[support_features] and [item_features] sections of a training config.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gmeta_keys import key
@@ -53,6 +55,12 @@ class SupportFeaturesConfig:
         "label_prior in the task's",
         min=0.0,
     )
+    residual_of: str = key(
+        "",
+        "one of item_features' columns, such as the item: labels of support rows count from what "
+        "training rows say of their values in it, so that the means above tell how far the task "
+        'lies above its items; "": from the mean of all labels',
+    )
     label_prior: tuple[float, ...] = key(
         (),
         "mean and standard deviation of the labels; []: those of the first block of the training "
@@ -63,6 +71,39 @@ class SupportFeaturesConfig:
     def is_used(self) -> bool:
         """Tell whether any of them is asked for."""
         return self.task or bool(self.columns)
+
+
+@dataclass(frozen=True)
+class ItemFeaturesConfig:
+    """What the rows of the training split say of a row's values, as dense inputs of the model; of
+    a training row those of other tasks.
+    """
+
+    columns: tuple[str, ...] = key(
+        (),
+        "glob patterns over the sparse columns: mean label and number of the training rows with "
+        "the row's value as inputs of the model; what a training row is told comes from the tasks "
+        "of other folds, its own label never",
+    )
+    shrinkage: float = key(
+        5.0, "rows of the mean label of all training rows that each of these means starts with",
+        min=0.0,
+    )  # fmt: skip
+
+
+def chosen_columns(key_name: str, patterns: Sequence[str], names: Sequence[str]) -> list[bool]:
+    """Return which of the sparse columns the glob patterns of a config key choose.
+
+    Raises:
+        ValueError: a pattern matches no sparse column.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"{key_name}: {pattern!r} matches no sparse column; this dataset "
+                f'has {", ".join(names)}. Name some of them, "*" for all, or none at all: []'
+            )
+    return [any(fnmatchcase(name, pattern) for pattern in patterns) for name in names]
 
 
 class LabelPrior(NamedTuple):

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from gmeta.adaptation.rows.ragged import RowLayout
-from gmeta.adaptation.rows.rectangles import GROUP_WEIGHTS, PaddedTasks, group_tasks
+from gmeta.adaptation.rows.rectangles import PaddedTasks, group_tasks
 from gmeta.adaptation.rows.sides import Side, Sides, TaskGroups
 from gmeta.adaptation.rows.sparse_matrix import Bags
+from gmeta.batches.transfer import moved
 from metaio.read.batch import TaskBatch
 from metaio.read.task_rows import task_rows
 
@@ -69,6 +70,10 @@ class Episodes:
     num_rows: int
     # How the raw data names each query row, where the dataset tells; to predict alone.
     query_row_id_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    # The row of the item's table in each query row, where the dataset names an item; as above.
+    query_item_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    # Which query rows are candidates that were sampled beside the stored ones; as above.
+    query_sampled_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     fetch: RowFetch | None = None  # None: no rank was told yet which rows are needed
 
     @classmethod
@@ -102,20 +107,22 @@ class Episodes:
 
     def to(self, device: torch.device) -> "Episodes":
         """Copy them to a device."""
-        return replace(
-            self,
-            unique_ids_U=self.unique_ids_U.to(device, non_blocking=True),
-            unique_lengths_B=self.unique_lengths_B.to(device, non_blocking=True),
-            fetched_row_P=None
-            if self.fetched_row_P is None
-            else self.fetched_row_P.to(device, non_blocking=True),
-            copies=None if self.copies is None else self.copies.to(device),
-            rows=self.rows.to(device),
-        )
+        (there,) = episodes_moved((self,), device)
+        return there
 
     def working_rows_PD(self, rows_UD: Tensor) -> Tensor:
         """Return the rows that the sides index: each task's own copy where embeddings adapt."""
         return rows_UD if self.copies is None else self.copies.pool(rows_UD)
+
+
+def episodes_moved(parts: tuple[Episodes, ...], device: torch.device) -> tuple[Episodes, ...]:
+    """Return episodes on a device, all in one copy; what several of them index goes once."""
+    names = ("unique_ids_U", "unique_lengths_B", "fetched_row_P", "copies", "rows")
+    there = moved(tuple(tuple(getattr(part, name) for name in names) for part in parts), device)
+    return tuple(
+        replace(part, **dict(zip(names, mine, strict=True)))
+        for part, mine in zip(parts, there, strict=True)
+    )
 
 
 def plain_rows(batch: TaskBatch) -> Episodes:
@@ -148,11 +155,20 @@ def support_and_query(batch: TaskBatch, rows_per_task: bool, to_predict: bool = 
     return episodes
 
 
-def task_groups(batch: TaskBatch, rows_per_task: bool, num_weights: int) -> Episodes:
-    """Return them in groups of tasks of similar size where that saves more work than it makes, for
-    so many weights in the layers that adapt.
-    """
-    groups = group_tasks(*side_lengths(batch), least_gain=GROUP_WEIGHTS / max(num_weights, 1))
+def with_query_items(episodes: Episodes, batch: TaskBatch, item: int) -> Episodes:
+    """Return the episodes of a batch with the item of each query row: that of a single feature."""
+    position_N = batch.positions_NF[~_support_rows_N(batch), item]
+    return replace(episodes, query_item_N=batch.unique_ids_U[position_N])
+
+
+def with_sampled(episodes: Episodes, batch: TaskBatch, is_sampled_N: Tensor) -> Episodes:
+    """Return the episodes of a batch with which of its query rows were sampled."""
+    return replace(episodes, query_sampled_N=is_sampled_N[~_support_rows_N(batch)])
+
+
+def task_groups(batch: TaskBatch, rows_per_task: bool, least_gain: float) -> Episodes:
+    """Return them in groups of tasks of similar size, where a cut saves so many rows of padding."""
+    groups = group_tasks(*side_lengths(batch), least_gain)
     batch, fetched_row_P, num_rows = reading_copies(batch, rows_per_task)
     rows = TaskGroups(_sides(batch, groups, num_rows))
     return Episodes.of(batch, fetched_row_P, rows, _num_with_query(batch))
@@ -219,7 +235,8 @@ def _side(
     batch: TaskBatch, mask_N: Tensor, lengths_T: Tensor, num_rows: int, constant: bool = False
 ) -> Side:
     index = mask_N.nonzero().squeeze(1)
-    bag_sizes = batch.multi_lengths_NM.index_select(0, index).reshape(-1).to(torch.int64)
+    lengths_NM = batch.multi_lengths_NM.index_select(0, index)
+    bag_sizes = lengths_NM.reshape(-1).to(torch.int64)
     values_N = batch.multi_lengths_NM.sum(dim=1)
     bag_positions_V = batch.multi_positions_V[torch.repeat_interleave(mask_N, values_N)]
     single_positions_V = batch.positions_NF.index_select(0, index).flatten()
@@ -231,5 +248,5 @@ def _side(
         single_rows=Bags.single(single_positions_V, num_rows, constant),
         bag_rows=Bags.single(bag_positions_V, num_rows, constant),
         bag_index_V=torch.repeat_interleave(torch.arange(bag_sizes.numel()), bag_sizes),
-        num_multi=batch.multi_lengths_NM.shape[1],
+        longest_M=tuple(lengths_NM.numpy().max(axis=0, initial=0).tolist()),
     )

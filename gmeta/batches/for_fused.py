@@ -13,6 +13,7 @@ import torch
 
 from gmeta.adaptation.rows.common import CommonFeatures
 from gmeta.adaptation.rows.rectangles import (
+    RECTANGLE_WORK,
     FusedLayout,
     PaddedFeatures,
     PaddedHistory,
@@ -21,6 +22,7 @@ from gmeta.adaptation.rows.rectangles import (
     Rectangle,
     TaskGroup,
     group_tasks,
+    least_gain,
 )
 from gmeta.adaptation.rows.sparse_matrix import Bags
 from gmeta.batches.episodes import Episodes, Ints, reading_copies, side_lengths
@@ -29,16 +31,17 @@ from metaio.read.batch import TaskBatch
 
 # Multiply-adds of a product of rows below which to take what tasks share apart, once a task, costs
 # more in calls than it saves. At 5 million it costs as much on one thread, and 6 % of a step more
-# on two, which share the products but not the calls.
-LEAST_COMMON_WORK = 8_000_000
+# on two, which share the products but not the calls. On CUDA about 15 launches, estimated.
+LEAST_COMMON_WORK = {"cpu": 8_000_000, "cuda": 2_000_000_000}
 
 
-def similar_tasks(batch: TaskBatch) -> list[TaskGroup]:
+def similar_tasks(batch: TaskBatch, layout: FusedLayout) -> list[TaskGroup]:
     """Group the tasks with query rows by size; no loss depends on how the others adapt."""
     support_T, query_T = side_lengths(batch)
     with_query = np.flatnonzero(query_T)
+    gain = least_gain(RECTANGLE_WORK, layout.device, layout.num_weights)
     groups = [
-        with_query[group] for group in group_tasks(support_T[with_query], query_T[with_query])
+        with_query[group] for group in group_tasks(support_T[with_query], query_T[with_query], gain)
     ]
     return [
         TaskGroup(tasks, int(support_T[tasks].max()), int(query_T[tasks].max())) for tasks in groups
@@ -51,7 +54,7 @@ def padded_tasks(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedLay
     Features that all rows of a task share stand apart where that pays.
     """
     batch, fetched_row_P, num_rows = reading_copies(batch, layout.rows_per_task)
-    whole, common_F = batch, _common_features(batch, layout.first_layer_weights)
+    whole, common_F = batch, _common_features(batch, layout)
     if common_F is not None:
         batch = replace(batch, positions_NF=batch.positions_NF[:, ~common_F])
     starts_T, ends_T = batch.row_offsets_T1[:-1].numpy(), batch.row_offsets_T1[1:].numpy()
@@ -75,12 +78,13 @@ def padded_tasks(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedLay
     return Episodes.of(batch, fetched_row_P, rows, sum(map(len, tasks)))
 
 
-def _common_features(batch: TaskBatch, weights: int) -> torch.Tensor | None:
+def _common_features(batch: TaskBatch, layout: FusedLayout) -> torch.Tensor | None:
     """Return which single-id features are the same on all rows of every task, if that saves enough
-    of the products with so many weights: bool [F].
+    of the first layer's products: bool [F].
     """
+    weights, least_work = layout.first_layer_weights, LEAST_COMMON_WORK[layout.device]
     num_features = batch.positions_NF.shape[1] + batch.multi_lengths_NM.shape[1]
-    if batch.num_rows * weights < LEAST_COMMON_WORK:
+    if batch.num_rows * weights < least_work:
         return None
     positions_NF, starts_T = batch.positions_NF.numpy(), batch.row_offsets_T1[:-1].numpy()
     as_before_NF = positions_NF[1:] == positions_NF[:-1]
@@ -89,7 +93,7 @@ def _common_features(batch: TaskBatch, weights: int) -> torch.Tensor | None:
     if common_F.all() and num_features == common_F.size and not batch.dense_NK.shape[1]:
         common_F[-1:] = False  # rows of nothing are not worth the care
     saved = batch.num_rows * weights * np.count_nonzero(common_F) / num_features
-    return torch.from_numpy(common_F) if saved >= LEAST_COMMON_WORK else None
+    return torch.from_numpy(common_F) if saved >= least_work else None
 
 
 def _common_block(
@@ -125,7 +129,7 @@ def _padded_rows(
     rows = PaddedRows(
         rectangles=tuple(rectangles),
         label_N=batch.label_N.index_select(0, torch.from_numpy(np.maximum(rows_R, 0))),
-        count_N=torch.from_numpy(np.concatenate(count_R)),
+        count_N=torch.from_numpy(np.concatenate(count_R).astype(np.float32)),
         task_N=torch.from_numpy(np.repeat(np.arange(len(per_task)), per_task)),
     )
     return rows, rows_R

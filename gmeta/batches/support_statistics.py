@@ -9,6 +9,10 @@ shrinkage,
     spread of the task        s^2 = (sum (y - S / n)^2 + a sigma^2) / (n + a)
     mean of a shared value    m_v = (S_v + a m) / (n_v + a)          over the rows that share it
 
+With `residual_of` a column that [item_features] has, y is what is left of a label above what
+training rows say of the row's value there: m tells how far the task lies above its items, as the
+task's effect in a bias model does.
+
 A multi-id column counts a support row once for each id that it shares with the row. Ids outside the
 vocabulary are no values: nobody shares them.
 
@@ -19,19 +23,18 @@ single-id features, M multi-id features, G statistics.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from gmeta.batches.config import NO_PRIOR, LabelPrior
+from gmeta.batches.config import NO_PRIOR, LabelPrior, chosen_columns
 from metaio.ragged import row_sums
 from metaio.read.task_rows import task_rows
 
 if TYPE_CHECKING:
-    from gmeta.batches.config import SupportFeaturesConfig
+    from gmeta.batches.config import ItemFeaturesConfig, SupportFeaturesConfig
     from metaio.format.features import Features
     from metaio.read.batch import TaskBatch
     from metaio.read.task_rows import TaskRows
@@ -60,24 +63,25 @@ class SupportStatistics:
     names: tuple[str, ...]  # of all statistics, in order
     shrinkage: float
     prior: LabelPrior
+    foretold: int | None = None  # place of the dense input that labels count from
 
     @classmethod
     def of(
-        cls, config: SupportFeaturesConfig, features: Features, prior: LabelPrior
+        cls,
+        config: SupportFeaturesConfig,
+        features: Features,
+        prior: LabelPrior,
+        items: ItemFeaturesConfig | None = None,
     ) -> SupportStatistics:
-        """Return those that the config asks for.
+        """Return those that the config asks for; `items` says what stands behind the dense columns
+        before them.
 
         Raises:
-            ValueError: a pattern of `columns` matches no sparse column.
+            ValueError: a pattern of `columns` matches no sparse column, or `residual_of` is none
+                of the columns of `items`, or has nothing to change.
         """
         known = [column.name for column in features.sparse]
-        for pattern in config.columns:
-            if not any(fnmatchcase(name, pattern) for name in known):
-                raise ValueError(
-                    f"support_features.columns: {pattern!r} matches no sparse column; this dataset "
-                    f'has {", ".join(known)}. Name some of them, "*" for all, or none at all: []'
-                )
-        chosen = [any(fnmatchcase(name, p) for p in config.columns) for name in known]
+        chosen = chosen_columns("support_features.columns", config.columns, known)
         num_single = len(features.single)
         names = ["task mean", "task count", "task spread"] if config.task else []
         for name, is_chosen in zip(known, chosen, strict=True):
@@ -89,6 +93,7 @@ class SupportStatistics:
             tuple(names),
             config.shrinkage,
             prior,
+            _place_of_mean(config, features, items) if config.residual_of else None,
         )
 
     @property
@@ -108,15 +113,17 @@ class SupportStatistics:
         row itself.
         """
         rows = _Rows.of(batch, self.prior)
+        if self.foretold is not None:
+            rows = rows.above(batch.dense_NK[:, self.foretold].numpy().astype(np.float64))
         tasks = rows.totals()
         mean_N = self._shrunken(tasks.sum_N, tasks.count_N, np.zeros(len(tasks.sum_N)))
         found: list[Floats] = []
         if self.of_task:
-            found += [mean_N, _shown_count(tasks.count_N), self._spread_N(tasks)]
+            found += [mean_N, shown_count(tasks.count_N), self._spread_N(tasks)]
         pairs = task_rows(batch) if self.single_columns or self.multi_columns else None
         for entries in _columns(batch, pairs, self.single_columns, self.multi_columns):
             sum_N, count_N = rows.shared(entries)
-            found += [self._shrunken(sum_N, count_N, mean_N) - mean_N, _shown_count(count_N)]
+            found += [self._shrunken(sum_N, count_N, mean_N) - mean_N, shown_count(count_N)]
         return np.stack(found, axis=1).astype(np.float32) if found else _no_columns(batch)
 
     def _shrunken(self, sum_N: Floats, count_N: Floats, prior_N: Floats) -> Floats:
@@ -169,6 +176,10 @@ class _Rows:
         label_N = (batch.label_N.numpy().astype(np.float64) - prior.mean) / prior.deviation
         return cls(task_N, is_support_N, np.where(is_support_N, label_N, 0.0), len(rows_T))
 
+    def above(self, foretold_N: Floats) -> _Rows:
+        """Return the same rows with what their labels lie above these."""
+        return replace(self, label_N=self.label_N - np.where(self.is_support_N, foretold_N, 0.0))
+
     def totals(self) -> _Totals:
         """Return those of each row's task."""
         values = self.label_N, self.label_N**2, self.is_support_N.astype(np.float64)
@@ -191,6 +202,30 @@ class _Rows:
         sum_T = np.bincount(self.task_N, value_N, self.num_tasks)
         others_N: Floats = sum_T[self.task_N] - value_N
         return others_N
+
+
+def _place_of_mean(
+    config: SupportFeaturesConfig, features: Features, items: ItemFeaturesConfig | None
+) -> int:
+    """Return the place among a model's dense inputs of what training rows say of `residual_of`."""
+    name = config.residual_of
+    if not config.is_used:
+        raise ValueError(
+            f"support_features.residual_of: {name!r} changes nothing without support_features.task "
+            'or support_features.columns. Set one of them, or leave the key out: ""'
+        )
+    known = [column.name for column in features.sparse]
+    patterns = items.columns if items is not None else ()
+    chosen = chosen_columns("item_features.columns", patterns, known)
+    names = [one for one, is_chosen in zip(known, chosen, strict=True) if is_chosen]
+    if name not in names:
+        raise ValueError(
+            f"support_features.residual_of: {name!r} is none of the columns that "
+            f"item_features.columns chooses: {', '.join(names) or 'none'}. Name one of them, add "
+            'it there, or leave the key out: ""'
+        )
+    # A mean and a number of each, behind the columns of the data.
+    return len(features.dense) + 2 * names.index(name)
 
 
 def _columns(
@@ -221,7 +256,8 @@ def _columns(
     return entries
 
 
-def _shown_count(count_N: Floats) -> Floats:
+def shown_count(count_N: Floats) -> Floats:
+    """Return log(1 + n) / log(1 + 100): 0 for none, 1 for a hundred."""
     shown_N: Floats = np.log1p(count_N) / np.log1p(_MANY_ROWS)
     return shown_N
 

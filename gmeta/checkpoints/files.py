@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from gmeta.checkpoints.index import INDEX_FILE, read_index
+from gmeta.checkpoints.lineage import lineage_of
 from gmeta.errors import GMetaError
 from gmeta.files.checked_json import read_json
 from gmeta.files.checksums import FileEntry, differences, entries_of
@@ -71,6 +72,7 @@ def read_about(path: Path) -> dict[str, Any]:
         if not isinstance(about.get("config", {}), dict):
             raise ValueError("its config is not an object")
         entries_of(about.get("files", {}))
+        lineage_of(about)
     except (OSError, ValueError, LookupError) as error:
         raise GMetaError(
             f"checkpoint {path} cannot be loaded: its {PROGRESS_FILE} is missing or broken "

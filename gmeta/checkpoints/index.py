@@ -6,7 +6,8 @@ say, each value checked. Items that are no tensors are refused: torch would unpi
 """
 
 import pickle
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,29 @@ def read_index(path: Path) -> Metadata:
     places = {_key(key): _place(place) for key, place in told["storage_data"].items()}
     tensors = {_of(str, name): _tensor(one) for name, one in told["state_dict_metadata"].items()}
     return Metadata(state_dict_metadata=dict(tensors), storage_data=places)
+
+
+def grown(index: Metadata, wanted: Mapping[str, Any], prefixes: tuple[str, ...]) -> Metadata:
+    """Return an index that fits the nested state `wanted` also where a tensor of one of these
+    prefixes has more rows there: torch loads the rows that are stored, and leaves the rest.
+    """
+    tensors = dict(index.state_dict_metadata)
+    for name, size in _sizes(wanted):
+        stored = tensors.get(name)
+        if not (isinstance(stored, TensorStorageMetadata) and name.startswith(prefixes)):
+            continue
+        if size[1:] == stored.size[1:] and size[0] > stored.size[0]:
+            tensors[name] = replace(stored, size=size)
+    return replace(index, state_dict_metadata=tensors)
+
+
+def _sizes(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Size]]:
+    """Yield name and size of every tensor of a nested state, named as torch's checkpoints do."""
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _sizes(value, f"{prefix}{key}.")
+        elif hasattr(value, "size"):
+            yield f"{prefix}{key}", value.size()
 
 
 class _Record:

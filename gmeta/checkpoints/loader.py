@@ -20,16 +20,21 @@ from gmeta.checkpoints.files import (
     read_progress,
     reason_of,
 )
-from gmeta.checkpoints.index import IndexedReader
+from gmeta.checkpoints.index import IndexedReader, grown
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.parallel.ranks import Ranks, gather_to_first, value_of_first
+from gmeta.parallel.sharding import TABLES_PREFIX
 from gmeta.runs.folder import RunFolder, checkpoint_name, list_checkpoints, step_of
 from gmeta.runs.progress import Progress
 
 TEMPORARY_PREFIX = "tmp-"  # of a folder that is being written
 # What algorithms learn beside the model: weights to begin with may be of a run without.
 PARTS_OF_ALGORITHMS = ("learner.encoder.", "learner.generator.", "learner.rates.")
+# What is made of the dataset at the start of every run: in grown tables it has other sizes.
+_MADE_ANEW = "learner.items."
+# What has a row for each id: weights, and what an optimizer keeps of them.
+_TABLE_KEYS = (f"model.{TABLES_PREFIX}", f"optimizer.state.{TABLES_PREFIX}")
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"  # of one that a new one of its step replaces
 
 
@@ -39,10 +44,11 @@ def load_checkpoint(
     optimizer: CombinedOptimizer | None,
     ranks: Ranks,
     may_lack: tuple[str, ...] = (),
+    tables_may_grow: bool = False,
 ) -> Progress:
     """Fill the model, and the optimizer if given, from a checkpoint; any number of ranks may have
     written it. Tensors of the model whose names begin with one of `may_lack` stay as they are where
-    it has none of their name.
+    it has none of their name; with `tables_may_grow` so do rows of tables beyond those it has.
 
     Raises:
         GMetaError: the folder is incomplete or damaged; on every rank alike.
@@ -60,9 +66,13 @@ def load_checkpoint(
         model = {
             name: value
             for name, value in state["model"].items()
-            if f"model.{name}" in there or not name.startswith(may_lack)
+            if (f"model.{name}" in there or not name.startswith(may_lack))
+            and not (tables_may_grow and name.startswith(_MADE_ANEW))
         }
-        load_shards({**state, "model": model}, storage_reader=reader, process_group=ranks.control)
+        wanted = {**state, "model": model}
+        if tables_may_grow:
+            reader.index = grown(reader.index, wanted, _TABLE_KEYS)
+        load_shards(wanted, storage_reader=reader, process_group=ranks.control)
     except DAMAGE as error:
         reason = reason_of(error).rstrip(".")
         if files_of(read_about(path)) and not isinstance(first_failure(error), OSError):
@@ -81,15 +91,16 @@ def load_checkpoint(
             f"model on the same dataset. {FALL_BACK}"
         ) from error
     sharded.load_state_dict(state["model"])
-    if optimizer is not None and "optimizer" in state:
-        optimizer.load_state_dict(state["optimizer"])
+    if optimizer is not None:
+        optimizer.load_state_dict(optimizer.state_dict())  # filled in place
     return progress
 
 
 def tied_config(config: TrainConfig) -> dict[str, Any]:
     """Return what a checkpoint's weights mean something with, alone: inputs, model, inner loop."""
     saved = config.to_json()
-    tied = {section: saved[section] for section in ("support_features", "model", "algorithm")}
+    sections = ("support_features", "item_features", "model", "algorithm")
+    tied = {section: saved[section] for section in sections}
     return {**tied, "outer": {key: saved["outer"][key] for key in ("loss", "huber_delta")}}
 
 
@@ -184,11 +195,11 @@ def state_of(
 ) -> dict[str, Any]:
     """Return what a checkpoint saves: the live tensors, not copies."""
     state: dict[str, Any] = {"model": sharded.state_dict()}
-    kept = optimizer.state_dict() if optimizer is not None else {"state": {}}
-    if kept["state"]:
-        # A rank without tables under an optimizer without state: an empty entry would be one more
-        # key, which the other ranks did not write.
-        state["optimizer"] = kept
+    kept = optimizer.state_dict()["state"] if optimizer is not None else {}
+    # What has no state, as a table under SGD, has an empty entry on some ranks: it would be one
+    # more key, which the other ranks did not write.
+    if filled := {name: own for name, own in kept.items() if own}:
+        state["optimizer"] = {"state": filled}
     return state
 
 

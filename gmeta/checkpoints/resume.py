@@ -69,7 +69,7 @@ def _check_optimizers(folder: RunFolder, before: OuterConfig, now: OuterConfig) 
     """Refuse another optimizer: each keeps other state, and torch would drop what it does not
     know."""
     for key, was, asked in (
-        ("dense_optimizer", _layers_state(before), _layers_state(now)),
+        ("dense_optimizer", layers_state(before), layers_state(now)),
         ("momentum", before.momentum > 0, now.momentum > 0),
         ("sparse_optimizer", before.sparse_optimizer, now.sparse_optimizer),
     ):
@@ -82,7 +82,7 @@ def _check_optimizers(folder: RunFolder, before: OuterConfig, now: OuterConfig) 
             )
 
 
-def _layers_state(outer: OuterConfig) -> str:
+def layers_state(outer: OuterConfig) -> str:
     """Return which optimizer's state the layers' optimizer keeps: AdamW keeps Adam's."""
     return "adam" if outer.dense_optimizer == "adamw" else outer.dense_optimizer
 
@@ -137,10 +137,21 @@ def checkpoint_to_start_from(config: TrainConfig, dataset: Dataset) -> Path | No
         UserError: there is no checkpoint.
         GMetaError: it was trained on another dataset, in which an id may mean another value.
     """
-    named = config.run.start_from
-    if not named:
+    if not config.run.start_from:
         return None
-    check_local("run.start_from", named)
+    folder, found = named_checkpoint("run.start_from", config.run.start_from)
+    folder.check_dataset(dataset.url, dataset.fingerprint)
+    return found
+
+
+def named_checkpoint(key: str, named: str) -> tuple[RunFolder, Path]:
+    """Return the run and the checkpoint that the config's `key` names: of a run folder the one that
+    stands for it.
+
+    Raises:
+        UserError: there is no checkpoint.
+    """
+    check_local(key, named)
     path = Path(named)
     if STEP_FOLDER.fullmatch(path.name):
         # runs/demo/checkpoints/step-00000400
@@ -150,8 +161,7 @@ def checkpoint_to_start_from(config: TrainConfig, dataset: Dataset) -> Path | No
         found = checkpoint_to_use(folder.checkpoints, folder.read_config())
     if found is None:
         raise UserError(
-            f"run.start_from = {named!r} has no checkpoint: a run folder that has one, or one of "
+            f"{key} = {named!r} has no checkpoint: a run folder that has one, or one of "
             "its checkpoints is needed. Correct it, or leave it empty"
         )
-    folder.check_dataset(dataset.url, dataset.fingerprint)
-    return found
+    return folder, found

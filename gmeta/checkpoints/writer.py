@@ -22,6 +22,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
 from gmeta.checkpoints.files import PROGRESS_FILE, describe, reason_of
+from gmeta.checkpoints.lineage import Lineage, told_lineage
 from gmeta.checkpoints.loader import (
     REPLACED_PREFIX,
     TEMPORARY_PREFIX,
@@ -48,6 +49,7 @@ class CheckpointWriter:
     best. All ranks make one, and call it in the same places.
 
     `committed` is called on every rank, by the training thread, once a checkpoint has its name.
+    `lineage` are the increments that the model is trained on, of which the last one goes on.
     Without `run.checkpoint_in_background` a step waits until its checkpoint is written, and no copy
     is made.
     """
@@ -60,6 +62,7 @@ class CheckpointWriter:
         config: TrainConfig,
         ranks: Ranks,
         committed: Callable[[], None] = _nothing,
+        lineage: Lineage = (),
     ) -> None:
         self._folder = folder
         self._sharded = sharded
@@ -71,6 +74,7 @@ class CheckpointWriter:
             "config_digest": config.digest,
             "config": tied_config(config),
         }
+        self._lineage = lineage
         self._keep_last = config.run.keep_last
         self._keep_best = config.run.keep_best
         self._committed = committed
@@ -193,7 +197,8 @@ class CheckpointWriter:
         for path in temporary.iterdir():
             if path.name not in entries:
                 entries[path.name] = describe_file(path)
-        (temporary / PROGRESS_FILE).write_text(describe(progress, self._writer, entries))
+        writer = {**self._writer, **told_lineage(self._lineage, progress.step)}
+        (temporary / PROGRESS_FILE).write_text(describe(progress, writer, entries))
         # Files before the rename and the folder behind it: a power cut leaves all of it or nothing.
         flush_to_disk((*temporary.iterdir(), temporary))
         # There already where a step that was saved ends its epoch too. Put aside, not removed:

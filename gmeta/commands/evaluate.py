@@ -58,6 +58,14 @@ def evaluate(
     trees: Annotated[
         bool, typer.Option("--trees/--no-trees", help="also grow gradient-boosted trees to compare")
     ] = True,
+    on: Annotated[
+        str,
+        typer.Option(
+            metavar="DATASET|STREAM[:NUMBER]",
+            help="score all splits of another dataset of the same columns, or of an increment "
+            "(default: the newest), in place of the one that RUN was trained on",
+        ),
+    ] = "",
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
@@ -91,14 +99,14 @@ def evaluate(
         arguments += [word for split in splits or [] for word in ("--split", split)]
         arguments += ["--out", str(out), "--trees" if trees else "--no-trees"]
         arguments += ["--item-column", item_column] if item_column else []
-        arguments += ["--draws", str(draws), "--support-sizes", support_sizes]
+        arguments += ["--draws", str(draws), "--support-sizes", support_sizes, "--on", on]
         # No restarts: an evaluation keeps nothing that a second try could go on from.
         on_ranks.start(arguments, nproc_per_node, master_port=0, max_restarts=0)
         return
     # Loading torch takes seconds: not before the folders are known to be right.
     with on_ranks.importing():
         from gmeta.commands.work.evaluate import Asked, evaluate_on_rank
-    asked = Asked(splits or [], overrides, item_column, trees, draws, sizes)
+    asked = Asked(splits or [], overrides, item_column, trees, draws, sizes, on)
     evaluate_on_rank(roots, asked, out, config)
 
 

@@ -2,35 +2,61 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from gmeta.commands.table_formats import Tables
 from gmeta.errors import UserError
 from gmeta.files.local import check_local
 
+if TYPE_CHECKING:
+    from gmeta.runtimes.write import Runtime
+    from gmeta.serving.folder import TableFormat
 
-class Tables(StrEnum):
-    """How an exported model holds its embedding tables."""
 
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    INT8 = "int8"
+class Format(StrEnum):
+    """What an export is for."""
+
+    GMETA = "gmeta"
+    TORCH = "torch"
+    ONNX = "onnx"
+    TRITON = "triton"
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="folder of a training run")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="folder of a training run; of an exported model for the other formats, too"
+        ),
+    ],
     out: Annotated[Path, typer.Argument(help="new folder for the model")],
+    runtime: Annotated[
+        Format,
+        typer.Option(
+            "--format",
+            help="for gmeta itself, programs of torch.export, an ONNX model, or a model of a "
+            "Triton repository",
+        ),
+    ] = Format.GMETA,
     tables: Annotated[
-        Tables,
-        typer.Option(help="embedding tables: as trained, half the size, or a scale a row and int8"),
-    ] = Tables.FLOAT32,
+        Tables | None,
+        typer.Option(
+            help="embedding tables: float32 (as trained, the default), half the size, or a scale a "
+            "row and int8"
+        ),
+    ] = None,
     step: Annotated[
         int | None,
         typer.Option(
             min=0,
             help="checkpoint to export; default: the newest, with early stopping the best",
         ),
+    ] = None,
+    since: Annotated[
+        Path | None,
+        typer.Option(help="channel: write only what changed since the version that it serves"),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace the exported model at OUT")
@@ -39,22 +65,51 @@ def export(
     """Make a trained run one folder that adapts and predicts alone: gmeta.load(OUT).
 
     gmeta export runs/demo/maml models/clicks --tables int8
+    gmeta export models/clicks programs/clicks --format onnx
+
+    gmeta export runs/day-2 deltas/day-2 --since channels/clicks
     """
     check_local("OUT", out)
+    if since is not None:
+        check_local("--since", since)
     # Loading torch takes seconds: not before the options are known to be right.
-    from gmeta.commands.work.export import export_model
+    if runtime is Format.GMETA:
+        from gmeta.commands.work.export import export_model
 
-    export_model(run, out, tables.value, step, overwrite)
+        if since is None:
+            export_model(run, out, (tables or Tables.FLOAT32).value, step, overwrite)
+            return
+        from gmeta.commands.work.delivery import export_changes
+
+        export_changes(run, out, since, (tables or Tables.FLOAT32).value, step, overwrite)
+        return
+    if since is not None:
+        raise UserError(
+            f"--since writes what changed for gmeta itself: --format {runtime.value} has no "
+            "deltas. Leave one of them out"
+        )
+    from gmeta.commands.work.export_runtime import export_for_runtime
+
+    chosen, table_format = cast("Runtime", runtime.value), cast("TableFormat | None", tables)
+    export_for_runtime(run, out, chosen, table_format, step, overwrite)
 
 
 def predict(
     model: Annotated[Path, typer.Argument(help="folder that `gmeta export` wrote")],
     support: Annotated[
-        str, typer.Argument(metavar="SUPPORT.parquet", help="labelled rows to adapt by, any URL")
+        str,
+        typer.Argument(
+            metavar="SUPPORT.parquet",
+            help="labelled rows to adapt by: a path or any URL, a glob, a folder, or several of "
+            "them with commas between",
+        ),
     ],
-    query: Annotated[str, typer.Argument(metavar="QUERY.parquet", help="rows to predict, any URL")],
+    query: Annotated[
+        str, typer.Argument(metavar="QUERY.parquet", help="rows to predict, given in the same way")
+    ],
     out: Annotated[
-        Path, typer.Option(help="Parquet file for QUERY's rows with their predictions")
+        Path,
+        typer.Option(help="file for QUERY's rows with their predictions: .parquet, .pq or .csv"),
     ] = Path("predictions.parquet"),
     allow_no_support: Annotated[
         bool,
@@ -75,15 +130,16 @@ def predict(
 
     The columns are those that prepare was given; the task column says which rows belong together.
     OUT holds QUERY's rows in their order, with the columns prediction, prediction_before (without
-    adaptation) and support_rows.
+    adaptation) and support_rows. Files may be larger than memory: their rows are spooled by task
+    beside OUT, encoded.
     """
     check_local("--out", out)
     if out.is_dir():
         raise UserError(f"--out = {str(out)!r} is a folder: a file is needed. Name one in it")
-    if out.suffix not in ("", ".parquet", ".pq"):
+    if out.suffix not in ("", ".parquet", ".pq", ".csv"):
         raise UserError(
-            f"--out = {str(out)!r} ends with {out.suffix}: what is written is Parquet. Name a file "
-            "that ends with .parquet, and convert it behind"
+            f"--out = {str(out)!r} ends with {out.suffix}: .parquet, .pq and .csv can be written. "
+            "Name a file that ends with one of them"
         )
     for what, url in (("SUPPORT", support), ("QUERY", query)):
         if out.exists() and Path(url).exists() and out.samefile(url):

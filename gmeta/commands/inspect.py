@@ -8,21 +8,26 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from gmeta.commands.inspect_channel import inspect_channel
 from gmeta.commands.inspect_model import inspect_model, is_model
+from gmeta.commands.inspect_stream import inspect_stream
 from gmeta.commands.screen import progress_bars, screen, show_table, table_of
+from gmeta.delivery.channel import is_channel
 from gmeta.errors import UserError
 from gmeta.files.local import check_local
 from gmeta.files.whole import write_whole
 from metaio.format.dataset import Dataset, open_dataset
 from metaio.format.inspection import SKEW_PERCENT, SplitSummary, damage, summarise
 from metaio.format.picture import drawn
+from metaio.stream.chain import is_stream
 
 
 def inspect(
     path: Annotated[
         str,
         typer.Argument(
-            help="a prepared dataset (folder or URL), a run, a checkpoint or an exported model"
+            help="a prepared dataset (folder or URL), a stream, a run, a checkpoint, an exported "
+            "model or a channel"
         ),
     ],
     verify: Annotated[
@@ -36,7 +41,9 @@ def inspect(
     """Show what a dataset holds: tasks, rows, support and query sizes, ids in use and their skew.
 
     Of a run or a checkpoint: which step, who wrote it, tables, layers, and whether all of it is
-    there. Of an exported model: which columns it reads, and what they hold.
+    there. Of an exported model: which columns it reads, and what they hold. Of a stream: its
+    increments, how its tables grow, alarms, and what was refused. Of a channel: its versions, which
+    one is served, and what was decided.
 
     gmeta inspect data/ml --picture data/ml.png
 
@@ -45,6 +52,8 @@ def inspect(
     gmeta inspect runs/demo/maml
 
     gmeta inspect models/clicks
+
+    gmeta inspect channels/clicks
     """
     inspect_other = _other_kind(Path(path))
     if inspect_other is not None:
@@ -85,6 +94,10 @@ def _other_kind(path: Path) -> Callable[[Path, bool], None] | None:
     """Return what shows a model, run or checkpoint; None for a dataset, which any URL is."""
     if is_model(path):
         return inspect_model
+    if is_stream(str(path)):
+        return inspect_stream
+    if is_channel(path):
+        return inspect_channel
     if not (is_run(path) or is_checkpoint(path)):
         return None
     # The index of a checkpoint is torch's, which a dataset need not wait for: it takes seconds.

@@ -6,6 +6,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from gmeta.checkpoints.lineage import lineage_of, told_increments
 from gmeta.checkpoints.summary import CheckpointSummary, summarise_checkpoint
 from gmeta.commands.screen import screen, show_table, size_text, table_of
 from gmeta.errors import GMetaError
@@ -81,6 +82,8 @@ def inspect_checkpoint(path: Path, verify: bool) -> None:
 
 
 def _show(console: Console, summary: CheckpointSummary) -> None:
+    if lineage := lineage_of(summary.about):
+        console.print(f"trained on {told_increments(lineage)}")
     heads = ("table", "rows", "width", "type", "bytes", "optimizer state")
     text = ("table", "tensor", "shape", "type", "optimizer state")
     tables = table_of(f"Tables of {summary.path.name}", *heads, text=text)

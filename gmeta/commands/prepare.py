@@ -2,19 +2,18 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import TaskID
 from rich.table import Table
 
-from gmeta.commands.screen import progress_bars, screen, show_table
+from gmeta.commands.extend import extend_stream
+from gmeta.commands.screen import phases, screen, show_table
 from gmeta.commands.spark import prepare_on_spark
 from gmeta.errors import UserError
+from metaio.counted import counted
 from metaio.format.dataset import Dataset, open_dataset
 from metaio.format.destination import unfinished
 from metaio.prepare.job import PrepareOptions
@@ -26,10 +25,13 @@ from metaio.recipes.metaemb import MetaEmbConfig, prepare_metaemb
 from metaio.recipes.movielens import MovieLensConfig, prepare_movielens
 from metaio.recipes.movielens_100k import prepare_movielens_100k
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
+from metaio.recipes.synthetic_days import DaysConfig, write_days
 
+DAILY_ROWS = (DaysConfig.min_rows, DaysConfig.max_rows)
 # The options that each way of preparing reads, beside --overwrite.
 OPTIONS = {
     "--recipe synthetic": {"recipe", "tasks", "items", "rows", "seed"},
+    "--recipe synthetic-days": {"recipe", "days", "tasks", "items", "rows", "seed"},
     "--recipe movielens-1m": {"recipe", "validation", "order", "history", "seed"},
     "--recipe metaemb": {"recipe", "validation", "seed"},
     "--recipe movielens-100k": {"recipe", "label", "seed"},
@@ -37,6 +39,7 @@ OPTIONS = {
     "--schema": {"schema", "memory", "threads", "block_rows", "compact"},
     # Memory and threads are Spark's own matter.
     "--schema --spark": {"schema", "spark", "block_rows", "compact"},
+    "--extend": {"extend", "accept", "schema", "memory", "threads", "block_rows", "compact"},
 }
 
 
@@ -48,6 +51,7 @@ class Recipe(StrEnum):
     MOVIELENS_100K = "movielens-100k"
     AMAZON = "amazon"
     SYNTHETIC = "synthetic"
+    SYNTHETIC_DAYS = "synthetic-days"
 
 
 class RatingLabel(StrEnum):
@@ -62,7 +66,8 @@ def prepare(
     paths: Annotated[
         list[str],
         typer.Argument(
-            metavar="[INPUT]... OUT", help="raw tables (URL or glob), then the new dataset"
+            metavar="[INPUT]... OUT",
+            help="raw tables (URL or glob), then the new dataset; with --extend tables alone",
         ),
     ],
     schema: Annotated[
@@ -71,12 +76,17 @@ def prepare(
     recipe: Annotated[
         Recipe | None, typer.Option(help="a ready dataset instead of --schema")
     ] = None,
-    tasks: Annotated[int, typer.Option(min=1, help="synthetic: users of the train split")] = 4_000,
+    tasks: Annotated[
+        int, typer.Option(min=1, help="synthetic: users of the train split, or of a day")
+    ] = 4_000,
+    days: Annotated[
+        int, typer.Option(min=1, help="synthetic-days: logs of so many days, for a stream")
+    ] = 5,
     items: Annotated[
-        int, typer.Option(min=10, help="synthetic: items, a fifth of them cold")
+        int, typer.Option(min=10, help="synthetic: items, a fifth of them cold, or of a day")
     ] = 3_000,
     rows: Annotated[
-        tuple[int, int], typer.Option(help="synthetic: least and most rows of a user")
+        tuple[int, int], typer.Option(help="synthetic: least and most rows of a user (a day: 8 16)")
     ] = (
         20,
         40,
@@ -116,6 +126,16 @@ def prepare(
     spark: Annotated[
         bool, typer.Option("--spark", help="schema: let Spark read and deal the rows")
     ] = False,
+    extend: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STREAM",
+            help="append the rows of INPUT to a stream; --schema is for its first increment",
+        ),
+    ] = None,
+    accept: Annotated[
+        bool, typer.Option("--accept", help="extend: take rows that the screen would refuse")
+    ] = False,
 ) -> None:
     """Turn raw tables into a dataset of tasks, each with a support and a query set.
 
@@ -124,10 +144,30 @@ def prepare(
     gmeta prepare --recipe synthetic data/clicks
 
     gmeta prepare --recipe movielens-1m ml-1m data/ml --validation
+
+    gmeta prepare --extend streams/clicks 'logs/day=2026-11-24/*.parquet'
     """
     *inputs, out = paths
-    _check_options(context, schema, recipe, spark)
+    _check_options(context, schema, recipe, spark, extend)
+    if extend is not None:
+        if overwrite:
+            raise UserError(
+                "--overwrite has no effect with --extend: increments do not change. Leave it out"
+            )
+        options = _options(memory, threads, block_rows, compact)
+        extend_stream(paths, extend, schema, options, accept)
+        return
     _tell_of_leftovers(out)
+    if recipe is Recipe.SYNTHETIC_DAYS:
+        _expect_inputs(recipe, inputs, 0)
+        given = context.get_parameter_source("rows")
+        sizes = rows if given is not None and given.name == "COMMANDLINE" else DAILY_ROWS
+        write_days(out, DaysConfig(days, tasks, items, *sizes, seed), overwrite)
+        screen(stderr=True).print(
+            f"written: {counted(days, 'day')} of logs below {out}, and {out}/schema.toml  (run: "
+            f"gmeta prepare --schema {out}/schema.toml --extend STREAM {out}/day=.../*.parquet)"
+        )
+        return
     if recipe is Recipe.SYNTHETIC:
         _expect_inputs(recipe, inputs, 0)
         config = SyntheticConfig(
@@ -150,29 +190,40 @@ def prepare(
     elif schema is not None:
         if not inputs:
             raise UserError("only OUT is given. Run: gmeta prepare --schema FILE INPUT... OUT")
-        options = PrepareOptions(
-            memory_bytes=_bytes(memory),
-            threads=threads or os.cpu_count() or 1,
-            block_rows=block_rows,
-            compact=compact,
-            overwrite=overwrite,
-        )
+        options = _options(memory, threads, block_rows, compact, overwrite)
         _prepare_tables(inputs, out, schema, options, spark)
     _report(out)
 
 
+def _options(
+    memory: str, threads: int, block_rows: int, compact: bool, overwrite: bool = False
+) -> PrepareOptions:
+    return PrepareOptions(
+        memory_bytes=_bytes(memory),
+        threads=threads or os.cpu_count() or 1,
+        block_rows=block_rows,
+        compact=compact,
+        overwrite=overwrite,
+    )
+
+
 def _check_options(
-    context: typer.Context, schema: Path | None, recipe: Recipe | None, spark: bool
+    context: typer.Context,
+    schema: Path | None,
+    recipe: Recipe | None,
+    spark: bool,
+    extend: str | None,
 ) -> None:
     """Refuse options that would have no effect: whoever gives one believes that it has."""
     if recipe is not None and schema is not None:
         raise UserError(
             "both --schema and --recipe are given: a dataset comes of one. Leave one out"
         )
-    if recipe is None and schema is None:
+    if recipe is None and schema is None and extend is None:
         raise UserError("neither --schema nor --recipe is given. Pass one of them")
     way = f"--recipe {recipe.value}" if recipe else "--schema"
     way += " --spark" if spark and schema else ""
+    way = way if extend is None else "--extend"
     for name in context.params:
         source = context.get_parameter_source(name)
         # Defaults were not asked for.
@@ -191,11 +242,17 @@ def _prepare_tables(
     inputs: list[str], out: str, schema: Path, options: PrepareOptions, spark: bool
 ) -> None:
     """Prepare raw tables by a schema, on this machine or on Spark."""
+    known = load_schema(schema)
+    if known.stream is not None:
+        raise UserError(
+            f"{schema} has [stream], which is for increments. Run: gmeta prepare --schema {schema} "
+            f"--extend {out} INPUT..., or leave [stream] out"
+        )
     if spark:
-        prepare_on_spark(inputs, out, load_schema(schema), options)
+        prepare_on_spark(inputs, out, known, options)
     else:
-        with _phases() as tell:
-            prepare_on_one_machine(inputs, out, load_schema(schema), options, tell)
+        with phases() as tell:
+            prepare_on_one_machine(inputs, out, known, options, tell)
 
 
 def _tell_of_leftovers(out: str) -> None:
@@ -214,23 +271,9 @@ def _bytes(text: str) -> int:
     return int(float(found.group(1)) * 1024 ** " KMGT".index(found.group(2).upper() or " "))
 
 
-@contextmanager
-def _phases() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function (phase, done, total) that shows a progress bar for each phase."""
-    bars: dict[str, TaskID] = {}
-    with progress_bars() as progress:
-
-        def tell(phase: str, done: int, total: int) -> None:
-            if phase not in bars:
-                bars[phase] = progress.add_task(phase, total=total)
-            progress.update(bars[phase], completed=done, total=total)
-
-        yield tell
-
-
 def _expect_inputs(recipe: Recipe, inputs: list[str], count: int) -> None:
     if len(inputs) != count:
-        usage = "OUT" if recipe is Recipe.SYNTHETIC else "PATH OUT"
+        usage = "PATH OUT" if count else "OUT"
         raise UserError(
             f"--recipe {recipe.value} was given {len(inputs) + 1} paths, it takes {count + 1}. "
             f"Run: gmeta prepare --recipe {recipe.value} {usage}"

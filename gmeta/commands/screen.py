@@ -2,11 +2,19 @@
 
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 from rich import box
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 # In a file or a pipe rich takes 80 columns for granted, and folds: a cell that is folded can
@@ -41,7 +49,13 @@ def table_of(title: str, *heads: str, text: Collection[str]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for head in heads:
         is_text = head in text
-        table.add_column(head, justify="left" if is_text else "right", no_wrap=not is_text)
+        # Folded, not cut: a path has no place to break, and must be whole to be copied.
+        table.add_column(
+            head,
+            justify="left" if is_text else "right",
+            no_wrap=not is_text,
+            overflow="fold",
+        )
     return table
 
 
@@ -64,3 +78,17 @@ def progress_bars() -> Progress:
         TimeElapsedColumn(),
     )
     return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+@contextmanager
+def phases() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function (phase, done, total) that shows a progress bar for each phase."""
+    bars: dict[str, TaskID] = {}
+    with progress_bars() as progress:
+
+        def tell(phase: str, done: int, total: int) -> None:
+            if phase not in bars:
+                bars[phase] = progress.add_task(phase, total=total)
+            progress.update(bars[phase], completed=done, total=total)
+
+        yield tell

@@ -67,7 +67,7 @@ def status(
     rows = [
         (
             d.spec.name,
-            d.epoch,
+            d.epoch + 1,  # as the trainers' lines and the live page count
             d.num_shards,
             d.todo,
             d.doing,

@@ -12,6 +12,7 @@ from gmeta.errors import GMetaError
 from gmeta.parallel.launch import has_agent
 
 METAIO_ERRORS = (("metaio.errors", "MetaIOError"),)
+METAIO_CODES = {"FormatError": 1, "QuarantinedError": 3}  # others: 2
 # What the file systems of fsspec raise beside OSError: s3fs, gcsfs, adlfs and http.
 STORE_ERRORS = (
     ("botocore.exceptions", "BotoCoreError"),
@@ -70,7 +71,7 @@ def _told(error: Exception) -> tuple[str, int]:
             1,
         )
     # Of metaio's: a damaged dataset is a failure, a wrong description or input the user can mend.
-    return str(error), 1 if type(error).__name__ == "FormatError" else 2
+    return str(error), METAIO_CODES.get(type(error).__name__, 2)
 
 
 def let_others_tell(error: Exception) -> None:

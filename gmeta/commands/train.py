@@ -1,4 +1,4 @@
-"""`gmeta train` and `gmeta config`."""
+"""`gmeta train`."""
 
 import os
 import shutil
@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from gmeta.commands import on_ranks
-from gmeta.commands.screen import screen, show_table
-from gmeta.config import TrainConfig, describe_config, load_config
+from gmeta.config import TrainConfig, load_config
 from gmeta.errors import UserError
 from gmeta.feeds.service import SERVICE_VARIABLE, SHARDS_FOLDER, needs_own_service, own_service
 from gmeta.parallel.stopping import AGENT_SERVES_VARIABLE
@@ -55,8 +53,9 @@ def train(
             train_on_rank(resolved)
             return
         from gmeta.build import check_on_data
+        from gmeta.checkpoints.settled import settled
 
-        check_on_data(resolved)
+        check_on_data(settled(resolved))
         # The run folder was checked above; by the time a rank looks, the service's store is in it.
         arguments = ["train", str(config), *(overrides or []), "--resume"]
         if needs_own_service(resolved):
@@ -71,14 +70,6 @@ def _drop_unused_store(root: Path) -> None:
     a folder that is not empty."""
     if not (root / CONFIG_FILE).exists() and os.environ.get("RANK", "0") == "0":
         shutil.rmtree(root / SHARDS_FOLDER, ignore_errors=True)
-
-
-def show_config() -> None:
-    """List every config key with its default and meaning."""
-    table = Table("key", "default", "meaning")
-    for key, default, meaning in describe_config():
-        table.add_row(key, default, meaning)
-    show_table(screen(), table)
 
 
 def _check_run_folder(config: TrainConfig, resume: bool) -> None:

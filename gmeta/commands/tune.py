@@ -14,6 +14,7 @@ from rich.table import Table
 from gmeta.commands.screen import screen, show_table, table_of
 from gmeta.config import TrainConfig, load_config
 from gmeta.errors import ConfigError, GMetaError, UserError
+from gmeta.feeds.increment import open_data
 from gmeta.files.local import check_local
 from gmeta.files.whole import write_whole
 from gmeta.outer.early_stop import EarlyStop, early_stop_of
@@ -41,7 +42,7 @@ from gmeta.tuning.study import (
 )
 from gmeta.tuning.trials import TrialRunner, trial_config, trial_processes
 from metaio.counted import counted
-from metaio.format.dataset import Dataset, open_dataset
+from metaio.format.dataset import Dataset
 
 BEST_FILE = "best.toml"
 RESULTS_FILE = "results.json"
@@ -86,7 +87,7 @@ def tune(
     at_a_time = _num_parallel(parallel)
     folder = study or Path(f"{base.run.dir}-tune")
     check_local("--study", folder)
-    dataset = open_dataset(base.data.path)
+    dataset = open_data(base.data)
     chosen = read_space(space, base) if space else default_space(base)
     check_metric(chosen, base)
     base = _with_validations(base, dataset)

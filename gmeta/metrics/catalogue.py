@@ -23,6 +23,7 @@ from gmeta.metrics.ranking import (
     Gain,
     RankedRows,
     Ties,
+    candidate_terms,
     gauc_terms,
     hit_terms,
     mrr_terms,
@@ -91,6 +92,20 @@ class Scoring:
                     f"evaluation.metrics names {name!r} twice: once is enough. Remove one"
                 )
 
+        self._check_candidates()
+
+    def _check_candidates(self) -> None:
+        if self.config.candidates and not any(map(self.is_over_candidates, self.names)):
+            raise ConfigError(
+                f"evaluation.candidates = {self.config.candidates}, but evaluation.metrics ranks "
+                f"nothing: {', '.join(self.names)}. Name metrics such as hr@10, ndcg@10 and mrr, "
+                "or leave it 0"
+            )
+
+    def is_over_candidates(self, name: str) -> bool:
+        """Return whether a metric ranks each positive row among sampled items."""
+        return bool(self.config.candidates) and _parsed(name)[0] in _OF_CANDIDATES
+
     @property
     def names(self) -> tuple[str, ...]:
         """Return the metrics in the order of a report, the headline first."""
@@ -138,12 +153,29 @@ class Scoring:
         if family in ("mae", "rmse") and is_rating:
             unit = self.config.unit
         gain = "rating" if is_rating else "label"
+        if self.is_over_candidates(name):
+            label += f" of {self.config.candidates + 1}"
+            explanation = _CANDIDATE_TEXTS[family] + _OVER_CANDIDATES.format(
+                n=self.config.candidates
+            )
         cut = {"k": str(k or ""), "gain": gain}
         return MetricInfo(label.format(**cut), higher_is_better, unit, explanation.format(**cut))
 
 
 # Metrics that ask which rows are positive.
 _OF_POSITIVES = ("auc", "gauc", "pr_auc", "mrr", "hr", "p", "recall")
+_OF_CANDIDATES = ("mrr", "ndcg", "hr", "p", "recall")
+_CANDIDATE_TEXTS = {
+    "mrr": "1 / the rank of a positive row",
+    "ndcg": "1 / log2(1 + the rank of a positive row), 0 beyond rank {k}",
+    "hr": "Whether a positive row is among the {k} best",
+    "p": "1 / {k} where a positive row is among the {k} best",
+    "recall": "Whether a positive row is among the {k} best",
+}
+_OVER_CANDIDATES = (
+    " of itself and {n} sampled items that its task has no row of; mean over the positive rows; "
+    "equal scores share their ranks."
+)
 _OVER_TASKS = "mean over the tasks that hold one; equal scores share their ranks"
 # Of each family of metrics: its label, whether higher is better, and what it is.
 _TEXTS: dict[str, tuple[str, bool, str]] = {
@@ -220,9 +252,18 @@ def evaluate_split(
 
 
 def split_terms(
-    label: Array, prediction: Array, task: Array, scoring: Scoring, names: Sequence[str] = ()
+    label: Array,
+    prediction: Array,
+    task: Array,
+    scoring: Scoring,
+    names: Sequence[str] = (),
+    places_N2: Array | None = None,
 ) -> dict[str, Terms]:
-    """Return the metrics of a split as sums over its tasks, by rising id; `names` picks some."""
+    """Return the metrics of a split as sums over its tasks, by rising id; `names` picks some.
+
+    `places_N2` has of each positive row how many sampled candidates score above it and how many the
+    same, -1 of other rows: what metrics over candidates are made of.
+    """
     label_N, score_N, task_N = _checked(label, prediction, task)
     ids_T, code_N = np.unique(task_N, return_inverse=True)
     chosen = tuple(names) or scoring.names
@@ -230,7 +271,16 @@ def split_terms(
     if reason:
         return dict.fromkeys(chosen, undefined(ids_T.size, reason))
     maker = _maker(label_N, score_N, code_N, ids_T.size, scoring.threshold)
-    return {name: maker(name) for name in chosen}
+
+    def over_candidates(name: str) -> Terms:
+        if places_N2 is None:
+            return undefined(ids_T.size, "no candidates were sampled")
+        return candidate_terms(*_parsed(name), places_N2, code_N, ids_T.size)
+
+    return {
+        name: over_candidates(name) if scoring.is_over_candidates(name) else maker(name)
+        for name in chosen
+    }
 
 
 def auc(label: Array, score: Array) -> float:

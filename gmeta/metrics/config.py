@@ -17,4 +17,11 @@ class EvaluationConfig:
     )
     # 4 or 5 of 5 counts as liked, as in the MovieLens ranking literature.
     positive_rating: float = key(4.0, "ratings from here on count as liked, by auc, hr@K and such")
+    candidates: int = key(
+        0,
+        "rank metrics (mrr, ndcg@K, hr@K, p@K, recall@K) of gmeta evaluate: of each positive query "
+        "row among so many sampled items that the task has no row of; 0: of the task's query rows",
+        min=0,
+        max=10_000,
+    )
     unit: str = key("rating points", "unit of a rating, shown beside mae and rmse")

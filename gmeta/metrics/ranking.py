@@ -16,6 +16,7 @@ from gmeta.metrics.terms import (
     Ints,
     Terms,
     changes,
+    mean_over_rows,
     mean_over_tasks,
     run_bounds,
     sum_T,
@@ -196,6 +197,32 @@ def mrr_terms(ties: Ties) -> Terms:
     reciprocal_T = np.zeros(ties.num_tasks)
     reciprocal_T[counts_T] = sum_T(chance / (above[owner] + place), owner, best.size)
     return mean_over_tasks(reciprocal_T, counts_T)
+
+
+def candidate_terms(
+    family: str, k: int | None, places_N2: Ints, code_N: Ints, num_tasks: int
+) -> Terms:
+    """Return a metric of positive rows, each among sampled candidates, mean over these rows.
+
+    `places_N2` counts the candidates above a row and those that tie with it: its rank is each of
+    above + 1 to above + tied + 1 with equal chance. -1: no positive row.
+    """
+    above_P, tied_P = places_N2[places_N2[:, 0] >= 0].astype(np.int64).T
+    if not above_P.size:
+        return undefined(num_tasks, "no positive row among candidates")
+    most = int((above_P + tied_P).max()) + 1
+    rank_R = np.arange(1, most + 1)
+    counts_R = np.ones(most) if k is None else (rank_R <= k).astype(np.float64)
+    worth_R = {
+        "mrr": 1.0 / rank_R,
+        "ndcg": counts_R / np.log2(1.0 + rank_R),  # the ideal order has the row first: 1
+        "hr": counts_R,
+        "recall": counts_R,
+        "p": counts_R / (k or 1),
+    }[family]
+    before = np.concatenate(([0.0], np.cumsum(worth_R)))
+    value_P = (before[above_P + tied_P + 1] - before[above_P]) / (tied_P + 1)
+    return mean_over_rows(value_P, code_N[places_N2[:, 0] >= 0], num_tasks)
 
 
 def _found_T(ties: Ties, k: int) -> Floats:

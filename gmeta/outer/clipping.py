@@ -101,8 +101,7 @@ class _HoldingGroup:
 
 def _squared_norm(row_N: Tensor, grad_ND: Tensor) -> Tensor:
     # A row that several ranks asked for has one gradient: the sum of theirs.
-    _, grad_UD = summed_by_row(row_N, grad_ND)
-    squared: Tensor = grad_UD.square().sum()
+    squared: Tensor = summed_by_row(row_N, grad_ND).square().sum()
     return squared
 
 

@@ -73,6 +73,13 @@ def early_stop_of(config: TrainConfig) -> EarlyStop:
     scoring = Scoring(config.outer.loss, config.evaluation)
     metric = run.early_stop_metric or scoring.names[0]
     scoring.check("run.early_stop_metric", metric)
+    if scoring.is_over_candidates(metric):
+        raise ConfigError(
+            f"the metric of early stopping is {metric}, over evaluation.candidates = "
+            f"{config.evaluation.candidates}: that takes as many predictions a row, which gmeta "
+            "evaluate alone makes. Name another in run.early_stop_metric, e.g. "
+            f"{'auc' if config.outer.loss == 'bce' else 'mae'}"
+        )
     return EarlyStop(
         metric,
         scoring.info(metric).higher_is_better,

@@ -43,6 +43,7 @@ class OuterOptimizer(CombinedOptimizer):
         self._sharded = sharded
         self._adam_groups = adam_groups(sharded)
         self._outer = outer
+        self.steps_before = 0  # the run: those of the runs that it goes on from
         self._clipping = (
             GradientClipping(sharded, layers.values(), outer.clip_norm) if outer.clip_norm else None
         )
@@ -57,7 +58,7 @@ class OuterOptimizer(CombinedOptimizer):
             rate = outer.dense_lr if isinstance(part, KeyedOptimizerWrapper) else outer.sparse_lr
             for group in part.param_groups:
                 group["lr"] = rate * scale
-        set_adam_step(self._adam_groups, step)
+        set_adam_step(self._adam_groups, self.steps_before + step)
         self.zero_grad()  # the tables take their rate here
 
     def step(self, closure: Any = None) -> None:

@@ -3,12 +3,14 @@
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -139,6 +141,12 @@ def sum_over_ranks(values: list[float], ranks: Ranks) -> list[float]:
     return summed
 
 
+def add_arrays_over_ranks(arrays: Sequence[npt.NDArray[np.float64]], ranks: Ranks) -> None:
+    """Replace arrays on the host by their element-wise sums over the ranks."""
+    for array in arrays:
+        dist.all_reduce(torch.from_numpy(array), group=ranks.control)
+
+
 def add_over_ranks(value: Tensor) -> None:
     """Replace a tensor by its element-wise sum over the ranks, on its device; does not wait for
     it.
@@ -149,15 +157,28 @@ def add_over_ranks(value: Tensor) -> None:
 def any_rank_later(flag: Tensor, ranks: Ranks) -> Callable[[], bool]:
     """Start to ask whether any rank's flag is set; return a function that waits for the answer."""
     number = flag.to(torch.int32).view(1)
-    # On CUDA among the devices: the host needs not wait for this step's kernels.
-    on_cpu = ranks.device.type == "cpu"
-    work = ranks.transport.add(number, number) if on_cpu else dist.all_reduce(number, async_op=True)
+    if ranks.device.type == "cpu":
+        work = ranks.transport.add(number, number)
 
-    def answer() -> bool:
-        work.wait()
-        return bool(number.item())
+        def answer() -> bool:
+            work.wait()
+            return bool(number.item())
 
-    return answer
+        return answer
+    # On CUDA among the devices, and to memory of the host that an event guards: to read `number`
+    # itself would be to wait for all kernels that are queued by then, the next step's too.
+    if ranks.world_size > 1:
+        dist.all_reduce(number)
+    told = torch.empty(1, dtype=number.dtype, pin_memory=True)
+    told.copy_(number, non_blocking=True)
+    is_there = torch.cuda.Event()
+    is_there.record()
+
+    def answer_of_devices() -> bool:
+        is_there.synchronize()
+        return bool(told.item())
+
+    return answer_of_devices
 
 
 def new_control_group() -> dist.ProcessGroup:

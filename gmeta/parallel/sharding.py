@@ -159,7 +159,8 @@ def shard_learner(
 
     On a CPU the exchange and the tables' arithmetic are ours unless `stock_kernels` asks for those
     of TorchRec and fbgemm.
-    The tables' initial values depend on `run.seed` alone, not on the plan or the number of ranks.
+    A row's initial values depend on `run.seed`, its table and its number alone: not on the plan,
+    the number of ranks, or how many rows the table has.
 
     Raises:
         ConfigError: the tables' optimizer is not one of this device, or a table cannot be sharded
@@ -262,7 +263,8 @@ def check_sparse_optimizer(name: str, device: torch.device) -> None:
 
 def initialise_tables(sharded: DistributedModelParallel, std: float, seed: int) -> None:
     """Fill every table shard of this rank with normal values of this deviation, the same under any
-    plan and at any world size.
+    plan, at any world size and of a table with any number of rows: one that grows later has the
+    rows that it would have had from the start.
     """
     state = sharded.state_dict()
     tables = sorted(name for name in state if name.startswith(TABLES_PREFIX))
@@ -271,9 +273,9 @@ def initialise_tables(sharded: DistributedModelParallel, std: float, seed: int) 
         if isinstance(table, ShardedTensor):
             for shard in table.local_shards():
                 first_row, first_column = shard.metadata.shard_offsets
-                _fill(shard.tensor, first_row, first_column, table.size(), std, seed, table_index)
+                _fill(shard.tensor, first_row, first_column, table.size(1), std, seed, table_index)
         else:  # data-parallel
-            _fill(table, 0, 0, table.shape, std, seed, table_index)
+            _fill(table, 0, 0, table.shape[1], std, seed, table_index)
 
 
 @torch.no_grad()
@@ -281,7 +283,7 @@ def _fill(
     part: Tensor,
     first_row: int,
     first_column: int,
-    table_shape: torch.Size,
+    width: int,
     std: float,
     seed: int,
     table_index: int,
@@ -289,12 +291,12 @@ def _fill(
     """Initialise the part of a table that starts at this row and column."""
     end_row, columns = first_row + len(part), slice(first_column, first_column + part.shape[1])
     for block in range(first_row // INIT_BLOCK_ROWS, -(-end_row // INIT_BLOCK_ROWS)):
-        # Always the whole block: torch's normal values depend on how many are asked for.
+        # Always the whole block, also where the table ends inside: torch's normal values depend on
+        # how many are asked for.
         start = block * INIT_BLOCK_ROWS
-        block_rows = min(INIT_BLOCK_ROWS, table_shape[0] - start)
         generator = torch.Generator().manual_seed(_mixed_seed(seed, table_index, block))
-        values = torch.randn(block_rows, table_shape[1], generator=generator) * std
-        begin, end = max(first_row, start), min(end_row, start + block_rows)
+        values = torch.randn(INIT_BLOCK_ROWS, width, generator=generator) * std
+        begin, end = max(first_row, start), min(end_row, start + INIT_BLOCK_ROWS)
         part[begin - first_row : end - first_row] = values[begin - start : end - start, columns]
 
 

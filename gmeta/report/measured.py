@@ -63,7 +63,10 @@ def measure(
     values_MB = np.zeros(0)
     # Draw by draw: of a million tasks the sums of all draws at once would be gigabytes.
     for rows in draws:
-        terms = split_terms(rows.label_N, rows.prediction_N(stage), rows.task_N, scoring, names)
+        places_N2 = rows.places_N2(stage)
+        terms = split_terms(
+            rows.label_N, rows.prediction_N(stage), rows.task_N, scoring, names, places_N2
+        )
         drawn_MB = bootstrap_values(list(terms.values()), RESAMPLES, SEED) / len(draws)
         values_MB = values_MB + drawn_MB if made else drawn_MB
         made.append(terms)

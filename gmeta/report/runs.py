@@ -28,6 +28,10 @@ COLUMNS = {
 }
 
 
+# Columns of rank metrics over sampled candidates; a yardstick has the last two alone.
+PLACES = ("before_above", "before_tied", "after_above", "after_tied")
+
+
 @dataclass(frozen=True)
 class EvaluatedRun:
     """A checkpoint and its predictions on the query rows of unseen tasks.
@@ -39,7 +43,9 @@ class EvaluatedRun:
 
     It may have more: `draw` (integer, from 0 on: which draw of support and query rows; without it
     there is one), `task_rows` (integer: stored rows of the task), and columns that only name a row.
-    `limited` holds the predictions after adapting on no more than so many support rows.
+    With sampled candidates those of PLACES: how many score above a positive row before and after
+    adapting, and how many the same; -1 of other rows. `limited` holds the predictions after
+    adapting on no more than so many support rows.
     """
 
     name: str
@@ -90,15 +96,20 @@ class SplitRows:
     label_N: Array
     before_N: Array
     after_N: Array
+    # Of positive rows, at each stage: sampled candidates above, and with the same score; else -1.
+    places_N4: Array
 
     def prediction_N(self, stage: Stage) -> Array:
         """Return the model's output at a stage."""
         return self.before_N if stage == "before" else self.after_N
 
+    def places_N2(self, stage: Stage) -> Array:
+        """Return what candidates above and beside each row there are at a stage."""
+        return self.places_N4[:, :2] if stage == "before" else self.places_N4[:, 2:]
+
     def where(self, keep_N: Array) -> "SplitRows":
         """Return only the rows that the mask keeps."""
-        columns = (self.task_N, self.support_rows_N, self.label_N, self.before_N, self.after_N)
-        return SplitRows(*(column[keep_N] for column in columns))
+        return SplitRows(*(column[keep_N] for column in vars(self).values()))
 
 
 def check_runs(runs: Sequence[EvaluatedRun], taken: Sequence[str] = ()) -> None:
@@ -145,7 +156,11 @@ def rows_of_split(predictions: pa.Table, split: str) -> SplitRows:
     names = ["task", "support_rows", "label", "before", "after"]
     if "prediction" in rows.column_names:  # a yardstick has one, whatever the stage
         names[-2:] = ["prediction", "prediction"]
-    return SplitRows(*(rows[name].to_numpy() for name in names))
+    places = [
+        rows[name].to_numpy() if name in rows.column_names else np.full(rows.num_rows, -1)
+        for name in PLACES
+    ]
+    return SplitRows(*[rows[name].to_numpy() for name in names] + [np.stack(places, axis=1)])
 
 
 def num_draws(predictions: pa.Table) -> int:

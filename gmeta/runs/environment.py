@@ -3,7 +3,9 @@
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,9 +13,11 @@ import torch
 PACKAGES = ("gmeta", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "pyarrow", "numpy")
 
 
-def describe_environment(world_size: int, fingerprint: str) -> dict[str, Any]:
+def describe_environment(
+    world_size: int, fingerprint: str, plugins: Mapping[str, dict[str, str]] = MappingProxyType({})
+) -> dict[str, Any]:
     """Return machine, data and versions as a run folder keeps them; `fingerprint` is that of the
-    dataset."""
+    dataset, `plugins` the packages of the user's own by config key."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -29,4 +33,5 @@ def describe_environment(world_size: int, fingerprint: str) -> dict[str, Any]:
         "threads_per_rank": torch.get_num_threads(),
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "packages": versions,
+        "plugins": dict(plugins),
     }

@@ -1,7 +1,9 @@
-"""Reads one version of a model from a folder that may be replaced meanwhile."""
+"""Reads one version of a model from a folder that may be replaced meanwhile, or from a channel."""
 
 from pathlib import Path
 
+from gmeta.delivery.channel import Channel, is_channel
+from gmeta.delivery.whole import whole_version
 from gmeta.errors import GMetaError
 from gmeta.server.columns import columns_of
 from gmeta.server.versions import Loaded, version_in
@@ -10,9 +12,22 @@ from gmeta.serving.load import load
 _TRIES = 3
 
 
+def model_folder(folder: Path) -> Path:
+    """Return the exported folder to serve: this one, or of a channel what its newest version is.
+
+    Raises:
+        UserError: the channel has no version.
+        GMetaError: a version of it is damaged.
+    """
+    if not is_channel(folder):
+        return folder
+    channel = Channel(folder)
+    return whole_version(channel, channel.served().number)
+
+
 def load_version(folder: Path, verify: bool = True) -> Loaded:
-    """Return the model in a folder, all of its files from one export even while the folder is being
-    replaced.
+    """Return the model in a folder, or that a channel serves, all of its files from one export even
+    while the folder is being replaced.
 
     Raises:
         UserError: there is no exported model.
@@ -21,7 +36,7 @@ def load_version(folder: Path, verify: bool = True) -> Loaded:
     for last in (False,) * (_TRIES - 1) + (True,):
         version = version_in(folder)
         try:
-            model = load(folder, verify)
+            model = load(model_folder(folder), verify)
         except GMetaError:
             if last or version_in(folder) == version:
                 raise

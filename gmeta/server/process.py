@@ -22,6 +22,7 @@ from gmeta.antdt.access.address import check_free, split_address
 from gmeta.antdt.log import configure_logging, event
 from gmeta.errors import GMetaError
 from gmeta.server.config import ServeConfig
+from gmeta.server.loading import model_folder
 from gmeta.server.metrics import MULTIPROCESS_DIR, forget_worker
 from gmeta.serving.folder import check_files, read_config
 
@@ -47,7 +48,8 @@ def serve_until_signal(config: ServeConfig, log_level: str, run_worker: RunWorke
         run_worker(config, lambda: None)
         return 0
     # Once, and told once, whatever the number of workers.
-    check_files(config.folder, read_config(config.folder), checksums=config.verify)
+    folder = model_folder(config.folder)
+    check_files(folder, read_config(folder), checksums=config.verify)
     for option, address in config.addresses.items():
         check_free(option, *split_address(option, address))
     configure_logging(log_level)

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gmeta.delivery.channel import Channel, is_channel
 from gmeta.errors import UserError
 from gmeta.server.columns import ModelColumns, columns_of
 from gmeta.serving.folder import ExportedConfig, checksum_in
@@ -39,7 +40,10 @@ class Loaded:
 
 
 def version_in(folder: Path) -> str:
-    """Return the version that stands in a folder now. Raise UserError where there is none."""
+    """Return the version that stands in a folder now, or that a channel serves. Raise UserError
+    where there is none."""
+    if is_channel(folder):
+        return Channel(folder).served().checksum[:VERSION_CHARS]
     return checksum_in(folder)[:VERSION_CHARS]
 
 

@@ -55,7 +55,13 @@ class RawColumns:
         self._task = columns.task
         # Rows to predict have no split or side, and their order within a task does not matter.
         self._schema = replace(
-            schema, time=None, row_id=None, splits=SplitRule(), membership=None, negatives=None
+            schema,
+            time=None,
+            row_id=None,
+            splits=SplitRule(),
+            membership=None,
+            negatives=None,
+            stream=None,
         )
         fitted = Fitted(dict(vocabularies), dict(columns.moments), kinds=columns.kinds)
         self._encoder = Encoder(self._schema, fitted)

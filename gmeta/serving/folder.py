@@ -5,14 +5,14 @@ config.json names every other file with its size and checksum; docs/serving.md d
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.config import LabelPrior, SupportFeaturesConfig
+from gmeta.batches.config import ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
 from gmeta.config import config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.files.checked_json import read_json
@@ -30,6 +30,7 @@ from metaio.prepare.values import Kind
 FORMAT_NAME = "gmeta-model"
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
+DELTA_FILE = "delta.json"  # in place of config.json: what changed since another export
 LAYERS_FILE = "layers.safetensors"
 TableFormat = Literal["float32", "float16", "int8"]
 TABLE_FORMATS: tuple[TableFormat, ...] = get_args(TableFormat)
@@ -65,6 +66,7 @@ class ExportedConfig:
     files: dict[str, FileEntry]
     huber_delta: float = 1.0
     support_features: SupportFeaturesConfig = field(default_factory=SupportFeaturesConfig)
+    item_features: ItemFeaturesConfig = field(default_factory=ItemFeaturesConfig)
 
 
 def table_file(index: int) -> str:
@@ -102,28 +104,27 @@ def checksum_in(folder: Path) -> str:
     try:
         return xxh3_hex((folder / CONFIG_FILE).read_bytes())
     except OSError:
-        raise _no_model(folder) from None
+        raise _no_model(folder, CONFIG_FILE) from None
 
 
-def _no_model(folder: Path) -> UserError:
+def _no_model(folder: Path, name: str) -> UserError:
     return UserError(
-        f"{folder} is no exported model: it has no {CONFIG_FILE}. "
-        "Give a folder that `gmeta export` wrote"
+        f"{folder} is no exported model: it has no {name}. Give a folder that `gmeta export` wrote"
     )
 
 
-def read_config(folder: Path) -> ExportedConfig:
-    """Return the config of an exported folder.
+def read_config(folder: Path, name: str = CONFIG_FILE) -> ExportedConfig:
+    """Return the config of an exported folder; a delta holds that of its model by another `name`.
 
     Raises:
         UserError: there is no exported model here.
         GMetaError: config.json was altered, or another release of gmeta wrote it.
     """
-    path = folder / CONFIG_FILE
+    path = folder / name
     try:
         body = read_json(path)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise _no_model(folder) from None  # in a notebook the whole chain would be shown
+        raise _no_model(folder, name) from None  # in a notebook the whole chain would be shown
     except ValueError as error:
         raise GMetaError(f"{path} is not JSON: it was cut short or edited. {_REMEDY}") from error
     # Any folder of a run has a config.json too.
@@ -149,11 +150,11 @@ def read_config(folder: Path) -> ExportedConfig:
 def _from_json(path: Path, body: dict[str, Any]) -> ExportedConfig:
     # The checksum held, but whoever can write the folder can make it hold.
     try:
-        # A model of a release before them has neither.
+        # A model of a release before them has none of these.
         outer = {"loss": body["loss"], "huber_delta": body.get("huber_delta", 1.0)}
         sections = {key: body[key] for key in ("model", "algorithm")}
-        inputs = body.get("support_features", {})
-        parts = config_from_dict({**sections, "support_features": inputs, "outer": outer})
+        inputs = {key: body.get(key, {}) for key in ("support_features", "item_features")}
+        parts = config_from_dict({**sections, **inputs, "outer": outer})
         support = parts.support_features
         if LabelPrior.configured(support) is None and support.is_used:
             raise ValueError("its support_features have no label_prior")
@@ -186,6 +187,7 @@ def _from_json(path: Path, body: dict[str, Any]) -> ExportedConfig:
         files=files,
         huber_delta=parts.outer.huber_delta,
         support_features=parts.support_features,
+        item_features=parts.item_features,
     )
 
 
@@ -218,17 +220,40 @@ def check_files(folder: Path, config: ExportedConfig, checksums: bool) -> None:
         raise GMetaError(f"{difference}. {_REMEDY}")
 
 
+def is_export(folder: Path) -> bool:
+    """Return whether an export wrote this, be it damaged or of another version."""
+    if (folder / DELTA_FILE).is_file():
+        return True
+    try:
+        read_config(folder)
+    except UserError:
+        return False
+    except GMetaError:
+        return True
+    return True
+
+
+class FolderKind(NamedTuple):
+    """What an export writes: a word for it, and what tells that a folder is one."""
+
+    noun: str  # behind "an"
+    holds: Callable[[Path], bool]
+
+
+MODEL_FOLDER = FolderKind("exported model", is_export)
+
+
 @contextmanager
-def new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
+def new_folder(out: Path, overwrite: bool, kind: FolderKind = MODEL_FOLDER) -> Iterator[Path]:
     """Yield a temporary folder that becomes `out` when the block ends without an error; else it
     goes, at the next export if the process was killed.
 
     Raises:
-        UserError: `out` is taken by a model that may not be replaced, or by something else.
+        UserError: `out` is taken by one of its kind that may not be replaced, or by something else.
         DataError: another process exports to `out`, or the disk is full.
     """
     out = Path(os.path.abspath(out))  # so that "." has a name and a parent
-    _check_free(out, overwrite)
+    _check_free(out, overwrite, kind)
     out.parent.mkdir(parents=True, exist_ok=True)
     with folder_of_one_writer(out.parent / f".{out.name}.partial", str(out)) as partial:
         yield partial
@@ -241,27 +266,16 @@ def new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
         replace_folder(partial, out)
 
 
-def _check_free(out: Path, overwrite: bool) -> None:
+def _check_free(out: Path, overwrite: bool, kind: FolderKind) -> None:
     if not out.exists():
         return
-    if _is_export(out):
+    if kind.holds(out):
         if not overwrite:
             raise UserError(
-                f"{out} holds an exported model already. "
+                f"{out} holds an {kind.noun} already. "
                 "Choose another folder, or pass --overwrite to replace it"
             )
     elif not out.is_dir() or any(out.iterdir()):
         raise UserError(
-            f"{out} exists and is no exported model: a new folder is needed. Choose another place"
+            f"{out} exists and is no {kind.noun}: a new folder is needed. Choose another place"
         )
-
-
-def _is_export(folder: Path) -> bool:
-    """Return whether an export wrote this, be it damaged or of another version."""
-    try:
-        read_config(folder)
-    except UserError:
-        return False
-    except GMetaError:
-        return True
-    return True

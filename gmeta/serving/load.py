@@ -67,7 +67,7 @@ def _load_again(folder: Path, config: ExportedConfig) -> ServedModel:
 
 
 def _learner(folder: Path, config: ExportedConfig) -> MetaLearner:
-    check_registered(folder, config.model, config.algorithm)
+    check_registered(folder, config.model, config.algorithm, config.source)
     tensors = _tensors(folder / LAYERS_FILE)
 
     def built() -> MetaLearner:
@@ -77,7 +77,8 @@ def _learner(folder: Path, config: ExportedConfig) -> MetaLearner:
             config.algorithm,
             config.loss,
             config.huber_delta,
-            statistics_of(config.support_features, config.features),
+            statistics_of(config.support_features, config.features, config.item_features),
+            config.item_features,
         )
 
     try:
@@ -111,6 +112,10 @@ def _encoder(folder: Path, config: ExportedConfig) -> ColumnEncoder:
     tables = {column.table_name for column in schema.sparse if column.vocabulary is not None}
     vocabularies = {table: _vocabulary(folder / vocabulary_file(table)) for table in tables}
     sizes = {table: len(values) for table, values in vocabularies.items()}
+    if schema.stream is not None:
+        # Tables have room for what later increments bring.
+        rows = {table.name: table.num_rows for table in config.features.tables}
+        sizes = {table: max(size, rows.get(table, 0) - 1) for table, size in sizes.items()}
     if features_of(schema, sizes) != config.features:
         raise GMetaError(
             f"{folder} has tables of other sizes or columns than its schema and vocabularies. "

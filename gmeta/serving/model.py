@@ -77,6 +77,16 @@ class ServedModel:
         # Adapted layers act through hooks on the one model that all tasks share.
         self._lock = threading.Lock()
 
+    @property
+    def learner(self) -> MetaLearner:
+        """Return the layers and the way they adapt. To be run under no other lock than a copy's."""
+        return self._learner
+
+    @property
+    def tables(self) -> Sequence[StoredTable]:
+        """Return the embedding tables, in the order of `features.tables`."""
+        return self._tables
+
     def __reduce__(self) -> "tuple[partial[ServedModel], tuple[()]]":
         # Not the tensors: a process that maps the same files shares their memory.
         return self._reload, ()
@@ -134,12 +144,19 @@ class ServedModel:
         encoded = self.encode(support, "support", with_label=True, with_task=True)
         wanted = self.encode(query, "query", with_label=False, with_task=True)
         check_task_kinds(self.config.columns.task, support, query)
+        return self.predict_tasks_encoded(encoded, wanted, allow_no_support)
+
+    @on_the_cpu
+    def predict_tasks_encoded(
+        self, support: EncodedColumns, query: EncodedColumns, allow_no_support: bool
+    ) -> TaskPredictions:
+        """Return the same of encoded rows, which hold their tasks."""
 
         def run(batch: TaskBatch) -> tuple[Tensor, Tensor]:
             prediction = self.predict_batch(batch)
             return self._shown_N(prediction.before_N), self._shown_N(prediction.after_N)
 
-        return predict_tasks(run, self.config.features, encoded, wanted, allow_no_support)
+        return predict_tasks(run, self.config.features, support, query, allow_no_support)
 
     @on_the_cpu
     def predict_batch(self, batch: TaskBatch) -> QueryPrediction:
@@ -263,7 +280,7 @@ class ServedModel:
         )
         lengths_T = np.array(lengths, np.int64), np.zeros(len(lengths), np.int64)
         batch = task_batch(features, rows, no_rows(features), (every, none), lengths_T)
-        return self._statistics.widened(batch)
+        return self._statistics.widened(self._learner.with_items(batch))
 
     def _as_query(
         self,
@@ -282,6 +299,7 @@ class ServedModel:
         lengths_T = np.zeros(len(lengths), np.int64), np.array(lengths, np.int64)
         nothing = no_rows(features)
         batch = task_batch(features, nothing, rows, (none, every), lengths_T)
+        batch = self._learner.with_items(batch)
         if not self._statistics.width:
             return batch
         known = [support or nothing for support in supports]
@@ -291,12 +309,13 @@ class ServedModel:
         # Both sides stand in turn, task by task.
         sides = np.stack([np.zeros_like(known_T), np.ones_like(known_T)], axis=1).astype(bool)
         is_query_N = np.repeat(sides.ravel(), np.stack([known_T, lengths_T[1]], axis=1).ravel())
-        dense_NK = self._statistics.widened(both).dense_NK[torch.from_numpy(is_query_N)]
+        both = self._statistics.widened(self._learner.with_items(both))
+        dense_NK = both.dense_NK[torch.from_numpy(is_query_N)]
         return replace(batch, dense_NK=dense_NK)
 
-    def column_names(self, with_label: bool, with_task: bool = False) -> list[str]:
-        """Return the columns that `encode` reads."""
-        return [self.config.columns.task] * with_task + self._encoder.names(with_label)
+    def columns_read(self, with_label: bool) -> list[str]:
+        """Return the columns that `encode` reads, the task's too."""
+        return list(dict.fromkeys([self.config.columns.task, *self._encoder.names(with_label)]))
 
     def encode(
         self, rows: object, what: str, with_label: bool, with_task: bool = False
@@ -308,7 +327,7 @@ class ServedModel:
             DataError: a column holds what the model cannot take.
         """
         columns = self.config.columns
-        names = self.column_names(with_label, with_task)
+        names = [columns.task] * with_task + self._encoder.names(with_label)
         batch = select(as_table(rows, what), names, [columns.task], what)
         encoded = self._encoder.encode(batch, with_label)
         if with_label:

@@ -53,6 +53,16 @@ def split_rows(rows: EncodedColumns, lengths: Sequence[int]) -> list[EncodedColu
     ]
 
 
+def take_rows(rows: EncodedColumns, chosen: Int64) -> EncodedColumns:
+    """Return the chosen rows, in the order chosen."""
+    value_offsets = offsets(row_sums(rows.lengths_NM))
+    values = ragged_indices(value_offsets[chosen], np.diff(value_offsets)[chosen])
+    arrays = vars(rows).items()
+    return EncodedColumns(
+        *(array[values if name == "values_V" else chosen] for name, array in arrays)
+    )
+
+
 def join_rows(parts: Sequence[EncodedColumns]) -> EncodedColumns:
     """Return the rows one part after the other."""
     if len(parts) == 1:

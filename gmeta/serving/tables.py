@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gmeta.errors import GMetaError
+from gmeta.errors import GMetaError, NotFiniteError
 from gmeta.serving.folder import TableFormat
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
@@ -44,7 +44,8 @@ def store_table(name: str, weight_RD: Tensor, table_format: TableFormat) -> Stor
     254. float16: rounded to 11 bits, |error| <= |w| / 2048 for |w| >= 6.1e-5.
 
     Raises:
-        GMetaError: a value is not finite, or too large for float16.
+        NotFiniteError: a value is not finite.
+        GMetaError: a value is too large for float16.
 
     >>> store_table("t", torch.tensor([[1.0, -0.25]]), "int8").values_RD.tolist()
     [[127, -32]]
@@ -53,7 +54,7 @@ def store_table(name: str, weight_RD: Tensor, table_format: TableFormat) -> Stor
     largest_R = weight_RD.abs().amax(dim=1)
     if not bool(torch.isfinite(largest_R).all()):
         row = int((~torch.isfinite(largest_R)).nonzero()[0])
-        raise GMetaError(
+        raise NotFiniteError(
             f"table {name} holds a value that is not finite in row {row}: the run diverged. "
             "Export an earlier checkpoint with --step, or train with lower rates"
         )

@@ -5,6 +5,7 @@ Shape suffixes: N rows of the query, S rows of the support, T tasks of the query
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -66,11 +67,7 @@ def predict_tasks(
         # Tasks stand by their hash here, but a reader looks into the file.
         first_rows_T = sides.query_order_N[sides.query_first_T]
         row = int(first_rows_T[sides.support_rows_T == 0].min())
-        raise UserError(
-            f"{without:,} of the {len(sides.query_rows_T):,} query tasks have 0 support rows, "
-            f"the first of them in query row {row}: they cannot adapt. Add their support rows, or "
-            "allow them to be predicted without adaptation (--allow-no-support)"
-        )
+        refuse_without_support(without, len(sides.query_rows_T), row)
     before_N, after_N = torch.zeros(query.num_rows), torch.zeros(query.num_rows)
     for support_E, support_T, query_E, query_T in _batches(sides):
         batch = task_batch(features, support, query, (support_E, query_E), (support_T, query_T))
@@ -81,6 +78,15 @@ def predict_tasks(
     support_rows_N = np.empty(query.num_rows, np.int64)
     support_rows_N[sides.query_order_N] = np.repeat(sides.support_rows_T, sides.query_rows_T)
     return TaskPredictions(before_N, after_N, torch.from_numpy(support_rows_N))
+
+
+def refuse_without_support(without: int, num_tasks: int, row: int) -> NoReturn:
+    """Raise UserError for query tasks without support rows, the first of which is in `row`."""
+    raise UserError(
+        f"{without:,} of the {num_tasks:,} query tasks have 0 support rows, the first of them in "
+        f"query row {row}: they cannot adapt. Add their support rows, or allow them to be "
+        "predicted without adaptation (--allow-no-support)"
+    )
 
 
 def _match(support: EncodedColumns, query: EncodedColumns) -> _Sides:

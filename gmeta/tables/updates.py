@@ -142,11 +142,16 @@ class FastGroup:
             self._update_rows(self, row_N, grad_ND)
 
 
-def summed_by_row(row_N: Tensor, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct rows [U], and the sum of the gradients of each [U, D]; on any device."""
-    row_U, inverse_N = torch.unique(row_N, return_inverse=True)
-    grad_UD = grad_ND.new_zeros(row_U.numel(), grad_ND.shape[1])
-    return row_U, grad_UD.index_add_(0, inverse_N, grad_ND)
+def summed_by_row(row_N: Tensor, grad_ND: Tensor) -> Tensor:
+    """Return the sum of the gradients of each distinct row, and 0 behind them: [N, D].
+
+    On any device, and without waiting for it to say how many distinct rows there are.
+    """
+    sorted_N, order_N = row_N.sort()
+    is_other_N = torch.zeros_like(sorted_N)
+    is_other_N[1:] = sorted_N[1:] != sorted_N[:-1]
+    place_N = is_other_N.cumsum(0)
+    return torch.zeros_like(grad_ND).index_add_(0, place_N, grad_ND.index_select(0, order_N))
 
 
 def row_numbers_N(first_row_F: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
@@ -156,4 +161,5 @@ def row_numbers_N(first_row_F: Tensor, indices: Tensor, offsets: Tensor) -> Tens
     num_features = first_row_F.numel()
     samples = (offsets.numel() - 1) // num_features
     ids_F = offsets[::samples].diff() if samples else offsets.new_zeros(num_features)
-    return indices + torch.repeat_interleave(first_row_F, ids_F)
+    firsts_N = torch.repeat_interleave(first_row_F, ids_F, output_size=indices.numel())
+    return indices + firsts_N

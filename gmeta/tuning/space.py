@@ -20,6 +20,7 @@ DIGITS = 3
 # What a score cannot be compared across, and what a trial has of its own.
 NOT_TUNED = {
     "data.path": "all trials are scored on the same data",
+    "data.increment": "all trials are scored on the same data",
     "data.train_split": "all trials are trained on the same tasks",
     "data.valid_split": "all trials are scored on the same tasks",
     "data.eval_splits": "trials are never scored on them",
@@ -27,6 +28,7 @@ NOT_TUNED = {
     "data.source": "a trial reads the dataset itself",
     "run.dir": "each trial has a folder of its own in the study",
     "run.start_from": "all trials begin alike",
+    "run.continue_from": "all trials begin alike",
     "run.seed": "the luckiest seed is no better setting",
     "run.early_stop_metric": "all trials are compared by one metric",
 }

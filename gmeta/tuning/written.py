@@ -8,9 +8,11 @@ from typing import Any
 from gmeta.config import TrainConfig
 
 
-def config_toml(config: TrainConfig, header: str, marked: Collection[str] = ()) -> str:
-    """Return the config as TOML under a comment: every value that is not the default, and the
-    `marked` keys, which say so.
+def config_toml(
+    config: TrainConfig, header: str, marked: Collection[str] = (), every: bool = False
+) -> str:
+    """Return the config as TOML under a comment: every value that is not the default (`every`: each
+    value), and the `marked` keys, which say so.
     """
     lines = [f"# {line}".rstrip() for line in header.splitlines()]
     resolved, defaults = config.to_json(), TrainConfig().to_json()
@@ -18,7 +20,7 @@ def config_toml(config: TrainConfig, header: str, marked: Collection[str] = ()) 
         kept = [
             (name, value)
             for name, value in resolved[section.name].items()
-            if value != defaults[section.name][name] or f"{section.name}.{name}" in marked
+            if every or value != defaults[section.name][name] or f"{section.name}.{name}" in marked
         ]
         if kept:
             lines += ["", f"[{section.name}]"] if lines else [f"[{section.name}]"]

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gmeta.metrics.catalogue import Loss, logloss, mae
+from gmeta.yardstick.describing import NO_ITEM
 from gmeta.yardstick.rows import EpisodeRows, Floats
 from gmeta.yardstick.sums import NO_FOLD, TrainingSums, fold_of
 from metaio.ragged import Int64
@@ -30,7 +31,6 @@ PRIORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 FEW_PRIORS = (2.0, 8.0, 32.0)  # enough to tell which column is the item
 # Newton's method on a strictly concave function of one number; from 0 it is there within six.
 NEWTON_STEPS = 12
-NO_ITEM = -1
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gmeta.yardstick.bias import NO_ITEM, BiasModel, middle, shown
+from gmeta.yardstick.bias import BiasModel, middle, shown
+from gmeta.yardstick.describing import NO_ITEM, lists_of
 from gmeta.yardstick.rows import Bools, EpisodeRows, Floats, Lists
 from gmeta.yardstick.sums import ColumnSums, TrainingSums
 from metaio.format.features import Features
-from metaio.ragged import Int64, offsets
+from metaio.ragged import Int64
 
 # So many rows of the overall mean count towards a value's mean, and of 0 towards what a task's
 # support says of a value: what a single row says is mostly noise.
 VALUE_PRIOR = 5.0
 SHARED_PRIOR = 2.0
-# A column describes the item if it agrees with the item's first row in so many of its rows.
-DESCRIBING_SHARE = 0.99
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Known:
         for index, (feature, column) in enumerate(
             zip(self.features.sparse, self.sums.columns, strict=True)
         ):
-            lists = _lists(rows, index)
+            lists = lists_of(rows, index)
             known = _without_item(column, lists, fold_N, *(taken if self.describing[index] else ()))
             columns[f"{feature.name}: mean"] = _list_means(lists, *known, mean)
             if index == bias.item:
@@ -93,32 +92,6 @@ class Known:
         column = self.sums.columns[self.bias.item]
         counts_N, sums_N = column.without(rows.ids_of(self.bias.item), fold_N)
         return np.where(hidden_N, counts_N, 0.0), np.where(hidden_N, sums_N, 0.0)
-
-
-def describing_columns(rows: EpisodeRows, features: Features, item: int) -> tuple[bool, ...]:
-    """Return which sparse columns follow from the item, as a film's director does; the item's own
-    does."""
-    if item == NO_ITEM:
-        return (False,) * len(features.sparse)
-    _, first, index_N = np.unique(rows.ids_of(item), return_index=True, return_inverse=True)
-    found = []
-    for column in range(len(features.sparse)):
-        lists = _lists(rows, column)
-        # Of equal lists these sums are equal; of others hardly ever.
-        weight_V = np.random.default_rng(0).random(4099)[lists.ids_V % 4099]
-        mark_N = np.bincount(lists.row_V, weight_V, minlength=rows.num_rows)
-        agrees_N = np.isclose(mark_N, mark_N[first][index_N])
-        found.append(bool(agrees_N.mean() >= DESCRIBING_SHARE))
-    return tuple(found)
-
-
-def _lists(rows: EpisodeRows, column: int) -> Lists:
-    """Return a sparse column's ids as lists: of one id in a single column."""
-    num_single = rows.ids_NF.shape[1]
-    if column >= num_single:
-        lists: Lists = rows.multi[column - num_single]
-        return lists
-    return Lists(rows.ids_NF[:, column], offsets(np.ones(rows.num_rows, np.int64)))
 
 
 def _task_columns(rows: EpisodeRows) -> dict[str, Floats]:

@@ -6,23 +6,28 @@ the validation split; of a split that is scored they read no label but those of 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from gmeta.batches.views import Shown, View
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
-from gmeta.report.runs import EvaluatedYardstick
+from gmeta.report.runs import PLACES, EvaluatedYardstick
 from gmeta.yardstick import trees
-from gmeta.yardstick.bias import NO_ITEM, BiasModel, choose_bias
-from gmeta.yardstick.features import Known, describing_columns
+from gmeta.yardstick.bias import BiasModel, choose_bias
+from gmeta.yardstick.candidates import Candidates, places_N2
+from gmeta.yardstick.describing import NO_ITEM, describing_columns
+from gmeta.yardstick.features import Known
 from gmeta.yardstick.reading import read_rows, sample_rows
 from gmeta.yardstick.rows import EpisodeRows, Floats, some_of
 from gmeta.yardstick.sums import sum_training_rows
 from gmeta.yardstick.trees import Trees
 from metaio.counted import counted
 from metaio.format.dataset import Dataset
+from metaio.prepare.raw_ids import item_place, with_raw_ids
 
 # Whole tasks with about so many rows are held in memory, of them so many choose the priors: the
 # grid takes a minute of a million rows of clicks.
@@ -61,9 +66,11 @@ def measure(
     item_column: str = "",
     with_trees: bool = True,
     shown: Shown = Shown(),  # noqa: B008 - frozen
+    on: Dataset | None = None,
+    candidates: Candidates | None = None,
 ) -> Yardsticks:
-    """Return the predictions of the bias model and of the trees for the query rows of `splits`, as
-    the runs were shown them.
+    """Return the predictions of the bias model and of the trees, made from `dataset`, for the query
+    rows of `splits` of `on` (None: of the same dataset), as the runs were shown them.
 
     Raises:
         UserError: there is no such item column.
@@ -71,7 +78,7 @@ def measure(
     """
     item = item_index(dataset, item_column)
     loss, train_split, valid_split = config.outer.loss, *_splits(config)
-    scored = [split for split in splits if split != train_split]
+    scored = [split for split in splits if on is not None or split != train_split]
     if not scored:
         return Yardsticks((), (f"no yardstick: it is made from {train_split}, which is scored",))
     sums = sum_training_rows(read_rows(dataset, train_split), dataset.features, SEED)
@@ -80,9 +87,8 @@ def measure(
     judges = some_of(train if valid is None else valid, CHOOSING_ROWS, SEED)
     bias = choose_bias(loss, sums, judges, item, SEED)
     told = _told_bias(dataset, bias, item is None, train, valid_split)
-    rows = _predicted(
-        dataset, scored, shown, lambda rows: bias.predict(sums, rows)[~rows.is_support_N]
-    )
+    asked = _Asked(dataset if on is None else on, dataset, scored, shown, candidates)
+    rows = _predicted(asked, lambda rows: bias.predict(sums, rows)[~rows.is_support_N])
     found = (EvaluatedYardstick(*told, *rows),)
     if not with_trees:
         return Yardsticks(found, ("boosted trees: left out, as --no-trees asks",))
@@ -94,7 +100,7 @@ def measure(
     if grown is None:
         return Yardsticks(found, ("boosted trees: none, there are too few training tasks",))
     told = _told_trees(grown, valid_split)
-    rows = _predicted(dataset, scored, shown, lambda rows: grown.predict(known, rows))
+    rows = _predicted(asked, lambda rows: grown.predict(known, rows))
     return Yardsticks((*found, EvaluatedYardstick(*told, *rows)))
 
 
@@ -102,31 +108,37 @@ def _splits(config: TrainConfig) -> tuple[str, str]:
     return config.data.train_split, config.data.valid_split
 
 
+class _Asked(NamedTuple):
+    """Which rows a model is asked of."""
+
+    dataset: Dataset
+    known: Dataset  # says what the items are called
+    splits: Sequence[str]
+    shown: Shown
+    candidates: Candidates | None
+
+
 def _predicted(
-    dataset: Dataset,
-    splits: Sequence[str],
-    shown: Shown,
-    predict: Callable[[EpisodeRows], Floats],
+    asked: _Asked, predict: Callable[[EpisodeRows], Floats]
 ) -> tuple[pa.Table, dict[int, pa.Table]]:
     """Return a row for each query row of each draw, and the same of each number of support rows."""
-    drawn = [_predicted_view(dataset, splits, View(draw), predict) for draw in range(shown.draws)]
-    limited = {
-        most: _predicted_view(dataset, splits, View(max_support=most), predict)
-        for most in shown.support_sizes
-    }
-    return pa.concat_tables(drawn), limited
+
+    def of(view: View) -> pa.Table:
+        return with_raw_ids(_predicted_view(asked, view, predict), asked.dataset, asked.known)
+
+    limited = {most: of(View(max_support=most)) for most in asked.shown.support_sizes}
+    return pa.concat_tables([of(View(draw)) for draw in range(asked.shown.draws)]), limited
 
 
 def _predicted_view(
-    dataset: Dataset,
-    splits: Sequence[str],
-    view: View,
-    predict: Callable[[EpisodeRows], Floats],
+    asked: _Asked, view: View, predict: Callable[[EpisodeRows], Floats]
 ) -> pa.Table:
-    """Return a row for each query row: split, task, support_rows, label, prediction and draw."""
-    parts = []
-    for split in splits:
-        for stored in read_rows(dataset, split):
+    """Return a row for each query row: split, task, support_rows, label, prediction, draw, the item
+    where one is known, and its place among candidates where there are any.
+    """
+    parts, item = [], item_place(asked.dataset)
+    for split in asked.splits:
+        for stored in read_rows(asked.dataset, split):
             rows = stored.seen(view)
             query_N, episode_N = ~rows.is_support_N, rows.episode_N
             columns = {
@@ -134,11 +146,32 @@ def _predicted_view(
                 "task": rows.task_T[episode_N][query_N],
                 "support_rows": rows.support_lengths_T[episode_N][query_N].astype(np.int32),
                 "label": rows.label_N[query_N].astype(np.float32),
-                "prediction": predict(rows).astype(np.float32),
                 "draw": np.full(np.count_nonzero(query_N), view.draw, np.int32),
+                **_outputs(rows, view, asked.candidates, predict),
             }
+            if item is not None:
+                columns["item"] = rows.ids_of(item)[query_N]
             parts.append(pa.table(columns))
     return pa.concat_tables(parts)
+
+
+def _outputs(
+    rows: EpisodeRows,
+    view: View,
+    candidates: Candidates | None,
+    predict: Callable[[EpisodeRows], Floats],
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the prediction of each query row, and its place among candidates if there are any."""
+    if candidates is None:
+        return {"prediction": predict(rows).astype(np.float32)}
+    found, places = [np.zeros(0, np.float32)], [np.zeros((0, 2), np.int32)]
+    for listed in candidates.parts(rows, view):
+        score_M = predict(listed.rows).astype(np.float32)
+        is_sampled_M = listed.is_sampled_M[~listed.rows.is_support_N]
+        found.append(score_M[~is_sampled_M])
+        places.append(places_N2(score_M, is_sampled_M))
+    above_tied = zip(PLACES[2:], np.concatenate(places).T, strict=True)
+    return {"prediction": np.concatenate(found), **dict(above_tied)}
 
 
 def _told_bias(
@@ -164,15 +197,20 @@ def _told_bias(
 def _told_trees(model: Trees, valid_split: str) -> tuple[str, str, str, dict[str, str | float]]:
     """Return the model's names, a line on how it was chosen, and what was chosen."""
     chosen_on = valid_split or "a held-back fifth of the training tasks"
+    setting = model.setting
     told = (
-        f"{counted(model.num_trees, 'tree')} of {model.leaves} leaves at rate {model.rate:g} on "
-        f"top of the bias model, from {model.num_statistics} statistics of support and columns, "
-        f"grown on {counted(model.num_rows, 'row')}; chosen on {chosen_on}"
+        f"{counted(model.num_trees, 'tree')} of {setting.leaves} leaves of "
+        f"{setting.leaf_rows} rows or more at rate {setting.rate:g} on top of the bias model, from "
+        f"{model.num_statistics} statistics of support and columns, grown on "
+        f"{counted(model.num_rows, 'row')}; the best of {counted(model.num_tried, 'setting')} on "
+        f"{chosen_on}"
     )
     chosen: dict[str, str | float] = {
         "num_trees": model.num_trees,
-        "leaves": model.leaves,
-        "rate": model.rate,
+        "leaves": setting.leaves,
+        "leaf_rows": setting.leaf_rows,
+        "rate": setting.rate,
+        "settings_tried": model.num_tried,
         "num_rows": model.num_rows,
         "num_statistics": model.num_statistics,
         "chosen_on": chosen_on,

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gmeta.batches.views import STORED, View
-from metaio.format.block import Block, multi_feature_of_values
+from metaio.format.block import Block, Rows, multi_feature_of_values
 from metaio.hashing import splitmix64
 from metaio.ragged import Float32, Int64, offsets, ragged_indices
 
@@ -128,6 +128,31 @@ def rows_of(block: Block) -> EpisodeRows:
             for index in range(num_multi)
         ),
         dense_NK=block.dense_NK,
+    )
+
+
+def raw_rows(rows: EpisodeRows, row_id_N: Int64) -> Rows:
+    """Return rows as a block is built of them, with these row ids, or none."""
+    lengths_NM = np.zeros((rows.num_rows, len(rows.multi)), np.int32)
+    row_V, feature_V, ids_V = [], [], []
+    for feature, lists in enumerate(rows.multi):
+        lengths_NM[:, feature] = np.diff(lists.offsets_N1)
+        row_V.append(lists.row_V)
+        feature_V.append(np.full(len(lists.ids_V), feature))
+        ids_V.append(lists.ids_V)
+    none = np.zeros(0, np.int64)
+    # Row by row, feature by feature; lists keep their order, as the sort is stable.
+    order_V = np.lexsort((np.concatenate([none, *feature_V]), np.concatenate([none, *row_V])))
+    return Rows(
+        task_T=rows.task_T,
+        row_lengths_T=np.diff(rows.row_offsets_T1),
+        support_lengths_T=rows.support_lengths_T,
+        label_N=rows.label_N.astype(np.float32),
+        dense_NK=rows.dense_NK,
+        ids_NF=rows.ids_NF,
+        multi_ids_V=np.concatenate([none, *ids_V])[order_V],
+        multi_lengths_NM=lengths_NM,
+        row_id_N=row_id_N,
     )
 
 

@@ -2,8 +2,8 @@
 
 They start from the bias model's output and learn what is left, with the loss of the run that they
 stand beside. Training rows are the query rows of training tasks, whose support is drawn several
-times by the stored rule. Leaves, rate and number of trees are chosen on validation tasks, or on a
-fifth of the training tasks where there are none.
+times by the stored rule. Leaves, least rows of a leaf, rate and number of trees are chosen on
+validation tasks, or on a fifth of the training tasks where there are none.
 
 Shape suffixes: N rows, T episodes, X statistics.
 """
@@ -35,8 +35,11 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "huber": {"objective": "huber", "metric": "huber", "alpha": 1.0},
     "mae": {"objective": "regression_l1", "metric": "l1"},
 }
+# One after the other, each with the best of those before; the first of each stands until it is its
+# turn.
 LEAVES = (7, 15, 31, 63)
-QUICK_RATE, FINE_RATE = 0.1, 0.03  # leaves are chosen at the first, the model is made with both
+LEAF_ROWS = (50, 20, 200)
+RATES = (0.1, 0.03)
 MAX_TREES = 1_000
 PATIENCE_TREES = 30
 # The query rows that trees are grown on: draws of each task until there are so many.
@@ -51,7 +54,6 @@ FIXED = {
     "feature_fraction": 0.8,
     "bagging_fraction": 0.8,
     "bagging_freq": 1,
-    "min_data_in_leaf": 50,
     "boost_from_average": False,
     "feature_pre_filter": False,
 }
@@ -59,13 +61,22 @@ MISSING = "boosted trees: they need the extra, pip install 'gmeta[lightgbm]'"
 
 
 @dataclass(frozen=True)
+class Setting:
+    """What trees are grown with."""
+
+    leaves: int = LEAVES[0]
+    leaf_rows: int = LEAF_ROWS[0]
+    rate: float = RATES[0]
+
+
+@dataclass(frozen=True)
 class Trees:
-    """A grown model and what was chosen for it."""
+    """A grown model and what was chosen for it, of so many settings."""
 
     loss: Loss
     booster: Any
-    leaves: int
-    rate: float
+    setting: Setting
+    num_tried: int
     num_trees: int
     num_rows: int
     num_statistics: int
@@ -108,21 +119,22 @@ def grow(
         return None
     data = _dataset(library, fitted)
     against = _dataset(library, judged, data)
-    found = {leaves: _grown(library, loss, data, against, leaves, QUICK_RATE) for leaves in LEAVES}
-    leaves = min(LEAVES, key=lambda one: found[one][0])
-    rates = {
-        QUICK_RATE: found[leaves],
-        FINE_RATE: _grown(library, loss, data, against, leaves, FINE_RATE),
-    }
-    rate = min(rates, key=lambda one: rates[one][0])
-    num_trees = rates[rate][1]
+    found: dict[Setting, tuple[float, int]] = {}
+    best = Setting()
+    for key, values in (("leaves", LEAVES), ("leaf_rows", LEAF_ROWS), ("rate", RATES)):
+        for value in values:
+            changed: dict[str, Any] = {key: value}
+            setting = replace(best, **changed)
+            if setting not in found:
+                found[setting] = _grown(library, loss, data, against, setting)
+        best = min(found, key=lambda one: found[one][0])
+    num_trees = found[best][1]
     # With all training tasks, those that judged among them.
     booster = library.train(
-        _parameters(loss, leaves, rate), _dataset(library, given), num_boost_round=num_trees
+        _parameters(loss, best), _dataset(library, given), num_boost_round=num_trees
     )
-    return Trees(
-        loss, booster, leaves, rate, num_trees, len(given.label_N), given.values_NX.shape[1]
-    )
+    num_statistics = given.values_NX.shape[1]
+    return Trees(loss, booster, best, len(found), num_trees, len(given.label_N), num_statistics)
 
 
 def training_statistics(
@@ -191,16 +203,21 @@ def _dataset(library: Any, given: Statistics, like: Any = None) -> Any:
     )  # fmt: skip
 
 
-def _parameters(loss: Loss, leaves: int, rate: float) -> dict[str, Any]:
-    return {**FIXED, **OBJECTIVES[loss], "num_leaves": leaves, "learning_rate": rate}
+def _parameters(loss: Loss, setting: Setting) -> dict[str, Any]:
+    chosen = {
+        "num_leaves": setting.leaves,
+        "min_data_in_leaf": setting.leaf_rows,
+        "learning_rate": setting.rate,
+    }
+    return {**FIXED, **OBJECTIVES[loss], **chosen}
 
 
 def _grown(
-    library: Any, loss: Loss, data: Any, against: Any, leaves: int, rate: float
+    library: Any, loss: Loss, data: Any, against: Any, setting: Setting
 ) -> tuple[float, int]:
     """Return the smallest loss on the tasks that judge, and after how many trees."""
     booster = library.train(
-        _parameters(loss, leaves, rate),
+        _parameters(loss, setting),
         data,
         num_boost_round=MAX_TREES,
         valid_sets=[against],

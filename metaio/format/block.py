@@ -92,6 +92,25 @@ def multi_feature_of_values(multi_lengths_NM: Int32) -> Int64:
     return features_V
 
 
+def with_one_unknown(
+    ids_U: Int64, is_unknown_U: npt.NDArray[np.bool_], table_U: Int64, num_tables: int
+) -> tuple[Int64, Int64, Int32]:
+    """Make ids the unknown id, row 0, where asked; those of a table come to share one position,
+    because an episode must not see an id at two.
+
+    Returns the ids that are left, how many of each table, and the new position of each old one [U].
+    """
+    # The first of each table's unknown ids stands for all of them.
+    tables, first = np.unique(table_U[is_unknown_U], return_index=True)
+    shared_B = np.zeros(num_tables, dtype=np.int64)
+    shared_B[tables] = np.flatnonzero(is_unknown_U)[first]
+    target_U = np.where(is_unknown_U, shared_B[table_U], np.arange(len(ids_U)))
+    keep_U = target_U == np.arange(len(ids_U))
+    position_U = (np.cumsum(keep_U) - 1)[target_U].astype(np.int32)
+    kept_U = np.where(is_unknown_U, 0, ids_U)[keep_U]
+    return kept_U, np.bincount(table_U[keep_U], minlength=num_tables), position_U
+
+
 def build_block(features: Features, rows: Rows) -> Block:
     """Replace ids by positions into the sorted unique ids of their table, tables concatenated."""
     multi_of_V = multi_feature_of_values(rows.multi_lengths_NM)

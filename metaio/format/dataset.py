@@ -5,7 +5,7 @@ ids of all multi-id features, B tables, U unique ids of all tables, X blocks of 
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -20,6 +20,8 @@ from metaio.format.features import Features
 from metaio.format.layout import (
     BLOCK_TABLE_NAME,
     MANIFEST_NAME,
+    RAW_IDS_FOLDER,
+    RESET_FOLDER,
     VOCABULARY_FOLDER,
     checksum_columns,
     chunk_ranges,
@@ -74,6 +76,7 @@ class Dataset:
 
     def __init__(self, storage: Storage, manifest: Manifest, splits: Mapping[str, Split]) -> None:
         self.manifest = manifest
+        self._seen: Callable[[Block], Block] | None = None  # what becomes of a block that is read
         self.features: Features = manifest.features
         self.task = manifest.task
         self.label = manifest.label
@@ -108,6 +111,13 @@ class Dataset:
             )
         return self.splits[name]
 
+    def seen_as(self, features: Features, seen: Callable[[Block], Block]) -> "Dataset":
+        """Return the same dataset with these tables; of each block that is read becomes what `seen`
+        makes of it."""
+        other = Dataset(self._storage, self.manifest, self.splits)
+        other.features, other._seen = features, seen
+        return other
+
     def block_bytes(self, split: str) -> Int64:
         """Return the decoded size of each block [X], in bytes, from counts alone."""
         features, table = self.features, self.split(split).blocks
@@ -126,6 +136,10 @@ class Dataset:
         yield from (
             (f"{VOCABULARY_FOLDER}/{n}.parquet", e) for n, e in self.manifest.vocabularies.items()
         )
+        if self.manifest.stream is not None:
+            resets = self.manifest.stream.resets
+            yield from ((f"{RESET_FOLDER}/{name}.parquet", entry) for name, entry in resets.items())
+        yield from ((f"{RAW_IDS_FOLDER}/{n}.parquet", e) for n, e in self.manifest.raw_ids.items())
         for name, split in self.manifest.splits.items():
             yield f"{name}/{BLOCK_TABLE_NAME}", split.block_table
             for index, shard in enumerate(split.shards):
@@ -161,17 +175,19 @@ class Dataset:
             columns[stream.name] = group.decode()
         place = f"{self.url}, split {split}, block {block}"
         try:
-            decoded = assemble(self.features, columns, entry.blocks.unique_lengths_XB[block])
+            decoded = assemble(
+                self.manifest.features, columns, entry.blocks.unique_lengths_XB[block]
+            )
         except ValueError as error:
             raise faulty(f"{place}: {error}") from error
         if verify:
             table = entry.blocks
             counts = (table.num_episodes_X, table.num_rows_X, table.num_values_X)
             own = (int(counts_X[block]) for counts_X in counts)
-            check_counts(place, self.features, decoded, *own)
+            check_counts(place, self.manifest.features, decoded, *own)
             with self._lock:
                 self._verified.add((split, block))
-        return decoded
+        return decoded if self._seen is None else self._seen(decoded)
 
     def _row_groups(self, split: str, shard: int, row_group: int) -> list[RowGroup]:
         """Return the bytes of a row group of each stream's file, fetched together."""
@@ -260,11 +276,18 @@ def open_dataset(url: str) -> Dataset:
 def _check_manifest(manifest: Manifest, name: str) -> None:
     """Raise FormatError for names that lead elsewhere, and files and counts that contradict."""
     # Whoever made the checksum fit chose the names too: they become paths, here and in exports.
-    for key, names in (("splits", manifest.splits), ("vocabularies", manifest.vocabularies)):
+    named: dict[str, Mapping[str, object]] = {
+        "splits": manifest.splits,
+        "vocabularies": manifest.vocabularies,
+    }
+    if manifest.stream is not None:
+        named["stream.resets"] = manifest.stream.resets
+    for key, names in named.items():
         for own in names:
             if not is_name(own):
                 raise faulty(f"{name}: {key} has the name {own!r}; allowed are {NAME_RULE}")
     try:
+        _ = manifest.raw_ids  # checked as it is read
         manifest.features.check()
     except ValueError as error:
         raise faulty(f"{name}: {error}") from error

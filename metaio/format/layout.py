@@ -20,6 +20,9 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 BLOCK_TABLE_NAME = "blocks.parquet"
 VOCABULARY_FOLDER = "vocabulary"
+RESET_FOLDER = "reset"  # of an increment of a stream: rows that mean another value from it on
+# No split can have this name: it has a character that those do without.
+RAW_IDS_FOLDER = "raw_ids"
 
 # One row group holds whole episodes up to this many rows: larger groups decode no faster (measured
 # 14.8 million rows/s at 65,536; 45 instead of 36 ns a row at 6,400), smaller ones shuffle at a

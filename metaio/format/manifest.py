@@ -8,7 +8,7 @@ import xxhash
 
 from metaio.errors import FormatError, faulty
 from metaio.format.features import Features
-from metaio.format.layout import FORMAT_NAME, FORMAT_VERSION, MANIFEST_NAME
+from metaio.format.layout import FORMAT_NAME, FORMAT_VERSION, MANIFEST_NAME, RAW_IDS_FOLDER
 from metaio.format.typed import typed
 
 MIN_FOOTER_BYTES = 8  # of a Parquet file: the length of its footer, and "PAR1"
@@ -48,8 +48,33 @@ class SplitEntry:
 
 
 @dataclass(frozen=True)
+class StreamPlace:
+    """Where in a stream of increments a dataset stands, and which table rows mean another value
+    from it on.
+
+    `parent` is the fingerprint of the increment before, "" of the first. `window` is the span of
+    event time [from, to) of its query rows, on the scale of the time column. `freed` counts by
+    table the rows that lost their value. `resets` are the files reset/TABLE.parquet, with the rows
+    that got another value: one column `row`, ascending.
+    """
+
+    stream: str
+    increment: int
+    parent: str
+    window: tuple[int, ...]
+    freed: dict[str, int] = field(default_factory=dict)
+    resets: dict[str, FileEntry] = field(default_factory=dict)
+
+    def identity(self) -> list[Any]:
+        """Return what a fingerprint covers: it chains an increment to all before it."""
+        return [self.stream, self.increment, self.parent, list(self.window)]
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """Everything in manifest.json but its own checksum. `task_kind` is "integer" or "hashed"."""
+    """Everything in manifest.json but its own checksum. `task_kind` is "integer" or "hashed";
+    `stream` is None of a dataset that stands alone.
+    """
 
     features: Features
     task: str
@@ -65,6 +90,22 @@ class Manifest:
     vocabularies: dict[str, FileEntry] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)
     created_by: dict[str, str] = field(default_factory=dict)
+    stream: StreamPlace | None = None
+
+    @property
+    def raw_ids(self) -> dict[str, FileEntry]:
+        """Return the files of raw ids by role, "task" or "item"; none of datasets of an earlier
+        release, nor where ids are kept otherwise.
+
+        Raises:
+            ValueError: the report says of them what no writer does.
+        """
+        found: dict[str, FileEntry] = typed(
+            dict[str, FileEntry], self.report.get(RAW_IDS_FOLDER, {}), "manifest.report.raw_ids"
+        )
+        if not found.keys() <= {"task", "item"}:
+            raise ValueError(f"manifest.report.raw_ids: {', '.join(found)}; task, item are allowed")
+        return found
 
     @property
     def support_is_past(self) -> bool:
@@ -74,6 +115,17 @@ class Manifest:
             return self.recipe.get("order") == "time"
         rule = schema.get("episodes")
         return isinstance(rule, dict) and "time" in schema and rule.get("by") != "random"
+
+    @property
+    def support_is_fixed(self) -> bool:
+        """Tell whether its protocol says which rows of a task are support: by time, by membership,
+        or by windows of time. Else a draw does, and another one is as good.
+        """
+        schema = self.recipe.get("schema")
+        if self.support_is_past or not isinstance(schema, dict):
+            return self.support_is_past
+        splits = schema.get("splits")
+        return "membership" in schema or (isinstance(splits, dict) and "by_time" in splits)
 
 
 def canonical_json(value: Any) -> bytes:
@@ -90,6 +142,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """Return the bytes of manifest.json, checksum included."""
     body: dict[str, Any] = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **vars(manifest)}
     body["features"] = manifest.features.to_json()
+    if manifest.stream is None:
+        del body["stream"]  # manifests of datasets that stand alone stay as they were
     # There and back, so that the checksum sees what a reader will see: lists, not tuples.
     body = json.loads(json.dumps(body, default=vars))
     # Last, over all of the rest.

@@ -1,6 +1,7 @@
 """Dataclasses from JSON that somebody handed over: every value has its type, or is named."""
 
 import reprlib
+import types
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -8,13 +9,16 @@ _NEEDED = {int: "a whole number from 0 to 2^64 - 1", str: "text", tuple: "a list
 
 
 def typed(kind: Any, value: Any, place: str) -> Any:
-    """Return `value` as `kind`: a dataclass, a tuple or dict of a kind, text, or a natural number.
+    """Return `value` as `kind`: a dataclass, a tuple or dict of a kind, text, or a natural number;
+    of `kind | None` as the kind, for what is None is left out of JSON.
 
     `place` says where the value stands; messages begin with it.
 
     Raises:
         ValueError: a value has another type, or a key is missing or unknown.
     """
+    if get_origin(kind) is types.UnionType:
+        (kind,) = (one for one in get_args(kind) if one is not types.NoneType)
     base = get_origin(kind) or kind
     if is_dataclass(base) and isinstance(value, dict):
         hints = get_type_hints(base)

@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -30,13 +30,18 @@ from metaio.format.layout import (
     DEFAULT_BLOCK_ROWS,
     DEFAULT_SHARD_BLOCKS,
     MANIFEST_NAME,
+    RAW_IDS_FOLDER,
+    RESET_FOLDER,
+    VOCABULARY_FOLDER,
     block_table_schema,
     streams,
 )
 from metaio.format.manifest import (
+    FileEntry,
     Manifest,
     ShardEntry,
     SplitEntry,
+    StreamPlace,
     canonical_json,
     encode_manifest,
     xxh3_hex,
@@ -221,6 +226,7 @@ class DatasetWriter:
         self.folder = folder
         self.is_local = is_local  # whether `folder` itself becomes the dataset
         self.report: dict[str, Any] = {}
+        self.stream: StreamPlace | None = None  # of an increment; its `resets` are found on disk
         self._plan, self._provenance = plan, provenance
         self._splits: dict[str, SplitWriter] = {}
 
@@ -249,11 +255,17 @@ class DatasetWriter:
         entries, digest = {}, xxhash.xxh3_128()
         own = self._provenance
         digest.update(canonical_json([self._plan.features.to_json(), own.task, own.label]))
+        if self.stream is not None:
+            digest.update(canonical_json(self.stream.identity()))
         for name, split in self._splits.items():
             entries[name], table = split.finish()
             # Of decoded content, so that codec, block files and engine leave the fingerprint as it
             # is.
             digest.update(name.encode() + table["content_xxh3"].to_numpy().tobytes())
+        if raw_ids := sorted(self.folder.glob(f"{RAW_IDS_FOLDER}/*.parquet")):
+            # Not a key of its own: an earlier release refuses what it does not know.
+            entries_of_ids = {path.stem: vars(file_entry(mapped(path))) for path in raw_ids}
+            self.report = {**self.report, RAW_IDS_FOLDER: entries_of_ids}
         manifest = Manifest(
             **vars(own) | {"recipe": own.recipe or {}},
             features=self._plan.features,
@@ -261,10 +273,8 @@ class DatasetWriter:
             splits=entries,
             fingerprint=digest.hexdigest(),
             recipe_xxh3=xxh3_hex(canonical_json(own.recipe or {})),
-            vocabularies={
-                path.stem: file_entry(mapped(path))
-                for path in sorted(self.folder.glob("vocabulary/*"))
-            },
+            vocabularies=self._entries(VOCABULARY_FOLDER),
+            stream=self.stream and replace(self.stream, resets=self._entries(RESET_FOLDER)),
             report=json.loads(json.dumps(self.report)),
             created_by={
                 "python": sys.version.split()[0],
@@ -277,6 +287,11 @@ class DatasetWriter:
             # The rename that follows must not reach the disk before what it names.
             folders = [self.folder, *(path for path in self.folder.iterdir() if path.is_dir())]
             flush_to_disk([*(f for own in folders for f in own.iterdir() if f.is_file()), *folders])
+
+    def _entries(self, folder: str) -> dict[str, FileEntry]:
+        """Return the files of a folder of tables, by table."""
+        found = sorted((self.folder / folder).glob("*"))
+        return {path.stem: file_entry(mapped(path)) for path in found}
 
     def abort(self) -> None:
         """Let go of open files."""

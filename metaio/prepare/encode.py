@@ -7,6 +7,7 @@ Shape suffixes: N rows, F single-id features, M multi-id features, V ids of all 
 S is 1 where sides are given, I where negatives are drawn, R where rows have ids, else 0.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,7 @@ from metaio.prepare.values import (
     kind_of,
     time_values,
 )
-from metaio.prepare.vocabulary import TextIndex
+from metaio.prepare.vocabulary import RowIndex, index_of
 from metaio.ragged import Int64, offsets, ragged_indices, row_sums
 
 _ONE = np.uint64(1)
@@ -41,7 +42,9 @@ _ONE = np.uint64(1)
 class Fitted:
     """What prepare learnt from the train split: needed again to encode new rows."""
 
-    vocabularies: dict[str, pa.Array] = field(default_factory=dict)  # table -> sorted values
+    vocabularies: dict[str, pa.Array] = field(
+        default_factory=dict
+    )  # table -> values of rows 1, 2, ...; null: none
     # Mean and deviation of each column.
     moments: dict[str, tuple[float, float]] = field(default_factory=dict)
     splits: Splits = field(default_factory=Splits)
@@ -167,11 +170,17 @@ class Encoder:
     stand in.
     """
 
-    def __init__(self, schema: Schema, fitted: Fitted) -> None:
+    def __init__(
+        self, schema: Schema, fitted: Fitted, indexes: Mapping[str, RowIndex] | None = None
+    ) -> None:
         self.schema = schema
         self.fitted = fitted
         self._types = array_types(schema)
-        self._text: dict[str, TextIndex] = {}
+        # Those at hand, then those that are made of the vocabularies.
+        kinds: tuple[Kind, Kind] = ("integer", "text")
+        self._indexes: dict[tuple[str, Kind], RowIndex] = {
+            (table, kind): index for table, index in (indexes or {}).items() for kind in kinds
+        }
 
     def encode(self, batch: pa.RecordBatch, with_label: bool = True) -> EncodedRows:
         """Return the batch with its columns encoded.
@@ -287,13 +296,7 @@ class Encoder:
         # Row 0 stays free for unknown values, hence rows - 1 places. The remainder's bias is below
         # rows / 2^64.
         if rule.hash is not None:
-            mixed = splitmix64(hash_values(column, kind))
-            # numpy divides by a constant with multiplications, its remainder does not.
-            whole = mixed // np.uint64(rule.hash - 1)
-            whole *= np.uint64(rule.hash - 1)
-            mixed -= whole
-            mixed += _ONE
-            return mixed.view(np.int64)
+            return hashed_rows(column, kind, rule.hash)
         return self._look_up(rule.table_name, column, kind)
 
     def _check_kind(self, name: str, column: pa.Array, kind: Kind) -> None:
@@ -306,23 +309,13 @@ class Encoder:
             )
 
     def _look_up(self, table: str, column: pa.Array, kind: Kind) -> Int64:
-        vocabulary = self.fitted.vocabularies[table]
-        # A table that columns of integers and of text share has a vocabulary of text.
-        if kind == "integer" and pa.types.is_integer(vocabulary.type):
-            # Sorted integers: bisection needs no hash table and gives the row at once.
-            values = vocabulary.to_numpy(zero_copy_only=False)
-            wanted = integer_values(column)
-            rows = np.minimum(np.searchsorted(values, wanted), max(len(values) - 1, 0))
-            return (
-                np.where(values[rows] == wanted, rows + 1, 0)
-                if len(values)
-                else np.zeros(len(wanted), np.int64)
-            )
+        key = (table, kind)
+        if key not in self._indexes:
+            # Two threads may both build an index; the first one stays.
+            self._indexes.setdefault(key, index_of(self.fitted.vocabularies[table], kind))
         if kind == "integer":
             column = pa.array(integer_values(column))  # written as they were counted
-        # Two threads may both build an index; the first one stays.
-        index = self._text.get(table) or self._text.setdefault(table, TextIndex(vocabulary))
-        return index.rows(column)
+        return self._indexes[key].rows(column)
 
     def _dense(self, rule: DenseColumn, column: pa.Array) -> npt.NDArray[np.float64]:
         numbers = dense_input(rule, column.drop_null())
@@ -366,6 +359,17 @@ class Encoder:
         # agree.
         sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(mixed, dtype=np.uint64)])
         return values, sums[row_offsets[1:]] - sums[row_offsets[:-1]]
+
+
+def hashed_rows(column: pa.Array, kind: Kind, num_rows: int) -> Int64:
+    """Return the row of each value, no nulls, in a hashed table: 1 to num_rows - 1."""
+    mixed = splitmix64(hash_values(column, kind))
+    # numpy divides by a constant with multiplications, its remainder does not.
+    whole = mixed // np.uint64(num_rows - 1)
+    whole *= np.uint64(num_rows - 1)
+    mixed -= whole
+    mixed += _ONE
+    return mixed.view(np.int64)
 
 
 def _row_hash(bits_N: UInt64, *columns: npt.NDArray[np.integer[Any]]) -> UInt64:

@@ -186,7 +186,9 @@ def make_job(
     """
     rows = [survey.rows_of_split.get(name, 0) for name in fitted.splits.names]
     task, at = schema.task.column, schema.episodes.at
-    kinds = {column.column: _kind(column, types[column.column]) for column in schema.sparse}
+    kinds = {
+        column.column: kind_of_column(column, types[column.column]) for column in schema.sparse
+    }
     integer = kind_of(task, types[task], "task") == "integer"
     return Job(
         schema=schema,
@@ -206,13 +208,15 @@ def _protocol(schema: Schema) -> str:
         parts.append("given support and query")
     if schema.splits.by_time is not None:
         parts.append("splits by time")
+    if schema.stream is not None:
+        parts.append("support from before the window")
     parts.append(f"{rule.by}, {rule.min_rows} to {rule.max_rows} rows")
     if schema.negatives is not None:
         parts.append(f"{schema.negatives.per_positive} negatives by {schema.negatives.by}")
     return ", ".join(parts)
 
 
-def _kind(column: SparseColumn, kind: pa.DataType) -> Kind:
+def kind_of_column(column: SparseColumn, kind: pa.DataType) -> Kind:
     """Tell whether a column's ids, or those of its lists, are integers or text."""
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     return kind_of(column.column, kind.value_type if is_list else kind, "sparse")

@@ -4,11 +4,8 @@ Look at the rows once (vocabularies and means are learnt from the train split), 
 buckets of whole tasks on disk, then sort each bucket and write it as a shard.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -16,24 +13,16 @@ import pyarrow as pa
 from metaio.format.writer import DatasetWriter
 from metaio.prepare.encode import EncodedRows, Encoder
 from metaio.prepare.episodes import Dropped, check_some
+from metaio.prepare.in_order import Progress, buckets_at_once, map_in_order
 from metaio.prepare.job import Job, PrepareOptions, TableUse, WrittenShard, make_job
 from metaio.prepare.negatives import Catalogue
+from metaio.prepare.raw_ids import write_raw_ids
 from metaio.prepare.schema import Schema
 from metaio.prepare.source import DuckSource
 from metaio.prepare.splits import Splits, resolved, split_names, window_search
 from metaio.prepare.spool import Spool
 from metaio.prepare.survey import Survey, fit, survey_batch, survey_columns
 from metaio.prepare.values import time_values
-
-__all__ = ["PrepareOptions", "Progress", "prepare"]
-
-Progress = Callable[[str, int, int], None]  # phase, rows done, rows in all
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-# A bucket is held about three times over: as read, the keys and ranks that sort it (which of narrow
-# rows are as large), and one block of it as rows, positions and Arrow arrays.
-_COPIES_OF_A_BUCKET = 3
 
 
 def prepare(
@@ -70,6 +59,7 @@ def prepare(
             _write_shards(
                 job, writer, spool, source.left_out, lambda done: tell("writing", done, total)
             )
+            write_raw_ids(writer.folder, schema, survey)
             spool.close()
 
 
@@ -84,7 +74,7 @@ def _encode(job: Job, source: DuckSource, spool: Spool, tell: Callable[[int], No
         return batch.num_rows, items.of_rows(rows) if items else None, job.dealt(rows)
 
     batches = source.batches(schema.columns)
-    for num_rows, found, parts in _map(job.options.threads, encode, batches):
+    for num_rows, found, parts in map_in_order(job.options.threads, encode, batches):
         spool.append(parts)
         if items is not None and found is not None:
             items.add(found)
@@ -123,7 +113,7 @@ def _survey(
         return survey_batch(schema, batch, splits)
 
     total, done = Survey(), 0
-    for part in _map(threads, look, source.batches(survey_columns(schema))):
+    for part in map_in_order(threads, look, source.batches(survey_columns(schema))):
         total.add(part)
         done += part.num_rows
         tell(done)
@@ -145,11 +135,10 @@ def _write_shards(
 
     for index, name in enumerate(job.fitted.splits.names):
         buckets = job.plan.of_split(index)
-        largest_bytes = max(max(spool.num_bytes(bucket) for bucket in buckets), 1)
-        # A task of two million rows makes a bucket of its own size: then fewer are built at once.
-        at_once = job.options.memory_bytes // (_COPIES_OF_A_BUCKET * largest_bytes)
-        threads = max(1, min(job.options.threads, at_once))
-        for shard in _map(threads, write, buckets):
+        largest_bytes = max(spool.num_bytes(bucket) for bucket in buckets)
+        options = job.options
+        threads = buckets_at_once(options.memory_bytes, options.threads, largest_bytes)
+        for shard in map_in_order(threads, write, buckets):
             writer.adopt_shard(name, shard.entry, shard.block_table)
             dropped += shard.dropped
             num_episodes += shard.entry.num_episodes
@@ -160,18 +149,3 @@ def _write_shards(
     # Only what there was: other engines know no files, and must write the same manifest.
     lost = dropped.report() | {name: count for name, count in left_out.items() if count}
     writer.report = {"dropped": lost, "hashed_tables": use.report()}
-
-
-def _map(
-    threads: int, function: Callable[[Item], Result], items: Iterable[Item]
-) -> Iterator[Result]:
-    """Yield `function` of each item in order, with `threads` at work and two more waiting."""
-    # In order, whatever thread is first: the order of shards is part of the result.
-    with ThreadPoolExecutor(threads, thread_name_prefix="metaio-prepare") as pool:
-        queue: deque[Future[Result]] = deque()
-        for item in items:
-            queue.append(pool.submit(function, item))
-            if len(queue) >= threads + 2:
-                yield queue.popleft().result()
-        while queue:
-            yield queue.popleft().result()

@@ -111,7 +111,48 @@ class NegativesRule:
         return tuple(dict.fromkeys((self.item, *self.columns)))
 
 
+@dataclass(frozen=True)
+class ItemRule:
+    """Says which [[single]] column is the item, and which columns are the item's attributes: what
+    changes where another item takes its place.
+    """
+
+    column: str
+    columns: tuple[str, ...] = ()
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Return the columns of the item, itself first."""
+        return tuple(dict.fromkeys((self.column, *self.columns)))
+
+
 VALIDATION = "valid"  # the split that validation_from makes
+
+
+@dataclass(frozen=True)
+class StreamRule:
+    """How a log that goes on becomes increments. Durations are in seconds of event time; an integer
+    [time] column counts in `unit`.
+    """
+
+    gate: float = key(0.05, "share of the tasks, by hash, that no increment trains", min=0, max=0.5)
+    support: int = key(20, "newest rows of a task kept as support of later windows", min=1)
+    late: float = key(3_600.0, "rows up to so much older than their window are kept", min=0)
+    late_share: float = key(0.05, "alarm above this share of late rows", min=0, max=1)
+    ttl: float = key(0.0, "ids and rows not seen for so long are forgotten; 0: never", min=0)
+    grace: float = key(0.0, "a forgotten id's row stays its own for so long", min=0)
+    unit: Literal["s", "ms", "us", "ns", "day"] = "s"
+    capacity_block: int = key(65_536, "tables grow by multiples of so many rows", min=1)
+    max_new_rows: int = key(0, "most new rows of a table in an increment; 0: any number", min=0)
+    drift: float = key(0.5, "alarm where a mean moved so many deviations", min=0)
+    label_shift: float = key(0.5, "refuse a label mean so many deviations from recent ones", min=0)
+    null_shift: float = key(0.2, "refuse a share of nulls so far above recent ones", min=0, max=1)
+    rows_factor: float = key(20.0, "refuse so many times more or fewer rows than of late", min=1)
+    recent: int = key(14, "increments that the screen compares with", min=1)
+    screen_after: int = key(3, "increments before the screen begins", min=1)
+
+
+GATE = "gate"  # the split of a stream's tasks that are never trained
 
 
 def check_episodes(rule: EpisodeRule, has_time: bool) -> None:
@@ -260,3 +301,24 @@ def check_membership(rule: MembershipRule, by: str, by_time: bool) -> None:
             f"[membership] says which rows are query, and so does "
             f"{'splits.by_time' if by_time else 'episodes.by = time'}. Leave one out"
         )
+
+
+def check_stream(rule: StreamRule, given: dict[str, bool], by: str) -> None:
+    """Raise SchemaError where [stream] does not go with other tables; `given` says by name which of
+    them the schema has, `by` is episodes.by.
+    """
+    if not given.pop("time"):
+        raise SchemaError("a stream is ordered by event time, and the schema has no [time]. Add it")
+    for name, has in given.items():
+        if has:
+            raise SchemaError(
+                f"the schema has {name}, which a stream has no use for: its tasks are trained, or "
+                f"in the split {GATE} by their hash, and support is the past. Leave it out"
+            )
+    if by in ("time", "random"):
+        raise SchemaError(
+            f"episodes.by is {by}; the support of a stream is the past, window by window. Use "
+            "'last' or 'ratio', which cut tasks that are new in a window"
+        )
+    if rule.grace and not rule.ttl:
+        raise SchemaError("stream.grace begins when stream.ttl ends, which is 0. Give ttl too")

@@ -16,13 +16,16 @@ from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.format.names import NAME_RULE, is_name
 from metaio.prepare.rules import (
     EpisodeRule,
+    ItemRule,
     MembershipRule,
     NegativesRule,
     RowIdColumn,
     SplitRule,
+    StreamRule,
     check_episodes,
     check_membership,
     check_splits,
+    check_stream,
 )
 
 
@@ -106,6 +109,7 @@ class Schema:
     label: LabelColumn
     time: TimeColumn | None = None
     row_id: RowIdColumn | None = None
+    item: ItemRule | None = None
     single: tuple[SparseColumn, ...] = ()
     multi: tuple[SparseColumn, ...] = ()
     dense: tuple[DenseColumn, ...] = ()
@@ -114,6 +118,7 @@ class Schema:
     splits: SplitRule = field(default_factory=SplitRule)
     membership: MembershipRule | None = None
     negatives: NegativesRule | None = None
+    stream: StreamRule | None = None
     seed: int = key(0, "decides shuffles and shares", max=2**64 - 1)
 
     @property
@@ -134,9 +139,21 @@ class Schema:
         return list(dict.fromkeys(names))
 
     @property
+    def item_rule(self) -> ItemRule | None:
+        """Return what [item] says, else what [negatives] says of the item; None where neither names
+        a [[single]] column.
+        """
+        rule = self.negatives
+        if self.item is not None or rule is None:
+            return self.item
+        is_single = any(column.column == rule.item for column in self.single)
+        return ItemRule(rule.item, rule.columns) if is_single else None
+
+    @property
     def has_sides(self) -> bool:
         """Tell whether more than [episodes] says which rows are support."""
-        return self.membership is not None or self.splits.by_time is not None
+        sided = self.membership is not None or self.splits.by_time is not None
+        return sided or self.stream is not None
 
     @property
     def is_shuffled(self) -> bool:
@@ -298,6 +315,35 @@ def _check(schema: Schema) -> None:
     if schema.membership is not None:
         check_membership(schema.membership, by, schema.splits.by_time is not None)
     _check_negatives(schema)
+    if schema.stream is not None:
+        given = {
+            "time": has_time,
+            "[splits]": schema.splits != SplitRule(),
+            "[membership]": schema.membership is not None,
+            "[negatives]": schema.negatives is not None,
+        }
+        check_stream(schema.stream, given, by)
+    _check_item(schema)
+
+
+def _check_item(schema: Schema) -> None:
+    rule = schema.item
+    if rule is None:
+        return
+    singles = [column.column for column in schema.single]
+    if rule.column not in singles or rule.column == schema.task.column:
+        others = [name for name in singles if name != schema.task.column]
+        raise SchemaError(
+            f"item.column is {rule.column}; a [[single]] column that is not the task is needed: "
+            f"{', '.join(others) or 'there is none'}. Name one of them, or leave out [item]"
+        )
+    features = [*(c.column for c in schema.sparse), *(c.column for c in schema.dense)]
+    for name in rule.columns:
+        if name not in features:
+            raise SchemaError(
+                f"item.columns names {name}, which is no [[single]], [[multi]] or [[dense]] "
+                "column: no input would change with the item. Add the column, or take the name out"
+            )
 
 
 def _check_negatives(schema: Schema) -> None:

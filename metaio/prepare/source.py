@@ -260,6 +260,16 @@ class DuckSource:
                         "choice, such as seconds"
                     )
 
+    @property
+    def names(self) -> list[str]:
+        """Return the files that hold rows."""
+        return self._files.names
+
+    @property
+    def columns(self) -> list[str]:
+        """Return all columns of the first file, those that nobody reads included."""
+        return list(self._types)
+
     def survey(self) -> int:
         """Return the number of rows, once no column holds what it may not hold.
 

@@ -23,6 +23,7 @@ from metaio.format.writer import DatasetWriter
 from metaio.prepare.encode import EncodedRows, Encoder, joined, refuse_nulls
 from metaio.prepare.episodes import Dropped, check_some
 from metaio.prepare.job import Job, PrepareOptions, TableUse, WrittenShard, make_job
+from metaio.prepare.raw_ids import write_raw_ids
 from metaio.prepare.schema import Schema
 from metaio.prepare.splits import PLACE, Splits, resolved, split_names, window_search
 from metaio.prepare.survey import Survey, fit, survey_batch, survey_columns
@@ -65,6 +66,7 @@ def prepare_with_spark(
     job = _with_items(frame, job)
     with job.open(out) as writer:
         _write_shards(placed, files, job, writer, out)
+        write_raw_ids(writer.folder, schema, survey)
 
 
 def _with_items(frame: "DataFrame", job: Job) -> Job:

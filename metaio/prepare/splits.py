@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from metaio.errors import DataError
 from metaio.format.names import check_split_name
 from metaio.hashing import UInt64, splitmix64
-from metaio.prepare.rules import DEFAULT_VALIDATION_SHARE, VALIDATION
+from metaio.prepare.rules import DEFAULT_VALIDATION_SHARE, GATE, VALIDATION
 from metaio.prepare.schema import Schema
 from metaio.prepare.sides import QUERY, SUPPORT, UNDECIDED
 from metaio.prepare.values import integer_values, time_of, time_values
@@ -50,6 +50,8 @@ class Splits:
         """Return how the tasks of a split become episodes."""
         if schema.membership is not None:
             return "given"
+        if schema.stream is not None:
+            return "window or rule"
         if not self.window_starts or split == 0:
             return "rule"
         if split >= self.num_windows:
@@ -66,6 +68,8 @@ def split_names(schema: Schema, found: list[str] | None = None) -> tuple[str, ..
         DataError: none of them is the train split, or a name stands twice.
     """
     rule = schema.splits
+    if schema.stream is not None:
+        return (rule.train, GATE)
     names = [rule.train] if rule.column is None else found or []
     if rule.train not in names:
         raise DataError(
@@ -105,8 +109,11 @@ def split_of(schema: Schema, splits: Splits, batch: pa.RecordBatch, task_hash: U
         times_N = time_values(schema.time.column, batch[schema.time.column])
         return np.searchsorted(np.array(splits.window_starts, np.int64), times_N, side="right")
     split_N = np.zeros(batch.num_rows, dtype=np.int64)
-    if rule.shares is not None:
-        bounds = np.cumsum(np.array(list(rule.shares.values()), np.float64))[:-1]
+    shares = rule.shares
+    if schema.stream is not None:
+        shares = {rule.train: 1 - schema.stream.gate, GATE: schema.stream.gate}
+    if shares is not None:
+        bounds = np.cumsum(np.array(list(shares.values()), np.float64))[:-1]
         unit = _unit(task_hash ^ _SPLIT_SALT ^ np.uint64(schema.seed))
         split_N = np.searchsorted(bounds, unit, side="right")
     elif rule.column is not None:

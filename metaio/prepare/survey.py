@@ -14,9 +14,10 @@ import pyarrow.compute as pc
 from metaio.errors import DataError
 from metaio.prepare.encode import Fitted, task_keys
 from metaio.prepare.raw_columns import as_lists, dense_input
-from metaio.prepare.schema import Schema
+from metaio.prepare.schema import Schema, SparseColumn
 from metaio.prepare.splits import Splits, rows_of_splits, split_of
-from metaio.prepare.values import integer_values, kind_of
+from metaio.prepare.values import Kind, integer_values, kind_of
+from metaio.ragged import Int64
 
 # Rounding gives a constant column a deviation of up to so much of its mean.
 _NOISE = 1e-10
@@ -35,19 +36,22 @@ class Survey:
     rows_of_split: dict[str, int] = field(default_factory=dict)
     counts: dict[str, list[pa.Table]] = field(default_factory=dict)  # table -> (value, count)
     moments: dict[str, tuple[int, float, float]] = field(default_factory=dict)
+    # Raw ids that the dataset knows by a number alone: "task" or "item" -> (value, count).
+    raw_ids: dict[str, list[pa.Table]] = field(default_factory=dict)
 
     def add(self, other: "Survey") -> None:
         """Add the counts of other rows."""
         self.num_rows += other.num_rows
         for name, rows in other.rows_of_split.items():
             self.rows_of_split[name] = self.rows_of_split.get(name, 0) + rows
-        for table, parts in other.counts.items():
-            own = self.counts.setdefault(table, [])
-            own.extend(parts)
-            if len(own) > _MERGE_AFTER:
-                self.counts[table] = [_merge(own)]
+        for ours, theirs in ((self.counts, other.counts), (self.raw_ids, other.raw_ids)):
+            for name, parts in theirs.items():
+                own = ours.setdefault(name, [])
+                own.extend(parts)
+                if len(own) > _MERGE_AFTER:
+                    ours[name] = [merged(own)]
         for column, moments in other.moments.items():
-            self.moments[column] = _joined(self.moments.get(column, (0, 0.0, 0.0)), moments)
+            self.moments[column] = joined_moments(self.moments.get(column, (0, 0.0, 0.0)), moments)
 
 
 def survey_columns(schema: Schema) -> list[str]:
@@ -57,6 +61,7 @@ def survey_columns(schema: Schema) -> list[str]:
     names += [schema.time.column] if schema.time and schema.splits.by_time else []
     names += [column.column for column in schema.sparse if column.vocabulary is not None]
     names += [column.column for column in schema.dense if column.standardise]
+    names += columns_of_raw_ids(schema).values()
     return list(dict.fromkeys(names))
 
 
@@ -71,26 +76,71 @@ def survey_batch(schema: Schema, batch: pa.RecordBatch, splits: Splits) -> Surve
     for column in schema.sparse:
         if column.vocabulary is None:
             continue
-        values = train[column.column]
-        if column in schema.multi:
-            values = as_lists(column, values).flatten()
-        # One type for each kind: counts of int32 and int64 batches must merge.
+        values, _ = values_of_rows(schema, column, train)
+        found.counts.setdefault(column.table_name, []).append(_counted(values))
+    for role, name in columns_of_raw_ids(schema).items():
+        kind = kind_of(name, batch[name].type, role)
+        if kind == "text" or role != "task":  # an integer task is stored as it is
+            values = batch[name].drop_null()
+            found.raw_ids[role] = [_counted(_of_one_type(values, kind))]
+    found.moments = moments_of(schema, train)
+    return found
+
+
+def values_of_rows(
+    schema: Schema, column: SparseColumn, train: pa.RecordBatch
+) -> tuple[pa.Array, Int64]:
+    """Return the values of a column, or of its lists, as integers or text without nulls, and the
+    row that each stands in.
+    """
+    values, rows_V = train[column.column], np.arange(train.num_rows)
+    if column in schema.multi:
+        lists = as_lists(column, values)
+        rows_V = np.repeat(rows_V, pc.fill_null(pc.list_value_length(lists), 0).to_numpy())
+        values = lists.flatten()
+    if values.null_count:
+        rows_V = rows_V[values.is_valid().to_numpy(zero_copy_only=False)]
         values = values.drop_null()
-        text = kind_of(column.column, values.type, "sparse") == "text"
-        known = values.cast(pa.string()) if text else pa.array(integer_values(values))
-        counted = pc.value_counts(known)
-        table = pa.table({"value": counted.field(0), "count": counted.field(1)})
-        found.counts.setdefault(column.table_name, []).append(table)
+    return _of_one_type(values, kind_of(column.column, values.type, "sparse")), rows_V
+
+
+def _of_one_type(values: pa.Array, kind: Kind) -> pa.Array:
+    """Return values as integers or text: counts of int32 and int64 batches must merge."""
+    return values.cast(pa.string()) if kind == "text" else pa.array(integer_values(values))
+
+
+def _counted(values: pa.Array) -> pa.Table:
+    """Return the distinct values and how often each is there."""
+    counted = pc.value_counts(values)
+    return pa.table({"value": counted.field(0), "count": counted.field(1)})
+
+
+def moments_of(schema: Schema, train: pa.RecordBatch) -> dict[str, tuple[int, float, float]]:
+    """Return of each column that is standardised the count, the mean and the sum of squared
+    deviations from it.
+    """
+    found = {}
     for dense in schema.dense:
         if dense.standardise:
             numbers = dense_input(dense, train[dense.column].drop_null())
             mean = float(numbers.mean()) if len(numbers) else 0.0
             squares = float(np.square(numbers - mean).sum())
-            found.moments[dense.column] = (len(numbers), mean, squares)
+            found[dense.column] = (len(numbers), mean, squares)
     return found
 
 
-def _joined(
+def columns_of_raw_ids(schema: Schema) -> dict[str, str]:
+    """Return the columns whose raw values are kept beside the dataset: the task's, and the item's
+    where its ids are hashed.
+    """
+    found, rule = {"task": schema.task.column}, schema.item_rule
+    hashed = [column.column for column in schema.single if column.hash is not None]
+    if rule is not None and rule.column in hashed:
+        found["item"] = rule.column
+    return found
+
+
+def joined_moments(
     ours: tuple[int, float, float], theirs: tuple[int, float, float]
 ) -> tuple[int, float, float]:
     """Return the moments of the rows of both (Chan, Golub, LeVeque, 1979, equation 2.1). Of a
@@ -103,13 +153,14 @@ def _joined(
     return count, mean + apart * share, squares + squares_theirs + apart * apart * n * share
 
 
-def _merge(parts: list[pa.Table]) -> pa.Table:
+def merged(parts: list[pa.Table]) -> pa.Table:
+    """Return the counts of each value of all parts."""
     types = {part.schema.field("value").type for part in parts}
     if len(types) > 1:
         # Two columns of one table, one of integers and one of text: text can hold both.
         parts = [part.set_column(0, "value", part["value"].cast(pa.string())) for part in parts]
-    merged = pa.concat_tables(parts).group_by("value").aggregate([("count", "sum")])
-    return pa.table({"value": merged["value"], "count": merged["count_sum"]})
+    found = pa.concat_tables(parts).group_by("value").aggregate([("count", "sum")])
+    return pa.table({"value": found["value"], "count": found["count_sum"]})
 
 
 def fit(schema: Schema, survey: Survey, splits: Splits) -> Fitted:
@@ -126,16 +177,17 @@ def fit(schema: Schema, survey: Survey, splits: Splits) -> Fitted:
     least = {c.table_name: c.vocabulary for c in schema.sparse if c.vocabulary is not None}
     vocabularies = {}
     for table, count in least.items():
-        merged = _merge(survey.counts[table])
+        counted = merged(survey.counts[table])
         # Sorted by value: the row of an id does not depend on the order in which batches came.
-        kept = merged.filter(pc.greater_equal(merged["count"], count))["value"].combine_chunks()
+        kept = counted.filter(pc.greater_equal(counted["count"], count))["value"].combine_chunks()
         vocabularies[table] = kept.take(pc.sort_indices(kept))
     # A table that several columns share learns from all of them: they were counted together.
-    moments = {name: _mean_and_deviation(*known) for name, known in survey.moments.items()}
+    moments = {name: mean_and_deviation(*known) for name, known in survey.moments.items()}
     return Fitted(vocabularies, moments, splits)
 
 
-def _mean_and_deviation(count: int, mean: float, squares: float) -> tuple[float, float]:
+def mean_and_deviation(count: int, mean: float, squares: float) -> tuple[float, float]:
+    """Return both of a column's count, mean and sum of squared deviations; 1 of a constant."""
     deviation = math.sqrt(squares / max(count, 1))
     if deviation <= _NOISE * abs(mean):
         return mean, 1.0  # a constant

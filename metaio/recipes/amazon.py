@@ -40,7 +40,7 @@ def prepare_amazon(path: str, out: str, config: ByTimeConfig, overwrite: bool = 
     table = pa.table({"row": pa.array(range(len(fields)), pa.int64()), **columns})
     singles = ["user", "item"]
     check_ratings("amazon", table)
-    schema = schema_by_time(singles, ["brand", "category"], config)
+    schema = schema_by_time(singles, ["brand", "category"], ["brand", "category"], config)
     recipe = {"name": "amazon", **vars(config)}
     prepare_table(table, out, schema, recipe, protocol_by_time(config), overwrite)
 

@@ -46,9 +46,11 @@ def check_ratings(name: str, table: pa.Table) -> None:
         )
 
 
-def schema_by_time(singles: list[str], multis: list[str], config: ByTimeConfig) -> dict[str, Any]:
-    """Return the schema of ratings with the columns row, user, rating, time and those named in
-    `singles` and `multis`, whose values are separated by "|".
+def schema_by_time(
+    singles: list[str], multis: list[str], of_item: list[str], config: ByTimeConfig
+) -> dict[str, Any]:
+    """Return the schema of ratings with the columns row, user, item, rating, time and those named
+    in `singles` and `multis`, whose values are separated by "|"; `of_item` belong to the item.
     """
     return {
         "seed": config.seed,
@@ -57,6 +59,7 @@ def schema_by_time(singles: list[str], multis: list[str], config: ByTimeConfig) 
         | ({"threshold": CLICK_RATING} if config.label == "click" else {}),
         "time": {"column": "time"},
         "row_id": {"column": "row"},
+        "item": {"column": "item", "columns": of_item},
         "single": [{"column": one, "vocabulary": 1, "null": "unknown"} for one in singles],
         "multi": [
             {"column": one, "separator": "|", "vocabulary": 1, "null": "unknown"} for one in multis

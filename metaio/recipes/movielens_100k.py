@@ -57,7 +57,7 @@ def prepare_movielens_100k(
     table = pa.table({"row": pa.array(range(len(fields)), pa.int64()), **columns})
     singles = ["user", "item", "year", "age", "gender", "occupation", "zip"]
     check_ratings("movielens-100k", table)
-    schema = schema_by_time(singles, ["title", "genre"], config)
+    schema = schema_by_time(singles, ["title", "genre"], ["year", "title", "genre"], config)
     recipe = {"name": "movielens-100k", **vars(config)}
     prepare_table(table, out, schema, recipe, protocol_by_time(config), overwrite)
 

@@ -1,7 +1,7 @@
 """What can be chosen about a model; the [model] section of a training config."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from gmeta_keys import key
 
@@ -12,7 +12,11 @@ Pooling = Literal["mean", "sum"]
 class ModelConfig:
     """Sizes and variants; a model ignores what it has no use for."""
 
-    name: str = key("dlrm", "dlrm, melu, cbml or din")
+    name: str = key(
+        "dlrm",
+        "dlrm, melu, cbml or din; or a model of your own, by an entry point of the group "
+        "gmeta.models or as package.module:Class",
+    )
     # fbgemm's kernels read a row four values at a time.
     embedding_dim: int = key(
         16, "width of every embedding table; a multiple of 4", min=4, multiple=4
@@ -39,6 +43,7 @@ class ModelConfig:
     attention: tuple[int, ...] = key(
         (36,), "din: hidden widths of the MLP that weighs the history's entries", min=1
     )
+    options: dict[str, Any] = key(dict, "settings of a model of your own, by its `Options`")
 
 
 @dataclass(frozen=True)

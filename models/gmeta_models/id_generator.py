@@ -93,10 +93,11 @@ class IdGenerator(nn.Module):
         """
         columns = self.columns
         single_NFD = inputs.single_NFD
-        content = [single_NFD[:, list(columns.single)].flatten(1)]
+        # Column by column: a list as an index would be waited for on CUDA.
+        content = [single_NFD[:, column] for column in columns.single]
         if columns.multi:
             pooled_NMD = inputs.pooled_NMD(columns.pooling)
-            content.append(pooled_NMD[:, list(columns.multi)].flatten(1))
+            content += [pooled_NMD[:, column] for column in columns.multi]
         made_ND = self.scale * torch.tanh(self.generate(torch.cat(content, dim=1)))
         before, id_N1D, behind = single_NFD.split(
             [columns.id_column, 1, single_NFD.shape[1] - columns.id_column - 1], dim=1

@@ -7,7 +7,7 @@ D embedding width, K dense columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -54,6 +54,8 @@ class RowInputs:
     bag_index_V: Tensor  # int64, row * M + feature: the bag each value belongs to
     num_multi: int  # M
     dense_NK: Tensor
+    # Of each multi-id feature the longest bag, or more; None: found by a look at the values.
+    longest_M: tuple[int, ...] | None = field(default=None, kw_only=True)
 
     @property
     def num_rows(self) -> int:
@@ -68,21 +70,31 @@ class RowInputs:
             bag_index_V=self.bag_index_V[:0],
             num_multi=self.num_multi,
             dense_NK=self.dense_NK[:0],
+            longest_M=self.longest_M,
         )
 
     def bags_NHD(self, feature: int) -> History:
         """Return one multi-id feature, unpooled."""
-        mine_V = self.bag_index_V % self.num_multi == feature
-        row_V = self.bag_index_V[mine_V] // self.num_multi
-        lengths_N = torch.bincount(row_V, minlength=self.num_rows)
-        longest = int(lengths_N.max()) if self.num_rows else 0
-        there_NH = torch.arange(longest, device=row_V.device) < lengths_N.unsqueeze(1)
-        # Row by row and in order, as the values stand: their places are those of the true entries.
-        places_V = there_NH.flatten().nonzero().squeeze(1)
+        bag_V, num_rows = self.bag_index_V, self.num_rows
+        lengths_C = bag_V.new_zeros(num_rows * self.num_multi)
+        lengths_C.index_add_(0, bag_V, torch.ones_like(bag_V))
+        lengths_N = lengths_C.view(num_rows, self.num_multi)[:, feature]
+        if self.longest_M is None:
+            longest = int(lengths_N.max()) if num_rows else 0
+        else:
+            longest = self.longest_M[feature]
+        # Bag by bag and in order, as the values stand.
+        starts_C = lengths_C.cumsum(0) - lengths_C
+        within_V = torch.arange(bag_V.numel(), device=bag_V.device) - starts_C[bag_V]
+        place_V = bag_V // self.num_multi * longest + within_V
+        # Those of other features behind the end: to pick ours out would be waited for on CUDA.
+        end = num_rows * longest
+        place_V = torch.where(bag_V % self.num_multi == feature, place_V, end)
         width = self.bag_values_VD.shape[1]
-        padded = self.bag_values_VD.new_zeros(self.num_rows * longest, width)
-        padded = padded.index_copy(0, places_V, self.bag_values_VD[mine_V])
-        return History(padded.view(self.num_rows, longest, width), there_NH)
+        padded = self.bag_values_VD.new_zeros(end + 1, width)
+        padded = padded.index_copy(0, place_V, self.bag_values_VD)[:end]
+        there_NH = torch.arange(longest, device=bag_V.device) < lengths_N.unsqueeze(1)
+        return History(padded.view(num_rows, longest, width), there_NH)
 
     def pooled_NMD(self, mode: Pooling) -> Tensor:
         """Return a vector for each bag; repeated ids count repeatedly, an empty bag is zero."""
@@ -93,8 +105,10 @@ class RowInputs:
         )
         if mode == "mean":
             # An empty bag is divided by one, and stays zero.
-            sizes = torch.bincount(self.bag_index_V, minlength=num_bags).clamp(min=1)
-            bags = bags / sizes.to(bags.dtype).unsqueeze(1)
+            # Not by bincount, whose length CUDA makes the host wait for.
+            ones_V = bags.new_ones(self.bag_index_V.numel())
+            sizes = bags.new_zeros(num_bags).index_add_(0, self.bag_index_V, ones_V).clamp_(min=1)
+            bags = bags / sizes.unsqueeze(1)
         return bags.view(num_rows, self.num_multi, width)
 
     def features_NFD(self, mode: Pooling) -> Tensor:

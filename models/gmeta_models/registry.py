@@ -1,10 +1,13 @@
-"""The models by name; adding one is a file beside this one, a line in MODELS and a test."""
+"""The models by name; a package of your own adds one by an entry point or its import path."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
+from gmeta_keys import Wording, parse
+from gmeta_keys.plugins import Registry
 from gmeta_models.cbml import CBML
 from gmeta_models.config import InputSizes, ModelConfig
 from gmeta_models.din import DIN
@@ -19,28 +22,59 @@ MODELS: dict[str, Callable[[ModelConfig, InputSizes], nn.Module]] = {
     "melu": MeLU,
 }
 
+_WORDING = Wording(
+    ValueError,
+    "",
+    "known keys",
+    lambda name, hint, value: f"{name} = {value!r} is not of the type {hint}. Correct it",
+)
+
+
+def _is_model(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, nn.Module)
+
+
+NAMED_MODELS = Registry(
+    "model.name", "gmeta.models", MODELS, "a subclass of torch.nn.Module", _is_model
+)
+
 
 def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
     """Return the model `config.name`, freshly initialised from torch's global generator.
 
     Raises:
-        ValueError: the name is unknown, or the data has no column at all that the model could read.
+        ValueError: the name stands for no model, or the data has no column at all that the model
+            could read.
     """
-    if config.name not in MODELS:
-        raise ValueError(
-            f"model.name = {config.name!r} is unknown: known are {', '.join(sorted(MODELS))}. "
-            "Choose one of them, or register yours in models/gmeta_models/registry.py"
-        )
+    make = NAMED_MODELS.find(config.name)
     if sizes.num_single + sizes.num_multi == 0:
         raise ValueError(
             "the dataset has 0 sparse columns: a model needs at least one. "
             "Add a [[single]] or [[multi]] column to the schema and prepare again"
         )
-    model = MODELS[config.name](config, sizes)
+    model = make(config, sizes, *_options(config, make))
+    if not row_layers(model):
+        raise ValueError(
+            f"model.name = {config.name!r} has 0 linear layers that work on rows: at least one is "
+            "needed, whose output is the row's. Give it a torch.nn.Linear"
+        )
     with torch.no_grad():
         # Added to torch's draw, so that a bias of 0 changes nothing.
         head(model).bias.add_(config.output_bias)
     return model
+
+
+def _options(config: ModelConfig, make: Any) -> tuple[Any, ...]:
+    """Return the settings of the model's own as its dataclass `Options`; none if it has none."""
+    wanted = getattr(make, "Options", None)
+    if wanted is not None:
+        return (parse(wanted, config.options, _WORDING, "model.options."),)
+    if config.options:
+        raise ValueError(
+            f"model.options.{next(iter(config.options))} is given, but model.name = "
+            f"{config.name!r} has no options. Remove it"
+        )
+    return ()
 
 
 def head(model: nn.Module) -> nn.Linear:

@@ -74,10 +74,12 @@ class SupportEncoder(nn.Module):
         # Sums over rows are taken in the features' precision, also where autocast is on.
         code_NZ = self.rows(torch.cat(known, dim=1)).to(features_NX.dtype)
         count_T1 = support.lengths_T.to(code_NZ.dtype).unsqueeze(1)
-        task_N = support.lengths_T.new_zeros(len(code_NZ))
-        if len(code_NZ):
+        # shape, not len(), which a program recorded from this would hold as a constant.
+        num_rows = code_NZ.shape[0]
+        task_N = support.lengths_T.new_zeros(num_rows)
+        if num_rows:
             tasks_T = torch.arange(len(support.lengths_T), device=task_N.device)
-            task_N = tasks_T.repeat_interleave(support.lengths_T, output_size=len(code_NZ))
+            task_N = tasks_T.repeat_interleave(support.lengths_T, output_size=num_rows)
         sums_TZ = code_NZ.new_zeros(len(count_T1), code_NZ.shape[1])
         weights_N1 = self._weights_N1(code_NZ, count_T1, task_N)
         sums_TZ = sums_TZ.index_add(0, task_N, code_NZ * weights_N1)

@@ -31,8 +31,11 @@ class Wording(NamedTuple):
 def key(default: Any, help: str, **bounds: float) -> Any:
     """Return a dataclass field with a default and a line of help.
 
-    `bounds` may be min, max and multiple; they hold for each entry of a list.
+    `bounds` may be min, max and multiple; they hold for each entry of a list. The default `dict`
+    is an empty one.
     """
+    if default is dict:
+        return dataclasses.field(default_factory=dict, metadata={"help": help, **bounds})
     return dataclasses.field(default=default, metadata={"help": help, **bounds})
 
 
@@ -96,6 +99,8 @@ def _converted(
         if all(isinstance(part, Mapping) for part in value):
             tables = [parse(inner[0], part, wording, f"{name}.") for part in value]  # type: ignore
             return tuple(tables)
+    if origin is dict and inner[1] is Any and isinstance(value, Mapping):
+        return dict(value)  # whoever asked for it checks what is in it
     if origin is dict and isinstance(value, Mapping):
         found = [_converted(name, inner[1], bounds, entry, wording) for entry in value.values()]
         fit = (isinstance(one, str) or (one is not None and math.isfinite(one)) for one in found)

@@ -22,7 +22,7 @@ Values = Callable[[int, int], list[int]]  # task, row -> ids of its single-id fe
 
 @pytest.fixture(autouse=True)
 def _one_multiply_add_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "LEAST_COMMON_WORK", 1)
+    monkeypatch.setattr(blocks, "LEAST_COMMON_WORK", {"cpu": 1})
 
 
 def batch_of(
@@ -73,7 +73,7 @@ def test_rows_keep_an_input_of_their_own() -> None:
 def test_of_little_work_nothing_stands_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of(lambda task, row: [task % 3, row % 4, 0], [(2, 2), (2, 2)])
     # 8 rows, 6 outputs, half of 16 inputs.
-    monkeypatch.setattr(blocks, "LEAST_COMMON_WORK", 8 * 6 * 8)
+    monkeypatch.setattr(blocks, "LEAST_COMMON_WORK", {"cpu": 8 * 6 * 8})
     assert common_features(batch) == (0, 2)
-    monkeypatch.setattr(blocks, "LEAST_COMMON_WORK", 8 * 6 * 8 + 1)
+    monkeypatch.setattr(blocks, "LEAST_COMMON_WORK", {"cpu": 8 * 6 * 8 + 1})
     assert common_features(batch) is None

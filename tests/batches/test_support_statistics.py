@@ -3,6 +3,7 @@
 import math
 import random
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gmeta.batches.augment import resplit
-from gmeta.batches.config import LabelPrior, SupportFeaturesConfig
+from gmeta.batches.config import ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
 from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
 from metaio.read.batch import empty_batch
 from tests.reference import Task, batch_of, random_task, some_features
@@ -22,11 +23,18 @@ EVERYTHING = SupportFeaturesConfig(task=True, columns=("*",), shrinkage=2.0)
 
 
 def statistics_of_row(
-    task: Task, row: int, prior: LabelPrior, shrinkage: float, columns: tuple[int, int]
+    task: Task,
+    row: int,
+    prior: LabelPrior,
+    shrinkage: float,
+    columns: tuple[int, int],
+    foretold: Sequence[float] | None = None,
 ) -> list[float]:
-    """All statistics of one row, from the definitions."""
+    """All statistics of one row, from the definitions; `foretold` is of each row of the task."""
     others = [other for other in range(task.num_support) if other != row]
     labels = [(task.label[other] - prior.mean) / prior.deviation for other in others]
+    if foretold is not None:
+        labels = [label - foretold[other] for label, other in zip(labels, others, strict=True)]
 
     def shrunken(values: list[float], towards: float) -> float:
         weight = len(values) + shrinkage
@@ -89,11 +97,51 @@ def test_every_row_has_the_statistics_of_a_loop(
 
 
 FEATURES = some_features(2, 2, 1)
+ITEMS = ItemFeaturesConfig(columns=("s1", "m0"))
 
 
 def some_batch(seed: int = 0) -> list[Task]:
     rng = random.Random(seed)
     return [random_task(FEATURES, *sizes, rng) for sizes in ((6, 4), (1, 3), (9, 2))]
+
+
+@pytest.mark.parametrize(("column", "place"), [("s1", 1), ("m0", 3)])
+def test_labels_count_from_what_training_rows_say_of_a_column(column: str, place: int) -> None:
+    """The dense inputs are one column of the data, then mean and number of s1, and of m0."""
+    tasks = some_batch()
+    config = replace(EVERYTHING, residual_of=column)
+    statistics = SupportStatistics.of(config, FEATURES, PRIOR, ITEMS)
+    batch = batch_of(tasks, FEATURES)
+    dense_NK = torch.randn(batch.num_rows, 5, generator=torch.Generator().manual_seed(1))
+    found_NG = statistics.of_rows_NG(replace(batch, dense_NK=dense_NK))
+    foretold = iter(dense_NK[:, place].tolist())
+    expected = []
+    for task in tasks:
+        of_task = [next(foretold) for _ in task.label]
+        expected += [
+            statistics_of_row(task, row, PRIOR, EVERYTHING.shrinkage, (2, 2), of_task)
+            for row in range(len(of_task))
+        ]
+    np.testing.assert_allclose(found_NG, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("items", "told"), [(ITEMS, "s1, m0"), (ItemFeaturesConfig(), "none")])
+def test_labels_count_from_no_column_that_is_no_input(items: ItemFeaturesConfig, told: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        SupportStatistics.of(replace(EVERYTHING, residual_of="s0"), FEATURES, PRIOR, items)
+    assert str(raised.value) == (
+        "support_features.residual_of: 's0' is none of the columns that item_features.columns "
+        f'chooses: {told}. Name one of them, add it there, or leave the key out: ""'
+    )
+
+
+def test_labels_that_nothing_is_made_of_count_from_no_column() -> None:
+    with pytest.raises(ValueError) as raised:
+        SupportStatistics.of(SupportFeaturesConfig(residual_of="s1"), FEATURES, PRIOR, ITEMS)
+    assert str(raised.value) == (
+        "support_features.residual_of: 's1' changes nothing without support_features.task or "
+        'support_features.columns. Set one of them, or leave the key out: ""'
+    )
 
 
 def test_no_row_sees_its_own_label_nor_that_of_a_query_row() -> None:

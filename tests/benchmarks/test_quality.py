@@ -123,18 +123,27 @@ def test_evaluations_of_seeds_become_rows(tmp_path: Path) -> None:
     assert counts([row], "boosted trees") == {"better": 0, "noise": 0, "worse": 0}
     assert figures([row])["cold/auc"]["minus"]["plain"][0] == pytest.approx(0.06)
     assert not_ahead([row]) == [
-        "cold, AUC against plain, fine-tuned: +.0000 [-.0127, +.0127], noise".replace(
-            "-.0000", "+.0000"
-        ),
-        "cold, AUC against bias model: -.0400 [-.0620, -.0180], worse",
+        "cold, AUC against plain, fine-tuned: -.0127 to +.0127, noise",
+        "cold, AUC against bias model: -.0620 to -.0180, worse",
     ]
     first, *others = text_lines([row])
     assert first == "cold  AUC ↑  adapted 0.7100  (70 tasks)"
     assert all(len(line) <= 80 for line in others)
-    head, rule, cells = markdown([row])
-    assert head.count("|") == rule.count("|") == cells.count("|")
-    assert "| .7500<br>*worse* -.0400 [-.0620, -.0180] |" in cells
-    assert "| .6500<br>**+.0600 [" in cells
+    head, rule, values, empty, told, _, heads, rules, ranges = markdown([row])
+    assert (
+        head
+        == "| split | metric | adapted | not adapted | plain | plain, fine-tuned | bias model |"
+    )
+    assert head.count("|") == rule.count("|") == values.count("|")
+    assert values == "| cold | AUC ↑ | .7100 | .6100 | .6500 | .7100 | .7500 |"
+    assert not empty
+    assert told == "Adapted minus each, from the lower to the upper end of its interval:"
+    assert heads.count("|") == rules.count("|") == ranges.count("|")
+    # Better is bold, worse in italics, noise plain: a figure or a range a cell.
+    assert ranges == (
+        "| cold | AUC ↑ | **+.0900 to +.1100** | **+.0380 to +.0820** | -.0127 to +.0127 "
+        "| *-.0620 to -.0180* |"
+    )
 
 
 def test_what_an_evaluation_does_not_hold_is_named(tmp_path: Path) -> None:
@@ -151,9 +160,16 @@ def test_the_page_tells_where_adapting_is_not_ahead(tmp_path: Path) -> None:
     text = page(
         [Measured(PROTOCOLS[0], rows, 90.0, tuple(two_seeds(tmp_path)))], 5, "the command", HERE
     )
-    assert "| [MovieLens-1M, MeLU's split](#movielens-1m-melus-split) | 1.5 | 1 of 1 | " in text
-    assert "0 of 1, worse in 1" in text
-    assert "- cold, AUC against bias model: -.0400 [-.0620, -.0180], worse" in text
+    assert (
+        "| [MovieLens-1M, MeLU's split](#movielens-1m-melus-split) | 1.5 | 1 | 1 | 0 | 0 | 0 "
+        in text
+    )
+    assert "| 0 | 0 | 0 | 1 | - | - |" in text  # noise, worse, not measured
+    assert "- cold, AUC against bias model: -.0620 to -.0180, worse" in text
+    assert f"Why: {PROTOCOLS[0].why}" in text
+    (adapted, plain), by_hand = PROTOCOLS[0].tuned, PROTOCOLS[0].by_hand
+    told = f"{adapted} | {plain} | {by_hand[0]} | {by_hand[1]}"
+    assert f"| MovieLens-1M, MeLU's split | {told} |" in text
     assert "## When not to use meta-learning" in text
     assert "Means over 2 seeds and 5 draws of support and query rows." in text
     assert "{" not in text

@@ -74,9 +74,11 @@ def test_a_padded_bag_holds_its_ids_in_order_and_zeros_behind() -> None:
         dense_NK=torch.zeros(3, 0),
     )
     for feature, padded in enumerate([[[1.0], [0.0], [4.0]], [[2.0, 3.0], [0.0, 0.0], [5.0, 0.0]]]):
-        values_NHD, there_NH = inputs.bags_NHD(feature)
-        assert values_NHD.squeeze(2).tolist() == padded
-        assert there_NH.tolist() == [[value > 0 for value in bag] for bag in padded]
+        # Where the longest bags are known, nobody looks for them.
+        for longest_M in (None, (1, 2)):
+            values_NHD, there_NH = replace(inputs, longest_M=longest_M).bags_NHD(feature)
+            assert values_NHD.squeeze(2).tolist() == padded
+            assert there_NH.tolist() == [[value > 0 for value in bag] for bag in padded]
 
 
 def test_bags_of_no_rows_and_bags_without_ids_are_padded_to_nothing() -> None:
@@ -108,7 +110,8 @@ def test_an_unknown_model_lists_the_known_ones() -> None:
         build_model(ModelConfig(name="dlmr"), InputSizes(1, 0, 0))
     assert str(caught.value) == (
         f"model.name = 'dlmr' is unknown: known are {', '.join(sorted(MODELS))}. "
-        "Choose one of them, or register yours in models/gmeta_models/registry.py"
+        "did you mean 'dlrm'? Choose one of them, or name yours as package.module:Name "
+        "(docs/extending.md)"
     )
 
 

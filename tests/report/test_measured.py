@@ -28,7 +28,7 @@ def tasks_of_draws(
     taste_T = rng.normal(0, between, num_tasks)
     zeros_T = np.zeros(num_tasks)
     return [
-        SplitRows(task_T, zeros_T, zeros_T, error_T, error_T)
+        SplitRows(task_T, zeros_T, zeros_T, error_T, error_T, np.full((len(task_T), 4), -1))
         for error_T in (
             np.abs(5 + taste_T + rng.normal(0, within, num_tasks)) for _ in range(num_draws)
         )

@@ -6,8 +6,11 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from tests.exported import FEATURES, write_random_model
@@ -15,20 +18,59 @@ from tests.server.serving import RunningServer, get, post, running_server, servi
 from tests.waiting import PATIENCE_S
 
 CHROMIUM, NODE = shutil.which("chromium"), shutil.which("node")
-# A page without a page: what the script asks of one, and what it wrote into it.
+# A page without a page: what the script asks of one, and what it wrote into it. Only the ids of the
+# real page are there.
 STAND_IN = """
-const elements = {};
-const element = (id) => elements[id] ??= {
-  id, children: [], listeners: {}, checked: true, value: "", textContent: "", hidden: false,
+const made = () => ({
+  children: [], listeners: {}, checked: true, value: "", textContent: "", className: "",
+  hidden: false,
   append(...more) { this.children.push(...more); },
   addEventListener(kind, work) { this.listeners[kind] = work; },
-};
+});
+const elements = Object.fromEntries(IDS.map((id) => [id, made()]));
 globalThis.document = {
-  getElementById: element,
-  createElement: (name) => ({ ...element(Math.random()), name, children: [] }),
+  getElementById: (id) => elements[id] ?? null,
+  createElement: made,
 };
 globalThis.location = { hash: "" };
+const fetched = globalThis.fetch;
+globalThis.fetch = (path, options) => fetched("ADDRESS" + path, options);
 """
+# What somebody does: tick or not, fill in, send, and send what is no JSON.
+VISIT = """
+(async () => {
+  const seen = [];
+  const send = async () => {
+    await elements.form.listeners.submit({ preventDefault() {} });
+    seen.push([elements.outcome.className, elements.outcome.textContent.replace(/in .*/, ""),
+               elements.response.textContent, elements.response.hidden]);
+  };
+  await send();
+  elements.key.value = "seven";
+  elements.fill.listeners.click();
+  await send();
+  elements.support.checked = false;
+  elements.fill.listeners.click();
+  await send();
+  elements.request.value = "no JSON";
+  await send();
+  const rows = elements.columns.children.map((row) => row.children.map((c) => c.textContent));
+  console.log(JSON.stringify({ seen, rows, about: elements.about.textContent }));
+})();
+"""
+
+
+def run_page(page: str, behind: str, address: str = "") -> Any:
+    """What node prints as JSON, having run the page's script and then what stands behind it."""
+    assert NODE is not None
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    ids = json.dumps(re.findall(r'\bid="([^"]+)"', page))
+    stand_in = STAND_IN.replace("IDS", ids, 1).replace("ADDRESS", address)
+    result = subprocess.run(
+        [NODE, "-"], input=stand_in + script + behind, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -58,22 +100,68 @@ def test_no_name_of_a_column_ends_the_script(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(NODE is None, reason="no node here: apt-get install nodejs")
 def test_the_example_of_the_page_is_a_request_that_is_answered(exported: Path) -> None:
-    assert NODE is not None
     with service_of(exported) as service:
-        (script,) = re.findall(r"<script>(.*?)</script>", get(service, "/docs").text, re.DOTALL)
         told = (
             'document.getElementById("key").value = "seven"; fill();'
             'console.log(JSON.stringify({request: elements["request"].value,'
             ' columns: elements["columns"].children.length, title: elements["title"].textContent}))'
         )
-        result = subprocess.run(
-            [NODE, "-"], input=STAND_IN + script + told, capture_output=True, text=True, check=True
-        )
-        shown = json.loads(result.stdout)
+        shown = run_page(get(service, "/docs").text, told)
         assert (shown["title"], shown["columns"]) == ("model", 7)
         answer = post(service, shown["request"].encode())
         assert answer.status_code == 200, answer.text
         assert answer.json()["parameters"] == {"support_rows": 3, "task_cache": "stored"}
+
+
+@pytest.mark.skipif(NODE is None, reason="no node here: apt-get install nodejs")
+def test_a_visit_of_the_page_is_answered_by_the_server(server: RunningServer) -> None:
+    """The script of the page, all of it, in node against `gmeta serve`."""
+    address = f"http://127.0.0.1:{server.port}"
+    shown = run_page(httpx.get(f"{address}/docs").text, VISIT, address)
+    told = {each["name"]: each for each in httpx.get(f"{address}/v2/models/model").json()["inputs"]}
+    rows = {row[0]: row for row in shown["rows"]}
+    assert rows.keys() >= {name.removeprefix("support.") for name in told}
+    assert rows["item"] == ["item", "INT64", "[N]", "single", "ids 0 to 49; 0: unknown", "yes"]
+    assert rows["click"][-1] == "in support rows"
+    first, stored, again, wrong = shown["seen"]
+    assert [each[:2] for each in (first, stored, again)] == [["good", "200 "]] * 3
+    assert json.loads(first[2])["parameters"] == {"support_rows": 3}
+    assert json.loads(stored[2])["parameters"] == {"support_rows": 3, "task_cache": "stored"}
+    assert json.loads(again[2])["parameters"] == {"support_rows": 3, "task_cache": "hit"}
+    assert wrong[:2] == ["bad", "400 "]
+    assert "JSON" in wrong[2]
+    assert not any(hidden for *_, hidden in shown["seen"])
+
+
+@pytest.mark.skipif(
+    CHROMIUM is None or find_spec("playwright") is None,
+    reason="no chromium, or no playwright here: apt-get install chromium; pip install playwright",
+)
+def test_a_person_in_a_browser_sends_a_request_and_sees_what_is_wrong(
+    server: RunningServer,
+) -> None:
+    from playwright.sync_api import sync_playwright
+
+    faults: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.set_default_timeout(1000 * PATIENCE_S)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.goto(f"http://127.0.0.1:{server.port}/docs")
+        names = page.locator("#columns tr td:first-child").all_text_contents()
+        assert {"item", "city", "tags", "seen", "price", "click"} <= set(names)
+        page.fill("#key", "browser")
+        page.click("#fill")
+        page.click("button[type=submit]")
+        page.wait_for_selector("#outcome.good")
+        assert '"task_cache": "stored"' in (page.text_content("#response") or "")
+        page.fill("#request", "no JSON")
+        page.click("button[type=submit]")
+        page.wait_for_selector("#outcome.bad")
+        assert "JSON" in (page.text_content("#response") or "")
+        browser.close()
+    assert faults == []
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")

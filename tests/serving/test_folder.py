@@ -135,9 +135,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "an unknown model": (
         unknown_model,
-        "{model} was made with model.name = 'dlrm2', which this release does not have: "
+        "{model} was made with model.name = 'dlrm2', which is not here: "
         f"known are {', '.join(sorted(MODELS))}. "
-        "Use the release that made it, or register it here as it was there: docs/extending.md",
+        "Use the release that made it, or install the package that has it: docs/extending.md.",
     ),
     "a table of another type": (
         narrower_table,

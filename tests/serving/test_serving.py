@@ -480,15 +480,15 @@ def test_predict_says_what_is_wrong_with_its_files(exported: Path, tmp_path: Pat
     for name, message in (
         ("out.parquet", "exists already. Name another file, or pass --overwrite to replace it"),
         (
-            "out.csv",
-            "ends with .csv: what is written is Parquet. Name a file that ends with .parquet, and "
-            "convert it behind",
+            "out.xlsx",
+            "ends with .xlsx: .parquet, .pq and .csv can be written. Name a file that ends with "
+            "one of them",
         ),
     ):
         result = runner.invoke(app, [*arguments, str(tmp_path / name)])
         assert str(result.exception) == f"--out = '{tmp_path / name}' {message}"
     assert out.read_bytes() == written
-    assert not (tmp_path / "out.csv").exists()
+    assert not (tmp_path / "out.xlsx").exists()
     out.write_bytes(b"")
     assert runner.invoke(app, [*arguments, str(out), "--overwrite"]).exit_code == 0
     assert pq.read_table(out).equals(found)

@@ -104,9 +104,12 @@ def test_an_update_without_rows_changes_nothing(optimizer: EmbOptimType) -> None
 
 
 def test_summed_by_row_sums_the_gradients_of_equal_rows() -> None:
-    row_U, grad_UD = summed_by_row(torch.tensor([4, 9, 4]), torch.tensor([[1.0], [2.0], [4.0]]))
-    assert row_U.tolist() == [4, 9]
-    assert grad_UD.tolist() == [[5.0], [2.0]]
+    grad_ND = summed_by_row(torch.tensor([4, 9, 4]), torch.tensor([[1.0], [2.0], [4.0]]))
+    assert grad_ND.tolist() == [[5.0], [2.0], [0.0]]
+
+
+def test_summed_by_row_of_no_rows_is_none() -> None:
+    assert summed_by_row(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 2)).shape == (0, 2)
 
 
 def test_two_updates_of_one_step_both_move_the_rows() -> None:

@@ -9,11 +9,11 @@ import pytest
 from gmeta.metrics.catalogue import Loss, logloss, mae
 from gmeta.yardstick.bias import (
     FEW_PRIORS,
-    NO_ITEM,
     PRIORS,
     BiasModel,
     choose_bias,
 )
+from gmeta.yardstick.describing import NO_ITEM
 from gmeta.yardstick.sums import fold_of, sum_training_rows
 from tests.yardstick.sample import FEATURES, ITEM, PlainRow, episode_rows, plain
 

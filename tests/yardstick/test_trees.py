@@ -1,5 +1,6 @@
 """The trees learn what the bias model cannot say, from draws that obey the stored rule."""
 
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 from gmeta.metrics.catalogue import Loss
 from gmeta.yardstick import trees
 from gmeta.yardstick.bias import BiasModel, error, sigmoid
-from gmeta.yardstick.features import Known, describing_columns
+from gmeta.yardstick.describing import describing_columns
+from gmeta.yardstick.features import Known
 from gmeta.yardstick.rows import EpisodeRows
 from gmeta.yardstick.sums import NO_FOLD, fold_of, sum_training_rows
 from tests.yardstick.sample import FEATURES, ITEM, episode_rows
@@ -50,7 +52,10 @@ def test_trees_beat_the_bias_model_by_what_only_a_feature_tells(
     np.testing.assert_array_equal(grown.predict(known, cold), again.predict(known, cold))
 
 
-def test_what_is_chosen_is_the_best_of_the_grid_on_the_validation_tasks() -> None:
+def test_what_is_chosen_is_the_best_of_the_grid_on_the_validation_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trees, "MAX_TREES", 60)
     train, valid = episode_rows(200, "bce"), episode_rows(80, "bce", 1, 1000)
     known = known_of(train, "bce")
     grown = trees.grow("bce", known, train, valid, False, 0)
@@ -60,21 +65,30 @@ def test_what_is_chosen_is_the_best_of_the_grid_on_the_validation_tasks() -> Non
     import lightgbm
 
     given, _ = trees.training_statistics(known, train, False, 0)
-    losses = {}
-    for leaves in trees.LEAVES:
-        settings = {**trees.FIXED, "objective": "binary", "num_leaves": leaves}
+
+    def best_of(setting: trees.Setting) -> tuple[float, int]:
+        """The smallest loss, and after how many trees."""
+        chosen = {"num_leaves": setting.leaves, "min_data_in_leaf": setting.leaf_rows}
         booster = lightgbm.train(
-            {**settings, "learning_rate": trees.QUICK_RATE},
+            {**trees.FIXED, "objective": "binary", **chosen, "learning_rate": setting.rate},
             lightgbm.Dataset(given.values_NX, given.label_N, init_score=given.start_N),
-            num_boost_round=40,
+            num_boost_round=60,
         )
-        for count in range(1, 41):
-            raw_N = booster.predict(judged.values_NX, raw_score=True, num_iteration=count)
-            losses[leaves, count] = error("bce", judged.label_N, sigmoid(judged.start_N + raw_N))
-    leaves, count = min(losses, key=lambda one: losses[one])
-    assert grown.leaves == leaves
-    if grown.rate == trees.QUICK_RATE:
-        assert grown.num_trees == count
+        raws = (
+            booster.predict(judged.values_NX, raw_score=True, num_iteration=count)
+            for count in range(1, 61)
+        )
+        losses = [error("bce", judged.label_N, sigmoid(judged.start_N + raw_N)) for raw_N in raws]
+        return min(losses), int(np.argmin(losses)) + 1
+
+    expected = trees.Setting()
+    for key, values in (("leaves", trees.LEAVES), ("leaf_rows", trees.LEAF_ROWS)):
+        settings = [replace(expected, **{key: value}) for value in values]
+        expected = min(settings, key=best_of)
+    settings = [replace(expected, rate=rate) for rate in trees.RATES]
+    expected = min(settings, key=best_of)
+    assert (grown.setting, grown.num_tried) == (expected, 7)
+    assert grown.num_trees == best_of(expected)[1]
 
 
 @pytest.mark.parametrize("past", [False, True])
@@ -115,7 +129,7 @@ def test_tasks_without_query_rows_grow_nothing() -> None:
 def test_predictions_without_a_tree_are_those_of_the_bias_model() -> None:
     train, cold = episode_rows(60, "bce"), episode_rows(10, "bce", 2, 2000)
     known = known_of(train, "bce")
-    none = trees.Trees("bce", None, 7, 0.1, 0, 0, 0)
+    none = trees.Trees("bce", None, trees.Setting(), 0, 0, 0, 0)
     expected = known.bias.predict(known.sums, cold)[~cold.is_support_N]
     np.testing.assert_allclose(none.predict(known, cold), expected, rtol=1e-12)
     assert NO_FOLD == -1

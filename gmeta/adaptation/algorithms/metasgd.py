@@ -55,6 +55,8 @@ class LearnedRates(nn.Module):
     them.
     """
 
+    _place_B: Tensor
+
     def __init__(self, plan: AdaptationPlan, tables: TableSizes) -> None:
         super().__init__()
         config, layers = plan.config, plan.layers
@@ -73,16 +75,17 @@ class LearnedRates(nn.Module):
         self.layers = nn.ModuleDict(
             {name.replace(".", "/"): LayerRates(layer, config) for name, layer in layers.items()}
         )
-        # Of the tables that adapt, and where each table finds its rate: -1, behind them all, is 0.
+        # Of the tables that adapt, and where each table finds its rate: behind them all is a 0.
         self.tables_BC: nn.Parameter | None = None
-        self._place_B = list(range(tables.num_tables))
+        place_B = list(range(tables.num_tables))
         if config.adapt_embeddings:
             chosen = tables.adapting(config)
-            chosen = tuple(self._place_B) if chosen is None else chosen
-            self._place_B = [chosen.index(b) if b in chosen else -1 for b in self._place_B]
+            chosen = tuple(place_B) if chosen is None else chosen
+            place_B = [chosen.index(b) if b in chosen else len(chosen) for b in place_B]
             columns = 1 if config.learned_rates == "layer" else tables.width
             like = next((layer.weight for layer in layers.values()), torch.empty(0))
             self.tables_BC = _rates((len(chosen), columns), config.inner_lr, like)
+        self.register_buffer("_place_B", torch.tensor(place_B), persistent=False)
 
     def of_layer(self, name: str) -> LayerRate:
         """Return the parameters of the layer of this name."""
@@ -92,10 +95,10 @@ class LearnedRates(nn.Module):
         """Return the rate of each of the tasks' rows, its table's: [P, C]; 0 if none adapts."""
         if self.tables_BC is None:
             return 0.0
-        if -1 not in self._place_B:
+        if len(self.tables_BC) == len(self._place_B):
             return of_tables(self.tables_BC, unique_lengths_B, fetched_row_P)
         none_1C = self.tables_BC.new_zeros(1, self.tables_BC.shape[1])
-        rates_BC = torch.cat([self.tables_BC, none_1C])[self._place_B]
+        rates_BC = torch.cat([self.tables_BC, none_1C]).index_select(0, self._place_B)
         return of_tables(rates_BC, unique_lengths_B, fetched_row_P)
 
 

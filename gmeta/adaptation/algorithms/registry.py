@@ -1,4 +1,8 @@
-"""Every meta-learning algorithm by the name that configs use; `none` is the learner's own."""
+"""Every meta-learning algorithm by the name that configs use; `none` is the learner's own. A
+package of your own adds one by an entry point or its import path.
+"""
+
+from collections import ChainMap
 
 from gmeta.adaptation.algorithms.algorithm import Algorithm
 from gmeta.adaptation.algorithms.anil import ANIL
@@ -9,6 +13,7 @@ from gmeta.adaptation.algorithms.metaemb import META_EMBEDDING
 from gmeta.adaptation.algorithms.metasgd import META_SGD
 from gmeta.adaptation.algorithms.reptile import REPTILE
 from gmeta.adaptation.config import PLAIN
+from gmeta_keys.plugins import Registry
 
 ALGORITHMS: dict[str, Algorithm] = {
     "maml": MAML,
@@ -21,18 +26,19 @@ ALGORITHMS: dict[str, Algorithm] = {
     "metaemb": META_EMBEDDING,
 }
 
+NAMED_ALGORITHMS = Registry(
+    "algorithm.name",
+    "gmeta.algorithms",
+    ChainMap({PLAIN: FOMAML}, ALGORITHMS),  # what the evaluation of plain training adapts with
+    "a value of gmeta.adaptation.algorithms.algorithm.Algorithm",
+    lambda found: isinstance(found, Algorithm),
+)
+
 
 def find_algorithm(name: str) -> Algorithm:
     """Return the algorithm of this name; for plain training, the one its evaluation adapts with.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name stands for no algorithm.
     """
-    if name == PLAIN:
-        return FOMAML
-    if name not in ALGORITHMS:
-        raise ValueError(
-            f"algorithm.name = {name!r} is unknown: known are {', '.join([*ALGORITHMS, PLAIN])}. "
-            "Choose one of them, or register yours in gmeta/adaptation/algorithms/registry.py"
-        )
-    return ALGORITHMS[name]
+    return NAMED_ALGORITHMS.find(name)

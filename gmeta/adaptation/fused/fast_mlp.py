@@ -1,4 +1,4 @@
-"""The equations of mlp.py with their derivatives written out: the kernel for a CPU.
+"""The equations of mlp.py with their derivatives written out: the kernel.
 
 autograd would find the same derivatives in five times as many operations, most of which allocate.
 A gradient that autograd hands to a `backward` here was made for it alone, but for those at z_L and

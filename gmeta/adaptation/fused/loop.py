@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from gmeta.adaptation.fused.fast_mlp import FastMlp
-from gmeta.adaptation.fused.plain_mlp import PlainMlp
 from gmeta.adaptation.fused.still_inputs import FirstLayer, StillMlp, first_outputs
 from gmeta.adaptation.plan import TaskSize
 from gmeta.adaptation.rates import LayerRate, WeightRates, scaled
 from gmeta.adaptation.rows.common import CommonInputs
-from gmeta.adaptation.rows.rectangles import FusedLayout
+from gmeta.adaptation.rows.rectangles import FusedLayout, kind_of_device
 from gmeta_models.decision import DecisionModel
 from gmeta_models.gated import GatedModel
 
@@ -37,6 +36,9 @@ if TYPE_CHECKING:
     from gmeta.adaptation.rows.rectangles import PaddedFeatures, PaddedRows, PaddedTasks
     from gmeta.adaptation.rows.sides import WorkingRows
     from gmeta_models.inputs import RowFeatures
+
+# On any device: it launches a tenth less than autograd would, and keeps less.
+MLP_KERNEL: type[AdaptedMlp] = FastMlp
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class FusedLoop:
 
     def layout(self, second_order: bool) -> FusedLayout:
         """Return how a batch is to be arranged for this loop."""
-        still = not self._moves_inputs
+        still, first = not self._moves_inputs, self._decision.layers[0].weight
         gated = isinstance(self._model, GatedModel)
         may_split = still and self._model.features_from is not None
         return FusedLayout(
@@ -90,7 +92,9 @@ class FusedLoop:
             rows_per_task=bool(self._config.adapt_embeddings),
             stacked=still and second_order,
             constant_support=not (self._config.adapt_embeddings or second_order or gated),
-            first_layer_weights=self._decision.layers[0].weight.numel() if may_split else 0,
+            first_layer_weights=first.numel() if may_split else 0,
+            num_weights=self._plan.num_weights,
+            device=kind_of_device(self._model),
         )
 
     def adapt(
@@ -105,9 +109,12 @@ class FusedLoop:
         start = self._moving if self._moves_inputs else self._still
         adapted = start(rows.values_PD, tasks, second_order)
         loss = tasks.support.row_loss(self._loss, dtype, self._config.support_prior)
+        rates = self._decision.rates(self._rates)
+        if isinstance(adapted, StillMlp) and (rate := self._decision.one_rate(rates)):
+            # A step's gradients are linear in the loss: its rate can stand there, once for all.
+            loss, rates = loss.times(rate), [1.0] * len(rates)
         for _ in range(self._config.inner_steps):
             if isinstance(adapted, StillMlp):
-                rates = self._decision.rates(self._rates)
                 adapted = adapted.after_step(loss, rates, second_order)
             else:
                 adapted = self._after_step(adapted, rows.rate, tasks, loss, second_order)
@@ -236,11 +243,6 @@ class FusedLoop:
         return _in_autocast(self._model.decision_inputs_NX(features)).contiguous()
 
 
-def mlp_kernel(device: torch.device) -> type[FastMlp] | type[PlainMlp]:
-    """Return the faster kernel of an MLP on this device."""
-    return FastMlp if device.type == "cpu" else PlainMlp
-
-
 @dataclass(frozen=True)
 class _Layers:
     """Linear layers with ReLU between them, and which of them adapt."""
@@ -262,6 +264,13 @@ class _Layers:
         """Return the rate of each layer; 0 where it does not adapt."""
         return [0.0 if name is None else rates.of_layer(name) for name in self.names]
 
+    def one_rate(self, rates: Sequence[LayerRate]) -> float | None:
+        """Return the rate that is that of each layer which adapts; None: they differ, or learn."""
+        adapting = [rate for rate, name in zip(rates, self.names, strict=True) if name is not None]
+        if not all(isinstance(rate, float) for rate in adapting) or len(set(adapting)) != 1:
+            return None
+        return cast(float, adapting[0])
+
     def mlp(
         self,
         rows_PD: Tensor,
@@ -273,9 +282,8 @@ class _Layers:
         dtype = _precision(rows_PD)
         sides = tasks.support.rectangles, tasks.query.rectangles
         sizes = [TaskSize(mine.rows, other.rows) for mine, other in zip(*sides, strict=True)]
-        kernel = mlp_kernel(rows_PD.device)
         gates_TO = gates_TO or [None] * len(self.layers)
-        return kernel(
+        return MLP_KERNEL(
             tuple(layer.weight.to(dtype) for layer in self.layers),
             tuple(layer.bias.to(dtype) for layer in self.layers),
             tuple(None if gate_TO is None else gate_TO.to(dtype) for gate_TO in gates_TO),

@@ -11,9 +11,8 @@ the activations, and back for the gradients d_l at the outputs,
 
     d_{l-1} = [h_{l-1} > 0] * ((g_l * d_l) W_l^T - sum_j (d_l (a G_jl)^T) A_jl),   d_0 without [...]
 
-plain_mlp.py is these equations, differentiated by autograd: the definition, and the way on a GPU.
-fast_mlp.py has the derivatives written out, for the CPU. Both are tested against the general loop
-and each other.
+fast_mlp.py has the derivatives written out; plain_mlp.py is these equations, differentiated by
+autograd: the definition, which tests hold it to. Both are tested against the general loop.
 
 Shape suffixes: N rows of one side, S support rows, T tasks, I input width, O output width.
 """

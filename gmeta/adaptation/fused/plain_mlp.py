@@ -1,4 +1,4 @@
-"""The equations of mlp.py as they stand, differentiated by autograd.
+"""The equations of mlp.py as they stand, differentiated by autograd: what fast_mlp.py is held to.
 
 Shape suffixes: N rows of one side, S support rows, T tasks, I input width, O output width.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class PlainMlp(AdaptedMlp):
-    """The kernel for any device, any rate and any order of differentiation."""
+    """Takes any rate, in any order of differentiation."""
 
     changes: tuple[tuple[LayerChange, ...], ...] = ()  # by layer and rectangle; none before a step
 

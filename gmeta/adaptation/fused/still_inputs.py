@@ -40,6 +40,11 @@ class FirstLayer(NamedTuple):
     gate_TO: Tensor | None
     adapts: bool
 
+    @property
+    def is_of_tasks(self) -> bool:
+        """Tell whether a task has something of its own before any inner step."""
+        return self.in_common_T is not None or self.gate_TO is not None
+
 
 class FirstOutputs(NamedTuple):
     """What the first layer makes of the rows of one side."""
@@ -84,7 +89,8 @@ class StillMlp:
             activations, grads = self.upper.step_gradients(first_SO.relu(), loss, lowest)
             first_grads_SO = None
             if self.first_adapts:
-                first_grads_SO = torch.ops.aten.threshold_backward(grads[0], first_SO, 0)
+                # Detached: ReLU has no second derivative, and zeros for one would be added up.
+                first_grads_SO = torch.ops.aten.threshold_backward(grads[0], first_SO.detach(), 0)
         upper = self.upper.after_step(activations, grads, rates[1:])
         if first_grads_SO is None:
             return replace(self, upper=upper)
@@ -119,8 +125,8 @@ def first_outputs(
     own = support.rectangles if layer.adapts and several_steps else ()
     if constant_SV is None:
         outputs_RO, *overlaps = _FirstProducts.apply(inputs, None, *tensors, asked, bool(own))
-        task_R = torch.cat([support.task_N, query.task_N])
-        outputs_RO = _of_tasks(layer, outputs_RO, task_R)
+        if layer.is_of_tasks:
+            outputs_RO = _of_tasks(layer, outputs_RO, torch.cat([support.task_N, query.task_N]))
         support_SO, query_NO = outputs_RO.split([support.num_rows, query.num_rows])
     else:
         query_NO, *overlaps = _FirstProducts.apply(inputs, constant_SV, *tensors, asked, False)

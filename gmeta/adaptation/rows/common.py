@@ -36,10 +36,6 @@ class CommonFeatures:
         """Return them side by side, when the embedding rows have these values."""
         return self.bags.pool(rows_PD).view(-1, len(self.features) * rows_PD.shape[1])
 
-    def to(self, device: torch.device) -> "CommonFeatures":
-        """Copy it to a device."""
-        return CommonFeatures(self.features, self.bags.to(device))
-
 
 class CommonInputs(NamedTuple):
     """What the rows of a task share of the first layer's inputs."""

@@ -4,7 +4,7 @@ task.
 Shape suffixes: T tasks, N rows of all tasks (task by task), L longest task.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,15 +40,6 @@ class RowLayout:
     def num_tasks(self) -> int:
         """T."""
         return self.lengths_T.numel()
-
-    def to(self, device: torch.device) -> "RowLayout":
-        """Copy to a device."""
-        index_N = self.padded_index_N
-        return replace(
-            self,
-            lengths_T=self.lengths_T.to(device, non_blocking=True),
-            padded_index_N=None if index_N is None else index_N.to(device, non_blocking=True),
-        )
 
     def pad(self, rows: Tensor) -> Tensor:
         """Return rows [N, ...] as [T, L, ...]; rows that a task does not have are zero."""

@@ -8,13 +8,14 @@ columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gmeta.adaptation.losses import HALVES, LossFunction, RowLoss
 from gmeta.adaptation.rows.sparse_matrix import Bags
@@ -29,10 +30,13 @@ Ints = npt.NDArray[np.int64]
 # A rectangle more costs about 0.1 ms a step in calls on a CPU (18 of them at one inner step and
 # three layers), padding as many rows more of every product.
 MOST_RECTANGLES = 8
-# A group more of the general loop costs the calls of all its passes: 5.5 ms at one inner step of a
-# DLRM on a CPU. So do rows of padding in layers of, together, so many weights.
-GROUP_WEIGHTS = 50_000_000
 PADDING_SHARE = 0.1
+# What a rectangle more costs on CUDA, 18 launches an inner step: as much as so many rows of padding
+# times weights of layers. Estimated, from 5 us a launch and 60 TFLOP/s: docs/gpu.md.
+RECTANGLE_WORK = {"cpu": 0, "cuda": 300_000_000}
+# A group more of the general loop costs the calls of all its passes: 5.5 ms at one inner step of a
+# DLRM on a CPU; on CUDA the launches, estimated likewise.
+GROUP_WORK = {"cpu": 50_000_000, "cuda": 5_000_000_000}
 
 
 class Rectangle(NamedTuple):
@@ -62,10 +66,6 @@ class PaddedHistory:
         shape_NHD = (*self.there_NH.shape, rows_PD.shape[1])
         return History(self.bags.pool(rows_PD).view(shape_NHD), self.there_NH)
 
-    def to(self, device: torch.device) -> PaddedHistory:
-        """Copy it to a device."""
-        return PaddedHistory(self.bags.to(device), self.there_NH.to(device, non_blocking=True))
-
 
 @dataclass(frozen=True)
 class PaddedRows:
@@ -75,7 +75,7 @@ class PaddedRows:
 
     rectangles: tuple[Rectangle, ...]
     label_N: Tensor
-    count_N: Tensor  # float64: rows of the row's task
+    count_N: Tensor  # float32: rows of the row's task
     task_N: Tensor  # int64: the row's task, counted rectangle by rectangle
 
     @property
@@ -96,8 +96,8 @@ class PaddedRows:
         """Return the weight of each row in a sum over the tasks of the (shrunken) mean of their
         rows, as RowLayout.mean_weights_N does; 0 for a row that pads.
         """
-        count_N = self.count_N + prior if prior else self.count_N
-        return count_N.reciprocal().to(dtype)
+        count_N = self.count_N.to(dtype)
+        return (count_N + prior if prior else count_N).reciprocal()
 
     def row_loss(self, loss: LossFunction, dtype: torch.dtype, prior: float = 0.0) -> RowLoss:
         """Return the sum over the tasks of the (shrunken) mean loss of their rows, for outputs of
@@ -105,15 +105,6 @@ class PaddedRows:
         """
         weight_N = self.mean_weights_N(torch.float32 if dtype in HALVES else dtype, prior)
         return RowLoss(loss, self.label_N.unsqueeze(1), weight_N.unsqueeze(1))
-
-    def to(self, device: torch.device) -> PaddedRows:
-        """Copy it to a device."""
-        return replace(
-            self,
-            label_N=self.label_N.to(device, non_blocking=True),
-            count_N=self.count_N.to(device, non_blocking=True),
-            task_N=self.task_N.to(device, non_blocking=True),
-        )
 
 
 @dataclass(frozen=True)
@@ -131,15 +122,6 @@ class PaddedFeatures:
         history = None if self.history is None else self.history.values(rows_PD)
         return RowFeatures(features_NFD, self.dense_NK.to(rows_PD.dtype), history)
 
-    def to(self, device: torch.device) -> PaddedFeatures:
-        """Copy it to a device."""
-        return replace(
-            self,
-            bags=self.bags.to(device),
-            history=None if self.history is None else self.history.to(device),
-            dense_NK=self.dense_NK.to(device, non_blocking=True),
-        )
-
 
 @dataclass(frozen=True)
 class PaddedTasks:
@@ -154,15 +136,6 @@ class PaddedTasks:
     features: tuple[PaddedFeatures, ...]
     common: CommonFeatures | None = None  # those that `features` are without
 
-    def to(self, device: torch.device) -> PaddedTasks:
-        """Copy it to a device."""
-        return PaddedTasks(
-            self.support.to(device),
-            self.query.to(device),
-            tuple(features.to(device) for features in self.features),
-            None if self.common is None else self.common.to(device),
-        )
-
 
 @dataclass(frozen=True)
 class FusedLayout:
@@ -175,6 +148,8 @@ class FusedLayout:
     constant_support: bool  # nobody asks for the gradient of what the support rows use
     # Weights of the first decision layer, if what all rows of a task share may stand apart; else 0.
     first_layer_weights: int
+    num_weights: int  # of the layers that adapt
+    device: str  # the kind that the loop runs on: sizes that suit a CPU drown CUDA in launches
 
 
 class TaskGroup(NamedTuple):
@@ -207,6 +182,19 @@ def group_tasks(support_T: Ints, query_T: Ints, least_gain: float = 1) -> list[I
         groups.remove(best)
         groups += [_Group.of(half, support_T, query_T) for half in best.halves]
     return [group.tasks for group in groups]
+
+
+def least_gain(work: Mapping[str, int], device: str, num_weights: int) -> float:
+    """Return the rows that a cut must save on this kind of device to be worth its calls, for so
+    many weights in the layers that adapt.
+    """
+    return max(1.0, work[device] / max(num_weights, 1))
+
+
+def kind_of_device(module: nn.Module) -> str:
+    """Return whether a module is on a CPU ("cpu") or on what is handed its work ("cuda")."""
+    is_cpu = next(module.parameters()).device.type == "cpu"
+    return "cpu" if is_cpu else "cuda"
 
 
 @dataclass(frozen=True, eq=False)

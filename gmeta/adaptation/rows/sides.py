@@ -4,10 +4,9 @@ Shape suffixes: N rows, P rows of the block, D embedding width, F single-id feat
 bags, K dense columns.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from gmeta.adaptation.rows.ragged import RowLayout
@@ -37,7 +36,7 @@ class Side:
     single_rows: Bags  # row n's single-id features are n * F to (n + 1) * F
     bag_rows: Bags  # of the V ids of all bags
     bag_index_V: Tensor
-    num_multi: int
+    longest_M: tuple[int, ...]  # of each multi-id feature, the longest bag
 
     def inputs(self, rows_PD: Tensor) -> RowInputs:
         """Return what the model sees when the embedding rows have these values."""
@@ -46,24 +45,9 @@ class Side:
             single_NFD=self.single_rows.pool(rows_PD).view(num_rows, self.num_single, width),
             bag_values_VD=self.bag_rows.pool(rows_PD),
             bag_index_V=self.bag_index_V,
-            num_multi=self.num_multi,
+            num_multi=len(self.longest_M),
             dense_NK=self.dense_NK.to(rows_PD.dtype),
-        )
-
-    def to(self, device: torch.device) -> "Side":
-        """Copy it to a device."""
-
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
-
-        return replace(
-            self,
-            layout=self.layout.to(device),
-            label_N=move(self.label_N),
-            dense_NK=move(self.dense_NK),
-            single_rows=self.single_rows.to(device),
-            bag_rows=self.bag_rows.to(device),
-            bag_index_V=move(self.bag_index_V),
+            longest_M=self.longest_M,
         )
 
 
@@ -73,10 +57,6 @@ class Sides(NamedTuple):
     support: Side
     query: Side
 
-    def to(self, device: torch.device) -> "Sides":
-        """Copy it to a device."""
-        return Sides(self.support.to(device), self.query.to(device))
-
 
 @dataclass(frozen=True)
 class TaskGroups:
@@ -85,7 +65,3 @@ class TaskGroups:
     """
 
     groups: tuple[Sides, ...]
-
-    def to(self, device: torch.device) -> "TaskGroups":
-        """Copy it to a device."""
-        return TaskGroups(tuple(sides.to(device) for sides in self.groups))

@@ -51,15 +51,6 @@ class SparseRows(NamedTuple):
         weight_V = None if self.weight_V is None else self.weight_V[torch.from_numpy(order_V)]
         return SparseRows(torch.from_numpy(bag_V[order_V]), _offsets(lengths_P), weight_V)
 
-    def to(self, device: torch.device) -> "SparseRows":
-        """Copy it to a device."""
-        weight_V = self.weight_V
-        return SparseRows(
-            self.index_V.to(device, non_blocking=True),
-            self.offsets_C1.to(device, non_blocking=True),
-            weight_V if weight_V is None else weight_V.to(device, non_blocking=True),
-        )
-
 
 @dataclass(frozen=True)
 class Bags:
@@ -101,11 +92,6 @@ class Bags:
                 "arrange them without `constant`"
             )
         return self.forward.times(rows_PD)
-
-    def to(self, device: torch.device) -> "Bags":
-        """Copy it to a device."""
-        backward = self.backward
-        return Bags(self.forward.to(device), backward if backward is None else backward.to(device))
 
 
 class _Pool(torch.autograd.Function):

@@ -97,8 +97,13 @@ class Dashboard:
             "step": governor.step,
             "tasks_per_s": governor.tasks_per_s,
             "left_s": left / governor.tasks_per_s if governor.tasks_per_s else None,
+            "phase": governor.phase,
             "num_workers": status.num_workers,
-            "num_stragglers": sum(h.verdict in STRAGGLERS for h in health.values()),
+            "num_silent": len(governor.silent),
+            "num_stragglers": sum(
+                found.verdict in STRAGGLERS and name not in governor.silent
+                for name, found in health.items()
+            ),
             "datasets": [_dataset(dataset) for dataset in status.datasets],
             "workers": self._workers(status, health),
             "decisions": _newest(governor.spoken),
@@ -126,12 +131,15 @@ class Dashboard:
         rows = []
         for worker in status.workers:
             name = worker.worker_id
-            found = health.get(name, WorkerHealth(name, "unknown"))
+            # What a worker was before it fell silent is no finding of now.
+            is_silent = name in self._governor.silent
+            unknown = WorkerHealth(name, "unknown")
+            found = unknown if is_silent else health.get(name, unknown)
             report = worker.report
             rows.append(
                 {
                     "name": name,
-                    "verdict": found.verdict,
+                    "verdict": "silent" if is_silent else found.verdict,
                     "cause": found.cause,
                     "ratio": found.ratio,
                     "tasks_per_s": found.tasks_per_s,
@@ -155,7 +163,13 @@ class Dashboard:
                 }
             )
         # Sorted before it is cut: the slow ones are what the page is for.
-        rows.sort(key=lambda row: (row["verdict"] not in STRAGGLERS, -row["ratio"], row["name"]))
+        rows.sort(
+            key=lambda row: (
+                row["verdict"] not in (*STRAGGLERS, "silent"),
+                -row["ratio"],
+                row["name"],
+            )
+        )
         return rows[:MAX_WORKERS]
 
 

@@ -54,6 +54,7 @@ class Ledger:
         self.num_events = num_events
         self.head = head
         self.seen: dict[str, WorkerSeen] = {}
+        self.started_s = 0.0  # when this process's service began, on the same clock
         self.numbers = CallNumbers(state)
         self._next_deadline_s = float("inf")
         self._expired: tuple[tuple[int, str], ...] = ()
@@ -134,6 +135,7 @@ class Ledger:
     def _start_service(self, command: cmd.StartService, now_s: float) -> cmd.Reply:
         # Deadlines are of one process's clock and never stored, so all are new from here.
         self._emit(ev.ServiceStarted(*command))
+        self.started_s = now_s
         self.renew_all(now_s)
         return None
 

@@ -11,6 +11,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from gmeta.antdt.access.http_edge import HttpRequest
+from gmeta.antdt.phase import PHASES
 from gmeta.antdt.stragglers.governor import Governor
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -95,7 +96,9 @@ class _StateCollector(Collector):
         if status is None:
             return
         shards = GaugeMetricFamily("antdt_shards", "Shards by state.", labels=["dataset", "state"])
-        epoch = GaugeMetricFamily("antdt_epoch", "Epoch being handed out.", labels=["dataset"])
+        epoch = GaugeMetricFamily(
+            "antdt_epoch", "Epoch being handed out, from 0.", labels=["dataset"]
+        )
         for dataset in status.datasets:
             epoch.add_metric([dataset.spec.name], dataset.epoch)
             for state in _SHARD_STATES:
@@ -146,6 +149,9 @@ class _GovernorCollector(Collector):
         )
         found: Counter_[tuple[str, str]] = Counter_()
         for name, health in governor.health.items():
+            # A silent worker's last speed is not what it does now.
+            if name in governor.silent:
+                continue
             speed.add_metric([name], health.tasks_per_s)
             ratio.add_metric([name], health.ratio)
             share.add_metric([name], governor.controller.shares.get(name, 0))
@@ -159,7 +165,15 @@ class _GovernorCollector(Collector):
         # Copied in one go: the governor's thread counts meanwhile.
         for key, count in list(governor.counts.items()):
             decisions.add_metric(list(key), count)
-        yield from (speed, ratio, share, stragglers, decisions)
+        phase = GaugeMetricFamily("antdt_phase", "1 for what the job is doing.", labels=["phase"])
+        for name in PHASES:
+            phase.add_metric([name], name == governor.phase)
+        yield from (speed, ratio, share, stragglers, decisions, phase)
+        yield GaugeMetricFamily(
+            "antdt_workers_silent",
+            "Workers not heard of for longer than a lease lives.",
+            value=len(governor.silent),
+        )
         yield GaugeMetricFamily(
             "antdt_job_tasks_per_s", "All workers together.", value=governor.tasks_per_s
         )

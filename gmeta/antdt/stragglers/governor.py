@@ -16,6 +16,7 @@ from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.log import event
 from gmeta.antdt.model import ShardState
 from gmeta.antdt.monitor import CUT_AFTER, Monitor, WorkerHealth
+from gmeta.antdt.phase import Phase, phase_of, silent_workers
 from gmeta.antdt.policies import find_policy
 from gmeta.antdt.reports import Report
 from gmeta.antdt.storage.request import Read, Request
@@ -42,6 +43,8 @@ class Reading(NamedTuple):
     generation: int
     # worker -> (incarnation, report as it came; empty before the first)
     workers: dict[str, tuple[str, tuple[float, ...]]]
+    silent: frozenset[str]  # workers that were not heard of for longer than a lease lives
+    phase: Phase
     tasks_left: int  # of the epochs that are being handed out
     backups: dict[str, tuple[int, int]]  # worker -> last shards to back up, and backed up
 
@@ -71,8 +74,15 @@ def read_ledger(ledger: Ledger, now_s: float) -> Reading:
     for table in state.tables.values():
         open_shards = table.counts[ShardState.READY] + table.counts[ShardState.DOING]
         left += open_shards * table.spec.units_per_shard - sum(table.units_done.values())
+    silent = silent_workers(ledger, now_s)
     return Reading(
-        state.service_epoch, state.generation, workers, max(0, left), read_backups(state)
+        state.service_epoch,
+        state.generation,
+        workers,
+        silent,
+        phase_of(ledger, silent),
+        max(0, left),
+        read_backups(state),
     )
 
 
@@ -112,12 +122,15 @@ class Governor:
         self.speeds: dict[str, deque[float]] = {}
         self.step = 0
         self.tasks_per_s = 0.0
+        self.silent: frozenset[str] = frozenset()
+        self.phase: Phase = "waiting"
         self.num_windows = 0
         self._ask = ask
         self._clock = clock
         self._generation = 0
         self._tasks_per_step = 0
-        self._tasks_seen: tuple[float, int] | None = None  # (time, tasks done)
+        self._tasks_seen: tuple[float, int] | None = None  # (time, tasks done) at the last news
+        self._tasks_gained = 0  # by the last news
         self._num_actions = 0
         # The controller holds them for done, so one that the store could not take is posted again.
         # A newer one of the kind replaces it, as it would in the ledger.
@@ -140,6 +153,9 @@ class Governor:
         reading: Reading = self._ask(Read(read_ledger))
         if reading.generation != self._generation:
             self._start_over(reading)
+        self.silent, self.phase = reading.silent, reading.phase
+        if self.phase != "running":
+            self.tasks_per_s, self._tasks_seen = 0.0, None
         for name, (incarnation, report) in reading.workers.items():
             if report:
                 totals = Report(int(report[0]), int(report[1]), *report[2:6])
@@ -147,7 +163,8 @@ class Governor:
         now_s = self._clock()
         if self.monitor.close_window(now_s):
             self.num_windows += 1
-            self._note_speed(reading, now_s)
+            if self.phase == "running":
+                self._note_speed(reading, now_s)
             self._control(reading, now_s)
         self._post_all()
 
@@ -181,11 +198,17 @@ class Governor:
         reports = [report for _, report in reading.workers.values() if report]
         self.step = max((int(report[0]) for report in reports), default=0)
         tasks_done = int(sum(report[1] for report in reports))
-        # Fewer than before: a worker began anew, and the difference says nothing.
-        if self._tasks_seen is not None and tasks_done > self._tasks_seen[1]:
-            seconds = now_s - self._tasks_seen[0]
-            self.tasks_per_s = (tasks_done - self._tasks_seen[1]) / seconds
-        self._tasks_seen = (now_s, tasks_done)
+        if self._tasks_seen is None or tasks_done < self._tasks_seen[1]:
+            # The first look, or a worker began anew: the difference says nothing.
+            self._tasks_seen = (now_s, tasks_done)
+        elif tasks_done > self._tasks_seen[1]:
+            self._tasks_gained = tasks_done - self._tasks_seen[1]
+            self.tasks_per_s = self._tasks_gained / (now_s - self._tasks_seen[0])
+            self._tasks_seen = (now_s, tasks_done)
+        else:
+            # A step may be longer than a window; what took longer than the last one is slower.
+            slower = self._tasks_gained / (now_s - self._tasks_seen[0])
+            self.tasks_per_s = min(self.tasks_per_s, slower)
         for name, health in self.monitor.health.items():
             self.speeds.setdefault(name, deque(maxlen=HISTORY_WINDOWS)).append(health.tasks_per_s)
 

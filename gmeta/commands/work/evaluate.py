@@ -8,14 +8,26 @@ from gmeta.checkpoints.loader import best_not_kept
 from gmeta.commands.screen import screen, show_table
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig, overridden
-from gmeta.evaluate import evaluate_run
-from gmeta.parallel.ranks import Ranks
+from gmeta.evaluate import (
+    checkpoint_of,
+    data_of,
+    drawn_once,
+    evaluate_run,
+    splits_to_score,
+)
+from gmeta.feeds.increment import open_data, open_named
+from gmeta.metrics.catalogue import Scoring
+from gmeta.parallel.ranks import Ranks, value_of_first
+from gmeta.parallel.together import by_first
 from gmeta.report.console import console_table
 from gmeta.report.files import write
 from gmeta.report.runs import split_names
 from gmeta.runs.folder import RunFolder
+from gmeta.yardstick.candidates import Candidates, candidates_of
 from gmeta.yardstick.measure import item_index, measure
-from metaio.format.dataset import open_dataset
+from metaio.format.dataset import Dataset
+from metaio.format.translation import translated
+from metaio.prepare.raw_ids import lacking
 
 
 @dataclass(frozen=True)
@@ -29,18 +41,30 @@ class Asked:
     trees: bool
     draws: int = 1
     support_sizes: tuple[int, ...] = ()
+    on: str = ""
 
 
 def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainConfig) -> None:
     """Score the runs at `roots` together with the other ranks, by the first run's `config`."""
     chosen = overridden(config, asked.overrides)
-    adapting, shown = chosen.algorithm, Shown(asked.draws, asked.support_sizes)
+    adapting, wanted = chosen.algorithm, Shown(asked.draws, asked.support_sizes)
 
     def work(ranks: Ranks) -> None:
         # Folders of the same name in different places are told apart by their paths.
         short = len({root.name for root in roots}) == len(roots)
+        for root in roots:
+            checkpoint_of(RunFolder(root))
+        dataset = open_data(config.data)
         if asked.item_column:  # what is wrong with it is told before minutes are spent
-            item_index(open_dataset(config.data.path), asked.item_column)
+            item_index(dataset, asked.item_column)
+        on = translated(open_named(asked.on), dataset) if asked.on else None
+        shown, note = drawn_once(wanted, on or dataset)
+        notes = [one for one in (lacking(on or dataset), note) if one]
+        if ranks.rank == 0:
+            for one in notes:
+                screen(stderr=True).print(one)
+        scored = chosen if on is None else replace(chosen, data=data_of(chosen.data, on))
+        candidates = _candidates(scored, on or dataset, asked, ranks)
         runs = [
             evaluate_run(
                 root,
@@ -49,6 +73,8 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
                 ranks,
                 adapting if root == roots[0] else None,
                 shown,
+                asked.on,
+                candidates,
             )
             for root in roots
         ]
@@ -59,9 +85,10 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
             console = screen()
             screen(stderr=True).print("the runs are scored; now the yardstick, from training rows")
             splits = split_names(evaluated[0].predictions)
-            dataset = open_dataset(config.data.path)
-            found = measure(config, dataset, splits, asked.item_column, asked.trees, shown)
-            paths = write(out, evaluated, found.models, found.notes)
+            found = measure(
+                config, dataset, splits, asked.item_column, asked.trees, shown, on, candidates
+            )
+            paths = write(out, evaluated, found.models, [*found.notes, *notes])
             show_table(console, console_table(paths.evaluation))
             for line in filter(None, (best_not_kept(RunFolder(root)) for root in roots)):
                 screen(stderr=True).print(line)
@@ -72,3 +99,24 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
     configs = [RunFolder(root).read_config().digest for root in roots]
     told = {**vars(asked), "the config of each RUN": configs}
     be_rank(device, config.run.collective_timeout_s, told, work)
+
+
+def _candidates(
+    config: TrainConfig, dataset: Dataset, asked: Asked, ranks: Ranks
+) -> Candidates | None:
+    """Return what is sampled beside positive rows, made by rank 0 for all; None where nothing is.
+    Collective."""
+    if not config.evaluation.candidates:
+        return None
+    found: list[Candidates] = []
+
+    def sample() -> None:
+        scoring = Scoring(config.outer.loss, config.evaluation)
+        splits = splits_to_score(config, dataset, asked.splits)
+        made = candidates_of(
+            dataset, splits, config.evaluation.candidates, scoring.threshold, asked.item_column
+        )
+        found.append(made)
+
+    by_first(sample, ranks)
+    return value_of_first(found[0] if found else None, ranks)

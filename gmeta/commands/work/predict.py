@@ -1,15 +1,15 @@
 """`gmeta predict` once its options are known to be right."""
 
-import time
 from pathlib import Path
 
-from gmeta.commands.screen import screen
+from gmeta.commands.screen import progress_bars, screen
 from gmeta.errors import UserError
-from gmeta.serving.files import read_rows, write_rows
+from gmeta.serving.bulk.files import RowFiles, check_fits
+from gmeta.serving.bulk.predict import OUTPUT, predict_files
 from gmeta.serving.load import load
 from metaio.counted import counted
 
-OUTPUT_COLUMNS = ("prediction", "prediction_before", "support_rows")
+OUTPUT_COLUMNS = tuple(OUTPUT.names)
 
 
 def predict_rows(
@@ -17,23 +17,28 @@ def predict_rows(
 ) -> None:
     """Predict the rows of `query`, write them to `out` and print how many there were."""
     served = load(model, verify)
-    support_rows, query_rows = read_rows(support), read_rows(query)
+    support_rows, query_rows = RowFiles(support), RowFiles(query)
+    for what, names in (("SUPPORT", support_rows.names), ("QUERY", query_rows.names)):
+        if out.exists() and any(Path(name).exists() and out.samefile(name) for name in names):
+            raise UserError(
+                f"--out = {str(out)!r} is {what}, whose rows would be replaced. Name another file"
+            )
     for name in OUTPUT_COLUMNS:
-        if name in query_rows.column_names:
+        if name in query_rows.schema.names:
             raise UserError(
                 f"{query} has a column {name} already: the output would have two of them. "
                 "Rename or drop it"
             )
-    # Without reading and writing: what is told is the model's own time.
-    begin_s = time.perf_counter()
-    found = served.predict_tasks(support_rows, query_rows, allow_no_support)
-    spent_s = time.perf_counter() - begin_s
-    values = (found.after_N, found.before_N, found.support_rows_N)
-    for name, column in zip(OUTPUT_COLUMNS, values, strict=True):
-        query_rows = query_rows.append_column(name, [column.numpy()])
-    write_rows(query_rows, out)
-    without = int((found.support_rows_N == 0).sum())
+    check_fits(query_rows.schema, out)
+    with progress_bars() as progress:
+        bar = progress.add_task("predicting", total=None)
+
+        def advance(done: int, total: int) -> None:
+            progress.update(bar, completed=done, total=total)
+
+        found = predict_files(served, support_rows, query_rows, out, allow_no_support, advance)
+    without = found.rows_without_support
     told = f", {without:,} of them without support rows and so not adapted" if without else ""
     screen(stderr=True).print(
-        f"predicted: {out}  ({counted(query_rows.num_rows, 'row')}{told}, in {spent_s:.2f} s)",
+        f"predicted: {out}  ({counted(found.num_rows, 'row')}{told}, in {found.seconds:.2f} s)",
     )

@@ -73,7 +73,7 @@ def adapt_files(
         folder_of_one_writer(out.parent / f".{out.name}.partial", str(out)) as partial,
     ):
         found = expand(inputs, partial)
-        columns = model.column_names(with_label=True, with_task=True)
+        columns = model.columns_read(with_label=True)
         total = _check_files(found, columns)
         if total == 0:
             raise UserError(

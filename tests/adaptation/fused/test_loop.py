@@ -56,7 +56,7 @@ def learner_of(
 @pytest.fixture(autouse=True, scope="module")
 def _even_a_single_common_feature_stands_apart() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gmeta.batches.for_fused.LEAST_COMMON_WORK", 1)
+        patch.setattr("gmeta.batches.for_fused.LEAST_COMMON_WORK", {"cpu": 1})
         yield
 
 
@@ -154,7 +154,7 @@ def test_the_fused_step_equals_the_general_one(
     assert fused.num_terms == general.num_terms
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gmeta.adaptation.fused.loop.mlp_kernel", lambda device: kernel)
+        patch.setattr("gmeta.adaptation.fused.loop.MLP_KERNEL", kernel)
         assert_same_step(learner, rows_UD, fused, general)
 
 

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gmeta.adaptation.rows.rectangles import MOST_RECTANGLES, PADDING_SHARE, group_tasks
+from gmeta.adaptation.rows.rectangles import (
+    MOST_RECTANGLES,
+    PADDING_SHARE,
+    RECTANGLE_WORK,
+    group_tasks,
+    least_gain,
+)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -28,6 +34,18 @@ def test_a_group_more_saves_at_least_the_rows_that_were_asked_for() -> None:
     support_T, query_T = np.array([2, 2, 12, 12]), np.array([4, 4, 4, 4])
     of = lambda least: len(group_tasks(support_T, query_T, least_gain=least))  # noqa: E731
     assert [of(1), of(20), of(21)] == [2, 2, 1]  # two tasks of ten rows of padding each
+
+
+@pytest.mark.parametrize(("longest", "on_cuda"), [(12, 1), (1_500, 2)])
+def test_on_cuda_ragged_tasks_are_cut_only_where_padding_costs_more_than_launches(
+    longest: int, on_cuda: int
+) -> None:
+    support_T, query_T = np.array([5] * 64 + [longest] * 64), np.full(128, 10)
+    groups = {
+        device: group_tasks(support_T, query_T, least_gain(RECTANGLE_WORK, device, 557_000))
+        for device in ("cpu", "cuda")
+    }
+    assert (len(groups["cpu"]), len(groups["cuda"])) == (2, on_cuda)
 
 
 def test_the_first_cut_is_the_best_of_all_by_either_side(monkeypatch: pytest.MonkeyPatch) -> None:

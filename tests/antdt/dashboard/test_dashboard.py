@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import gmeta.antdt.dashboard
 from gmeta.antdt.dashboard import _newest
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import Caller, DatasetSpec
@@ -25,6 +26,7 @@ from tests.antdt.driver import FakeClock
 from tests.waiting import PATIENCE_S
 
 CHROMIUM = shutil.which("chromium")
+NODE = shutil.which("node")
 SHARE = 16
 WINDOW_S = 0.05
 
@@ -199,6 +201,44 @@ def test_a_browser_draws_the_page(
     assert "shard 0 is with rank3, and with rank0 as backup" in dom
     assert 'id="trouble" role="alert" hidden' in dom
     assert "Uncaught" not in result.stderr
+
+
+@pytest.mark.skipif(NODE is None, reason="no node here: apt-get install nodejs")
+@pytest.mark.parametrize(
+    ("changed", "shown"),
+    [
+        ({}, ["1 silent", "3 of 4 workers heard of", "silent for 7 min", "2 older", "ADJUST_BS"]),
+        ({"num_silent": 0}, ["1 slow"]),
+        ({"num_silent": 0, "num_stragglers": 0}, ["running"]),
+        (
+            {"phase": "waiting", "workers": [], "num_workers": 0, "datasets": [], "decisions": []},
+            ["waiting for workers", "No worker has come yet", "none has registered yet"],
+        ),
+        ({"phase": "gone", "tasks_per_s": 0.0}, ["no worker is heard of", "look at the trainers"]),
+        ({"phase": "ended", "tasks_per_s": 0.0}, ["ended", "Everything is trained"]),
+        ({"trouble": "the store is full"}, ["the store is full"]),
+    ],
+)
+def test_the_page_says_what_the_job_is_doing(
+    server: ShardServer, changed: dict[str, Any], shown: list[str]
+) -> None:
+    state = first_event(server)
+    state["workers"][-1] |= {"verdict": "silent", "silent_s": 400.0}
+    state["decisions"] = 7 * state["decisions"][:1]
+    state |= {"num_silent": 1, "num_stragglers": 1, **changed}
+    page = Path(gmeta.antdt.dashboard.__file__).with_name("page.html")
+    assert NODE is not None
+    drawn = subprocess.run(
+        [NODE, str(Path(__file__).with_name("page_in_node.js")), str(page)],
+        input=json.dumps(state),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert drawn.returncode == 0, drawn.stderr[-500:]
+    for text in shown:
+        assert text in drawn.stdout, drawn.stdout
 
 
 def test_the_grafana_dashboard_asks_for_metrics_that_exist(server: ShardServer) -> None:

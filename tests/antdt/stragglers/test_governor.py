@@ -21,7 +21,7 @@ from gmeta.antdt.stragglers.settings import (
     load_straggler_config,
 )
 from gmeta.errors import ConfigError
-from tests.antdt.driver import Process, Service
+from tests.antdt.driver import TTL_S, Process, Service
 
 ADJUST_BS, BACKUP_WORKERS, KILL_RESTART = 2, 4, 5
 CONFIG = StragglerConfig(
@@ -310,3 +310,72 @@ def test_the_docs_list_every_key_with_its_default() -> None:
     docs = (Path(__file__).parents[3] / "docs" / "stragglers.md").read_text()
     rows = [f"| `{key}` | `{value}` | {text} |" for key, value, text in describe_straggler_config()]
     assert [row for row in rows if row not in docs] == []
+
+
+def test_a_job_waits_runs_falls_silent_and_ends() -> None:
+    service = Service()
+    lines: list[str] = []
+
+    def ask(request: object) -> object:
+        (answer,) = service.committer.commit([request])  # type: ignore[list-item]
+        return answer
+
+    governor = Governor(CONFIG, ask, lines.append, service.clock)
+    governor.tick()
+    assert (governor.phase, governor.silent) == ("waiting", frozenset())
+
+    service.register_dataset(num_units=8, units_per_shard=4)
+    first, second = service.worker("rank0"), service.worker("rank1")
+    governor.tick()
+    assert (governor.phase, governor.silent) == ("running", frozenset())
+
+    service.clock.advance(0.6 * TTL_S)
+    second.heartbeat()
+    service.clock.advance(0.6 * TTL_S)
+    governor.tick()
+    assert (governor.phase, governor.silent) == ("running", frozenset({"rank0"}))
+
+    service.clock.advance(TTL_S)
+    governor.tick()
+    assert (governor.phase, governor.silent) == ("gone", frozenset({"rank0", "rank1"}))
+
+    first.heartbeat()
+    governor.tick()
+    assert (governor.phase, governor.silent) == ("running", frozenset({"rank1"}))
+    first.complete(first.grant().token)
+    first.complete(first.grant().token)
+    service.clock.advance(2 * TTL_S)
+    governor.tick()
+    assert governor.phase == "ended"
+
+    # Whoever has not called since a restart of the service is given the time of a lease.
+    service.restart()
+    governor.tick()
+    assert (governor.phase, governor.silent) == ("running", frozenset())
+    service.clock.advance(2 * TTL_S)
+    governor.tick()
+    assert governor.phase == "ended"
+    # Those left over from before a restart of the job with fewer ranks are not waited for.
+    service.worker("rank0", "p1", rdzv_round=1)
+    governor.tick()
+    assert (governor.phase, governor.silent) == ("running", frozenset())
+
+
+def test_the_speed_of_a_job_that_does_nothing_more_falls_to_nothing() -> None:
+    job = Job()
+    job.windows(4)
+    at_work = job.governor.tasks_per_s
+    assert at_work == pytest.approx(4 * STEPS * 16 / CONFIG.monitor.window_s)
+
+    for number in range(1, 4):  # the ranks live, and are in a long step
+        job.beat()
+        job.service.clock.advance(CONFIG.monitor.window_s)
+        job.governor.tick()
+        assert job.governor.tasks_per_s == pytest.approx(at_work / number)
+    job.service.clock.advance(2 * TTL_S)
+    job.governor.tick()
+    assert job.governor.tasks_per_s == 0.0
+
+    # Back again, the first look has nothing to compare with; then a step's time is known.
+    job.windows(2)
+    assert job.governor.tasks_per_s == pytest.approx(at_work)

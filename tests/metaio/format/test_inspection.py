@@ -147,18 +147,18 @@ def test_prepare_by_schema_from_the_command_line(tmp_path: Path) -> None:
         (
             ["in", "out", "--schema", "s.toml", "--seed", "1"],
             "--seed has no effect with --schema: it is for --recipe synthetic, --recipe "
-            "movielens-1m, --recipe metaemb, --recipe movielens-100k and --recipe amazon. Leave it "
-            "out",
+            "synthetic-days, --recipe movielens-1m, --recipe metaemb, --recipe movielens-100k and "
+            "--recipe amazon. Leave it out",
         ),
         (
             ["out", "--recipe", "synthetic", "--block-rows", "65536"],  # its default, but given
-            "--block-rows has no effect with --recipe synthetic: it is for --schema and --schema "
-            "--spark. Leave it out",
+            "--block-rows has no effect with --recipe synthetic: it is for --schema, --schema "
+            "--spark and --extend. Leave it out",
         ),
         (
             ["in", "out", "--recipe", "movielens-1m", "--rows", "5", "9"],
-            "--rows has no effect with --recipe movielens-1m: it is for --recipe synthetic. "
-            "Leave it out",
+            "--rows has no effect with --recipe movielens-1m: it is for --recipe synthetic and "
+            "--recipe synthetic-days. Leave it out",
         ),
         (
             ["in", "out", "--recipe", "amazon", "--validation"],
@@ -167,7 +167,8 @@ def test_prepare_by_schema_from_the_command_line(tmp_path: Path) -> None:
         ),
         (
             ["in", "out", "--schema", "s.toml", "--spark", "--threads", "2"],
-            "--threads has no effect with --schema --spark: it is for --schema. Leave it out",
+            "--threads has no effect with --schema --spark: it is for --schema and --extend. Leave "
+            "it out",
         ),
         (
             ["in", "out", "--schema", "s.toml", "--memory", "lots"],

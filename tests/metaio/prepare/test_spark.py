@@ -50,6 +50,8 @@ def session() -> Iterator[Any]:
         # Shuffled by their place in the file.
         {"episodes": {**BASE["episodes"], "by": "random"}},
         {"splits": {"by_time": {"train": 0.5, "test": 0.5}, "new_tasks": "apart"}},
+        # Names of tasks and of items.
+        {"task": {"column": "city"}, "item": {"column": "shop"}},
         {"membership": {"column": "side"}, "negatives": {"item": "item", "columns": ["tags"]}},
     ],
 )

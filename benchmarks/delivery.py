@@ -1,0 +1,269 @@
+"""From a partition of a log to a served model: what an increment costs, ships and breaks.
+
+A log of equal partitions (examples/stream/days.py). `speedup`: the last partition from landing to
+served (prepare --extend, train, export, judge, promote, load) against preparing, training and
+exporting all partitions and loading the model; both by the processes of `gmeta follow`, once each.
+`delta_over_touched`: bytes of a delta over those of the full model, over the share of rows that
+changed, of a table of a million rows. `gate_caught`: candidates trained on flipped labels, with
+rates x100, and with NaN, that the gate refuses; `aa_refused`: noisy copies of the champion that
+it refuses. `swap_p99_ratio`: the p99 of predictions while versions are
+swapped over that without, in turns; `failed_requests` of all.
+"""
+
+import shutil
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from _common import REPOSITORY, environment, finish, make_parser, print_table
+from safetensors.torch import load_file, save_file
+
+import gmeta
+from gmeta.delivery.channel import Channel
+from gmeta.delivery.judge import judge, windows_before
+from gmeta.delivery.packing import pack
+from gmeta.files.checksums import describe_file
+from gmeta.loop.stages import last_line, run_stage
+from gmeta.serving.folder import read_config, table_file, write_config
+from metaio.format.dataset import open_dataset
+from metaio.stream.chain import folder_of
+
+EXAMPLE = REPOSITORY / "examples" / "stream"
+MARGIN = 0.02
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    partitions: int
+    users: int
+    table_rows: int
+    copies: int
+    swaps: int
+
+
+def main() -> None:
+    """Measure and print; the last line is JSON."""
+    options = make_parser(__doc__).parse_args()
+    sizes = Sizes(24, 1_000, 1_000_000, 20, 6)
+    if not options.quick:
+        sizes = Sizes(100, 3_000, 10_000_000, 100, 40)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        figures: dict[str, Any] = {"partitions": sizes.partitions}
+        figures |= delivered(root, sizes)
+        figures |= gate(root, sizes)
+        figures |= swapped(root, sizes)
+        figures |= touched(root, sizes)
+    rows = [[name, str(value)] for name, value in figures.items()]
+    print_table(["figure", "value"], rows)
+    finish("delivery", {**figures, "environment": environment()})
+
+
+def stage(root: Path, *arguments: object, allowed: tuple[int, ...] = (0,)) -> int:
+    """A command of gmeta as the loop runs it; its exit code."""
+    log = root / "stage.log"
+    log.unlink(missing_ok=True)
+    code = run_stage([str(one) for one in arguments], log)
+    if code not in allowed:
+        sys.exit(f"{arguments}: {code}: {last_line(log)}")
+    return code
+
+
+def delivered(root: Path, sizes: Sizes) -> dict[str, Any]:
+    """What an increment costs against everything anew."""
+    sys.path.insert(0, str(EXAMPLE))
+    from days import day_of
+
+    logs = root / "logs"
+    logs.mkdir()
+    for day in range(sizes.partitions):
+        table = day_of(day, sizes.users, 2_000, 20, seed=0)
+        pq.write_table(table, logs / f"{day:03d}.parquet")
+    files = sorted(logs.iterdir())
+    schema, channel = EXAMPLE / "schema.toml", Channel(root / "channel")
+    # Imports, and the kernels that torch builds once: neither side pays for them.
+    stage(root, "prepare", "--schema", schema, "--extend", root / "warm", files[0])
+    train(root, root / "warm", 1, root / "warm-run")
+    stream, runs = root / "stream", root / "runs"
+    # Cut anywhere a log becomes the same stream, so all partitions but one may come at once.
+    stage(root, "prepare", "--schema", schema, "--extend", stream, *files[:-1])
+    train(root, stream, 1, runs / "1")
+    stage(root, "promote", runs / "1", channel.root)
+    shutil.copytree(stream, root / "flipped")  # for `gate`
+    began_s = time.perf_counter()
+    stage(root, "prepare", "--extend", stream, files[-1])
+    train(root, stream, 2, runs / "2", runs / "1")
+    stage(root, "export", runs / "2", root / "model-2")
+    arguments = ["--champion", channel.root, "--on", increment(stream, 2), "--margin", MARGIN]
+    code = stage(root, "judge", root / "model-2", *arguments, allowed=(0, 3))
+    stage(root, "promote", root / "model-2", channel.root)
+    gmeta.follow(channel.root, every_s=0)
+    one_s = time.perf_counter() - began_s
+    began_s = time.perf_counter()
+    stage(root, "prepare", "--schema", schema, "--extend", root / "anew", *files)
+    train(root, root / "anew", 1, root / "anew-run")
+    stage(root, "export", root / "anew-run", root / "anew-model")
+    gmeta.load(root / "anew-model")
+    all_s = time.perf_counter() - began_s
+    newest = channel.version(2)
+    return {
+        "speedup": round(all_s / one_s, 2),
+        "increment_s": round(one_s, 2),
+        "anew_s": round(all_s, 2),
+        "last_promoted": code == 0,
+        "last_kind": newest.kind,
+    }
+
+
+def increment(stream: Path, number: int) -> Path:
+    """The dataset of an increment."""
+    return stream / "increments" / folder_of(number)
+
+
+def train(
+    root: Path, stream: Path, number: int, run: Path, before: Path | None = None, *more: str
+) -> None:
+    """Train on an increment."""
+    places = [f'data.path="{increment(stream, number)}"', f'run.dir="{run}"']
+    if before is not None:
+        places.append(f'run.continue_from="{before}"')
+    stage(
+        root,
+        "train",
+        EXAMPLE / "train.toml",
+        *places,
+        "run.prequential=false",
+        "run.epochs=1",
+        *more,
+    )
+
+
+def gate(root: Path, sizes: Sizes) -> dict[str, Any]:
+    """Which broken candidates the gate refuses, and how many that are as good."""
+    stream, runs = root / "stream", root / "runs"
+    champion, windows = root / "model-2", windows_before(open_dataset(str(increment(stream, 2))))
+    flipped, log = root / "flipped", root / "flipped.parquet"
+    table = pq.read_table(max((root / "logs").iterdir()))
+    click = pa.array(1 - table["click"].to_numpy())
+    pq.write_table(table.set_column(table.column_names.index("click"), "click", click), log)
+    # The stream's own screen would refuse it first, by its mean label.
+    stage(root, "prepare", "--accept", "--extend", flipped, log)
+    train(root, flipped, 2, runs / "flipped", runs / "1")
+    wild = ("outer.dense_lr=0.3", "outer.sparse_lr=5.0")
+    train(root, stream, 2, runs / "wild", runs / "1", *wild)
+    caught = {}
+    for name in ("flipped", "wild"):
+        candidate = root / f"model-{name}"
+        stage(root, "export", runs / name, candidate, allowed=(0, 3))
+        caught[name] = not candidate.exists() or not (
+            judge(candidate, champion, windows, "gate", MARGIN).promote
+        )
+    spoilt = noisy(champion, root / "nan", 0, np.nan)
+    caught["nan"] = not judge(spoilt, champion, windows, "gate", MARGIN).promote
+    refused = 0
+    for seed in range(sizes.copies):
+        copy = noisy(champion, root / "copy", seed, 0.02)
+        refused += not judge(copy, champion, windows, "gate", MARGIN).promote
+        shutil.rmtree(copy)
+    return {
+        "gate_caught": sum(caught.values()),
+        "gate_of": len(caught),
+        "not_caught": [name for name, is_caught in caught.items() if not is_caught],
+        "aa_refused": round(refused / sizes.copies, 3),
+    }
+
+
+def noisy(model: Path, folder: Path, seed: int, noise: float) -> Path:
+    """A copy of an exported model whose rows are off by some of their spread."""
+    shutil.copytree(model, folder)
+    config, files = read_config(folder), {}
+    drawn = torch.Generator().manual_seed(seed)
+    for index in range(len(config.features.tables)):
+        file = folder / table_file(index)
+        values = load_file(file)["values"].clone()
+        values += noise * values.std() * torch.randn(values.shape, generator=drawn)
+        save_file({"values": values}, file)
+        files[file.name] = describe_file(file)
+    write_config(folder, replace(config, files={**config.files, **files}))
+    return folder
+
+
+def swapped(root: Path, sizes: Sizes) -> dict[str, Any]:
+    """Latencies of two threads that predict, with and without swaps, in turns."""
+    channel = Channel(root / "swaps")
+    channel.promote(root / "model-2")
+    packed = root / "swap.packed"
+    pack(channel, noisy(root / "model-2", root / "swap.model", 1, 0.02), packed, False)
+    channel.promote(packed)
+    rows = pq.read_table(root / "logs" / "000.parquet").slice(0, 120).drop_columns(["user"])
+    support, query = rows.slice(0, 20), rows.slice(20)
+    failed = 0
+    taken: dict[bool, list[float]] = {False: [], True: []}
+    with gmeta.follow(channel.root, every_s=0) as follower, ThreadPoolExecutor(2) as pool:
+
+        def ask(until_s: float) -> tuple[list[float], int]:
+            found, wrong = [], 0
+            while time.perf_counter() < until_s:
+                began_s = time.perf_counter()
+                try:
+                    follower.model.adapt(support).predict(query)
+                except Exception:  # noqa: BLE001 - whatever it is, it is a failed request
+                    wrong += 1
+                found.append(time.perf_counter() - began_s)
+            return found, wrong
+
+        for turn in range(2 * sizes.swaps):
+            is_swapping = bool(turn % 2)
+            asking = [pool.submit(ask, time.perf_counter() + 1.0) for _ in range(2)]
+            if is_swapping:
+                channel.rollback(1 + turn // 2 % 2)
+                follower.check()
+            for each in asking:
+                found, wrong = each.result()
+                taken[is_swapping] += found
+                failed += wrong
+    still, moving = (float(np.percentile(taken[one], 99)) for one in (False, True))
+    return {
+        "swap_p99_ratio": round(moving / still, 3),
+        "p99_ms": round(1e3 * still, 2),
+        "requests": len(taken[False]) + len(taken[True]),
+        "failed_requests": failed,
+    }
+
+
+def touched(root: Path, sizes: Sizes) -> dict[str, Any]:
+    """Bytes of a delta over those of the full model, over the share of rows that changed."""
+    sys.path.insert(0, str(REPOSITORY))
+    from tests.delivery.models import WIDTH, Model
+
+    found: dict[str, Any] = {}
+    for form in ("float32", "int8"):
+        channel = Channel(root / f"touched-{form}")
+        model = Model.of({"item": sizes.table_rows})
+        channel.promote(model.write(root / f"base-{form}", form))
+        rng = np.random.default_rng(0)
+        for share in (0.01, 0.1):
+            packed = root / f"packed-{form}-{share}"
+            made = model.changed(rng, share).write(root / f"made-{form}-{share}", form)
+            version, _ = pack(channel, made, packed, False)
+            rows = version.delta.touched["item"] if version.delta else None
+            ratio = version.num_bytes / version.full_bytes
+            if rows is not None:
+                found[f"delta_over_touched_{form}_{share:g}"] = round(
+                    ratio / (rows.rows / rows.num_rows), 3
+                )
+    return {**found, "width": WIDTH}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""The learner's step on a GPU: what it asks of the device, whether it is right, how long it takes.
+
+  counts    launches, waits, copies, FLOPs and bytes of a step, and of a step of `gmeta train`, on a
+            GPU that only pretends (--device pretend): tensors that say cuda:0 and hold their values
+            on the CPU. Beside them the floors that they set, at stated speeds
+  check     loss and gradients of every model, algorithm and loop against the CPU's
+  time      a step, eager, by tasks, shape, inner steps, rectangles and precision, and torch.func's
+            vmap
+  profile   where a step's time goes
+
+counts is the default without a GPU, check with one. The last three need a GPU; --device cpu tries
+the scripts themselves. Each ends within 8 minutes and needs no network.
+"""
+
+import itertools
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import (
+    REPOSITORY,
+    environment,
+    finish,
+    interleaved,
+    make_parser,
+    print_table,
+    seconds_of,
+    spread_of,
+)
+from _learner import Step
+from _synthetic import even_sizes, ragged_sizes, random_batch, single_id_features
+from maml_step import INNER_LR, NUM_FEATURES, WIDTH, model_of
+from torch.func import functional_call, grad, vmap
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.rows import rectangles
+from gmeta.learner import MetaLearner
+from gmeta.numerics import autocast, choose_products
+from metaio.read.batch import TaskBatch
+from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
+
+sys.path.insert(0, str(REPOSITORY))
+from tests.pretended import device as pretended
+from tests.pretended.learner_steps import HOST, all_cases, distance, step_of
+from tests.pretended.process import built_guard, call_pretended, missing_for_guard
+
+ROWS, HIDDEN = 10, (512, 256)
+ALGORITHMS = [("none", 1), ("fomaml", 1), ("fomaml", 3), ("maml", 1), ("maml", 3)]
+# An H200's, for the floors: a launch from Python, products in float32, TF32 and bfloat16, memory.
+LAUNCH_S, BYTES_A_S = 5e-6, 4.3e12
+FLOPS_A_S = {"float32": 60e12, "tf32": 400e12, "bf16": 800e12}
+CLOSE = {"float32": 1e-9, "bf16": 0.1}  # of gradients to the CPU's: float64, and 8 bits
+
+
+def batch_of(tasks: int, ragged: bool) -> TaskBatch:
+    """So many tasks of 10 support and 10 query rows, exactly or on average."""
+    sizes = [
+        ragged_sizes(tasks, ROWS, side) if ragged else even_sizes(tasks, ROWS) for side in (1, 2)
+    ]
+    return random_batch(single_id_features(NUM_FEATURES, 100_000), *sizes, seed=0)
+
+
+def learner_of(algorithm: str, steps: int) -> MetaLearner:
+    """The benchmark's MLP, 832-512-256-1, and the way it adapts."""
+    config = AlgorithmConfig(algorithm, steps, INNER_LR, adapt_embeddings=False)
+    return MetaLearner(model_of(HIDDEN), config, "bce")
+
+
+def step_on(
+    device: torch.device, batch: TaskBatch, algorithm: str, steps: int, precision: str = "float32"
+) -> Step:
+    """A step, its batch on the device already."""
+    learner = learner_of(algorithm, steps).to(device)
+    episodes = learner.arrange(batch).to(device)
+    rows_UD = (torch.randn(batch.unique_ids_U.numel(), WIDTH) * 0.1).to(device).requires_grad_()
+
+    def step() -> torch.Tensor:
+        rows_UD.grad = None
+        learner.zero_grad()
+        with autocast(precision, device):
+            loss: torch.Tensor = learner(rows_UD, episodes, 1 / episodes.num_terms)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def counted() -> list[dict[str, Any]]:
+    """What steps ask of the pretended device, in whose process this runs."""
+    found = []
+    for ragged, (algorithm, steps) in itertools.product((False, True), ALGORITHMS):
+        learner = learner_of(algorithm, steps)
+        batch = batch_of(128, ragged)
+        with pretended.PretendedDevice():
+            learner.to(pretended.CUDA)
+            rows_UD = torch.randn(batch.unique_ids_U.numel(), WIDTH).to(pretended.CUDA)
+            rows_UD.requires_grad_()
+            with pretended.counting() as counts:
+                episodes = learner.arrange(batch).to(pretended.CUDA)
+                learner(rows_UD, episodes, 1 / episodes.num_terms).backward()
+        found.append(
+            {
+                "case": f"{algorithm} k={steps} {'ragged' if ragged else 'even'}",
+                "launches": counts.num_launches,
+                "waits": len(counts.waits),
+                "copies": len(counts.to_device),
+                "gflop": round(counts.flops / 1e9, 2),
+                "megabytes": round(counts.bytes / 1e6, 1),
+            }
+        )
+    return found
+
+
+def counts() -> dict[str, Any]:
+    """Print what steps ask of a GPU; return it."""
+    if missing := missing_for_guard():
+        raise SystemExit(f"a pretended GPU needs {missing}")
+    with tempfile.TemporaryDirectory() as folder:
+        guard = built_guard(Path(folder))
+        steps = call_pretended(guard, "gpu", "counted")
+        prepare_synthetic(f"{folder}/data", SyntheticConfig(num_tasks=200, num_items=60))
+        training = "tests.pretended.training", "trained"
+        runs = {"maml": [], "maml, clipped": ["outer.clip_norm=0.1"]}
+        trained = call_pretended(guard, *training, f"{folder}/runs", f"{folder}/data", runs)
+    rows = []
+    for step in steps:
+        floors = {
+            "launches": step["launches"] * LAUNCH_S,
+            "float32": step["gflop"] * 1e9 / FLOPS_A_S["float32"],
+            "tf32": step["gflop"] * 1e9 / FLOPS_A_S["tf32"],
+            "bytes": step["megabytes"] * 1e6 / BYTES_A_S,
+        }
+        step["floors_ms"] = {name: round(1e3 * seconds, 3) for name, seconds in floors.items()}
+        values = [step[name] for name in ("launches", "waits", "copies", "gflop", "megabytes")]
+        rows.append([step["case"], *map(str, [*values, *step["floors_ms"].values()])])
+    header = ["learner's step", "launches", "waits", "copies", "GFLOP", "MB"]
+    print_table([*header, "launches ms", "float32 ms", "tf32 ms", "bytes ms"], rows)
+    whole = {}
+    for name, run in trained.items():
+        step = run["steps"][1]  # the first makes ready
+        of_torchrec = [wait for wait in step["waits"] if "torchrec.py" in wait]
+        whole[name] = {
+            "launches": step["launches"],
+            "waits": len(step["waits"]) - len(of_torchrec),
+            "waits_of_torchrec": len(of_torchrec),
+            "copies": len(step["to_device"]),
+        }
+    print()
+    table = [[name, *map(str, step.values())] for name, step in whole.items()]
+    print_table(["step of gmeta train", "launches", "waits", "TorchRec's", "copies"], table)
+    return {"learner": {step.pop("case"): step for step in steps}, "train": whole}
+
+
+def check(device: torch.device, quick: bool) -> dict[str, Any]:
+    """Hold the device's steps to the CPU's; return how many are right."""
+    cases = list(all_cases())[:: 8 if quick else 1]
+    wrong = []
+    for case in cases:
+        expected, _, _ = step_of(case, HOST)
+        with _warning_of_waits(device) as waits:
+            found, _, _ = step_of(case, device)
+        far = distance(expected, found)
+        is_right = far < CLOSE[case.precision]
+        wrong += [] if is_right else [case.name]
+        told = "right" if is_right else "WRONG"
+        print(f"{case.name:40s} {told}  {far:.1e} off, {len(waits)} waits", flush=True)
+    return {"cases": len(cases), "wrong": wrong}
+
+
+@contextmanager
+def _warning_of_waits(device: torch.device) -> Iterator[list[Any]]:
+    """Collect what torch says of waits for the stream; nothing but on CUDA."""
+    import warnings
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        waits: list[Any] = []
+        yield waits
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+        waits += [one for one in told if "synchroniz" in str(one.message)]
+
+
+def timed(device: torch.device, quick: bool, rounds: int) -> dict[str, Any]:
+    """Time steps; return milliseconds by case."""
+    found: dict[str, Any] = {}
+    on_gpu = device.type == "cuda"
+    precisions = ["float32", "tf32", "bf16"] if on_gpu else ["float32"]
+    for tasks, ragged in itertools.product([128] if quick else [128, 512, 2048], (False, True)):
+        batch = batch_of(tasks, ragged)
+        for precision, (algorithm, steps) in itertools.product(precisions, ALGORITHMS):
+            choose_products(precision, device)
+            measures = {}
+            for most in (1, 8) if ragged and algorithm != "none" else (8,):
+                with _rectangles(most):
+                    measures[f"{most} rectangles"] = step_on(
+                        device, batch, algorithm, steps, precision
+                    )
+            if algorithm == "maml" and steps == 1 and not ragged:
+                measures["vmap"] = vmap_step(device, batch)
+            seconds = {
+                name: (lambda step=step: _waited(step, device)) for name, step in measures.items()
+            }
+            for measure in seconds.values():
+                measure()
+            for name, values in interleaved(seconds, rounds).items():
+                shape = "ragged" if ragged else "even"
+                case = f"T={tasks} {shape} {algorithm} k={steps} {precision} {name}"
+                found[case] = round(1e3 * spread_of(values).median, 3)
+                print(f"{case:60s} {found[case]:9.3f} ms", flush=True)
+    choose_products("float32", device)
+    return found
+
+
+def _waited(step: Step, device: torch.device) -> float:
+    def work() -> None:
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return seconds_of(work, 3)
+
+
+@contextmanager
+def _rectangles(most: int) -> Iterator[None]:
+    """Arrange ragged tasks in at most so many rectangles, where that saves any row."""
+    before = rectangles.MOST_RECTANGLES, dict(rectangles.RECTANGLE_WORK)
+    rectangles.MOST_RECTANGLES = most
+    rectangles.RECTANGLE_WORK["cuda"] = 0
+    try:
+        yield
+    finally:
+        rectangles.MOST_RECTANGLES = before[0]
+        rectangles.RECTANGLE_WORK.update(before[1])
+
+
+def vmap_step(device: torch.device, batch: TaskBatch) -> Step:
+    """MAML of one step on even tasks, by torch.func: every task its own copy of the weights."""
+    model = model_of(HIDDEN).decision.to(device)
+    parameters = dict(model.named_parameters())
+    position_TRF = batch.positions_NF.long().view(-1, 2 * ROWS, NUM_FEATURES).to(device)
+    label_TR = batch.label_N.view(-1, 2 * ROWS).to(device)
+    rows_UD = (torch.randn(batch.unique_ids_U.numel(), WIDTH) * 0.1).to(device).requires_grad_()
+
+    def loss_of(weights: Any, x_SI: torch.Tensor, label_S: torch.Tensor) -> torch.Tensor:
+        output_S = functional_call(model, weights, (x_SI,)).squeeze(-1)
+        return binary_cross_entropy_with_logits(output_S, label_S)
+
+    def adapted_loss(weights: Any, x_RI: torch.Tensor, label_R: torch.Tensor) -> torch.Tensor:
+        grads = grad(loss_of)(weights, x_RI[:ROWS], label_R[:ROWS])
+        moved = {name: w - INNER_LR * grads[name] for name, w in weights.items()}
+        return loss_of(moved, x_RI[ROWS:], label_R[ROWS:])
+
+    def step() -> torch.Tensor:
+        rows_UD.grad = None
+        model.zero_grad()
+        inputs_TRI = rows_UD[position_TRF].flatten(2)
+        loss: torch.Tensor = vmap(adapted_loss, in_dims=(None, 0, 0))(
+            parameters, inputs_TRI, label_TR
+        ).mean()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def profiled(device: torch.device) -> dict[str, Any]:
+    """Print where the time of ragged steps goes; return the most costly operations."""
+    from torch.profiler import ProfilerActivity, profile
+
+    step = step_on(device, batch_of(128, True), "maml", 1)
+    for _ in range(5):
+        step()
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        for _ in range(5):
+            _waited(step, device)
+    kind = f"self_{device.type}_time_total" if device.type == "cpu" else "self_device_time_total"
+    averages = profiler.key_averages()
+    print(averages.table(sort_by=kind, row_limit=25, max_name_column_width=60))
+    most = sorted(averages, key=lambda one: -getattr(one, kind))[:10]
+    return {one.key: round(getattr(one, kind) / 15 / 1e3, 4) for one in most}
+
+
+def main() -> None:
+    """Do what is asked; print figures, then JSON."""
+    parser = make_parser(__doc__)
+    parser.add_argument("what", nargs="?", choices=["counts", "check", "time", "profile"])
+    parser.add_argument("--device", choices=["cuda", "cpu", "pretend"])
+    options = parser.parse_args()
+    kind = options.device or ("cuda" if torch.cuda.is_available() else "pretend")
+    what = options.what or ("counts" if kind == "pretend" else "check")
+    if (kind == "pretend") != (what == "counts"):
+        parser.error(f"{what} is not for --device {kind}: counts is for pretend, and that for it")
+    if kind == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda, but torch sees no GPU: use pretend, or install the driver")
+    device = torch.device("cuda", 0) if kind == "cuda" else HOST
+    figures: dict[str, Any]
+    if what == "counts":
+        figures = counts()
+    elif what == "check":
+        figures = check(device, options.quick)
+    elif what == "time":
+        figures = timed(device, options.quick, options.rounds or (3 if options.quick else 10))
+    else:
+        figures = profiled(device)
+    about = environment() | {"device": kind}
+    if kind == "cuda":
+        about["gpu"] = torch.cuda.get_device_name()
+    finish("gpu", {"what": what, **figures, "environment": about})
+    if figures.get("wrong"):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What a job is doing now, as far as the service can know, which hears of it from workers alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from gmeta.antdt.ledger.ledger import Ledger
+
+# waiting: no worker has come yet. running: at least one is heard of. ended: none is, and nothing is
+# left to train. gone: none is, although something is left.
+Phase = Literal["waiting", "running", "ended", "gone"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+def silent_workers(ledger: Ledger, now_s: float) -> frozenset[str]:
+    """Return the workers of the present generation that were not heard of for longer than a lease
+    lives: by then whatever they held is handed out again.
+    """
+    return frozenset(
+        name
+        for name in _present(ledger)
+        # Whoever has not called since the service began is given the same time from there.
+        if now_s - (ledger.seen[name].seen_s if name in ledger.seen else ledger.started_s)
+        > ledger.lease_ttl_s
+    )
+
+
+def phase_of(ledger: Ledger, silent: frozenset[str]) -> Phase:
+    """Return what the job is doing; `silent` is what `silent_workers` found."""
+    present = _present(ledger)
+    if not present:
+        return "waiting"
+    if len(silent) < len(present):
+        return "running"
+    tables = ledger.state.tables.values()
+    return "ended" if tables and all(table.finished for table in tables) else "gone"
+
+
+def _present(ledger: Ledger) -> list[str]:
+    """Return the workers but those left over from before a restart of the job with fewer."""
+    state = ledger.state
+    return [n for n, worker in state.workers.items() if worker.generation == state.generation]

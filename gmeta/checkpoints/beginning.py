@@ -1,0 +1,96 @@
+"""What a run begins with: its own newest checkpoint, the weights of another run, the run on the
+increment before, or nothing.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from torchrec.distributed import DistributedModelParallel
+
+from gmeta.checkpoints.continuation import checkpoint_to_continue_from
+from gmeta.checkpoints.files import read_about
+from gmeta.checkpoints.growth import load_grown
+from gmeta.checkpoints.lineage import Lineage, lineage_of, next_lineage, steps_before
+from gmeta.checkpoints.loader import PARTS_OF_ALGORITHMS, load_checkpoint
+from gmeta.checkpoints.resume import check_goes_on, checkpoint_to_start_from
+from gmeta.config import TrainConfig
+from gmeta.outer.optimizers import OuterOptimizer
+from gmeta.parallel.ranks import Ranks
+from gmeta.runs.folder import RunFolder
+from gmeta.runs.progress import Progress
+from metaio.format.dataset import Dataset
+from metaio.ragged import Int64
+from metaio.stream.chain import reset_rows
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The checkpoint that a run begins with, if any, how, and the increments that its model is
+    trained on, that of the run included.
+    """
+
+    how: Literal["fresh", "resumed", "weights", "continued"]
+    checkpoint: Path | None
+    lineage: Lineage
+    reset_rows: dict[str, Int64]
+
+    @property
+    def told(self) -> list[str]:
+        """Return what is said of it on the screen."""
+        if self.how == "weights":
+            return [f"begins with the weights of {self.checkpoint}"]
+        if self.how == "continued":
+            num_reset = sum(rows.size for rows in self.reset_rows.values())
+            reset = f"; {num_reset:,} reused rows begin anew" if num_reset else ""
+            return [f"goes on from {self.checkpoint}{reset}"]
+        return []
+
+    def load(
+        self,
+        config: TrainConfig,
+        sharded: DistributedModelParallel,
+        optimizer: OuterOptimizer,
+        ranks: Ranks,
+    ) -> Progress:
+        """Fill a fresh model and its optimizer; return where the run stands.
+
+        Raises:
+            GMetaError: the checkpoint is damaged; on every rank alike.
+            UserError: it is of another model.
+        """
+        optimizer.steps_before = steps_before(self.lineage)
+        if self.checkpoint is None:
+            return Progress()
+        if self.how == "resumed":
+            return load_checkpoint(self.checkpoint, sharded, optimizer, ranks)
+        if self.how == "weights":
+            load_checkpoint(self.checkpoint, sharded, None, ranks, PARTS_OF_ALGORITHMS)
+        else:
+            rows = self.reset_rows
+            load_grown(self.checkpoint, sharded, optimizer, ranks, config.outer, rows)
+        return Progress()
+
+
+def beginning_of(
+    folder: RunFolder, newest: Path | None, config: TrainConfig, dataset: Dataset
+) -> Beginning:
+    """Return what the run in `folder` begins with, whose newest checkpoint is `newest`.
+
+    Raises:
+        UserError, GMetaError: the config or the dataset does not fit it, see check_goes_on,
+            checkpoint_to_start_from, checkpoint_to_continue_from.
+    """
+    if newest is not None:
+        check_goes_on(folder, newest, config, dataset)
+        return Beginning("resumed", newest, lineage_of(read_about(newest)), {})
+    if start := checkpoint_to_start_from(config, dataset):
+        # The same data, so its increment is the last one of theirs; the steps were of optimizers
+        # that begin anew.
+        seen = tuple(replace(one, steps=0) for one in lineage_of(read_about(start)))
+        return Beginning("weights", start, seen or next_lineage((), dataset), {})
+    checkpoint, before = checkpoint_to_continue_from(config, dataset)
+    lineage = next_lineage(before, dataset)
+    if checkpoint is None:
+        return Beginning("fresh", None, lineage, {})
+    return Beginning("continued", checkpoint, lineage, reset_rows(dataset))

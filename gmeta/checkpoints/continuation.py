@@ -1,0 +1,84 @@
+"""What a run on the next increment of a stream goes on from, and what it must have in common with
+the run before it.
+"""
+
+from pathlib import Path
+
+from gmeta.checkpoints.files import read_about, read_progress
+from gmeta.checkpoints.growth import check_discount
+from gmeta.checkpoints.lineage import Lineage, check_next, lineage_of
+from gmeta.checkpoints.loader import check_config
+from gmeta.checkpoints.resume import layers_state, named_checkpoint
+from gmeta.config import TrainConfig
+from gmeta.errors import UserError
+from gmeta.outer.early_stop import early_stop_of
+from gmeta.runs.folder import RunFolder, list_checkpoints
+from metaio.format.dataset import Dataset
+
+
+def checkpoint_to_continue_from(
+    config: TrainConfig, dataset: Dataset
+) -> tuple[Path | None, Lineage]:
+    """Return the checkpoint that a new run goes on from, None if `run.continue_from` is empty, and
+    the increments that it was trained on.
+
+    Raises:
+        UserError: there is no checkpoint, its run is not over, `dataset` is not the increment after
+            its last, or the config is of another model or optimizer.
+        ConfigError: a discount of sums that there are none of.
+        GMetaError: the checkpoint is damaged.
+    """
+    named = config.run.continue_from
+    if not named:
+        return None, ()
+    check_discount(config.outer)
+    folder, checkpoint = named_checkpoint("run.continue_from", named)
+    lineage = lineage_of(read_about(checkpoint))
+    check_next(lineage, dataset, checkpoint)
+    check_config(checkpoint, config)
+    before = folder.read_config()
+    if folder.root == Path(named):
+        _check_over(folder, before)
+    _check_as_before(folder, before, config)
+    return checkpoint, lineage
+
+
+def _check_over(folder: RunFolder, config: TrainConfig) -> None:
+    """Refuse a run that has not seen all of its increment: the next one would leave out the rest.
+    Whoever names one of its checkpoints instead has chosen so."""
+    progress = read_progress(list_checkpoints(folder.checkpoints)[-1])
+    run = config.run
+    if not (
+        progress.epoch >= run.epochs
+        or 0 < run.max_steps <= progress.step
+        or early_stop_of(config).is_over(progress)
+    ):
+        raise UserError(
+            f"run.continue_from = {str(folder.root)!r} is not over: it stands at step "
+            f"{progress.step}, in epoch {progress.epoch + 1} of {run.epochs}. Let it end, with "
+            "--resume if it was stopped, or name one of its checkpoints"
+        )
+
+
+def _check_as_before(folder: RunFolder, before: TrainConfig, now: TrainConfig) -> None:
+    """Refuse another loss or optimizer, whose state is of no use to this one, and what would give
+    new rows other values than the old ones began with."""
+    was, asked = before.to_json(), now.to_json()
+    for name, is_same in (
+        ("outer.loss", before.outer.loss == now.outer.loss),
+        ("outer.dense_optimizer", layers_state(before.outer) == layers_state(now.outer)),
+        ("outer.momentum", (before.outer.momentum > 0) == (now.outer.momentum > 0)),
+        ("outer.sparse_optimizer", before.outer.sparse_optimizer == now.outer.sparse_optimizer),
+        (
+            "outer.embedding_init_std",
+            before.outer.embedding_init_std == now.outer.embedding_init_std,
+        ),
+        ("run.seed", before.run.seed == now.run.seed),
+    ):
+        section, key = name.split(".")
+        if not is_same:
+            raise UserError(
+                f"{name} = {asked[section][key]!r}, but run {folder.root}, which run.continue_from "
+                f"goes on from, was trained with {was[section][key]!r}: weights, optimizer state "
+                "and new rows would not belong together. Set it as it was"
+            )

@@ -1,0 +1,88 @@
+"""What a stream decides of a config, settled before a run begins: the increment, and what its
+model's inputs are measured by.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from gmeta.build import prior_of
+from gmeta.checkpoints.files import read_about
+from gmeta.checkpoints.lineage import lineage_of
+from gmeta.checkpoints.resume import named_checkpoint
+from gmeta.config import TrainConfig
+from gmeta.errors import UserError
+from gmeta.feeds.increment import number_of, open_data
+from gmeta.parallel.ranks import Ranks, value_of_first
+from gmeta.parallel.together import by_first
+from gmeta.runs.folder import CONFIG_FILE, RunFolder
+from metaio.stream.chain import open_stream
+
+
+def settled(config: TrainConfig) -> TrainConfig:
+    """Return the config of a run with what its stream decides filled in: the number of the
+    increment, and, for the statistics of support rows, the label prior of the stream's first run:
+    of another day's labels it would change what the model's inputs mean.
+
+    Raises:
+        ConfigError, UserError, FormatError: the stream has no such increment, or is damaged.
+    """
+    data = replace(config.data, increment=_increment(config))
+    config, inputs = replace(config, data=data), config.support_features
+    if not inputs.is_used or inputs.label_prior:
+        return config
+    dataset = open_data(data)
+    if dataset.manifest.stream is None:
+        return config
+    prior: tuple[float, ...] = ()
+    begun = RunFolder(Path(config.run.dir))
+    if (begun.root / CONFIG_FILE).exists():
+        prior = begun.read_config().support_features.label_prior
+    elif config.run.continue_from:
+        before, _ = named_checkpoint("run.continue_from", config.run.continue_from)
+        prior = before.read_config().support_features.label_prior
+    prior = prior or tuple(prior_of(config, dataset))
+    return replace(config, support_features=replace(inputs, label_prior=prior))
+
+
+def settled_by_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
+    """Return the config as rank 0 settles it, for an increment may land in between: see settled.
+    Where the data is stays each machine's own. Collective.
+    """
+    found = [config]
+    by_first(lambda: found.append(settled(config)), ranks)
+    first = found[-1]
+    increment, inputs = value_of_first((first.data.increment, first.support_features), ranks)
+    return replace(config, data=replace(config.data, increment=increment), support_features=inputs)
+
+
+def _increment(config: TrainConfig) -> str:
+    """Return the number of the increment that a run is trained on, as text; "" of a dataset that
+    stands alone.
+
+    "next" is the one that the run in run.dir was begun with, if there is one, else the one after
+    the last of run.continue_from, else the first.
+
+    Raises:
+        ConfigError: data.increment is no number.
+        UserError: the stream has none behind that.
+        GMetaError: the checkpoint of run.continue_from is damaged.
+    """
+    data, run = config.data, config.run
+    if data.increment != "next":
+        return str(number_of(data.increment)) if data.increment else ""
+    begun = RunFolder(Path(run.dir))
+    if (begun.root / CONFIG_FILE).exists() and (number := begun.read_config().data.increment):
+        return number
+    last = 0
+    if run.continue_from:
+        _, checkpoint = named_checkpoint("run.continue_from", run.continue_from)
+        lineage = lineage_of(read_about(checkpoint))
+        last = lineage[-1].increment if lineage else 0
+    stream = open_stream(data.path)
+    later = [record.number for record in stream.records if record.number > last]
+    if not later:
+        raise UserError(
+            f'data.increment = "next", but stream {data.path} has no increment after {last}, the '
+            "last that run.continue_from was trained on. Append one with gmeta prepare --extend"
+        )
+    return str(min(later))

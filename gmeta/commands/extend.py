@@ -1,0 +1,51 @@
+"""`gmeta prepare --extend`: the next increment of a stream, and what is told of it."""
+
+from pathlib import Path
+
+from gmeta.commands.screen import phases, screen
+from metaio.counted import counted
+from metaio.prepare.job import PrepareOptions
+from metaio.prepare.schema import load_schema
+from metaio.stream.chain import IncrementRecord
+from metaio.stream.extend import extend
+
+
+def extend_stream(
+    inputs: list[str], stream: str, schema: Path | None, options: PrepareOptions, accept: bool
+) -> None:
+    """Append an increment and tell what is in it.
+
+    Raises:
+        QuarantinedError: the screen refuses the rows; the command line ends with 3.
+        DataError: see metaio.stream.extend.extend.
+    """
+    known = load_schema(schema) if schema is not None else None
+    with phases() as tell:
+        record = extend(inputs, stream, known, options, accept=accept, progress=tell)
+    _tell(stream, record)
+
+
+def _tell(stream: str, record: IncrementRecord) -> None:
+    console, report = screen(stderr=True), record.report
+    tasks = {name: sum(counts.values()) for name, counts in report["tasks"].items()}
+    returning = sum(counts["returning"] for counts in report["tasks"].values())
+    console.print(
+        f"increment {record.number}: {counted(report['rows'], 'row')} of "
+        f"{counted(sum(tasks.values()), 'task')}, {returning:,} of them returning; window "
+        f"[{record.window[0]}, {record.window[1]}), fingerprint {record.fingerprint[:16]}"
+    )
+    if report["late"] or report["too_late"]:
+        console.print(f"late: {report['late']:,} taken as support, {report['too_late']:,} dropped")
+    for name, table in report["tables"].items():
+        if not (table["new"] or table["freed"]):
+            continue
+        freed = f", {table['freed']:,} freed" if table["freed"] else ""
+        console.print(
+            f"table {name}: {counted(table['new'], 'new id')}{freed}, {table['rows']:,} of "
+            f"{table['capacity']:,} rows in use, {table['pending']:,} waiting for admission"
+        )
+    if report["new_columns"]:
+        console.print(f"columns that nobody reads: {', '.join(report['new_columns'])}")
+    for alarm in report["alarms"]:
+        console.print(f"alarm: {alarm}")
+    console.print(f"extended: {stream}  (look inside: gmeta inspect {stream})")

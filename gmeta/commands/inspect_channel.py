@@ -1,0 +1,76 @@
+"""`gmeta inspect` on a channel: its versions, which one is served, and what was decided."""
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from gmeta.commands.screen import screen, show_table, size_text, table_of
+from gmeta.delivery.channel import Channel
+from gmeta.delivery.versions import check_version
+from metaio.counted import counted
+
+_SHOWN = 20  # of the versions and of the verdicts: one screen
+
+
+def inspect_channel(root: Path, verify: bool) -> None:
+    """Show the newest versions of a channel with their sizes and verdicts, and what serves.
+
+    Raises:
+        GMetaError: a version of the chain that serves is missing or damaged; with `verify` its
+            files are held against their checksums.
+    """
+    channel, console = Channel(root), screen()
+    current, told = channel.current(), channel.promotions()
+    numbers = channel.numbers()
+    served = "nothing is served yet"
+    if current is not None:
+        served = (
+            f"serves version {current.number}-{current.checksum[:12]}, {current.action} "
+            f"{current.at[:19]} UTC"
+        )
+    console.print(f"channel {root}: {counted(len(numbers), 'version')}; {served}")
+    heads = ("version", "kind", "over", "bytes", "of full", "rows", "promoted", "verdict")
+    table = table_of("Versions", *heads, text=("version", "kind", "promoted", "verdict"))
+    verdicts = {entry.get("number"): entry for entry in told if entry.get("action") == "promoted"}
+    for number in numbers[-_SHOWN:]:
+        version, entry = channel.version(number), verdicts.get(number, {})
+        touched = version.delta.touched.values() if version.delta else ()
+        table.add_row(
+            ("* " if current and current.number == number else "  ") + version.name,
+            version.kind,
+            str(version.delta.parent.number) if version.delta else "-",
+            size_text(version.num_bytes),
+            f"{version.num_bytes / max(version.full_bytes, 1):.1%}",
+            f"{sum(one.rows for one in touched):,}" if version.delta else "all",
+            str(entry.get("at", "not promoted"))[:19],
+            _scores(entry.get("verdict")),
+        )
+    show_table(console, table)
+    for entry in [one for one in told if one.get("action") == "refused"][-_SHOWN:]:
+        verdict = entry.get("verdict") or {}
+        console.print(
+            f"refused {str(entry.get('at'))[:19]}: {'; '.join(verdict.get('reasons', []))}"
+        )
+    if current is None:
+        return
+    chain = channel.chain(current.number)
+    for version in (chain.base, *chain.deltas) if verify else ():
+        check_version(version)
+    how = "every checksum matches" if verify else "--verify reads it and checks checksums"
+    num_bytes = size_text(chain.base.num_bytes + chain.delta_bytes)
+    typer.echo(
+        f"the chain of version {current.number} is complete: version {chain.base.number} and "
+        f"{counted(len(chain.deltas), 'delta')}, {num_bytes}; {how}"
+    )
+
+
+def _scores(verdict: Any) -> str:
+    """Return a verdict's scores in a few words; "-" where nobody judged."""
+    if not isinstance(verdict, dict):
+        return "-"
+    scores = verdict.get("candidate") or {}
+    told = ", ".join(f"{name} {value:.4f}" for name, value in scores.items() if value is not None)
+    difference = (verdict.get("difference") or {}).get("value")
+    better = "" if difference is None else f", better by {difference:+.4g}"
+    return f"{told}{better}" or "-"

@@ -1,0 +1,103 @@
+"""`gmeta inspect` on a stream: its increments, how its tables grow, what was refused and why."""
+
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+
+import typer
+
+from gmeta.commands.screen import screen, show_table, table_of
+from metaio.counted import counted
+from metaio.format.inspection import damage
+from metaio.stream.chain import IncrementRecord, Stream, open_stream
+from metaio.stream.quarantine import list_quarantine
+
+# The newest: one screen, whatever the age of the stream.
+_SHOWN = 12
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "day": 86_400.0}
+# From 1973 to 2286: integers that count from elsewhere are smaller.
+_LEAST_S, _MOST_S = 1e8, 1e10
+
+
+def inspect_stream(path: Path, verify: bool) -> None:
+    """Show a stream's increments, windows, rows, ids, capacities and alarms; with `verify` check
+    every checksum, exit code 1 if one differs."""
+    stream, console = open_stream(str(path)), screen()
+    records = stream.records
+    if verify:
+        found = [line for number in stream.numbers for line in damage(stream.dataset(number))]
+        for line in found:
+            console.print(line)
+        if found:
+            raise typer.Exit(1)
+        num = counted(len(records), "increment")
+        console.print(f"{path} is intact: {num}, every checksum matches.")
+        return
+    schema = stream.description["schema"]
+    console.print(
+        f"stream {stream.id}: {counted(len(records), 'increment')}, time in "
+        f"{stream.description['time_unit']}, gate {schema['stream']['gate']:.0%}\n"
+        f"task {schema['task']['column']}, label {schema['label']['column']}"
+    )
+    _show_increments(records, str(stream.description["time_unit"]))
+    _show_tables(stream)
+    if len(records) > _SHOWN:
+        alarms = Counter(r.number for r in records[:-_SHOWN] for _ in r.report["alarms"])
+        if alarms:
+            console.print(f"{counted(alarms.total(), 'alarm')} in increments before these")
+    for record in records[-_SHOWN:]:
+        for alarm in record.report["alarms"]:
+            console.print(f"alarm in {record.number}: {alarm}")
+    for note in list_quarantine(path):
+        names = ", ".join(Path(file["name"]).name for file in note["files"][:3])
+        console.print(f"quarantined before {note['before']}: {names}: {'; '.join(note['reasons'])}")
+
+
+def _show_increments(records: list[IncrementRecord], unit: str) -> None:
+    heads = ("no", "window to", "rows", "late", "tasks", "back", "new ids", "freed", "!")
+    shown = records[-_SHOWN:]
+    title = f"Windows from {_when(shown[0].window[0], unit)} on (back: returning tasks; !: alarms)"
+    table = table_of(title, *heads, text=())
+    for record in shown:
+        report = record.report
+        tables = report["tables"].values()
+        back = sum(counts["returning"] for counts in report["tasks"].values())
+        table.add_row(
+            str(record.number),
+            _when(record.window[1], unit),
+            _short(report["rows"]),
+            _short(report["late"] + report["too_late"]),
+            _short(back + sum(counts["new"] for counts in report["tasks"].values())),
+            _short(back),
+            _short(sum(own["new"] for own in tables)),
+            _short(sum(own["freed"] for own in tables)),
+            str(len(report["alarms"]) or ""),
+        )
+    show_table(screen(), table)
+
+
+def _show_tables(stream: Stream) -> None:
+    tables = stream.newest.report["tables"]
+    if not tables:
+        return
+    heads = ("table", "rows in use", "capacity", "full", "pending")
+    table = table_of(f"Tables of increment {stream.newest.number}", *heads, text=("table",))
+    for name, own in tables.items():
+        full = f"{100 * own['rows'] / own['capacity']:.0f} %"
+        table.add_row(name, f"{own['rows']:,}", f"{own['capacity']:,}", full, f"{own['pending']:,}")
+    show_table(screen(), table)
+
+
+def _when(ticks: int, unit: str) -> str:
+    """Return an event time as a date of UTC, or as it is where it counts from elsewhere."""
+    seconds = ticks * _SECONDS[unit]
+    if not _LEAST_S <= seconds < _MOST_S:
+        return f"{ticks:,}"
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def _short(number: int) -> str:
+    """Return a count in at most six characters: eleven columns fit into 80."""
+    if number < 100_000:
+        return f"{number:,}"
+    return f"{number / 1e3:.0f} k" if number < 1e6 else f"{number / 1e6:.1f} M"

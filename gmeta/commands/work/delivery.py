@@ -1,0 +1,201 @@
+"""`gmeta export --since`, `promote`, `rollback` and `judge`, once their options are known to be
+right."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gmeta.commands.inspect import is_run
+from gmeta.commands.screen import screen, show_table, size_text, table_of
+from gmeta.delivery.channel import Channel
+from gmeta.delivery.judge import Verdict, judge, not_finite, windows_before
+from gmeta.delivery.packing import pack
+from gmeta.delivery.versions import Version, is_delta, read_version
+from gmeta.delivery.whole import whole_version
+from gmeta.errors import NotFiniteError, UserError
+from gmeta.export import export_run
+from gmeta.feeds.increment import open_data, open_named
+from gmeta.files.checked_json import read_json
+from gmeta.runs.folder import RunFolder, write_json
+from gmeta.serving.folder import TableFormat, read_config
+from metaio.counted import counted
+from metaio.format.dataset import Dataset, open_dataset
+
+
+def export_changes(
+    run: Path, out: Path, since: Path, tables: TableFormat, step: int | None, overwrite: bool
+) -> None:
+    """Export the run's checkpoint as what changed since the version that a channel serves, and
+    print how large it became."""
+    version, why = export_since(run, out, since, tables, step, overwrite)
+    screen(stderr=True).print(
+        f"exported: {out}  ({told(version)}{f'; whole, since {why}' if why else ''})\n"
+        f"serve it: gmeta promote {out} {since}"
+    )
+
+
+def export_since(
+    run: Path, out: Path, since: Path, tables: TableFormat, step: int | None, overwrite: bool
+) -> tuple[Version, str]:
+    """Return what was written, and why it is whole ("" of a delta)."""
+    with _beside(out) as whole:
+        export_run(run, whole, tables, step, overwrite=True)
+        return pack(Channel(since), whole, out, overwrite)
+
+
+def told(version: Version) -> str:
+    """Return in a line what a version holds."""
+    if version.delta is None:
+        return f"full, {size_text(version.num_bytes)}"
+    rows = sum(each.rows for each in version.delta.touched.values())
+    num_rows = sum(each.num_rows for each in version.delta.touched.values())
+    return (
+        f"delta over version {version.delta.parent.number}: {rows:,} of {num_rows:,} rows, "
+        f"{size_text(version.num_bytes)} of {size_text(version.full_bytes)}"
+    )
+
+
+def promote_candidate(
+    candidate: Path, root: Path, tables: TableFormat, step: int | None, verdict: Path | None
+) -> None:
+    """Promote a run or an export, and print what is served from here on."""
+    channel = Channel(root)
+    kept = None if verdict is None else _verdict(verdict)
+    with _beside(root / "candidate") as packed:
+        if is_run(candidate):
+            root.mkdir(parents=True, exist_ok=True)
+            export_since(candidate, packed, root, tables, step, True)
+        elif is_delta(candidate) or channel.serves(read_version(candidate)):
+            packed = candidate
+        else:
+            with _beside(root / "model") as model:
+                # Links: what pack moves away is not the caller's folder.
+                shutil.copytree(candidate, model, copy_function=_link)
+                pack(channel, model, packed, overwrite=True)
+        current = channel.promote(packed, kept)
+    version = channel.version(current.number)
+    screen(stderr=True).print(f"served: version {version.name} of {root}  ({told(version)})")
+
+
+def judge_candidate(
+    candidate: Path,
+    root: Path,
+    on: str,
+    split: str,
+    margin: float | None,
+    pool: int,
+    out: Path | None,
+) -> bool:
+    """Judge a run or an export against what a channel serves, print the verdict, write it to `out`
+    and keep a refusal in the channel; return whether it is to be promoted."""
+    channel = Channel(root)
+    with _beside(root.parent / f"{root.name}.judged") as whole:
+        try:
+            model, own = _model_and_data(candidate, whole)
+            dataset = open_named(on) if on else own()
+            verdict = judge_model(channel, model, dataset, split, margin, pool)
+        except NotFiniteError as error:
+            verdict = not_finite(str(error))
+    if not verdict.promote:
+        channel.record(verdict.to_json())
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(out, verdict.to_json())
+    show_verdict(verdict)
+    return verdict.promote
+
+
+def judge_model(
+    channel: Channel, model: Path, dataset: Dataset, split: str, margin: float | None, pool: int
+) -> Verdict:
+    """Return the verdict on an exported model by a dataset and the increments before it in its
+    stream, if it is of one."""
+    current = channel.current()
+    champion = None if current is None else whole_version(channel, current.number)
+    windows = windows_before(dataset)
+    verdict = judge(model, champion, windows, split, margin, pool)
+    return replace(
+        verdict,
+        champion_version=None if current is None else current.number,
+        model=read_version(model).checksum,
+    )
+
+
+def show_verdict(verdict: Verdict) -> None:
+    """Print a verdict on one screen."""
+    console = screen()
+    heads = ("model", *verdict.candidate)
+    table = table_of("Gate", *heads, text=("model",))
+    champion = f"champion (version {verdict.champion_version})"
+    for name, scores in (("candidate", verdict.candidate), (champion, verdict.champion)):
+        if scores:
+            told = ("-" if value is None else f"{value:.4f}" for value in scores.values())
+            table.add_row(name, *told)
+    show_table(console, table)
+    measured = {
+        f"{verdict.metric} better by": verdict.difference,
+        "predictions over labels": verdict.calibration,
+    }
+    for what, one in measured.items():
+        if one is not None and one.value is not None:
+            ends = "no interval" if one.low is None else f"95 % {one.low:.4g} to {one.high:.4g}"
+            console.print(f"{what} {one.value:.4g} ({ends})")
+    console.print(
+        f"over {verdict.num_rows:,} rows of {counted(verdict.num_tasks, 'task')} of "
+        f"{counted(verdict.windows, 'window')}"
+        + ("" if verdict.margin is None else f"; margin {verdict.margin:.4g}")
+    )
+    console.print("promote" if verdict.promote else f"refuse: {'; '.join(verdict.reasons)}")
+
+
+def _model_and_data(candidate: Path, whole: Path) -> tuple[Path, Callable[[], Dataset]]:
+    """Return the exported model of a candidate, a run's made at `whole`, and what opens its
+    dataset."""
+    if is_run(candidate):
+        export_run(candidate, whole, overwrite=True)
+        return whole, partial(open_data, RunFolder(candidate).read_config().data)
+    if is_delta(candidate):
+        raise UserError(
+            f"{candidate} is a delta, which predicts nothing alone. Judge the run or a full export"
+        )
+    return candidate, partial(open_dataset, str(read_config(candidate).source.get("dataset", "")))
+
+
+def roll_back(root: Path, to: int | None) -> None:
+    """Serve an earlier version, and print which."""
+    current = Channel(root).rollback(to)
+    screen(stderr=True).print(
+        f"served: version {current.number}-{current.checksum[:12]} of {root} again"
+    )
+
+
+@contextmanager
+def _beside(out: Path) -> Iterator[Path]:
+    """Yield where something is made on the file system of `out`; what is left there goes."""
+    path = out.parent / f".{out.name}.whole"
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _link(source: str, target: str) -> None:
+    """Link a file that nobody changes, or copy it where the file systems differ."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _verdict(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--verdict = {str(path)!r} is no verdict: {error}. Give what `gmeta judge --out` wrote"
+        ) from error

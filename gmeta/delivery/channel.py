@@ -1,0 +1,321 @@
+"""A channel: the versions of one model in a folder, which of them is served, and every verdict.
+
+versions/00000013/ is a full export or a delta, and never changes; current.json names the one that
+is served, and is replaced whole once what it names is on the disk; promotions.jsonl tells what
+happened.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gmeta.delivery.sealed import read_sealed, write_sealed
+from gmeta.delivery.versions import (
+    Chain,
+    Parent,
+    Version,
+    check_version,
+    model_checksum,
+    model_config,
+    read_version,
+)
+from gmeta.errors import GMetaError, UserError
+from gmeta.files.checked_json import json_object
+from gmeta.files.whole import write_whole
+from gmeta.serving.folder import ExportedConfig, new_folder
+from metaio.format.destination import one_writer
+
+POINTER = "current.json"
+POINTER_FORMAT = "gmeta-channel"
+POINTER_VERSION = 1
+VERSIONS = "versions"
+PROMOTIONS = "promotions.jsonl"
+PROMOTED, ROLLED_BACK, REFUSED = "promoted", "rolled back", "refused"
+
+
+@dataclass(frozen=True)
+class Current:
+    """What current.json says: the version that is served, since when, and by what verdict."""
+
+    number: int
+    checksum: str
+    action: str
+    at: str
+    verdict: Mapping[str, Any] | None
+
+    @property
+    def parent(self) -> Parent:
+        """Return the version as the parent of the next one."""
+        return Parent(self.number, self.checksum)
+
+    @property
+    def since_s(self) -> float:
+        """Return when it was promoted, in seconds since 1970."""
+        return datetime.fromisoformat(self.at).timestamp()
+
+
+def is_channel(path: Path) -> bool:
+    """Return whether a folder is a channel, be it one whose pointer is damaged."""
+    return (path / POINTER).is_file() or (path / VERSIONS).is_dir()
+
+
+class Channel:
+    """A channel on this machine, or in a folder that all machines mount."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+
+    def current(self) -> Current | None:
+        """Return what is served; None where nothing was promoted yet.
+
+        Raises:
+            GMetaError: current.json was altered.
+        """
+        path = self.root / POINTER
+        try:
+            body = read_sealed(path, POINTER_FORMAT, POINTER_VERSION)
+        except FileNotFoundError:
+            return None
+        try:
+            at, action, verdict = str(body["at"]), str(body["action"]), body["verdict"]
+            found = Current(int(body["number"]), str(body["checksum_of"]), action, at, verdict)
+            datetime.fromisoformat(at)
+        except (LookupError, TypeError, ValueError) as error:
+            raise GMetaError(
+                f"{path} names no version ({error!r:.100}). Run: gmeta rollback {self.root} --to N"
+            ) from error
+        return found
+
+    def served(self) -> Current:
+        """Return what is served. Raise UserError where there is nothing."""
+        current = self.current()
+        if current is None:
+            raise UserError(
+                f"{self.root} is a channel without a version, or none at all. "
+                f"Run: gmeta promote RUN {self.root}"
+            )
+        return current
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of all versions, promoted or not, ascending."""
+        folder = self.root / VERSIONS
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def version(self, number: int) -> Version:
+        """Return a version.
+
+        Raises:
+            GMetaError: it is missing or damaged.
+        """
+        folder = self.folder_of(number)
+        if not folder.is_dir():
+            raise GMetaError(
+                f"version {number} of {self.root} is missing: there is no {folder}. "
+                "Bring it back from a copy, or promote a full export"
+            )
+        return read_version(folder, number)
+
+    def folder_of(self, number: int) -> Path:
+        """Return the folder of a version."""
+        return self.root / VERSIONS / f"{number:08d}"
+
+    def chain(self, number: int) -> Chain:
+        """Return a version with all that it builds on.
+
+        Raises:
+            GMetaError: one is missing or damaged, or is not the one that its delta was made for.
+        """
+        version = self.version(number)
+        deltas: list[Version] = []
+        while version.delta is not None:
+            deltas.insert(0, version)
+            parent = version.delta.parent
+            if parent.number >= version.number:
+                raise GMetaError(
+                    f"version {version.name} of {self.root} is a delta over version "
+                    f"{parent.number}, which comes after it: they are out of order. Promote a full "
+                    "export"
+                )
+            below = self.version(parent.number)
+            if below.checksum != parent.checksum:
+                raise GMetaError(
+                    f"version {version.name} of {self.root} is a delta over "
+                    f"{parent.number}-{parent.checksum[:12]}, but {below.name} stands there. "
+                    "Promote a full export"
+                )
+            version = below
+        return Chain(version, tuple(deltas))
+
+    def promotions(self) -> list[dict[str, Any]]:
+        """Return every verdict and every move of the pointer, oldest first."""
+        path = self.root / PROMOTIONS
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        return [entry for entry in map(_entry, lines) if entry]
+
+    def promote(self, candidate: Path, verdict: Mapping[str, Any] | None = None) -> Current:
+        """Make the model in a folder that `gmeta export` wrote the one that is served, and return
+        what the pointer says; the folder is copied. Once it is, nothing happens.
+
+        Raises:
+            UserError: the folder holds no model, a delta over another version than is served, or a
+                model that does not take the same requests.
+            GMetaError: a file is damaged.
+        """
+        offered = read_version(candidate)
+        with self._changing() as current:
+            if current is not None and self.serves(offered):
+                return current
+            number = self._place_of(offered, current)
+            if current is not None:
+                before = model_config(self.version(current.number))
+                _check_requests(before, model_config(offered), self.root)
+            check_version(offered)
+            if not self.folder_of(number).exists():
+                with new_folder(self.folder_of(number), overwrite=False) as partial:
+                    shutil.copytree(candidate, partial, dirs_exist_ok=True)
+            return self._point(self.version(number), PROMOTED, verdict)
+
+    def serves(self, offered: Version) -> bool:
+        """Return whether the channel serves the model of this version now."""
+        current = self.current()
+        return current is not None and (
+            model_checksum(self.version(current.number)) == model_checksum(offered)
+        )
+
+    def rollback(self, to: int | None = None) -> Current:
+        """Serve an earlier version again, or version `to`; return what the pointer says.
+
+        Raises:
+            UserError: there is no such version.
+            GMetaError: its chain is damaged.
+        """
+        with self._changing() as current:
+            numbers = self.numbers()
+            if to is None:
+                told = {entry.get("number") for entry in self.promotions()}
+                before = current.number if current is not None else 0
+                earlier = [number for number in numbers if number in told and number < before]
+                if not earlier:
+                    raise UserError(
+                        f"{self.root} has no version before {before or 'the first'}: there is "
+                        "nothing to roll back to. Promote another model"
+                    )
+                to = earlier[-1]
+            elif to not in numbers:
+                raise UserError(
+                    f"{self.root} has no version {to}: it has "
+                    f"{', '.join(map(str, numbers)) or 'none'}. Choose one of them"
+                )
+            chain = self.chain(to)
+            for version in (chain.base, *chain.deltas):
+                check_version(version)
+            return self._point(chain.newest, ROLLED_BACK, None)
+
+    def record(self, verdict: Mapping[str, Any]) -> None:
+        """Keep a verdict that refuses a candidate."""
+        with self._changing():
+            self._log({"action": REFUSED, "at": _now(), "number": None, "verdict": dict(verdict)})
+
+    @contextmanager
+    def _changing(self) -> Iterator[Current | None]:
+        """Keep other processes out, and yield what is served now.
+
+        Raises:
+            DataError: another process changes the channel.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        (self.root / VERSIONS).mkdir(exist_ok=True)
+        with one_writer(self.root / ".lock", str(self.root)):
+            current = self.current()
+            # A promotion that was killed behind its pointer is not in the log yet.
+            if current is not None and current.at not in [e.get("at") for e in self.promotions()]:
+                self._log(_told(current))
+            yield current
+
+    def _place_of(self, offered: Version, current: Current | None) -> int:
+        """Return the number that a candidate gets. Raise UserError for one that does not follow."""
+        numbers = self.numbers()
+        told = {entry.get("number") for entry in self.promotions()}
+        for number in numbers:
+            if model_checksum(self.version(number)) == model_checksum(offered):
+                # A promotion that was killed before its pointer is taken up where it was.
+                if number == numbers[-1] and number not in told:
+                    return number
+                raise UserError(
+                    f"{offered.folder} is version {number} of {self.root} already, and a version "
+                    f"is promoted once. To serve it again: gmeta rollback {self.root} --to {number}"
+                )
+        if offered.delta is not None:
+            parent = offered.delta.parent
+            wanted = f"{parent.number}-{parent.checksum[:12]}"
+            if current is None:
+                raise UserError(
+                    f"{offered.folder} is a delta over version {wanted}, but {self.root} serves "
+                    "none yet. Promote a full export first"
+                )
+            if parent != current.parent:
+                is_known = parent.number in numbers and (
+                    self.version(parent.number).checksum == parent.checksum
+                )
+                why = "it is out of order" if is_known else f"{self.root} never had that version"
+                raise UserError(
+                    f"{offered.folder} is a delta over version {wanted}, but {self.root} serves "
+                    f"{current.number}-{current.checksum[:12]}: {why}. Export it again with --since"
+                )
+        return numbers[-1] + 1 if numbers else 1
+
+    def _point(self, version: Version, action: str, verdict: Mapping[str, Any] | None) -> Current:
+        # By now the version's files are on the disk: a pointer never names what is not.
+        kept = None if verdict is None else dict(verdict)
+        current = Current(version.number, version.checksum, action, _now(), kept)
+        body = {"number": version.number, "checksum_of": version.checksum, "action": action}
+        body |= {"at": current.at, "verdict": kept}
+        write_sealed(self.root / POINTER, POINTER_FORMAT, POINTER_VERSION, body)
+        self._log(_told(current))
+        return current
+
+    def _log(self, entry: Mapping[str, Any]) -> None:
+        lines = [json.dumps(one) + "\n" for one in [*self.promotions(), entry]]
+        write_whole(self.root / PROMOTIONS, "".join(lines).encode())
+
+
+def _told(current: Current) -> dict[str, Any]:
+    found = {"action": current.action, "at": current.at, "number": current.number}
+    return {**found, "checksum": current.checksum, "verdict": current.verdict}
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    """Return one line of the log; None for one that was cut short or edited."""
+    try:
+        return json_object(line)
+    except ValueError:
+        return None
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+def _check_requests(before: ExportedConfig, after: ExportedConfig, root: Path) -> None:
+    """Raise UserError for a model to which the requests of the one that is served would mean
+    something else."""
+    old, new = before.columns, after.columns
+    names = [[feature.name for feature in one.features.sparse] for one in (before, after)]
+    changed = {
+        "another loss": before.loss != after.loss,
+        "another task or label column": (old.task, old.label) != (new.task, new.label),
+        "another schema": old.schema != new.schema,
+        "other columns": names[0] != names[1] or before.features.dense != after.features.dense,
+    }
+    for what, is_changed in changed.items():
+        if is_changed:
+            raise UserError(
+                f"the candidate has {what} than the model that {root} serves: requests of "
+                "its callers would fail or mean something else. Promote it to a channel of its own"
+            )

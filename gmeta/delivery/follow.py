@@ -1,0 +1,172 @@
+"""`gmeta.follow`: the model that a channel serves, always a whole version, exchanged as newer ones
+are promoted."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import final
+
+from gmeta.delivery.channel import Channel, Current
+from gmeta.delivery.whole import whole_version
+from gmeta.errors import GMetaError
+from gmeta.serving.load import load
+from gmeta.serving.model import ServedModel
+from metaio.errors import MetaIOError
+
+
+@dataclass(frozen=True)
+class Served:
+    """One version: rows, layers and vocabularies together."""
+
+    model: ServedModel
+    number: int
+    checksum: str
+    since_s: float  # when it was promoted, in seconds since 1970
+
+
+def load_current(
+    channel: Channel, current: Current, verify: bool = True, cache: Path | None = None
+) -> Served:
+    """Return the version that a pointer names, computed with once: what fails, fails here.
+
+    Raises:
+        UserError: the cache cannot be written.
+        GMetaError: a version of its chain is missing or damaged.
+    """
+    folder = whole_version(channel, current.number, cache)
+    model = load(folder, verify)
+    _ = model.unadapted
+    return Served(model, current.number, current.checksum, current.since_s)
+
+
+@final
+class Follower:
+    """A channel's model, kept new by a thread. A context manager; `close` ends the thread.
+
+    What predicts takes `model` once a request: it stays whole and the same however often newer
+    versions come meanwhile. A newer version that is damaged is not served: the last one stays, and
+    `refused` and `age_s` say so.
+    """
+
+    def __init__(
+        self,
+        channel: str | Path,
+        every_s: float = 2.0,
+        verify: bool = True,
+        cache: str | Path | None = None,
+        told: Callable[[Served], None] = lambda served: None,
+    ) -> None:
+        """Load what is served now, and look for newer versions every `every_s` seconds (0: never,
+        call `check`). `told` is called with each version once it serves.
+
+        Raises:
+            UserError: the channel has no version yet.
+            GMetaError: its version is damaged.
+        """
+        self._channel = Channel(channel)
+        self._verify, self._told = verify, told
+        self._cache = None if cache is None else Path(cache)
+        self._served = load_current(self._channel, self._channel.served(), verify, self._cache)
+        self._refused: tuple[str, str] | None = None
+        self._checking, self._ended = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+        if every_s > 0:
+            # A daemon: whoever forgets to close must not be kept from ending.
+            self._thread = threading.Thread(
+                target=self._watch, args=(every_s,), name="gmeta-follow", daemon=True
+            )
+            self._thread.start()
+
+    @property
+    def model(self) -> ServedModel:
+        """Return the model that is served now."""
+        return self._served.model
+
+    @property
+    def served(self) -> Served:
+        """Return the model with its version, of one moment."""
+        return self._served
+
+    @property
+    def refused(self) -> str:
+        """Return why the newest version does not serve; "" where it does."""
+        refused = self._refused
+        if refused is None:
+            return ""
+        served = self._served
+        return (
+            f"{refused[1]} (version {served.number} of {self._channel.root} serves on, promoted "
+            f"{self.age_s:,.0f} s ago)"
+        )
+
+    @property
+    def age_s(self) -> float:
+        """Return the seconds since the version that serves was promoted."""
+        return max(0.0, time.time() - self._served.since_s)
+
+    def check(self) -> bool:
+        """Look for another version now; return whether it serves from here on."""
+        with self._checking:
+            try:
+                current = self._channel.served()
+                if current.checksum == self._served.checksum:
+                    self._refused = None
+                    return False
+                if self._refused is not None and self._refused[0] == current.checksum:
+                    return False
+            except GMetaError as error:
+                self._refused = ("", str(error))
+                return False
+            try:
+                served = load_current(self._channel, current, self._verify, self._cache)
+            except (GMetaError, MetaIOError, OSError) as error:
+                self._refused = (current.checksum, str(error))
+                return False
+            # One assignment: a thread has the old version or the new one, never parts of both. The
+            # old tables go with the last request that uses them; a collection of the cycles among
+            # its layers, a fifth of a second in which nobody predicts, is left to Python.
+            self._served, self._refused = served, None
+        self._told(served)
+        return True
+
+    def close(self) -> None:
+        """End the thread; the model that is served stays usable."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def __enter__(self) -> "Follower":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _watch(self, every_s: float) -> None:
+        while not self._ended.wait(every_s):
+            self.check()
+
+
+def follow(
+    channel: str | Path,
+    every_s: float = 2.0,
+    verify: bool = True,
+    cache: str | Path | None = None,
+) -> Follower:
+    """Return an object whose `model` is the one that a channel serves, always a whole version.
+
+    Versions that are deltas are made whole in `cache` (default: GMETA_CACHE, or gmeta's folder in
+    the user's cache), once a machine.
+
+    Raises:
+        UserError: the channel has no version yet.
+        GMetaError: its version is damaged.
+    """
+    return Follower(channel, every_s, verify, cache)

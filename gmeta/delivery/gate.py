@@ -1,0 +1,152 @@
+"""What a served model predicts of a prepared split, whatever increment of its stream the model is
+of: rows go by the values that they stand for; a value that the model does not know is its row 0.
+
+Shape suffixes: N rows, F single-id features, V ids of all multi-id features, R rows of a table, U
+unique ids of all tables.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from gmeta.batches.labels import labels_checked
+from gmeta.delivery.vocabularies import read_values
+from gmeta.errors import UserError
+from gmeta.metrics.terms import Array
+from gmeta.serving.folder import ExportedConfig, vocabulary_file
+from gmeta.serving.load import load
+from gmeta.serving.model import ServedModel
+from metaio.format.dataset import Dataset, verify_file
+from metaio.prepare.schema import parse_schema
+from metaio.read.batch import TaskBatch
+from metaio.read.reader import EpisodeRange, read_ranges
+
+_TASKS_PER_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One entry a query row of a split."""
+
+    task_N: Array
+    label_N: Array
+    prediction_N: Array  # after adaptation: probabilities (bce) or ratings
+
+
+def predict_gate(model: Path, datasets: list[Dataset], split: str) -> Iterator[Predicted]:
+    """Yield, dataset by dataset, what an exported model predicts of the split's query rows after it
+    adapted to each task's support rows, as it would if it was served.
+
+    Raises:
+        UserError: a dataset has no such split, or holds other columns than the model takes.
+        GMetaError: the model is damaged.
+    """
+    served = load(model)
+    for dataset in datasets:
+        if split not in dataset.splits or not dataset.splits[split].num_episodes:
+            raise UserError(
+                f"{dataset.url} has no tasks in split {split!r}: it has "
+                f"{', '.join(dataset.splits)}. Name one that is not trained on with --split"
+            )
+        yield _predicted(served, dataset, split, _rows_known(model, served.config, dataset))
+
+
+def _predicted(
+    served: ServedModel, dataset: Dataset, split: str, known: list[Tensor | None]
+) -> Predicted:
+    whole = [EpisodeRange(split, 0, dataset.splits[split].num_episodes)]
+    batches = read_ranges(dataset, whole, tasks_per_batch=_TASKS_PER_BATCH)
+    tasks, labels, predictions = [], [], []
+    for batch in labels_checked(batches, served.config.loss, dataset, split):
+        found = served.predict_batch(_as_known(batch, known))
+        tasks.append(torch.repeat_interleave(batch.task_T, found.layout.lengths_T))
+        labels.append(found.label_N)
+        is_click = served.config.loss == "bce"
+        predictions.append(torch.sigmoid(found.after_N) if is_click else found.after_N)
+    joined = [torch.cat(parts).numpy() for parts in (tasks, labels, predictions)]
+    return Predicted(*joined)
+
+
+def _rows_known(folder: Path, config: ExportedConfig, dataset: Dataset) -> list[Tensor | None]:
+    """Return, for each table, the model's row [R] of each row of the dataset; None: the same one.
+
+    Raises:
+        UserError: columns, schema or sizes are others.
+    """
+    schema = dataset.manifest.recipe.get("schema")
+    theirs = parse_schema(schema) if schema is not None else None
+    moments = {name: tuple(own) for name, own in dataset.manifest.recipe.get("moments", {}).items()}
+    ours = {table.name: table.num_rows for table in config.features.tables}
+    fits = (
+        config.columns.schema == theirs
+        and dict(config.columns.moments) == moments
+        and replace(config.features, tables=()) == replace(dataset.features, tables=())
+        and list(ours) == [table.name for table in dataset.features.tables]
+    )
+    is_own = config.source.get("dataset_fingerprint") == dataset.fingerprint
+    place = dataset.manifest.stream
+    is_of_stream = place is not None and config.source.get("stream") == place.stream
+    if not is_own and not (fits and (theirs is not None or is_of_stream)):
+        raise UserError(
+            f"{dataset.url} was not prepared as the data of the model in {folder} was: its columns "
+            "or ids mean something else. Judge on data of the same stream or schema"
+        )
+    return [
+        None if is_own else _rows_of_table(folder, dataset, table.name, ours[table.name])
+        for table in dataset.features.tables
+    ]
+
+
+def _rows_of_table(folder: Path, dataset: Dataset, name: str, num_rows: int) -> Tensor | None:
+    entry = dataset.manifest.vocabularies.get(name)
+    size = next(table.num_rows for table in dataset.features.tables if table.name == name)
+    row_R = np.arange(size)
+    if entry is None:
+        # A hashed table has one size in all of a stream; ids alone are known up to the model's.
+        row_R[num_rows:] = 0
+        return None if size <= num_rows else torch.from_numpy(row_R)
+    file = vocabulary_file(name)
+    verify_file(dataset, file, entry)
+    values = pq.read_table(BytesIO(dataset.read_file(file)))["value"].combine_chunks()
+    known = read_values(folder / file)
+    if known.equals(values):
+        return None
+    row_R[:] = 0
+    present = values.is_valid().to_numpy(zero_copy_only=False)
+    if known.type == values.type:
+        found = pc.index_in(values, value_set=known.drop_null() if known.null_count else known)
+        places = np.flatnonzero(known.is_valid().to_numpy(zero_copy_only=False))
+        place = pc.fill_null(found, -1).to_numpy(zero_copy_only=False)
+        hit = present & (place >= 0)
+        row_R[1:][: len(values)][hit] = places[place[hit]] + 1
+    return torch.from_numpy(row_R)
+
+
+def _as_known(batch: TaskBatch, known: list[Tensor | None]) -> TaskBatch:
+    """Return the batch with the rows of the model in place of the dataset's, each once."""
+    if all(rows is None for rows in known):
+        return batch
+    ids, place, lengths, before = [], [], [], 0
+    parts = batch.unique_ids_U.split(batch.unique_lengths_B.tolist())
+    for rows_R, own in zip(known, parts, strict=True):
+        mapped = own if rows_R is None else rows_R[own]
+        unique, inverse = torch.unique(mapped, return_inverse=True)
+        ids.append(unique)
+        place.append(inverse + before)
+        lengths.append(len(unique))
+        before += len(unique)
+    place_U = torch.cat(place).to(batch.positions_NF.dtype)
+    return replace(
+        batch,
+        unique_ids_U=torch.cat(ids),
+        unique_lengths_B=torch.tensor(lengths),
+        positions_NF=place_U[batch.positions_NF],
+        multi_positions_V=place_U[batch.multi_positions_V],
+    )

@@ -1,0 +1,157 @@
+"""One version of a model as a folder: an exported model, or a delta, which is what changed since a
+parent version. Each delta's checksum covers its parent's, so the newest names its whole chain.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gmeta.delivery.sealed import read_sealed
+from gmeta.errors import GMetaError
+from gmeta.files.checksums import FileEntry, differences, entries_of
+from gmeta.serving.folder import CONFIG_FILE, DELTA_FILE, ExportedConfig, read_config
+from metaio.format.manifest import xxh3_hex
+from metaio.format.typed import typed
+
+DELTA_FORMAT = "gmeta-delta"
+DELTA_VERSION = 1
+MODEL_FILE = "model.json"  # the config.json of the model that a delta leads to
+_REMEDY = "Copy the folder again, or export the run again"
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The version that a delta builds on: its number in the channel, and its checksum."""
+
+    number: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Touched:
+    """How many rows of a table a delta holds, and how many the table has."""
+
+    rows: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """What delta.json says; `vocabularies` is the checksum of the values of each vocabulary that
+    the delta leads to, and `full_bytes` what the whole model takes."""
+
+    parent: Parent
+    files: dict[str, FileEntry]
+    vocabularies: dict[str, str]
+    touched: dict[str, Touched]
+    full_bytes: int
+
+
+@dataclass(frozen=True)
+class Version:
+    """One version; `delta` is None of a full one. `number` is 0 outside a channel."""
+
+    folder: Path
+    checksum: str
+    num_bytes: int
+    full_bytes: int
+    delta: DeltaConfig | None = None
+    number: int = 0
+
+    @property
+    def kind(self) -> str:
+        """Return "full" or "delta"."""
+        return "full" if self.delta is None else "delta"
+
+    @property
+    def name(self) -> str:
+        """Return the number and the first digits of the checksum, as people quote it."""
+        return f"{self.number}-{self.checksum[:12]}"
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A full version and the deltas over it, oldest first; the last of them is the version."""
+
+    base: Version
+    deltas: Sequence[Version] = field(default_factory=tuple)
+
+    @property
+    def newest(self) -> Version:
+        """Return the version that the chain leads to."""
+        return self.deltas[-1] if self.deltas else self.base
+
+    @property
+    def delta_bytes(self) -> int:
+        """Count the bytes of the deltas."""
+        return sum(delta.num_bytes for delta in self.deltas)
+
+
+def is_delta(folder: Path) -> bool:
+    """Return whether `gmeta export --since` wrote a delta here."""
+    return (folder / DELTA_FILE).is_file()
+
+
+def read_version(folder: Path, number: int = 0) -> Version:
+    """Return the version in a folder that `gmeta export` wrote, whatever kind; files are not looked
+    at.
+
+    Raises:
+        UserError: there is none.
+        GMetaError: its description is damaged, or another release wrote it.
+    """
+    if is_delta(folder):
+        body = read_sealed(folder / DELTA_FILE, DELTA_FORMAT, DELTA_VERSION)
+        delta = _delta(folder, body)
+        num_bytes = sum(entry.num_bytes for entry in delta.files.values())
+        return Version(folder, body["checksum"], num_bytes, delta.full_bytes, delta, number)
+    config = read_config(folder)
+    num_bytes = sum(entry.num_bytes for entry in config.files.values())
+    checksum = xxh3_hex((folder / CONFIG_FILE).read_bytes())
+    return Version(folder, checksum, num_bytes, num_bytes, None, number)
+
+
+def model_config(version: Version) -> ExportedConfig:
+    """Return the config of the model that a version leads to."""
+    return read_config(version.folder, CONFIG_FILE if version.delta is None else MODEL_FILE)
+
+
+def model_checksum(version: Version) -> str:
+    """Return the checksum of the model that a version leads to, the same whether it is full or a
+    delta."""
+    name = CONFIG_FILE if version.delta is None else MODEL_FILE
+    return xxh3_hex((version.folder / name).read_bytes())
+
+
+def check_version(version: Version) -> None:
+    """Compare every file of a version with its checksum.
+
+    Raises:
+        GMetaError: a file is missing, cut short or altered.
+    """
+    delta = version.delta
+    files = read_config(version.folder).files if delta is None else delta.files
+    listed_in = CONFIG_FILE if delta is None else DELTA_FILE
+    for difference in differences(version.folder, files, listed_in, contents=True):
+        raise GMetaError(f"{difference}. {_REMEDY}")
+
+
+def _delta(folder: Path, body: dict[str, Any]) -> DeltaConfig:
+    # The checksum held, but whoever can write the folder can make it hold.
+    try:
+        parts = {key: body[key] for key in ("parent", "vocabularies", "touched", "full_bytes")}
+        delta = DeltaConfig(
+            parent=typed(Parent, parts["parent"], "parent"),
+            files=entries_of(body["files"]),
+            vocabularies=typed(dict[str, str], parts["vocabularies"], "vocabularies"),
+            touched=typed(dict[str, Touched], parts["touched"], "touched"),
+            full_bytes=typed(int, parts["full_bytes"], "full_bytes"),
+        )
+        if MODEL_FILE not in delta.files:
+            raise ValueError(f"it lists no file {MODEL_FILE}")
+    except (LookupError, ValueError, TypeError) as error:
+        raise GMetaError(
+            f"{folder / DELTA_FILE} is not what an export writes ({error!r:.200}). {_REMEDY}"
+        ) from error
+    return delta

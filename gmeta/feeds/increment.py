@@ -1,0 +1,49 @@
+"""Which dataset a config means: the one at data.path, or an increment of the stream there."""
+
+from gmeta.config import DataConfig
+from gmeta.errors import ConfigError
+from metaio.format.dataset import Dataset, open_dataset
+from metaio.stream.chain import is_stream, open_stream
+
+
+def open_data(data: DataConfig) -> Dataset:
+    """Open the dataset that a config with a settled increment means.
+
+    Raises:
+        ConfigError: data.increment is no number.
+        FormatError: there is no such increment, or it is damaged.
+        NoDatasetError: there is no dataset, or no stream.
+    """
+    if not data.increment:
+        return open_dataset(data.path)
+    return open_stream(data.path).dataset(number_of(data.increment))
+
+
+def open_named(named: str) -> Dataset:
+    """Open a dataset, an increment of a stream as STREAM:NUMBER, or a stream's newest increment.
+
+    Raises:
+        FormatError: there is no such increment, or it is damaged.
+        NoDatasetError: there is neither a dataset nor a stream.
+    """
+    path, _, number = named.rpartition(":")
+    if path and number.isdecimal() and number.isascii():
+        return open_stream(path).dataset(number_of(number))
+    if is_stream(named):
+        stream = open_stream(named)
+        return stream.dataset(stream.newest.number)
+    return open_dataset(named)
+
+
+def number_of(text: str) -> int:
+    """Return the number of an increment, as data.increment has it.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not (text.isdecimal() and text.isascii() and len(text) < 10):
+        raise ConfigError(
+            f"data.increment = {text!r} is no increment: a number is needed, or, to train, next. "
+            "Correct it, or leave it empty where data.path is a dataset"
+        )
+    return int(text)

@@ -1,0 +1,84 @@
+"""What `gmeta follow` follows: the keys of stream.toml."""
+
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from gmeta.errors import ConfigError
+from gmeta.files.local import check_local
+from gmeta.settings import settings_from_dict
+from gmeta_keys import key
+
+
+@dataclass(frozen=True)
+class FollowSection:
+    """Where data comes from and models go to."""
+
+    inputs: str = key("", "partitions of the log: a path or URL with * for each one's name")
+    schema: str = key("", "TOML file that says what the columns are, with a [stream] section")
+    stream: str = key("", "folder of the stream that the partitions become increments of")
+    train: str = key("", "TOML file of the training of each increment")
+    runs: str = key("", "folder of the runs, one an increment")
+    channel: str = key("", "channel that the models are promoted to")
+    closed_after_s: float = key(
+        0.0,
+        "a partition without _SUCCESS is closed when nothing was written to it for so long; 0: a "
+        "folder needs _SUCCESS, a file is whole as soon as it is there",
+        min=0,
+    )
+    every_s: float = key(10.0, "seconds between two looks for closed partitions", min=0.1)
+    nproc_per_node: int = key(1, "ranks that train", min=1)
+
+
+@dataclass(frozen=True)
+class JudgeSection:
+    """When a candidate is promoted; `gmeta judge --help` explains each."""
+
+    split: str = key("gate", "split of the tasks that no increment trains")
+    margin: float = key(0.0, "loss that may be worse by chance; 0: 1 % of the champion's", min=0)
+    pool: int = key(7, "earlier increments to add where tasks are few", min=0, max=1000)
+    max_refused: int = key(
+        3,
+        "candidates refused in a row, each trained on from the last, before all are set aside",
+        min=1,
+    )
+
+
+@dataclass(frozen=True)
+class ExportSection:
+    """What is delivered."""
+
+    tables: Literal["float32", "float16", "int8"] = key("float32", "how tables are held")
+
+
+@dataclass(frozen=True)
+class FollowConfig:
+    """Everything in stream.toml."""
+
+    follow: FollowSection = field(default_factory=FollowSection)
+    judge: JudgeSection = field(default_factory=JudgeSection)
+    export: ExportSection = field(default_factory=ExportSection)
+
+
+def load_follow_config(path: Path) -> FollowConfig:
+    """Return the config in a TOML file.
+
+    Raises:
+        ConfigError: no such file, no TOML, an unknown key, a bad value, a required key left empty.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"config {str(path)!r} cannot be read: {error.strerror}. Give a TOML file"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"config {str(path)!r} is no TOML: {error}. Mend that line") from error
+    config = settings_from_dict(FollowConfig, raw)
+    for name in ("inputs", "schema", "stream", "train", "runs", "channel"):
+        if not getattr(config.follow, name):
+            raise ConfigError(f"follow.{name} is empty: it is required. Set it in {path}")
+    for name in ("stream", "runs", "channel"):
+        check_local(f"follow.{name}", getattr(config.follow, name))
+    return config

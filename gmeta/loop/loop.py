@@ -1,0 +1,228 @@
+"""The loop: closed partitions become increments, each trained on, judged and promoted in its turn.
+
+What is done is read from what is there, so that a loop killed anywhere goes on where it was: files
+that an increment took are taken, and of RUNS/000007/ `trained.json`, `model/`, `verdict.json` and
+the channel's log each end a stage.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from gmeta.delivery.channel import PROMOTED, Channel
+from gmeta.errors import GMetaError, NotFiniteError, UserError
+from gmeta.files.checked_json import read_json
+from gmeta.loop.config import FollowConfig
+from gmeta.loop.partitions import Partition, closed_partitions, taken_files
+from gmeta.runs.folder import write_json
+from gmeta.serving.folder import CONFIG_FILE
+from metaio.stream.chain import folder_of, increment_numbers, open_stream
+from metaio.stream.quarantine import list_quarantine
+
+STAGES = ("prepare", "train", "export", "judge", "promote")
+SET_ASIDE = 3  # exit code of a verdict, and of `gmeta prepare` for rows that are quarantined
+RunStage = Callable[[list[str], Path], int]
+
+
+@dataclass(frozen=True)
+class Done:
+    """One stage that ended: of which increment (0: not known yet), how, and in how long."""
+
+    stage: str
+    increment: int
+    took_s: float
+    told: str
+
+
+@final
+class Loop:
+    """Takes one stage at a time; `run_stage` runs a command of gmeta and returns its exit code, and
+    `last_line` what it said at last."""
+
+    def __init__(
+        self, config: FollowConfig, run_stage: RunStage, last_line: Callable[[Path], str]
+    ) -> None:
+        self.config = config
+        self.channel = Channel(config.follow.channel)
+        self._runs = Path(config.follow.runs)
+        self._stream = config.follow.stream
+        self._run_stage, self._last_line = run_stage, last_line
+
+    def step(self) -> Done | None:
+        """Take the next stage there is and return what came of it; None where there is none.
+
+        Raises:
+            GMetaError: the stage failed, or too many candidates were refused in a row.
+        """
+        number = self.unfinished()
+        if number is None:
+            waiting = self.waiting()
+            return self._prepare(waiting[0]) if waiting else None
+        refused = self.refused_before(number)
+        if len(refused) >= self.config.judge.max_refused:
+            raise self._too_many(refused)
+        root = self._root(number)
+        if not (root / "trained.json").exists():
+            return self._train(number)
+        if not (root / "verdict.json").exists():
+            if not (root / "model" / CONFIG_FILE).exists():
+                return self._export(number)
+            return self._judge(number, root / "model")
+        return self._promote(number)
+
+    def waiting(self) -> list[Partition]:
+        """Return the closed partitions of which an increment is to be made, the first one first."""
+        follow = self.config.follow
+        known = {*taken_files(self._stream), *self.quarantined()}
+        found = []
+        for partition in closed_partitions(follow.inputs, follow.closed_after_s):
+            files = tuple(file for file in partition.files if file not in known)
+            if files:
+                found.append(Partition(partition.name, files))
+        return found
+
+    def quarantined(self) -> dict[str, str]:
+        """Return the files that the stream's screen refused, and why."""
+        noted = list_quarantine(Path(self._stream))
+        return {one["name"]: "; ".join(note["reasons"]) for note in noted for one in note["files"]}
+
+    def unfinished(self) -> int | None:
+        """Return the first increment that was neither promoted nor refused yet."""
+        for number in increment_numbers(self._stream):
+            verdict = self.verdict(number)
+            if verdict is None or (verdict["verdict"] == "promote" and not self.promoted(number)):
+                return number
+        return None
+
+    def verdict(self, number: int) -> dict[str, Any] | None:
+        """Return the verdict on an increment's candidate; None where there is none yet."""
+        path = self._root(number) / "verdict.json"
+        try:
+            return read_json(path)
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise GMetaError(
+                f"{path} is damaged: {error}. Remove it, and the candidate is judged again"
+            ) from error
+
+    def promoted(self, number: int) -> int | None:
+        """Return the version of the channel that an increment's candidate became."""
+        verdict = self.verdict(number)
+        model = (verdict or {}).get("model")
+        for entry in self.channel.promotions() if model else ():
+            kept = entry.get("verdict") or {}
+            if entry.get("action") == PROMOTED and kept.get("model") == model:
+                return int(entry["number"])
+        return None
+
+    def refused_before(self, number: int) -> list[int]:
+        """Return the increments before this one that were refused since the last promotion."""
+        found: list[int] = []
+        for earlier in increment_numbers(self._stream):
+            if earlier >= number:
+                break
+            found = [] if self.promoted(earlier) is not None else [*found, earlier]
+        return found
+
+    def _prepare(self, partition: Partition) -> Done:
+        arguments = ["prepare", "--extend", self._stream, *partition.files]
+        if not increment_numbers(self._stream):
+            arguments += ["--schema", self.config.follow.schema]
+        log = self._runs / "logs" / f"prepare-{Path(partition.name).name}.log"
+        code, took_s = self._timed(arguments, log)
+        if code == SET_ASIDE:
+            return Done("prepare", 0, took_s, f"{partition.name}: {self._last_line(log)}")
+        self._check("prepare", partition.name, code, log)
+        newest = open_stream(self._stream).newest
+        told = f"{partition.name}: {newest.num_rows:,} training rows"
+        return Done("prepare", newest.number, took_s, told)
+
+    def _train(self, number: int) -> Done:
+        follow, root = self.config.follow, self._root(number)
+        place = [f'data.path="{self._stream}"', f'data.increment="{number}"']
+        arguments = ["train", follow.train, *place, f'run.dir="{root / "run"}"']
+        earlier = [one for one in increment_numbers(self._stream) if one < number]
+        if earlier:
+            arguments.append(f'run.continue_from="{self._root(earlier[-1]) / "run"}"')
+        if (root / "run").exists():
+            arguments.append("--resume")
+        if follow.nproc_per_node > 1:
+            arguments += ["--nproc-per-node", str(follow.nproc_per_node)]
+        took_s = self._taken("train", number, arguments)
+        write_json(root / "trained.json", {"increment": number, "at_s": time.time()})
+        return Done("train", number, took_s, f"{root / 'run'}")
+
+    def _export(self, number: int) -> Done:
+        root = self._root(number)
+        tables = self.config.export.tables
+        arguments = ["export", str(root / "run"), str(root / "model"), "--tables", tables]
+        code, took_s = self._timed([*arguments, "--overwrite"], root / "export.log")
+        if code == NotFiniteError.exit_code:
+            return self._judge(number, root / "run")  # which says so
+        self._check("export", f"increment {number}", code, root / "export.log")
+        return Done("export", number, took_s, f"{tables} tables")
+
+    def _judge(self, number: int, candidate: Path) -> Done:
+        judge, root = self.config.judge, self._root(number)
+        dataset = f"{self._stream}:{number}"
+        arguments = ["judge", str(candidate), "--champion", str(self.channel.root)]
+        arguments += ["--on", dataset, "--split", judge.split, "--pool", str(judge.pool)]
+        arguments += ["--margin", str(judge.margin)] if judge.margin else []
+        arguments += ["--out", str(root / "verdict.json")]
+        took_s = self._taken("judge", number, arguments, allowed=(0, SET_ASIDE))
+        verdict = self.verdict(number) or {}
+        return Done("judge", number, took_s, _told_verdict(verdict))
+
+    def _promote(self, number: int) -> Done:
+        root = self._root(number)
+        arguments = ["promote", str(root / "model"), str(self.channel.root)]
+        took_s = self._taken(
+            "promote", number, [*arguments, "--verdict", str(root / "verdict.json")]
+        )
+        version = self.channel.version(self.channel.served().number)
+        return Done("promote", number, took_s, f"version {version.name}, {version.kind}")
+
+    def _taken(
+        self, stage: str, number: int, arguments: list[str], allowed: tuple[int, ...] = (0,)
+    ) -> float:
+        log = self._root(number) / f"{stage}.log"
+        code, took_s = self._timed(arguments, log)
+        self._check(stage, f"increment {number}", code, log, allowed)
+        return took_s
+
+    def _timed(self, arguments: list[str], log: Path) -> tuple[int, float]:
+        began_s = time.monotonic()
+        code = self._run_stage(arguments, log)
+        return code, time.monotonic() - began_s
+
+    def _check(
+        self, stage: str, what: str, code: int, log: Path, allowed: tuple[int, ...] = (0,)
+    ) -> None:
+        if code not in allowed:
+            kind = UserError if code == UserError.exit_code else GMetaError
+            raise kind(f"{stage} of {what} ended with {code}: {self._last_line(log)} (see {log})")
+
+    def _too_many(self, refused: list[int]) -> GMetaError:
+        last = refused[-1]
+        reasons = "; ".join((self.verdict(last) or {}).get("reasons", []))
+        root, channel = self._root(last), self.channel.root
+        return GMetaError(
+            f"increments {', '.join(map(str, refused))} are set aside: {len(refused)} candidates "
+            f"were refused in a row, the last because {reasons}. The version before them serves "
+            f"on. Raise judge.max_refused, or promote by hand: gmeta promote {root / 'model'} "
+            f"{channel} --verdict {root / 'verdict.json'}"
+        )
+
+    def _root(self, number: int) -> Path:
+        return self._runs / folder_of(number)
+
+
+def _told_verdict(verdict: dict[str, Any]) -> str:
+    if verdict.get("verdict") != "promote":
+        return f"refused: {'; '.join(verdict.get('reasons', []))}"
+    scores = verdict["candidate"]
+    told = ", ".join(f"{name} {value:.4f}" for name, value in scores.items() if value is not None)
+    return f"promote: {told}, over {verdict['num_tasks']:,} tasks"

@@ -1,0 +1,56 @@
+"""Prequential scores: what a model predicts of an increment before it is trained on it.
+
+The support rows of a returning task are older than the increment's window and its query rows are
+in it, so the scores are those of a true forecast (Dawid 1984: "predict, then learn").
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torchrec.distributed import DistributedModelParallel
+
+from gmeta.checkpoints.lineage import Lineage
+from gmeta.config import TrainConfig
+from gmeta.evaluate import data_of, score_split
+from gmeta.parallel.ranks import Ranks
+from gmeta.runs.folder import write_json
+from metaio.format.dataset import Dataset
+
+PREQUENTIAL_FILE = "prequential.json"
+
+
+def forecast(
+    config: TrainConfig,
+    dataset: Dataset,
+    lineage: Lineage,
+    sharded: DistributedModelParallel,
+    ranks: Ranks,
+) -> list[str]:
+    """Score every split of the increment that is trained next, the last of `lineage`, keep the
+    scores in the run folder (prequential.json) and return a line on each. Collective.
+    """
+    # No split was trained on: each is read as it is stored.
+    config = replace(config, data=data_of(config.data, dataset))
+    splits = [name for name, split in dataset.splits.items() if split.num_episodes]
+    found = {name: score_split(config, dataset, name, sharded, ranks) for name in splits}
+    if ranks.rank != 0:
+        return []
+    kept: dict[str, Any] = {
+        "increment": lineage[-1].increment,
+        "fingerprint": lineage[-1].fingerprint,
+        "trained_on": [one.increment for one in lineage[:-1]],
+        "splits": {
+            name: {"num_tasks": dataset.splits[name].num_episodes, "scores": scores}
+            for name, scores in found.items()
+        },
+    }
+    write_json(Path(config.run.dir) / PREQUENTIAL_FILE, kept)
+    return [f"before training, {name}: {_told(scores)}" for name, scores in found.items()]
+
+
+def _told(scores: dict[str, float | None]) -> str:
+    return ", ".join(
+        f"{name} {'undefined' if value is None else f'{value:.4f}'}"
+        for name, value in scores.items()
+    )

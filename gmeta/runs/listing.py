@@ -1,0 +1,109 @@
+"""Run folders side by side: what each trains, how far it came, and in which keys they differ."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gmeta.config import TrainConfig
+from gmeta.errors import UserError
+from gmeta.metrics.catalogue import Scoring
+from gmeta.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE, RunFolder
+
+DEEPEST = 3  # folders below the one that is asked for: runs/DATA/NAME, and one more
+NOT_COMPARED = ("run.dir",)  # never the same
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run's line; None where nothing was logged yet."""
+
+    run: str
+    algorithm: str
+    model: str
+    data: str
+    step: int | None
+    loss: float | None  # of the last reading
+    metric: str  # that validation goes by
+    best: float | None  # of all validations
+    best_step: int | None
+    logged_s: float | None  # when the last line was written, seconds since 1970
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+
+def find_runs(root: Path) -> Iterator[RunFolder]:
+    """Yield the run folders at or below `root`, in the order of their paths.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    if not root.is_dir():
+        raise UserError(f"{root} is no folder. Give a run folder, or one with runs below it")
+    yield from _below(root, DEEPEST)
+
+
+def _below(root: Path, depth: int) -> Iterator[RunFolder]:
+    if _is_run(root):
+        yield RunFolder(root)
+    elif depth:
+        with os.scandir(root) as entries:
+            folders = sorted(entry.path for entry in entries if entry.is_dir())
+        for folder in folders:
+            yield from _below(Path(folder), depth - 1)
+
+
+def _is_run(folder: Path) -> bool:
+    # An exported model has a config.json, too.
+    return (folder / CONFIG_FILE).is_file() and (folder / ENVIRONMENT_FILE).is_file()
+
+
+def summarise_run(folder: RunFolder) -> RunSummary:
+    """Return a run's line.
+
+    Raises:
+        UserError: its config is missing or broken.
+    """
+    config, history = folder.read_config(), folder.read_metrics()
+    metric, is_better = _judged_by(config)
+    scored = [
+        (line["valid"][metric], line["step"])
+        for line in history
+        if line.get("valid", {}).get(metric) is not None
+    ]
+    best = (max if is_better else min)(scored, key=lambda pair: pair[0], default=(None, None))
+    losses = [line["loss"] for line in history if line.get("loss") is not None]
+    return RunSummary(
+        run=str(folder.root),
+        algorithm=config.algorithm.name,
+        model=config.model.name,
+        data=config.data.path,
+        step=max((line["step"] for line in history), default=None),
+        loss=losses[-1] if losses else None,
+        metric=metric,
+        best=best[0],
+        best_step=best[1],
+        logged_s=folder.metrics.stat().st_mtime if history else None,
+    )
+
+
+def _judged_by(config: TrainConfig) -> tuple[str, bool]:
+    """Return the metric that validation goes by, and whether more of it is better."""
+    scoring = Scoring(config.outer.loss, config.evaluation)
+    metric = config.run.early_stop_metric or scoring.names[0]
+    return metric, scoring.info(metric).higher_is_better
+
+
+def differing_keys(configs: Sequence[TrainConfig]) -> list[tuple[str, list[Any]]]:
+    """Return the keys whose values are not the same in all configs, each with its values."""
+    resolved = [config.to_json() for config in configs]
+    found = []
+    for section, keys in resolved[0].items():
+        for name in keys:
+            values = [config[section][name] for config in resolved]
+            if f"{section}.{name}" not in NOT_COMPARED and any(v != values[0] for v in values):
+                found.append((f"{section}.{name}", values))
+    return found

@@ -1,0 +1,98 @@
+"""inputs.json beside a program: how raw columns become its inputs, for readers in any language."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from gmeta.files.checked_json import read_json
+from gmeta.runtimes.forward import DENSE, IDS, LENGTHS, LISTS, OUTPUT
+from gmeta.serving.folder import ExportedConfig, vocabulary_file
+from metaio.format.features import FeatureSpec
+
+FORMAT_NAME = "gmeta-program"
+FORMAT_VERSION = 1
+INPUTS_FILE = "inputs.json"
+# Every table keeps it for values that no row stands for.
+_UNKNOWN_ROW = 0
+
+
+def write_inputs(folder: Path, config: ExportedConfig, programs: dict[str, Any]) -> None:
+    """Write inputs.json: the `programs` with the shapes of their inputs, and the columns of each
+    input in order.
+    """
+    body = {
+        "format": FORMAT_NAME,
+        "version": FORMAT_VERSION,
+        "programs": programs,
+        "output": {
+            "name": OUTPUT,
+            "datatype": "FP32",
+            "kind": "probability" if config.loss == "bce" else "rating",
+        },
+        "inputs": _described(config),
+        "task": config.columns.task,
+        "label": _label(config),
+        "source": config.source,
+    }
+    text = json.dumps(body, indent=1, allow_nan=False)
+    (folder / INPUTS_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def is_program(folder: Path) -> bool:
+    """Return whether `gmeta export` wrote a program to this folder."""
+    try:
+        return read_json(folder / INPUTS_FILE).get("format") == FORMAT_NAME
+    except (OSError, ValueError):
+        return False
+
+
+def _described(config: ExportedConfig) -> dict[str, Any]:
+    features = config.features
+    found: dict[str, Any] = {}
+    if features.single:
+        columns = [_sparse(config, column) for column in features.single]
+        found[IDS] = {"datatype": "INT64", "columns": columns}
+    if features.dense:
+        found[DENSE] = {"datatype": "FP32", "columns": _dense(config)}
+    if features.multi:
+        columns = [_sparse(config, column) for column in features.multi]
+        found[LISTS] = {"datatype": "INT64", "columns": columns}
+        found[LENGTHS] = {"datatype": "INT64", "columns": [each["name"] for each in columns]}
+    return found
+
+
+def _sparse(config: ExportedConfig, column: FeatureSpec) -> dict[str, Any]:
+    num_rows = {table.name: table.num_rows for table in config.features.tables}[column.table]
+    found = {"name": column.name, "table": column.table, "num_rows": num_rows}
+    found |= {"unknown_row": _UNKNOWN_ROW}
+    schema = config.columns.schema
+    if schema is None:
+        return found | {"ids": "as they are"}
+    (rule,) = (each for each in schema.sparse if each.column == column.name)
+    found |= {"values": config.columns.kinds.get(column.name, "text"), "null": rule.null}
+    if rule.separator is not None:
+        found |= {"separator": rule.separator}
+    if rule.hash is not None:
+        return found | {"ids": "hash", "hash": rule.hash}
+    return found | {"ids": "vocabulary", "vocabulary": vocabulary_file(column.table)}
+
+
+def _dense(config: ExportedConfig) -> list[dict[str, Any]]:
+    schema, moments = config.columns.schema, config.columns.moments
+    if schema is None:
+        return [{"name": name} for name in config.features.dense]
+    found = []
+    for rule in schema.dense:
+        told = {"name": rule.column, **asdict(rule)}
+        del told["column"], told["standardise"]
+        if rule.standardise:
+            told |= dict(zip(("mean", "deviation"), moments[rule.column], strict=True))
+        found.append(told)
+    return found
+
+
+def _label(config: ExportedConfig) -> dict[str, Any]:
+    schema = config.columns.schema
+    threshold = None if schema is None else schema.label.threshold
+    return {"name": config.columns.label, "threshold": threshold}

@@ -1,0 +1,1 @@
+"""Predictions for files of any size, in bounded memory."""

@@ -1,0 +1,137 @@
+"""Rows in files, batch by batch: what `gmeta predict` reads and writes. Reads Parquet from paths,
+globs and folders of any fsspec URL; writes Parquet or CSV, by the suffix.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import csv
+
+from gmeta.errors import UserError
+from metaio.format.storage import is_local
+
+CSV = ".csv"
+PARQUET = ("", ".parquet", ".pq")
+# Of a batch. Files are read by row groups, whatever this is.
+_BATCH_ROWS = 65_536
+
+
+class RowFiles:
+    """Parquet files of the same columns, in the order of their names.
+
+    `given` is a path or URL, a glob, a folder, or several of them with commas between.
+    """
+
+    def __init__(self, given: str) -> None:
+        """Find the files and read their heads.
+
+        Raises:
+            UserError: one does not exist, is no Parquet file, or has other columns than the first.
+        """
+        self._given = given
+        self.names: list[str] = []
+        self._places = []
+        with _told(given):
+            for fs, path in _found(given):
+                self._places.append((fs, path))
+                self.names.append(path if is_local(fs) else fs.unstrip_protocol(path))
+        self._heads = [self._head(*place) for place in self._places]
+        self.schema: pa.Schema = self._heads[0][0]
+        for name, (schema, _) in zip(self.names, self._heads, strict=True):
+            if not schema.equals(self.schema):
+                raise UserError(
+                    f"{name} has columns {_shown(schema)}; {self.names[0]} has "
+                    f"{_shown(self.schema)}. Make the files agree"
+                )
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Return how many rows all files hold."""
+        return sum(num_rows for _, num_rows in self._heads)
+
+    def batches(self, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
+        """Yield all rows in their order, with these columns or all."""
+        for fs, path in self._places:
+            with _told(path), fs.open(path) as file:
+                yield from pq.ParquetFile(file).iter_batches(_BATCH_ROWS, columns=columns)
+
+    def _head(self, fs: Any, path: str) -> tuple[pa.Schema, int]:
+        with _told(path), fs.open(path) as file:
+            found = pq.ParquetFile(file)
+            return found.schema_arrow, found.metadata.num_rows
+
+
+class RowWriter(Protocol):
+    """Writes batches of one schema."""
+
+    def write_batch(self, batch: pa.RecordBatch) -> None:
+        """Write the rows behind those before."""
+
+
+@contextmanager
+def writer_of(path: Path, schema: pa.Schema, suffix: str) -> Iterator[RowWriter]:
+    """Give what writes a file of the kind that the suffix says."""
+    if suffix == CSV:
+        with csv.CSVWriter(path, schema) as written:
+            yield written
+    else:
+        with pq.ParquetWriter(path, schema) as written:
+            yield written
+
+
+def check_fits(schema: pa.Schema, out: Path) -> None:
+    """Raise UserError for a column that the file to be written cannot hold."""
+    if out.suffix != CSV:
+        return
+    for field in schema:
+        if pa.types.is_nested(field.type):
+            raise UserError(
+                f"column {field.name} has type {field.type}, which CSV cannot hold: name a file "
+                "that ends with .parquet, or drop the column"
+            )
+
+
+def _found(given: str) -> Iterator[tuple[Any, str]]:
+    fs, path = fsspec.core.url_to_fs(given)
+    if "," in given and not fs.exists(path):
+        for part in given.split(","):
+            yield from _found(part.strip())
+        return
+    if fs.isdir(path):
+        paths = [each for each in sorted(fs.find(path)) if not _is_marker(each)]
+    elif any(mark in path for mark in "*?[") and not fs.exists(path):
+        paths = [each for each in sorted(fs.glob(path)) if not _is_marker(each)]
+    else:
+        paths = [path]
+    if not paths:
+        raise FileNotFoundError(given)
+    yield from ((fs, each) for each in paths)
+
+
+def _is_marker(path: str) -> bool:
+    """Tell whether an engine left this file beside its data, such as _SUCCESS."""
+    return path.rsplit("/", 1)[-1].startswith(("_", "."))
+
+
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise UserError(f"{name} does not exist. Check the path") from error
+    # ValueError and ImportError: fsspec knows no such protocol, or lacks its package.
+    except (pa.ArrowException, OSError, ValueError, ImportError) as error:
+        raise UserError(
+            f"{name} cannot be read as Parquet: {str(error).splitlines()[0].rstrip('.')}. "
+            "Give a Parquet file that is whole"
+        ) from error
+
+
+def _shown(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name} {field.type}" for field in schema)

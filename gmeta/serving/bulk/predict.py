@@ -1,0 +1,176 @@
+"""Predictions for files of any size: rows are encoded as they are read and spooled by task, tasks
+are predicted part by part, and the query's rows are read once more to be written with their
+predictions.
+
+Shape suffixes: N rows.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from gmeta.serving.bulk.files import RowFiles, writer_of
+from gmeta.serving.bulk.spool import TaskSpool
+from gmeta.serving.columns import check_task_kinds
+from gmeta.serving.model import ServedModel
+from gmeta.serving.tasks import refuse_without_support
+from metaio.format.destination import flush_to_disk, folder_of_one_writer
+
+OUTPUT = pa.schema(
+    [
+        ("prediction", pa.float32()),
+        ("prediction_before", pa.float32()),
+        ("support_rows", pa.int64()),
+    ]
+)
+# Of both sides, in memory at once: encoded rows of 39 columns are 300 bytes each.
+PART_ROWS = 1 << 20
+# Of the spool; more of them would make it files of a few rows each batch.
+_MAX_PARTS = 4_096
+
+Advance = Callable[[int, int], None]  # work done, and all of it
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What was written: `seconds` are the model's own, without reading and writing."""
+
+    num_rows: int
+    rows_without_support: int
+    seconds: float
+
+
+class _Clock:
+    """Adds up the model's time, and tells how far the work has come."""
+
+    def __init__(self, advance: Advance, total: int) -> None:
+        self.seconds = 0.0
+        self._advance, self._total, self._done = advance, total, 0
+
+    def __enter__(self) -> None:
+        self._began_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._began_s
+
+    def did(self, num_rows: int) -> None:
+        self._done += num_rows
+        self._advance(self._done, self._total)
+
+
+def predict_files(
+    served: ServedModel,
+    support: RowFiles,
+    query: RowFiles,
+    out: Path,
+    allow_no_support: bool,
+    advance: Advance,
+    part_rows: int = PART_ROWS,
+) -> Predicted:
+    """Write the query's rows in their order, with the columns of OUTPUT, to `out`, which appears
+    whole or not at all. About `part_rows` rows, at least those of the longest task, are in memory.
+
+    Raises:
+        UserError: a column is missing, or a task has no support rows and that is not allowed.
+        DataError: a column holds what the model cannot take, or `out` cannot be written.
+    """
+    for rows, what in ((support, "support"), (query, "query")):
+        # A missing column is told before anything is read.
+        served.encode(rows.schema.empty_table(), what, with_label=rows is support, with_task=True)
+    heads = support.schema.empty_table(), query.schema.empty_table()
+    check_task_kinds(served.config.columns.task, *heads)
+    clock = _Clock(advance, support.num_rows + 3 * query.num_rows)
+    num_parts = min(max(1, -(-(support.num_rows + query.num_rows) // part_rows)), _MAX_PARTS)
+    out = out.absolute()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with folder_of_one_writer(out.with_name(f".{out.name}.partial"), str(out)) as folder:
+        supports = _spooled(served, support, "support", folder / "support", num_parts, clock)
+        queries = _spooled(served, query, "query", folder / "query", num_parts, clock)
+        if not allow_no_support:
+            _check_support(supports, queries)
+        kinds = np.dtype([(field.name, field.type.to_pandas_dtype()) for field in OUTPUT])
+        # A file of no byte cannot be mapped.
+        shape = (max(query.num_rows, 1),)
+        found_N = np.memmap(folder / "predictions", kinds, "w+", shape=shape)
+        without = _predict(served, supports, queries, found_N, clock)
+        written = folder / "rows"
+        _write(query, found_N, written, out.suffix, clock)
+        flush_to_disk([written])
+        written.replace(out)
+        flush_to_disk([out.parent])
+    return Predicted(query.num_rows, without, clock.seconds)
+
+
+def _spooled(
+    served: ServedModel, files: RowFiles, what: str, folder: Path, num_parts: int, clock: _Clock
+) -> TaskSpool:
+    spool = TaskSpool(folder, num_parts, served.config.features)
+    labelled = what == "support"
+    needed = set(served.columns_read(labelled))
+    columns = [name for name in files.schema.names if name in needed]
+    for batch in files.batches(columns):
+        with clock:
+            table = pa.Table.from_batches([batch])
+            rows = served.encode(table, what, with_label=labelled, with_task=True)
+        spool.append(rows)
+        clock.did(batch.num_rows)
+    return spool
+
+
+def _check_support(support: TaskSpool, query: TaskSpool) -> None:
+    """Raise UserError where a task of the query has no support rows."""
+    num_tasks, without, first = 0, 0, np.iinfo(np.int64).max
+    for part in range(query.num_parts):
+        task_N, place_N = query.tasks(part)
+        tasks, first_T = np.unique(task_N, return_index=True)
+        lacks_T = ~np.isin(tasks, support.tasks(part)[0])
+        num_tasks, without = num_tasks + len(tasks), without + int(lacks_T.sum())
+        first = min([first, *place_N[first_T[lacks_T]].tolist()])
+    if without:
+        refuse_without_support(without, num_tasks, int(first))
+
+
+def _predict(
+    served: ServedModel,
+    support: TaskSpool,
+    query: TaskSpool,
+    found_N: npt.NDArray[np.void],
+    clock: _Clock,
+) -> int:
+    """Fill in what is predicted of each query row; return how many have no support rows."""
+    without = 0
+    for part in range(query.num_parts):
+        _, place_N = query.tasks(part)
+        if not len(place_N):
+            continue
+        with clock:
+            found = served.predict_tasks_encoded(support.rows(part), query.rows(part), True)
+        values = (found.after_N, found.before_N, found.support_rows_N)
+        for name, value_N in zip(OUTPUT.names, values, strict=True):
+            found_N[name][place_N] = value_N.numpy()
+        without += int((found.support_rows_N == 0).sum())
+        clock.did(len(place_N))
+    return without
+
+
+def _write(
+    query: RowFiles, found_N: npt.NDArray[np.void], path: Path, suffix: str, clock: _Clock
+) -> None:
+    schema, first = query.schema, 0
+    for field in OUTPUT:
+        schema = schema.append(field)
+    with writer_of(path, schema, suffix) as writer:
+        for batch in query.batches():
+            stop = first + batch.num_rows
+            predicted = [
+                pa.array(np.ascontiguousarray(found_N[name][first:stop])) for name in OUTPUT.names
+            ]
+            columns = [*batch.columns, *predicted]
+            writer.write_batch(pa.record_batch(columns, schema=schema))
+            clock.did(batch.num_rows)
+            first = stop

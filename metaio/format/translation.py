@@ -1,0 +1,183 @@
+"""A dataset as a model sees it that was trained on another one of the same columns: each id is the
+row that its value has in that model's tables, and row 0 where it has none.
+
+Shape suffixes: R rows of one table, U unique ids of all tables, N rows, K dense columns.
+"""
+
+from dataclasses import dataclass, replace
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from metaio.errors import DataError
+from metaio.format.block import Block, with_one_unknown
+from metaio.format.dataset import Dataset, verify_file
+from metaio.format.features import FeatureSpec
+from metaio.format.layout import VOCABULARY_FOLDER
+from metaio.ragged import Int64, offsets
+
+_REMEDY = "Prepare it by the schema of the other one, or choose another dataset"
+# Of a column's rule, what decides which value an id or a number stands for.
+_MEANING = ("table", "hash", "log1p", "standardise", "fill")
+
+
+@dataclass(frozen=True)
+class _Translation:
+    """Rows of each table [R] in the other dataset's tables, and what turns its dense columns into
+    those of the other: x * scale + shift; None where nothing changes."""
+
+    rows_of_tables: tuple[Int64, ...]
+    affine_K: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None
+
+    def __call__(self, block: Block) -> Block:
+        """Return the block in the other dataset's ids and units."""
+        lengths_B = np.diff(block.unique_offsets_B1)
+        parts = np.split(block.unique_ids_U, block.unique_offsets_B1[1:-1])
+        mapped = [rows[ids] for rows, ids in zip(self.rows_of_tables, parts, strict=True)]
+        ids_U = np.concatenate(mapped) if mapped else block.unique_ids_U
+        table_U = np.repeat(np.arange(len(lengths_B)), lengths_B)
+        kept_U, kept_B, position_U = with_one_unknown(ids_U, ids_U == 0, table_U, len(lengths_B))
+        dense_NK = block.dense_NK
+        if self.affine_K is not None:
+            scale_K, shift_K = self.affine_K
+            dense_NK = (dense_NK * scale_K + shift_K).astype(np.float32)
+        return replace(
+            block,
+            dense_NK=dense_NK,
+            unique_ids_U=kept_U,
+            unique_offsets_B1=offsets(kept_B),
+            positions_NF=position_U[block.positions_NF],
+            multi_positions_V=position_U[block.multi_positions_V],
+        )
+
+
+def translated(own: Dataset, known: Dataset) -> Dataset:
+    """Return `own` as a model of `known` sees it: with the ids, the tables and the units of
+    `known`; `own` itself where they are one dataset.
+
+    Raises:
+        DataError: they differ in a column, in what its values mean, or in the label; it is named.
+        FormatError: a vocabulary is missing or altered.
+    """
+    if own.fingerprint == known.fingerprint:
+        return own
+    _check_columns(own, known)
+    rules = _rules(own), _rules(known)
+    _check_rules(own, known, *rules)
+    rows = tuple(
+        _rows_of(own, known, table.name, table.num_rows, size.num_rows)
+        for table, size in zip(own.features.tables, known.features.tables, strict=True)
+    )
+    return own.seen_as(known.features, _Translation(rows, _affine(own, known)))
+
+
+def _check_columns(own: Dataset, known: Dataset) -> None:
+    """Refuse another set of columns, or another order of them."""
+
+    def named(columns: tuple[FeatureSpec, ...], kind: str) -> list[tuple[str, str]]:
+        return [(column.name, f"{kind} of table {column.table}") for column in columns]
+
+    described = [
+        [
+            *named(dataset.features.single, "single column"),
+            *named(dataset.features.multi, "multi column"),
+            *((name, "dense column") for name in dataset.features.dense),
+        ]
+        for dataset in (own, known)
+    ]
+    kinds = [dict(one) for one in described]
+    for name, kind in described[1]:
+        if kinds[0].get(name) != kind:
+            has = f"has it as {kinds[0][name]}" if name in kinds[0] else "lacks it"
+            raise DataError(f"column {name} is a {kind} of {known.url}, {own.url} {has}. {_REMEDY}")
+    for (name, _), (other, _) in zip(*described, strict=False):
+        if name != other:
+            raise DataError(f"{own.url} has column {name} where {known.url} has {other}. {_REMEDY}")
+    if len(described[0]) > len(described[1]):
+        name = described[0][len(described[1])][0]
+        raise DataError(f"{own.url} has a column {name}, {known.url} has none. {_REMEDY}")
+    tables = [[table.name for table in dataset.features.tables] for dataset in (own, known)]
+    if tables[0] != tables[1]:
+        raise DataError(
+            f"{own.url} has the tables {', '.join(tables[0])}, {known.url} has "
+            f"{', '.join(tables[1])}. {_REMEDY}"
+        )
+
+
+def _rules(dataset: Dataset) -> dict[str, dict[str, Any]]:
+    """Return by column what its ids and numbers mean, and the label's rule as `label NAME`."""
+    recipe = dataset.manifest.recipe
+    schema = recipe.get("schema") or {}
+    kinds = recipe.get("kinds", {})
+    found = {f"label {dataset.label}": {"threshold": (schema.get("label") or {}).get("threshold")}}
+    for one in (*schema.get("single", ()), *schema.get("multi", ()), *schema.get("dense", ())):
+        meaning = {key: one.get(key) for key in _MEANING}
+        found[one["column"]] = {**meaning, "kind": kinds.get(one["column"])}
+    return found
+
+
+def _check_rules(
+    own: Dataset,
+    known: Dataset,
+    own_rules: dict[str, dict[str, Any]],
+    known_rules: dict[str, dict[str, Any]],
+) -> None:
+    """Refuse columns whose ids or numbers mean something else."""
+    for name, rule in known_rules.items():
+        other = own_rules.get(name)
+        if other is None:
+            raise DataError(f"{known.url} has {name}, {own.url} has another. {_REMEDY}")
+        for key, value in rule.items():
+            # A column without a value has no kind.
+            if other[key] != value and not (key == "kind" and None in (value, other[key])):
+                raise DataError(
+                    f"column {name} has {key} = {other[key]!r} in {own.url} and {value!r} in "
+                    f"{known.url}: its values mean other ids or numbers. {_REMEDY}"
+                )
+
+
+def _rows_of(own: Dataset, known: Dataset, table: str, num_rows: int, num_known: int) -> Int64:
+    """Return for each row of a table of `own` [R] the row of its value in `known`; 0: none."""
+    vocabularies = own.manifest.vocabularies, known.manifest.vocabularies
+    rows_R = np.arange(num_rows)
+    if table not in vocabularies[1] and table not in vocabularies[0]:
+        # Hashed, or numbered by a recipe: the id is the row.
+        return np.where(rows_R < num_known, rows_R, 0)
+    if table not in vocabularies[0] or table not in vocabularies[1]:
+        missing = known if table in vocabularies[0] else own
+        raise DataError(f"table {table} has no vocabulary in {missing.url}. {_REMEDY}")
+    values, wanted = _vocabulary(own, table), _vocabulary(known, table)
+    # A row that was freed has no value, and nobody's value is none.
+    found = pc.index_in(values.cast(wanted.type), value_set=wanted, skip_nulls=True)
+    rows_R[:] = 0
+    rows_R[1 : 1 + len(values)] = pc.fill_null(found, -1).to_numpy() + 1
+    return rows_R
+
+
+def _vocabulary(dataset: Dataset, table: str) -> pa.Array:
+    """Return the values of a table's rows from 1 on."""
+    path = f"{VOCABULARY_FOLDER}/{table}.parquet"
+    verify_file(dataset, path, dataset.manifest.vocabularies[table])
+    return pq.read_table(BytesIO(dataset.read_file(path)))["value"].combine_chunks()
+
+
+def _affine(
+    own: Dataset, known: Dataset
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
+    """Return scale and shift [K] from standardised columns of `own` to those of `known`."""
+    moments = [dataset.manifest.recipe.get("moments", {}) for dataset in (own, known)]
+    if moments[0] == moments[1]:
+        return None  # to the bit
+    scale_K = np.ones(len(known.features.dense))
+    shift_K = np.zeros(len(known.features.dense))
+    for index, name in enumerate(known.features.dense):
+        if name in moments[0] and name in moments[1]:
+            (mean, deviation), (to_mean, to_deviation) = moments[0][name], moments[1][name]
+            scale_K[index] = deviation / to_deviation
+            shift_K[index] = (mean - to_mean) / to_deviation
+    return scale_K, shift_K

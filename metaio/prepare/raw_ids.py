@@ -1,0 +1,147 @@
+"""Tasks and items as the log calls them: kept beside a dataset, which knows them by numbers.
+
+raw_ids/task.parquet has the text behind the hash of each task; integer tasks are stored as they
+are. raw_ids/item.parquet has the values behind the rows of the item's table where these are hashed;
+else they are the table's vocabulary.
+
+Shape suffixes: N rows.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from metaio.errors import FormatError
+from metaio.format.dataset import Dataset, verify_file
+from metaio.format.layout import RAW_IDS_FOLDER, VOCABULARY_FOLDER
+from metaio.format.manifest import FileEntry
+from metaio.prepare.encode import hashed_rows
+from metaio.prepare.rules import ItemRule
+from metaio.prepare.schema import Schema, parse_schema
+from metaio.prepare.survey import Survey, columns_of_raw_ids, merged
+from metaio.prepare.values import hash_values, kind_of
+from metaio.ragged import Int64
+
+
+def write_raw_ids(folder: Path, schema: Schema, survey: Survey) -> None:
+    """Write the raw ids that a survey of all rows saw, by key: the same file whatever engine
+    surveyed, in whatever order.
+    """
+    num_rows = {column.column: column.hash for column in schema.single}
+    for role, parts in survey.raw_ids.items():
+        values = merged(parts)["value"].combine_chunks()
+        column = columns_of_raw_ids(schema)[role]
+        kind = kind_of(column, values.type, role)
+        if role == "task":
+            key_N = hash_values(values, kind).view(np.int64)
+        else:
+            key_N = hashed_rows(values, kind, num_rows[column] or 0)
+        order = [("key", "ascending"), ("value", "ascending")]
+        table = pa.table({"key": key_N, "value": values}).sort_by(order)
+        path = folder / RAW_IDS_FOLDER / f"{role}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        pq.write_table(table, path, store_schema=False)
+
+
+def item_rule_of(dataset: Dataset) -> ItemRule | None:
+    """Return what a dataset's schema says of the item; None where it has none, or no schema."""
+    schema = dataset.manifest.recipe.get("schema")
+    return parse_schema(schema).item_rule if isinstance(schema, dict) else None
+
+
+def raw_tasks(dataset: Dataset, task_N: Int64) -> pa.Array | None:
+    """Return the tasks [N] as the log calls them, integers or text; None where the dataset does not
+    say.
+
+    Raises:
+        FormatError: a file is missing or damaged.
+    """
+    if dataset.manifest.task_kind == "integer":
+        return pa.array(task_N)
+    entry = dataset.manifest.raw_ids.get("task")
+    return None if entry is None else _looked_up(_table(dataset, "task", entry), task_N)
+
+
+def raw_items(dataset: Dataset, id_N: Int64) -> pa.Array | None:
+    """Return the values [N] behind these rows of the item's table, null where these are unknown or
+    several; None where the dataset does not say.
+
+    Raises:
+        FormatError: a file is missing or damaged.
+    """
+    rule, manifest = item_rule_of(dataset), dataset.manifest
+    if rule is None:
+        return None
+    entry = manifest.raw_ids.get("item")
+    if entry is not None:
+        return _looked_up(_table(dataset, "item", entry), id_N)
+    tables = {feature.name: feature.table for feature in dataset.features.single}
+    name = tables[rule.column]
+    if name not in manifest.vocabularies:
+        return None
+    path = f"{VOCABULARY_FOLDER}/{name}.parquet"
+    values = _read(dataset, path, manifest.vocabularies[name])["value"]
+    keys = np.arange(1, len(values) + 1)
+    return _looked_up(pa.table({"key": keys, "value": values}), id_N)
+
+
+def item_place(dataset: Dataset) -> int | None:
+    """Return which of the single features is the item, None where no schema names one."""
+    rule = item_rule_of(dataset)
+    names = [feature.name for feature in dataset.features.single]
+    return None if rule is None else names.index(rule.column)
+
+
+def with_raw_ids(table: pa.Table, dataset: Dataset, known: Dataset) -> pa.Table:
+    """Return a table with `task_id` behind its column `task`, and `item_id` in place of `item`, the
+    row of the item's table in the dataset `known`; without what the two do not say.
+
+    Raises:
+        FormatError: a file is missing or damaged.
+    """
+    tasks = raw_tasks(dataset, table["task"].to_numpy())
+    if tasks is not None:
+        table = table.add_column(table.column_names.index("task") + 1, "task_id", tasks)
+    if "item" not in table.column_names:
+        return table
+    place = table.column_names.index("item")
+    items = raw_items(known, table["item"].to_numpy())
+    rest = table.drop_columns(["item"])
+    return rest if items is None else rest.add_column(place, "item_id", items)
+
+
+def lacking(dataset: Dataset) -> str:
+    """Return a line that says which raw ids a dataset does not keep, "" where it keeps them."""
+    item, roles = item_place(dataset), dataset.manifest.raw_ids
+    missing = ["task_id"] if dataset.manifest.task_kind == "hashed" and "task" not in roles else []
+    if item is not None and raw_items(dataset, np.zeros(0, np.int64)) is None:
+        missing.append("item_id")
+    if not missing:
+        return ""
+    return (
+        f"predictions.parquet has no {' and no '.join(missing)}: {dataset.url} keeps the hashes "
+        "alone, as an increment of a stream does, and what an earlier release wrote. Prepare it as "
+        "a dataset to have them"
+    )
+
+
+def _looked_up(table: pa.Table, key_N: Int64) -> pa.Array:
+    """Return the value of each key, null where it has none or several; keys are sorted."""
+    known = table["key"].to_numpy()
+    first_N = np.searchsorted(known, key_N, side="left")
+    is_one_N = np.searchsorted(known, key_N, side="right") - first_N == 1
+    return table["value"].combine_chunks().take(pa.array(first_N, mask=~is_one_N))
+
+
+def _table(dataset: Dataset, role: str, entry: FileEntry) -> pa.Table:
+    return _read(dataset, f"{RAW_IDS_FOLDER}/{role}.parquet", entry)
+
+
+def _read(dataset: Dataset, path: str, entry: FileEntry) -> pa.Table:
+    verify_file(dataset, path, entry)
+    try:
+        return pq.read_table(pa.BufferReader(dataset.read_file(path)))
+    except (pa.ArrowException, OSError) as error:
+        raise FormatError(f"{dataset.url}/{path} is no Parquet file: {error}") from error

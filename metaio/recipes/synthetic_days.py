@@ -1,0 +1,269 @@
+"""Synthetic click logs day by day, for streams: users and items come and go, and fashion moves.
+
+The world is that of `synthetic`, and so is P(click), with two changes. Every day a tenth of the
+items is new and as many have gone, and a fifth of the users is new. The log-odds of a genre take a
+step of a random walk every day, so that a model of yesterday's log is worse today. The log carries
+`p_click`, P(click) itself, which no schema reads: no model of these rows can have a higher expected
+AUC than it has, and `days.json` says what that is.
+
+Shape suffixes: T users of a day, N rows of a day, L latent factors, G genres, D days.
+"""
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from metaio.errors import DataError, SchemaError
+from metaio.format.destination import folder_of_one_writer, replace_folder
+from metaio.format.storage import file_system, is_local
+from metaio.ragged import Int64, offsets
+from metaio.recipes.synthetic import (
+    TASTE_SCALE,
+    Float,
+    SyntheticConfig,
+    World,
+    draw_tastes,
+    make_world,
+    sigmoid,
+)
+
+FIRST_DAY = datetime(2026, 1, 1, tzinfo=UTC)
+_NEW_ITEMS, _NEW_USERS = 10, 5  # one in so many of a day's
+_FASHION_STEP = 0.2
+_SECONDS = 86_400
+
+SCHEMA = """# Written by gmeta prepare --recipe synthetic-days.
+seed = 2019
+
+[task]
+column = "user"
+
+[label]
+column = "click"
+
+[time]
+column = "time"
+
+[row_id]
+column = "row"
+
+[[single]]
+column = "item"
+vocabulary = 3
+
+{singles}
+[[multi]]
+column = "tags"
+vocabulary = 1
+
+[[dense]]
+column = "price"
+log1p = true
+standardise = true
+
+[[dense]]
+column = "item_age"
+log1p = true
+standardise = true
+
+[[dense]]
+column = "position"
+standardise = true
+
+[episodes]
+by = "last"
+query_rows = 5
+min_rows = 8
+max_rows = 64
+
+[stream]
+gate = 0.1
+support = 20
+capacity_block = 1024
+"""
+SINGLES = ("genre", "brand", "age", "region", "device", "hour")
+
+
+@dataclass(frozen=True)
+class DaysConfig:
+    """Size and seed of the logs."""
+
+    days: int = 5
+    users_per_day: int = 4_000
+    live_items: int = 3_000
+    min_rows: int = 8  # of a user on a day
+    max_rows: int = 16
+    seed: int = 2019
+
+    def __post_init__(self) -> None:
+        if self.days < 1 or self.users_per_day < _NEW_USERS or self.live_items < _NEW_ITEMS:
+            raise SchemaError(
+                f"{self.days} days of {self.users_per_day} users and {self.live_items} items: at "
+                f"least 1 day, {_NEW_USERS} users and {_NEW_ITEMS} items are needed. Raise --days, "
+                "--tasks or --items"
+            )
+        if not 1 <= self.min_rows <= self.max_rows:
+            raise SchemaError(
+                f"rows {self.min_rows} to {self.max_rows}: 1 <= least <= most is needed. Change "
+                "--rows"
+            )
+
+
+def write_days(out: str, config: DaysConfig, overwrite: bool = False) -> None:
+    """Write `out`/day=DATE/clicks.parquet for each day, schema.toml and days.json.
+
+    Raises:
+        DataError: `out` exists, is a URL, or the disk is full.
+    """
+    fs, place = file_system(out)
+    if not is_local(fs):
+        raise DataError(f"{out} is a URL; logs are made at a local path. Make them there, and copy")
+    target = Path(place)
+    if target.exists() and not overwrite:
+        raise DataError(f"{out} exists. Choose another place, or pass --overwrite to replace it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    world, fashion_DG = _world(config)
+    with folder_of_one_writer(target.parent / f".{target.name}.partial", out) as folder:
+        told = []
+        for day in range(config.days):
+            table = day_table(config, world, fashion_DG[day], day)
+            name = f"day={FIRST_DAY + timedelta(day):%Y-%m-%d}"
+            (folder / name).mkdir()
+            pq.write_table(table, folder / name / "clicks.parquet")
+            clicks_N, probability_N = (table[c].to_numpy() for c in ("click", "p_click"))
+            best = round(auc(probability_N, clicks_N), 4)
+            users, items = (len(table[name].unique()) for name in ("user", "item"))
+            told.append({"day": name, "rows": len(table), "users": users, "items": items})
+            told[-1]["auc_of_p_click"] = best
+        (folder / "days.json").write_text(json.dumps(told, indent=1))
+        singles = "".join(f'[[single]]\ncolumn = "{name}"\nvocabulary = 1\n\n' for name in SINGLES)
+        (folder / "schema.toml").write_text(SCHEMA.format(singles=singles))
+        replace_folder(folder, target)
+
+
+def _world(config: DaysConfig) -> tuple[World, Float]:
+    """Return all items of all days, and the log-odds of each genre on each day."""
+    new = config.live_items // _NEW_ITEMS
+    items = config.live_items + new * (config.days - 1)
+    world = make_world(SyntheticConfig(num_items=items, seed=config.seed))
+    rng = np.random.default_rng([config.seed, 20])
+    steps = _FASHION_STEP * rng.standard_normal((config.days, int(world.item_genre_I.max()) + 1))
+    return world, np.cumsum(steps, axis=0)
+
+
+def day_table(config: DaysConfig, world: World, fashion_G: Float, day: int) -> pa.Table:
+    """Return the log of a day, in the order of time."""
+    rng = np.random.default_rng([config.seed, 21, day])
+    user_T, born_T = _users(config, day)
+    lengths_T = rng.integers(config.min_rows, config.max_rows + 1, len(user_T))
+    place_N = np.repeat(np.arange(len(user_T)), lengths_T)
+    count = len(place_N)
+    new = config.live_items // _NEW_ITEMS
+    # The newest items are shown most.
+    back_N = (config.live_items * rng.power(0.6, count)).astype(np.int64)
+    back_N = np.minimum(back_N, config.live_items - 1)
+    newest = config.live_items - 1 + new * day
+    item_N = newest - back_N
+    traits = {name: _trait(config, user_T, name) for name in ("age", "region", "device")}
+    hour_N, position_N = rng.integers(0, 24, count), rng.integers(0, 10, count)
+    taste_TL = _tastes(config, world, user_T, born_T, day)
+    logit_N = TASTE_SCALE * np.einsum("nl,nl->n", taste_TL[place_N], world.item_latent_IL[item_N])
+    logit_N += world.popularity_I[item_N] + fashion_G[world.item_genre_I[item_N]]
+    logit_N += world.age_effect[traits["age"]][place_N] + world.hour_effect[hour_N]
+    logit_N += world.device_effect[traits["device"]][place_N] - 0.08 * position_N - 0.5
+    probability_N = sigmoid(logit_N)
+    second_N = day * _SECONDS + hour_N * 3_600 + rng.integers(0, 3_600, count)
+    tag_lengths_N = world.tag_lengths_I[item_N]
+    tags = world.tags_IG[item_N]
+    flat = tags[np.arange(tags.shape[1]) < tag_lengths_N[:, None]]
+    start = int(FIRST_DAY.timestamp())
+    # A day's new items; those of the first day came one lot a day before it.
+    item_age_N = day - (item_N - config.live_items + new) // new
+    table = pa.table(
+        {
+            "user": user_T[place_N],
+            "time": pa.array((start + second_N) * 10**6, pa.timestamp("us", "UTC")),
+            "click": (rng.random(count) < probability_N).astype(np.int8),
+            "item": item_N,
+            "genre": world.item_genre_I[item_N],
+            "brand": world.item_brand_I[item_N],
+            **{name: values[place_N] for name, values in traits.items()},
+            "hour": hour_N,
+            "tags": pa.ListArray.from_arrays(offsets(tag_lengths_N).astype(np.int32), flat),
+            "price": world.item_price_I[item_N],
+            "item_age": item_age_N,
+            "position": position_N,
+            "p_click": probability_N,
+        }
+    )
+    table = table.take(pa.array(np.argsort(second_N, kind="stable")))
+    return table.add_column(0, "row", pa.array(day * 10**9 + np.arange(count)))
+
+
+def _users(config: DaysConfig, day: int) -> tuple[Int64, Int64]:
+    """Return the users of a day and the day on which each came: all new ones, and some of before.
+
+    Users are numbered as they come: all of the first day, then the new ones of each day.
+    """
+    new = config.users_per_day // _NEW_USERS
+    known = config.users_per_day + new * (day - 1) if day else 0
+    if not day:
+        return np.arange(config.users_per_day), np.zeros(config.users_per_day, np.int64)
+    rng = np.random.default_rng([config.seed, 22, day])
+    # Who came last comes back most.
+    back = rng.choice(known, config.users_per_day - new, replace=False, p=_recency(known))
+    user_T = np.concatenate([np.sort(back), known + np.arange(new)])
+    born_T = np.maximum(user_T - config.users_per_day + new, 0) // new
+    return user_T, born_T
+
+
+def _recency(known: int) -> Float:
+    weights: Float = np.linspace(0.5, 1.5, known)
+    weights /= weights.sum()
+    return weights
+
+
+def _tastes(
+    config: DaysConfig, world: World, user_T: Int64, born_T: Int64, day: int
+) -> npt.NDArray[np.float64]:
+    """Return the tastes of users [T, L], which they keep from the day on which they came."""
+    new = config.users_per_day // _NEW_USERS
+    taste_TL = np.empty((len(user_T), world.centres_CL.shape[1]))
+    for born in range(day + 1):
+        own = born_T == born
+        if own.any():
+            rng = np.random.default_rng([config.seed, 23, born])
+            count = new if born else config.users_per_day
+            first = config.users_per_day + new * (born - 1) if born else 0
+            taste_TL[own] = draw_tastes(rng, world, count)[user_T[own] - first]
+    return taste_TL
+
+
+def _trait(config: DaysConfig, user_T: Int64, name: str) -> Int64:
+    """Return a property of each user, which no day changes."""
+    sizes = {"age": (30, 8), "region": (31, 50), "device": (32, 6)}
+    stream, size = sizes[name]
+    most = config.users_per_day + config.users_per_day // _NEW_USERS * config.days
+    values: Int64 = np.random.default_rng([config.seed, stream]).integers(0, size, most)
+    return values[user_T]
+
+
+def auc(score_N: Float, label_N: npt.NDArray[np.integer[np.typing.NBitBase]]) -> float:
+    """Return the area under the ROC curve: how often a click scores above a row without one; ties
+    count half.
+    """
+    order = np.argsort(score_N, kind="stable")
+    _, place_N, counts = np.unique(score_N[order], return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    rank_N = (ends - (counts - 1) / 2.0)[place_N]
+    clicks_N = label_N[order] > 0
+    num, others = int(clicks_N.sum()), int((~clicks_N).sum())
+    if not num or not others:
+        return 0.5
+    return float((rank_N[clicks_N].sum() - num * (num + 1) / 2) / (num * others))

@@ -1,0 +1,1 @@
+"""Streams: datasets that continue each other window by window; ids keep their rows."""

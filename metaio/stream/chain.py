@@ -1,0 +1,190 @@
+"""A stream of increments as its readers see it: which there are, in which order, and each as the
+dataset that it is.
+
+Nothing here needs what prepare needs, so that a trainer opens a stream as fast as a dataset.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from metaio.errors import FormatError, NoDatasetError
+from metaio.format.dataset import Dataset, open_dataset, verify_file
+from metaio.format.layout import MANIFEST_NAME, RESET_FOLDER
+from metaio.format.manifest import Manifest, decode_manifest
+from metaio.format.storage import Storage, file_system
+from metaio.ragged import Int64
+from metaio.stream.checked_json import read_checked
+
+STREAM_FILE = "stream.json"
+STREAM_FORMAT = "gmeta-stream"
+INCREMENTS = "increments"
+FIRST_INCREMENT = 1
+_NUMBER = re.compile(r"\d{6,}")
+
+
+def folder_of(number: int) -> str:
+    """Return the name of an increment's folder.
+
+    >>> folder_of(7)
+    '000007'
+    """
+    return f"{number:06d}"
+
+
+@dataclass(frozen=True)
+class IncrementRecord:
+    """One increment: its place in the chain, and what `gmeta prepare --extend` reported of it."""
+
+    number: int
+    fingerprint: str
+    parent: str
+    window: tuple[int, int]
+    num_rows: int  # of the train split
+    report: Mapping[str, Any]
+
+
+class Stream:
+    """The increments of a stream, oldest first. Opening lists them; each manifest is read once it
+    is asked for.
+    """
+
+    def __init__(self, storage: Storage, description: dict[str, Any], numbers: list[int]) -> None:
+        self.description = description
+        self.numbers = numbers
+        self._storage = storage
+        self._manifests: dict[int, Manifest] = {}
+
+    @property
+    def url(self) -> str:
+        """Return where the stream was opened."""
+        return self._storage.url
+
+    @property
+    def id(self) -> str:
+        """Return what the manifests of all increments call this stream."""
+        return str(self.description["stream"])
+
+    @cached_property
+    def records(self) -> list[IncrementRecord]:
+        """Return every increment, oldest first; reads all manifests.
+
+        Raises:
+            FormatError: one is damaged, missing, or does not continue the one before it.
+        """
+        found = [self.record(number) for number in self.numbers]
+        parent = ""
+        for expected, record in enumerate(found, start=FIRST_INCREMENT):
+            if record.number != expected or record.parent != parent:
+                raise FormatError(
+                    f"{self.url}: increment {record.number} does not continue increment "
+                    f"{expected - 1}: one was removed or replaced. Put back what prepare --extend "
+                    "wrote, or begin a new stream"
+                )
+            parent = record.fingerprint
+        return found
+
+    def record(self, number: int) -> IncrementRecord:
+        """Return one increment by its number.
+
+        Raises:
+            FormatError: there is none of that number, or its manifest is damaged.
+        """
+        if number not in self._manifests:
+            path = f"{self._path(number)}/{MANIFEST_NAME}"
+            name = self._storage.name(path)
+            self._manifests[number] = decode_manifest(self._storage.read(path), name)
+        manifest = self._manifests[number]
+        place = manifest.stream
+        if place is None or place.increment != number or place.stream != self.id:
+            raise FormatError(
+                f"{self.url}/{self._path(number)} is no increment {number} of this stream: it was "
+                "put there by hand. Remove it"
+            )
+        return IncrementRecord(
+            number,
+            manifest.fingerprint,
+            place.parent,
+            (place.window[0], place.window[1]),
+            manifest.splits["train"].num_rows if "train" in manifest.splits else 0,
+            manifest.report.get("stream", {}),
+        )
+
+    @property
+    def newest(self) -> IncrementRecord:
+        """Return the last increment."""
+        return self.record(self.numbers[-1])
+
+    def dataset(self, number: int) -> Dataset:
+        """Return an increment as the dataset that it is.
+
+        Raises:
+            FormatError: there is none of that number, or it is damaged.
+        """
+        self.record(number)
+        return open_dataset(f"{self.url}/{self._path(number)}")
+
+    def _path(self, number: int) -> str:
+        if number not in self.numbers:
+            raise FormatError(
+                f"{self.url} has no increment {number}; it has {self.numbers[0]} to "
+                f"{self.numbers[-1]}. Choose one of them, or append it with gmeta prepare --extend"
+            )
+        return f"{INCREMENTS}/{folder_of(number)}"
+
+
+def open_stream(url: str) -> Stream:
+    """Open the stream at a local path or any fsspec URL.
+
+    Raises:
+        NoDatasetError: there is none, or it has no increment yet.
+        FormatError: its description is damaged.
+    """
+    storage = Storage(url)
+    numbers = increment_numbers(url)
+    if not numbers:
+        raise NoDatasetError(
+            f"{url} holds no stream: there is no increment. Run: gmeta prepare --schema FILE "
+            f"--extend {url} INPUT..."
+        )
+    return Stream(storage, read_checked(storage, STREAM_FILE, STREAM_FORMAT), numbers)
+
+
+def is_stream(url: str) -> bool:
+    """Tell whether a stream, rather than a dataset, lies at this path or URL."""
+    fs, root = file_system(url)
+    return bool(fs.exists(f"{root}/{STREAM_FILE}"))
+
+
+def increment_numbers(url: str) -> list[int]:
+    """Return the numbers of the increments at a URL, ascending."""
+    fs, root = file_system(url)
+    try:
+        listed = fs.ls(f"{root.rstrip('/')}/{INCREMENTS}", detail=False, refresh=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    names = (str(path).rstrip("/").rsplit("/", 1)[-1] for path in listed)
+    # Others begin with a dot: they are being written, or were when their writer was killed.
+    return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
+
+
+def reset_rows(dataset: Dataset) -> dict[str, Int64]:
+    """Return the rows of each table that mean another value from this increment on, ascending:
+    their weights begin anew.
+
+    Raises:
+        FormatError: a file of them is missing or damaged.
+    """
+    place, found = dataset.manifest.stream, {}
+    for table, entry in (place.resets if place else {}).items():
+        path = f"{RESET_FOLDER}/{table}.parquet"
+        verify_file(dataset, path, entry)
+        rows: Int64 = pq.read_table(pa.BufferReader(dataset.read_file(path)))["row"].to_numpy()
+        found[table] = rows.astype(np.int64)
+    return found

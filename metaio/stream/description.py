@@ -1,0 +1,124 @@
+"""What a stream is and was, before an increment is added: its schema, its state, what its columns
+hold.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from metaio.errors import DataError
+from metaio.format.layout import MANIFEST_NAME
+from metaio.prepare.job import kind_of_column
+from metaio.prepare.rules import StreamRule
+from metaio.prepare.schema import Schema, parse_schema
+from metaio.prepare.values import Kind, kind_of
+from metaio.stream.chain import FIRST_INCREMENT, increment_numbers, open_stream
+from metaio.stream.state import State, load_state
+from metaio.stream.window import time_unit
+
+
+@dataclass(frozen=True)
+class Before:
+    """A stream before its next increment, which is `number`; `description` is that of stream.json,
+    None before the first one.
+    """
+
+    root: Path
+    schema: Schema
+    state: State
+    number: int
+    parent: str
+    description: dict[str, Any] | None
+
+    @property
+    def moments(self) -> dict[str, tuple[float, float]] | None:
+        """Return the frozen means and deviations, None before the first increment."""
+        if self.description is None:
+            return None
+        return {name: (own[0], own[1]) for name, own in self.description["moments"].items()}
+
+
+def opened(root: Path, schema: Schema | None) -> Before:
+    """Return the stream at a folder, or one that is to be made there.
+
+    Raises:
+        SchemaError: the schema cannot be that of a stream.
+        DataError: there is none and no schema is given, the one given is another, or something
+            else lies there.
+    """
+    given = None if schema is None else as_stream(schema)
+    if (root / MANIFEST_NAME).exists():
+        raise DataError(
+            f"{root} holds a dataset, which cannot be extended. Begin a stream at another place"
+        )
+    numbers = increment_numbers(str(root))
+    if not numbers:
+        if given is None:
+            raise DataError(
+                f"{root} holds no stream yet, and no schema is given: the first increment needs "
+                "it. Pass --schema"
+            )
+        return Before(root, given, State({}), FIRST_INCREMENT, "", None)
+    stream = open_stream(str(root))
+    own = parse_schema(stream.description["schema"])
+    if given is not None and given != own:
+        differing = [name for name, part in vars(own).items() if getattr(given, name) != part]
+        raise DataError(
+            f"the schema differs from that of the stream {root} in {', '.join(differing)}: rows "
+            "of both would not mean the same. Leave --schema out, or begin a new stream"
+        )
+    newest = stream.newest
+    return Before(
+        root,
+        own,
+        load_state(root, newest.number),
+        newest.number + 1,
+        newest.fingerprint,
+        stream.description,
+    )
+
+
+def as_stream(schema: Schema) -> Schema:
+    """Return the schema as that of a stream, with the defaults where it has no [stream].
+
+    Raises:
+        SchemaError: it cannot be.
+    """
+    # There and back: what a schema file says of a stream is checked where it is parsed.
+    return parse_schema(replace(schema, stream=schema.stream or StreamRule()).to_json())
+
+
+def column_kinds(schema: Schema, types: dict[str, pa.DataType]) -> dict[str, Kind]:
+    """Return whether each sparse column holds integers or text."""
+    return {c.column: kind_of_column(c, types[c.column]) for c in schema.sparse}
+
+
+def check_columns(before: Before, name: str, types: dict[str, pa.DataType]) -> None:
+    """Raise DataError for a column of input `name`, whose types all inputs share, that does not
+    hold what it held before.
+    """
+    description, schema = before.description, before.schema
+    if description is None:
+        return
+    found: dict[str, str] = dict(column_kinds(schema, types))
+    expected: dict[str, str] = dict(description["kinds"])
+    task = schema.task.column
+    as_kind = {"integer": "integer", "hashed": "text"}
+    found[task] = kind_of(task, types[task], "task")
+    expected[task] = as_kind[description["task_kind"]]
+    assert schema.time is not None
+    time = schema.time.column
+    if time not in found:
+        found[time] = time_unit(schema, types[time])
+        expected[time] = description["time_unit"]
+        # Integers may count microseconds too, and yet are no time stamps.
+        if pa.types.is_integer(types[time]) != ("int" in description["time_type"]):
+            found[time], expected[time] = str(types[time]), description["time_type"]
+    for column, kind in found.items():
+        if kind != expected[column]:
+            raise DataError(
+                f"column {column} of input {name} holds {kind} values, in the stream "
+                f"{before.root} it holds {expected[column]}. Cast it, or begin a new stream"
+            )

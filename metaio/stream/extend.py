@@ -1,0 +1,336 @@
+"""prepare --extend: new files become the next increment of a stream, whole or not at all.
+
+Look at the rows once (their window, what occurs in them), number the new values, encode the rows
+into buckets of whole tasks on disk, join each bucket with the newest rows of its tasks from before
+the window, and write it as a shard. Renaming the increment's folder is the commit.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from metaio.errors import DataError
+from metaio.format.destination import one_writer
+from metaio.format.features import TableSpec
+from metaio.format.layout import RESET_FOLDER
+from metaio.format.manifest import StreamPlace, canonical_json
+from metaio.format.storage import file_system, is_local
+from metaio.prepare.encode import EncodedRows, Encoder, Fitted
+from metaio.prepare.in_order import Progress, map_in_order
+from metaio.prepare.job import Job, PrepareOptions, make_job
+from metaio.prepare.schema import Schema
+from metaio.prepare.sides import QUERY, SUPPORT
+from metaio.prepare.source import DuckSource
+from metaio.prepare.splits import Splits, split_names
+from metaio.prepare.spool import Spool, split_by_bucket
+from metaio.prepare.survey import Survey, mean_and_deviation
+from metaio.prepare.values import time_values
+from metaio.stream.chain import (
+    FIRST_INCREMENT,
+    INCREMENTS,
+    STREAM_FILE,
+    STREAM_FORMAT,
+    IncrementRecord,
+    folder_of,
+    open_stream,
+)
+from metaio.stream.checked_json import write_checked
+from metaio.stream.description import Before, check_columns, column_kinds, opened
+from metaio.stream.inputs import InputFile, described, refuse_known, with_inputs
+from metaio.stream.numbering import Admission, Change, Numbering, advanced, capacity_of, merged
+from metaio.stream.quarantine import clear_quarantine, quarantined
+from metaio.stream.screen import alarms, drift, faults, statistics_of
+from metaio.stream.shards import write_shards
+from metaio.stream.state import State, commit_state, new_state, remove_old_states
+from metaio.stream.window import Clock, Look, look_at, rule_of, time_unit
+
+
+@dataclass(frozen=True)
+class _Next:
+    """The increment that is being made: what it is made of, and what was found out of it."""
+
+    before: Before
+    look: Look
+    clock: Clock
+    splits: Splits
+    files: list[InputFile]
+    tables: dict[str, Numbering]
+    changes: dict[str, Change]
+    moments: dict[str, tuple[float, float]]
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Return the span of event time: it begins where the one before ended."""
+        start = self.clock.start
+        return self.look.least_time if start is None else start, self.look.most_time + 1
+
+
+def extend(
+    inputs: list[str],
+    stream: str,
+    schema: Schema | None = None,
+    options: PrepareOptions | None = None,
+    *,
+    accept: bool = False,
+    progress: Progress | None = None,
+) -> IncrementRecord:
+    """Append the rows of raw tables to the stream at a local path, which the first call makes; it
+    alone needs a schema. Return the new increment.
+
+    Raises:
+        QuarantinedError: the rows are not to be trusted; `accept` takes them all the same, as far
+            as they can be trained on.
+        DataError: an input is missing, was taken before, or does not fit the stream; another
+            process extends it; the disk is full.
+    """
+    options, tell = options or PrepareOptions(), progress or (lambda phase, done, total: None)
+    fs, place = file_system(stream)
+    if not is_local(fs):
+        raise DataError(
+            f"{stream} is a URL: a stream is extended at a local path, where a rename commits an "
+            "increment. Extend it there, and copy it"
+        )
+    root = Path(place)
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with one_writer(root.parent / f".{root.name}.extend.lock", stream):
+        before = opened(root, schema)
+        memory_bytes = options.memory_bytes // 2  # the other half is for encoded rows
+        threads = options.threads
+        with DuckSource(
+            inputs, before.schema, memory_bytes=memory_bytes, threads=threads
+        ) as source:
+            files = described(source.names)
+            refuse_known(files, before.state.inputs)
+            types = source.arrow_types(before.schema.columns)
+            check_columns(before, source.names[0], types)
+            found = _looked_at(before, source, types, files, options, accept, tell)
+            _write(root, found, source, types, options, tell)
+        clear_quarantine(root, files)
+        remove_old_states(root, before.number)
+    return open_stream(stream).record(before.number)
+
+
+def _looked_at(
+    before: Before,
+    source: DuckSource,
+    types: dict[str, pa.DataType],
+    files: list[InputFile],
+    options: PrepareOptions,
+    accept: bool,
+    tell: Progress,
+) -> _Next:
+    """Return what the new rows hold, judged and numbered.
+
+    Raises:
+        QuarantinedError: they are not to be trusted.
+    """
+    schema = before.schema
+    rule, names = rule_of(schema), split_names(schema)
+    assert schema.time is not None
+    unit = time_unit(schema, types[schema.time.column])
+    clock, splits = Clock.of(rule, unit, before.state.end), Splits(names)
+    admissions = {c.table_name: c.vocabulary for c in schema.sparse if c.vocabulary is not None}
+    kinds = column_kinds(schema, types)
+    value_types = {
+        table: pa.int64()
+        if all(kinds[c.column] == "integer" for c in schema.sparse if c.table_name == table)
+        else pa.large_string()
+        for table in admissions
+    }
+    look, done = Look(), 0
+    try:
+        total = source.survey()
+
+        def look_at_batch(batch: pa.RecordBatch) -> tuple[int, Look]:
+            return batch.num_rows, look_at(schema, splits, clock, value_types, batch)
+
+        batches = source.batches(schema.columns)
+        for num_rows, part in map_in_order(options.threads, look_at_batch, batches):
+            look.add(part, admissions)
+            done += num_rows
+            tell("looking", done, total)
+    except DataError as error:
+        # Of what the rows hold: that they can be read and have the columns is known by now.
+        raise quarantined(before.root, before.number, files, [str(error)]) from error
+    reasons = _without_window(look, clock)
+    if not accept and not reasons:
+        reasons = faults(statistics_of(look), before.state.windows, rule)
+    if reasons:
+        raise quarantined(before.root, before.number, files, reasons)
+    moments = before.moments
+    if moments is None:
+        moments = {name: mean_and_deviation(*known) for name, known in look.moments.items()}
+    start = look.least_time if clock.start is None else clock.start
+    tables, changes = {}, {}
+    for table, least in admissions.items():
+        admission = Admission(least, start, clock.ttl, clock.grace, rule.max_new_rows)
+        old = before.state.tables.get(table) or Numbering.empty(value_types[table])
+        tables[table], changes[table] = advanced(old, merged(look.seen[table], least), admission)
+    return _Next(before, look, clock, splits, files, tables, changes, moments)
+
+
+def _without_window(look: Look, clock: Clock) -> list[str]:
+    """Return why the rows make no window, if they make none."""
+    if look.num_rows and look.least_time < 0:
+        return [f"a row has the time {look.least_time}; times from 0 on are allowed in a stream"]
+    if clock.start is not None and (not look.num_rows or look.most_time < clock.start):
+        return [
+            f"all of its {look.num_rows + look.num_dropped:,} rows are from before the window, "
+            f"which begins at {clock.start}"
+        ]
+    return []
+
+
+def _write(
+    root: Path,
+    found: _Next,
+    source: DuckSource,
+    types: dict[str, pa.DataType],
+    options: PrepareOptions,
+    tell: Progress,
+) -> None:
+    """Write the increment and the state behind it; both are there once this returns."""
+    before, number = found.before, found.before.number
+    schema = before.schema
+    job = _job(found, options, types)
+    # In this order: a state counts once its increment is there, a description once there is one.
+    with job.open(str(root / INCREMENTS / folder_of(number))) as writer:
+        description = before.description or _description(found, job, source.columns, types)
+        spool = Spool(writer.folder / ".spool", schema)
+        _encode(job, found, source, spool, tell)
+        with new_state(root, number) as partial:
+            old_rows = {name: before.state.task_rows(name, schema) for name in found.splits.names}
+            freed = {table: change.freed for table, change in found.changes.items()}
+            written = write_shards(
+                job, writer, spool, old_rows, partial, found.clock, freed, tell, found.look.num_rows
+            )
+            spool.close()
+            job.write_vocabularies(writer.folder)
+            _write_resets(writer.folder, found.changes)
+            new_columns = sorted(set(source.columns) - set(description["columns"]))
+            report = _report(found, job) | {"tasks": written.tasks, "new_columns": new_columns}
+            # Only what there was, as prepare has it.
+            lost = written.dropped.report()
+            lost |= {name: count for name, count in source.left_out.items() if count}
+            hashed = written.use.report()
+            writer.report = {"dropped": lost, "hashed_tables": hashed, "stream": report}
+            freed_rows = {table: change.num_freed for table, change in found.changes.items()}
+            writer.stream = StreamPlace(
+                description["stream"], number, before.parent, found.window, freed_rows
+            )
+            recent = [*before.state.windows, statistics_of(found.look)][-rule_of(schema).recent :]
+            state = State(
+                found.tables,
+                with_inputs(before.state.inputs, found.files, number),
+                recent,
+                found.window[1],
+            )
+            commit_state(partial, state)
+        if number == FIRST_INCREMENT:
+            write_checked(root / STREAM_FILE, STREAM_FORMAT, description)
+
+
+def _job(found: _Next, options: PrepareOptions, types: dict[str, pa.DataType]) -> Job:
+    """Return the job of writing: the tables have their capacities."""
+    schema, look = found.before.schema, found.look
+    vocabularies = {table: state.vocabulary() for table, state in found.tables.items()}
+    fitted = Fitted(vocabularies, found.moments, found.splits)
+    # The rows from before pass through the same buckets.
+    rows = {
+        name: look.rows_of_split.get(name, 0) + found.before.state.task_rows(name, schema).num_rows
+        for name in found.splits.names
+    }
+    job = make_job(schema, options, fitted, Survey(rows_of_split=rows), types)
+    block = rule_of(schema).capacity_block
+    tables = tuple(
+        TableSpec(table.name, capacity_of(table.num_rows, block))
+        if table.name in vocabularies
+        else table
+        for table in job.features.tables
+    )
+    return replace(job, features=replace(job.features, tables=tables))
+
+
+def _encode(job: Job, found: _Next, source: DuckSource, spool: Spool, tell: Progress) -> None:
+    """Deal the rows of the window to buckets; late ones are support, as they are from before it."""
+    schema, clock, done = job.schema, found.clock, 0
+    encoder = Encoder(schema, job.fitted, found.tables)
+    assert schema.time is not None
+    column = schema.time.column
+
+    def encode(batch: pa.RecordBatch) -> tuple[int, list[tuple[int, EncodedRows]]]:
+        num_rows = batch.num_rows
+        kept_N = clock.is_kept(time_values(column, batch[column]))
+        rows = encoder.encode(batch if kept_N.all() else batch.filter(pa.array(kept_N)))
+        side_N = np.where(clock.is_late(rows.time_N), SUPPORT, QUERY).astype(np.int8)
+        return num_rows, split_by_bucket(job.plan, replace(rows, side_NS=side_N[:, None]))
+
+    total = found.look.num_rows + found.look.num_dropped
+    batches = source.batches(schema.columns)
+    for num_rows, parts in map_in_order(job.options.threads, encode, batches):
+        spool.append(parts)
+        done += num_rows
+        tell("encoding", done, total)
+    spool.flush()
+
+
+def _write_resets(folder: Path, changes: dict[str, Change]) -> None:
+    for table, change in changes.items():
+        if len(change.reused):
+            path = folder / RESET_FOLDER / f"{table}.parquet"
+            path.parent.mkdir(exist_ok=True)
+            pq.write_table(pa.table({"row": change.reused}), path, store_schema=False)
+
+
+def _report(found: _Next, job: Job) -> dict[str, Any]:
+    """Return what is told of the increment, by `gmeta inspect` and in its manifest."""
+    look, rule = found.look, rule_of(job.schema)
+    capacities = {table.name: table.num_rows for table in job.features.tables}
+    tables = {
+        name: {
+            "rows": state.num_rows + 1,
+            "capacity": capacities[name],
+            "new": found.changes[name].num_new,
+            "freed": found.changes[name].num_freed,
+            "reused": len(found.changes[name].reused),
+            "pending": state.num_pending,
+            "waiting": found.changes[name].num_waiting,
+        }
+        for name, state in found.tables.items()
+    }
+    moved = drift(look, found.moments)
+    return {
+        "rows": look.num_rows,
+        "late": look.num_late,
+        "too_late": look.num_dropped,
+        "label_mean": look.label_sum / max(look.num_rows, 1),
+        "tables": tables,
+        "drift": moved,
+        "alarms": alarms(look, moved, tables, rule),
+        "inputs": [file._asdict() for file in found.files],
+    }
+
+
+def _description(
+    found: _Next, job: Job, columns: list[str], types: dict[str, pa.DataType]
+) -> dict[str, Any]:
+    """Return what stream.json says: all that no increment changes."""
+    schema = job.schema
+    assert schema.time is not None
+    body = {
+        "schema": schema.to_json(),
+        "moments": job.fitted.moments,
+        "kinds": job.fitted.kinds,
+        "task_kind": job.task_kind,
+        "time_type": str(types[schema.time.column]),
+        "time_unit": time_unit(schema, types[schema.time.column]),
+        "columns": sorted(columns),
+    }
+    # From what it begins with, so that the same files make the same stream.
+    origin = [body["schema"], [file.xxh3 for file in found.files]]
+    return {"stream": xxhash.xxh3_64_hexdigest(canonical_json(origin)), **body}

@@ -1,0 +1,138 @@
+"""What the next increment needs to know of all before it: state/NUMBER/, whole, checked when read.
+Private to this room: readers of a stream need the increments alone.
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from metaio.errors import FormatError
+from metaio.format.destination import flush_to_disk
+from metaio.format.manifest import xxh3_hex
+from metaio.format.shard_writer import mapped
+from metaio.format.storage import Storage
+from metaio.prepare.schema import Schema
+from metaio.stream.chain import folder_of
+from metaio.stream.checked_json import read_checked, write_checked
+from metaio.stream.numbering import Numbering
+from metaio.stream.task_rows import TaskRows
+
+STATES = "state"
+_FILE, _FORMAT = "state.json", "gmeta-stream-state"
+_INPUTS = pa.schema([("name", pa.string()), ("xxh3", pa.string()), ("increment", pa.int64())])
+# The newest, and the one before: an operator may take back the newest increment.
+_KEPT = 2
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that outlives an increment. `windows` are the newest increments' statistics, which
+    the screen compares with; `end` is where the next window begins.
+    """
+
+    tables: dict[str, Numbering]
+    inputs: pa.Table = field(default_factory=_INPUTS.empty_table)  # every file taken so far
+    windows: list[dict[str, Any]] = field(default_factory=list)
+    end: int | None = None
+    folder: Path | None = None
+
+    def task_rows(self, split: str, schema: Schema) -> TaskRows:
+        """Return the newest rows of the tasks of a split."""
+        return TaskRows(rows_file(self.folder, split) if self.folder else None, schema)
+
+
+def rows_file(folder: Path, split: str) -> Path:
+    """Return where the newest rows of a split's tasks stand in a state."""
+    return folder / f"rows-{split}.arrow"
+
+
+def load_state(stream: Path, number: int) -> State:
+    """Return the state that increment `number` left.
+
+    Raises:
+        FormatError: it is missing, or a file of it was altered.
+    """
+    folder = stream / STATES / folder_of(number)
+    body = read_checked(Storage(str(folder)), _FILE, _FORMAT)
+    for name, (num_bytes, xxh3) in body["files"].items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != num_bytes or xxh3_hex(mapped(path)) != xxh3:
+            raise FormatError(
+                f"{path} is missing or differs from its checksum. Put it back, or take back "
+                f"increment {number} (docs/streams.md) and append it again"
+            )
+    tables = {
+        name: _numbering(folder / f"table-{name}.arrow", num_rows)
+        for name, num_rows in body["tables"].items()
+    }
+    inputs = _read(folder / "inputs.arrow")
+    return State(tables, inputs, body["windows"], body["end"], folder)
+
+
+@contextmanager
+def new_state(stream: Path, number: int) -> Iterator[Path]:
+    """Give the folder in which the state of an increment is built; `commit_state` keeps it."""
+    partial = stream / STATES / f".{folder_of(number)}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def commit_state(partial: Path, state: State) -> None:
+    """Write the rest of a state beside the rows that stand in `partial`, and give it its name.
+
+    It counts only once its increment is there: before, the next writer removes it.
+    """
+    for name, table in state.tables.items():
+        columns = [table.values, table.hash_E, table.row_E, table.count_E, table.last_E]
+        names = ["value", "hash", "row", "count", "last"]
+        _write(partial / f"table-{name}.arrow", pa.table(columns, names=names))
+    _write(partial / "inputs.arrow", state.inputs)
+    files = {}
+    for path in sorted(partial.iterdir()):
+        data = mapped(path)
+        files[path.name] = [len(data), xxh3_hex(data)]
+    flush_to_disk(partial / name for name in files)
+    body = {
+        "files": files,
+        "tables": {name: table.num_rows for name, table in state.tables.items()},
+        "windows": state.windows,
+        "end": state.end,
+    }
+    write_checked(partial / _FILE, _FORMAT, body)
+    target = partial.parent / partial.name.strip(".").removesuffix(".partial")
+    shutil.rmtree(target, ignore_errors=True)  # of an increment that was never committed
+    partial.rename(target)
+    flush_to_disk([target.parent])
+
+
+def remove_old_states(stream: Path, newest: int) -> None:
+    """Remove the states that nobody needs once increment `newest` is there."""
+    for path in (stream / STATES).iterdir():
+        if path.name.isdigit() and not newest - _KEPT < int(path.name) <= newest:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _write(path: Path, table: pa.Table) -> None:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+def _read(path: Path) -> pa.Table:
+    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+
+
+def _numbering(path: Path, num_rows: int) -> Numbering:
+    table = _read(path)
+    hash_E, row_E, count_E, last_E = (
+        table[name].combine_chunks().to_numpy() for name in ("hash", "row", "count", "last")
+    )
+    return Numbering(num_rows, hash_E, table["value"].combine_chunks(), row_E, count_E, last_E)

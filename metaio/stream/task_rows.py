@@ -1,0 +1,158 @@
+"""The newest rows of every task, encoded, as the support of windows to come.
+
+One Arrow file a split, in the order of the tasks' hashes, so that the rows of a bucket are one
+range: read by mapping, written bucket by bucket. Ids keep the rows that they had when they were
+written: what waited for admission then stays unknown in these rows.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+
+from metaio.hashing import UInt64
+from metaio.prepare.encode import EncodedRows, array_types, joined, take_rows
+from metaio.prepare.row_order import row_identity, total_order
+from metaio.prepare.schema import Schema
+from metaio.ragged import Int64, offsets, row_sums
+
+
+def newest_rows(schema: Schema, rows: EncodedRows, most: int) -> EncodedRows:
+    """Return the newest `most` rows of each task, tasks in the order of their hash.
+
+    Raises:
+        DataError: two rows of a task have one row id and time.
+    """
+    order_N = total_order(schema, rows, row_identity(schema, rows), True)
+    task_N = rows.task_hash_N[order_N]
+    is_last = np.ones(len(task_N), np.bool_)
+    is_last[:-1] = task_N[1:] != task_N[:-1]
+    ends = np.flatnonzero(is_last)
+    lengths = np.diff(ends, prepend=-1)
+    left_N = np.repeat(ends, lengths) - np.arange(len(task_N))  # rows of the task behind this one
+    return take_rows(rows, order_N[left_N < most])
+
+
+class TaskRowsWriter:
+    """Writes the rows of a split, handed over in the order of the tasks' hashes."""
+
+    def __init__(self, path: Path, schema: Schema) -> None:
+        self._schema = _arrow_schema(array_types(schema))
+        self._file = pa.OSFile(str(path), "wb")
+        self._writer = pa.ipc.new_file(self._file, self._schema)
+
+    def append(self, rows: EncodedRows) -> None:
+        """Write the rows of the next tasks."""
+        if rows.num_rows:
+            columns = [_column(name, rows) for name in self._schema.names]
+            self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._writer.close()
+        self._file.close()
+
+
+class TaskRows:
+    """The rows of a split as they were written; nothing is read before it is asked for."""
+
+    def __init__(self, path: Path | None, schema: Schema) -> None:
+        self._schema = schema
+        self._batches: list[pa.RecordBatch] = []
+        if path is not None:
+            reader = pa.ipc.open_file(pa.memory_map(str(path)))
+            self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+
+    @property
+    def num_rows(self) -> int:
+        """Return the rows of all tasks."""
+        return sum(batch.num_rows for batch in self._batches)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return their size in memory, once read."""
+        return sum(batch.nbytes for batch in self._batches)
+
+    def of_bucket(self, bucket: int, num_buckets: int) -> EncodedRows:
+        """Return all rows of the tasks that fall into a bucket of `num_buckets` (spool.bucket_of),
+        tasks in the order of their hash.
+        """
+        # bucket_of is hash >> 32 times num_buckets >> 32: the least hash of a bucket follows.
+        first, stop = (-(-(b << 32) // num_buckets) << 32 for b in (bucket, bucket + 1))
+        return joined(self._schema, list(self._between(first, stop)))
+
+    def _between(self, first: int, stop: int) -> Iterator[EncodedRows]:
+        for batch in self._batches:
+            hashes: UInt64 = batch["task_hash_N"].to_numpy()
+            begin = int(np.searchsorted(hashes, np.uint64(first)))
+            end = len(hashes) if stop >= 1 << 64 else int(np.searchsorted(hashes, np.uint64(stop)))
+            if begin < end:
+                yield _rows(batch.slice(begin, end - begin), self._schema)
+
+
+def _arrow_schema(types: dict[str, tuple[np.dtype[Any], int | None]]) -> pa.Schema:
+    fields = []
+    for name, (dtype, width) in types.items():
+        kind = pa.from_numpy_dtype(dtype)
+        if name == "values_V":
+            fields.append((name, pa.large_list(kind)))
+        elif width is None:
+            fields.append((name, kind))
+        elif width:  # a list of no entries would say nothing
+            fields.append((name, pa.list_(kind, width)))
+    return pa.schema(fields)
+
+
+def _column(name: str, rows: EncodedRows) -> pa.Array:
+    array = getattr(rows, name)
+    if name == "values_V":
+        return pa.LargeListArray.from_arrays(offsets(row_sums(rows.lengths_NM)), pa.array(array))
+    if array.ndim == 1:
+        return pa.array(array)
+    return pa.FixedSizeListArray.from_arrays(pa.array(array.ravel()), array.shape[1])
+
+
+def _rows(batch: pa.RecordBatch, schema: Schema) -> EncodedRows:
+    arrays = {}
+    for name, (dtype, width) in array_types(schema).items():
+        if name not in batch.schema.names:
+            arrays[name] = np.empty((batch.num_rows, 0), dtype)
+            continue
+        column = batch[name]
+        flat = column if width is None and name != "values_V" else column.flatten()
+        values = flat.to_numpy(zero_copy_only=False)
+        arrays[name] = values if width is None else values.reshape(-1, width)
+    return EncodedRows(**arrays)
+
+
+def forget_rows(rows: EncodedRows, least_time: int | None) -> EncodedRows:
+    """Return the rows from `least_time` on; all without one."""
+    if least_time is None:
+        return rows
+    return take_rows(rows, np.flatnonzero(rows.time_N >= least_time))
+
+
+def without_freed(schema: Schema, rows: EncodedRows, freed: dict[str, Int64]) -> EncodedRows:
+    """Return rows in which ids that lost their value are unknown (row 0)."""
+    if not any(len(own) for own in freed.values()):
+        return rows
+    ids_NF, values_V = rows.ids_NF.copy(), rows.values_V.copy()
+    for index, column in enumerate(schema.single):
+        own = freed.get(column.table_name)
+        if own is not None:
+            ids_NF[np.isin(ids_NF[:, index], own), index] = 0
+    feature_V = np.repeat(
+        np.tile(np.arange(len(schema.multi)), rows.num_rows), rows.lengths_NM.ravel()
+    )
+    for index, column in enumerate(schema.multi):
+        own = freed.get(column.table_name)
+        if own is not None:
+            values_V[(feature_V == index) & np.isin(values_V, own)] = 0
+    return EncodedRows(**{**vars(rows), "ids_NF": ids_NF, "values_V": values_V})

@@ -1,0 +1,165 @@
+"""First look at the rows of an increment: its window, what occurs in it, what the screen judges.
+
+Shape suffixes: N rows of a batch.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from metaio.errors import DataError
+from metaio.prepare.encode import task_keys
+from metaio.prepare.rules import StreamRule
+from metaio.prepare.schema import Schema
+from metaio.prepare.splits import Splits, rows_of_splits, split_of
+from metaio.prepare.survey import joined_moments, moments_of, values_of_rows
+from metaio.prepare.values import as_float32, as_numbers, time_values
+from metaio.ragged import Int64
+from metaio.stream.numbering import Occurrences, merged
+
+# Parts are merged once there are this many, so that memory follows the distinct values.
+_MERGE_AFTER = 16
+_TICKS_PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+_DAY_S = 86_400
+
+
+def time_unit(schema: Schema, kind: pa.DataType) -> str:
+    """Return the unit of a stream's times: us of timestamps, day of dates, as the schema says of
+    integers.
+
+    Raises:
+        DataError: the times are of another type.
+    """
+    if pa.types.is_timestamp(kind):
+        return "us"
+    if pa.types.is_date(kind):
+        return "day"
+    if pa.types.is_integer(kind):
+        return rule_of(schema).unit
+    raise DataError(
+        f"time column {schema.time.column if schema.time else ''} has type {kind}; the windows of "
+        "a stream need integers, dates or timestamps. Cast it, or give its format if it is text"
+    )
+
+
+def rule_of(schema: Schema) -> StreamRule:
+    """Return the rules of a stream's schema."""
+    return schema.stream or StreamRule()
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The durations of a stream in ticks of its time column, and where its window begins."""
+
+    start: int | None  # None: the first increment, in which nothing is late
+    late: int
+    ttl: int
+    grace: int
+
+    @classmethod
+    def of(cls, rule: StreamRule, unit: str, start: int | None) -> "Clock":
+        """Return the clock of a stream whose times count in `unit`."""
+
+        def ticks(seconds: float) -> int:
+            return int(seconds // _DAY_S if unit == "day" else seconds * _TICKS_PER_S[unit])
+
+        # A ttl below a day of a column of days would be 0, which is never.
+        ttl = max(ticks(rule.ttl), 1) if rule.ttl else 0
+        return cls(start, ticks(rule.late), ttl, ticks(rule.grace))
+
+    def is_kept(self, time_N: Int64) -> npt.NDArray[np.bool_]:
+        """Tell which rows are not too late for the window."""
+        if self.start is None:
+            return np.ones(len(time_N), np.bool_)
+        return time_N >= self.start - self.late
+
+    def is_late(self, time_N: Int64) -> npt.NDArray[np.bool_]:
+        """Tell which rows are from before the window."""
+        return time_N < (np.iinfo(np.int64).min if self.start is None else self.start)
+
+    @property
+    def forget_before(self) -> int | None:
+        """Return the time before which rows are forgotten, if any are."""
+        return self.start - self.ttl if self.ttl and self.start is not None else None
+
+
+@dataclass
+class Look:
+    """What the rows of an increment hold, late ones included that the window takes."""
+
+    num_rows: int = 0
+    num_late: int = 0  # of them
+    num_dropped: int = 0  # too late
+    least_time: int = np.iinfo(np.int64).max
+    most_time: int = np.iinfo(np.int64).min
+    label_sum: float = 0.0
+    label_squares: float = 0.0
+    rows_of_split: dict[str, int] = field(default_factory=dict)
+    nulls: dict[str, int] = field(default_factory=dict)
+    moments: dict[str, tuple[int, float, float]] = field(default_factory=dict)
+    seen: dict[str, list[Occurrences]] = field(default_factory=dict)  # by table
+
+    def add(self, other: "Look", admissions: dict[str, int]) -> None:
+        """Add what other rows hold."""
+        for name in ("num_rows", "num_late", "num_dropped", "label_sum", "label_squares"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.least_time = min(self.least_time, other.least_time)
+        self.most_time = max(self.most_time, other.most_time)
+        for own, theirs in ((self.rows_of_split, other.rows_of_split), (self.nulls, other.nulls)):
+            for name, count in theirs.items():
+                own[name] = own.get(name, 0) + count
+        for column, moments in other.moments.items():
+            self.moments[column] = joined_moments(self.moments.get(column, (0, 0.0, 0.0)), moments)
+        for table, parts in other.seen.items():
+            known = self.seen.setdefault(table, [])
+            known.extend(parts)
+            if len(known) > _MERGE_AFTER:
+                self.seen[table] = [merged(known, admissions[table])]
+
+
+def look_at(
+    schema: Schema,
+    splits: Splits,
+    clock: Clock,
+    value_types: dict[str, pa.DataType],
+    batch: pa.RecordBatch,
+) -> Look:
+    """Return what a batch holds; `value_types` are those of each table's values.
+
+    Raises:
+        DataError: a value makes no sense, such as NaN.
+    """
+    assert schema.time is not None
+    time_N = time_values(schema.time.column, batch[schema.time.column])
+    kept_N = clock.is_kept(time_N)
+    found = Look(num_dropped=int((~kept_N).sum()))
+    if found.num_dropped:
+        batch, time_N = batch.filter(pa.array(kept_N)), time_N[kept_N]
+    found.num_rows = batch.num_rows
+    if not found.num_rows:
+        return found
+    found.num_late = int(clock.is_late(time_N).sum())
+    found.least_time, found.most_time = int(time_N.min()), int(time_N.max())
+    label = schema.label.column
+    numbers = as_numbers(label, batch[label], "label")
+    label_N = as_float32(label, numbers, "label").astype(np.float64)
+    if schema.label.threshold is not None:
+        label_N = (numbers >= schema.label.threshold).astype(np.float64)
+    found.label_sum, found.label_squares = float(label_N.sum()), float((label_N**2).sum())
+    found.nulls = {name: batch[name].null_count for name in batch.schema.names}
+    task_hash_N, _ = task_keys(schema, batch)
+    split_N = split_of(schema, splits, batch, task_hash_N)
+    found.rows_of_split = dict(zip(splits.names, rows_of_splits(splits, split_N), strict=True))
+    # What is learnt from the data is learnt from training rows alone: the gate is to judge it.
+    in_train = split_N == 0
+    train, train_time_N = batch.filter(pa.array(in_train)), time_N[in_train]
+    found.moments = moments_of(schema, train)
+    for column in schema.sparse:
+        if column.vocabulary is not None:
+            values, rows_V = values_of_rows(schema, column, train)
+            values = values.cast(value_types[column.table_name])
+            own = Occurrences.of(values, train_time_N[rows_V], column.vocabulary)
+            found.seen.setdefault(column.table_name, []).append(own)
+    return found

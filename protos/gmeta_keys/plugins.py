@@ -1,0 +1,141 @@
+"""What a name in a config stands for: something of this project, or of a package of somebody's own.
+
+`dlrm` is built in or an entry point; `myrec.dcn:DCNv2` is an import path. Every process looks a
+name up by itself, so all ranks find the same, however they were started.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
+from typing import Any, Generic, TypeVar
+
+Part = TypeVar("Part")
+
+GROUPS = "gmeta."  # of entry points: gmeta.models, gmeta.algorithms, ...
+TRUSTED = "GMETA_PLUGINS"
+
+
+@dataclass(frozen=True)
+class Registry(Generic[Part]):
+    """The values that a config key can name."""
+
+    key: str
+    group: str  # of entry points
+    known: Mapping[str, Part]
+    wanted: str  # what a package's own must be, for people
+    fits: Callable[[Any], bool]
+
+    def names(self) -> list[str]:
+        """Return the names that need no import path: built in, and entry points."""
+        return sorted({*self.known, *self._entries()})
+
+    def find(self, name: str) -> Part:
+        """Return what `name` stands for, importing the package that has it.
+
+        Raises:
+            ValueError: there is nothing of this name, its package cannot be imported, or it is
+                something else.
+        """
+        if name in self.known:
+            return self.known[name]
+        path = name if ":" in name else self._entries().get(name)
+        if path is None:
+            near = difflib.get_close_matches(name, self.names(), n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(
+                f"{self.key} = {name!r} is unknown: known are {', '.join(self.names())}. {hint}"
+                "Choose one of them, or name yours as package.module:Name (docs/extending.md)"
+            )
+        found = _imported(self.key, name, path)
+        if not self.fits(found):
+            raise ValueError(
+                f"{self.key} = {name!r} is {_told(found)}: {self.wanted} is needed. Name that "
+                "(docs/extending.md)"
+            )
+        return found  # type: ignore[no-any-return]
+
+    def check_trusted(self, name: str) -> None:
+        """Check a name that came with somebody's files: it must be built in, an entry point of an
+        installed package, or an import path into a package that this machine was told to trust.
+
+        Raises:
+            ValueError: it is none of them; nothing of it has been imported.
+        """
+        package = name.partition(":")[0].partition(".")[0]
+        if name in self.known or name in self._entries() or package in trusted_packages():
+            return
+        if ":" not in name:
+            raise ValueError(
+                f"{self.key} = {name!r}, which is not here: known are {', '.join(self.names())}. "
+                "Use the release that made it, or install the package that has it"
+            )
+        raise ValueError(
+            f"{self.key} = {name!r}, code of the package {package!r}, which is not installed as a "
+            f"plug-in here: install the package if it declares entry points of gmeta, or set "
+            f"{TRUSTED}={package} if you trust it"
+        )
+
+    def package_of(self, name: str) -> dict[str, str]:
+        """Return name and version of the package that `name` comes from; nothing if built in."""
+        if name in self.known:
+            return {}
+        package = self._entries().get(name, name).partition(":")[0].partition(".")[0]
+        owners = packages_distributions().get(package, [package])
+        try:
+            return {"package": owners[0], "version": version(owners[0])}
+        except PackageNotFoundError:  # a folder on the path
+            return {"package": owners[0], "version": "not installed"}
+
+    def _entries(self) -> dict[str, str]:
+        return {entry.name: entry.value for entry in entry_points(group=self.group)}
+
+
+def trusted_packages() -> set[str]:
+    """Return the packages whose code a run or an export may name: those that have entry points of
+    gmeta, and those of $GMETA_PLUGINS."""
+    named = {name.strip() for name in os.environ.get(TRUSTED, "").split(",")} - {""}
+    groups = entry_points()
+    for group in groups.groups:
+        if group.startswith(GROUPS):
+            named |= {entry.module.partition(".")[0] for entry in groups.select(group=group)}
+    return named
+
+
+def _imported(key: str, name: str, path: str) -> Any:
+    module_name, _, attribute = path.partition(":")
+    where = f"{key} = {name!r}" if name == path else f"{key} = {name!r} ({path})"
+    if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
+        raise ValueError(
+            f"{where} is no import path: package.module:Name is allowed, of letters, digits and _. "
+            "Correct it"
+        )
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(
+            f"{where} cannot be imported by {sys.executable}: {error}. Install its package where "
+            "every rank runs, or set PYTHONPATH"
+        ) from error
+    except Exception as error:  # whatever the package's own code raises
+        raise ValueError(
+            f"{where} cannot be imported: {type(error).__name__}: {error}. Mend the package"
+        ) from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [one for one in vars(found) if not one.startswith("_")]
+            near = difflib.get_close_matches(part, public, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"{where}: {module_name} has no {part!r}. {hint}Correct the name")
+        found = getattr(found, part)
+    return found
+
+
+def _told(found: Any) -> str:
+    kind = found.__name__ if isinstance(found, type) else type(found).__name__
+    return f"the class {kind}" if isinstance(found, type) else f"a value of {kind}"

@@ -1,0 +1,114 @@
+"""A model goes on with the increment after its last, and with no other; each refusal names why."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gmeta.checkpoints.lineage import (
+    Lineage,
+    TrainedIncrement,
+    check_next,
+    lineage_of,
+    next_lineage,
+    steps_before,
+    told_lineage,
+)
+from gmeta.errors import UserError
+from metaio import Dataset, open_dataset
+from tests.increments import write_increments
+
+CHECKPOINT = Path("runs/day-2/checkpoints/step-00000009")
+
+
+@pytest.fixture(scope="module")
+def increments(tmp_path_factory: pytest.TempPathFactory) -> list[Dataset]:
+    paths = write_increments(tmp_path_factory.mktemp("shop"), (9, 9, 9, 9), num_tasks=4)
+    return [open_dataset(str(path)) for path in paths]
+
+
+def trained_on(*datasets: Dataset) -> Lineage:
+    lineage: Lineage = ()
+    for dataset in datasets:
+        lineage = next_lineage(lineage, dataset)
+    return lineage
+
+
+def refusal(lineage: Lineage, dataset: Dataset) -> str:
+    with pytest.raises(UserError) as caught:
+        check_next(lineage, dataset, CHECKPOINT)
+    return str(caught.value)
+
+
+def test_the_increment_after_the_last_is_taken(increments: list[Dataset]) -> None:
+    for number in range(1, len(increments)):
+        check_next(trained_on(*increments[:number]), increments[number], CHECKPOINT)
+
+
+def test_a_skipped_a_doubled_and_an_old_increment_are_refused_by_name(
+    increments: list[Dataset],
+) -> None:
+    first, second, third, fourth = increments
+    was = "; checkpoint runs/day-2/checkpoints/step-00000009 was trained on increments 1 to 2 of "
+    remedy = "stream shop. Set data.increment to 3 of that stream"
+    lineage = trained_on(first, second)
+    assert refusal(lineage, fourth) == (
+        f"increment 4 of {fourth.url} skips increment 3{was}{remedy}"
+    )
+    assert refusal(lineage, second) == (
+        f"increment 2 of {second.url} was trained on already{was}{remedy}"
+    )
+    begun_late = trained_on(third)
+    assert refusal(begun_late, second) == (
+        f"increment 2 of {second.url} comes out of order; checkpoint {CHECKPOINT} was trained on "
+        "increment 3 of stream shop. Set data.increment to 4 of that stream"
+    )
+
+
+def test_an_increment_of_another_stream_or_of_another_past_is_refused_by_name(
+    increments: list[Dataset], tmp_path: Path
+) -> None:
+    lineage = trained_on(increments[0])
+    *_, foreign = write_increments(tmp_path / "other", (9, 9), stream="bank", num_tasks=4)
+    assert f"increment 2 of {foreign} is of another stream, bank; checkpoint" in refusal(
+        lineage, open_dataset(str(foreign))
+    )
+    rewritten = write_increments(tmp_path / "rewritten", (9, 9), num_tasks=5)
+    past, present = (open_dataset(str(path)) for path in rewritten)
+    assert (
+        f"increment 2 of {present.url} follows another increment 1 (fingerprint "
+        f"{past.fingerprint[:12]}, the checkpoint's is {lineage[0].fingerprint[:12]}); checkpoint"
+    ) in refusal(lineage, present)
+
+
+def test_what_is_of_no_stream_neither_follows_nor_is_followed(
+    increments: list[Dataset], click_logs: Path
+) -> None:
+    alone = open_dataset(str(click_logs))
+    assert next_lineage((), alone) == ()
+    assert f"dataset {click_logs} is no increment of a stream" in refusal(
+        trained_on(increments[0]), alone
+    )
+    assert f"checkpoint {CHECKPOINT} was trained on no increment of a stream: increment 1" in (
+        refusal((), increments[0])
+    )
+
+
+def test_a_lineage_counts_the_steps_of_its_last_increment_when_it_is_written() -> None:
+    lineage = tuple(TrainedIncrement("s", number, f"f{number}", 10) for number in (1, 2, 3))
+    told = json.loads(json.dumps(told_lineage(lineage, 7)))
+    found = lineage_of(told)
+    assert [one.steps for one in found] == [10, 10, 7]
+    assert steps_before(found) == 20
+    assert told_lineage((), 7) == {}
+    assert lineage_of({}) == ()
+
+
+@pytest.mark.parametrize(
+    "told",
+    ["x", [1], [{"increment": 1}], [{**vars(TrainedIncrement("s", 1, "f", 2)), "steps": "2"}]],
+)
+def test_a_lineage_that_is_none_is_refused(told: Any) -> None:
+    with pytest.raises(ValueError, match="its lineage"):
+        lineage_of({"lineage": told})

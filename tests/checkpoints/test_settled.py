@@ -1,0 +1,107 @@
+"""What a stream decides of a run's config: the next increment, once, and the label prior."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gmeta.checkpoints.settled import settled
+from gmeta.config import TrainConfig, config_from_dict
+from gmeta.errors import ConfigError, UserError
+from gmeta.feeds.increment import open_data, open_named
+from gmeta.runs.folder import RunFolder
+from metaio import FormatError
+from tests.commands import gmeta
+from tests.logs_by_day import write_stream
+
+
+@pytest.fixture(scope="module")
+def stream(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A stream of two increments, trained on the first of them in a run beside it."""
+    path = tmp_path_factory.mktemp("shop") / "stream"
+    write_stream(path, days=2)
+    config = path.parent / "train.toml"
+    config.write_text(
+        f'[data]\npath = "{path}"\nincrement = "next"\ntasks_per_step = 16\n'
+        '[model]\nname = "melu"\nhidden = [4]\nembedding_dim = 4\n[support_features]\ntask = true\n'
+        f'[run]\ndir = "{path.parent / "one"}"\ndevice = "cpu"\nmax_steps = 1\n'
+    )
+    result = gmeta("train", config)
+    assert result.returncode == 0, result.stderr
+    return path
+
+
+def asked(stream: Path, increment: str, **run: Any) -> TrainConfig:
+    return config_from_dict(
+        {
+            "data": {"path": str(stream), "increment": increment},
+            "support_features": {"task": True},
+            "run": {"dir": str(stream.parent / "new"), **run},
+        }
+    )
+
+
+def test_next_is_the_first_then_the_one_after_the_run_before(stream: Path) -> None:
+    one = str(stream.parent / "one")
+    assert settled(asked(stream, "next")).data.increment == "1"
+    assert settled(asked(stream, "next", continue_from=one)).data.increment == "2"
+    assert settled(asked(stream, "002")).data.increment == "2"
+    # A run that was begun stays with its increment, whatever has come since.
+    assert RunFolder(Path(one)).read_config().data.increment == "1"
+    resumed = asked(stream, "next", dir=one)
+    assert settled(resumed).data.increment == "1"
+
+
+def test_the_label_prior_is_that_of_the_first_run(stream: Path) -> None:
+    one = str(stream.parent / "one")
+    first = settled(asked(stream, "1")).support_features.label_prior
+    second = settled(asked(stream, "2")).support_features.label_prior
+    assert len(first) == 2
+    assert first != second
+    for config in (asked(stream, "next", continue_from=one), asked(stream, "next", dir=one)):
+        assert settled(config).support_features.label_prior == first
+    given = asked(stream, "2", continue_from=one)
+    chosen = replace(given.support_features, label_prior=(0.5, 0.5))
+    assert settled(replace(given, support_features=chosen)).support_features == chosen
+
+
+def test_an_increment_that_is_not_there_is_refused_in_one_line(stream: Path) -> None:
+    result = gmeta(
+        "train",
+        stream.parent / "train.toml",
+        "data.increment=2",
+        f"run.dir={stream.parent / 'two'}",
+        f"run.continue_from={stream.parent / 'one'}",
+    )
+    assert result.returncode == 0, result.stderr
+    with pytest.raises(UserError) as caught:
+        settled(asked(stream, "next", continue_from=str(stream.parent / "two")))
+    assert str(caught.value) == (
+        f'data.increment = "next", but stream {stream} has no increment after 2, the last that '
+        "run.continue_from was trained on. Append one with gmeta prepare --extend"
+    )
+    with pytest.raises(ConfigError, match=r"data\.increment = 'last' is no increment: a number"):
+        settled(asked(stream, "last"))
+    with pytest.raises(FormatError, match="has no increment 9; it has 1 to 2"):
+        open_data(asked(stream, "9").data)
+
+
+def test_a_stream_is_named_with_and_without_a_number(stream: Path) -> None:
+    numbers = []
+    for named in (f"{stream}:1", str(stream), str(stream / "increments" / "000001")):
+        place = open_named(named).manifest.stream
+        assert place is not None
+        numbers.append(place.increment)
+    assert numbers == [1, 2, 1]
+
+
+def test_a_run_is_scored_on_another_increment(stream: Path, tmp_path: Path) -> None:
+    result = gmeta(
+        "evaluate", stream.parent / "one", "--on", stream, "--no-trees", "--out", tmp_path / "out"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "train: " in result.stdout
+    assert "gate: " in result.stdout
+    text = (tmp_path / "out" / "evaluation.json").read_text()
+    assert f"{stream}/increments/000002" in text

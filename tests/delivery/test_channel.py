@@ -1,0 +1,221 @@
+"""Channels: who is served, in which order versions may come, and what a kill leaves."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gmeta.delivery import channel as channel_module
+from gmeta.delivery.channel import Channel
+from gmeta.delivery.packing import pack
+from gmeta.delivery.whole import whole_version
+from gmeta.errors import GMetaError, UserError
+from metaio.errors import DataError
+from tests.commands import gmeta
+from tests.delivery.models import Model, content
+
+SIZES = {"item": 3_000}
+
+
+def versions(tmp_path: Path, count: int) -> tuple[Channel, list[Path]]:
+    """A channel that serves the last of `count` versions, and the packed folders by number."""
+    rng, channel, model = np.random.default_rng(3), Channel(tmp_path / "channel"), Model.of(SIZES)
+    packed = [tmp_path]
+    for number in range(1, count + 1):
+        packed.append(tmp_path / f"packed-{number}")
+        pack(channel, model.write(tmp_path / f"m{number}"), packed[-1], overwrite=False)
+        channel.promote(packed[-1], {"verdict": "promote", "loss": 0.5})
+        model = model.changed(rng)
+    return channel, packed
+
+
+def message(caught: pytest.ExceptionInfo[BaseException]) -> str:
+    return str(caught.value)
+
+
+def test_the_log_tells_every_promotion_with_its_verdict(tmp_path: Path) -> None:
+    channel, packed = versions(tmp_path, 3)
+    assert channel.served().number == 3
+    assert channel.promote(packed[3]).number == 3  # once more: nothing happens
+    channel.record({"verdict": "refuse"})
+    channel.rollback()
+    channel.rollback(3)
+    told = [(one["action"], one["number"]) for one in channel.promotions()]
+    assert told == [
+        ("promoted", 1),
+        ("promoted", 2),
+        ("promoted", 3),
+        ("refused", None),
+        ("rolled back", 2),
+        ("rolled back", 3),
+    ]
+    assert channel.promotions()[0]["verdict"] == {"verdict": "promote", "loss": 0.5}
+
+
+def test_a_delta_that_does_not_follow_is_refused_by_name(tmp_path: Path) -> None:
+    channel, packed = versions(tmp_path, 3)
+    first, second = channel.version(1), channel.version(2)
+    with pytest.raises(UserError) as caught:
+        channel.promote(packed[2])
+    assert message(caught) == (
+        f"{packed[2]} is version 2 of {channel.root} already, and a version is promoted once. To "
+        f"serve it again: gmeta rollback {channel.root} --to 2"
+    )
+    rng = np.random.default_rng(9)
+    late, other = tmp_path / "late", Channel(tmp_path / "other")
+    channel.rollback(1)
+    pack(channel, Model.of(SIZES).changed(rng).write(tmp_path / "l"), late, overwrite=False)
+    channel.rollback(2)
+    with pytest.raises(UserError) as caught:
+        channel.promote(late)
+    assert message(caught) == (
+        f"{late} is a delta over version {first.name}, but {channel.root} serves {second.name}: it "
+        "is out of order. Export it again with --since"
+    )
+    with pytest.raises(UserError) as caught:
+        other.promote(late)
+    assert message(caught) == (
+        f"{late} is a delta over version {first.name}, but {other.root} serves none yet. Promote a "
+        "full export first"
+    )
+    other.promote(Model.of(SIZES, seed=5).write(tmp_path / "o"))
+    with pytest.raises(UserError) as caught:
+        other.promote(late)
+    assert message(caught) == (
+        f"{late} is a delta over version {first.name}, but {other.root} serves "
+        f"{other.version(1).name}: {other.root} never had that version. Export it again with "
+        "--since"
+    )
+    assert other.served().number == 1
+
+
+def test_a_chain_with_a_missing_or_foreign_parent_is_refused_by_name(tmp_path: Path) -> None:
+    channel, _ = versions(tmp_path, 3)
+    moved = tmp_path / "moved"
+    channel.folder_of(2).rename(moved)
+    with pytest.raises(GMetaError) as caught:
+        channel.chain(3)
+    assert message(caught) == (
+        f"version 2 of {channel.root} is missing: there is no {channel.folder_of(2)}. Bring it "
+        "back from a copy, or promote a full export"
+    )
+    shutil.copytree(channel.folder_of(1), channel.folder_of(2))
+    with pytest.raises(GMetaError) as caught:
+        whole_version(channel, 3)
+    third = channel.version(3)
+    assert third.delta is not None
+    assert message(caught) == (
+        f"version {third.name} of {channel.root} is a delta over "
+        f"2-{third.delta.parent.checksum[:12]}, but 2-{channel.version(1).checksum[:12]} stands "
+        "there. Promote a full export"
+    )
+    shutil.rmtree(channel.folder_of(1))
+    third.folder.rename(channel.folder_of(1))
+    with pytest.raises(GMetaError, match="which comes after it: they are out of order"):
+        channel.chain(1)
+
+
+def test_a_promotion_killed_anywhere_is_taken_up_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class KilledError(Exception):
+        pass
+
+    def killed(*_: object) -> None:
+        raise KilledError
+
+    channel, _ = versions(tmp_path, 2)
+    model = Model.of(SIZES, seed=4).write(tmp_path / "m")
+    for step in ("write_sealed", "Channel._log"):
+        owner = Channel if "." in step else channel_module
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, step.rpartition(".")[2], killed)
+            with pytest.raises(KilledError):
+                channel.promote(model)
+        # Killed before the pointer the old version serves, behind it the new one does.
+        assert channel.served().number == (2 if step == "write_sealed" else 3)
+        if step == "write_sealed":
+            assert channel.numbers() == [1, 2, 3]
+    assert channel.promote(model).number == 3
+    assert [one["number"] for one in channel.promotions()] == [1, 2, 3]
+    assert channel.numbers() == [1, 2, 3]
+
+
+def test_the_pointer_is_written_once_the_version_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel, _ = versions(tmp_path, 1)
+    model = Model.of(SIZES, seed=4).write(tmp_path / "m")
+    seen: list[dict[str, bytes]] = []
+    write = channel_module.write_sealed
+
+    def looked(path: Path, *rest: object) -> None:
+        seen.append(content(channel.folder_of(2)))
+        write(path, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(channel_module, "write_sealed", looked)
+    channel.promote(model)
+    assert seen == [content(model)]
+
+
+def test_a_model_that_takes_other_requests_is_not_promoted(tmp_path: Path) -> None:
+    channel, _ = versions(tmp_path, 1)
+    with pytest.raises(UserError) as caught:
+        channel.promote(Model.of({"shop": 10}).write(tmp_path / "m"))
+    assert message(caught) == (
+        f"the candidate has another columns than the model that {channel.root} serves: requests of "
+        "its callers would fail or mean something else. Promote it to a channel of its own"
+    ).replace("another columns", "other columns")
+
+
+def test_a_damaged_pointer_is_named(tmp_path: Path) -> None:
+    channel, _ = versions(tmp_path, 1)
+    path = channel.root / "current.json"
+    body = json.loads(path.read_text())
+    path.write_text(json.dumps({**body, "number": 7}))
+    with pytest.raises(GMetaError) as caught:
+        channel.current()
+    assert message(caught) == (
+        f"{path} does not match its own checksum: it was edited. Bring the file back from a copy, "
+        "or make it anew"
+    )
+
+
+def test_what_cannot_be_rolled_back_to_is_said(tmp_path: Path) -> None:
+    channel, _ = versions(tmp_path, 1)
+    with pytest.raises(UserError) as caught:
+        channel.rollback()
+    assert message(caught) == (
+        f"{channel.root} has no version before 1: there is nothing to roll back to. Promote "
+        "another model"
+    )
+    with pytest.raises(UserError) as caught:
+        channel.rollback(8)
+    assert message(caught) == f"{channel.root} has no version 8: it has 1. Choose one of them"
+
+
+def test_two_promotions_at_once_are_one_and_a_refusal(tmp_path: Path) -> None:
+    channel, _ = versions(tmp_path, 2)
+    with channel._changing(), pytest.raises(DataError, match="is writing"):
+        channel.rollback()
+    assert channel.served().number == 2
+
+
+def test_inspect_shows_versions_verdicts_and_what_serves(tmp_path: Path) -> None:
+    channel, _ = versions(tmp_path, 3)
+    channel.record({"reasons": ["it is worse"]})
+    channel.rollback()
+    done = gmeta("inspect", channel.root, "--verify")
+    assert done.returncode == 0, done.stderr
+    name = channel.version(2).name
+    assert done.stdout.startswith(f"channel {channel.root}: 3 versions; serves version {name}, ")
+    assert f"* {name}" in done.stdout
+    assert ": it is worse" in done.stdout
+    assert "the chain of version 2 is complete: version 1 and 1 delta, " in done.stdout
+    table = channel.folder_of(2) / "table-00000.safetensors"
+    table.write_bytes(table.read_bytes()[:-1])
+    done = gmeta("inspect", channel.root, "--verify")
+    assert done.returncode == 1
+    assert str(table) in done.stderr

@@ -1,0 +1,129 @@
+"""`gmeta.follow` and `gmeta serve CHANNEL`: whole versions, exchanged while threads predict."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import gmeta
+from gmeta.delivery.channel import Channel
+from gmeta.delivery.packing import pack
+from gmeta.errors import UserError
+from tests.delivery.models import Model
+from tests.server.serving import get, post, request_of, service_of, values
+from tests.waiting import wait_until
+
+SIZES = {"item": 3_000, "city": 30}
+SUPPORT = {"item": [1, 2, 3], "city": [4, 5, 6], "price": [0.1, 0.2, 0.3], "click": [1, 0, 1]}
+QUERY = {"item": [7, 8], "city": [9, 10], "price": [0.5, 0.6]}
+ROWS = pa.table({**QUERY, "user": [1, 1], "click": [0, 0]})
+
+
+def promote(channel: Channel, model: Model, folder: Path) -> None:
+    packed = folder.with_suffix(".packed")
+    pack(channel, model.write(folder), packed, overwrite=False)
+    channel.promote(packed)
+
+
+def test_threads_see_one_version_each_through_many_swaps(tmp_path: Path) -> None:
+    """Rows and layers of one version together: each of its answers is one that it gives alone."""
+    channel, rng = Channel(tmp_path / "channel"), np.random.default_rng(0)
+    answers: dict[int, tuple[list[float], list[float]]] = {}
+    model = Model.of(SIZES)
+    for number in range(1, 5):
+        folder = tmp_path / str(number)
+        model.tables["item"][7] += 0.5
+        model.write(folder.with_suffix(".alone"))
+        promote(channel, model, folder)
+        alone = gmeta.load(folder.with_suffix(".alone"))
+        answers[number] = (
+            alone.predict(QUERY).tolist(),
+            alone.adapt(SUPPORT).predict(QUERY).tolist(),
+        )
+        model = model.changed(rng)
+    assert len({tuple(before) for before, _ in answers.values()}) == 4
+    ended, seen = threading.Event(), set()
+    with gmeta.follow(channel.root, every_s=0) as follower, ThreadPoolExecutor(3) as pool:
+
+        def ask() -> None:
+            while not ended.is_set():
+                served = follower.served
+                found = (
+                    served.model.predict(QUERY).tolist(),
+                    served.model.adapt(SUPPORT).predict(QUERY).tolist(),
+                )
+                assert found == answers[served.number]
+                seen.add(served.number)
+
+        asking = [pool.submit(ask) for _ in range(3)]
+        try:
+            for swap in range(24):
+                channel.rollback(swap % 4 + 1)
+                assert follower.check() or swap == 3
+                if swap < 4:
+                    wait_until(lambda: follower.served.number in seen)
+        finally:
+            ended.set()
+        for each in asking:
+            each.result()
+    assert seen == {1, 2, 3, 4}
+
+
+def test_a_thread_takes_up_what_is_promoted(tmp_path: Path) -> None:
+    channel, model = Channel(tmp_path / "channel"), Model.of(SIZES)
+    promote(channel, model, tmp_path / "1")
+    with gmeta.follow(channel.root, every_s=0.01) as follower:
+        promote(channel, model.changed(np.random.default_rng(0)), tmp_path / "2")
+        wait_until(lambda: follower.served.number == 2)
+    assert follower.refused == ""
+
+
+def test_a_damaged_delta_leaves_the_old_version_which_says_how_old_it_is(tmp_path: Path) -> None:
+    channel, model = Channel(tmp_path / "channel"), Model.of(SIZES)
+    promote(channel, model, tmp_path / "1")
+    with gmeta.follow(channel.root, every_s=0, cache=tmp_path / "own") as follower:
+        before = follower.model.predict(QUERY).tolist()
+        promote(channel, model.changed(np.random.default_rng(0)), tmp_path / "2")
+        layers = channel.folder_of(2) / "layers.safetensors"
+        whole = layers.read_bytes()
+        layers.write_bytes(whole[:-1])
+        assert not follower.check()
+        assert follower.refused.startswith(f"{layers} has {len(whole) - 1:,} bytes")
+        assert f"(version 1 of {channel.root} serves on, promoted " in follower.refused
+        assert follower.model.predict(QUERY).tolist() == before
+        channel.rollback(1)
+        assert not follower.check()
+        assert follower.refused == ""
+        layers.write_bytes(whole)
+        channel.rollback(2)
+        assert follower.check()
+        assert follower.served.number == 2
+
+
+def test_a_channel_without_a_version_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        gmeta.follow(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path} is a channel without a version, or none at all. "
+        f"Run: gmeta promote RUN {tmp_path}"
+    )
+
+
+def test_the_server_reloads_from_a_channel(tmp_path: Path) -> None:
+    channel, model = Channel(tmp_path / "channel"), Model.of(SIZES)
+    promote(channel, model, tmp_path / "1")
+    with service_of(channel.root) as service:
+        before = values(post(service, request_of(ROWS)))
+        assert not service.reload()
+        promote(channel, model.changed(np.random.default_rng(0)), tmp_path / "2")
+        assert service.reload()
+        assert service.loaded.version == channel.served().checksum[:12]
+        assert np.abs(values(post(service, request_of(ROWS))) - before).max() > 0
+        (channel.folder_of(2) / "model.json").write_text("{")
+        channel.rollback(1)
+        assert service.reload()
+        assert values(post(service, request_of(ROWS))).tolist() == before.tolist()
+        assert get(service, "/status").json()["refused"] is None

@@ -1,0 +1,141 @@
+"""A run goes on with the next increment of a stream, on any number of ranks, stopped or not.
+
+Mutants that these tests catch: rows reset or sums discounted again at a resume, gate tasks trained,
+the increment scored after its first step.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gmeta.checkpoints.files import read_about
+from gmeta.checkpoints.summary import summarise_checkpoint
+from gmeta.config import TrainConfig, config_from_dict
+from gmeta.export import CheckpointReader
+from gmeta.parallel.ranks import Ranks
+from gmeta.prequential import PREQUENTIAL_FILE
+from gmeta.runs.folder import RunFolder, list_checkpoints
+from gmeta.train import train
+from tests.antdt.faults.counting.sitecustomize import COUNTS_FILE, count_tasks
+from tests.distributed.harness import on_ranks
+from tests.increments import write_increments
+
+NUM_TASKS = 48
+RESET = (5, 7, 11)
+
+
+def config_of(run: Path, increment: Path, before: Path | None = None, **keys: Any) -> TrainConfig:
+    """Three steps on an increment; `keys` are section__key."""
+    raw: dict[str, dict[str, Any]] = {
+        "data": {"path": str(increment), "tasks_per_step": 16},
+        "model": {"name": "melu", "hidden": [4], "embedding_dim": 4},
+        "outer": {"adagrad_decay": 0.5, "sparse_lr": 0.2, "dense_lr": 0.05},
+        "run": {"dir": str(run), "device": "cpu", "log_every_steps": 1},
+    }
+    if before is not None:
+        raw["run"]["continue_from"] = str(before)
+    for name, value in keys.items():
+        section, key = name.split("__")
+        raw[section][key] = value
+    return config_from_dict(raw)
+
+
+def train_each(ranks: Ranks, configs: list[TrainConfig]) -> None:
+    for config in configs:
+        train(config, ranks)
+
+
+def newest(run: Path) -> Path:
+    return list_checkpoints(RunFolder(run).checkpoints)[-1]
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state of tables and layers."""
+    summary, reader = summarise_checkpoint(checkpoint), CheckpointReader(checkpoint)
+    names = [f"model.learner.{layer.name}" for layer in summary.layers]
+    for table in (one.name for one in summary.tables):
+        names.append(f"model.tables.embeddings.{table}.weight")
+        state = f"optimizer.state.tables.embeddings.{table}.weight.{table}"
+        names.append(f"{state}.momentum1")
+    return reader.read(names)
+
+
+@pytest.mark.distributed
+def test_any_ranks_go_on_to_the_same_model_and_a_stop_changes_nothing(tmp_path: Path) -> None:
+    first, second, third = write_increments(tmp_path / "shop", reset_rows=RESET)
+    runs = {name: tmp_path / name for name in ("one", "two", "whole", "stopped", "on-2")}
+    whole = config_of(runs["whole"], third, runs["two"])
+    stopped = config_of(runs["stopped"], third, runs["two"], run__max_steps=2)
+    configs = [
+        config_of(runs["one"], first),
+        config_of(runs["two"], second, runs["one"]),
+        whole,
+        stopped,
+        replace(stopped, run=replace(stopped.run, max_steps=0)),
+    ]
+    on_ranks(1, train_each, configs)
+    unbroken = tensors(newest(runs["whole"]))
+    assert unbroken["model.tables.embeddings.item.weight"].shape == (300, 4)
+    for name, values in tensors(newest(runs["stopped"])).items():
+        assert torch.equal(values, unbroken[name]), name
+    on_ranks(2, train_each, [config_of(runs["on-2"], third, runs["two"])])
+    for name, values in tensors(newest(runs["on-2"])).items():
+        torch.testing.assert_close(values, unbroken[name], rtol=0, atol=1e-6, msg=name)
+    lineage = read_about(newest(runs["on-2"]))["lineage"]
+    assert [(one["increment"], one["steps"]) for one in lineage] == [(1, 3), (2, 3), (3, 3)]
+    # Reused rows that the third increment does not hold are as they begin.
+    weight = unbroken["model.tables.embeddings.item.weight"]
+    sums = unbroken["optimizer.state.tables.embeddings.item.weight.item.momentum1"]
+    assert weight[list(RESET)].std() < 0.2
+    assert sums[list(RESET)].tolist() == [0.0] * len(RESET)
+
+
+@pytest.mark.distributed
+def test_an_increment_is_scored_before_it_is_trained_on(tmp_path: Path) -> None:
+    first, second = write_increments(tmp_path / "shop", (30, 100))
+    runs = [tmp_path / name for name in ("one", "still", "silent")]
+    # Without rates the model stays what it was when the increment came.
+    still = {"outer__sparse_lr": 0.0, "outer__dense_lr": 0.0, "data__valid_split": "gate"}
+    configs = [
+        config_of(runs[0], first),
+        config_of(runs[1], second, runs[0], **still),
+        config_of(runs[2], second, runs[0], run__prequential=False, run__max_steps=1),
+    ]
+    on_ranks(2, train_each, configs)
+    told = json.loads((runs[1] / PREQUENTIAL_FILE).read_text())
+    assert (told["increment"], told["trained_on"]) == (2, [1])
+    assert {name: one["num_tasks"] for name, one in told["splits"].items()} == {
+        "train": NUM_TASKS,
+        "gate": NUM_TASKS // 4,
+    }
+    (valid,) = [line["valid"] for line in RunFolder(runs[1]).read_metrics() if "valid" in line]
+    assert told["splits"]["gate"]["scores"] == pytest.approx(valid, abs=1e-7)
+    assert not (runs[0] / PREQUENTIAL_FILE).exists()
+    assert not (runs[2] / PREQUENTIAL_FILE).exists()
+
+
+def train_and_count(ranks: Ranks, config: TrainConfig) -> None:
+    count_tasks()
+    train(config, ranks)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("source", ["static", "service"])
+def test_every_task_of_an_increment_is_trained_once_and_none_of_the_gate(
+    tmp_path: Path, source: str
+) -> None:
+    first, second = write_increments(tmp_path / "shop", (30, 100))
+    one, two = tmp_path / "one", tmp_path / "two"
+    on_ranks(2, train_and_count, config_of(one, first, data__source=source))
+    keys = {"data__source": source, "run__checkpoint_every_steps": 1}
+    if source == "service":  # stopped inside the epoch, and gone on with by another number of ranks
+        on_ranks(2, train_and_count, config_of(two, second, one, run__max_steps=2, **keys))
+    on_ranks(1, train_and_count, config_of(two, second, one, **keys))
+    for number, run in enumerate((one, two), start=1):
+        counts = json.loads((newest(run) / COUNTS_FILE).read_text())
+        tasks = range(1000 * number, 1000 * number + NUM_TASKS)
+        assert counts == {str(task): 1 for task in tasks}

@@ -1,0 +1,216 @@
+"""A table that grows between two runs trains as if it had been large from the start, to the bit.
+
+Method: the same steps twice, once on tables of 101 rows that grow to 1,000, once on tables of 1,000
+from the start. Mutants that these tests catch: momentum of a reset row kept, a reset row left as it
+was, initial values that depend on the size of the table, sums not discounted.
+"""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torchrec.distributed import DistributedModelParallel
+
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.build import build_learner
+from gmeta.checkpoints.growth import discount, load_grown
+from gmeta.checkpoints.loader import state_of
+from gmeta.checkpoints.writer import CheckpointWriter
+from gmeta.config import OuterConfig, RunConfig, TrainConfig
+from gmeta.internals import ShardedTensor
+from gmeta.learner import MetaLearner
+from gmeta.outer.optimizers import OuterOptimizer, build_optimizer
+from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.sharding import shard_learner
+from gmeta.runs.folder import checkpoint_name
+from gmeta.runs.progress import Progress
+from gmeta.tables.sharding import ShardingConfig
+from gmeta_models import ModelConfig
+from metaio.format.features import Features, FeatureSpec, TableSpec
+from tests import reference
+from tests.distributed.harness import on_ranks, steps_of
+
+OLD_ROWS, NEW_ROWS = 101, 1_000
+WIDTHS = (4, 8, 12, 16)
+FLOOR = 2e-6
+RESET = {"s0": np.array([0, 3, 50, 100, 700])}  # of old rows, and of one that is new anyway
+
+
+def features_of(num_rows: int) -> Features:
+    return Features(
+        tables=(TableSpec("s0", num_rows), TableSpec("s1", num_rows)),
+        single=(FeatureSpec("s0", "s0"), FeatureSpec("s1", "s1")),
+        multi=(),
+        dense=(),
+    )
+
+
+def config_of(width: int, sparse: str = "rowwise_adagrad", kind: str = "row_wise") -> TrainConfig:
+    return TrainConfig(
+        model=ModelConfig(name="melu", embedding_dim=width, hidden=(3,)),
+        outer=OuterConfig(
+            dense_optimizer="adam", dense_lr=0.05, sparse_lr=0.2, sparse_optimizer=sparse
+        ),
+        sharding=ShardingConfig(default=kind),
+        run=RunConfig(seed=1),
+    )
+
+
+class Trained:
+    """A model with tables of so many rows, and its optimizer."""
+
+    def __init__(self, ranks: Ranks, config: TrainConfig, num_rows: int) -> None:
+        torch.manual_seed(0)
+        features = features_of(num_rows)
+        algorithm = AlgorithmConfig(inner_lr=0.1)
+        self.learner: MetaLearner = build_learner(features, config.model, algorithm, "bce")
+        self.sharded: DistributedModelParallel = shard_learner(
+            self.learner, features, config, ranks
+        )
+        self.optimizer: OuterOptimizer = build_optimizer(self.sharded, config.outer)
+        self._ranks, self._config = ranks, config
+
+    def train(self, steps: range, ids_below: int) -> None:
+        """A step's tasks depend on its number alone, at any number of ranks."""
+        features = features_of(ids_below)
+
+        def tasks(step: int) -> list[reference.Task]:
+            rng = random.Random(step)
+            return [reference.random_task(features, 3, 2, rng) for _ in range(5)]
+
+        ranks = self._ranks
+        batches = (
+            reference.batch_of(tasks(step)[ranks.rank :: ranks.world_size], features)
+            for step in steps
+        )
+        for episodes, totals in steps_of(batches, self.learner.arrange, features, ranks):
+            self.optimizer.begin_step(0, 1)
+            self.sharded(episodes, ranks.world_size / totals.num_terms).backward()
+            self.optimizer.step()
+
+    def save(self, folder: Path, step: int) -> Path:
+        ranks, config = self._ranks, self._config
+        with CheckpointWriter(folder, self.sharded, self.optimizer, config, ranks) as writer:
+            writer.save(Progress(step=step))
+        return folder / checkpoint_name(step)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of model and optimizer: this rank's copy of its part."""
+        return dict(flat(state_of(self.sharded, self.optimizer), ""))
+
+
+def flat(state: dict[str, Any], prefix: str) -> list[tuple[str, Tensor]]:
+    found: list[tuple[str, Tensor]] = []
+    for key, value in state.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            found += flat(value, f"{name}/")
+        elif isinstance(value, ShardedTensor):
+            shards = value.local_shards()
+            found += [(f"{name}@{s.metadata.shard_offsets}", s.tensor.clone()) for s in shards]
+        elif isinstance(value, Tensor):
+            found.append((name, value.detach().clone()))
+    return found
+
+
+def cases() -> list[TrainConfig]:
+    by_width = [config_of(width) for width in WIDTHS]
+    return [*by_width, config_of(16, "adagrad", "column_wise"), config_of(8, "sgd", "table_wise")]
+
+
+def begin(ranks: Ranks, folder: Path) -> None:
+    """Two steps on ids of the small table, in a small and in a large one, saved."""
+    for index, config in enumerate(cases()):
+        for name, num_rows in (("small", OLD_ROWS), ("large", NEW_ROWS)):
+            trained = Trained(ranks, config, num_rows)
+            trained.train(range(2), OLD_ROWS)
+            path = folder / f"{index}-{name}"
+            if ranks.rank == 0:
+                path.mkdir()
+            trained.save(path, 2)
+
+
+def go_on(ranks: Ranks, folder: Path) -> list[str]:
+    """Two steps on all ids from both; the names of what differs."""
+    differing = []
+    for index, config in enumerate(cases()):
+        found = []
+        for name in ("small", "large"):
+            trained = Trained(ranks, config, NEW_ROWS)
+            path = folder / f"{index}-{name}" / checkpoint_name(2)
+            load_grown(path, trained.sharded, trained.optimizer, ranks, config.outer, {})
+            trained.train(range(2, 4), NEW_ROWS)
+            found.append(trained.tensors())
+        grown, large = found
+        assert grown.keys() == large.keys()
+        differing += [
+            f"{index} {name}" for name in grown if not torch.equal(grown[name], large[name])
+        ]
+    return differing
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 1)])
+def test_a_table_that_grew_trains_as_one_that_was_large_from_the_start(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    on_ranks(before, begin, tmp_path)
+    assert on_ranks(after, go_on, tmp_path) == [[]] * after
+
+
+def reset_and_compare(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """What is wrong with each row after a checkpoint was loaded with some rows reset."""
+    config = config_of(4)
+    trained = Trained(ranks, config, OLD_ROWS)
+    trained.train(range(3), OLD_ROWS)
+    path = trained.save(folder, 3)
+    before = trained.tensors()
+    # Slow and obvious: a table that nobody trained has the values that a row begins with.
+    initial = Trained(ranks, config, NEW_ROWS).tensors()
+    grown = Trained(ranks, config, NEW_ROWS)
+    outer = replace(config.outer, adagrad_decay=0.5, adagrad_floor=FLOOR)
+    load_grown(path, grown.sharded, grown.optimizer, ranks, outer, RESET)
+    after = grown.tensors()
+    weight, sums = (
+        next(name for name in after if name.startswith(part) and "s0" in name and "@" in name)
+        for part in ("model", "optimizer")
+    )
+    kept = [row for row in range(OLD_ROWS) if row not in RESET["s0"]]
+    reset = RESET["s0"].tolist()
+    return {
+        "trained": int((before[weight] != initial[weight][:OLD_ROWS]).any(dim=1).sum()),
+        "kept": torch.equal(after[weight][kept], before[weight][kept]),
+        "new": torch.equal(after[weight][OLD_ROWS:], initial[weight][OLD_ROWS:]),
+        "reset": torch.equal(after[weight][reset], initial[weight][reset]),
+        "reset sums": after[sums][reset].abs().sum().item(),
+        "sums": torch.stack([before[sums][kept], after[sums][kept]], dim=1).tolist(),
+        "unread momentum": after[sums][OLD_ROWS:].abs().sum().item(),
+    }
+
+
+@pytest.mark.distributed
+def test_reused_rows_begin_anew_and_sums_are_discounted_down_to_a_floor(tmp_path: Path) -> None:
+    (found,) = on_ranks(1, reset_and_compare, tmp_path)
+    assert found["trained"] > 20
+    assert found["kept"], "a row that means what it meant was changed"
+    assert found["new"], "a new row is not what it would have been in a large table"
+    assert found["reset"], "a reused row does not begin at its initial value"
+    assert found["reset sums"] == 0.0 == found["unread momentum"]
+    was = [one for one, _ in found["sums"] if one]
+    assert min(was) < FLOOR < max(was) / 2, "no sum is held by the floor, or none falls"
+    for was, now in found["sums"]:
+        assert now == pytest.approx(max(0.5 * was, min(was, FLOOR)), rel=1e-6)
+
+
+def test_a_discount_keeps_what_is_below_the_floor_and_does_nothing_at_1() -> None:
+    sums = torch.tensor([0.0, 0.5, 1.5, 3.0, 8.0])
+    untouched = sums.clone()
+    discount(untouched, 1.0, 2.0)
+    assert torch.equal(untouched, sums)
+    discount(sums, 0.5, 1.0)
+    assert sums.tolist() == [0.0, 0.5, 1.0, 1.5, 4.0]

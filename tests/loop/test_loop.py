@@ -1,0 +1,275 @@
+"""The loop: every closed partition is trained once and served in its turn, whatever is killed."""
+
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gmeta.checkpoints.files import read_about
+from gmeta.delivery.channel import Channel
+from gmeta.delivery.whole import CACHE_VARIABLE
+from gmeta.errors import GMetaError, UserError
+from gmeta.loop.config import load_follow_config
+from gmeta.loop.loop import Loop
+from gmeta.loop.metrics import LoopMetrics
+from gmeta.loop.page import stream_page
+from gmeta.loop.stages import last_line
+from gmeta.runs.folder import list_checkpoints
+from metaio.stream.chain import open_stream
+from tests.commands import environment
+from tests.commands import gmeta as run_gmeta
+from tests.delivery.models import content
+from tests.forked import ForkedProcess, Task, forked
+from tests.loop.days import write_day, write_loop
+from tests.waiting import wait_until
+
+KILLS = int(os.environ.get("FOLLOW_KILLS", "4"))
+
+
+def run_stage(arguments: list[str], log: Path) -> int:
+    """A command of gmeta as the loop runs it, but forked from the server of the tests."""
+    done = run_gmeta(*arguments)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(done.stdout + done.stderr)
+    return done.returncode
+
+
+def loop_of(config: Path, stage: Callable[[list[str], Path], int] = run_stage) -> Loop:
+    return Loop(load_follow_config(config), stage, last_line)
+
+
+def stages_of(loop: Loop) -> list[tuple[str, int]]:
+    """Every stage there is to take, taken."""
+    found = []
+    while (done := loop.step()) is not None:
+        found.append((done.stage, done.increment))
+    return found
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two days from a log to a served model, without a kill."""
+    root = tmp_path_factory.mktemp("followed")
+    for day in range(2):
+        write_day(root / "logs", day)
+    config = write_loop(root, margin=9)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(CACHE_VARIABLE, str(root / "cache"))
+        found = stages_of(loop_of(config))
+    assert found == [
+        (stage, number)
+        for number in (1, 2)
+        for stage in ("prepare", "train", "export", "judge", "promote")
+    ]
+    return root
+
+
+def lineage(run: Path) -> list[int]:
+    about = read_about(list_checkpoints(run / "checkpoints")[-1])
+    return [one["increment"] for one in about["lineage"]]
+
+
+def outcome(root: Path) -> tuple[object, ...]:
+    """What must be the same however often the loop was killed."""
+    stream, channel = open_stream(str(root / "stream")), Channel(root / "channel")
+    tables = {
+        name: data
+        for name, data in content(root / "runs" / "000002" / "model").items()
+        if name != "config.json"  # holds the time of the export
+    }
+    return (
+        [record.fingerprint for record in stream.records],
+        lineage(root / "runs" / "000002" / "run"),
+        [entry["number"] for entry in channel.promotions()],
+        channel.numbers(),
+        tables,
+    )
+
+
+@pytest.mark.distributed
+def test_each_day_is_trained_once_judged_and_served(followed: Path) -> None:
+    _, lineages, promoted, numbers, _ = outcome(followed)
+    assert lineages == [1, 2] == promoted == numbers
+    loop = loop_of(followed / "stream.toml")
+    assert loop.step() is None
+    metrics = LoopMetrics(loop)
+    metrics.look()
+
+    def value(name: str) -> float | None:
+        return metrics.registry.get_sample_value(f"gmeta_follow_{name}")
+
+    assert (value("served_increment"), value("prepared_increment")) == (2, 2)
+    assert (value("waiting_partitions"), value("refused_in_a_row")) == (0, 0)
+    assert (value("event_age_seconds") or 0) > 86_400
+
+
+@pytest.mark.distributed
+def test_the_page_shows_every_increment_with_its_version(followed: Path) -> None:
+    loop = loop_of(followed / "stream.toml")
+    page = stream_page(loop)
+    for number in (1, 2):
+        assert loop.channel.version(number).name in page
+    assert page.count("<svg role") == 5  # rows, ids, two scores, bytes
+    assert "promoted" in page
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", "")
+
+
+@pytest.mark.distributed
+def test_runs_are_promoted_and_exported_as_what_changed(
+    followed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    channel, runs = Channel(tmp_path / "channel"), followed / "runs"
+    out = tmp_path / "out"
+    told = ""
+    for arguments in (
+        ["promote", runs / "000001" / "run", channel.root],
+        ["export", runs / "000002" / "run", out, "--since", channel.root],
+        ["promote", out, channel.root],
+    ):
+        done = run_gmeta(*arguments)
+        assert done.returncode == 0, done.stderr
+        told += done.stderr
+    # Of so small a model a delta is more than half.
+    assert "; whole, since the deltas over version 1 are half of it)" in told
+    assert channel.numbers() == [1, 2]
+    assert channel.served().number == 2
+    assert not list(tmp_path.glob(".*")) + list(channel.root.glob(".*"))
+
+
+@pytest.mark.distributed
+def test_a_loop_killed_anywhere_loses_and_doubles_nothing(
+    followed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage is killed at a random change of the files, with kill -9; a new loop goes on."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    drawn = random.Random(os.environ.get("FOLLOW_SEED", "0"))
+    shutil.copytree(followed / "logs", tmp_path / "logs")
+    # The stream knows its files by their names, and is the same only if they have the same.
+    config = write_loop(tmp_path, margin=9)
+    text = config.read_text().replace(f"{tmp_path}/logs", f"{followed}/logs")
+    config.write_text(text)
+    left = KILLS
+
+    def killed_or_not(arguments: list[str], log: Path) -> int:
+        nonlocal left
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if not left:
+            return run_stage(arguments, log)
+        left -= 1
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            forked(Task("gmeta", tuple(arguments), environment(), Path(folder))) as running,
+        ):
+            after_changes(running, tmp_path, drawn.randrange(1, 12))
+            running.kill()
+            log.write_text(running.stdout + running.stderr)
+            code = running.poll()
+        return 1 if code is None else code
+
+    while True:
+        try:
+            if loop_of(config, killed_or_not).step() is None:
+                break
+        except GMetaError as error:
+            if "ended with -9" not in str(error):
+                raise
+    assert left == 0
+    assert outcome(tmp_path) == outcome(followed)
+
+
+def after_changes(running: ForkedProcess, root: Path, count: int) -> None:
+    """Returns once the files below `root` have changed so often, or the process has ended."""
+    seen, left = files_of(root), count
+
+    def reached() -> bool:
+        nonlocal seen, left
+        now = files_of(root)
+        left, seen = left - (now != seen), now
+        return left == 0 or running.poll() is not None
+
+    wait_until(reached, "the stage", pause_s=0.001)
+
+
+def files_of(root: Path) -> frozenset[str]:
+    return frozenset(path for path, _, _ in os.walk(root)) | frozenset(
+        f"{path}/{name}" for path, _, names in os.walk(root) for name in names
+    )
+
+
+def test_refused_candidates_leave_the_champion_and_are_set_aside_after_a_few(
+    followed: Path, tmp_path: Path
+) -> None:
+    """The judge refuses whatever comes: the next increment is trained on from the last run."""
+    config = write_loop(tmp_path, max_refused=2)
+    shutil.copytree(followed / "stream", tmp_path / "stream")
+    asked: list[list[str]] = []
+
+    def stage(arguments: list[str], log: Path) -> int:
+        asked.append(arguments)
+        root = log.parent
+        if arguments[0] == "export":
+            (root / "model").mkdir()
+            (root / "model" / "config.json").touch()
+        if arguments[0] == "judge":
+            verdict = {"verdict": "refuse", "reasons": ["worse"], "model": root.name}
+            (root / "verdict.json").write_text(json.dumps(verdict))
+            return 3
+        return 0
+
+    loop = loop_of(config, stage)
+    for number in (1, 2):
+        (tmp_path / "runs" / f"{number:06d}").mkdir(parents=True)
+        assert [loop.step().stage for _ in range(3)] == ["train", "export", "judge"]  # type: ignore[union-attr]
+    trains = [one for one in asked if one[0] == "train"]
+    first = tmp_path / "runs" / "000001" / "run"
+    assert f'run.continue_from="{first}"' not in trains[0]
+    assert f'run.continue_from="{first}"' in trains[1]
+    assert loop.step() is None  # no third increment yet
+    assert loop.refused_before(3) == [1, 2]
+    shutil.copytree(
+        tmp_path / "stream" / "increments" / "000002", tmp_path / "stream/increments/000003"
+    )
+    with pytest.raises(GMetaError) as caught:
+        loop.step()
+    assert str(caught.value).startswith(
+        "increments 1, 2 are set aside: 2 candidates were refused in a row, the last because "
+        "worse. The version before them serves on. Raise judge.max_refused, or promote by hand: "
+    )
+
+
+def test_a_failed_stage_says_what_it_said(tmp_path: Path) -> None:
+    write_day(tmp_path / "logs", 0)
+    config = write_loop(tmp_path)
+
+    def stage(arguments: list[str], log: Path) -> int:
+        assert arguments[:3] == ["prepare", "--extend", str(tmp_path / "stream")]
+        log.parent.mkdir(parents=True)
+        log.write_text("reading\nerror: it is full\n")
+        return 2
+
+    with pytest.raises(UserError) as caught:
+        loop_of(config, stage).step()
+    log = tmp_path / "runs" / "logs" / "prepare-day=000.log"
+    assert str(caught.value) == (
+        f"prepare of {tmp_path}/logs/day=000 ended with 2: error: it is full (see {log})"
+    )
+
+
+def test_a_config_without_a_place_is_refused(tmp_path: Path) -> None:
+    config = tmp_path / "stream.toml"
+    config.write_text('[follow]\ninputs = "logs/*"\n')
+    with pytest.raises(UserError) as caught:
+        load_follow_config(config)
+    assert str(caught.value) == f"follow.schema is empty: it is required. Set it in {config}"
+
+
+def test_the_command_follows_to_the_end_in_a_process_a_stage(followed: Path) -> None:
+    """`gmeta follow --once` where nothing is left to do."""
+    done = run_gmeta("follow", followed / "stream.toml", "--once")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr

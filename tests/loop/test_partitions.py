@@ -1,0 +1,47 @@
+"""Which partitions are closed: by _SUCCESS, by age, or as they are."""
+
+import os
+from pathlib import Path
+
+from gmeta.loop.partitions import closed_partitions
+
+LONG_AGO_S = 1_000_000_000
+
+
+def names(pattern: str, closed_after_s: float = 0.0) -> list[tuple[str, int]]:
+    found = closed_partitions(pattern, closed_after_s)
+    return [(Path(one.name).name, len(one.files)) for one in found]
+
+
+def test_a_folder_is_closed_by_success_or_by_age(tmp_path: Path) -> None:
+    for name in ("day=1", "day=2", "day=3", "_tmp"):
+        (tmp_path / name / "hour=1").mkdir(parents=True)
+        for file in ("a.parquet", "_b.parquet", ".c.parquet", "hour=1/d.parquet"):
+            (tmp_path / name / file).touch()
+    (tmp_path / "day=1" / "_SUCCESS").touch()
+    (tmp_path / "day=4").mkdir()
+    (tmp_path / "day=4" / "_SUCCESS").touch()  # closed, with nothing in it
+    pattern = f"{tmp_path}/*"
+    assert names(pattern) == [("day=1", 2)]
+    for path in (tmp_path / "day=3").rglob("*"):
+        os.utime(path, (LONG_AGO_S, LONG_AGO_S))
+    assert names(pattern, 3_600.0) == [("day=1", 2), ("day=3", 2)]
+    os.utime(tmp_path / "day=3" / "a.parquet")  # written to again
+    assert names(pattern, 3_600.0) == [("day=1", 2)]
+
+
+def test_a_file_is_whole_as_it_is_there_unless_an_age_is_asked_for(tmp_path: Path) -> None:
+    for name in ("b.parquet", "a.parquet", "_c.parquet"):
+        (tmp_path / name).touch()
+    assert names(f"{tmp_path}/*.parquet") == [("a.parquet", 1), ("b.parquet", 1)]
+    assert names(f"{tmp_path}/*.parquet", 3_600.0) == []
+
+
+def test_a_glob_of_another_file_system_names_whole_urls() -> None:
+    import fsspec
+
+    fs = fsspec.filesystem("memory")
+    fs.pipe("/logs/day=1/a.parquet", b"x")
+    fs.pipe("/logs/day=1/_SUCCESS", b"")
+    (found,) = closed_partitions("memory://logs/day=*", 0.0)
+    assert found.files == ("memory:///logs/day=1/a.parquet",)

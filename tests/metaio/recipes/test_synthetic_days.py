@@ -1,0 +1,71 @@
+"""Logs by days whose best possible AUC is known, and what a stream makes of them."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from metaio import DataError
+from metaio.prepare.schema import load_schema
+from metaio.recipes.synthetic_days import DaysConfig, auc, write_days
+from metaio.stream.chain import open_stream
+from metaio.stream.extend import extend
+from tests.metaio.stream.logs import OPTIONS
+
+CONFIG = DaysConfig(days=3, users_per_day=60, live_items=50)
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("days") / "logs"
+    write_days(str(place), CONFIG)
+    return place
+
+
+def test_users_and_items_come_and_go_and_keep_what_they_are(logs: Path) -> None:
+    days = [pq.read_table(path) for path in sorted(logs.glob("day=*/*.parquet"))]
+    assert len(days) == 3
+    for name in ("user", "item"):
+        sets = [set(day[name].to_pylist()) for day in days]
+        assert all(later - before for before, later in pairwise(sets))
+        assert all(before & later for before, later in pairwise(sets))
+        assert sets[0] - sets[2]
+    of_user: dict[int, tuple[object, ...]] = {}
+    for day in days:
+        for row in day.select(["user", "age", "region", "device"]).to_pylist():
+            own = (row["age"], row["region"], row["device"])
+            assert of_user.setdefault(row["user"], own) == own
+        assert (day["item_age"].to_numpy() >= 0).all()
+        assert (np.diff(day["time"].cast("int64").to_numpy()) >= 0).all()
+
+
+def test_no_score_is_better_than_the_probability_itself(logs: Path) -> None:
+    for line in json.loads((logs / "days.json").read_text()):
+        table = pq.read_table(logs / line["day"] / "clicks.parquet")
+        clicks, probability = table["click"].to_numpy(), table["p_click"].to_numpy()
+        pairs = probability[clicks == 1][:, None] - probability[clicks == 0][None, :]
+        expected = float((pairs > 0).mean() + (pairs == 0).mean() / 2)
+        assert line["auc_of_p_click"] == round(expected, 4)
+        assert auc(table["price"].to_numpy(), clicks) < expected
+        assert 0.7 < expected < 0.95
+        assert clicks.mean() == pytest.approx(probability.mean(), abs=0.06)
+
+
+def test_a_stream_reads_the_logs_by_their_schema_and_never_the_probability(
+    logs: Path, tmp_path: Path
+) -> None:
+    schema = load_schema(logs / "schema.toml")
+    assert "p_click" not in schema.columns
+    for number, path in enumerate(sorted(logs.glob("day=*")), start=1):
+        record = extend([f"{path}/*.parquet"], str(tmp_path / "s"), schema, OPTIONS)
+        assert record.number == number
+        assert (record.report["tasks"]["train"]["returning"] > 0) == (number > 1)
+    assert open_stream(str(tmp_path / "s")).dataset(3).manifest.support_is_past
+
+
+def test_logs_are_not_overwritten_unasked(logs: Path) -> None:
+    with pytest.raises(DataError, match=r"exists\. Choose another place"):
+        write_days(str(logs), CONFIG)

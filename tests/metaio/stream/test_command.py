@@ -1,0 +1,89 @@
+"""`gmeta prepare --extend` and `gmeta inspect` of a stream, as a user runs them."""
+
+from pathlib import Path
+
+import pyarrow.csv
+import pytest
+
+from tests.commands import gmeta
+from tests.metaio.stream.logs import append, log, schema
+
+SCHEMA = """
+[task]
+column = "user"
+[label]
+column = "click"
+[time]
+column = "time"
+[[single]]
+column = "city"
+vocabulary = 1
+[episodes]
+query_rows = 2
+min_rows = 3
+"""
+
+
+def test_csv_files_become_increments_that_inspect_shows(tmp_path: Path) -> None:
+    stream, rules = tmp_path / "s", tmp_path / "schema.toml"
+    rules.write_text(SCHEMA)
+    for day in range(2):
+        pyarrow.csv.write_csv(log(day), tmp_path / f"{day}.csv")
+    first = ("--schema", rules, "--extend", stream, tmp_path / "0.csv")
+    result = gmeta("prepare", *first)
+    assert result.returncode == 0, result.stderr
+    assert "increment 1: 400 rows of 40 tasks, 0 of them returning; window [" in result.stderr
+    assert "table city: 6 new ids, 7 of 65,536 rows in use" in result.stderr
+    assert f"extended: {stream}  (look inside: gmeta inspect {stream})" in result.stderr
+    assert gmeta("prepare", "--extend", stream, tmp_path / "1.csv").returncode == 0
+    shown = gmeta("inspect", stream)
+    assert shown.returncode == 0, shown.stderr
+    assert ": 2 increments, time in s, gate 5%\ntask user, label click\n" in shown.stdout
+    assert all(len(line.rstrip()) <= 80 for line in shown.stdout.splitlines())
+    assert [line.split()[0] for line in shown.stdout.splitlines() if "400" in line] == ["1", "2"]
+    verified = gmeta("inspect", stream, "--verify")
+    assert verified.stdout == f"{stream} is intact: 2 increments, every checksum matches.\n"
+    again = gmeta("prepare", "--extend", stream, tmp_path / "1.csv")
+    assert again.returncode == 2
+    assert "was taken into increment 2 already" in again.stderr
+    ordinary = gmeta("inspect", stream / "increments" / "000002")
+    assert ordinary.returncode == 0
+    assert "gate" in ordinary.stdout
+
+
+def test_quarantine_ends_with_3_and_one_line(tmp_path: Path) -> None:
+    stream = tmp_path / "s"
+    append(stream, log(0), schema=schema())
+    pyarrow.csv.write_csv(log(0, seed=3).slice(0, 5), tmp_path / "old.csv")
+    result = gmeta("prepare", "--extend", stream, tmp_path / "old.csv")
+    assert result.returncode == 3, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if "quarantined" in line]
+    assert line.startswith(f"error: input {tmp_path}/old.csv is quarantined: all of its 5 rows")
+    assert "quarantined before 2: old.csv: all of its 5 rows" in gmeta("inspect", stream).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["in", "--extend", "s", "--recipe", "synthetic"],
+            "--recipe has no effect with --extend",
+        ),
+        (["in", "out", "--schema", "x", "--accept"], "--accept has no effect with --schema"),
+        (["in", "--extend", "s", "--overwrite"], "--overwrite has no effect with --extend"),
+    ],
+)
+def test_options_that_do_not_go_with_a_stream_are_refused(
+    arguments: list[str], message: str
+) -> None:
+    result = gmeta("prepare", *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+def test_a_schema_with_a_stream_is_not_for_a_dataset(tmp_path: Path) -> None:
+    rules, out = tmp_path / "schema.toml", tmp_path / "out"
+    rules.write_text(SCHEMA + "[stream]\nttl = 86400\n")
+    result = gmeta("prepare", "--schema", rules, "in.csv", out)
+    assert result.returncode == 2
+    assert f"{rules} has [stream], which is for increments" in result.stderr

@@ -1,0 +1,274 @@
+"""Increments against a slow reading of all logs up to theirs."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from metaio import DataError, Dataset, FormatError, SchemaError
+from metaio.errors import QuarantinedError
+from metaio.format.inspection import damage
+from metaio.prepare.encode import Encoder, Fitted
+from metaio.prepare.schema import parse_schema
+from metaio.stream.chain import open_stream, reset_rows
+from metaio.stream.state import load_state
+from tests.metaio.stream.logs import (
+    DAY,
+    append,
+    changed,
+    episodes,
+    log,
+    schema,
+    slow_episodes,
+)
+
+
+def vocabulary(dataset: Dataset, table: str) -> list[object]:
+    values = pq.read_table(pa.BufferReader(dataset.read_file(f"vocabulary/{table}.parquet")))
+    return list(values["value"].to_pylist())
+
+
+def test_support_is_the_newest_rows_before_the_window_and_the_gate_is_never_trained(
+    tmp_path: Path,
+) -> None:
+    stream, tables = tmp_path / "s", [log(day) for day in range(4)]
+    trained: set[int] = set()
+    gate: set[int] = set()
+    for number, table in enumerate(tables, start=1):
+        record = append(stream, table, schema=schema())
+        dataset = open_stream(str(stream)).dataset(number)
+        start, stop = record.window
+        assert stop == table["time"].to_numpy().max() + 1
+        found = {name: episodes(dataset, name) for name in ("train", "gate")}
+        assert found["train"] | found["gate"] == slow_episodes(tables[:number], start)
+        trained |= {task for task, *_ in found["train"]}
+        gate |= {task for task, *_ in found["gate"]}
+        assert damage(dataset) == []
+    assert not trained & gate
+    assert 0.1 < len(gate) / len(trained | gate) < 0.45
+    records = open_stream(str(stream)).records
+    assert [record.number for record in records] == [1, 2, 3, 4]
+    assert [r.parent for r in records] == ["", *(r.fingerprint for r in records[:-1])]
+    assert [r.window[0] for r in records[1:]] == [r.window[1] for r in records[:-1]]
+
+
+@settings(
+    max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(st.integers(DAY, 3 * DAY - 1), min_size=1, max_size=3, unique=True))
+def test_ids_have_the_same_rows_however_the_log_was_cut(
+    tmp_path_factory: pytest.TempPathFactory, cuts: list[int]
+) -> None:
+    folder = tmp_path_factory.mktemp("cut")
+    table = log(0, days=3, rows=900)
+    time = table["time"].to_numpy()
+    append(folder / "whole", table, "whole.parquet", schema=schema())
+    bounds = [0, *sorted(cuts), 3 * DAY]
+    for start, stop in itertools.pairwise(bounds):
+        part = table.filter(pa.array((time >= start) & (time < stop)))
+        if len(part):
+            # Whether a window is usual is another test's question.
+            append(folder / "cut", part, f"{start}.parquet", schema=schema(), accept=True)
+    whole, cut = (open_stream(str(folder / name)) for name in ("whole", "cut"))
+    ends = [one.dataset(one.numbers[-1]) for one in (whole, cut)]
+    for name in ("item", "city", "tags"):
+        assert vocabulary(ends[0], name) == vocabulary(ends[1], name)
+    assert ends[0].features == ends[1].features
+
+
+def test_rows_are_encoded_by_the_vocabulary_that_stands_in_the_increment(tmp_path: Path) -> None:
+    for day in range(3):
+        append(tmp_path / "s", log(day), schema=schema())
+    stream = open_stream(str(tmp_path / "s"))
+    dataset, own = stream.dataset(3), parse_schema(stream.description["schema"])
+    vocabularies = {name: pa.array(vocabulary(dataset, name)) for name in ("item", "city", "tags")}
+    moments = {name: (m[0], m[1]) for name, m in stream.description["moments"].items()}
+    encoder = Encoder(own, Fitted(vocabularies, moments))
+    (batch,) = log(2).to_batches()
+    expected = encoder.encode(batch, with_label=False)
+    rows = dict(zip(batch["row"].to_pylist(), range(batch.num_rows), strict=True))
+    compared = 0
+    for split in ("train", "gate"):
+        for block in (dataset.read_block(split, i) for i in range(dataset.split(split).num_blocks)):
+            for place, row in enumerate(block.row_id_N.tolist()):
+                if row in rows:
+                    ids = block.unique_ids_U[block.positions_NF[place]]
+                    assert ids.tolist() == expected.ids_NF[rows[row]].tolist()
+                    assert block.dense_NK[place] == expected.dense_NK[rows[row]]
+                    compared += 1
+    assert compared > 300
+    price = log(0)["price"].to_numpy()
+    users = {task for task, *_ in episodes(stream.dataset(1), "gate")}
+    mean = float(np.mean(price))
+    assert moments["price"][0] == pytest.approx(mean, abs=0.5)  # frozen, and of training rows
+    assert users
+    assert dataset.manifest.recipe["moments"]["price"] == list(moments["price"])
+
+
+def test_forgotten_ids_lose_their_rows_which_others_take_from_the_lowest_on(
+    tmp_path: Path,
+) -> None:
+    ttl = {"ttl": 2.0 * DAY, "grace": 1.0 * DAY}
+    vocabularies: list[list[object]] = []
+    freed = 0
+    for day in range(7):
+        record = append(tmp_path / "s", log(day), schema=schema(**ttl))
+        stream = open_stream(str(tmp_path / "s"))
+        dataset = stream.dataset(record.number)
+        vocabularies.append(vocabulary(dataset, "item"))
+        place = dataset.manifest.stream
+        assert place is not None
+        resets = reset_rows(dataset).get("item", np.zeros(0)).tolist()
+        # A row that had a value in an earlier increment and has another one now.
+        now = vocabularies[-1]
+        ever = [{v[row] for v in vocabularies[:-1] if row < len(v)} for row in range(len(now))]
+        changed_rows = [
+            row + 1
+            for row, value in enumerate(now)
+            if value is not None and ever[row] - {None, value} and value != vocabularies[-2][row]
+        ]
+        assert resets == changed_rows
+        if len(vocabularies) > 1:
+            pairs = zip(vocabularies[-2], now, strict=False)
+            lost = sum(old is not None and old != new for old, new in pairs)
+            assert place.freed["item"] == lost
+            freed += lost
+        # Rows of tasks never speak of an id that is no longer known.
+        state = load_state(tmp_path / "s", record.number)
+        ids = state.task_rows("train", schema(**ttl)).of_bucket(0, 1).ids_NF[:, 0]
+        assert all(now[row - 1] is not None for row in set(ids.tolist()) - {0})
+    assert freed > 20
+
+
+def test_late_rows_are_support_or_dropped_and_counted(tmp_path: Path) -> None:
+    stream = tmp_path / "s"
+    first, second = log(0), log(1)
+    end = append(stream, first, schema=schema(late=3_600.0)).window[1]
+    time = second["time"].to_numpy().copy()
+    time[:50] = end - 1 - np.arange(50)
+    time[50:80] = end - 3_601 - np.arange(30)
+    second = changed(second, "time", time)
+    record = append(stream, second)
+    assert (record.report["late"], record.report["too_late"]) == (50, 30)
+    assert record.window[0] == end
+    assert record.report["alarms"][0] == (
+        "80 of 400 rows are late, 30 of them dropped (stream.late_share 0.05)"
+    )
+    kept = second.filter(pa.array(time >= end - 3_600))
+    dataset = open_stream(str(stream)).dataset(2)
+    found = episodes(dataset, "train") | episodes(dataset, "gate")
+    assert found == slow_episodes([first, kept], end)
+
+
+def test_a_file_is_taken_once_whatever_its_name(tmp_path: Path) -> None:
+    stream = tmp_path / "s"
+    end = append(stream, log(0), "a.parquet", schema=schema()).window[1]
+    file = tmp_path / "logs" / "a.parquet"
+    with pytest.raises(DataError) as error:
+        append(stream, log(0), "b.parquet")
+    assert str(error.value) == (
+        f"input {tmp_path}/logs/b.parquet was taken into increment 1 already, as {file}: its rows "
+        "would be trained twice. Leave it out"
+    )
+    with pytest.raises(DataError) as error:
+        append(stream, log(1), "a.parquet")
+    assert str(error.value) == (
+        f"input {file} was taken into increment 1 with other content: it was rewritten since, and "
+        "increments do not change. Give new rows in a file of a new name, or begin a new stream"
+    )
+    old = log(0, seed=1)
+    old = old.filter(pa.array(old["time"].to_numpy() < end))
+    with pytest.raises(QuarantinedError, match="rows are from before the window, which begins at"):
+        append(stream, old, "c.parquet")
+    assert open_stream(str(stream)).numbers == [1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda table: table.drop_columns(["city"]),
+            "input {file} has no column city; it has row, user, click, time, item, age, tags, "
+            "price. Correct the schema",
+        ),
+        (
+            lambda table: changed(table, "city", list(range(len(table)))),
+            "column city of input {file} holds integer values, in the stream {stream} it holds "
+            "text. Cast it, or begin a new stream",
+        ),
+        (
+            lambda table: changed(table, "user", table["user"].cast(pa.string()).to_pylist()),
+            "column user of input {file} holds text values, in the stream {stream} it holds "
+            "integer. Cast it, or begin a new stream",
+        ),
+        (
+            lambda table: changed(table, "time", table["time"].cast(pa.timestamp("s")).to_pylist()),
+            "column time of input {file} holds timestamp[us] values, in the stream {stream} it "
+            "holds int64. Cast it, or begin a new stream",
+        ),
+    ],
+)
+def test_a_column_that_is_missing_or_of_another_type_is_refused_by_name(
+    tmp_path: Path, change: object, message: str
+) -> None:
+    stream = tmp_path / "s"
+    append(stream, log(0), schema=schema())
+    assert callable(change)
+    with pytest.raises(DataError) as error:
+        append(stream, change(log(1)), "b.parquet")
+    file = tmp_path / "logs" / "b.parquet"
+    assert str(error.value) == message.format(file=file, stream=stream)
+    assert not isinstance(error.value, QuarantinedError)
+
+
+def test_a_column_that_nobody_reads_is_told(tmp_path: Path) -> None:
+    append(tmp_path / "s", log(0), schema=schema())
+    more = log(1).append_column("mood", pa.array(["good"] * 400))
+    assert append(tmp_path / "s", more).report["new_columns"] == ["mood"]
+
+
+def test_what_a_stream_cannot_be_is_said(tmp_path: Path) -> None:
+    stream = tmp_path / "s"
+    with pytest.raises(DataError) as error:
+        append(stream, log(0))
+    assert str(error.value) == (
+        f"{stream} holds no stream yet, and no schema is given: the first increment needs it. Pass "
+        "--schema"
+    )
+    append(stream, log(0), schema=schema())
+    with pytest.raises(DataError) as error:
+        append(stream, log(1), schema=schema(gate=0.1))
+    assert str(error.value) == (
+        f"the schema differs from that of the stream {stream} in stream: rows of both would not "
+        "mean the same. Leave --schema out, or begin a new stream"
+    )
+    body = schema().to_json()
+    with pytest.raises(SchemaError, match="a stream is ordered by event time"):
+        parse_schema({name: part for name, part in body.items() if name != "time"})
+    with pytest.raises(SchemaError, match=r"the schema has \[splits\], which a stream has no use"):
+        parse_schema(body | {"splits": {"shares": {"train": 0.5, "valid": 0.5}}})
+
+
+def test_a_damaged_state_or_a_missing_increment_is_refused(tmp_path: Path) -> None:
+    stream = tmp_path / "s"
+    for day in range(3):
+        append(stream, log(day), schema=schema())
+    assert sorted(path.name for path in (stream / "state").iterdir()) == ["000002", "000003"]
+    file = stream / "state" / "000003" / "table-item.arrow"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(FormatError, match=r"table-item\.arrow is missing or differs from its"):
+        append(stream, log(3))
+    # The newest can be taken back: the state before it is still there.
+    (stream / "increments" / "000003").rename(tmp_path / "taken-back")
+    again = append(stream, log(2))
+    assert again.fingerprint == open_stream(str(stream)).newest.fingerprint
+    (stream / "increments" / "000002").rename(tmp_path / "gone")
+    with pytest.raises(FormatError, match="increment 3 does not continue increment 1"):
+        _ = open_stream(str(stream)).records

@@ -1,0 +1,367 @@
+"""A CUDA device that is none: tensors say that they are on cuda:0 and hold their values on the CPU.
+
+What code for CUDA does with them is found and counted on a machine without a GPU, with values to
+compare: tensors of host and device mixed (refused as CUDA refuses them), launches, copies, and
+every place where the host would wait for the device. Not covered: NCCL, DDP's reducer, kernels
+themselves, their order on streams.
+
+Only for a process of its own, which `start` makes one with a GPU for good.
+"""
+
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from tests.pretended.process import load_guard
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = tuple(str(ROOT / folder) + "/" for folder in ("gmeta", "models", "metaio"))
+CUDA = torch.device("cuda", 0)
+HOST = torch.device("cpu")
+# The host waits in these for the values that decide a shape, or that it asked for.
+WAITING = {
+    "aten::_local_scalar_dense", "aten::nonzero", "aten::bincount", "aten::unique_dim",
+    "aten::_unique2", "aten::unique_consecutive", "aten::masked_select", "aten::equal",
+}  # fmt: skip
+# Operations that launch no kernel, beside views.
+SILENT = {
+    "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
+    "aten::new_empty_strided", "aten::detach", "aten::_local_scalar_dense", "aten::is_pinned",
+    "aten::lift_fresh", "aten::record_stream", "aten::set_", "prim::device",
+}  # fmt: skip
+
+
+@dataclass
+class Counts:
+    """What the device was asked for; each place is "file:line what"."""
+
+    launches: Counter[str] = field(default_factory=Counter)
+    waits: list[str] = field(default_factory=list)
+    to_device: list[str] = field(default_factory=list)
+    to_host: list[str] = field(default_factory=list)
+    pageable: list[str] = field(default_factory=list)  # copies whose host memory is not pinned
+    collectives: list[str] = field(default_factory=list)
+    flops: int = 0
+    bytes: int = 0  # read and written by the kernels
+
+    @property
+    def num_launches(self) -> int:
+        """Count the kernels."""
+        return self.launches.total()
+
+
+_NOW, _BESIDE = Counts(), Counts()
+
+
+def counts() -> Counts:
+    """Return where to count now. A thread that Python started, as that which writes checkpoints,
+    keeps no step waiting; autograd's own is not of them.
+    """
+    thread = threading.current_thread()
+    is_beside = thread is not threading.main_thread() and not thread.name.startswith("Dummy")
+    return _BESIDE if is_beside else _NOW
+
+
+@contextmanager
+def counting(onto: Counts | None = None) -> Iterator[Counts]:
+    """Count what happens inside, apart from what was counted before, or on top of these."""
+    global _NOW
+    before, _NOW = _NOW, onto or Counts()
+    try:
+        yield _NOW
+    finally:
+        _NOW = before
+
+
+class OnDevice(Tensor):
+    """A tensor that says cuda:0; `held` has its values."""
+
+    held: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls: Any, held: Tensor, **_: Any) -> "OnDevice":
+        made: OnDevice = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(),
+            dtype=held.dtype, layout=held.layout, device=CUDA, requires_grad=False,
+        )  # fmt: skip
+        made.held = held
+        return made
+
+    def __repr__(self, **_: Any) -> str:
+        return f"OnDevice({self.held})"
+
+    def tolist(self) -> Any:
+        """Return the values, as the real one does after waiting for the stream."""
+        counts().waits.append(f"{place()} tolist")
+        return self.held.tolist()
+
+    def numpy(self, **_: Any) -> Any:
+        """Refuse, as torch does."""
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def record_stream(self, _: object) -> None:
+        """Do nothing: memory is the host's."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return called(func, args, kwargs or {})
+
+
+def held(value: Any) -> Any:
+    """Return what a tensor of the device holds; anything else as it is."""
+    return value.held if isinstance(value, OnDevice) else value
+
+
+def place() -> str:
+    """Return the innermost line of ours on the stack, else of TorchRec or fbgemm."""
+    other = ""
+    for frame in reversed(traceback.extract_stack()):
+        if frame.filename.startswith(OURS):
+            return f"{frame.filename[len(str(ROOT)) + 1 :]}:{frame.lineno}"
+        if not other and any(f"/{name}/" in frame.filename for name in ("torchrec", "fbgemm_gpu")):
+            other = f"{'/'.join(frame.filename.split('/')[-2:])}:{frame.lineno}"
+    return other or "autograd"
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return all tensors of arguments or results."""
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+class _Pinned:
+    """Which host memory is pinned; a CPU build of torch has none."""
+
+    storages: ClassVar[dict[int, StorageWeakRef]] = {}
+
+    @classmethod
+    def add(cls, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        cls.storages[storage.data_ptr()] = StorageWeakRef(storage)
+        return tensor
+
+    @classmethod
+    def has(cls, tensor: Tensor) -> bool:
+        found = cls.storages.get(tensor.untyped_storage().data_ptr())
+        return found is not None and not found.expired()
+
+
+def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do an operation of torch as CUDA would: on the values, where the result belongs, counted."""
+    name = func._schema.name
+    given = tensors_in((args, kwargs))
+    on_device = [one for one in given if isinstance(one, OnDevice)]
+    asked = kwargs.get("device")
+    if asked is not None:
+        kwargs = {**kwargs, "device": HOST}
+    is_cuda = bool(on_device) if asked is None else torch.device(asked).type == "cuda"
+    if kwargs.pop("pin_memory", False):
+        return _Pinned.add(func(*args, **kwargs))
+    if name == "aten::_pin_memory":
+        return _Pinned.add(args[0].clone())
+    if name == "aten::is_pinned":
+        return not isinstance(args[0], OnDevice) and _Pinned.has(args[0])
+    if name == "aten::_to_copy":
+        return _copied(func, given[0], is_cuda, kwargs)
+    if name == "aten::copy_":
+        return _copied_into(func, args, kwargs)
+    if name.startswith("c10d::"):
+        counts().collectives.append(name.removeprefix("c10d::").removesuffix("_"))
+    if on_device:
+        _check_places(name, args, given)
+    result = func(*tree_map(held, args), **tree_map(held, kwargs))
+    if not is_cuda:
+        return result
+    _count(func, name, args, kwargs, given, result)
+    by_memory = {id(one.held): one for one in on_device}  # in place, out=: the argument comes back
+
+    def wrapped(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return by_memory[id(value)] if id(value) in by_memory else OnDevice(value)
+
+    return tree_map(wrapped, result)
+
+
+def _check_places(name: str, args: tuple[Any, ...], given: list[Tensor]) -> None:
+    """Refuse arguments of host and device that torch refuses on CUDA."""
+    on_host = [one for one in given if not isinstance(one, OnDevice) and one.dim()]
+    if not on_host:
+        return
+    if name in ("aten::index", "aten::index_put", "aten::index_put_"):
+        # torch takes such indices over to the device, and waits for that.
+        counts().to_device.extend(f"{place()} {name}" for _ in on_host)
+        counts().waits.append(f"{place()} {name} with indices of the host")
+    elif not name.startswith(("c10d::", "aten::_foreach")):
+        shapes = [tuple(one.shape) for one in on_host]
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device: {name} at {place()} has tensors of "
+            f"shape {shapes} on the host and others on cuda:0"
+        )
+
+
+def _copied(func: Any, source: Tensor, is_cuda: bool, kwargs: dict[str, Any]) -> Tensor:
+    """Do `to`: a copy between host and device, or a kernel that casts."""
+    non_blocking = kwargs.pop("non_blocking", False)
+    made = func(held(source), **kwargs)
+    if is_cuda and isinstance(source, OnDevice):
+        counts().launches["aten::_to_copy"] += 1
+        return OnDevice(made)
+    if is_cuda:
+        _count_copy(counts().to_device, source, source, non_blocking)
+        return OnDevice(made.clone() if made is source else made)
+    if isinstance(source, OnDevice):
+        # Without pinned memory of one's own a copy to the host is waited for.
+        _count_copy(counts().to_host, made, source, non_blocking=False)
+    return made
+
+
+def _copied_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    target, source, *rest = args
+    non_blocking = rest[0] if rest else kwargs.get("non_blocking", False)
+    func(held(target), held(source))
+    if isinstance(target, OnDevice) and isinstance(source, OnDevice):
+        counts().launches["aten::copy_"] += 1
+    elif isinstance(target, OnDevice):
+        _count_copy(counts().to_device, source, source, non_blocking)
+    elif isinstance(source, OnDevice):
+        _count_copy(counts().to_host, target, source, non_blocking)
+    return target
+
+
+def _count_copy(copies: list[str], host: Tensor, source: Tensor, non_blocking: bool) -> None:
+    at = f"{place()} copy of {source.numel() * source.element_size()} bytes"
+    copies.append(at)
+    if not _Pinned.has(host):
+        counts().pageable.append(at)
+    if not non_blocking:
+        counts().waits.append(at)
+
+
+def _count(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], result: Any) -> None:
+    """Count the launch of an operation on the device, and its wait."""
+    is_mask = name.startswith("aten::index") and any(
+        isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8)
+        for one in tree_flatten(args[1:2])[0]
+    )
+    unknown = name == "aten::repeat_interleave" and kwargs.get("output_size") is None
+    if name in WAITING or is_mask or unknown:
+        counts().waits.append(f"{place()} {name}")
+    returns = func._schema.returns
+    is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+    if is_view or name in SILENT:
+        return
+    counts().launches[name] += 1
+    counts().bytes += sum(one.numel() * one.element_size() for one in (*given, *tensors_in(result)))
+    counts().flops += _flops(func, name, args, kwargs, result)
+
+
+def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
+    from torch.utils.flop_counter import flop_registry
+
+    packet = func.overloadpacket
+    if packet not in flop_registry and name.endswith("_"):
+        packet = getattr(torch.ops.aten, name.removeprefix("aten::").removesuffix("_"), packet)
+    if packet not in flop_registry:
+        return 0
+    return int(flop_registry[packet](*args, **kwargs, out_val=result))
+
+
+class _Stream:
+    """Every stream and context of streams: what is launched is done at once."""
+
+    device = CUDA
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        counts().waits.append(f"{place()} stream.synchronize")
+
+    def wait_stream(self, *_: Any) -> None: ...
+
+    def wait_event(self, *_: Any) -> None: ...
+
+    def record_event(self, *_: Any) -> "_Event":
+        return _Event()
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class _Event:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None:
+        counts().waits.append(f"{place()} event.synchronize")
+
+    def elapsed_time(self, _: object) -> float:
+        return 1.0
+
+
+class PretendedDevice(TorchDispatchMode):
+    """Inside, what is made on cuda without a tensor of it is there, too."""
+
+    def __enter__(self) -> "PretendedDevice":
+        torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._set_only_lift_cpu_tensors(False)  # type: ignore[attr-defined]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return called(func, args, kwargs or {})
+
+
+def start() -> None:
+    """Give this process a pretended GPU."""
+    load_guard()
+    for name, value in {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "is_bf16_supported": lambda *_, **__: True,
+        "current_stream": lambda *_: _Stream(),
+        "default_stream": lambda *_: _Stream(),
+        "Stream": _Stream,
+        "Event": _Event,
+        "stream": lambda stream: _Stream(),
+        "device": _Stream,
+        "synchronize": lambda *_: counts().waits.append(f"{place()} cuda.synchronize"),
+        "mem_get_info": lambda *_: (140 << 30, 141 << 30),
+    }.items():
+        setattr(torch.cuda, name, value)
+    # Module.to replaces parameters: torch cannot swap the memory of tensors of different kinds.
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+
+
+def to_device(module: nn.Module) -> nn.Module:
+    """Put a module on the device, outside of PretendedDevice too."""
+    with PretendedDevice():
+        return module.to(CUDA)

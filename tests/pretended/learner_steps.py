@@ -1,0 +1,259 @@
+"""The learner's step on the CPU and on the pretended GPU: losses, gradients, and what the GPU was
+asked for.
+"""
+
+import random
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.batches import transfer
+from gmeta.batches.accumulate import accumulated_loss, in_parts
+from gmeta.build import build_learner
+from gmeta.learner import MetaLearner
+from gmeta.numerics import autocast
+from gmeta_models import ModelConfig
+from metaio.read.batch import TaskBatch
+from tests import reference
+from tests.pretended.device import CUDA, HOST, Counts, PretendedDevice, counting, held
+from tests.pretended.mutants import MUTANTS
+
+WIDTH = 8
+HEADS = {"dlrm": "top.*"}  # others: decision.*
+SIZES = [(6, 5), (2, 3), (9, 4), (1, 1), (4, 6)]  # support and query rows of each task
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to take a step."""
+
+    model: str
+    algorithm: str
+    general: bool = False
+    everything: bool = False  # all layers and the embedding rows adapt, else the head alone
+    mode: str = "train"  # or "parts", in two micro-batches; or "predict"
+    precision: str = "float32"
+    rates: str = "output"
+    path: str = "auto"
+    tables: tuple[str, ...] = ()  # those whose rows adapt, with `everything`
+
+    @property
+    def name(self) -> str:
+        """Say what is not as usual."""
+        usual = asdict(Case("", ""))
+        told = [
+            name if value is True else str(value)
+            for name, value in asdict(self).items()
+            if value != usual[name]
+        ]
+        return " ".join(told)
+
+
+def all_cases() -> Iterator[Case]:
+    """Every model with every algorithm in every loop, and what else changes a step."""
+    models = ("melu", "dlrm", "cbml", "din")
+    fast = ("maml", "fomaml", "metasgd")
+    for model in models:
+        for algorithm in ("none", "maml", "fomaml", "anil", "metasgd", "reptile", "encoder",
+                          "encoder_maml", "metaemb"):  # fmt: skip
+            if algorithm.startswith("encoder") and model == "cbml":
+                continue  # it has gates of its own
+            yield Case(model, algorithm)
+        for algorithm, everything in product(fast, (False, True)):
+            yield Case(model, algorithm, general=True, everything=everything)
+            if everything:
+                yield Case(model, algorithm, everything=True)
+        yield Case(model, "reptile", everything=True)
+        for general in (False, True):
+            yield Case(model, "maml", general, mode="parts")
+            yield Case(model, "maml", general, precision="bf16")
+        yield Case(model, "maml", mode="predict")
+        yield Case(model, "maml", everything=True, mode="predict")
+        yield Case(model, "maml", everything=True, precision="bf16")
+        yield Case(model, "maml", everything=True, tables=("s0",))
+        yield Case(model, "metasgd", everything=True, tables=("s0",))
+    for general, path in product((False, True), ("low_rank", "materialised")):
+        yield Case("melu", "maml", general, path=path)
+    for rates in ("layer", "weight"):
+        yield Case("melu", "metasgd", rates=rates)
+
+
+def learner_of(case: Case) -> MetaLearner:
+    """The learner of a case, initialised the same each time."""
+    history = case.model == "din"
+    features = reference.some_features(3, 2, 2, history=history)
+    adapting: Any = case.tables or case.everything
+    if case.algorithm in ("anil", "encoder"):
+        adapting = False
+    elif case.algorithm == "metaemb":
+        adapting = ("s1",)  # another than DIN's history has
+    layers = "*" if case.everything or case.algorithm == "anil" else HEADS.get(
+        case.model, "decision.*"
+    )  # fmt: skip
+    algorithm = AlgorithmConfig(
+        name=case.algorithm,
+        inner_steps=2,
+        adapt_layers=(layers,),
+        adapt_embeddings=adapting,
+        learned_rates=case.rates,  # type: ignore[arg-type]
+        inner_path=case.path,  # type: ignore[arg-type]
+        content=("s2",) if case.algorithm == "metaemb" else (),
+    )
+    model = ModelConfig(
+        name=case.model,
+        embedding_dim=WIDTH,
+        hidden=(16, 8),
+        bottom=(8,),
+        history="m0" if history else "",
+    )
+    torch.manual_seed(0)
+    learner = build_learner(features, model, algorithm, "bce")
+    if case.general:
+        learner.use_general_loop()
+    return learner
+
+
+def step_of(
+    case: Case,
+    device: torch.device,
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> tuple[list[Tensor], Counts, Counts]:
+    """Take a step; return loss and gradients (or predictions), and what the device was asked for by
+    the batch on its way there, and by the step. `inside` is the pretended device, or none.
+    """
+    dtype = torch.float32 if case.precision == "bf16" else torch.float64
+    batch = batch_of(case, dtype)
+    torch.manual_seed(1)
+    rows_UD = torch.randn(batch.unique_ids_U.numel(), WIDTH, dtype=dtype) * 0.1
+    with inside():
+        learner = learner_of(case).to(device, dtype)
+        rows_UD = rows_UD.to(device).requires_grad_()
+    arrange: Callable[[TaskBatch], Any] = learner.arrange
+    if case.mode == "predict":
+        arrange = learner.arrange_to_predict
+    elif case.mode == "parts":
+        arrange = in_parts(learner.arrange, 2)
+    arranged = arrange(batch)
+    with inside():
+        with counting() as moving:
+            episodes = arranged.to(device)
+        with counting() as stepping:
+            with autocast(case.precision, device):
+                if case.mode == "predict":
+                    predicted = learner.predict(rows_UD, episodes)
+                    found = [predicted.before_N, predicted.after_N]
+                else:
+                    take = accumulated_loss if case.mode == "parts" else MetaLearner.__call__
+                    loss = take(learner, rows_UD, episodes, 1.0)
+            if case.mode != "predict":
+                loss.backward()
+                grads = [one.grad for one in learner.parameters() if one.grad is not None]
+                found = [loss.detach(), rows_UD.grad, *grads]
+    assert all(one.device == device for one in found), "a result is on another device"
+    return [held(one).detach() for one in found], moving, stepping
+
+
+def batch_of(case: Case, dtype: torch.dtype) -> TaskBatch:
+    """The batch of a case, the same each time."""
+    rng = random.Random(7)
+    features = reference.some_features(3, 2, 2, history=case.model == "din")
+    tasks = [reference.random_task(features, *sizes, rng) for sizes in SIZES]
+    as_asked = lambda one: one.to(dtype) if one.is_floating_point() else one  # noqa: E731
+    return reference.batch_of(tasks, features).map(as_asked)
+
+
+def distance(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    """Return how far the farthest of these is, relative to its norm."""
+    pairs = zip(expected, found, strict=True)
+    return max(float((a - b.to(HOST)).norm() / (a.norm() + 1e-30)) for a, b in pairs)
+
+
+def readings(numbers: list[int]) -> list[dict[str, Any]]:
+    """Compare the steps of these cases: how far the GPU's values are from the CPU's, relative to
+    their norm, and the counts.
+    """
+    cases, found = list(all_cases()), []
+    for number in numbers:
+        case = cases[number]
+        try:
+            expected, _, _ = step_of(case, HOST)
+            values, moving, stepping = step_of(case, CUDA, PretendedDevice)
+            far = distance(expected, values)
+        except Exception as error:  # noqa: BLE001 - each case has its own test
+            found.append({"case": case.name, "error": f"{type(error).__name__}: {error}"})
+            continue
+        found.append(
+            {
+                "case": case.name,
+                "error": "",
+                "far": far,
+                "waits": moving.waits + stepping.waits,
+                "to_device": moving.to_device,
+                "pageable": moving.pageable,
+                "copies_inside": stepping.to_device + stepping.to_host,
+                "launches": stepping.num_launches,
+            }
+        )
+    return found
+
+
+def everything(fake: list[int], mutants: list[str], mutated: int) -> dict[str, Any]:
+    """Return the readings of all cases, what went wrong on tensors without values, and the readings
+    of one case under each mutant: in one process, as its start takes longer than a case.
+    """
+    found = {"readings": readings(list(range(len(list(all_cases()))))), "fake": fake_steps(fake)}
+    under = {}
+    for name in mutants:
+        with MUTANTS[name]():
+            (under[name],) = readings([mutated])
+    return found | {"mutants": under}
+
+
+def fake_steps(numbers: list[int]) -> dict[str, str]:
+    """Take these steps on tensors without values: what went wrong, by case.
+
+    An operation whose shape depends on values, or that reads one, raises.
+    """
+    found = {}
+    for number in numbers:
+        case = list(all_cases())[number]
+        learner = learner_of(case)
+        batch = batch_of(case, torch.float32)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake:
+            for module in learner.modules():
+                for own in (module._parameters, module._buffers):
+                    for name, one in own.items():
+                        like = None if one is None else torch.empty_like(one, device=CUDA)
+                        is_layer = isinstance(one, nn.Parameter) and like is not None
+                        own[name] = nn.Parameter(like) if is_layer else like  # type: ignore[assignment]
+            rows_UD = torch.empty(
+                batch.unique_ids_U.numel(), WIDTH, device=CUDA, requires_grad=True
+            )
+        episodes = learner.arrange(batch)
+        try:
+            with (
+                fake,
+                patch.object(
+                    transfer,
+                    "_in_one_copy",
+                    lambda tensors, device: [torch.empty_like(t, device=device) for t in tensors],
+                ),
+            ):
+                loss = learner(rows_UD, episodes.to(CUDA), 1.0)
+                loss.backward()
+                assert loss.device == CUDA
+                assert rows_UD.grad is not None
+            found[case.name] = ""
+        except Exception as error:  # noqa: BLE001 - each case has its own test
+            found[case.name] = "".join(traceback.format_exception(error))
+    return found

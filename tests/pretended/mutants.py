@@ -1,0 +1,66 @@
+"""Method: mutants. Each spoils, as long as it is entered, what the tests on the pretended GPU are
+there to hold; tests that let one live prove little.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gmeta.batches import transfer
+from gmeta.batches.episodes import Episodes
+from gmeta.internals import call_after_backward
+from gmeta.learner import MetaLearner
+from tests.pretended.tables import Averaged
+
+
+def _behind_forward(mutation: Callable[[Tensor], object]) -> AbstractContextManager[Any]:
+    forward = MetaLearner.forward
+
+    def mutated(self: MetaLearner, rows_UD: Tensor, episodes: Episodes, weight: float) -> Tensor:
+        loss = forward(self, rows_UD, episodes, weight)
+        mutation(loss)
+        return loss
+
+    return patch.object(MetaLearner, "forward", mutated)
+
+
+def _a_read() -> AbstractContextManager[Any]:
+    return _behind_forward(lambda loss: loss.item())
+
+
+def _a_copy() -> AbstractContextManager[Any]:
+    return _behind_forward(lambda loss: torch.ones(1).to(loss.device, non_blocking=True))
+
+
+def _a_tensor_on_the_host() -> AbstractContextManager[Any]:
+    copied = transfer._in_one_copy
+
+    def mutated(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+        there = copied(tensors, device)
+        is_label = [one.dim() == 1 and one.is_floating_point() for one in tensors]
+        return [a if stays else b for a, b, stays in zip(tensors, there, is_label, strict=True)]
+
+    return patch.object(transfer, "_in_one_copy", mutated)
+
+
+def _a_collective_late() -> AbstractContextManager[Any]:
+    def mutated(self: Averaged, _: Tensor) -> None:
+        self.missing -= 1
+        if not self.missing:
+            self.missing = len(self.layers)
+            call_after_backward(self.average) if dist.get_rank() else self.average()
+
+    return patch.object(Averaged, "ready", mutated)
+
+
+MUTANTS = {
+    "a value read in the step": _a_read,
+    "a copy more": _a_copy,
+    "labels left on the host": _a_tensor_on_the_host,
+    "collectives swapped on a rank": _a_collective_late,
+}

@@ -1,0 +1,89 @@
+"""The learner's step on a GPU that only pretends: the CPU's losses and gradients, nothing mixed, no
+wait, one copy of the batch, launches within a budget.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.pretended.learner_steps import all_cases
+
+CASES = [case.name for case in all_cases()]
+FAKE = ["melu maml", "melu metasgd everything", "dlrm fomaml", "dlrm maml everything", "cbml maml"]
+# Of two inner steps on three layers and a bias-free history: a kernel more is a choice to make.
+BUDGETS = {
+    "melu none": 44,
+    "melu maml": 191,
+    "melu fomaml": 97,
+    "melu anil": 106,
+    "melu metasgd": 217,
+    "melu maml everything": 259,
+    "dlrm maml": 210,
+    "dlrm fomaml": 123,
+    "dlrm maml everything": 456,
+    "cbml maml": 324,
+    "cbml fomaml": 189,
+    "din maml": 227,
+    "din fomaml": 142,
+}
+
+
+# The steps of benchmarks/gpu.py, 128 tasks: even and ragged ones alike.
+BENCHMARK = {"none k=1": 27, "fomaml k=1": 62, "fomaml k=3": 127, "maml k=1": 96, "maml k=3": 290}
+SHOWN_BY = {
+    "a value read in the step": "waits",
+    "a copy more": "copies_inside",
+    "labels left on the host": "error",
+}
+
+Reading = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def found(pretended_once: Callable[..., Any]) -> Reading:
+    """All that the tests below look at, in one process and a quarter of a minute."""
+    arguments = [CASES.index(one) for one in FAKE], list(SHOWN_BY), CASES.index("melu maml")
+    return dict(pretended_once("tests.pretended.learner_steps", "everything", *arguments))
+
+
+@pytest.fixture(scope="module")
+def readings(found: Reading) -> dict[str, Reading]:
+    """The reading of each case."""
+    return {reading["case"]: reading for reading in found["readings"]}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_the_cpus_without_a_wait_and_with_one_copy(
+    readings: dict[str, Reading], case: str
+) -> None:
+    reading = readings[case]
+    assert reading["error"] == ""
+    # bfloat16 keeps 8 bits: another padding, and a sum in another order moves the last of them.
+    assert reading["far"] < (0.1 if "bf16" in case else 1e-12)
+    assert reading["waits"] == []
+    assert len(reading["to_device"]) == 1
+    assert reading["pageable"] == []
+    assert reading["copies_inside"] == []
+
+
+@pytest.mark.parametrize("case", BUDGETS)
+def test_a_step_launches_no_more_than_its_budget(readings: dict[str, Reading], case: str) -> None:
+    assert readings[case]["launches"] <= BUDGETS[case]
+
+
+def test_the_benchmarks_steps_launch_no_more_than_their_budget(
+    pretended: Callable[..., Any],
+) -> None:
+    for step in pretended("gpu", "counted"):
+        assert step["launches"] <= BENCHMARK[step["case"].rpartition(" ")[0]]
+        assert (step["waits"], step["copies"]) == (0, 1)
+
+
+def test_the_fast_loop_needs_no_value_to_know_a_shape(found: Reading) -> None:
+    assert found["fake"] == dict.fromkeys(FAKE, "")
+
+
+@pytest.mark.parametrize("mutant", SHOWN_BY)
+def test_a_mutant_is_caught(found: Reading, mutant: str) -> None:
+    assert found["mutants"][mutant][SHOWN_BY[mutant]]

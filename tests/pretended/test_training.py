@@ -1,0 +1,84 @@
+"""train() on a GPU that only pretends: the CPU's losses on one rank and on two, a wait a step, two
+copies of which the batch is one, and collectives in one order on all ranks.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MODULE = "tests.pretended.training"
+RUNS = {
+    "as it comes": [],
+    "clipped": ["outer.clip_norm=0.1", "outer.accumulate_steps=2", "model.name=dlrm"],
+    "bf16": ["run.precision=bf16", "run.checkpoint_in_background=false"],
+    "resumed": ["run.max_steps=3", "model.name=cbml"],
+}
+# The second step of an epoch has one task: rank 1 has none.
+UNEVEN = {"uneven": ["data.tasks_per_step=199", "run.epochs=2", "run.valid_every_steps=0"]}
+TORCHRECS = "gmeta/parallel/exchange/torchrec.py"
+
+
+@pytest.fixture(scope="module")
+def runs(
+    pretended_once: Callable[..., Any], click_logs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """Each run on the CPU and on the pretended GPU, one rank."""
+    folder = str(tmp_path_factory.mktemp("runs"))
+    return dict(pretended_once(MODULE, "trained", folder, str(click_logs), RUNS))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_losses_and_scores_are_the_cpus(runs: dict[str, Any], name: str) -> None:
+    of_cpu, of_gpu = runs[name]["cpu"], runs[name]["cuda"]
+    assert len(of_cpu) == 7  # five steps, two validations
+    for expected, reading in zip(of_cpu, of_gpu, strict=True):
+        # Scores of equal models may differ by a pair that changes places.
+        rel = 5e-3 if "auc" in expected or name == "bf16" else 1e-5
+        assert reading == pytest.approx(expected, rel=rel)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_waits_once_and_copies_twice(runs: dict[str, Any], name: str) -> None:
+    assert runs[name]["steps"]
+    for step in runs[name]["steps"][1:]:  # the first makes ready
+        ours = [wait for wait in step["waits"] if not wait.startswith(TORCHRECS)]
+        # That of the guard for its answer about the step before.
+        assert len(ours) <= 1
+        assert all("event.synchronize" in wait for wait in ours)
+        # TorchRec's exchange: the numbers of ids, twice, and lengths that it copies over.
+        assert len(step["waits"]) - len(ours) <= 3
+        assert len(step["to_device"]) <= 2
+        assert not [one for one in step["pageable"] if not one.startswith(TORCHRECS)]
+
+
+@pytest.mark.distributed
+def test_two_ranks_train_alike_and_start_collectives_in_one_order(
+    pretended: Callable[..., Any], click_logs: Path, tmp_path: Path
+) -> None:
+    mutant = "collectives swapped on a rank"
+
+    def rank(number: int) -> Any:
+        place = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+        arguments = str(tmp_path), str(click_logs), UNEVEN, mutant
+        return pretended(
+            MODULE, "trained", *arguments, **place, PRETENDED_STORE=f"{tmp_path}/store"
+        )
+
+    with ThreadPoolExecutor(2) as both:
+        first, second = both.map(rank, range(2))
+    assert len(first["uneven"]["cpu"]) >= 4
+    for expected, reading in zip(first["uneven"]["cpu"], first["uneven"]["cuda"], strict=True):
+        assert reading == pytest.approx(expected, rel=1e-5)
+    orders = [collectives(one["uneven"]) for one in (first, second)]
+    assert orders[0] == orders[1]
+    assert {"alltoall_base", "allreduce"} <= set(orders[0][1])
+    # Ranks that do not agree are noticed.
+    assert collectives(first[mutant]) != collectives(second[mutant])
+
+
+def collectives(run: dict[str, Any]) -> list[list[str]]:
+    """Those that a rank started in each step, in their order."""
+    return [step["collectives"] for step in run["steps"]]

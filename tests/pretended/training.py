@@ -1,0 +1,144 @@
+"""train() on the CPU and on the pretended GPU: its losses, and what each of its steps asked for."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+import gmeta.train as training
+from gmeta.config import load_config
+from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.transport.transport import Alone, Gloo, Transport
+from tests.pretended.device import CUDA, HOST, Counts, PretendedDevice, counting
+from tests.pretended.mutants import MUTANTS
+from tests.pretended.tables import stand_in
+
+CONFIG = """
+[data]
+path = "{data}"
+valid_split = "valid"
+tasks_per_step = 40
+[model]
+name = "{model}"
+embedding_dim = 8
+hidden = [16, 8]
+[algorithm]
+name = "maml"
+adapt_layers = ["{layers}"]
+adapt_embeddings = false
+[outer]
+loss = "bce"
+[run]
+dir = "{run}"
+epochs = 1
+log_every_steps = 1
+valid_every_steps = 3
+checkpoint_every_steps = 2
+"""
+
+PATIENCE = timedelta(seconds=60)  # of ranks that wait for each other
+
+
+def ranks_on(device: torch.device) -> Ranks:
+    """This process among those of its environment; gloo carries what NCCL would."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if not dist.is_initialized():
+        folder = os.environ.get("PRETENDED_STORE")
+        store = dist.FileStore(folder, world_size) if folder else dist.HashStore()
+        dist.init_process_group(
+            "gloo", timeout=PATIENCE, store=store, rank=rank, world_size=world_size
+        )
+    control, rows = dist.new_group(timeout=PATIENCE), dist.new_group(timeout=PATIENCE)
+    transport: Transport = Alone() if world_size == 1 else Gloo(rows, control)
+    return Ranks(rank, world_size, device, control, rows, transport)
+
+
+def trained(
+    folder: str, data: str, runs: dict[str, list[str]], mutant: str = ""
+) -> dict[str, dict[str, Any]]:
+    """Do these runs, each with keys of its own, on both; return what each shows, by its name: the
+    readings of either, and the counts of every step on the GPU.
+
+    A run with the key run.max_steps is done again without it, and so goes on from its checkpoint.
+    Under the mutant's name stand the counts of the last of them with it.
+    """
+    os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
+    stand_in()
+    found = {}
+    for name, overrides in runs.items():
+        cpu, cuda = Path(folder) / name / "cpu", Path(folder) / name / "cuda"
+        rest = [one for one in overrides if not one.startswith("run.max_steps")]
+        for part in [overrides, rest] if rest != overrides else [overrides]:
+            of_cpu, _ = _run(HOST, cpu, data, part)
+            of_gpu, steps = _run(CUDA, cuda, data, part)
+        found[name] = {"cpu": of_cpu, "cuda": of_gpu, "steps": _as_json(steps)}
+    if mutant:
+        with MUTANTS[mutant]():
+            of_gpu, steps = _run(CUDA, Path(folder) / mutant, data, overrides)
+        found[mutant] = {"cpu": [], "cuda": of_gpu, "steps": _as_json(steps)}
+    return found
+
+
+def _as_json(steps: list[Counts]) -> list[dict[str, Any]]:
+    return [asdict(one) | {"launches": one.num_launches} for one in steps]
+
+
+def _run(
+    device: torch.device, run: Path, data: str, overrides: list[str]
+) -> tuple[list[Any], list[Counts]]:
+    run.parent.mkdir(parents=True, exist_ok=True)
+    path = run.parent / f"{run.name}-{os.environ.get('RANK', '0')}.toml"
+    named = {key: value for key, _, value in (one.partition("=") for one in overrides)}
+    model = named.get("model.name", "melu")
+    layers = "top.*" if model == "dlrm" else "decision.*"
+    path.write_text(CONFIG.format(data=data, run=run, model=model, layers=layers))
+    config = load_config(path, overrides)
+    steps: list[Counts] = []
+    with PretendedDevice() if device == CUDA else nullcontext(), _counting_steps(steps):
+        training.train(config, ranks_on(device))
+    metrics = run / "metrics.jsonl"
+    readings = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [_of_model(one) for one in readings], steps
+
+
+@contextmanager
+def _counting_steps(steps: list[Counts]) -> Iterator[None]:
+    """Add the counts of each step: of its batch, on its way two steps ahead, and of itself; not of
+    what comes between steps.
+    """
+    in_step, step = training.in_step, training.TrainingRun._step
+
+    def batches(*rest: Any) -> Iterator[Any]:
+        upcoming = in_step(*rest)
+        while True:
+            with counting() as counts:
+                item = next(upcoming, None)
+            if item is None:
+                return
+            steps.append(counts)
+            yield item
+
+    def counted(self: Any, *rest: Any) -> Any:
+        with counting(steps[-1]):
+            return step(self, *rest)
+
+    with (
+        patch.object(training, "in_step", batches),
+        patch.object(training.TrainingRun, "_step", counted),
+    ):
+        yield
+
+
+def _of_model(reading: dict[str, Any]) -> dict[str, Any]:
+    """What of a reading the model decides, and not the clock."""
+    if "valid" in reading:
+        return {"step": reading["step"], "auc": reading["valid"]["auc"]}
+    return {"step": reading["step"], "loss": reading["loss"]}

@@ -1,0 +1,223 @@
+"""`gmeta predict` on files larger than what is in memory at once: the same rows and numbers."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyarrow import csv
+from typer.testing import CliRunner
+
+import gmeta
+from gmeta.cli import app
+from gmeta.errors import UserError
+from gmeta.serving.bulk import files, predict
+from gmeta.serving.bulk.files import RowFiles
+from gmeta.serving.bulk.predict import OUTPUT, predict_files
+from gmeta.serving.model import ServedModel
+from gmeta.serving.rows import EncodedColumns
+from tests.exported import FEATURES, random_rows, write_random_model
+
+NUM_TASKS = 60
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bulk") / "model"
+    write_random_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(exported: Path) -> ServedModel:
+    return gmeta.load(exported)
+
+
+@pytest.fixture
+def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[pa.Table, pa.Table]:
+    """Rows of tasks in no order, in three files a side."""
+    monkeypatch.setattr(files, "_BATCH_ROWS", 50)
+    support = random_rows(600, 1, NUM_TASKS)
+    query = random_rows(900, 2, NUM_TASKS).drop_columns(["click"])
+    query = query.append_column("note", pa.array([f"row {n}" for n in range(900)]))
+    for name, rows in (("support", support), ("query", query)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "_SUCCESS").touch()
+        size = rows.num_rows // 3
+        for part in range(3):
+            path = tmp_path / name / f"part-{part}.parquet"
+            pq.write_table(rows.slice(part * size, size), path, row_group_size=70)
+    return support, query
+
+
+def nothing(done: int, total: int) -> None:
+    """No progress is shown."""
+
+
+def invoked(exported: Path, *arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, ["predict", str(exported), *map(str, arguments)])
+
+
+@pytest.mark.parametrize("part_rows", [100, 400, 10_000])
+def test_rows_of_many_parts_are_predicted_as_all_at_once(
+    served: ServedModel,
+    sides: tuple[pa.Table, pa.Table],
+    tmp_path: Path,
+    part_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    support, query = sides
+    whole = ServedModel.predict_tasks_encoded
+    sizes: list[int] = []
+
+    def counted(
+        model: ServedModel, support: EncodedColumns, query: EncodedColumns, allow: bool
+    ) -> Any:
+        sizes.append(support.num_rows + query.num_rows)
+        return whole(model, support, query, allow)
+
+    expected = served.predict_tasks(support, query)
+    monkeypatch.setattr(ServedModel, "predict_tasks_encoded", counted)
+    told: list[tuple[int, int]] = []
+    found = predict_files(
+        served,
+        RowFiles(str(tmp_path / "support")),
+        RowFiles(str(tmp_path / "query" / "*.parquet")),
+        tmp_path / "out.parquet",
+        False,
+        lambda done, total: told.append((done, total)),
+        part_rows,
+    )
+    assert (found.num_rows, found.rows_without_support) == (900, 0)
+    written = pq.read_table(tmp_path / "out.parquet")
+    assert written.drop_columns(OUTPUT.names).equals(query)
+    values = (expected.after_N, expected.before_N, expected.support_rows_N)
+    for name, wanted in zip(OUTPUT.names, values, strict=True):
+        np.testing.assert_allclose(written[name], wanted, rtol=0, atol=1e-6)
+    assert sum(sizes) == 1_500
+    # Tasks have 25 rows; of parts of 100 rows some get a few tasks more than others.
+    assert max(sizes) <= max(4 * part_rows, 250) or part_rows == 10_000
+    assert told[-1] == (3_300, 3_300)
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.parquet", "query", "support"]
+
+
+def test_tasks_without_support_are_counted_over_all_parts(
+    served: ServedModel, sides: tuple[pa.Table, pa.Table], tmp_path: Path
+) -> None:
+    support, query = sides
+    known = pa.compute.less(support["user"], 40)
+    pq.write_table(support.filter(known), tmp_path / "few.parquet")
+    rows = RowFiles(str(tmp_path / "few.parquet")), RowFiles(str(tmp_path / "query"))
+    out = tmp_path / "out.parquet"
+    with pytest.raises(UserError) as at_once:
+        served.predict_tasks(support.filter(known), query)
+    with pytest.raises(UserError) as caught:
+        predict_files(served, *rows, out, False, nothing, 100)
+    assert str(caught.value) == str(at_once.value)
+    assert not out.exists()
+    found = predict_files(served, *rows, out, True, nothing, 100)
+    without = int(pa.compute.sum(pa.compute.greater_equal(query["user"], 40)).as_py())
+    assert found.rows_without_support == without > 0
+
+
+def test_lists_are_refused_for_csv(
+    exported: Path, sides: tuple[pa.Table, pa.Table], tmp_path: Path
+) -> None:
+    inputs = (tmp_path / "support", tmp_path / "query")
+    result = invoked(exported, *inputs, "--out", tmp_path / "out.csv")
+    assert str(result.exception) == (
+        "column tags has type list<element: int64>, which CSV cannot hold: name a file that ends "
+        "with .parquet, or drop the column"
+    )
+    assert not (tmp_path / "out.csv").exists()
+
+
+def test_csv_is_written_with_the_columns_of_the_query(tmp_path: Path) -> None:
+    write_random_model(tmp_path / "model", replace(FEATURES, multi=()))
+    rows = random_rows(40, 1, 5).drop_columns(["tags", "seen"])
+    named = rows.append_column("name", pa.array([f'a "{n}", b' for n in range(40)]))
+    for name, table in (("support", rows), ("query", named)):
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    inputs = [tmp_path / f"{name}.parquet" for name in ("support", "query")]
+    for out in ("out.csv", "out.pq"):
+        result = invoked(tmp_path / "model", *inputs, "--out", tmp_path / out)
+        assert result.exit_code == 0, result.exception
+    found, expected = csv.read_csv(tmp_path / "out.csv"), pq.read_table(tmp_path / "out.pq")
+    assert found.column_names == expected.column_names
+    assert found["name"].to_pylist() == named["name"].to_pylist()
+    np.testing.assert_allclose(found["prediction"], expected["prediction"], rtol=0, atol=1e-6)
+
+
+def test_what_fails_while_it_is_written_leaves_the_old_file(
+    exported: Path,
+    sides: tuple[pa.Table, pa.Table],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs, out = (tmp_path / "support", tmp_path / "query"), tmp_path / "out.parquet"
+    assert invoked(exported, *inputs, "--out", out).exit_code == 0
+    before = out.read_bytes()
+    # What a killed process leaves.
+    (tmp_path / ".out.parquet.partial").mkdir()
+    (tmp_path / ".out.parquet.partial" / "rows").write_bytes(before[:100])
+    real = predict.writer_of
+
+    @contextmanager
+    def failing(path: Path, schema: pa.Schema, suffix: str) -> Iterator[Any]:
+        with real(path, schema, suffix) as writer:
+            yield Stops(writer.write_batch)
+
+    monkeypatch.setattr(predict, "writer_of", failing)
+    result = invoked(exported, *inputs, "--out", out, "--overwrite")
+    assert str(result.exception) == (
+        f"{out} could not be written: [Errno 28] No space left on device. Free space or choose "
+        "another place"
+    )
+    assert out.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.parquet", "query", "support"]
+
+
+class Stops:
+    """Writes one batch; then the disk is full."""
+
+    def __init__(self, write: Callable[[pa.RecordBatch], None]) -> None:
+        self._write = write
+        self._written = 0
+
+    def write_batch(self, batch: pa.RecordBatch) -> None:
+        if self._written:
+            raise OSError(28, "No space left on device")
+        self._written += 1
+        self._write(batch)
+
+
+def test_files_that_cannot_be_read_as_one_are_told(
+    exported: Path, sides: tuple[pa.Table, pa.Table], tmp_path: Path
+) -> None:
+    other = tmp_path / "query" / "part-9.parquet"
+    pq.write_table(pa.table({"user": pa.array([1], pa.int32())}), other)
+    support, out = tmp_path / "support", tmp_path / "out.parquet"
+    told = str(invoked(exported, support, tmp_path / "query", "--out", out).exception)
+    assert told.startswith(f"{other} has columns user int32; {other.with_name('part-0.parquet')} ")
+    assert told.endswith(". Make the files agree")
+    none = tmp_path / "query" / "*.csv"
+    told = str(invoked(exported, support, none, "--out", out).exception)
+    assert told == f"{none} does not exist. Check the path"
+    both = f"{tmp_path}/query/part-0.parquet,{tmp_path}/query/part-1.parquet"
+    assert invoked(exported, support, both, "--out", out).exit_code == 0
+    assert pq.read_table(out).num_rows == 600
+    mine = tmp_path / "query" / "part-0.parquet"
+    before = mine.read_bytes()
+    result = invoked(
+        exported, support, tmp_path / "query" / "part-[01]*", "--out", mine, "--overwrite"
+    )
+    assert str(result.exception) == (
+        f"--out = {str(mine)!r} is QUERY, whose rows would be replaced. Name another file"
+    )
+    assert mine.read_bytes() == before

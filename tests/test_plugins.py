@@ -1,0 +1,105 @@
+"""What a name in a config stands for, and what is said of one that stands for nothing."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from gmeta_keys.plugins import Registry
+from gmeta_models import InputSizes, ModelConfig, build_model
+from gmeta_models.registry import MODELS, NAMED_MODELS
+
+SIZES = InputSizes(2, 0, 0)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the path with a package `mine_1`."""
+    (tmp_path / "mine_1").mkdir()
+    (tmp_path / "mine_1" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path / "mine_1"  # type: ignore[misc]
+    for name in [name for name in sys.modules if name.startswith("mine_1")]:
+        del sys.modules[name]
+
+
+def refusal(name: str, **options: object) -> str:
+    with pytest.raises(ValueError) as caught:
+        build_model(ModelConfig(name=name, options=options), SIZES)
+    return str(caught.value)
+
+
+def test_each_mistake_gets_a_line_of_its_own(package: Path) -> None:
+    (package / "broken.py").write_text("1 / 0\n")
+    (package / "models.py").write_text(
+        "from torch import nn\n"
+        "class Deep(nn.Module):\n"
+        "    def __init__(self, config, sizes):\n        super().__init__()\n"
+        "deep = Deep(None, None)\n"
+    )
+    known = ", ".join(sorted(MODELS))
+    ends = {
+        "dlmr": f"is unknown: known are {known}. did you mean 'dlrm'? Choose one of them, or name "
+        "yours as package.module:Name (docs/extending.md)",
+        "no_such_package.a:B": f"cannot be imported by {sys.executable}: No module named "
+        "'no_such_package'. Install its package where every rank runs, or set PYTHONPATH",
+        "mine_1.broken:B": "cannot be imported: ZeroDivisionError: division by zero. Mend the "
+        "package",
+        "mine_1.models:Dep": ": mine_1.models has no 'Dep'. did you mean 'Deep'? Correct the name",
+        "mine_1.models:deep": "is a value of Deep: a subclass of torch.nn.Module is needed. Name "
+        "that (docs/extending.md)",
+        "mine_1.models:Deep": "has 0 linear layers that work on rows: at least one is needed, "
+        "whose output is the row's. Give it a torch.nn.Linear",
+        "mine-1:x": "is no import path: package.module:Name is allowed, of letters, digits and _. "
+        "Correct it",
+        "os:system": "is a value of builtin_function_or_method: a subclass of torch.nn.Module is "
+        "needed. Name that (docs/extending.md)",
+    }
+    for name, end in ends.items():
+        told = refusal(name)
+        assert told.startswith(f"model.name = {name!r}")
+        assert told.endswith(end)
+
+
+def test_options_are_those_of_the_model(package: Path) -> None:
+    (package / "models.py").write_text(
+        "from dataclasses import dataclass\nfrom torch import nn\n"
+        "from gmeta_keys import key\n"
+        "@dataclass(frozen=True)\n"
+        "class Options:\n    depth: int = key(2, 'layers', min=1)\n"
+        "class Deep(nn.Module):\n"
+        "    Options = Options\n"
+        "    def __init__(self, config, sizes, options):\n"
+        "        super().__init__()\n"
+        "        self.layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(options.depth)])\n"
+    )
+    config = ModelConfig(name="mine_1.models:Deep", options={"depth": 3})
+    built = build_model(config, SIZES)
+    assert isinstance(built.layers, nn.Sequential)
+    assert len(built.layers) == 3
+    name = "mine_1.models:Deep"
+    assert (
+        refusal(name, dept=3) == "model.options.dept is unknown; did you mean model.options.depth?"
+    )
+    assert refusal(name, depth=0).startswith("model.options.depth = 0 is too small")
+    assert "model.options.depth = 'x' is not of the type" in refusal(name, depth="x")
+    assert refusal("dlrm", depth=1) == (
+        "model.options.depth is given, but model.name = 'dlrm' has no options. Remove it"
+    )
+
+
+def test_a_name_from_elsewhere_is_trusted_only_if_the_machine_knows_its_package(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (package / "models.py").write_text("raise SystemExit('run')\n")
+    registry: Registry[object] = NAMED_MODELS  # type: ignore[assignment]
+    registry.check_trusted("dlrm")
+    for name in ("mine_1.models:Deep", "os:system", "dlmr"):
+        with pytest.raises(ValueError, match="which is not"):
+            registry.check_trusted(name)
+    monkeypatch.setenv("GMETA_PLUGINS", "mine_1")
+    registry.check_trusted("mine_1.models:Deep")
+    with pytest.raises(ValueError, match="which is not"):
+        registry.check_trusted("os:system")
+    assert "mine_1.models" not in sys.modules
