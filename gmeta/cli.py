@@ -74,6 +74,12 @@ COMMANDS = {
         "export",
         "Make a trained run one folder that adapts and predicts alone: gmeta.load(OUT).",
     ),
+    "adapt": Place(
+        "gmeta.commands.adapt",
+        "adapt",
+        "Adapt to every task of SUPPORT, and write each task's state, which model.task(STATE) "
+        "reads.",
+    ),
     "predict": Place(
         "gmeta.commands.export",
         "predict",

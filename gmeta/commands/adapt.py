@@ -1,0 +1,65 @@
+"""`gmeta adapt`: the states of many tasks, adapted ahead of time."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gmeta.errors import UserError
+from gmeta.files.local import check_local
+
+
+def adapt(
+    model: Annotated[Path, typer.Argument(help="folder that `gmeta export` wrote")],
+    support: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SUPPORT.parquet...",
+            help="labelled rows to adapt by: Parquet files, globs, folders, any URLs",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Parquet file for the adapted tasks")] = Path(
+        "states.parquet"
+    ),
+    processes: Annotated[
+        int, typer.Option(min=1, max=256, help="processes that adapt, over the same mapped tables")
+    ] = 1,
+    verify: Annotated[
+        bool, typer.Option(help="check the model's checksums before use, which reads all of it")
+    ] = True,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="replace the file at --out")
+    ] = False,
+) -> None:
+    """Adapt to every task of SUPPORT, and write each task's state, which model.task(STATE) reads.
+
+    gmeta adapt models/clicks logs/*.parquet --out states.parquet --processes 8
+
+    The columns are those that prepare was given; the task column says which rows belong together,
+    wherever they stand. OUT has a row for each task, sorted by it: task, state (bytes that belong
+    to this very export) and rows. Memory does not grow with the number of tasks; DuckDB sorts
+    beside OUT what does not fit.
+    """
+    check_local("--out", out)
+    if out.is_dir():
+        raise UserError(f"--out = {str(out)!r} is a folder: a file is needed. Name one in it")
+    if out.suffix not in (".parquet", ".pq"):
+        raise UserError(
+            f"--out = {str(out)!r} ends with {out.suffix or 'nothing'}: what is written is "
+            "Parquet. Name a file that ends with .parquet"
+        )
+    for url in support:
+        if out.exists() and Path(url).exists() and out.samefile(url):
+            raise UserError(
+                f"--out = {str(out)!r} is a file of SUPPORT, whose rows would be replaced. Name "
+                "another file"
+            )
+    if out.exists() and not overwrite:
+        raise UserError(
+            f"--out = {str(out)!r} exists already. Name another file, or pass --overwrite to "
+            "replace it"
+        )
+    # Loading torch takes seconds: not before the options are known to be right.
+    from gmeta.commands.work.adapt import adapt_and_tell
+
+    adapt_and_tell(model, support, out, processes, verify)

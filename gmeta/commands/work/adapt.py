@@ -1,0 +1,30 @@
+"""`gmeta adapt` once its options are known to be right."""
+
+import time
+from pathlib import Path
+
+from gmeta.commands.screen import progress_bars, screen, size_text
+from gmeta.serving.offline.job import adapt_files
+from metaio.counted import counted
+
+
+def adapt_and_tell(
+    model: Path, support: list[str], out: Path, processes: int, verify: bool
+) -> None:
+    """Write the states of all tasks to `out`, with a progress bar, and print how many there are."""
+    begin_s = time.perf_counter()
+    with progress_bars() as progress:
+        bar = progress.add_task("rows")
+        written = adapt_files(
+            model,
+            support,
+            out,
+            processes,
+            verify,
+            lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+    spent_s = time.perf_counter() - begin_s
+    screen(stderr=True).print(
+        f"adapted: {out}  ({counted(written.num_tasks, 'task')} of "
+        f"{counted(written.num_rows, 'row')}, {size_text(out.stat().st_size)}, in {spent_s:.2f} s)"
+    )

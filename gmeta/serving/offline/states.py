@@ -1,0 +1,119 @@
+"""From labelled rows of many tasks to a row for each task: its raw id, its state as bytes, and how
+many rows it adapted by. In this process, or as the function of a Spark job.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from gmeta.serving.columns import as_table
+from gmeta.serving.load import load
+from gmeta.serving.model import ServedModel
+from gmeta.serving.rows import EncodedColumns, join_rows, split_rows
+from gmeta.serving.state_bytes import to_bytes
+from gmeta.serving.tasks import cuts
+from metaio.ragged import Int64, offsets, ragged_indices, row_sums
+
+STATE_COLUMNS = ("task", "state", "rows")
+# Rows whose tasks are encoded at once; the states of as many tasks are in memory.
+CHUNK_ROWS = 8_192
+
+
+def adapt_tasks(model: ServedModel, support: pa.Table) -> pa.Table:
+    """Return the columns of STATE_COLUMNS with a row for each task of `support`, in the order in
+    which they first appear; rows of a task need not stand together.
+
+    Raises:
+        UserError: a column is missing.
+        DataError: a column holds what the model cannot take.
+    """
+    rows = model.encode(support, "support", with_label=True, with_task=True)
+    _, first_T, task_N, rows_T = np.unique(
+        rows.task_N, return_index=True, return_inverse=True, return_counts=True
+    )
+    # np.unique sorts by the tasks' hashes.
+    order_T = np.argsort(first_T, kind="stable")
+    place_T = np.empty_like(order_T)
+    place_T[order_T] = np.arange(len(order_T))
+    ordered = _taken(rows, np.argsort(place_T[task_N], kind="stable"))
+    lengths_T = rows_T[order_T]
+    parts = split_rows(ordered, lengths_T.tolist())
+    states: list[bytes] = [b""] * len(parts)
+    # Tasks of like size share a batch: little of it is then padding.
+    for chosen in cuts(np.argsort(lengths_T, kind="stable"), lengths_T):
+        together = join_rows([parts[place] for place in chosen])
+        found = model.adapt_encoded(together, lengths_T[chosen].tolist())
+        for place, state in zip(chosen.tolist(), found, strict=True):
+            states[place] = to_bytes(state, model.checksum)
+    tasks = support[model.config.columns.task].take(pa.array(first_T[order_T]))
+    columns = (tasks, pa.array(states, pa.binary()), pa.array(lengths_T.astype(np.int64)))
+    return pa.table(dict(zip(STATE_COLUMNS, columns, strict=True)))
+
+
+def _taken(rows: EncodedColumns, order_N: Int64) -> EncodedColumns:
+    value_offsets = offsets(row_sums(rows.lengths_NM))
+    values = ragged_indices(value_offsets[order_N], np.diff(value_offsets)[order_N])
+    kept = vars(rows).items()
+    return EncodedColumns(
+        **{name: array[values if name == "values_V" else order_N] for name, array in kept}
+    )
+
+
+def whole_tasks(parts: Iterable[pa.Table], task: str, chunk_rows: int) -> Iterator[pa.Table]:
+    """Yield the same rows, in which those of a task stand together, in tables of at least
+    `chunk_rows` rows (the last may have fewer) that never cut a task.
+    """
+    held: list[pa.Table] = []
+    num_rows = 0
+    for part in parts:
+        held.append(part)
+        num_rows += part.num_rows
+        if num_rows < chunk_rows:
+            continue
+        together = pa.concat_tables(held)
+        # The last task may go on in the next part.
+        column = together[task]
+        end = pc.index(column, column[-1]).as_py() if column[-1].is_valid else num_rows
+        if end > 0:
+            yield together.slice(0, end)
+        held = [together.slice(end)]
+        num_rows -= end
+    if num_rows:
+        yield pa.concat_tables(held)
+
+
+def adapt_partition(model: str | Path) -> Callable[[Iterable[Any]], Iterator[Any]]:
+    """Return a function for Spark's `mapInPandas` and `mapInArrow`, which adapts the tasks of a
+    partition; its result has STATE_COLUMNS, of the schema "task TASKTYPE, state binary, rows long".
+
+    All rows of a task must stand together in one partition. The folder `model` must be where each
+    executor can read it.
+
+        rows = spark.read.parquet("support.parquet")
+        rows = rows.repartition("user").sortWithinPartitions("user")
+        rows.mapInPandas(adapt_partition("/models/clicks"), "task long, state binary, rows long")
+    """
+
+    def adapt(batches: Iterable[Any]) -> Iterator[Any]:
+        served, given = load(model, verify=False), iter(batches)
+        first = next(given, None)
+        if first is None:
+            return  # an empty partition
+        tables = (
+            # What pandas says of its index differs from batch to batch.
+            as_table(batch, "support").replace_schema_metadata(None)
+            for batch in chain([first], given)
+        )
+        for chunk in whole_tasks(tables, served.config.columns.task, CHUNK_ROWS):
+            states = adapt_tasks(served, chunk)
+            if isinstance(first, pa.RecordBatch):
+                yield from states.combine_chunks().to_batches()
+            else:
+                yield states.to_pandas()
+
+    return adapt
