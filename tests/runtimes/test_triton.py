@@ -2,6 +2,8 @@
 that has what the backend's documentation says.
 """
 
+import json
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
@@ -12,8 +14,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
 
 import gmeta
 from gmeta.runtimes.write import export_for
@@ -23,7 +23,19 @@ from gmeta.serving.folder import read_config
 from tests.exported import random_rows
 from tests.metaio.prepare.test_local import changed, prepared, raw_table
 from tests.runtimes.models import model_of, write_schema_model
+from tests.waiting import PATIENCE_S
 
+# In a process of its own: the client's messages and ours have the same names.
+PARSE = """
+import sys
+from google.protobuf import json_format, text_format
+from tritonclient.grpc import model_config_pb2
+config = text_format.Parse(sys.stdin.read(), model_config_pb2.ModelConfig())
+told = json_format.MessageToJson(
+    config, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+)
+print(told)
+"""
 TYPES = {"BYTES": "TYPE_STRING", "INT64": "TYPE_INT64", "FP32": "TYPE_FP32"}
 
 
@@ -119,22 +131,25 @@ def tensors(rows: pa.Table, prefix: str = "") -> list[StandInTensor]:
 def test_the_config_is_one_that_triton_parses_with_the_inputs_of_the_server(
     repository: Path,
 ) -> None:
-    config = text_format.Parse(
-        (repository / "config.pbtxt").read_text(), model_config_pb2.ModelConfig()
-    )
-    assert (config.name, config.backend, config.max_batch_size) == ("clicks", "python", 0)
+    parsed = subprocess.run(
+        [sys.executable, "-c", PARSE], input=(repository / "config.pbtxt").read_text(),
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert parsed.returncode == 0, parsed.stderr
+    config = json.loads(parsed.stdout)
+    assert [config[key] for key in ("name", "backend", "max_batch_size")] == ["clicks", "python", 0]
     columns = columns_of(read_config(repository / "1" / "model"))
     told = model_metadata("clicks", "1", columns)
     lists = [each["name"] for each in told["inputs"] if len(each["shape"]) == 2]
     expected = {each["name"]: TYPES[each["datatype"]] for each in told["inputs"]}
     expected |= {f"{name}.lengths": "TYPE_INT64" for name in lists}
-    kinds = model_config_pb2.DataType.Name
-    assert {each.name: kinds(each.data_type) for each in config.input} == expected
-    assert {each.name for each in config.input if each.optional} == {
+    assert {each["name"]: each["data_type"] for each in config["input"]} == expected
+    assert {each["name"] for each in config["input"] if each["optional"]} == {
         name for name in expected if name.startswith("support.")
     }
-    assert {tuple(each.dims) for each in (*config.input, *config.output)} == {(-1,)}
-    outputs = {each.name: kinds(each.data_type) for each in config.output}
+    # JSON has int64 as text.
+    assert {tuple(each["dims"]) for each in (*config["input"], *config["output"])} == {("-1",)}
+    outputs = {each["name"]: each["data_type"] for each in config["output"]}
     assert outputs == {each["name"]: TYPES[each["datatype"]] for each in told["outputs"]}
 
 
