@@ -41,7 +41,7 @@ demo: setup
 # Five days of a log with drift: each becomes an increment, a run and a version that is served.
 demo-stream: setup
 	rm -rf runs/demo-stream
-	$(BIN)/python examples/stream/days.py runs/demo-stream/logs --days 5
+	$(BIN)/gmeta prepare --recipe synthetic-days --days 5 --tasks 2000 runs/demo-stream/logs
 	$(BIN)/gmeta follow examples/stream/stream.toml --once --page runs/demo-stream/stream.html
 	$(BIN)/gmeta inspect runs/demo-stream/stream
 	$(BIN)/gmeta inspect runs/demo-stream/channel

@@ -1,6 +1,6 @@
 """From a partition of a log to a served model: what an increment costs, ships and breaks.
 
-A log of equal partitions (examples/stream/days.py). `speedup`: the last partition from landing to
+A log of equal partitions (the recipe synthetic-days). `speedup`: the last partition from landing to
 served (prepare --extend, train, export, judge, promote, load) against preparing, training and
 exporting all partitions and loading the model; both by the processes of `gmeta follow`, once each.
 `delta_over_touched`: bytes of a delta over those of the full model, over the share of rows that
@@ -34,6 +34,7 @@ from gmeta.files.checksums import describe_file
 from gmeta.loop.stages import last_line, run_stage
 from gmeta.serving.folder import read_config, table_file, write_config
 from metaio.format.dataset import open_dataset
+from metaio.recipes.synthetic_days import DaysConfig, write_days
 from metaio.stream.chain import folder_of
 
 EXAMPLE = REPOSITORY / "examples" / "stream"
@@ -81,16 +82,10 @@ def stage(root: Path, *arguments: object, allowed: tuple[int, ...] = (0,)) -> in
 
 def delivered(root: Path, sizes: Sizes) -> dict[str, Any]:
     """What an increment costs against everything anew."""
-    sys.path.insert(0, str(EXAMPLE))
-    from days import day_of
-
     logs = root / "logs"
-    logs.mkdir()
-    for day in range(sizes.partitions):
-        table = day_of(day, sizes.users, 2_000, 20, seed=0)
-        pq.write_table(table, logs / f"{day:03d}.parquet")
-    files = sorted(logs.iterdir())
-    schema, channel = EXAMPLE / "schema.toml", Channel(root / "channel")
+    write_days(str(logs), DaysConfig(sizes.partitions, sizes.users))
+    files = files_of(root)
+    schema, channel = logs / "schema.toml", Channel(root / "channel")
     # Imports, and the kernels that torch builds once: neither side pays for them.
     stage(root, "prepare", "--schema", schema, "--extend", root / "warm", files[0])
     train(root, root / "warm", 1, root / "warm-run")
@@ -125,6 +120,11 @@ def delivered(root: Path, sizes: Sizes) -> dict[str, Any]:
     }
 
 
+def files_of(root: Path) -> list[Path]:
+    """The partitions, oldest first."""
+    return sorted((root / "logs").glob("day=*/clicks.parquet"))
+
+
 def increment(stream: Path, number: int) -> Path:
     """The dataset of an increment."""
     return stream / "increments" / folder_of(number)
@@ -153,7 +153,7 @@ def gate(root: Path, sizes: Sizes) -> dict[str, Any]:
     stream, runs = root / "stream", root / "runs"
     champion, windows = root / "model-2", windows_before(open_dataset(str(increment(stream, 2))))
     flipped, log = root / "flipped", root / "flipped.parquet"
-    table = pq.read_table(max((root / "logs").iterdir()))
+    table = pq.read_table(files_of(root)[-1])
     click = pa.array(1 - table["click"].to_numpy())
     pq.write_table(table.set_column(table.column_names.index("click"), "click", click), log)
     # The stream's own screen would refuse it first, by its mean label.
@@ -205,7 +205,8 @@ def swapped(root: Path, sizes: Sizes) -> dict[str, Any]:
     packed = root / "swap.packed"
     pack(channel, noisy(root / "model-2", root / "swap.model", 1, 0.02), packed, False)
     channel.promote(packed)
-    rows = pq.read_table(root / "logs" / "000.parquet").slice(0, 120).drop_columns(["user"])
+    # Of the rows of one user as a server is asked: it knows no row's identity.
+    rows = pq.read_table(files_of(root)[0]).slice(0, 120).drop_columns(["user", "row", "p_click"])
     support, query = rows.slice(0, 20), rows.slice(20)
     failed = 0
     taken: dict[bool, list[float]] = {False: [], True: []}

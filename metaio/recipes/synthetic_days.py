@@ -116,7 +116,8 @@ class DaysConfig:
 
 
 def write_days(out: str, config: DaysConfig, overwrite: bool = False) -> None:
-    """Write `out`/day=DATE/clicks.parquet for each day, schema.toml and days.json.
+    """Write `out`/day=DATE/clicks.parquet for each day, closed by _SUCCESS, schema.toml and
+    days.json.
 
     Raises:
         DataError: `out` exists, is a URL, or the disk is full.
@@ -136,6 +137,7 @@ def write_days(out: str, config: DaysConfig, overwrite: bool = False) -> None:
             name = f"day={FIRST_DAY + timedelta(day):%Y-%m-%d}"
             (folder / name).mkdir()
             pq.write_table(table, folder / name / "clicks.parquet")
+            (folder / name / "_SUCCESS").touch()  # the partition is closed
             clicks_N, probability_N = (table[c].to_numpy() for c in ("click", "p_click"))
             best = round(auc(probability_N, clicks_N), 4)
             users, items = (len(table[name].unique()) for name in ("user", "item"))
