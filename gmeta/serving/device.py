@@ -1,4 +1,6 @@
-"""Serving computes on the CPU, whatever device the caller's own tensors are made on."""
+"""Where serving computes: the device that was asked for, whatever device the caller's own tensors
+are made on.
+"""
 
 from collections.abc import Callable
 from functools import wraps
@@ -6,6 +8,9 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from gmeta.errors import UserError
+
+HOST = torch.device("cpu")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -24,3 +29,23 @@ def on_the_cpu(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return shielded
+
+
+def device_named(name: str) -> torch.device:
+    """Return a device to compute on: cpu, cuda or cuda:N.
+
+    Raises:
+        UserError: the name is none of them, or this machine has no such GPU.
+    """
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (":" in name and not (kind == "cuda" and index.isdecimal())):
+        raise UserError(f"device {name!r} is unknown: cpu, cuda or cuda:N is allowed. Choose one")
+    if kind == "cpu":
+        return HOST
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(index or 0) >= count:
+        raise UserError(
+            f"device {name!r} is not there: torch sees {count} GPUs. Use device='cpu', or install "
+            "torch's CUDA build (docs/install.md)"
+        )
+    return torch.device(kind, int(index or 0))

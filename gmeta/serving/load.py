@@ -14,7 +14,7 @@ from gmeta.build import build_learner, check_registered, statistics_of
 from gmeta.errors import GMetaError
 from gmeta.learner import MetaLearner
 from gmeta.serving.columns import ColumnEncoder, IdColumns, RawColumns
-from gmeta.serving.device import on_the_cpu
+from gmeta.serving.device import device_named, on_the_cpu
 from gmeta.serving.folder import (
     LAYERS_FILE,
     ExportedConfig,
@@ -30,17 +30,18 @@ from metaio.prepare.schema import features_of
 
 
 @on_the_cpu
-def load(path: str | Path, verify: bool = True) -> ServedModel:
-    """Return the model in a folder that `gmeta export` wrote.
+def load(path: str | Path, verify: bool = True, device: str = "cpu") -> ServedModel:
+    """Return the model in a folder that `gmeta export` wrote; its layers compute on `device` (cpu,
+    cuda or cuda:N), its tables stay on the host.
 
     Tables are mapped into memory, not read: without `verify`, which reads every file once to hold
     it against its checksum, loading takes no longer for large tables.
 
     Raises:
-        UserError: there is no exported model.
+        UserError: there is no exported model, or no such device.
         GMetaError: it is damaged, or another release wrote it.
     """
-    folder = Path(path)
+    folder, computes_on = Path(path), device_named(device)
     config, checksum = read_config(folder), checksum_in(folder)
     # Before anything is mapped: a file cut short under a map kills the process.
     check_files(folder, config, checksums=verify)
@@ -49,15 +50,15 @@ def load(path: str | Path, verify: bool = True) -> ServedModel:
         file = folder / table_file(index)
         shape = (table.num_rows, config.model.embedding_dim)
         tables.append(check_table(str(file), _tensors(file), shape, config.table_format))
-    reload = partial(_load_again, folder.absolute(), config)
+    reload = partial(_load_again, folder.absolute(), config, device)
     learner, encoder = _learner(folder, config), _encoder(folder, config)
-    return ServedModel(config, checksum, learner, tables, encoder, reload)
+    return ServedModel(config, checksum, learner, tables, encoder, reload, computes_on)
 
 
-def _load_again(folder: Path, config: ExportedConfig) -> ServedModel:
+def _load_again(folder: Path, config: ExportedConfig, device: str) -> ServedModel:
     """Return a model that was pickled, from its folder; checksums were checked when it was first
     loaded."""
-    model = load(folder, verify=False)
+    model = load(folder, verify=False, device=device)
     if model.config != config:
         raise GMetaError(
             f"{folder} holds another model than the one that was pickled: it was replaced since. "

@@ -1,6 +1,7 @@
-"""An exported model in memory: adapts to a task's support rows and predicts, on the CPU.
+"""An exported model in memory: adapts to a task's support rows and predicts.
 
-The engine's own learner and inner loop do both, on rows fetched from the exported tables.
+The engine's own learner and inner loop do both, on rows fetched from the exported tables. These lie
+in mapped files of the host, and what callers are given is the host's, whatever device computes.
 
 Shape suffixes: N rows, T tasks, U fetched rows, P rows that adapted, D embedding width, B tables.
 """
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from gmeta.adaptation.rows.sides import WorkingRows
 from gmeta.batches.episodes import every_row, reading_copies
+from gmeta.batches.transfer import moved
 from gmeta.errors import UserError
 from gmeta.learner import MetaLearner, QueryPrediction
 from gmeta.serving.columns import (
@@ -27,7 +29,7 @@ from gmeta.serving.columns import (
     check_task_kinds,
     select,
 )
-from gmeta.serving.device import on_the_cpu
+from gmeta.serving.device import HOST, on_the_cpu
 from gmeta.serving.folder import ExportedConfig
 from gmeta.serving.rows import EncodedColumns, join_rows, no_rows, split_rows, task_batch
 from gmeta.serving.state_bytes import StateShape, from_bytes, to_bytes
@@ -36,6 +38,8 @@ from gmeta.serving.tables import StoredTable, fetch_UD
 from gmeta.serving.tasks import TaskPredictions, predict_tasks
 from gmeta_models.gated import row_layers
 from metaio.read.batch import TaskBatch
+
+Part = TypeVar("Part")
 
 # For how many query rows the form of an adapted layer is chosen; any number is as exact.
 _EXPECTED_QUERY_ROWS = 128
@@ -58,14 +62,16 @@ class ServedModel:
         tables: list[StoredTable],
         encoder: ColumnEncoder,
         reload: "partial[ServedModel]",
+        device: torch.device = HOST,
     ) -> None:
-        """Make a model; `checksum` names the content of its folder, `reload` makes the same one
-        again, in another process too."""
+        """Make a model whose layers compute on `device`; `checksum` names the content of its
+        folder, `reload` makes the same one again, in another process too."""
         self.config = config
         self.checksum = checksum
         self._reload = reload
         # Inner gradients are taken at the outputs of layers and at rows, never at weights.
-        self._learner = learner.requires_grad_(False).eval()
+        self._learner = learner.requires_grad_(False).eval().to(device)
+        self._device = device
         self._inner = learner.general_loop
         self._statistics = learner.statistics
         self._tables = tables
@@ -164,8 +170,9 @@ class ServedModel:
         ratings, before and after.
         """
         with self._exclusive():
-            episodes = self._learner.arrange_to_predict(batch)
-            return self._learner.predict(self._fetch_UD(batch), episodes)
+            arranged = self._learner.arrange_to_predict(batch), self._fetch_UD(batch)
+            episodes, rows_UD = self._there(arranged)
+            return self._back(self._learner.predict(rows_UD, episodes))
 
     @on_the_cpu
     def adapt_together(self, rows: EncodedColumns, lengths: Sequence[int]) -> AdaptedTensors:
@@ -177,22 +184,27 @@ class ServedModel:
             batch, fetched_row_P, num_rows = reading_copies(
                 self._as_support(rows, lengths), adapts_rows
             )
-            support = every_row(batch, not adapts_rows, num_rows)
             values_PD = self._fetch_UD(batch)
-            working = WorkingRows(values_PD, 0.0)
             if fetched_row_P is not None:
-                rate = self._learner.rates.of_rows(batch.unique_lengths_B, fetched_row_P)
-                working = WorkingRows(values_PD[fetched_row_P], rate)
+                values_PD = values_PD[fetched_row_P]
+            found = every_row(batch, not adapts_rows, num_rows), values_PD
+            support, rows_PD, lengths_B, row_P = self._there(
+                (*found, batch.unique_lengths_B, fetched_row_P)
+            )
+            working = WorkingRows(rows_PD, 0.0)
+            if row_P is not None:
+                working = WorkingRows(rows_PD, self._learner.rates.of_rows(lengths_B, row_P))
             adapted = self._inner.take_steps(working, support, _EXPECTED_QUERY_ROWS, False)
         none = torch.zeros(0, dtype=torch.int64)
         rows_PD, key_P, task_P = values_PD[:0], none, none
         if fetched_row_P is not None:
-            rows_PD, key_P = adapted.rows_PD.detach(), self._key_U(batch)[fetched_row_P]
-            task_P = _task_of_rows(batch, num_rows)
-        layers = adapted.layers
+            rows_PD = self._back(adapted.rows_PD.detach())
+            key_P, task_P = self._key_U(batch)[fetched_row_P], _task_of_rows(batch, num_rows)
+        changes = {name: self._back(each) for name, each in adapted.layers.changes.items()}
+        gates_TMO = {name: self._back(each) for name, each in adapted.layers.gates_TMO.items()}
         # What new rows of a task share with its support is asked for again with each of them.
         supports = split_rows(rows, lengths) if self._statistics.width else [None] * len(lengths)
-        return AdaptedTensors(layers.changes, layers.gates_TMO, rows_PD, key_P, task_P, supports)
+        return AdaptedTensors(changes, gates_TMO, rows_PD, key_P, task_P, supports)
 
     @on_the_cpu
     def adapt_encoded(self, rows: EncodedColumns, lengths: Sequence[int]) -> list[TaskState]:
@@ -225,9 +237,20 @@ class ServedModel:
                 place_P = torch.searchsorted(known_K, key_P).clamp_(max=known_K.numel() - 1)
                 is_known_P = known_K[place_P] == key_P
                 rows_PD[is_known_P] = tasks.rows_PD[place_P[is_known_P]]
-            query = every_row(batch, constant=True, num_rows=num_rows)
-            adapted = self._inner.adapted_before(tasks.changes, tasks.gates_TMO, rows_PD)
-            return self._shown_N(self._inner.output_N(adapted, query))
+            query, rows_PD, changes, gates = self._there(
+                (
+                    every_row(batch, constant=True, num_rows=num_rows),
+                    rows_PD,
+                    tuple(tasks.changes.values()),
+                    tuple(tasks.gates_TMO.values()),
+                )
+            )
+            adapted = self._inner.adapted_before(
+                dict(zip(tasks.changes, changes, strict=True)),
+                dict(zip(tasks.gates_TMO, gates, strict=True)),
+                rows_PD,
+            )
+            return self._shown_N(self._back(self._inner.output_N(adapted, query)))
 
     @property
     def unadapted(self) -> TaskState:
@@ -255,8 +278,20 @@ class ServedModel:
     def _exclusive(self) -> Iterator[None]:
         # A caller may be under inference mode, where no inner gradient could be taken, or under
         # autocast, which would answer in 8 bits.
-        with self._lock, torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+        with (
+            self._lock,
+            torch.inference_mode(False),
+            torch.autocast(self._device.type, enabled=False),
+        ):
             yield
+
+    def _there(self, tree: Part) -> Part:
+        """Return dataclasses and tuples with their tensors where the layers are."""
+        return tree if self._device == HOST else moved(tree, self._device)
+
+    def _back(self, tree: Part) -> Part:
+        """Return the same with their tensors on the host."""
+        return tree if self._device == HOST else moved(tree, HOST)
 
     def _fetch_UD(self, batch: TaskBatch) -> Tensor:
         rows_UD = fetch_UD(self._tables, batch.unique_ids_U, batch.unique_lengths_B)
