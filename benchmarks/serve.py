@@ -248,7 +248,7 @@ def measure(work: Workload, workers: int, rounds: int, seconds: float) -> dict[s
         most = float(np.median(rates["serve"]))
         single = load(ours.port, INFER, work.protocol, seconds, clients=1)
         at_load = asyncio.run(
-            open_loop(ours.port, INFER, work.protocol, LOAD * most, 2 * seconds, 0)
+            open_loop(ours.port, INFER, work.protocol, LOAD * most, 3 * seconds, 0)
         )
         failed += single.failed + at_load.failed
         kept = asyncio.run(
@@ -353,7 +353,7 @@ def main() -> None:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--workers", type=positive_int, default=1, help="of gmeta serve")
     options = parser.parse_args()
-    rounds, seconds = options.rounds or (3 if options.quick else 10), 1.5 if options.quick else 5.0
+    rounds, seconds = options.rounds or (3 if options.quick else 10), 1.0 if options.quick else 5.0
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
