@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import SMALL_MODEL, environment, losses, write_config
+from tests.forked import run_forked
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,23 +57,26 @@ def site(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def run(
-    cwd: Path, *command: str | Path, path: Path | None = None, code: int = 0, **variables: str
-) -> str:
-    """The output of a command that ends with `code`; `path` comes before the present one."""
-    env = {**environment(), **variables}
+def run(cwd: Path, *command: str | Path, path: Path | None = None) -> str:
+    """The output of a command that must not fail; `path` comes before the present one."""
+    env = environment()
     roots = [str(ROOT), str(ROOT / "models"), str(ROOT / "protos")]
     env["PYTHONPATH"] = os.pathsep.join([*([str(path)] if path else []), *roots])
     done = subprocess.run(
         [*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True,
         timeout=2 * PATIENCE_S, check=False,
     )  # fmt: skip
-    assert done.returncode == code, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
-def gmeta(cwd: Path, *arguments: str | Path, path: Path | None = None, code: int = 0) -> str:
-    return run(cwd, sys.executable, "-m", "gmeta", *arguments, path=path, code=code)
+def forked(program: str, *arguments: str | Path, at: Path, code: int = 0, **variables: str) -> str:
+    """The output of `python -m PROGRAM` in the folder `at`, whose package it imports itself."""
+    roots = [str(at), str(ROOT), str(ROOT / "models"), str(ROOT / "protos")]
+    env = {**environment(), "PYTHONPATH": os.pathsep.join(roots), **variables}
+    done = run_forked(program, *arguments, env=env, cwd=at, anew=("myrec",))
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def test_the_packages_own_tests_pass(sources: Path, site: Path) -> None:
@@ -110,22 +114,23 @@ def test_the_new_algorithm_equals_a_loop_and_gets_the_fused_one(site: Path, tmp_
 def test_two_ranks_train_and_resume_it_and_the_export_is_loaded(
     site: Path, tmp_path: Path, click_logs: Path
 ) -> None:
-    config = write_config(tmp_path / "train.toml", click_logs, tmp_path / "run")
+    folder, model = tmp_path / "run", tmp_path / "model"
+    config = write_config(tmp_path / "train.toml", click_logs, folder)
     two = ["train", config, *SMALL_MODEL, *CHOSEN, "--nproc-per-node", "2"]
-    gmeta(tmp_path, *two, "run.max_steps=4", path=site)
-    gmeta(tmp_path, *two, "--resume", path=site)
-    assert len(losses(tmp_path / "run")) == 8
-    ran_on = json.loads((tmp_path / "run" / "environment.json").read_text())
+    forked("gmeta", *two, "run.max_steps=4", at=site)
+    forked("gmeta", *two, "--resume", at=site)
+    assert len(losses(folder)) == 8
+    ran_on = json.loads((folder / "environment.json").read_text())
     mine = {"package": "myrec", "version": "1.2.0"}
     assert ran_on["plugins"] == {"model.name": mine, "algorithm.name": mine}
 
-    gmeta(tmp_path, "evaluate", "run", path=site)
-    gmeta(tmp_path, "export", "run", "model", path=site)
-    told = run(tmp_path, sys.executable, "-c", PREDICT, "model", path=site)
-    assert told.split() == ["myrec.fm", "2"]
+    forked("gmeta", "evaluate", folder, at=site)
+    forked("gmeta", "export", folder, model, at=site)
+    (site / "ask_model.py").write_text(PREDICT)
+    assert forked("ask_model", model, at=site).split() == ["myrec.fm", "2"]
     # Elsewhere, where nobody installed it.
-    told = gmeta(tmp_path, "evaluate", "run", code=1)
-    assert "run was made with model.name = 'fm', which is not here: known are cbml, din" in told
+    told = forked("gmeta", "evaluate", folder, at=tmp_path, code=1)
+    assert f"{folder} was made with model.name = 'fm', which is not here: known are cbml" in told
     assert "It was made with myrec 1.2.0." in told
     assert "Traceback" not in told
 
@@ -135,15 +140,17 @@ def test_an_import_path_needs_no_entry_point_but_trust_where_it_comes_from_elsew
 ) -> None:
     own = tmp_path / "own"  # without what a build leaves beside it
     shutil.copytree(sources / "myrec", own / "myrec")
-    config = write_config(tmp_path / "train.toml", click_logs, tmp_path / "run")
+    (own / "ask_model.py").write_text(PREDICT)
+    folder, model = tmp_path / "run", tmp_path / "model"
+    config = write_config(tmp_path / "train.toml", click_logs, folder)
     chosen = ["model.name=myrec.fm:FM", "run.max_steps=1"]
-    gmeta(tmp_path, "train", config, *SMALL_MODEL, *chosen, path=own)
-    ran_on = json.loads((tmp_path / "run" / "environment.json").read_text())
+    forked("gmeta", "train", config, *SMALL_MODEL, *chosen, at=own)
+    ran_on = json.loads((folder / "environment.json").read_text())
     assert ran_on["plugins"] == {"model.name": {"package": "myrec", "version": "not installed"}}
-    told = gmeta(tmp_path, "export", "run", "model", path=own, code=1)
+    export = ["export", folder, model]
+    told = forked("gmeta", *export, at=own, code=1)
     assert "set GMETA_PLUGINS=myrec if you trust it" in told
-    trusted = [sys.executable, "-m", "gmeta", "export", "run", "model"]
-    run(tmp_path, *trusted, path=own, GMETA_PLUGINS="other,myrec")
-    told = run(tmp_path, sys.executable, "-c", PREDICT, "model", path=own, code=1)
+    forked("gmeta", *export, at=own, GMETA_PLUGINS="other,myrec")
+    told = forked("ask_model", model, at=own, code=1)
     assert "set GMETA_PLUGINS=myrec if you trust it" in told
-    run(tmp_path, sys.executable, "-c", PREDICT, "model", path=own, GMETA_PLUGINS="myrec")
+    forked("ask_model", model, at=own, GMETA_PLUGINS="myrec")
