@@ -18,7 +18,7 @@ from gmeta.batches.config import AugmentConfig, ItemFeaturesConfig, SupportFeatu
 from gmeta.errors import ConfigError
 from gmeta.files.local import check_local
 from gmeta.metrics.config import EvaluationConfig
-from gmeta.settings import describe_settings, settings_from_dict
+from gmeta.settings import describe_settings, read_toml, settings_from_dict
 from gmeta.tables.sharding import ShardingConfig
 from gmeta_keys import key
 from gmeta_models.config import ModelConfig
@@ -221,14 +221,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: no such file, no TOML, an unknown key, a bad value, a required key left empty.
     """
-    try:
-        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"config {str(path)!r} cannot be read: {error.strerror}. Give a TOML file"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"config {str(path)!r} is no TOML: {error}. Mend that line") from error
+    raw = read_toml("config", Path(path))
     for override in overrides:
         _override(raw, override)
     config = config_from_dict(raw)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from gmeta.errors import UserError
-from gmeta.files.local import check_local
+from gmeta.files.local import check_local, check_replaces
 
 
 def adapt(
@@ -48,17 +48,7 @@ def adapt(
             f"--out = {str(out)!r} ends with {out.suffix or 'nothing'}: what is written is "
             "Parquet. Name a file that ends with .parquet"
         )
-    for url in support:
-        if out.exists() and Path(url).exists() and out.samefile(url):
-            raise UserError(
-                f"--out = {str(out)!r} is a file of SUPPORT, whose rows would be replaced. Name "
-                "another file"
-            )
-    if out.exists() and not overwrite:
-        raise UserError(
-            f"--out = {str(out)!r} exists already. Name another file, or pass --overwrite to "
-            "replace it"
-        )
+    check_replaces(out, [("a file of SUPPORT", url) for url in support], overwrite)
     # Loading torch takes seconds: not before the options are known to be right.
     from gmeta.commands.work.adapt import adapt_and_tell
 

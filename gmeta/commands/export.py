@@ -8,7 +8,7 @@ import typer
 
 from gmeta.commands.table_formats import Tables
 from gmeta.errors import UserError
-from gmeta.files.local import check_local
+from gmeta.files.local import check_local, check_replaces
 
 if TYPE_CHECKING:
     from gmeta.runtimes.write import Runtime
@@ -141,16 +141,7 @@ def predict(
             f"--out = {str(out)!r} ends with {out.suffix}: .parquet, .pq and .csv can be written. "
             "Name a file that ends with one of them"
         )
-    for what, url in (("SUPPORT", support), ("QUERY", query)):
-        if out.exists() and Path(url).exists() and out.samefile(url):
-            raise UserError(
-                f"--out = {str(out)!r} is {what}, whose rows would be replaced. Name another file"
-            )
-    if out.exists() and not overwrite:
-        raise UserError(
-            f"--out = {str(out)!r} exists already. Name another file, or pass --overwrite to "
-            "replace it"
-        )
+    check_replaces(out, [("SUPPORT", support), ("QUERY", query)], overwrite)
     from gmeta.commands.work.predict import predict_rows
 
     predict_rows(model, support, query, out, allow_no_support, verify)

@@ -1,6 +1,7 @@
 """Places that are written to: folders and files of this machine, not URLs."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from gmeta.errors import UserError
@@ -20,4 +21,23 @@ def check_local(what: str, place: str | Path) -> None:
         raise UserError(
             f"{what} = {given!r} is a URL: a path of this machine is needed, where nothing is "
             "left half-written. Write to a path, then copy"
+        )
+
+
+def check_replaces(out: Path, inputs: Iterable[tuple[str, str]], overwrite: bool) -> None:
+    """Check that --out replaces no file, or one that it may: none of the `inputs` (what each is,
+    its path or URL), which would lose its rows.
+
+    Raises:
+        UserError: it would.
+    """
+    for what, url in inputs:
+        if out.exists() and Path(url).exists() and out.samefile(url):
+            raise UserError(
+                f"--out = {str(out)!r} is {what}, whose rows would be replaced. Name another file"
+            )
+    if out.exists() and not overwrite:
+        raise UserError(
+            f"--out = {str(out)!r} exists already. Name another file, or pass --overwrite to "
+            "replace it"
         )

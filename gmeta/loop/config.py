@@ -1,13 +1,12 @@
 """What `gmeta follow` follows: the keys of stream.toml."""
 
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from gmeta.errors import ConfigError
 from gmeta.files.local import check_local
-from gmeta.settings import settings_from_dict
+from gmeta.settings import read_toml, settings_from_dict
 from gmeta_keys import key
 
 
@@ -67,15 +66,7 @@ def load_follow_config(path: Path) -> FollowConfig:
     Raises:
         ConfigError: no such file, no TOML, an unknown key, a bad value, a required key left empty.
     """
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"config {str(path)!r} cannot be read: {error.strerror}. Give a TOML file"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"config {str(path)!r} is no TOML: {error}. Mend that line") from error
-    config = settings_from_dict(FollowConfig, raw)
+    config = settings_from_dict(FollowConfig, read_toml("config", path))
     for name in ("inputs", "schema", "stream", "train", "runs", "channel"):
         if not getattr(config.follow, name):
             raise ConfigError(f"follow.{name} is empty: it is required. Set it in {path}")

@@ -5,7 +5,6 @@ A space is a TOML file of one table a key, or `default_space` of a config.
 
 import json
 import math
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, Protocol, final, get_args, get_type_hints
 from gmeta.config import OuterConfig, TrainConfig, config_from_dict
 from gmeta.errors import ConfigError, UserError
 from gmeta.outer.early_stop import early_stop_of
+from gmeta.settings import read_toml
 
 # Values are rounded to so many digits: more than a validation split can tell apart.
 DIGITS = 3
@@ -146,14 +146,7 @@ def read_space(path: Path, config: TrainConfig) -> Space:
     Raises:
         UserError: no such file, no TOML, no key, or a key or value that a config does not take.
     """
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"--space {str(path)!r} cannot be read: {error.strerror}. Give a TOML file"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"--space {str(path)!r} is no TOML: {error}. Mend that line") from error
+    raw = read_toml("--space", path)
     if not raw:
         raise UserError(
             f"--space {str(path)!r} names 0 keys: at least one is needed. Write e.g. "

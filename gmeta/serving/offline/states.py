@@ -14,10 +14,9 @@ import pyarrow.compute as pc
 from gmeta.serving.columns import as_table
 from gmeta.serving.load import load
 from gmeta.serving.model import ServedModel
-from gmeta.serving.rows import EncodedColumns, join_rows, split_rows
+from gmeta.serving.rows import join_rows, split_rows, take_rows
 from gmeta.serving.state_bytes import to_bytes
 from gmeta.serving.tasks import cuts
-from metaio.ragged import Int64, offsets, ragged_indices, row_sums
 
 STATE_COLUMNS = ("task", "state", "rows")
 # Rows whose tasks are encoded at once; the states of as many tasks are in memory.
@@ -40,7 +39,7 @@ def adapt_tasks(model: ServedModel, support: pa.Table) -> pa.Table:
     order_T = np.argsort(first_T, kind="stable")
     place_T = np.empty_like(order_T)
     place_T[order_T] = np.arange(len(order_T))
-    ordered = _taken(rows, np.argsort(place_T[task_N], kind="stable"))
+    ordered = take_rows(rows, np.argsort(place_T[task_N], kind="stable"))
     lengths_T = rows_T[order_T]
     parts = split_rows(ordered, lengths_T.tolist())
     states: list[bytes] = [b""] * len(parts)
@@ -53,15 +52,6 @@ def adapt_tasks(model: ServedModel, support: pa.Table) -> pa.Table:
     tasks = support[model.config.columns.task].take(pa.array(first_T[order_T]))
     columns = (tasks, pa.array(states, pa.binary()), pa.array(lengths_T.astype(np.int64)))
     return pa.table(dict(zip(STATE_COLUMNS, columns, strict=True)))
-
-
-def _taken(rows: EncodedColumns, order_N: Int64) -> EncodedColumns:
-    value_offsets = offsets(row_sums(rows.lengths_NM))
-    values = ragged_indices(value_offsets[order_N], np.diff(value_offsets)[order_N])
-    kept = vars(rows).items()
-    return EncodedColumns(
-        **{name: array[values if name == "values_V" else order_N] for name, array in kept}
-    )
 
 
 def whole_tasks(parts: Iterable[pa.Table], task: str, chunk_rows: int) -> Iterator[pa.Table]:
