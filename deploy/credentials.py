@@ -2,7 +2,8 @@
 """Makes what a shard service and its callers need to trust each other: certificates and tokens.
 
     credentials.py OUT [--host NAME ...] [--days N]    one folder a holder below OUT
-    credentials.py --kubernetes NAMESPACE [...]        one Secret a holder, from inside the cluster
+    credentials.py --kubernetes NAMESPACE [...]        one Secret a holder, from inside the cluster;
+                                                       --prefix: of their names, and of the Services
 
 Holders: `service` (ca.crt, tls.crt, tls.key), `tokens` (worker, operator, viewer: what the service
 accepts), `worker`, `operator`, `viewer` (ca.crt, tls.crt, tls.key, token: what each shows) and
@@ -113,11 +114,11 @@ def call(method: str, path: str, body: object = None) -> int:
         return error.code
 
 
-def store_as_secrets(folder: Path, namespace: str) -> None:
+def store_as_secrets(folder: Path, namespace: str, prefix: str) -> None:
     """Create the Secrets that are not there; all of them, or a clear end."""
     base = f"/api/v1/namespaces/{namespace}/secrets"
     holders = sorted(path.name for path in folder.iterdir())
-    found = {holder: call("GET", f"{base}/gmeta-{holder}") for holder in holders}
+    found = {holder: call("GET", f"{base}/{prefix}-{holder}") for holder in holders}
     present = [holder for holder, status in found.items() if status == 200]
     if len(present) == len(holders):
         print("every Secret is there: nothing to do")
@@ -136,7 +137,7 @@ def store_as_secrets(folder: Path, namespace: str) -> None:
             "apiVersion": "v1",
             "kind": "Secret",
             "metadata": {
-                "name": f"gmeta-{holder}",
+                "name": f"{prefix}-{holder}",
                 "labels": {"app.kubernetes.io/part-of": "gmeta"},
             },
             "type": "Opaque",
@@ -144,8 +145,8 @@ def store_as_secrets(folder: Path, namespace: str) -> None:
         }
         status = call("POST", base, secret)
         if status != 201:
-            sys.exit(f"error: Secret gmeta-{holder} was not created: HTTP {status}")
-        print(f"Secret gmeta-{holder} created")
+            sys.exit(f"error: Secret {prefix}-{holder} was not created: HTTP {status}")
+        print(f"Secret {prefix}-{holder} created")
 
 
 def main() -> None:
@@ -155,6 +156,7 @@ def main() -> None:
     )
     parser.add_argument("out", nargs="?", type=Path, help="folder, made anew")
     parser.add_argument("--kubernetes", metavar="NAMESPACE")
+    parser.add_argument("--prefix", default="gmeta", help="of Secrets and Services (gmeta)")
     parser.add_argument("--host", action="append", default=[], help="further name of the service")
     parser.add_argument("--days", type=int, default=365)
     given = parser.parse_args()
@@ -162,12 +164,12 @@ def main() -> None:
         parser.error("give either OUT or --kubernetes NAMESPACE")
     hosts = [*HOSTS, *given.host]
     if given.kubernetes:
-        for name in ("gmeta-shard-service", "gmeta-serve"):
+        for name in (f"{given.prefix}-shard-service", f"{given.prefix}-serve"):
             service = f"{name}.{given.kubernetes}"
-            hosts += [service, f"{service}.svc", f"{service}.svc.cluster.local"]
+            hosts += [name, service, f"{service}.svc", f"{service}.svc.cluster.local"]
         with tempfile.TemporaryDirectory() as name:
             make(Path(name) / "made", hosts, given.days)
-            store_as_secrets(Path(name) / "made", given.kubernetes)
+            store_as_secrets(Path(name) / "made", given.kubernetes, given.prefix)
         return
     if (given.out / "service").exists():
         print(f"{given.out} has credentials: nothing to do")

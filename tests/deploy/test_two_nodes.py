@@ -1,5 +1,5 @@
 """The container entry points as processes on several hosts: a service with TLS, tokens and client
-certificates, two training nodes, and a cable that is pulled.
+certificates, two training nodes, a cable that is pulled, and a node that comes later and goes.
 """
 
 import signal
@@ -14,6 +14,7 @@ import pytest
 
 from gmeta.antdt.manifests.audit import audit_manifest
 from gmeta.antdt.manifests.manifest import load_manifest
+from gmeta.checkpoints.files import read_about
 from gmeta.runs.folder import list_checkpoints
 from tests.antdt.pki import Authority
 from tests.commands import SMALL_MODEL, environment, metrics, write_config
@@ -60,12 +61,12 @@ class Cluster:
         arguments += ["--tokens", str(self.folder / "tokens")]
         return self._start(self.hub, "service", sys.executable, *arguments)
 
-    def start_node(self, rank: int, *arguments: str) -> Process:
+    def start_node(self, rank: int, *arguments: str, nodes: str = "2") -> Process:
         host = self.nodes[rank]
         cert, key = self.worker_pair
         variables = {
             "PYTHON": sys.executable,
-            "NNODES": "2",
+            "NNODES": nodes,
             "NODE_RANK": str(rank),
             "RDZV_ENDPOINT": f"{self.nodes[0].address}:29400",
             "LOCAL_ADDR": host.address,
@@ -149,3 +150,44 @@ def test_a_node_that_is_cut_off_and_comes_back_costs_no_episode(
     assert report.ok
     assert "  epoch finished" in report.lines
     assert TOKEN not in cluster.said()
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(1800)
+def test_an_elastic_job_takes_a_node_that_comes_later_and_goes_on_without_it(
+    network: list[Host], tmp_path: Path, click_logs: Path
+) -> None:
+    run = tmp_path / "run"
+    cluster = Cluster(network, tmp_path, write_config(tmp_path / "t.toml", click_logs, run))
+    arguments = ["data.source=service", "data.tasks_per_step=2", "run.max_steps=0"]
+    arguments += ["run.epochs=1000", "run.checkpoint_every_steps=10", "run.collective_timeout_s=12"]
+
+    def trains_on(ranks: int) -> bool:
+        """Whether a checkpoint was written by a job of this size."""
+        found = list_checkpoints(run / "checkpoints")
+        return bool(found) and read_about(found[-1])["world_size"] == ranks
+
+    with ExitStack() as stack:
+        service = stack.enter_context(cluster.start_service())
+        stack.callback(service.terminate)
+
+        def start(rank: int) -> Process:
+            node = stack.enter_context(cluster.start_node(rank, *arguments, nodes="1:2"))
+            stack.callback(node.kill)
+            return node
+
+        try:
+            first = start(0)
+            wait_until(lambda: trains_on(1), "a checkpoint of one node")
+            second = start(1)
+            wait_until(lambda: trains_on(2), "a checkpoint of two nodes")
+            second.kill()
+            wait_until(lambda: trains_on(1), "a checkpoint of the node that is left")
+            first.terminate()
+            assert ended(first) == 1  # as torchrun says, whatever its ranks said
+        except BaseException:
+            print(cluster.said())
+            raise
+    steps = [line["step"] for line in metrics(run) if "loss" in line]
+    assert steps == list(range(1, len(steps) + 1))
+    assert audit_manifest(load_manifest(list_checkpoints(run / "checkpoints")[-1])).ok
