@@ -6,7 +6,12 @@ from pathlib import Path
 
 from tests.deploy.images import COMPOSE_FILE, DOCKERFILES, compose_problems, dockerfile_problems
 from tests.deploy.monitoring import DASHBOARDS, dashboard_problems, monitoring_problems
-from tests.deploy.policy import exposure_problems, pod_problems, reference_problems
+from tests.deploy.policy import (
+    exposure_problems,
+    pod_problems,
+    reference_problems,
+    size_problems,
+)
 from tests.deploy.rbac import rbac_problems
 from tests.deploy.rendering import (
     OVERLAYS,
@@ -35,7 +40,7 @@ def manifest_problems(manifests: list[Manifest]) -> list[str]:
         return problems
     problems = [found for each in manifests for found in pod_problems(each)]
     problems += reference_problems(manifests) + exposure_problems(manifests)
-    return problems + rbac_problems(manifests)
+    return problems + size_problems(manifests) + rbac_problems(manifests)
 
 
 def main() -> int:

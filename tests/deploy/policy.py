@@ -6,11 +6,10 @@ from typing import Any
 from tests.deploy.rendering import ROOT, Manifest, name_of, pod_specs
 
 # The pods that talk to the API server: one makes the Secrets, Spark's driver makes its executors.
-MAY_HAVE_A_TOKEN = {"gmeta-credentials", "gmeta-prepare"}
-# Made by deploy/credentials.py, so no manifest has them.
-SECRETS = {
-    f"gmeta-{name}" for name in ("service", "tokens", "worker", "operator", "viewer", "spark")
-}
+MAY_HAVE_A_TOKEN = ("gmeta-credentials", "gmeta-prepare")  # a job's own prefix goes before
+HOLDERS = ("service", "tokens", "worker", "operator", "viewer", "spark")
+# Of a cluster, not of a job.
+PRIORITIES = {"gmeta-service", "gmeta-training", "gmeta-serve"}
 _VOLUMES = {"name", "configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
 _UNITS = {"m": 1e-3, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "": 1}
 _SECRET_NAME = re.compile(r"TOKEN|PASSWORD|SECRET|CREDENTIAL|_KEY$")
@@ -56,7 +55,7 @@ def pod_problems(manifest: Manifest) -> list[str]:
                 volume.keys() <= _VOLUMES for volume in spec.get("volumes", [])
             ),
             "it has no priority": "priorityClassName" in spec,
-            f"account {account} gets a token": not automount or account in MAY_HAVE_A_TOKEN,
+            f"account {account} gets a token": not automount or account.endswith(MAY_HAVE_A_TOKEN),
         }
         problems += [rule for rule, kept in rules.items() if not kept]
         volumes = {volume["name"] for volume in spec.get("volumes", [])}
@@ -108,11 +107,55 @@ def _container_problems(container: dict[str, Any], volumes: set[str]) -> list[st
     return problems
 
 
+def made_secrets(manifests: list[Manifest]) -> set[str]:
+    """Names of the Secrets that the manifests' own deploy/credentials.py makes: no manifest has
+    them.
+    """
+    return {
+        f"{variable['value']}-{holder}"
+        for manifest in manifests
+        for _, spec in pod_specs(manifest)
+        for container in spec["containers"]
+        for variable in container.get("env", [])
+        if variable["name"] == "PREFIX"
+        for holder in HOLDERS
+    }
+
+
+def size_problems(manifests: list[Manifest]) -> list[str]:
+    """Nodes are as many wherever the number stands, and a drain may take one of them."""
+    problems = []
+    for manifest in manifests:
+        if manifest["kind"] != "Job" or manifest["spec"].get("completionMode") != "Indexed":
+            continue
+        spec = manifest["spec"]
+        env = spec["template"]["spec"]["containers"][0]["env"]
+        nodes = next(each["value"] for each in env if each["name"] == "NNODES").rpartition(":")[2]
+        said = {spec["completions"], spec["parallelism"], int(nodes)}
+        if len(said) > 1:
+            problems.append(
+                f"{name_of(manifest)}: completions, parallelism and NNODES say {sorted(said)}"
+            )
+        budget = [
+            each["spec"].get("minAvailable", 0)
+            for each in manifests
+            if each["kind"] == "PodDisruptionBudget"
+            and each["metadata"]["name"] == manifest["metadata"]["name"]
+        ]
+        if budget != [int(nodes) - 1]:
+            problems.append(
+                f"{name_of(manifest)}: {nodes} nodes and minAvailable {budget} of its "
+                "PodDisruptionBudget: drains take one node at a time with one less than there are"
+            )
+    return problems
+
+
 def reference_problems(manifests: list[Manifest]) -> list[str]:
     """References between objects that lead nowhere, one line each."""
-    names: dict[str, set[str]] = {}
+    names: dict[str, set[str]] = {"Secret": made_secrets(manifests), "PriorityClass": PRIORITIES}
     for manifest in manifests:
-        names.setdefault(manifest["kind"], set()).add(manifest["metadata"]["name"])
+        kind = manifest["kind"]
+        names[kind] = names.get(kind, set()) | {manifest["metadata"]["name"]}
     pods = [(m, *pod) for m in manifests for pod in pod_specs(m)]
     problems = []
     for manifest, _, spec in pods:
@@ -129,8 +172,7 @@ def reference_problems(manifests: list[Manifest]) -> list[str]:
         problems += [
             f"{name_of(manifest)}: there is no {kind} {name}"
             for kind, name in wanted
-            if name
-            and name not in names.get(kind, set()) | (SECRETS if kind == "Secret" else set())
+            if name and name not in names.get(kind, set())
         ]
     for manifest in manifests:
         problems += _selector_problems(manifest, [(labels, spec) for _, labels, spec in pods])

@@ -20,6 +20,7 @@ _OPERATOR_KINDS = {"ServiceMonitor", "PrometheusRule"}
 _TRAINER_KINDS: dict[str, Any] = {
     "TrainJob": models.TrainerV1alpha1TrainJob,
     "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+    "JobSet": models.JobsetV1alpha2JobSet,
 }
 
 
@@ -84,7 +85,10 @@ def _by_trainer_model(manifest: Manifest) -> list[str]:
     except ValueError as error:
         return [f"{name_of(manifest)}: {error}"]
     problems = [f"{name_of(manifest)}: {path} is unknown" for path in _lost(manifest, known, "")]
-    replicated = manifest["spec"].get("template", {}).get("spec", {}).get("replicatedJobs", [])
+    spec = manifest["spec"]
+    if manifest["kind"] != "JobSet":
+        spec = spec.get("template", {}).get("spec", {})
+    replicated = spec.get("replicatedJobs", [])
     for job in replicated:
         # What is inside is a Job of Kubernetes.
         inner = {

@@ -18,7 +18,7 @@ from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.commands.shards import shards
-from tests.deploy.policy import SECRETS
+from tests.deploy.policy import HOLDERS
 from tests.deploy.rendering import ROOT
 
 SCRIPT = ROOT / "deploy/credentials.py"
@@ -142,7 +142,7 @@ def test_the_cluster_gets_the_secrets_that_the_manifests_mount_once(
 ) -> None:
     done = bootstrap(api, tmp_path / "account", "the-pods-own-token")
     assert done.returncode == 0, done.stderr
-    assert set(api.secrets) == SECRETS
+    assert set(api.secrets) == {f"gmeta-{holder}" for holder in HOLDERS}
     keys = {name: set(secret["data"]) for name, secret in api.secrets.items()}
     assert keys["gmeta-service"] == {"ca.crt", "tls.crt", "tls.key"}
     assert keys["gmeta-tokens"] == {"worker", "operator", "viewer"}

@@ -7,7 +7,7 @@ import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,9 @@ class Cluster:
             count = spec.get("parallelism", spec.get("replicas", 1))
             given[manifest["metadata"]["name"]], free = free[:count], free[count:]
         services = {m["metadata"]["name"] for m in manifests if m["kind"] == "Service"}
+        (namespace,) = {m["metadata"]["namespace"] for m in wanted}
         names = f"{hub.address} kubernetes.default.svc\n{_names(wanted, services, given)}"
-        self._place = place = Place(folder, self.api, config_maps(manifests), names)
+        self._place = place = Place(folder, self.api, namespace, config_maps(manifests), names)
         self._free = free
         self.asked_for: dict[str, Pod] = {}  # by name
         self.workloads = {
@@ -118,10 +119,14 @@ class Cluster:
         while not reached():
             if time.monotonic() > until_s:
                 raise TimeoutError(f"{what}: not within {timeout_s:.0f} s\n{self.logs()}")
-            for workload in self.workloads.values():
-                workload.poll()
-            self._poll_asked_for()
+            self.poll()
             time.sleep(_TICK_S)
+
+    def poll(self) -> None:
+        """Let everything go on as far as it can now. Raises WorkloadFailedError."""
+        for workload in self.workloads.values():
+            workload.poll()
+        self._poll_asked_for()
 
     def _poll_asked_for(self) -> None:
         for body in self.api.select("pods", ""):
@@ -170,13 +175,14 @@ def _names(workloads: list[Manifest], services: set[str], given: dict[str, list[
     lines = ["127.0.0.1 localhost"]
     for manifest in workloads:
         name, spec = manifest["metadata"]["name"], manifest["spec"]
+        namespace = manifest["metadata"]["namespace"]
         domain = spec.get("serviceName", spec["template"]["spec"].get("subdomain"))
         for index, host in enumerate(given[name]):
             known = [f"{name}-{index}"]
             if domain in services:
-                known += [f"{name}-{index}.{domain}", f"{name}-{index}.{domain}.gmeta.svc"]
+                known += [f"{name}-{index}.{domain}", f"{name}-{index}.{domain}.{namespace}.svc"]
             if name in services and spec.get("serviceName") == name:
-                known += [name, f"{name}.gmeta", f"{name}.gmeta.svc"]
+                known += [name, f"{name}.{namespace}", f"{name}.{namespace}.svc"]
             lines.append(f"{host.address} {' '.join(known)}")
     return "\n".join(lines) + "\n"
 
@@ -184,19 +190,30 @@ def _names(workloads: list[Manifest], services: set[str], given: dict[str, list[
 @contextmanager
 def running(manifests: list[Manifest], folder: Path, more: int = 0) -> Iterator[Cluster]:
     """A cluster with these objects, and hosts for `more` pods. Raises NoNamespacesError."""
-    count = (
-        1
-        + more
-        + sum(
-            m["spec"].get("parallelism", m["spec"].get("replicas", 1))
-            for m in manifests
-            if m["kind"] in ("Job", "StatefulSet")
-        )
-    )
-    with contextlib.ExitStack() as stack:
-        cluster = Cluster(manifests, stack.enter_context(hosts(count)), folder)
-        stack.callback(cluster.close)
+    with running_together({folder: manifests}, more) as (cluster,):
         yield cluster
+
+
+@contextmanager
+def running_together(
+    manifests: Mapping[Path, list[Manifest]], more: int = 0
+) -> Iterator[list[Cluster]]:
+    """The objects of several namespaces, each with a folder, on one network, where any pod could
+    reach any other. Raises NoNamespacesError.
+    """
+    counts = [1 + more + _num_pods(each) for each in manifests.values()]
+    with contextlib.ExitStack() as stack:
+        network, clusters = stack.enter_context(hosts(sum(counts))), []
+        for (folder, each), count in zip(manifests.items(), counts, strict=True):
+            mine, network = network[:count], network[count:]
+            clusters.append(Cluster(each, mine, folder))
+            stack.callback(clusters[-1].close)
+        yield clusters
+
+
+def _num_pods(manifests: list[Manifest]) -> int:
+    specs = [m["spec"] for m in manifests if m["kind"] in ("Job", "StatefulSet")]
+    return sum(spec.get("parallelism", spec.get("replicas", 1)) for spec in specs)
 
 
 def main() -> int:

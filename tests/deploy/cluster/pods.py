@@ -61,6 +61,7 @@ class Place:
 
     folder: Path
     api: ApiServer
+    namespace: str
     config_maps: dict[str, dict[str, str]]
     hosts: str  # /etc/hosts
 
@@ -169,7 +170,11 @@ class Pod:
         )
 
     def _variables(self, given: list[dict[str, Any]]) -> dict[str, str]:
-        fields = {"status.podIP": self.host.address, "metadata.name": self.name}
+        fields = {
+            "status.podIP": self.host.address,
+            "metadata.name": self.name,
+            "metadata.namespace": self._place.namespace,
+        }
         env = {"HOSTNAME": self.name}
         env["KUBERNETES_SERVICE_HOST"] = self._place.api.address
         env["KUBERNETES_SERVICE_PORT"] = "443"
