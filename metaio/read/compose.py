@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from metaio.format.block import Block, scratch, sorted_distinct
+from metaio.format.block import Block, distinct_below, scratch
 from metaio.format.features import Features
 from metaio.ragged import Int32, Int64, offsets, ragged_indices
 from metaio.read.batch import TaskBatch, empty_batch
@@ -169,7 +169,9 @@ def _renumber(
 
     Returns the ids [U] that are used, table by table, and how many each table has.
     """
-    found = [_used(*each) for each in zip(parts, positions, multi, strict=True)]
+    # numpy indexes with 64 bits, three times as fast as where it has to widen the index itself.
+    wide = [[old.astype(np.int64) for old in each] for each in zip(positions, multi, strict=True)]
+    found = [_used(part, olds) for part, olds in zip(parts, wide, strict=True)]
     lengths_PB = np.stack([np.diff(bounds_B1) for _, _, bounds_B1 in found])
     # Table by table, and within a table part by part: where each part's ids of each table begin.
     starts_PB = offsets(lengths_PB.T.ravel())[:-1].reshape(lengths_PB.T.shape).T
@@ -181,8 +183,8 @@ def _renumber(
         if used_P is not None:
             new_U = scratch(len(part.block.unique_ids_U))
             new_U[used_P] = new_P
-        for old in (positions[index], multi[index]):
-            np.take(new_U, old.astype(np.int64), out=old, mode="clip")
+        for old, new in zip(wide[index], (positions[index], multi[index]), strict=True):
+            np.take(new_U, old, out=new, mode="clip")
     pieces = [
         ids_P[first:stop]
         for bounds in zip(*(itertools.pairwise(own.tolist()) for _, _, own in found), strict=True)
@@ -191,7 +193,7 @@ def _renumber(
     return np.concatenate([np.zeros(0, np.int64), *pieces]), lengths_PB.sum(axis=0)
 
 
-def _used(part: _Part, positions_NF: Int32, multi_V: Int32) -> tuple[Int32 | None, Int64, Int64]:
+def _used(part: _Part, positions: list[Int64]) -> tuple[Int64 | None, Int64, Int64]:
     """Return the positions [P] of the block that its chosen episodes use, their ids, and each
     table's bounds.
 
@@ -200,5 +202,5 @@ def _used(part: _Part, positions_NF: Int32, multi_V: Int32) -> tuple[Int32 | Non
     block = part.block
     if len(part.episodes_E) == block.num_episodes:
         return None, block.unique_ids_U, block.unique_offsets_B1
-    used_P = sorted_distinct(np.concatenate([positions_NF.ravel(), multi_V]))
+    used_P = distinct_below(len(block.unique_ids_U), *positions)
     return used_P, block.unique_ids_U[used_P], np.searchsorted(used_P, block.unique_offsets_B1)
