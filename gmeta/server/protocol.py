@@ -172,7 +172,9 @@ def _tensors(inputs: Sequence[Mapping[str, Any]], rest: memoryview) -> list[Tens
     tensors = []
     for each in inputs:
         head = check_head(each.get("name"), each.get("datatype"), each.get("shape"))
-        size = _mapping(each, "parameters").get("binary_data_size")
+        size = None
+        if "parameters" in each:
+            size = _mapping(each, "parameters").get("binary_data_size")
         if size is None:
             tensors.append(tensor_from_json(*head, each.get("data")))
             continue
