@@ -74,6 +74,7 @@ class Answer:
 
 
 Outcome = Answer | RequestError
+Placed = tuple[int, Outcome]  # with the request's place in its batch
 
 
 def make_inference(

@@ -39,7 +39,7 @@ _PYTHON_TYPES: dict[str, set[type]] = {
     **{name: {int, float, NoneType} for name in _FLOATS},
 }
 # Lists of these types alone NumPy reads as Arrow does, in two thirds of the time.
-_QUICK_TYPES = {**dict.fromkeys(_INTEGERS, {int}), "FP64": {float}}
+_QUICK_TYPES = {**{name: {int} for name in _INTEGERS}, "FP64": {float}}
 # The field of InferTensorContents for a datatype; 16-bit floats have none.
 _TYPED_FIELDS = {
     "BOOL": "bool_contents",
