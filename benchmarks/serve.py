@@ -2,9 +2,10 @@
 
 Two models of random values: the demo's (everything adapts) with 16 support and 10 query rows, and
 26 columns 32 wide with tables of 100,000 rows (of adapt_latency.py) with 20 and 100. 16 callers in
-a closed loop, JSON both ways, all on the same cores. The servers take turns; figures are medians
-over rounds, by the clock and by the servers' CPU time. Then single calls; calls at random times at
-60 % of the most that was answered; and, with the demo's model, 20 newer versions under load.
+a closed loop, JSON both ways, all on the same cores. The servers take turns, and in each round ours
+answers single calls too, then calls at random times at 60 % of the most that it answered in that
+round; figures are medians over rounds, rates by the clock and by the servers' CPU time. At last,
+with the demo's model, 20 newer versions under load.
 """
 
 import asyncio
@@ -209,7 +210,7 @@ def measure(work: Workload, workers: int, rounds: int, seconds: float) -> dict[s
     """All figures of one model but those of newer versions."""
     lock_port = free_port()
     script = str(Path(__file__).with_name("_lock_server.py"))
-    failed = 0
+    failed, single_ms, p99_ms = 0, list[float](), list[float]()
     with (
         server(script, str(work.folder), str(lock_port), port=lock_port) as locked,
         serving(work.folder, workers) as ours,
@@ -225,6 +226,19 @@ def measure(work: Workload, workers: int, rounds: int, seconds: float) -> dict[s
             per_cpu_s[name].append(len(answers.seconds) / (of.cpu_s - before_s))
             return answers.per_s
 
+        def serve_rate() -> float:
+            """Also the latencies of the same seconds: of one call at a time, and under load."""
+            nonlocal failed
+            most = rate("serve", ours, INFER, work.protocol)
+            single = load(ours.port, INFER, work.protocol, seconds / 2, clients=1)
+            at_load = asyncio.run(
+                open_loop(ours.port, INFER, work.protocol, LOAD * most, 2 * seconds, len(p99_ms))
+            )
+            failed += single.failed + at_load.failed
+            single_ms.append(1_000 * float(np.median(single.seconds)))
+            p99_ms.append(1_000 * float(np.quantile(at_load.seconds, 0.99)))
+            return most
+
         for path, bodies in (("/predict", work.plain), (INFER, work.storing), (INFER, work.hits)):
             port = locked.port if path == "/predict" else ours.port
             for _ in range(2):  # warm-up, and every worker is given or told of every task
@@ -232,7 +246,7 @@ def measure(work: Workload, workers: int, rounds: int, seconds: float) -> dict[s
         rates = interleaved(
             {
                 "lock": lambda: rate("lock", locked, "/predict", work.plain),
-                "serve": lambda: rate("serve", ours, INFER, work.protocol),
+                "serve": serve_rate,
                 "hits": lambda: rate("hits", ours, INFER, work.hits),
             },
             rounds,
@@ -245,32 +259,22 @@ def measure(work: Workload, workers: int, rounds: int, seconds: float) -> dict[s
             name: float(np.median(np.array(per_cpu_s[name]) / np.array(per_cpu_s["lock"])))
             for name in ("serve", "hits")
         }
-        most = float(np.median(rates["serve"]))
-        single = load(ours.port, INFER, work.protocol, seconds, clients=1)
-        at_load = asyncio.run(
-            open_loop(ours.port, INFER, work.protocol, LOAD * most, 3 * seconds, 0)
-        )
-        failed += single.failed + at_load.failed
         kept = asyncio.run(
             closed_loop(
                 ours.port, INFER, work.protocol, CLIENTS, for_seconds(seconds / 2), keep=True
             )
         )
-    single_ms, p99_ms = (
-        1_000 * float(np.quantile(answers.seconds, q))
-        for answers, q in ((single, 0.5), (at_load, 0.99))
-    )
     return {
         "lock_per_s": float(np.median(rates["lock"])),
-        "serve_per_s": most,
+        "serve_per_s": float(np.median(rates["serve"])),
         "hits_per_s": float(np.median(rates["hits"])),
         "serve_ratio": ratios["serve"],
         "hits_ratio": ratios["hits"],
         "serve_cpu_ratio": cpu_ratios["serve"],
         "hits_cpu_ratio": cpu_ratios["hits"],
-        "single_ms": single_ms,
-        "p99_ms_at_60_percent": p99_ms,
-        "p99_ratio": p99_ms / single_ms,
+        "single_ms": float(np.median(single_ms)),
+        "p99_ms_at_60_percent": float(np.median(p99_ms)),
+        "p99_ratio": float(np.median(np.array(p99_ms) / np.array(single_ms))),
         "failed": failed,
         "largest_difference": largest_difference(work, kept),
     }

@@ -36,9 +36,9 @@ def adapt(
     gmeta adapt models/clicks logs/*.parquet --out states.parquet --processes 8
 
     The columns are those that prepare was given; the task column says which rows belong together,
-    wherever they stand. OUT has a row for each task, sorted by it: task, state (bytes that belong
-    to this very export) and rows. Memory does not grow with the number of tasks; DuckDB sorts
-    beside OUT what does not fit.
+    wherever they stand. OUT has a row for each task, in no order: task, state (bytes that belong
+    to this very export) and rows. Memory does not grow with the number of tasks; rows wait in a
+    hidden folder beside OUT.
     """
     check_local("--out", out)
     if out.is_dir():

@@ -74,6 +74,7 @@ class Answer:
 
 
 Outcome = Answer | RequestError
+Placed = tuple[int, Outcome]  # with the request's place in its batch
 
 
 def make_inference(
@@ -172,7 +173,9 @@ def _tensors(inputs: Sequence[Mapping[str, Any]], rest: memoryview) -> list[Tens
     tensors = []
     for each in inputs:
         head = check_head(each.get("name"), each.get("datatype"), each.get("shape"))
-        size = _mapping(each, "parameters").get("binary_data_size")
+        size = None
+        if "parameters" in each:
+            size = _mapping(each, "parameters").get("binary_data_size")
         if size is None:
             tensors.append(tensor_from_json(*head, each.get("data")))
             continue

@@ -7,10 +7,9 @@ Elements stand row by row. BYTES holds UTF-8 text here: no model of ours reads a
 import math
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +38,8 @@ _PYTHON_TYPES: dict[str, set[type]] = {
     **{name: {int, NoneType} for name in _INTEGERS},
     **{name: {int, float, NoneType} for name in _FLOATS},
 }
+# Lists of these types alone NumPy reads as Arrow does, in two thirds of the time.
+_QUICK_TYPES = {**{name: {int} for name in _INTEGERS}, "FP64": {float}}
 # The field of InferTensorContents for a datatype; 16-bit floats have none.
 _TYPED_FIELDS = {
     "BOOL": "bool_contents",
@@ -52,8 +53,7 @@ _TYPED_FIELDS = {
 }
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """One input: a name, a shape and its elements row by row."""
 
     name: str
@@ -65,16 +65,15 @@ def check_head(name: object, datatype: object, shape: object) -> tuple[str, str,
     """Return what stands in front of a tensor's elements. Raise RequestError."""
     if not isinstance(name, str) or not name:
         raise bad(f"an input's name is {_shown(name)}; a text is needed. Name the column")
-    if datatype not in DATATYPES or not isinstance(datatype, str):
+    if not isinstance(datatype, str) or datatype not in _PYTHON_TYPES:
         raise bad(
             f"input {_shown(name)} has datatype {_shown(datatype)}; allowed are "
             f"{', '.join(DATATYPES)}. Correct it"
         )
     is_shape = isinstance(shape, list | tuple) and 1 <= len(shape) <= 2
-    if not is_shape or not all(
-        type(size) is int and 0 <= size <= MAX_DIMENSION
-        for size in shape  # type: ignore[attr-defined]
-    ):
+    for size in shape if is_shape else [None]:  # type: ignore[attr-defined]
+        if type(size) is int and 0 <= size <= MAX_DIMENSION:
+            continue
         raise bad(
             f"input {_shown(name)} has shape {_shown(shape)}; allowed are [N] and [N, M] with "
             "sizes from 0 on. Correct it"
@@ -95,21 +94,24 @@ def tensor_from_json(name: str, datatype: str, shape: tuple[int, ...], data: obj
             )
         data = list(chain.from_iterable(data))
     _check_count(name, shape, len(data))
-    wrong = set(map(type, data)) - _PYTHON_TYPES[datatype]
-    if wrong:
+    kinds = set(map(type, data))
+    if not kinds <= _PYTHON_TYPES[datatype]:
+        wrong = kinds - _PYTHON_TYPES[datatype]
         found = next(value for value in data if type(value) in wrong)
         raise bad(
             f"input {_shown(name)} of datatype {datatype} holds {_shown(found)}, which is not of "
             "it. Send values of the datatype, or name another one"
         )
-    return Tensor(name, shape, _array(name, datatype, data))
+    return Tensor(name, shape, _array(name, datatype, data, kinds))
 
 
-def _array(name: str, datatype: str, data: Sequence[Any]) -> pa.Array:
-    kind = pa.string() if datatype == "BYTES" else pa.from_numpy_dtype(_NUMBERS[datatype])
-    if datatype == "FP16":
-        data = [None if value is None else np.float16(value) for value in data]
+def _array(name: str, datatype: str, data: Sequence[Any], kinds: set[type]) -> pa.Array:
     try:
+        if kinds == _QUICK_TYPES.get(datatype):
+            return pa.array(np.array(data, _NUMBERS[datatype]))
+        kind = pa.string() if datatype == "BYTES" else pa.from_numpy_dtype(_NUMBERS[datatype])
+        if datatype == "FP16":
+            data = [None if value is None else np.float16(value) for value in data]
         return pa.array(data, kind)
     except (pa.ArrowException, OverflowError, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(".")

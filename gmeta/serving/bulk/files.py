@@ -25,22 +25,22 @@ _BATCH_ROWS = 65_536
 class RowFiles:
     """Parquet files of the same columns, in the order of their names.
 
-    `given` is a path or URL, a glob, a folder, or several of them with commas between.
+    Each of `given` is a path or URL, a glob, a folder, or several of them with commas between.
     """
 
-    def __init__(self, given: str) -> None:
+    def __init__(self, *given: str) -> None:
         """Find the files and read their heads.
 
         Raises:
             UserError: one does not exist, is no Parquet file, or has other columns than the first.
         """
-        self._given = given
         self.names: list[str] = []
         self._places = []
-        with _told(given):
-            for fs, path in _found(given):
-                self._places.append((fs, path))
-                self.names.append(path if is_local(fs) else fs.unstrip_protocol(path))
+        for one in given:
+            with _told(one):
+                for fs, path in _found(one):
+                    self._places.append((fs, path))
+                    self.names.append(path if is_local(fs) else fs.unstrip_protocol(path))
         self._heads = [self._head(*place) for place in self._places]
         self.schema: pa.Schema = self._heads[0][0]
         for name, (schema, _) in zip(self.names, self._heads, strict=True):
@@ -104,9 +104,10 @@ def _found(given: str) -> Iterator[tuple[Any, str]]:
             yield from _found(part.strip())
         return
     if fs.isdir(path):
-        paths = [each for each in sorted(fs.find(path)) if not _is_marker(each)]
+        # Below the folder: what an interrupted run has left is in a hidden folder of its own.
+        paths = [each for each in sorted(fs.find(path)) if not _is_marker(each[len(path) :])]
     elif any(mark in path for mark in "*?[") and not fs.exists(path):
-        paths = [each for each in sorted(fs.glob(path)) if not _is_marker(each)]
+        paths = [each for each in sorted(fs.glob(path)) if not _is_marker(each.rsplit("/", 1)[-1])]
     else:
         paths = [path]
     if not paths:
@@ -116,7 +117,7 @@ def _found(given: str) -> Iterator[tuple[Any, str]]:
 
 def _is_marker(path: str) -> bool:
     """Tell whether an engine left this file beside its data, such as _SUCCESS."""
-    return path.rsplit("/", 1)[-1].startswith(("_", "."))
+    return any(part.startswith(("_", ".")) for part in path.split("/"))
 
 
 @contextmanager

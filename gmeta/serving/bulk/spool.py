@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from gmeta.serving.rows import EncodedColumns, join_rows, no_rows, take_rows
 from metaio.format.features import Features
@@ -28,8 +29,8 @@ class TaskSpool:
         self._features = features
         self._num_rows = 0
 
-    def append(self, rows: EncodedColumns) -> None:
-        """Write rows to the parts of their tasks."""
+    def append(self, rows: EncodedColumns, raw_task_N: pa.Array | None = None) -> None:
+        """Write rows to the parts of their tasks; where `raw_task_N` is given, it is kept too."""
         part_N = splitmix64(rows.task_N.view(np.uint64)) % np.uint64(self.num_parts)
         order_N = np.argsort(part_N, kind="stable")
         bounds = offsets(np.bincount(part_N.astype(np.int64), minlength=self.num_parts))
@@ -43,6 +44,13 @@ class TaskSpool:
             with self._path(part, "rows").open("ab") as file:
                 for name in _NAMES:
                     np.save(file, getattr(taken, name))
+            if raw_task_N is not None:
+                raw = pa.record_batch([raw_task_N.take(pa.array(chosen))], ["task"])
+                with (
+                    self._path(part, "raw").open("ab") as file,
+                    pa.ipc.new_stream(file, raw.schema) as writer,
+                ):
+                    writer.write_batch(raw)
         self._num_rows += rows.num_rows
 
     def tasks(self, part: int) -> tuple[Int64, Int64]:
@@ -65,6 +73,14 @@ class TaskSpool:
                 while file.peek(1):
                     found.append(EncodedColumns(*(np.load(file) for _ in _NAMES)))
         return join_rows(found)
+
+    def raw_tasks(self, part: int) -> pa.ChunkedArray:
+        """Return the raw task of each row of a part that has rows."""
+        found = []
+        with self._path(part, "raw").open("rb") as file:
+            while file.peek(1):
+                found.append(pa.ipc.open_stream(file).read_all())
+        return pa.concat_tables(found)["task"]
 
     def _path(self, part: int, what: str) -> Path:
         return self._folder / f"{part:05d}.{what}"

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from gmeta.serving.columns import as_table
 from gmeta.serving.load import load
 from gmeta.serving.model import ServedModel
-from gmeta.serving.rows import join_rows, split_rows, take_rows
+from gmeta.serving.rows import EncodedColumns, join_rows, split_rows, take_rows
 from gmeta.serving.state_bytes import to_bytes
 from gmeta.serving.tasks import cuts
 
@@ -32,6 +32,13 @@ def adapt_tasks(model: ServedModel, support: pa.Table) -> pa.Table:
         DataError: a column holds what the model cannot take.
     """
     rows = model.encode(support, "support", with_label=True, with_task=True)
+    return adapt_rows(model, rows, support[model.config.columns.task])
+
+
+def adapt_rows(
+    model: ServedModel, rows: EncodedColumns, raw_task_N: pa.Array | pa.ChunkedArray
+) -> pa.Table:
+    """Return the same of encoded rows, with the raw task of each."""
     _, first_T, task_N, rows_T = np.unique(
         rows.task_N, return_index=True, return_inverse=True, return_counts=True
     )
@@ -49,7 +56,7 @@ def adapt_tasks(model: ServedModel, support: pa.Table) -> pa.Table:
         found = model.adapt_encoded(together, lengths_T[chosen].tolist())
         for place, state in zip(chosen.tolist(), found, strict=True):
             states[place] = to_bytes(state, model.checksum)
-    tasks = support[model.config.columns.task].take(pa.array(first_T[order_T]))
+    tasks = raw_task_N.take(pa.array(first_T[order_T]))
     columns = (tasks, pa.array(states, pa.binary()), pa.array(lengths_T.astype(np.int64)))
     return pa.table(dict(zip(STATE_COLUMNS, columns, strict=True)))
 
