@@ -17,8 +17,7 @@ from gmeta.checkpoints.summary import summarise_checkpoint
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.export import CheckpointReader
 from gmeta.parallel.ranks import Ranks
-from gmeta.prequential import PREQUENTIAL_FILE
-from gmeta.runs.folder import RunFolder, list_checkpoints
+from gmeta.runs.folder import PREQUENTIAL_FILE, RunFolder, list_checkpoints
 from gmeta.train import train
 from tests.antdt.faults.counting.sitecustomize import COUNTS_FILE, count_tasks
 from tests.distributed.harness import on_ranks
