@@ -26,7 +26,7 @@ import urllib.request
 from pathlib import Path
 
 ROLES = ("worker", "operator", "viewer")
-HOSTS = ("localhost", "shard-service", "gmeta-shard-service", "serve", "gmeta-serve")
+HOSTS = ("localhost", "shard-service", "gmeta-shard-service", "serve", "gmeta-serve", "gmeta-follow")
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
