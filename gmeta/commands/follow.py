@@ -3,6 +3,7 @@
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -112,6 +113,9 @@ def _run(
             if str(error) != told:  # not every few seconds
                 told = str(error)
                 console.print(f"waiting: {told}")
+                if page is not None:
+                    with suppress(GMetaError, MetaIOError, OSError):  # it may be what fails
+                        write_whole(page, stream_page(loop, measured.status).encode())
             ended.wait(every_s)
             continue
         if done is None and once:

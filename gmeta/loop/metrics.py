@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from gmeta.errors import GMetaError
 from gmeta.loop.loop import STAGES, Done, Loop
 from gmeta.loop.status import Status, status_of
+from metaio.errors import MetaIOError
 
 
 @final
@@ -90,7 +93,9 @@ class LoopMetrics:
         self.status = status_of(self._loop)
 
     def failed(self, why: str) -> None:
-        """Say why the next stage does not come to its end."""
+        """Say why the next stage does not come to its end; what waits meanwhile is counted on."""
+        with suppress(GMetaError, MetaIOError, OSError):  # what fails may be what is looked at
+            self.look()
         self.status = replace(self.status, failure=why)
 
     def _running_s(self, stage: str) -> float:
