@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VARIANT ?= $(shell $(PYTHON) -c 'import ctypes; ctypes.CDLL("libnvidia-ml.so.1")' 2>/dev/null && echo cuda || echo cpu)
 
 .PHONY: setup format check test bench demo demo-stream clean protos protos-lint mutants antdt-faults deploy-check deploy-tools deploy-pin \
-	deploy-cluster config-page
+	deploy-cluster config-page kills
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml deploy/requirements/$(VARIANT).txt
@@ -59,6 +59,12 @@ protos-lint:
 
 mutants: setup
 	$(BIN)/python -m tests.antdt.faults.mutants
+
+# Streams and gmeta follow, killed at 2,000 points; half an hour of one core. make kills KILLS=20000
+KILLS ?= 2000
+kills: setup
+	LOOP_KILLS=$(KILLS) METAIO_STREAM_KILLS=$$(($(KILLS) / 10)) FOLLOW_KILLS=$$(($(KILLS) / 50)) $(BIN)/python -m pytest --timeout 36000 \
+		tests/loop/test_kills.py tests/loop/test_loop.py tests/metaio/stream/test_kill.py
 
 # Hours on two cores; fewer of each: make antdt-faults ANTDT_KILLS=200 ANTDT_SCHEDULES=2000
 antdt-faults: export ANTDT_SCHEDULES ?= 10000

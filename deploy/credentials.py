@@ -164,7 +164,8 @@ def main() -> None:
         parser.error("give either OUT or --kubernetes NAMESPACE")
     hosts = [*HOSTS, *given.host]
     if given.kubernetes:
-        for name in (f"{given.prefix}-shard-service", f"{given.prefix}-serve"):
+        for part in ("shard-service", "serve", "follow"):
+            name = f"{given.prefix}-{part}"
             service = f"{name}.{given.kubernetes}"
             hosts += [name, service, f"{service}.svc", f"{service}.svc.cluster.local"]
         with tempfile.TemporaryDirectory() as name:

@@ -90,6 +90,11 @@ COMMANDS = {
         "judge",
         "Compare a run with the model that a channel serves, on tasks that neither was trained on.",
     ),
+    "score": Place(
+        "gmeta.commands.score",
+        "score",
+        "Score an exported model on a prepared dataset, as it would answer if it was served.",
+    ),
     "promote": Place(
         "gmeta.commands.delivery",
         "promote",

@@ -14,10 +14,8 @@ from gmeta.checkpoints.lineage import Lineage
 from gmeta.config import TrainConfig
 from gmeta.evaluate import data_of, score_split
 from gmeta.parallel.ranks import Ranks
-from gmeta.runs.folder import write_json
+from gmeta.runs.folder import PREQUENTIAL_FILE, write_json
 from metaio.format.dataset import Dataset
-
-PREQUENTIAL_FILE = "prequential.json"
 
 
 def forecast(

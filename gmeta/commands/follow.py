@@ -2,17 +2,29 @@
 
 import signal
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gmeta.antdt.access.address import split_address
+from gmeta.antdt.access.credentials import ServerTls, is_loopback
 from gmeta.commands.screen import screen
-from gmeta.errors import GMetaError
+from gmeta.commands.service_options import TlsCert, TlsClientCa, TlsKey, TokenFolder
+from gmeta.errors import GMetaError, UserError
 from gmeta.files.local import check_local
 from gmeta.files.whole import write_whole
 from gmeta.loop.config import load_follow_config
 from metaio.errors import MetaIOError
+
+if TYPE_CHECKING:
+    from gmeta.loop.live import LivePage
+    from gmeta.loop.loop import Loop
+    from gmeta.loop.metrics import LoopMetrics
+
+_DRAWN_EVERY_S = 60.0  # of a page, while there is always something to do
 
 
 def follow(
@@ -24,7 +36,13 @@ def follow(
         Path | None,
         typer.Option(help="HTML file for a picture of the stream, drawn anew as it goes"),
     ] = None,
-    metrics: Annotated[str, typer.Option(help="HOST:PORT for Prometheus; empty for none")] = "",
+    listen: Annotated[
+        str, typer.Option(help="HOST:PORT for the page, live, and /metrics; empty for none")
+    ] = "",
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
+    tokens: TokenFolder = None,
 ) -> None:
     """Turn closed partitions of a log into increments, train on each, judge it and promote it.
 
@@ -34,42 +52,80 @@ def follow(
     was. A candidate that the judge refuses leaves the champion; the next is trained on from it.
     """
     settings = load_follow_config(config)
+    tls = ServerTls.of(tls_cert, tls_key, tls_client_ca)
+    _check_listen(listen, tls is not None and bool(tls_client_ca or tokens))
+    from gmeta.antdt.access.auth import Tokens
+    from gmeta.loop.live import LivePage
     from gmeta.loop.loop import Loop
     from gmeta.loop.metrics import LoopMetrics
-    from gmeta.loop.page import stream_page
     from gmeta.loop.stages import last_line, run_stage
 
     if page is not None:
         check_local("--page", page)
         page.parent.mkdir(parents=True, exist_ok=True)
     loop = Loop(settings, run_stage, last_line)
-    measured, console, ended = LoopMetrics(loop), screen(), threading.Event()
-    if metrics:
-        measured.serve(metrics)
+    measured, ended = LoopMetrics(loop), threading.Event()
+    live = None
+    if listen:
+        proofs = Tokens(tokens) if tokens else None
+        live = LivePage(loop, measured, listen, tls, proofs)
     if not once:
         signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    told = ""
+    _run(loop, measured, ended, once, page, live)
+
+
+def _check_listen(address: str, is_secured: bool) -> None:
+    """Raise UserError for an address that strangers could reach."""
+    if address and not is_secured and not is_loopback(split_address("--listen", address)[0]):
+        raise UserError(
+            f"--listen {address} can be reached from other machines. Pass --tls-cert, --tls-key "
+            "and one of --tokens and --tls-client-ca; or listen on 127.0.0.1"
+        )
+
+
+def _run(
+    loop: "Loop",
+    measured: "LoopMetrics",
+    ended: threading.Event,
+    once: bool,
+    page: Path | None,
+    live: "LivePage | None",
+) -> None:
+    """Take stage after stage until `ended`, or `once` nothing is left to do."""
+    from gmeta.loop.page import stream_page
+
+    console, told, drawn_s = screen(), "", 0.0
+    every_s = loop.config.follow.every_s
+    is_drawn = False
     while not ended.is_set():
         try:
             done = loop.step()
             measured.look()
+            # When there is time, or at last a minute has passed: it takes a second.
+            is_idle = done is None or time.monotonic() - drawn_s > _DRAWN_EVERY_S
+            if page is not None and not is_drawn and is_idle:
+                write_whole(page, stream_page(loop, measured.status).encode())
+                is_drawn, drawn_s = True, time.monotonic()
         except (GMetaError, MetaIOError, OSError) as error:
             if once:
                 raise
-            measured.failed()
+            measured.failed(str(error))
             if str(error) != told:  # not every few seconds
                 told = str(error)
                 console.print(f"waiting: {told}")
-            ended.wait(settings.follow.every_s)
+                if page is not None:
+                    with suppress(GMetaError, MetaIOError, OSError):  # it may be what fails
+                        write_whole(page, stream_page(loop, measured.status).encode())
+            ended.wait(every_s)
             continue
-        if done is not None:
-            told = ""
-            measured.done(done)
-            number, took = done.increment or "-", f"{done.took_s:7.1f} s"
-            console.print(f"increment {number}  {done.stage:<8}{took}  {done.told}")
-            if page is not None and done.stage in ("judge", "promote"):
-                write_whole(page, stream_page(loop).encode())
-        elif once:
+        if done is None and once:
             return
-        else:
-            ended.wait(settings.follow.every_s)
+        if done is None:
+            ended.wait(every_s)
+            continue
+        told, is_drawn = "", False
+        measured.done(done)
+        if live is not None:
+            live.redraw()
+        number, took = done.increment or "-", f"{done.took_s:7.1f} s"
+        console.print(f"increment {number}  {done.stage:<8}{took}  {done.told}")

@@ -28,6 +28,19 @@ class FollowSection:
     )
     every_s: float = key(10.0, "seconds between two looks for closed partitions", min=0.1)
     nproc_per_node: int = key(1, "ranks that train", min=1)
+    fresh_s: float = key(
+        0.0,
+        "alarm when the served model knows nothing of the last so many seconds; 0: none",
+        min=0,
+    )
+    frozen: bool = key(
+        True, "score the first promoted version on every increment, beside those that go on"
+    )
+    best: str = key(
+        "",
+        "JSON file that says the best possible AUC of each partition, if a recipe knows it: a list "
+        "of {day, auc_of_p_click}; for the page",
+    )
 
 
 @dataclass(frozen=True)
@@ -70,6 +83,6 @@ def load_follow_config(path: Path) -> FollowConfig:
     for name in ("inputs", "schema", "stream", "train", "runs", "channel"):
         if not getattr(config.follow, name):
             raise ConfigError(f"follow.{name} is empty: it is required. Set it in {path}")
-    for name in ("stream", "runs", "channel"):
+    for name in ("stream", "runs", "channel", "best"):
         check_local(f"follow.{name}", getattr(config.follow, name))
     return config

@@ -1,10 +1,12 @@
 """The loop: closed partitions become increments, each trained on, judged and promoted in its turn.
 
 What is done is read from what is there, so that a loop killed anywhere goes on where it was: files
-that an increment took are taken, and of RUNS/000007/ `trained.json`, `model/`, `verdict.json` and
-the channel's log each end a stage.
+that an increment took are taken, and of RUNS/000007/ `trained.json`, `model/`, `verdict.json`, the
+channel's log and `frozen.json` each end a stage. When nothing else is to be done, the first version
+that was promoted is scored on what has come since: what a model that does not go on is worth today.
 """
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any, final
 
 from gmeta.delivery.channel import PROMOTED, Channel
+from gmeta.delivery.versions import Version
 from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.files.checked_json import read_json
 from gmeta.loop.config import FollowConfig
@@ -21,7 +24,8 @@ from gmeta.serving.folder import CONFIG_FILE
 from metaio.stream.chain import folder_of, increment_numbers, open_stream
 from metaio.stream.quarantine import list_quarantine
 
-STAGES = ("prepare", "train", "export", "judge", "promote")
+STAGES = ("prepare", "train", "export", "judge", "promote", "score")
+FROZEN_FILE, ENDED_FILE = "frozen.json", "stages.jsonl"
 SET_ASIDE = 3  # exit code of a verdict, and of `gmeta prepare` for rows that are quarantined
 RunStage = Callable[[list[str], Path], int]
 
@@ -34,6 +38,15 @@ class Done:
     increment: int
     took_s: float
     told: str
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """The stage that a loop is in: of which increment (0: not known yet), since when."""
+
+    stage: str
+    increment: int
+    since_s: float  # since 1970
 
 
 @final
@@ -49,6 +62,7 @@ class Loop:
         self._runs = Path(config.follow.runs)
         self._stream = config.follow.stream
         self._run_stage, self._last_line = run_stage, last_line
+        self.under_way: UnderWay | None = None
 
     def step(self) -> Done | None:
         """Take the next stage there is and return what came of it; None where there is none.
@@ -56,14 +70,28 @@ class Loop:
         Raises:
             GMetaError: the stage failed, or too many candidates were refused in a row.
         """
+        done = self._step()
+        if done is not None and done.increment:
+            # For the page alone: what is done is never read from it.
+            line = {"stage": done.stage, "took_s": round(done.took_s, 3), "at_s": time.time()}
+            root = self.folder(done.increment)
+            root.mkdir(parents=True, exist_ok=True)
+            with (root / ENDED_FILE).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        return done
+
+    def _step(self) -> Done | None:
         number = self.unfinished()
         if number is None:
             waiting = self.waiting()
-            return self._prepare(waiting[0]) if waiting else None
+            if waiting:
+                return self._prepare(waiting[0])
+            unscored = self._unscored()
+            return None if unscored is None else self._score(*unscored)
         refused = self.refused_before(number)
         if len(refused) >= self.config.judge.max_refused:
             raise self._too_many(refused)
-        root = self._root(number)
+        root = self.folder(number)
         if not (root / "trained.json").exists():
             return self._train(number)
         if not (root / "verdict.json").exists():
@@ -98,7 +126,7 @@ class Loop:
 
     def verdict(self, number: int) -> dict[str, Any] | None:
         """Return the verdict on an increment's candidate; None where there is none yet."""
-        path = self._root(number) / "verdict.json"
+        path = self.folder(number) / "verdict.json"
         try:
             return read_json(path)
         except FileNotFoundError:
@@ -127,12 +155,34 @@ class Loop:
             found = [] if self.promoted(earlier) is not None else [*found, earlier]
         return found
 
+    def frozen(self) -> tuple[int, Version] | None:
+        """Return the first increment whose candidate was promoted, and its version, which later
+        ones are held against; None where there is none, it was removed, or is a delta."""
+        for number in increment_numbers(self._stream):
+            promoted = self.promoted(number)
+            if promoted is not None:
+                is_there = self.channel.folder_of(promoted).is_dir()
+                version = self.channel.version(promoted) if is_there else None
+                return (number, version) if version and version.delta is None else None
+        return None
+
+    def _unscored(self) -> tuple[int, Version] | None:
+        """Return the first increment on which the frozen model was not scored yet, and that
+        model."""
+        frozen = self.frozen() if self.config.follow.frozen else None
+        if frozen is None:
+            return None
+        later = (one for one in increment_numbers(self._stream) if one > frozen[0])
+        found = (one for one in later if not (self.folder(one) / FROZEN_FILE).exists())
+        number = next(found, None)
+        return None if number is None else (number, frozen[1])
+
     def _prepare(self, partition: Partition) -> Done:
         arguments = ["prepare", "--extend", self._stream, *partition.files]
         if not increment_numbers(self._stream):
             arguments += ["--schema", self.config.follow.schema]
         log = self._runs / "logs" / f"prepare-{Path(partition.name).name}.log"
-        code, took_s = self._timed(arguments, log)
+        code, took_s = self._timed(0, arguments, log)
         if code == SET_ASIDE:
             return Done("prepare", 0, took_s, f"{partition.name}: {self._last_line(log)}")
         self._check("prepare", partition.name, code, log)
@@ -141,12 +191,12 @@ class Loop:
         return Done("prepare", newest.number, took_s, told)
 
     def _train(self, number: int) -> Done:
-        follow, root = self.config.follow, self._root(number)
+        follow, root = self.config.follow, self.folder(number)
         place = [f'data.path="{self._stream}"', f'data.increment="{number}"']
         arguments = ["train", follow.train, *place, f'run.dir="{root / "run"}"']
         earlier = [one for one in increment_numbers(self._stream) if one < number]
         if earlier:
-            arguments.append(f'run.continue_from="{self._root(earlier[-1]) / "run"}"')
+            arguments.append(f'run.continue_from="{self.folder(earlier[-1]) / "run"}"')
         if (root / "run").exists():
             arguments.append("--resume")
         if follow.nproc_per_node > 1:
@@ -156,17 +206,17 @@ class Loop:
         return Done("train", number, took_s, f"{root / 'run'}")
 
     def _export(self, number: int) -> Done:
-        root = self._root(number)
+        root = self.folder(number)
         tables = self.config.export.tables
         arguments = ["export", str(root / "run"), str(root / "model"), "--tables", tables]
-        code, took_s = self._timed([*arguments, "--overwrite"], root / "export.log")
+        code, took_s = self._timed(number, [*arguments, "--overwrite"], root / "export.log")
         if code == NotFiniteError.exit_code:
             return self._judge(number, root / "run")  # which says so
         self._check("export", f"increment {number}", code, root / "export.log")
         return Done("export", number, took_s, f"{tables} tables")
 
     def _judge(self, number: int, candidate: Path) -> Done:
-        judge, root = self.config.judge, self._root(number)
+        judge, root = self.config.judge, self.folder(number)
         dataset = f"{self._stream}:{number}"
         arguments = ["judge", str(candidate), "--champion", str(self.channel.root)]
         arguments += ["--on", dataset, "--split", judge.split, "--pool", str(judge.pool)]
@@ -177,7 +227,7 @@ class Loop:
         return Done("judge", number, took_s, _told_verdict(verdict))
 
     def _promote(self, number: int) -> Done:
-        root = self._root(number)
+        root = self.folder(number)
         arguments = ["promote", str(root / "model"), str(self.channel.root)]
         took_s = self._taken(
             "promote", number, [*arguments, "--verdict", str(root / "verdict.json")]
@@ -185,17 +235,27 @@ class Loop:
         version = self.channel.version(self.channel.served().number)
         return Done("promote", number, took_s, f"version {version.name}, {version.kind}")
 
+    def _score(self, number: int, version: Version) -> Done:
+        arguments = ["score", str(version.folder), "--on", f"{self._stream}:{number}"]
+        arguments += ["--out", str(self.folder(number) / FROZEN_FILE)]
+        took_s = self._taken("score", number, arguments)
+        return Done("score", number, took_s, f"version {version.name}, which does not go on")
+
     def _taken(
         self, stage: str, number: int, arguments: list[str], allowed: tuple[int, ...] = (0,)
     ) -> float:
-        log = self._root(number) / f"{stage}.log"
-        code, took_s = self._timed(arguments, log)
+        log = self.folder(number) / f"{stage}.log"
+        code, took_s = self._timed(number, arguments, log)
         self._check(stage, f"increment {number}", code, log, allowed)
         return took_s
 
-    def _timed(self, arguments: list[str], log: Path) -> tuple[int, float]:
+    def _timed(self, number: int, arguments: list[str], log: Path) -> tuple[int, float]:
         began_s = time.monotonic()
-        code = self._run_stage(arguments, log)
+        self.under_way = UnderWay(arguments[0], number, time.time())
+        try:
+            code = self._run_stage(arguments, log)
+        finally:
+            self.under_way = None
         return code, time.monotonic() - began_s
 
     def _check(
@@ -208,7 +268,7 @@ class Loop:
     def _too_many(self, refused: list[int]) -> GMetaError:
         last = refused[-1]
         reasons = "; ".join((self.verdict(last) or {}).get("reasons", []))
-        root, channel = self._root(last), self.channel.root
+        root, channel = self.folder(last), self.channel.root
         return GMetaError(
             f"increments {', '.join(map(str, refused))} are set aside: {len(refused)} candidates "
             f"were refused in a row, the last because {reasons}. The version before them serves "
@@ -216,7 +276,8 @@ class Loop:
             f"{channel} --verdict {root / 'verdict.json'}"
         )
 
-    def _root(self, number: int) -> Path:
+    def folder(self, number: int) -> Path:
+        """Return the folder of what came of an increment."""
         return self._runs / folder_of(number)
 
 

@@ -1,139 +1,113 @@
-"""The picture of a stream: increments, new and freed ids, scores, verdicts, versions and sizes, as
+"""The picture of a stream: how it stands, what each increment brought, what was served when, as
 one HTML page that asks nothing of the network."""
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from datetime import UTC, datetime
+from functools import cache
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from gmeta.delivery.versions import Version
-from gmeta.loop.loop import Loop
-from gmeta.report.render import PALETTE, Axes, Chart, Panel, light, svg_panel
-from metaio.stream.chain import IncrementRecord, increment_numbers, open_stream
+from gmeta.loop.charts import stream_chart
+from gmeta.loop.days import Day, days_of
+from gmeta.loop.loop import Loop, UnderWay
+from gmeta.loop.status import Status, duration
+from gmeta.report.render import PALETTE, svg_panel
 
-_SHOWN = 200  # of the newest increments: more are no picture
+_DRAWING = threading.Lock()  # matplotlib's settings are those of the whole process
+_SHOWN = 100  # of the newest moves of the pointer
 
 
 @dataclass(frozen=True)
-class Day:
-    """One increment with what came of it."""
+class Picture:
+    """What changes with a stage alone, and takes a second to draw."""
 
-    record: IncrementRecord
-    verdict: dict[str, Any]
-    version: Version | None
-
-    @property
-    def new(self) -> int:
-        """Count the ids that got a row."""
-        return sum(table["new"] for table in self.record.report["tables"].values())
-
-    @property
-    def freed(self) -> int:
-        """Count the ids that lost theirs."""
-        return sum(table["freed"] for table in self.record.report["tables"].values())
-
-    @property
-    def told(self) -> str:
-        """Return what was decided, and why if it was refused."""
-        if not self.verdict:
-            return "not judged yet"
-        reasons = "; ".join(self.verdict.get("reasons", []))
-        return f"refused: {reasons}" if self.verdict["verdict"] == "refuse" else "promoted"
+    stream: str
+    channel: str
+    days: Sequence[Day]
+    panels: Sequence[tuple[str, Markup]]  # title and drawing
+    moves: Sequence[Mapping[str, Any]]  # of the channel's pointer, and refusals; newest first
+    quarantined: Mapping[str, str]
 
 
-def stream_page(loop: Loop) -> str:
+def draw_stream(loop: Loop) -> Picture:
+    """Draw a loop's stream.
+
+    Raises:
+        UserError: follow.best names no such file.
+        MetaIOError: the stream is damaged.
+    """
+    days = days_of(loop)
+    chart = stream_chart(days)
+    with _DRAWING:
+        # Drawn here: not to be escaped.
+        panels = [
+            (panel.title, Markup(svg_panel(chart, index)))
+            for index, panel in enumerate(chart.panels)
+        ]
+    return Picture(
+        stream=loop.config.follow.stream,
+        channel=str(loop.channel.root),
+        days=days,
+        panels=panels,
+        moves=loop.channel.promotions()[: -_SHOWN - 1 : -1],
+        quarantined=loop.quarantined(),
+    )
+
+
+def page_of(
+    picture: Picture, status: Status, under_way: UnderWay | None = None, refresh_s: int = 0
+) -> str:
+    """Return the page with how it stands now; it asks for itself again every `refresh_s` seconds
+    (0: it is a file)."""
+    return _template().render(
+        picture=picture,
+        facts=_facts(status, under_way),
+        alarms=status.alarms(),
+        written=_told_time(datetime.now(UTC).timestamp()),
+        refresh_s=refresh_s,
+        palette=PALETTE,
+        told_time=_told_time,
+        duration=duration,
+    )
+
+
+def stream_page(loop: Loop, status: Status) -> str:
     """Return the page of a loop's stream; of one without increments it says so."""
-    days = _days(loop)
-    current = loop.channel.current()
+    return page_of(draw_stream(loop), status)
+
+
+def _facts(status: Status, under_way: UnderWay | None) -> list[tuple[str, str]]:
+    """Return what is told above all, each with its name."""
+    event_age_s, served_age_s = status.event_age_s(), status.served_age_s()
+    facts = [
+        ("served version", "none yet" if status.current is None else str(status.current.number)),
+        ("knows events up to", "-" if event_age_s is None else f"{duration(event_age_s)} ago"),
+        ("promoted", "-" if served_age_s is None else f"{duration(served_age_s)} ago"),
+        ("served increment", f"{status.served_increment or '-'} of {status.prepared or '-'}"),
+        ("partitions waiting", f"{status.waiting:,}"),
+    ]
+    if under_way is not None:
+        since_s = max(0.0, datetime.now(UTC).timestamp() - under_way.since_s)
+        what = f" of increment {under_way.increment}" if under_way.increment else ""
+        facts.append(("under way", f"{under_way.stage}{what}, {duration(since_s)}"))
+    return facts
+
+
+def _told_time(seconds: float) -> str:
+    """Return seconds since 1970 as a time that sorts; a number that is no date as it is."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+    except (OverflowError, OSError, ValueError):
+        return f"{seconds:,.0f} s"
+
+
+@cache
+def _template() -> Template:
     environment = Environment(
         loader=PackageLoader("gmeta.loop", "."), autoescape=True, undefined=StrictUndefined
     )
-    drawn = [
-        # Drawn here: not to be escaped.
-        (panel, Markup(svg_panel(chart, index)))
-        for chart in _charts(days)
-        for index, panel in enumerate(chart.panels)
-    ]
-    return environment.get_template("stream.html").render(
-        days=list(reversed(days)),
-        panels=drawn,
-        stream=loop.config.follow.stream,
-        channel=str(loop.channel.root),
-        current=current,
-        quarantined=loop.quarantined(),
-        palette=PALETTE,
-    )
-
-
-def _days(loop: Loop) -> list[Day]:
-    stream_url = loop.config.follow.stream
-    numbers = increment_numbers(stream_url)
-    if not numbers:
-        return []
-    stream, found = open_stream(stream_url), []
-    for number in numbers[-_SHOWN:]:
-        promoted = loop.promoted(number)
-        version = None if promoted is None else loop.channel.version(promoted)
-        found.append(Day(stream.record(number), loop.verdict(number) or {}, version))
-    return found
-
-
-def _charts(days: Sequence[Day]) -> list[Chart]:
-    if not days:
-        return []
-    metrics = list(dict.fromkeys(name for day in days for name in day.verdict.get("candidate", {})))
-    panels = [
-        _panel(days, "Rows of training", {"rows": lambda day: day.record.num_rows}),
-        _panel(days, "Ids", {"new": lambda day: day.new, "freed": lambda day: day.freed}),
-        *(
-            _panel(
-                days,
-                f"Gate tasks: {name}",
-                {
-                    "trained on the increment": partial(_score, "candidate", name),
-                    "the model before": partial(_score, "champion", name),
-                },
-            )
-            for name in metrics
-        ),
-        _panel(
-            days,
-            "Bytes shipped, share of the full model",
-            {
-                "share": lambda day: (
-                    day.version.num_bytes / day.version.full_bytes if day.version else None
-                )
-            },
-        ),
-    ]
-    return [Chart("stream", "Stream", "", panels)]
-
-
-def _score(who: str, name: str, day: Day) -> float | None:
-    """Return a score of the candidate, or of the champion on the same rows."""
-    found = (day.verdict.get(who) or {}).get(name)
-    return None if found is None else float(found)
-
-
-Value = Callable[[Day], float | None]
-
-
-def _panel(days: Sequence[Day], title: str, lines: dict[str, Value]) -> Panel:
-    return Panel(title, f"{title} by increment: {', '.join(lines)}", partial(_draw, days, lines))
-
-
-def _draw(days: Sequence[Day], lines: dict[str, Value], axes: Axes) -> None:
-    for index, (label, value) in enumerate(lines.items()):
-        known = [(day.record.number, found) for day in days if (found := value(day)) is not None]
-        if known:
-            numbers, values = zip(*known, strict=True)
-            color = light(f"series-{index}")
-            axes.plot(numbers, values, color=color, marker="os"[index], markersize=4, label=label)
-    if len(lines) > 1:
-        axes.legend(frameon=False, fontsize=9)
-    axes.set_xlabel("increment")
-    axes.grid(axis="y")
-    axes.margins(y=0.15)
+    return environment.get_template("stream.html")

@@ -19,6 +19,7 @@ CONFIG_FILE = "config.json"
 ENVIRONMENT_FILE = "environment.json"
 METRICS_FILE = "metrics.jsonl"
 PLAN_FILE = "plan.json"
+PREQUENTIAL_FILE = "prequential.json"  # scores of an increment before training on it
 STEP_FOLDER = re.compile(r"step-(\d{8,})")  # of a checkpoint that is complete
 LOCK_FILE = ".lock"  # while a run is trained
 

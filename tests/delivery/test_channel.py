@@ -1,6 +1,7 @@
 """Channels: who is served, in which order versions may come, and what a kill leaves."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -149,15 +150,27 @@ def test_the_pointer_is_written_once_the_version_is_on_the_disk(
     channel, _ = versions(tmp_path, 1)
     model = Model.of(SIZES, seed=4).write(tmp_path / "m")
     seen: list[dict[str, bytes]] = []
-    write = channel_module.write_sealed
+    flushed: set[int] = set()  # inodes
+    not_flushed: list[Path] = []
+    write, fsync = channel_module.write_sealed, os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        flushed.add(os.fstat(descriptor).st_ino)
 
     def looked(path: Path, *rest: object) -> None:
-        seen.append(content(channel.folder_of(2)))
+        folder = channel.folder_of(2)
+        seen.append(content(folder))
+        paths = (folder.parent, folder, *folder.rglob("*"))
+        not_flushed.extend(one for one in paths if one.stat().st_ino not in flushed)
         write(path, *rest)  # type: ignore[arg-type]
 
+    monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(channel_module, "write_sealed", looked)
     channel.promote(model)
     assert seen == [content(model)]
+    assert not_flushed == []
+    assert (channel.root / "current.json").stat().st_ino in flushed
 
 
 def test_a_model_that_takes_other_requests_is_not_promoted(tmp_path: Path) -> None:

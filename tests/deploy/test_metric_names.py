@@ -1,14 +1,18 @@
 """Alerts and dashboard ask for metrics that the service has."""
 
 import re
+from pathlib import Path
 
 import grpc
 
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
+from gmeta.loop.metrics import LoopMetrics
 from gmeta.server.metrics import ServerMetrics
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 from tests.deploy.monitoring import ALERTS, DASHBOARDS
+from tests.loop.days import write_loop
+from tests.loop.following import loop_of
 
 
 def test_alerts_and_dashboard_ask_for_metrics_that_the_service_has() -> None:
@@ -47,3 +51,12 @@ def test_alerts_ask_for_metrics_that_a_server_has() -> None:
     asked = set(re.findall(r"gmeta_serve_\w+(?=[{\[)])", ALERTS.read_text()))
     assert len(asked) == 3
     assert asked - had == set()
+
+
+def test_alerts_and_dashboard_ask_for_metrics_that_a_loop_has(tmp_path: Path) -> None:
+    families = list(LoopMetrics(loop_of(write_loop(tmp_path))).registry.collect())
+    had = {f"{family.name}{'_total' * (family.type == 'counter')}" for family in families}
+    asked = set(
+        re.findall(r"gmeta_follow_\w+", "".join(p.read_text() for p in [ALERTS, *DASHBOARDS]))
+    )
+    assert asked == had

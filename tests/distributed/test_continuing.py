@@ -17,8 +17,7 @@ from gmeta.checkpoints.summary import summarise_checkpoint
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.export import CheckpointReader
 from gmeta.parallel.ranks import Ranks
-from gmeta.prequential import PREQUENTIAL_FILE
-from gmeta.runs.folder import RunFolder, list_checkpoints
+from gmeta.runs.folder import PREQUENTIAL_FILE, RunFolder, list_checkpoints
 from gmeta.train import train
 from tests.antdt.faults.counting.sitecustomize import COUNTS_FILE, count_tasks
 from tests.distributed.harness import on_ranks
@@ -67,7 +66,7 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.distributed
 def test_any_ranks_go_on_to_the_same_model_and_a_stop_changes_nothing(tmp_path: Path) -> None:
     first, second, third = write_increments(tmp_path / "shop", reset_rows=RESET)
-    runs = {name: tmp_path / name for name in ("one", "two", "whole", "stopped", "on-2")}
+    runs = {name: tmp_path / name for name in ("one", "two", "whole", "stopped", "on-2", "on-4")}
     whole = config_of(runs["whole"], third, runs["two"])
     stopped = config_of(runs["stopped"], third, runs["two"], run__max_steps=2)
     configs = [
@@ -82,9 +81,11 @@ def test_any_ranks_go_on_to_the_same_model_and_a_stop_changes_nothing(tmp_path: 
     assert unbroken["model.tables.embeddings.item.weight"].shape == (300, 4)
     for name, values in tensors(newest(runs["stopped"])).items():
         assert torch.equal(values, unbroken[name]), name
-    on_ranks(2, train_each, [config_of(runs["on-2"], third, runs["two"])])
-    for name, values in tensors(newest(runs["on-2"])).items():
-        torch.testing.assert_close(values, unbroken[name], rtol=0, atol=1e-6, msg=name)
+    for num_ranks in (2, 4):
+        run = runs[f"on-{num_ranks}"]
+        on_ranks(num_ranks, train_each, [config_of(run, third, runs["two"])])
+        for name, values in tensors(newest(run)).items():
+            torch.testing.assert_close(values, unbroken[name], rtol=0, atol=1e-6, msg=name)
     lineage = read_about(newest(runs["on-2"]))["lineage"]
     assert [(one["increment"], one["steps"]) for one in lineage] == [(1, 3), (2, 3), (3, 3)]
     # Reused rows that the third increment does not hold are as they begin.

@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,7 @@ from gmeta.delivery.channel import Channel
 from gmeta.delivery.whole import CACHE_VARIABLE
 from gmeta.errors import GMetaError, UserError
 from gmeta.loop.config import load_follow_config
-from gmeta.loop.loop import Loop
 from gmeta.loop.metrics import LoopMetrics
-from gmeta.loop.page import stream_page
-from gmeta.loop.stages import last_line
 from gmeta.runs.folder import list_checkpoints
 from metaio.stream.chain import open_stream
 from tests.commands import environment
@@ -26,47 +22,10 @@ from tests.commands import gmeta as run_gmeta
 from tests.delivery.models import content
 from tests.forked import ForkedProcess, Task, forked
 from tests.loop.days import write_day, write_loop
+from tests.loop.following import loop_of, run_stage
 from tests.waiting import wait_until
 
 KILLS = int(os.environ.get("FOLLOW_KILLS", "4"))
-
-
-def run_stage(arguments: list[str], log: Path) -> int:
-    """A command of gmeta as the loop runs it, but forked from the server of the tests."""
-    done = run_gmeta(*arguments)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text(done.stdout + done.stderr)
-    return done.returncode
-
-
-def loop_of(config: Path, stage: Callable[[list[str], Path], int] = run_stage) -> Loop:
-    return Loop(load_follow_config(config), stage, last_line)
-
-
-def stages_of(loop: Loop) -> list[tuple[str, int]]:
-    """Every stage there is to take, taken."""
-    found = []
-    while (done := loop.step()) is not None:
-        found.append((done.stage, done.increment))
-    return found
-
-
-@pytest.fixture(scope="module")
-def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two days from a log to a served model, without a kill."""
-    root = tmp_path_factory.mktemp("followed")
-    for day in range(2):
-        write_day(root / "logs", day)
-    config = write_loop(root, margin=9)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv(CACHE_VARIABLE, str(root / "cache"))
-        found = stages_of(loop_of(config))
-    assert found == [
-        (stage, number)
-        for number in (1, 2)
-        for stage in ("prepare", "train", "export", "judge", "promote")
-    ]
-    return root
 
 
 def lineage(run: Path) -> list[int]:
@@ -106,17 +65,6 @@ def test_each_day_is_trained_once_judged_and_served(followed: Path) -> None:
     assert (value("served_increment"), value("prepared_increment")) == (2, 2)
     assert (value("waiting_partitions"), value("refused_in_a_row")) == (0, 0)
     assert (value("event_age_seconds") or 0) > 86_400
-
-
-@pytest.mark.distributed
-def test_the_page_shows_every_increment_with_its_version(followed: Path) -> None:
-    loop = loop_of(followed / "stream.toml")
-    page = stream_page(loop)
-    for number in (1, 2):
-        assert loop.channel.version(number).name in page
-    assert page.count("<svg role") == 5  # rows, ids, two scores, bytes
-    assert "promoted" in page
-    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", "")
 
 
 @pytest.mark.distributed

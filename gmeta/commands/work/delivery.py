@@ -178,6 +178,7 @@ def roll_back(root: Path, to: int | None) -> None:
 def _beside(out: Path) -> Iterator[Path]:
     """Yield where something is made on the file system of `out`; what is left there goes."""
     path = out.parent / f".{out.name}.whole"
+    shutil.rmtree(path, ignore_errors=True)  # what a killed process left
     try:
         yield path
     finally:

@@ -18,6 +18,7 @@ from tests.deploy.network import Host, NoNamespacesError, hosts
 from tests.deploy.rendering import ROOT, Manifest, render
 
 _TICK_S = 0.05
+KINDS = ("Job", "StatefulSet", "Deployment")  # whose pods run
 
 
 class WorkloadFailedError(Exception):
@@ -31,7 +32,7 @@ def status(phase: str, host: Host) -> dict[str, Any]:
 
 
 class Workload:
-    """A Job or StatefulSet: keeps its pods going."""
+    """A Job, StatefulSet or Deployment: keeps its pods going."""
 
     def __init__(self, manifest: Manifest, place: Place, found: list[Host]) -> None:
         self.name = manifest["metadata"]["name"]
@@ -89,7 +90,7 @@ class Cluster:
         hub, *free = network
         self._folder = folder
         self.api = ApiServer(hub, manifests, folder / "api")
-        wanted = [m for m in manifests if m["kind"] in ("Job", "StatefulSet")]
+        wanted = [m for m in manifests if m["kind"] in KINDS]
         given = {}
         for manifest in wanted:
             spec = manifest["spec"]
@@ -212,7 +213,7 @@ def running_together(
 
 
 def _num_pods(manifests: list[Manifest]) -> int:
-    specs = [m["spec"] for m in manifests if m["kind"] in ("Job", "StatefulSet")]
+    specs = [m["spec"] for m in manifests if m["kind"] in KINDS]
     return sum(spec.get("parallelism", spec.get("replicas", 1)) for spec in specs)
 
 

@@ -1,0 +1,200 @@
+"""What the page of a stream draws of its increments, one panel a question."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from gmeta.loop.days import Day
+from gmeta.metrics.catalogue import MetricInfo, Scoring
+from gmeta.report.render import Axes, Chart, Panel, light
+
+# How a line is drawn: colour of the palette, marker, dashes.
+Style = tuple[str, str, str]
+_GOES_ON, _FROZEN, _BEST = ("series-0", "o", "-"), ("series-1", "s", "-"), ("muted", "", "--")
+_BEFORE = ("series-2", "s", "-")
+# Stages that are drawn as one: each alone is too thin to be seen.
+_STAGES = {"prepare": ("prepare",), "train": ("train",), "deliver": ("export", "judge", "promote")}
+
+Value = Callable[[Day], float | None]
+Line = tuple[str, Value, Style]
+
+
+def stream_chart(days: Sequence[Day]) -> Chart:
+    """Return the panels of a stream; none without an increment."""
+    if not days:
+        return Chart("stream", "Stream", "", [])
+    panels = [
+        _of_bars(days, "Training rows", "rows", [("rows", lambda day: day.record.num_rows)]),
+        _of_bars(
+            days,
+            "Ids that came (up) and went (down)",
+            "ids",
+            [("new", lambda day: day.new), ("freed", lambda day: -day.freed)],
+        ),
+        *_forecasts(days),
+        *_gates(days),
+        _shipped(days),
+        _of_bars(
+            days,
+            "Where the time goes",
+            "seconds",
+            [(name, partial(_seconds, stages)) for name, stages in _STAGES.items()],
+        ),
+    ]
+    return Chart("stream", "Stream", "", [panel for panel in panels if panel is not None])
+
+
+def _forecasts(days: Sequence[Day]) -> list[Panel | None]:
+    """Return what is forecast of rows that no model has seen: the model that goes on, the one that
+    stays as it was, and the best there can be."""
+    panels = []
+    for info, name in _infos(name for day in days for name in day.forecast):
+        lines: list[Line] = [
+            ("continued", partial(_forecast, name), _GOES_ON),
+            ("frozen", partial(_frozen, name), _FROZEN),
+        ]
+        if name == "auc":
+            lines.append(("best possible", lambda day: day.best_auc, _BEST))
+        panels.append(
+            _of_lines(days, f"{info.label} before training on it (prequential)", info, lines)
+        )
+    return panels
+
+
+def _gates(days: Sequence[Day]) -> list[Panel | None]:
+    """Return what the judge compared; a candidate that was refused is crossed."""
+    panels = []
+    for info, name in _infos(name for day in days for name in day.verdict.get("candidate", {})):
+        lines: list[Line] = [
+            ("candidate", partial(_judged, "candidate", name), _GOES_ON),
+            ("champion", partial(_judged, "champion", name), _BEFORE),
+            ("refused", partial(_refused, name), ("series-3", "X", "")),
+        ]
+        panels.append(_of_lines(days, f"{info.label} of gate tasks", info, lines))
+    return panels
+
+
+def _shipped(days: Sequence[Day]) -> Panel | None:
+    known = [day for day in days if day.version is not None]
+    if not known:
+        return None
+
+    def draw(axes: Axes) -> None:
+        for kind, color in (("delta", "series-0"), ("full", "series-1")):
+            shown = [
+                (day.record.number, day.version.num_bytes)
+                for day in known
+                if day.version is not None and day.version.kind == kind
+            ]
+            if shown:
+                axes.bar(*zip(*shown, strict=True), color=light(color), width=0.7, label=kind)
+        whole = [day.version.full_bytes for day in known if day.version is not None]
+        numbers = [day.record.number for day in known]
+        style = {"color": light("muted"), "linestyle": "--", "label": "whole model"}
+        axes.plot(numbers, whole, linewidth=1.5, **style)
+        _framed(axes, days, "bytes", has_legend=True)
+        axes.set_ylim(bottom=0)
+
+    newest = known[-1].version
+    told = f"{newest.num_bytes:,} of {newest.full_bytes:,} at the newest" if newest else ""
+    return Panel("Bytes shipped", f"Bytes shipped by increment: {told}", draw)
+
+
+def _of_bars(
+    days: Sequence[Day], title: str, unit: str, parts: Sequence[tuple[str, Value]]
+) -> Panel | None:
+    """Return bars that are stacked: what is below zero downwards."""
+    numbers = [day.record.number for day in days]
+    values = [(label, [value(day) or 0 for day in days]) for label, value in parts]
+    if not any(any(heights) for _, heights in values):
+        return None
+
+    def draw(axes: Axes) -> None:
+        base = [0.0] * len(days)
+        for index, (label, heights) in enumerate(values):
+            if any(heights):
+                bottom = [
+                    at if height > 0 else 0.0 for at, height in zip(base, heights, strict=True)
+                ]
+                color = light(f"series-{index}")
+                axes.bar(numbers, heights, bottom=bottom, color=color, width=0.7, label=label)
+                base = [at + max(0.0, one) for at, one in zip(base, heights, strict=True)]
+        axes.axhline(0, color=light("line"), linewidth=0.8)
+        _framed(axes, days, unit, has_legend=len(values) > 1)
+
+    told = ", ".join(f"{label} {heights[-1]:,.4g}" for label, heights in values)
+    return Panel(title, f"{title} by increment; at the newest: {told}", draw)
+
+
+def _of_lines(
+    days: Sequence[Day], title: str, info: MetricInfo, lines: Sequence[Line]
+) -> Panel | None:
+    found = []
+    for label, value, style in lines:
+        known = [(day.record.number, one) for day in days if (one := value(day)) is not None]
+        if known:
+            found.append((label, known, style))
+    if not found:
+        return None
+
+    def draw(axes: Axes) -> None:
+        for label, known, (color, marker, dashes) in found:
+            numbers, values = zip(*known, strict=True)
+            shape = {"marker": marker, "markersize": 5, "linestyle": dashes or "none"}
+            axes.plot(numbers, values, color=light(color), linewidth=1.6, label=label, **shape)
+        better = "higher" if info.higher_is_better else "lower"
+        unit = f", {info.unit}" if info.unit else ""
+        named = f"{info.label}{unit}\n({better} is better)"
+        _framed(axes, days, named, has_legend=True, counts=False)
+
+    told = ", ".join(f"{label} {known[-1][1]:.4f}" for label, known, _ in found)
+    return Panel(title, f"{title}, by increment; at the newest: {told}", draw)
+
+
+def _framed(
+    axes: Axes, days: Sequence[Day], label: str, has_legend: bool, counts: bool = True
+) -> None:
+    """Name the axes, all increments on each; a legend stands above the data, never upon it."""
+    axes.set_xlim(days[0].record.number - 0.6, days[-1].record.number + 0.6)
+    axes.set_xlabel("increment")
+    axes.set_ylabel(label)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    if counts:
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(axis="y")
+    axes.margins(y=0.1)
+    if has_legend:
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0}
+        axes.legend(
+            frameon=False, fontsize=9, ncols=4, columnspacing=1.2, handlelength=1.5, **place
+        )
+
+
+def _infos(names: Iterable[str]) -> list[tuple[MetricInfo, str]]:
+    """Return the metrics that get a picture, each once."""
+    known = list(dict.fromkeys(names))
+    scoring = Scoring("mse" if "rmse" in known else "bce")
+    return [(scoring.info(name), name) for name in known if name != "gauc"]
+
+
+def _forecast(name: str, day: Day) -> float | None:
+    return day.forecast.get(name)
+
+
+def _frozen(name: str, day: Day) -> float | None:
+    return day.frozen.get(name)
+
+
+def _judged(who: str, name: str, day: Day) -> float | None:
+    found = (day.verdict.get(who) or {}).get(name)
+    return None if found is None else float(found)
+
+
+def _refused(name: str, day: Day) -> float | None:
+    return _judged("candidate", name, day) if day.refused else None
+
+
+def _seconds(stages: Sequence[str], day: Day) -> float:
+    return sum(day.took_s.get(stage, 0.0) for stage in stages)

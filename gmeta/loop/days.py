@@ -1,0 +1,131 @@
+"""What came of each increment of a stream, read from the files that its stages left: for the page
+alone, so what cannot be read is not there.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from gmeta.delivery.versions import Version
+from gmeta.errors import UserError
+from gmeta.files.checked_json import json_object, read_json
+from gmeta.loop.loop import ENDED_FILE, FROZEN_FILE, Loop
+from gmeta.runs.folder import PREQUENTIAL_FILE
+from metaio.stream.chain import IncrementRecord, increment_numbers, open_stream
+
+_SHOWN = 200  # of the newest increments: more are no picture
+TRAINED_ON = "train"  # the split of most rows, which nobody has seen when it is forecast
+
+
+@dataclass(frozen=True)
+class Day:
+    """One increment with what came of it.
+
+    `forecast` holds its scores by the model that goes on, before it is trained on them, `frozen` by
+    the first version; `took_s` seconds by stage.
+    """
+
+    record: IncrementRecord
+    window_s: tuple[float, float]  # since 1970
+    verdict: Mapping[str, Any] = field(default_factory=dict)
+    version: Version | None = None
+    forecast: Mapping[str, float] = field(default_factory=dict)
+    frozen: Mapping[str, float] = field(default_factory=dict)
+    best_auc: float | None = None
+    took_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def new(self) -> int:
+        """Count the ids that got a row."""
+        return sum(table["new"] for table in self.record.report["tables"].values())
+
+    @property
+    def freed(self) -> int:
+        """Count the ids that lost theirs."""
+        return sum(table["freed"] for table in self.record.report["tables"].values())
+
+    @property
+    def refused(self) -> bool:
+        """Return whether its candidate was refused."""
+        return self.verdict.get("verdict") == "refuse"
+
+    @property
+    def told(self) -> str:
+        """Return what was decided, and why if it was refused."""
+        if not self.verdict:
+            return "not judged yet"
+        return f"refused: {'; '.join(self.verdict['reasons'])}" if self.refused else "promoted"
+
+
+def days_of(loop: Loop) -> list[Day]:
+    """Return the newest increments of a loop's stream, oldest first.
+
+    Raises:
+        UserError: follow.best names no such file.
+        MetaIOError: the stream is damaged.
+    """
+    url = loop.config.follow.stream
+    numbers = increment_numbers(url)
+    if not numbers:
+        return []
+    stream, best, found = open_stream(url), _best_by_partition(loop.config.follow.best), []
+    ticks_per_s = stream.ticks_per_s
+    for number in numbers[-_SHOWN:]:
+        record, promoted, root = stream.record(number), loop.promoted(number), loop.folder(number)
+        is_kept = promoted is not None and loop.channel.folder_of(promoted).is_dir()
+        found.append(
+            Day(
+                record=record,
+                window_s=(record.window[0] / ticks_per_s, record.window[1] / ticks_per_s),
+                verdict=loop.verdict(number) or {},
+                version=loop.channel.version(promoted or 0) if is_kept else None,
+                forecast=_scores(root / "run" / PREQUENTIAL_FILE),
+                frozen=_scores(root / FROZEN_FILE),
+                best_auc=_best_of(record, best),
+                took_s=_took_s(root / ENDED_FILE),
+            )
+        )
+    return found
+
+
+def _scores(path: Path) -> dict[str, float]:
+    """Return the metrics of the rows that are trained on next."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        scores = read_json(path)["splits"][TRAINED_ON]["scores"]
+        return {name: float(value) for name, value in scores.items() if value is not None}
+    return {}
+
+
+def _took_s(path: Path) -> dict[str, float]:
+    """Return the seconds of each stage, the last time that it ended."""
+    found: dict[str, float] = {}
+    with suppress(OSError):
+        for line in path.read_text(errors="replace").splitlines():
+            with suppress(ValueError, LookupError, TypeError):  # a kill may cut a line short
+                entry = json_object(line)
+                found[str(entry["stage"])] = float(entry["took_s"])
+    return found
+
+
+def _best_by_partition(path: str) -> dict[str, float]:
+    """Return the best possible AUC by the name of a partition; none without a file."""
+    if not path:
+        return {}
+    try:
+        listed = json.loads(Path(path).read_text())
+        return {str(one["day"]): float(one["auc_of_p_click"]) for one in listed}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"follow.best = {path!r} is no list of {{day, auc_of_p_click}}: {error}. Give the "
+            "days.json of the recipe synthetic-days, or leave it empty"
+        ) from error
+
+
+def _best_of(record: IncrementRecord, best: Mapping[str, float]) -> float | None:
+    """Return the best possible AUC of an increment that is of one partition, if it is known."""
+    names = [PurePosixPath(one["name"]).parts for one in record.report.get("inputs", ())]
+    known = {part for parts in names for part in parts if part in best}
+    return best[known.pop()] if len(known) == 1 else None

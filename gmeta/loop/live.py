@@ -1,0 +1,67 @@
+"""The loop's address: the page of the stream as it stands now, metrics for Prometheus, and
+/healthz for probes."""
+
+import threading
+from typing import final
+
+from prometheus_client.exposition import choose_encoder
+
+from gmeta.antdt.access.address import split_address
+from gmeta.antdt.access.auth import Tokens
+from gmeta.antdt.access.credentials import ServerTls
+from gmeta.antdt.access.http_edge import HttpRequest, HttpServer
+from gmeta.errors import UserError
+from gmeta.loop.loop import Loop
+from gmeta.loop.metrics import LoopMetrics
+from gmeta.loop.page import Picture, draw_stream, page_of
+
+_REFRESH_S = 10
+
+
+@final
+class LivePage:
+    """Serves a loop's page and metrics in threads of its own. A picture is drawn when somebody
+    looks, once for each stage that ended."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        metrics: LoopMetrics,
+        address: str,
+        tls: ServerTls | None = None,
+        tokens: Tokens | None = None,
+    ) -> None:
+        """Listen at HOST:PORT. Raise AddressError, CredentialError or, where the port is taken,
+        UserError."""
+        self._loop, self._metrics = loop, metrics
+        self._picture: Picture | None = None
+        self._drawing = threading.Lock()
+        host, port = split_address("--listen", address)
+        routes = {"/": self._page, "/metrics": self._measured}
+        try:
+            self._server = HttpServer(host, port, routes, lambda: True, tls, tokens)
+        except OSError as error:
+            raise UserError(
+                f"cannot listen on {address}: {error.strerror}. Choose another --listen"
+            ) from error
+        self.port = self._server.start()
+
+    def redraw(self) -> None:
+        """Draw anew when somebody looks next: a stage has ended."""
+        with self._drawing:
+            self._picture = None
+
+    def stop(self) -> None:
+        """End at once."""
+        self._server.stop()
+
+    def _page(self, request: HttpRequest) -> None:
+        with self._drawing:
+            picture = self._picture = self._picture or draw_stream(self._loop)
+        text = page_of(picture, self._metrics.status, self._loop.under_way, _REFRESH_S)
+        headers = {"Cache-Control": "no-store"}
+        request.send(200, text, headers, "text/html; charset=utf-8")
+
+    def _measured(self, request: HttpRequest) -> None:
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        request.send(200, encode(self._metrics.registry), content_type=content_type)

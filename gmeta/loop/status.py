@@ -1,0 +1,93 @@
+"""How it stands with a loop now: how fresh the served model is, what waits, what alarms."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from gmeta.delivery.channel import Current
+from gmeta.loop.loop import Loop
+from metaio.counted import counted
+from metaio.stream.chain import increment_numbers, open_stream
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a loop knows between two stages; times are seconds since 1970.
+
+    `served_increment` is the newest increment of which the served model knows, and `event_end_s`
+    the end of its window; None where nothing of the stream is served.
+    """
+
+    prepared: int | None = None
+    served_increment: int | None = None
+    event_end_s: float | None = None
+    current: Current | None = None
+    waiting: int = 0
+    refused: int = 0
+    quarantined: int = 0
+    failure: str = ""
+    newest_alarms: tuple[str, ...] = ()
+    fresh_s: float = 0.0
+
+    def event_age_s(self) -> float | None:
+        """Return now minus the event time that the served model knows: its freshness."""
+        return None if self.event_end_s is None else max(0.0, time.time() - self.event_end_s)
+
+    def served_age_s(self) -> float | None:
+        """Return the seconds since the served version was promoted."""
+        return None if self.current is None else max(0.0, time.time() - self.current.since_s)
+
+    def alarms(self) -> list[str]:
+        """Return what somebody should look at, a line each."""
+        told = [f"the next stage fails: {self.failure}"] if self.failure else []
+        age_s = self.event_age_s()
+        if self.fresh_s and age_s is not None and age_s > self.fresh_s:
+            told.append(
+                f"the served model knows nothing of the last {duration(age_s)}; follow.fresh_s "
+                f"allows {duration(self.fresh_s)}"
+            )
+        if self.refused:
+            told.append(
+                f"{counted(self.refused, 'candidate')} in a row refused: an earlier model serves on"
+            )
+        if self.quarantined:
+            told.append(f"{counted(self.quarantined, 'file')} quarantined, and in no increment")
+        return told + [f"increment {self.prepared}: {alarm}" for alarm in self.newest_alarms]
+
+
+def status_of(loop: Loop) -> Status:
+    """Return how it stands with a loop whose last stage did not fail."""
+    follow = loop.config.follow
+    numbers = increment_numbers(follow.stream)
+    current = loop.channel.current()
+    shared: dict[str, Any] = {
+        "current": current,
+        "waiting": len(loop.waiting()),
+        "quarantined": len(loop.quarantined()),
+        "fresh_s": follow.fresh_s,
+    }
+    if not numbers:
+        return Status(**shared)
+    stream = open_stream(follow.stream)
+    served = [n for n in numbers if current is not None and loop.promoted(n) == current.number]
+    end_s = stream.record(served[-1]).window[1] / stream.ticks_per_s if served else None
+    return Status(
+        prepared=numbers[-1],
+        served_increment=served[-1] if served else None,
+        event_end_s=end_s,
+        refused=len(loop.refused_before(numbers[-1] + 1)),
+        newest_alarms=tuple(stream.newest.report.get("alarms", ())),
+        **shared,
+    )
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in the largest unit that leaves at least two.
+
+    >>> [duration(s) for s in (0.4, 90, 7_300, 400_000)]
+    ['0.4 s', '90 s', '2.0 h', '4.6 days']
+    """
+    for per_unit, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * per_unit:
+            return f"{seconds / per_unit:.1f} {unit}"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

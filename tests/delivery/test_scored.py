@@ -1,0 +1,65 @@
+"""gmeta score: what an exported model is worth on a dataset, by the scores of its predictions."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gmeta.delivery.channel import Channel
+from gmeta.delivery.gate import predict_gate
+from gmeta.delivery.packing import pack
+from gmeta.delivery.scored import score_model
+from gmeta.errors import UserError
+from metaio.format.dataset import open_dataset
+from tests.commands import gmeta
+from tests.delivery.models import Model
+from tests.increments import write_increments
+
+SIZES = {"item": 60, "city": 60}
+
+
+def test_the_command_scores_every_split_of_an_increment(tmp_path: Path) -> None:
+    """The AUC against pairs counted one by one."""
+    path = write_increments(tmp_path / "s", (60, 60), num_tasks=40)[1]
+    model = Model.of(SIZES).write(tmp_path / "model", stream="shop")
+    out = tmp_path / "out" / "scores.json"
+    done = gmeta("score", model, "--on", path, "--out", out)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    dataset = open_dataset(str(path))
+    assert found == score_model(model, dataset)
+    assert (found["increment"], found["fingerprint"]) == (2, dataset.fingerprint)
+    assert {name: split["num_tasks"] for name, split in found["splits"].items()} == {
+        "train": 40,
+        "gate": 10,
+    }
+    (rows,) = predict_gate(model, [dataset], "gate")
+    liked, others = (rows.prediction_N[rows.label_N == one] for one in (1, 0))
+    pairs = np.sign(liked[:, None] - others[None, :]).astype(np.float64)
+    expected = float((pairs + 1).mean() / 2)
+    assert found["splits"]["gate"]["scores"]["auc"] == pytest.approx(expected, abs=1e-12)
+    assert f"{expected:.4f}" in done.stdout
+
+
+def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
+    path = write_increments(tmp_path / "s", (60,))[0]
+    channel, model = Channel(tmp_path / "channel"), Model.of({"item": 4_000, "city": 30})
+    for name in ("1", "2"):
+        model.tables["item"][0] += 1
+        pack(channel, model.write(tmp_path / name), tmp_path / f"{name}.packed", False)
+        channel.promote(tmp_path / f"{name}.packed")
+    delta = channel.folder_of(2)
+    assert channel.version(2).delta is not None
+    with pytest.raises(UserError) as caught:
+        score_model(delta, open_dataset(str(path)))
+    assert str(caught.value) == (
+        f"{delta} is a delta, which predicts nothing alone. Score a version that is full, or an "
+        "export"
+    )
+    done = gmeta("score", tmp_path / "none", "--on", path)
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: {tmp_path}/none is no folder: an exported model is needed. Give a folder that "
+        "`gmeta export` wrote, or CHANNEL/versions/NUMBER of a full version\n",
+    )

@@ -1,0 +1,103 @@
+"""Method: a stage of the loop is killed at the n-th change that it makes to the disk.
+
+What changes the disk is what the interpreter reports of it (PEP 578); files that native code
+writes lie in folders that such events make and name. A stage is forked with everything imported
+and killed with SIGKILL: no cleanup runs, as in a power cut of the process. It is taken up in the
+process of the test, which costs half of another fork.
+"""
+
+import os
+import resource
+import runpy
+import shutil
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from gmeta.cli import app
+from tests.commands import environment, gmeta
+from tests.processes import with_imports_ready
+
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "shutil.rmtree"}
+
+
+def killed_at(arguments: list[str], root: Path, event: int, notes: Path) -> int:
+    """Run a stage that is killed at its `event`-th change below `root`; its exit code, -9 where it
+    was. Where it came to its end, `notes` holds how many changes there were."""
+    process = with_imports_ready().Process(
+        target=_become, args=(tuple(arguments), str(root), event, str(notes), environment())
+    )
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def taken_up(arguments: list[str], log: Path) -> int:
+    """A stage as the loop runs it, in this process; training, which is for ever changed by it,
+    in another."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    if arguments[0] == "train":
+        done = gmeta(*arguments)
+        log.write_text(done.stdout + done.stderr)
+        return done.returncode
+    try:
+        code = app(arguments, standalone_mode=False)
+    except typer.Exit as ended:
+        code = ended.exit_code
+    return int(code or 0)
+
+
+def restored(snapshot: Path, root: Path) -> None:
+    """Make `root` what the snapshot is."""
+    shutil.rmtree(root, ignore_errors=True)
+    # Links: no stage changes a file in place, but for logs, which are copied.
+    shutil.copytree(snapshot, root, copy_function=_linked)
+
+
+def _linked(source: str, target: str) -> None:
+    if source.endswith((".log", ".jsonl", ".lock")):
+        shutil.copy2(source, target)
+    else:
+        os.link(source, target)
+
+
+def _become(
+    arguments: tuple[str, ...], root: str, last: int, notes: str, env: Mapping[str, str]
+) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    seen = 0
+
+    def watch(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if event == "open":
+            if not isinstance(args[2], int) or not args[2] & _WRITES:
+                return
+        elif event not in _CHANGES:
+            return
+        if isinstance(args[0], str | os.PathLike) and os.fspath(args[0]).startswith(root):
+            seen += 1
+            if seen == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    leave = os._exit
+
+    def told(code: int) -> None:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        own = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.write(own, f"{seen} {used.ru_utime + used.ru_stime:.3f}".encode())
+        leave(code)
+
+    os._exit = told  # type: ignore[assignment]
+    sys.argv = ["gmeta", *arguments]
+    sys.addaudithook(watch)
+    runpy.run_module("gmeta", run_name="__main__", alter_sys=True)

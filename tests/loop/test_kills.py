@@ -1,0 +1,179 @@
+"""Killed at any change that a stage makes to the disk, a loop loses nothing and doubles nothing.
+
+LOOP_KILLS=2000 (make kills) tries so many points; 200 otherwise.
+"""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gmeta.checkpoints.files import read_about
+from gmeta.delivery.channel import Channel
+from gmeta.delivery.versions import check_version
+from gmeta.delivery.whole import CACHE_VARIABLE
+from gmeta.export import CheckpointReader
+from gmeta.loop.loop import STAGES
+from gmeta.runs.folder import list_checkpoints
+from metaio.format.inspection import damage
+from metaio.stream.chain import open_stream
+from tests.delivery.models import content
+from tests.loop.days import write_loop
+from tests.loop.following import loop_of, run_stage
+from tests.loop.kills import killed_at, restored, taken_up
+
+KILLS = int(os.environ.get("LOOP_KILLS", "200"))
+# Of 200: at every change that a stage makes once at least, as there are 150 of them.
+SHARES = {"prepare": 36, "train": 32, "export": 24, "judge": 20, "promote": 68, "score": 20}
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The second day of a loop: what its folder held before each stage, and what came of it."""
+
+    root: Path
+    before: dict[str, Path]
+    arguments: dict[str, list[str]]
+    outcome: dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def steps(followed: Path, tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    kept = tmp_path_factory.mktemp("steps")
+    root = kept / "w"
+    root.mkdir()
+    config = write_loop(root, margin=9)
+    config.write_text(config.read_text().replace(f"{root}/logs", f"{followed}/logs"))
+    found = Steps(root, {}, {}, {})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(CACHE_VARIABLE, str(root / "cache"))
+
+        def noted(arguments: list[str], log: Path) -> int:
+            stage = arguments[0]
+            found.arguments[stage] = arguments
+            found.before[stage] = kept / f"before-{stage}"
+            shutil.rmtree(found.before[stage], ignore_errors=True)
+            shutil.copytree(root, found.before[stage])
+            return run_stage(arguments, log)
+
+        loop = loop_of(config, noted)
+        while (done := loop.step()) is not None:  # what is kept is the second day's
+            found.outcome[done.stage] = OUTCOMES[done.stage](root)
+    assert set(found.before) == set(STAGES)
+    return found
+
+
+def prepared(root: Path) -> object:
+    stream = open_stream(str(root / "stream"))
+    assert all(damage(stream.dataset(number)) == [] for number in stream.numbers)
+    return [record.fingerprint for record in stream.records]
+
+
+def trained(root: Path) -> object:
+    found = list_checkpoints(root / "runs/000002/run/checkpoints")
+    if not found:
+        return None  # the first day's
+    about, reader = read_about(found[-1]), CheckpointReader(found[-1])
+    names = [
+        name
+        for name, entry in reader._reader.index.state_dict_metadata.items()
+        if hasattr(entry, "size")
+    ]
+    tensors = {name: one.numpy().tobytes() for name, one in reader.read(names).items()}
+    return [one["increment"] for one in about["lineage"]], about["step"], tensors
+
+
+def exported(root: Path) -> object:
+    folder = root / "runs/000002/model"
+    # config.json holds the time of the export.
+    found = content(folder) if folder.exists() else {}
+    return {name: data for name, data in found.items() if name != "config.json"}
+
+
+def judged(root: Path) -> object:
+    path = root / "runs/000002/verdict.json"
+    verdict = json.loads(path.read_text()) if path.exists() else {}
+    return {key: value for key, value in verdict.items() if key != "model"}
+
+
+def promoted(root: Path) -> object:
+    channel = Channel(root / "channel")
+    moves = [(one["action"], one["number"]) for one in channel.promotions()]
+    return moves, channel.numbers(), channel.served().number, whole(channel)
+
+
+def whole(channel: Channel) -> bool:
+    """What is served, checked file by file as a follower does before it takes it."""
+    current = channel.current()
+    if current is not None:
+        chain = channel.chain(current.number)
+        for version in (chain.base, *chain.deltas):
+            check_version(version)
+    return True
+
+
+def scored(root: Path) -> object:
+    found = json.loads((root / "runs/000002/frozen.json").read_text())
+    return {key: value for key, value in found.items() if key != "model"}
+
+
+OUTCOMES: dict[str, Callable[[Path], object]] = {
+    "prepare": prepared,
+    "train": trained,
+    "export": exported,
+    "judge": judged,
+    "promote": promoted,
+    "score": scored,
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_killed_at_any_change_of_the_disk_is_taken_up(
+    stage: str, steps: Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(steps.root / "cache"))
+    drawn = random.Random(os.environ.get("LOOP_SEED", stage))
+    arguments, notes = steps.arguments[stage], tmp_path / "notes"
+    restored(steps.before[stage], steps.root)
+    assert killed_at(arguments, steps.root, 0, notes) == 0
+    num_events = int(notes.read_text().split()[0])
+    assert num_events >= 3
+    kills = max(2, KILLS * SHARES[stage] // sum(SHARES.values()))
+    # Every change in its turn, in another order each time round.
+    points: list[int] = []
+    while len(points) < kills:
+        points += drawn.sample(range(1, num_events + 1), num_events)
+    for point in points[:kills]:
+        restored(steps.before[stage], steps.root)
+        assert killed_at(arguments, steps.root, point, notes) == -9
+        # Whoever reads meanwhile has what was there before, or what is there now.
+        whole(Channel(steps.root / "channel"))
+        prepared(steps.root)
+        loop = loop_of(steps.root / "stream.toml", up_to(stage))
+        with suppress(BeyondError):
+            while loop.step() is not None:
+                pass
+        assert OUTCOMES[stage](steps.root) == steps.outcome[stage], (point, num_events)
+
+
+class BeyondError(Exception):
+    """The loop is to run a stage that is not asked for."""
+
+
+def up_to(last: str) -> Callable[[list[str], Path], int]:
+    """What runs stages, and none behind this one."""
+
+    def run(arguments: list[str], log: Path) -> int:
+        if STAGES.index(arguments[0]) > STAGES.index(last):
+            raise BeyondError
+        return taken_up(arguments, log)
+
+    return run
