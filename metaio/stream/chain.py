@@ -174,6 +174,21 @@ def increment_numbers(url: str) -> list[int]:
     return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
 
 
+def increment_before(dataset: Dataset, back: int = 1) -> Dataset | None:
+    """Return the increment that stands so many before this one in its stream; None where there is
+    none, or the dataset is of no stream.
+
+    Raises:
+        FormatError, NoDatasetError: it is damaged, or was removed.
+    """
+    place = dataset.manifest.stream
+    if place is None or place.increment - back < FIRST_INCREMENT:
+        return None
+    # Increments stand side by side, each named by its number.
+    folder, slash, name = dataset.url.rstrip("/").rpartition("/")
+    return open_dataset(f"{folder}{slash}{place.increment - back:0{len(name)}d}")
+
+
 def reset_rows(dataset: Dataset) -> dict[str, Int64]:
     """Return the rows of each table that mean another value from this increment on, ascending:
     their weights begin anew.
