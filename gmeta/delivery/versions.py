@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gmeta.delivery.sealed import read_sealed
 from gmeta.errors import GMetaError
+from gmeta.files.checked_json import read_checked
 from gmeta.files.checksums import FileEntry, differences, entries_of
 from gmeta.serving.folder import CONFIG_FILE, DELTA_FILE, ExportedConfig, read_config
 from metaio.format.manifest import xxh3_hex
 from metaio.format.typed import typed
 
 DELTA_FORMAT = "gmeta-delta"
-DELTA_VERSION = 1
 MODEL_FILE = "model.json"  # the config.json of the model that a delta leads to
 _REMEDY = "Copy the folder again, or export the run again"
 
@@ -102,7 +101,7 @@ def read_version(folder: Path, number: int = 0) -> Version:
         GMetaError: its description is damaged, or another release wrote it.
     """
     if is_delta(folder):
-        body = read_sealed(folder / DELTA_FILE, DELTA_FORMAT, DELTA_VERSION)
+        body = read_checked(folder / DELTA_FILE, DELTA_FORMAT)
         delta = _delta(folder, body)
         num_bytes = sum(entry.num_bytes for entry in delta.files.values())
         return Version(folder, body["checksum"], num_bytes, delta.full_bytes, delta, number)

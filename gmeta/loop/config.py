@@ -28,6 +28,12 @@ class FollowSection:
     )
     every_s: float = key(10.0, "seconds between two looks for closed partitions", min=0.1)
     nproc_per_node: int = key(1, "ranks that train", min=1)
+    keep: int = key(
+        0,
+        "newest versions of the channel that stay, with the checkpoints that they were made of; "
+        "what is served, what it builds on and what a rollback goes back to stay too; 0: all",
+        min=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,8 @@ class JudgeSection:
     pool: int = key(7, "earlier increments to add where tasks are few", min=0, max=1000)
     max_refused: int = key(
         3,
-        "candidates refused in a row, each trained on from the last, before all are set aside",
+        "candidates refused in a row, each trained on from the model that serves, before the loop "
+        "waits for a person",
         min=1,
     )
 

@@ -73,10 +73,11 @@ def _days(loop: Loop) -> list[Day]:
     numbers = increment_numbers(stream_url)
     if not numbers:
         return []
-    stream, found = open_stream(stream_url), []
+    stream, found, versions = open_stream(stream_url), [], set(loop.channel.numbers())
     for number in numbers[-_SHOWN:]:
         promoted = loop.promoted(number)
-        version = None if promoted is None else loop.channel.version(promoted)
+        # Of one that was removed since, the log still tells the verdict.
+        version = loop.channel.version(promoted) if promoted and promoted in versions else None
         found.append(Day(stream.record(number), loop.verdict(number) or {}, version))
     return found
 

@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from metaio.errors import FormatError, NoDatasetError
+from metaio.format.checked_json import checked
 from metaio.format.dataset import Dataset, open_dataset, verify_file
 from metaio.format.layout import MANIFEST_NAME, RESET_FOLDER
 from metaio.format.manifest import Manifest, decode_manifest
 from metaio.format.storage import Storage, file_system
 from metaio.ragged import Int64
-from metaio.stream.checked_json import read_checked
 
 STREAM_FILE = "stream.json"
 STREAM_FORMAT = "gmeta-stream"
@@ -153,7 +153,17 @@ def open_stream(url: str) -> Stream:
             f"{url} holds no stream: there is no increment. Run: gmeta prepare --schema FILE "
             f"--extend {url} INPUT..."
         )
-    return Stream(storage, read_checked(storage, STREAM_FILE, STREAM_FORMAT), numbers)
+    return Stream(storage, read_of_stream(storage, STREAM_FILE, STREAM_FORMAT), numbers)
+
+
+def read_of_stream(storage: Storage, path: str, kind: str) -> dict[str, Any]:
+    """Return a JSON file of a stream, which carries its own checksum.
+
+    Raises:
+        FormatError: it is missing, of another kind or version, or was altered.
+    """
+    remedy = "gmeta prepare --extend alone writes it: put back the file that it wrote"
+    return checked(storage.read(path), storage.name(path), kind, remedy)
 
 
 def is_stream(url: str) -> bool:
