@@ -21,10 +21,11 @@ from gmeta.delivery.versions import (
     check_version,
     model_checksum,
     model_config,
+    read_checked,
     read_version,
 )
 from gmeta.errors import GMetaError, UserError
-from gmeta.files.checked_json import json_object, read_checked
+from gmeta.files.checked_json import json_object
 from gmeta.files.whole import write_whole
 from gmeta.serving.folder import ExportedConfig, new_folder
 from metaio.format.checked_json import write_checked

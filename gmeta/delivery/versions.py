@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from gmeta.errors import GMetaError
-from gmeta.files.checked_json import read_checked
 from gmeta.files.checksums import FileEntry, differences, entries_of
 from gmeta.serving.folder import CONFIG_FILE, DELTA_FILE, ExportedConfig, read_config
+from metaio.errors import FormatError
+from metaio.format.checked_json import checked
 from metaio.format.manifest import xxh3_hex
 from metaio.format.typed import typed
 
@@ -154,3 +155,18 @@ def _delta(folder: Path, body: dict[str, Any]) -> DeltaConfig:
             f"{folder / DELTA_FILE} is not what an export writes ({error!r:.200}). {_REMEDY}"
         ) from error
     return delta
+
+
+def read_checked(path: Path, kind: str) -> dict[str, Any]:
+    """Return the object that metaio's `write_checked` wrote into a file of this kind, its checksum
+    included.
+
+    Raises:
+        FileNotFoundError: there is none.
+        GMetaError: it was altered, is of another kind, or another release wrote it.
+    """
+    remedy = "Bring the file back from a copy, or make it anew"
+    try:
+        return checked(path.read_bytes(), str(path), kind, remedy)
+    except FormatError as error:
+        raise GMetaError(str(error)) from error
