@@ -1,8 +1,13 @@
 """From a partition of a log to a served model: what an increment costs, ships and breaks.
 
 A log of equal partitions (the recipe synthetic-days). `speedup`: the last partition from landing to
-served (prepare --extend, train, export, judge, promote, load) against preparing, training and
-exporting all partitions and loading the model; both by the processes of `gmeta follow`, once each.
+served (prepare --extend, train, export, judge, promote, taken up by gmeta.follow) against
+preparing, training and exporting all partitions and loading the model; both by the processes of
+`gmeta follow`, whose imports neither side pays for, once each; `increment_stages_s` has the stages.
+`cost_growth`: a late increment of the loop over increment 5, all stages; `auc_minus_retrain` and
+`auc_minus_frozen`: its model on gate tasks of the last increments against one trained on the first
+partition and then on all others at once, and one trained on the first alone, with the paired 95 %
+interval of the loss. `numbering_speedup`: ids of an increment numbered against all ids anew.
 `delta_over_touched`: bytes of a delta over those of the full model, over the share of rows that
 changed, of a table of a million rows. `gate_caught`: candidates trained on flipped labels, with
 rates x100, and with NaN, that the gate refuses; `aa_refused`: noisy copies of the champion that
@@ -24,6 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from _common import REPOSITORY, environment, finish, make_parser, print_table
+from _delivery_history import grown, numbered
 from safetensors.torch import load_file, save_file
 
 import gmeta
@@ -50,14 +56,17 @@ class Sizes:
     table_rows: int
     copies: int
     swaps: int
+    increments: int  # of the loop whose costs and scores are followed
+    loop_users: int
+    ids: int
 
 
 def main() -> None:
     """Measure and print; the last line is JSON."""
     options = make_parser(__doc__).parse_args()
-    sizes = Sizes(24, 1_000, 1_000_000, 20, 6)
+    sizes = Sizes(24, 2_500, 1_000_000, 20, 4, 9, 200, 1_000_000)
     if not options.quick:
-        sizes = Sizes(100, 3_000, 10_000_000, 100, 40)
+        sizes = Sizes(100, 3_000, 10_000_000, 100, 40, 51, 500, 10_000_000)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         figures: dict[str, Any] = {"partitions": sizes.partitions}
@@ -65,6 +74,8 @@ def main() -> None:
         figures |= gate(root, sizes)
         figures |= swapped(root, sizes)
         figures |= touched(root, sizes)
+        figures |= grown(root / "loop", sizes.increments, sizes.loop_users)
+        figures |= numbered(sizes.ids)
     rows = [[name, str(value)] for name, value in figures.items()]
     print_table(["figure", "value"], rows)
     finish("delivery", {**figures, "environment": environment()})
@@ -92,18 +103,32 @@ def delivered(root: Path, sizes: Sizes) -> dict[str, Any]:
     stream, runs = root / "stream", root / "runs"
     # Cut anywhere a log becomes the same stream, so all partitions but one may come at once.
     stage(root, "prepare", "--schema", schema, "--extend", stream, *files[:-1])
-    train(root, stream, 1, runs / "1")
+    # What was before is no part of the figure: a few hundred of its steps are as good.
+    train(root, stream, 1, runs / "1", None, "run.max_steps=300")
     stage(root, "promote", runs / "1", channel.root)
     shutil.copytree(stream, root / "flipped")  # for `gate`
-    began_s = time.perf_counter()
+    follower = gmeta.follow(channel.root, every_s=0)
+    began_s, stages_s = time.perf_counter(), {}
+
+    def ended(name: str) -> None:
+        stages_s[name] = round(time.perf_counter() - began_s - sum(stages_s.values()), 3)
+
     stage(root, "prepare", "--extend", stream, files[-1])
-    train(root, stream, 2, runs / "2", runs / "1")
+    ended("prepare")
+    train(root, stream, 2, runs / "2", runs / "1", "run.max_steps=0")
+    ended("train")
     stage(root, "export", runs / "2", root / "model-2")
+    ended("export")
     arguments = ["--champion", channel.root, "--on", increment(stream, 2), "--margin", MARGIN]
     code = stage(root, "judge", root / "model-2", *arguments, allowed=(0, 3))
+    ended("judge")
     stage(root, "promote", root / "model-2", channel.root)
-    gmeta.follow(channel.root, every_s=0)
+    ended("promote")
+    follower.check()
+    ended("taken up")
     one_s = time.perf_counter() - began_s
+    if follower.served.number != 2:
+        sys.exit(f"version 2 does not serve: {follower.refused}")
     began_s = time.perf_counter()
     stage(root, "prepare", "--schema", schema, "--extend", root / "anew", *files)
     train(root, root / "anew", 1, root / "anew-run")
@@ -114,6 +139,7 @@ def delivered(root: Path, sizes: Sizes) -> dict[str, Any]:
     return {
         "speedup": round(all_s / one_s, 2),
         "increment_s": round(one_s, 2),
+        "increment_stages_s": stages_s,
         "anew_s": round(all_s, 2),
         "last_promoted": code == 0,
         "last_kind": newest.kind,

@@ -141,6 +141,12 @@ class RunConfig:
         "run, or checkpoint of one, that goes on with the next increment of its stream: weights, "
         "tables that may have grown, and the state of its optimizers",
     )
+    skip_increments: tuple[int, ...] = key(
+        (),
+        "continue_from: increments between its last one and data.increment that the model is never "
+        "trained on, such as one whose candidate was refused",
+        min=1,
+    )
     prequential: bool = key(
         True, "continue_from: score the increment before the first step on it: a forecast"
     )

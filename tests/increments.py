@@ -53,9 +53,10 @@ def write_increments(
     stream: str = "shop",
     reset_rows: Sequence[int] = (),
     num_tasks: int = 48,
+    reset_in: Sequence[int] = (2, 3),
 ) -> list[Path]:
-    """An increment of so many tasks for each capacity. From the second on each reuses
-    `reset_rows` of the table `item`, which its own data does not use."""
+    """An increment of so many tasks for each capacity. Those of `reset_in` reuse `reset_rows` of
+    the table `item`, which their own data does not use."""
     paths: list[Path] = []
     parent = ""
     for number, capacity in enumerate(capacities, start=1):
@@ -64,12 +65,12 @@ def write_increments(
             str(path), features_of(capacity), Provenance("user", "click"), block_rows=60
         ) as writer:
             used, first = capacity * 2 // 3, 1000 * number
-            unused = reset_rows if number > 1 else ()
+            unused = reset_rows if number in reset_in else ()
             trained = some_rows(num_tasks, first, used, number, unused)
             writer.split("train").write(trained)
             writer.split("gate").write(some_rows(num_tasks // 4, first + 500, used, 100 + number))
             writer.stream = StreamPlace(stream, number, parent, (100 * number, 100 * number + 100))
-            if reset_rows and number > 1:
+            if reset_rows and number in reset_in:
                 (writer.folder / RESET_FOLDER).mkdir()
                 file = writer.folder / RESET_FOLDER / "item.parquet"
                 pq.write_table(pa.table({"row": pa.array(reset_rows, pa.int64())}), file)

@@ -52,7 +52,7 @@ def test_a_saved_config_reads_back_equal(good: Path) -> None:
         ("otter.dense_lr=1", "otter is unknown; did you mean outer?"),
         (
             "run.zzz=1",
-            "run.zzz is unknown; known are dir, start_from, continue_from, prequential, seed",
+            "run.zzz is unknown; known are dir, start_from, continue_from, skip_increments",
         ),
         ("foo=1", "override 'foo=1' is not of the form section.key=value. Write e.g. run.epochs=3"),
         ("outer.dense_lr=fast", "outer.dense_lr = 'fast' is not of type float. Correct the value"),

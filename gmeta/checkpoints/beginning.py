@@ -2,10 +2,12 @@
 increment before, or nothing.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 from torchrec.distributed import DistributedModelParallel
 
 from gmeta.checkpoints.continuation import checkpoint_to_continue_from
@@ -43,7 +45,10 @@ class Beginning:
         if self.how == "continued":
             num_reset = sum(rows.size for rows in self.reset_rows.values())
             reset = f"; {num_reset:,} reused rows begin anew" if num_reset else ""
-            return [f"goes on from {self.checkpoint}{reset}"]
+            before, own = (one.increment for one in self.lineage[-2:])
+            numbers = ", ".join(map(str, range(before + 1, own)))
+            skipped = f", without increment {numbers}" if numbers else ""
+            return [f"goes on from {self.checkpoint}{skipped}{reset}"]
         return []
 
     def load(
@@ -89,8 +94,18 @@ def beginning_of(
         # that begin anew.
         seen = tuple(replace(one, steps=0) for one in lineage_of(read_about(start)))
         return Beginning("weights", start, seen or next_lineage((), dataset), {})
-    checkpoint, before = checkpoint_to_continue_from(config, dataset)
+    checkpoint, before, skipped = checkpoint_to_continue_from(config, dataset)
     lineage = next_lineage(before, dataset)
     if checkpoint is None:
         return Beginning("fresh", None, lineage, {})
-    return Beginning("continued", checkpoint, lineage, reset_rows(dataset))
+    return Beginning("continued", checkpoint, lineage, _reset_since([*skipped, dataset]))
+
+
+def _reset_since(datasets: Sequence[Dataset]) -> dict[str, Int64]:
+    """Return the rows that mean another value since the checkpoint: also what was reused in an
+    increment that the model is not trained on."""
+    found: dict[str, Int64] = {}
+    for dataset in datasets:
+        for table, rows in reset_rows(dataset).items():
+            found[table] = np.union1d(found.get(table, rows), rows)
+    return found

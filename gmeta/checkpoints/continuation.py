@@ -6,11 +6,11 @@ from pathlib import Path
 
 from gmeta.checkpoints.files import read_about, read_progress
 from gmeta.checkpoints.growth import check_discount
-from gmeta.checkpoints.lineage import Lineage, check_next, lineage_of
+from gmeta.checkpoints.lineage import Lineage, lineage_of, skipped_before
 from gmeta.checkpoints.loader import check_config
 from gmeta.checkpoints.resume import layers_state, named_checkpoint
 from gmeta.config import TrainConfig
-from gmeta.errors import UserError
+from gmeta.errors import ConfigError, UserError
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.runs.folder import RunFolder, list_checkpoints
 from metaio.format.dataset import Dataset
@@ -18,29 +18,36 @@ from metaio.format.dataset import Dataset
 
 def checkpoint_to_continue_from(
     config: TrainConfig, dataset: Dataset
-) -> tuple[Path | None, Lineage]:
-    """Return the checkpoint that a new run goes on from, None if `run.continue_from` is empty, and
-    the increments that it was trained on.
+) -> tuple[Path | None, Lineage, list[Dataset]]:
+    """Return the checkpoint that a new run goes on from, None if `run.continue_from` is empty, the
+    increments that it was trained on, and those that are skipped on the way to `dataset`.
 
     Raises:
         UserError: there is no checkpoint, its run is not over, `dataset` is not the increment after
-            its last, or the config is of another model or optimizer.
-        ConfigError: a discount of sums that there are none of.
+            its last but for those skipped, or the config is of another model or optimizer.
+        ConfigError: a discount of sums that there are none of; increments to skip, and no run to go
+            on from.
         GMetaError: the checkpoint is damaged.
+        FormatError: a skipped increment is.
     """
-    named = config.run.continue_from
+    named, skip = config.run.continue_from, config.run.skip_increments
     if not named:
-        return None, ()
+        if skip:
+            raise ConfigError(
+                f"run.skip_increments = {list(skip)} has no effect without run.continue_from: a "
+                "model that begins anew is trained on data.increment alone. Leave it out"
+            )
+        return None, (), []
     check_discount(config.outer)
     folder, checkpoint = named_checkpoint("run.continue_from", named)
     lineage = lineage_of(read_about(checkpoint))
-    check_next(lineage, dataset, checkpoint)
+    skipped = skipped_before(lineage, dataset, skip, checkpoint)
     check_config(checkpoint, config)
     before = folder.read_config()
     if folder.root == Path(named):
         _check_over(folder, before)
     _check_as_before(folder, before, config)
-    return checkpoint, lineage
+    return checkpoint, lineage, skipped
 
 
 def _check_over(folder: RunFolder, config: TrainConfig) -> None:

@@ -1,16 +1,18 @@
 """The lineage of a checkpoint: which increments of a stream its model was trained on, in order.
 
 A run on the next increment goes on only where the increment names the last one of the lineage as
-its parent: then none was left out, none is trained twice, and ids mean what they meant.
+its parent, or leads to it over increments that are skipped on purpose: then none was left out by
+chance, none is trained twice, and ids mean what they meant.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gmeta.errors import UserError
 from metaio.format.dataset import Dataset
+from metaio.stream.chain import increment_before
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,17 @@ def next_lineage(before: Lineage, dataset: Dataset) -> Lineage:
     return (*before, own)
 
 
-def check_next(lineage: Lineage, dataset: Dataset, checkpoint: Path) -> None:
-    """Refuse to train a checkpoint's model on anything but the increment after its last.
+def skipped_before(
+    lineage: Lineage, dataset: Dataset, skip: Collection[int], checkpoint: Path
+) -> list[Dataset]:
+    """Return the increments between the last of a checkpoint's lineage and `dataset`, newest first:
+    exactly those of the numbers `skip`, as the model is trained on none of them.
 
     Raises:
-        UserError: the checkpoint or the dataset is of no stream, or an increment was skipped, is
-            there already, comes out of order, or is of another stream.
+        UserError: the checkpoint or the dataset is of no stream, or an increment was skipped that
+            is not in `skip`, is there already, comes out of order, or is of another stream; or
+            `skip` names one that does not stand between.
+        FormatError: one of them is damaged.
     """
     place = dataset.manifest.stream
     if place is None:
@@ -86,18 +93,34 @@ def check_next(lineage: Lineage, dataset: Dataset, checkpoint: Path) -> None:
             f"checkpoint {checkpoint} was trained on no increment of a stream: increment "
             f"{place.increment} of {dataset.url} cannot follow it. Name a run that was"
         )
-    last = lineage[-1]
-    if place.parent == last.fingerprint:
-        return
-    raise UserError(
-        f"increment {place.increment} of {dataset.url} {_fault(lineage, dataset)}; checkpoint "
-        f"{checkpoint} was trained on {told_increments(lineage)}. "
-        f"Set data.increment to {last.increment + 1} of that stream"
-    )
+    last, number, parent = lineage[-1], place.increment, place.parent
+    skipped: list[Dataset] = []
+    while parent != last.fingerprint and number - 1 in skip and number - 1 > last.increment:
+        before = increment_before(dataset, len(skipped) + 1)
+        if before is None or before.manifest.stream is None or before.fingerprint != parent:
+            break
+        skipped.append(before)
+        number, parent = number - 1, before.manifest.stream.parent
+    if parent != last.fingerprint:
+        raise UserError(
+            f"increment {place.increment} of {dataset.url} "
+            f"{_fault(lineage, dataset, number, parent)}; checkpoint {checkpoint} was trained on "
+            f"{told_increments(lineage)}. Set data.increment to {last.increment + 1} of that stream"
+        )
+    unused = sorted(set(skip) - set(range(number, place.increment)))
+    if unused:
+        raise UserError(
+            f"run.skip_increments = {sorted(skip)} names increment "
+            f"{', '.join(map(str, unused))}, which does not stand between increment "
+            f"{last.increment}, the last of {checkpoint}, and {place.increment} of {dataset.url}. "
+            "Leave it out"
+        )
+    return skipped
 
 
-def _fault(lineage: Lineage, dataset: Dataset) -> str:
-    """Return what is wrong with an increment whose parent is not the last of a lineage."""
+def _fault(lineage: Lineage, dataset: Dataset, number: int, parent: str) -> str:
+    """Return what is wrong with an increment that does not lead back to the last of a lineage:
+    from it, over those that are skipped, one comes to increment `number`, with another parent."""
     place, last = dataset.manifest.stream, lineage[-1]
     assert place is not None
     if place.stream != last.stream:
@@ -106,17 +129,20 @@ def _fault(lineage: Lineage, dataset: Dataset) -> str:
         return "was trained on already"
     if place.increment <= last.increment:
         return "comes out of order"
-    if place.increment > last.increment + 1:
-        skipped = range(last.increment + 1, place.increment)
-        return f"skips increment {', '.join(map(str, skipped))}"
+    if number > last.increment + 1:
+        skipped = ", ".join(map(str, range(last.increment + 1, number)))
+        return f"skips increment {skipped}, which run.skip_increments does not name"
     return (
-        f"follows another increment {last.increment} (fingerprint {place.parent[:12]}, the "
+        f"follows another increment {last.increment} (fingerprint {parent[:12]}, the "
         f"checkpoint's is {last.fingerprint[:12]})"
     )
 
 
 def told_increments(lineage: Lineage) -> str:
-    """Return the increments in words."""
-    first, last = lineage[0].increment, lineage[-1].increment
-    numbers = f"increment {last}" if len(lineage) == 1 else f"increments {first} to {last}"
-    return f"{numbers} of stream {lineage[-1].stream}"
+    """Return the increments in words, with those that were skipped."""
+    trained = [one.increment for one in lineage]
+    first, last = trained[0], trained[-1]
+    numbers = f"increment {last}" if len(trained) == 1 else f"increments {first} to {last}"
+    skipped = [number for number in range(first, last) if number not in trained]
+    left_out = f" without {', '.join(map(str, skipped))}" if skipped else ""
+    return f"{numbers}{left_out} of stream {lineage[-1].stream}"

@@ -59,8 +59,8 @@ def _increment(config: TrainConfig) -> str:
     """Return the number of the increment that a run is trained on, as text; "" of a dataset that
     stands alone.
 
-    "next" is the one that the run in run.dir was begun with, if there is one, else the one after
-    the last of run.continue_from, else the first.
+    "next" is the one that the run in run.dir was begun with, if there is one, else the first after
+    the last of run.continue_from that run.skip_increments does not name, else the first.
 
     Raises:
         ConfigError: data.increment is no number.
@@ -79,7 +79,11 @@ def _increment(config: TrainConfig) -> str:
         lineage = lineage_of(read_about(checkpoint))
         last = lineage[-1].increment if lineage else 0
     stream = open_stream(data.path)
-    later = [record.number for record in stream.records if record.number > last]
+    later = [
+        record.number
+        for record in stream.records
+        if record.number > last and record.number not in run.skip_increments
+    ]
     if not later:
         raise UserError(
             f'data.increment = "next", but stream {data.path} has no increment after {last}, the '

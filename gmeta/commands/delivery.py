@@ -30,6 +30,14 @@ def promote(
     verdict: Annotated[
         Path | None, typer.Option(help="verdict of `gmeta judge --out`, kept with the version")
     ] = None,
+    keep: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="remove older versions: so many of the newest stay, what is served, what a "
+            "rollback goes back to, and what these build on; 0: all",
+        ),
+    ] = 0,
 ) -> None:
     """Make a run's model, or an export, the one that a channel serves.
 
@@ -42,7 +50,7 @@ def promote(
     _check(candidate, channel)
     from gmeta.commands.work.delivery import promote_candidate
 
-    promote_candidate(candidate, channel, tables.value, step, verdict)
+    promote_candidate(candidate, channel, tables.value, step, verdict, keep)
 
 
 def rollback(
@@ -55,7 +63,7 @@ def rollback(
 
     gmeta rollback channels/clicks --to 7
 
-    Only the pointer moves: versions are never removed, and --to serves a later one again.
+    Only the pointer moves, and --to serves a later one again.
     """
     check_local("CHANNEL", channel)
     from gmeta.commands.work.delivery import roll_back

@@ -49,7 +49,7 @@ def follow(
     gmeta follow stream.toml
 
     Prints a line a stage. A kill at any point loses nothing: started again, it goes on where it
-    was. A candidate that the judge refuses leaves the champion; the next is trained on from it.
+    was. A candidate that the judge refuses leaves the champion, which the next is trained on from.
     """
     settings = load_follow_config(config)
     tls = ServerTls.of(tls_cert, tls_key, tls_client_ca)

@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gmeta.delivery.sealed import read_sealed, write_sealed
 from gmeta.delivery.versions import (
     Chain,
     Parent,
@@ -22,17 +21,18 @@ from gmeta.delivery.versions import (
     check_version,
     model_checksum,
     model_config,
+    read_checked,
     read_version,
 )
 from gmeta.errors import GMetaError, UserError
 from gmeta.files.checked_json import json_object
 from gmeta.files.whole import write_whole
 from gmeta.serving.folder import ExportedConfig, new_folder
+from metaio.format.checked_json import write_checked
 from metaio.format.destination import one_writer
 
 POINTER = "current.json"
 POINTER_FORMAT = "gmeta-channel"
-POINTER_VERSION = 1
 VERSIONS = "versions"
 PROMOTIONS = "promotions.jsonl"
 PROMOTED, ROLLED_BACK, REFUSED = "promoted", "rolled back", "refused"
@@ -78,7 +78,7 @@ class Channel:
         """
         path = self.root / POINTER
         try:
-            body = read_sealed(path, POINTER_FORMAT, POINTER_VERSION)
+            body = read_checked(path, POINTER_FORMAT)
         except FileNotFoundError:
             return None
         try:
@@ -168,7 +168,7 @@ class Channel:
             GMetaError: a file is damaged.
         """
         offered = read_version(candidate)
-        with self._changing() as current:
+        with self.changing() as current:
             if current is not None and self.serves(offered):
                 return current
             number = self._place_of(offered, current)
@@ -195,18 +195,16 @@ class Channel:
             UserError: there is no such version.
             GMetaError: its chain is damaged.
         """
-        with self._changing() as current:
+        with self.changing() as current:
             numbers = self.numbers()
             if to is None:
-                told = {entry.get("number") for entry in self.promotions()}
-                before = current.number if current is not None else 0
-                earlier = [number for number in numbers if number in told and number < before]
-                if not earlier:
+                to = self.before(current)
+                if to is None:
+                    told = "the first" if current is None else current.number
                     raise UserError(
-                        f"{self.root} has no version before {before or 'the first'}: there is "
-                        "nothing to roll back to. Promote another model"
+                        f"{self.root} has no version before {told}: there is nothing to roll back "
+                        "to. Promote another model"
                     )
-                to = earlier[-1]
             elif to not in numbers:
                 raise UserError(
                     f"{self.root} has no version {to}: it has "
@@ -217,13 +215,21 @@ class Channel:
                 check_version(version)
             return self._point(chain.newest, ROLLED_BACK, None)
 
+    def before(self, current: Current | None) -> int | None:
+        """Return the version that was promoted before the one that is served, to which a rollback
+        goes; None where there is none."""
+        told = {entry.get("number") for entry in self.promotions()}
+        served = current.number if current is not None else 0
+        earlier = [number for number in self.numbers() if number in told and number < served]
+        return earlier[-1] if earlier else None
+
     def record(self, verdict: Mapping[str, Any]) -> None:
         """Keep a verdict that refuses a candidate."""
-        with self._changing():
+        with self.changing():
             self._log({"action": REFUSED, "at": _now(), "number": None, "verdict": dict(verdict)})
 
     @contextmanager
-    def _changing(self) -> Iterator[Current | None]:
+    def changing(self) -> Iterator[Current | None]:
         """Keep other processes out, and yield what is served now.
 
         Raises:
@@ -276,7 +282,7 @@ class Channel:
         current = Current(version.number, version.checksum, action, _now(), kept)
         body = {"number": version.number, "checksum_of": version.checksum, "action": action}
         body |= {"at": current.at, "verdict": kept}
-        write_sealed(self.root / POINTER, POINTER_FORMAT, POINTER_VERSION, body)
+        write_checked(self.root / POINTER, POINTER_FORMAT, body)
         self._log(_told(current))
         return current
 

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from gmeta.delivery.sealed import write_sealed
 from gmeta.delivery.table_rows import write_changed_rows, write_whole_table
 from gmeta.delivery.versions import (
     DELTA_FORMAT,
-    DELTA_VERSION,
     MODEL_FILE,
     DeltaConfig,
     Parent,
@@ -39,6 +37,7 @@ from gmeta.serving.folder import (
     vocabulary_file,
     write_config,
 )
+from metaio.format.checked_json import write_checked
 
 _VOCABULARY = "vocabulary/"
 
@@ -74,7 +73,7 @@ def write_delta(old: Path, parent: Parent, new: Path, out: Path) -> DeltaConfig:
     files = {path.relative_to(out).as_posix(): describe_file(path) for path in paths}
     full_bytes = sum(entry.num_bytes for entry in after.files.values())
     delta = DeltaConfig(parent, files, vocabularies, touched, full_bytes)
-    write_sealed(out / DELTA_FILE, DELTA_FORMAT, DELTA_VERSION, asdict(delta))
+    write_checked(out / DELTA_FILE, DELTA_FORMAT, asdict(delta))
     return delta
 
 

@@ -24,7 +24,8 @@ from gmeta.metrics.terms import Terms, sum_T
 from gmeta.report.intervals import Interval, bootstrap_values, percentile_interval
 from gmeta.serving.folder import read_config
 from metaio.counted import counted
-from metaio.format.dataset import Dataset, open_dataset
+from metaio.format.dataset import Dataset
+from metaio.stream.chain import increment_before
 
 CALIBRATION = (0.9, 1.1)
 MARGIN_SHARE = 0.01  # of the champion's loss
@@ -107,18 +108,7 @@ def not_finite(why: str) -> Verdict:
 def windows_before(newest: Dataset) -> Callable[[int], Dataset | None]:
     """Return what gives a dataset, for 1 the increment before it in its stream, and so on; None
     where there is no more."""
-    place = newest.manifest.stream
-
-    def window(back: int) -> Dataset | None:
-        if back == 0:
-            return newest
-        if place is None or place.increment - back < 1:
-            return None
-        # Increments stand side by side, each named by its number.
-        folder, slash, name = newest.url.rstrip("/").rpartition("/")
-        return open_dataset(f"{folder}{slash}{place.increment - back:0{len(name)}d}")
-
-    return window
+    return lambda back: increment_before(newest, back) if back else newest
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gmeta.delivery.sealed import read_sealed
 from gmeta.errors import GMetaError
 from gmeta.files.checksums import FileEntry, differences, entries_of
 from gmeta.serving.folder import CONFIG_FILE, DELTA_FILE, ExportedConfig, read_config
+from metaio.errors import FormatError
+from metaio.format.checked_json import checked
 from metaio.format.manifest import xxh3_hex
 from metaio.format.typed import typed
 
 DELTA_FORMAT = "gmeta-delta"
-DELTA_VERSION = 1
 MODEL_FILE = "model.json"  # the config.json of the model that a delta leads to
 _REMEDY = "Copy the folder again, or export the run again"
 
@@ -102,7 +102,7 @@ def read_version(folder: Path, number: int = 0) -> Version:
         GMetaError: its description is damaged, or another release wrote it.
     """
     if is_delta(folder):
-        body = read_sealed(folder / DELTA_FILE, DELTA_FORMAT, DELTA_VERSION)
+        body = read_checked(folder / DELTA_FILE, DELTA_FORMAT)
         delta = _delta(folder, body)
         num_bytes = sum(entry.num_bytes for entry in delta.files.values())
         return Version(folder, body["checksum"], num_bytes, delta.full_bytes, delta, number)
@@ -155,3 +155,18 @@ def _delta(folder: Path, body: dict[str, Any]) -> DeltaConfig:
             f"{folder / DELTA_FILE} is not what an export writes ({error!r:.200}). {_REMEDY}"
         ) from error
     return delta
+
+
+def read_checked(path: Path, kind: str) -> dict[str, Any]:
+    """Return the object that metaio's `write_checked` wrote into a file of this kind, its checksum
+    included.
+
+    Raises:
+        FileNotFoundError: there is none.
+        GMetaError: it was altered, is of another kind, or another release wrote it.
+    """
+    remedy = "Bring the file back from a copy, or make it anew"
+    try:
+        return checked(path.read_bytes(), str(path), kind, remedy)
+    except FormatError as error:
+        raise GMetaError(str(error)) from error

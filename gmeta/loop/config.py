@@ -41,6 +41,12 @@ class FollowSection:
         "JSON file that says the best possible AUC of each partition, if a recipe knows it: a list "
         "of {day, auc_of_p_click}; for the page",
     )
+    keep: int = key(
+        0,
+        "newest versions of the channel that stay, with the checkpoints that they were made of; "
+        "what is served, what it builds on and what a rollback goes back to stay too; 0: all",
+        min=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,8 @@ class JudgeSection:
     pool: int = key(7, "earlier increments to add where tasks are few", min=0, max=1000)
     max_refused: int = key(
         3,
-        "candidates refused in a row, each trained on from the last, before all are set aside",
+        "candidates refused in a row, each trained on from the model that serves, before the loop "
+        "waits for a person",
         min=1,
     )
 

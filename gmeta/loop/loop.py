@@ -4,23 +4,29 @@ What is done is read from what is there, so that a loop killed anywhere goes on 
 that an increment took are taken, and of RUNS/000007/ `trained.json`, `model/`, `verdict.json`, the
 channel's log and `frozen.json` each end a stage. When nothing else is to be done, the first version
 that was promoted is scored on what has come since: what a model that does not go on is worth today.
+What is remembered beside that never changes on the disk.
 """
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from gmeta.delivery.channel import PROMOTED, Channel
+from gmeta.delivery.channel import PROMOTED, PROMOTIONS, Channel
+from gmeta.delivery.retention import kept_versions, prune
 from gmeta.delivery.versions import Version
 from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.files.checked_json import read_json
 from gmeta.loop.config import FollowConfig
-from gmeta.loop.partitions import Partition, closed_partitions, taken_files
-from gmeta.runs.folder import write_json
+from gmeta.loop.partitions import Partition, TakenFiles, closed_partitions
+from gmeta.runs.folder import CONFIG_FILE as RUN_CONFIG_FILE
+from gmeta.runs.folder import RunFolder, write_json
 from gmeta.serving.folder import CONFIG_FILE
+from metaio.counted import counted
+from metaio.errors import MetaIOError
 from metaio.stream.chain import folder_of, increment_numbers, open_stream
 from metaio.stream.quarantine import list_quarantine
 
@@ -63,6 +69,9 @@ class Loop:
         self._stream = config.follow.stream
         self._run_stage, self._last_line = run_stage, last_line
         self.under_way: UnderWay | None = None
+        self._files = TakenFiles(self._stream)
+        self._verdicts: dict[int, dict[str, Any]] = {}
+        self._promoted: tuple[object, dict[str, int]] = (None, {})
 
     def step(self) -> Done | None:
         """Take the next stage there is and return what came of it; None where there is none.
@@ -103,7 +112,7 @@ class Loop:
     def waiting(self) -> list[Partition]:
         """Return the closed partitions of which an increment is to be made, the first one first."""
         follow = self.config.follow
-        known = {*taken_files(self._stream), *self.quarantined()}
+        known = {*self._files.files(), *self.quarantined()}
         found = []
         for partition in closed_partitions(follow.inputs, follow.closed_after_s):
             files = tuple(file for file in partition.files if file not in known)
@@ -126,9 +135,12 @@ class Loop:
 
     def verdict(self, number: int) -> dict[str, Any] | None:
         """Return the verdict on an increment's candidate; None where there is none yet."""
+        if number in self._verdicts:
+            return self._verdicts[number]  # it never changes: a step must not read all of them
         path = self.folder(number) / "verdict.json"
         try:
-            return read_json(path)
+            self._verdicts[number] = read_json(path)
+            return self._verdicts[number]
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -139,12 +151,19 @@ class Loop:
     def promoted(self, number: int) -> int | None:
         """Return the version of the channel that an increment's candidate became."""
         verdict = self.verdict(number)
-        model = (verdict or {}).get("model")
-        for entry in self.channel.promotions() if model else ():
-            kept = entry.get("verdict") or {}
-            if entry.get("action") == PROMOTED and kept.get("model") == model:
-                return int(entry["number"])
-        return None
+        return self._promotions().get((verdict or {}).get("model", ""))
+
+    def continued_from(self, number: int) -> int | None:
+        """Return the increment whose run the one of this increment goes on from: the newest whose
+        model is served, or was promoted last if another model serves; None: there is none.
+
+        What was refused, or rolled back, is gone on from by nothing.
+        """
+        earlier = [one for one in increment_numbers(self._stream) if one < number]
+        promoted = [one for one in earlier if self.promoted(one) is not None]
+        current = self.channel.current()
+        served = [one for one in promoted if current and self.promoted(one) == current.number]
+        return max(served or promoted, default=None)
 
     def refused_before(self, number: int) -> list[int]:
         """Return the increments before this one that were refused since the last promotion."""
@@ -194,16 +213,24 @@ class Loop:
         follow, root = self.config.follow, self.folder(number)
         place = [f'data.path="{self._stream}"', f'data.increment="{number}"']
         arguments = ["train", follow.train, *place, f'run.dir="{root / "run"}"']
-        earlier = [one for one in increment_numbers(self._stream) if one < number]
-        if earlier:
-            arguments.append(f'run.continue_from="{self.folder(earlier[-1]) / "run"}"')
-        if (root / "run").exists():
-            arguments.append("--resume")
+        begun = RunFolder(root / "run")
+        if (begun.root / RUN_CONFIG_FILE).exists():
+            # It goes on as it began, whatever was promoted or rolled back meanwhile.
+            run = begun.read_config().run
+            before, skipped = run.continue_from, list(run.skip_increments)
+        else:
+            last = self.continued_from(number)
+            before = "" if last is None else str(self.folder(last) / "run")
+            skipped = [] if last is None else list(range(last + 1, number))
+        arguments += [f'run.continue_from="{before}"'] if before else []
+        arguments += [f"run.skip_increments={skipped}"] if skipped else []
+        arguments += ["--resume"] if begun.root.exists() else []
         if follow.nproc_per_node > 1:
             arguments += ["--nproc-per-node", str(follow.nproc_per_node)]
         took_s = self._taken("train", number, arguments)
         write_json(root / "trained.json", {"increment": number, "at_s": time.time()})
-        return Done("train", number, took_s, f"{root / 'run'}")
+        told = f", without increment {', '.join(map(str, skipped))}" if skipped else ""
+        return Done("train", number, took_s, f"{root / 'run'}{told}")
 
     def _export(self, number: int) -> Done:
         root = self.folder(number)
@@ -233,7 +260,39 @@ class Loop:
             "promote", number, [*arguments, "--verdict", str(root / "verdict.json")]
         )
         version = self.channel.version(self.channel.served().number)
-        return Done("promote", number, took_s, f"version {version.name}, {version.kind}")
+        told = f"version {version.name}, {version.kind}{self._removed()}"
+        return Done("promote", number, took_s, told)
+
+    def _removed(self) -> str:
+        """Remove the versions and checkpoints that nobody needs, and return what is told of it."""
+        keep = self.config.follow.keep
+        if not keep:
+            return ""
+        try:
+            gone = prune(self.channel, keep)
+            versions = kept_versions(self.channel, keep)
+            numbers = increment_numbers(self._stream)
+            stay = [one for one in numbers if self.promoted(one) in versions]
+            for number in numbers:
+                if number < max(stay, default=0) and number not in stay:
+                    for name in ("run/checkpoints", "model"):
+                        shutil.rmtree(self.folder(number) / name, ignore_errors=True)
+        except (GMetaError, MetaIOError, OSError) as error:
+            return f"; old versions stay: {error}"  # the next promotion tries again
+        return f"; removed {counted(len(gone), 'version')}" if gone else ""
+
+    def _promotions(self) -> dict[str, int]:
+        """Return the version that each model became, by the model's checksum."""
+        path = self.channel.root / PROMOTIONS
+        stamp = (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
+        if stamp != self._promoted[0]:
+            found = {}
+            for entry in self.channel.promotions():
+                model = (entry.get("verdict") or {}).get("model")
+                if model and entry.get("action") == PROMOTED:
+                    found[str(model)] = int(entry["number"])
+            self._promoted = stamp, found
+        return self._promoted[1]
 
     def _score(self, number: int, version: Version) -> Done:
         arguments = ["score", str(version.folder), "--on", f"{self._stream}:{number}"]

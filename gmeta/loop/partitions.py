@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, final
 
 from metaio.format.storage import file_system, is_local
 from metaio.stream.chain import increment_numbers, open_stream
@@ -49,12 +49,33 @@ def closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
     return found
 
 
-def taken_files(stream: str) -> dict[str, int]:
-    """Return the increment that took each file, by the file's name."""
-    if not increment_numbers(stream):
-        return {}
-    records = open_stream(stream).records
-    return {one["name"]: record.number for record in records for one in record.report["inputs"]}
+@final
+class TakenFiles:
+    """Which files the increments of a stream took; each manifest is read once, however long the
+    stream grows."""
+
+    def __init__(self, stream: str) -> None:
+        self._stream = stream
+        self._increment_of: dict[str, int] = {}
+        self._known: set[int] = set()
+
+    def files(self) -> dict[str, int]:
+        """Return the increment that took each file, by the file's name.
+
+        Raises:
+            FormatError: a manifest is damaged.
+        """
+        numbers = set(increment_numbers(self._stream))
+        if not self._known <= numbers:  # the newest was taken back: its files are free again
+            self._increment_of, self._known = {}, set()
+        new = numbers - self._known
+        if new:
+            stream = open_stream(self._stream)
+            for number in sorted(new):
+                for file in stream.record(number).report["inputs"]:
+                    self._increment_of[file["name"]] = number
+            self._known |= new
+        return self._increment_of
 
 
 def _is_hidden(name: str) -> bool:

@@ -29,6 +29,7 @@ NOT_TUNED = {
     "run.dir": "each trial has a folder of its own in the study",
     "run.start_from": "all trials begin alike",
     "run.continue_from": "all trials begin alike",
+    "run.skip_increments": "all trials begin alike",
     "run.seed": "the luckiest seed is no better setting",
     "run.early_stop_metric": "all trials are compared by one metric",
 }

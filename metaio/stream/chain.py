@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from metaio.errors import FormatError, NoDatasetError
+from metaio.format.checked_json import checked
 from metaio.format.dataset import Dataset, open_dataset, verify_file
 from metaio.format.layout import MANIFEST_NAME, RESET_FOLDER
 from metaio.format.manifest import Manifest, decode_manifest
 from metaio.format.storage import Storage, file_system
 from metaio.ragged import Int64
-from metaio.stream.checked_json import read_checked
 
 STREAM_FILE = "stream.json"
 STREAM_FORMAT = "gmeta-stream"
@@ -160,7 +160,17 @@ def open_stream(url: str) -> Stream:
             f"{url} holds no stream: there is no increment. Run: gmeta prepare --schema FILE "
             f"--extend {url} INPUT..."
         )
-    return Stream(storage, read_checked(storage, STREAM_FILE, STREAM_FORMAT), numbers)
+    return Stream(storage, read_of_stream(storage, STREAM_FILE, STREAM_FORMAT), numbers)
+
+
+def read_of_stream(storage: Storage, path: str, kind: str) -> dict[str, Any]:
+    """Return a JSON file of a stream, which carries its own checksum.
+
+    Raises:
+        FormatError: it is missing, of another kind or version, or was altered.
+    """
+    remedy = "gmeta prepare --extend alone writes it: put back the file that it wrote"
+    return checked(storage.read(path), storage.name(path), kind, remedy)
 
 
 def is_stream(url: str) -> bool:
@@ -179,6 +189,21 @@ def increment_numbers(url: str) -> list[int]:
     names = (str(path).rstrip("/").rsplit("/", 1)[-1] for path in listed)
     # Others begin with a dot: they are being written, or were when their writer was killed.
     return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
+
+
+def increment_before(dataset: Dataset, back: int = 1) -> Dataset | None:
+    """Return the increment that stands so many before this one in its stream; None where there is
+    none, or the dataset is of no stream.
+
+    Raises:
+        FormatError, NoDatasetError: it is damaged, or was removed.
+    """
+    place = dataset.manifest.stream
+    if place is None or place.increment - back < FIRST_INCREMENT:
+        return None
+    # Increments stand side by side, each named by its number.
+    folder, slash, name = dataset.url.rstrip("/").rpartition("/")
+    return open_dataset(f"{folder}{slash}{place.increment - back:0{len(name)}d}")
 
 
 def reset_rows(dataset: Dataset) -> dict[str, Int64]:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from metaio.errors import DataError
+from metaio.format.checked_json import write_checked
 from metaio.format.destination import one_writer
 from metaio.format.features import TableSpec
 from metaio.format.layout import RESET_FOLDER
@@ -39,7 +40,6 @@ from metaio.stream.chain import (
     folder_of,
     open_stream,
 )
-from metaio.stream.checked_json import write_checked
 from metaio.stream.description import Before, check_columns, column_kinds, opened
 from metaio.stream.inputs import InputFile, described, refuse_known, with_inputs
 from metaio.stream.numbering import Admission, Change, Numbering, advanced, capacity_of, merged

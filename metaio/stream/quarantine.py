@@ -6,9 +6,10 @@ from typing import Any
 import xxhash
 
 from metaio.errors import QuarantinedError
+from metaio.format.checked_json import write_checked
 from metaio.format.manifest import canonical_json
 from metaio.format.storage import Storage
-from metaio.stream.checked_json import read_checked, write_checked
+from metaio.stream.chain import read_of_stream
 from metaio.stream.inputs import InputFile
 
 QUARANTINE = "quarantine"
@@ -44,7 +45,7 @@ def list_quarantine(root: Path) -> list[dict[str, Any]]:
     """
     storage = Storage(str(root / QUARANTINE))
     return [
-        read_checked(storage, path.name, _FORMAT)
+        read_of_stream(storage, path.name, _FORMAT)
         for path in sorted((root / QUARANTINE).glob("*.json"))
     ]
 

@@ -12,13 +12,13 @@ from typing import Any
 import pyarrow as pa
 
 from metaio.errors import FormatError
+from metaio.format.checked_json import write_checked
 from metaio.format.destination import flush_to_disk
 from metaio.format.manifest import xxh3_hex
 from metaio.format.shard_writer import mapped
 from metaio.format.storage import Storage
 from metaio.prepare.schema import Schema
-from metaio.stream.chain import folder_of
-from metaio.stream.checked_json import read_checked, write_checked
+from metaio.stream.chain import folder_of, read_of_stream
 from metaio.stream.numbering import Numbering
 from metaio.stream.task_rows import TaskRows
 
@@ -58,7 +58,7 @@ def load_state(stream: Path, number: int) -> State:
         FormatError: it is missing, or a file of it was altered.
     """
     folder = stream / STATES / folder_of(number)
-    body = read_checked(Storage(str(folder)), _FILE, _FORMAT)
+    body = read_of_stream(Storage(str(folder)), _FILE, _FORMAT)
     for name, (num_bytes, xxh3) in body["files"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != num_bytes or xxh3_hex(mapped(path)) != xxh3:

@@ -48,15 +48,16 @@ def test_the_newest_checkpoint_of_a_run_that_is_over_or_one_that_is_named_is_tak
     second = open_dataset(str(stream[1]))
     (newest,) = list_checkpoints(RunFolder(trained).checkpoints)
     for named in (trained, newest):
-        found, lineage = checkpoint_to_continue_from(
+        found, lineage, skipped = checkpoint_to_continue_from(
             going_on(trained, continue_from=str(named)), second
         )
-        assert found == newest
+        assert (found, skipped) == (newest, [])
         assert [one.increment for one in lineage] == [1]
     nothing = replace(going_on(trained).run, continue_from="")
     assert checkpoint_to_continue_from(replace(going_on(trained), run=nothing), second) == (
         None,
         (),
+        [],
     )
 
 
@@ -98,6 +99,18 @@ def test_a_run_that_is_not_over_is_refused_unless_its_checkpoint_is_named(
         checkpoint_to_continue_from(going_on(trained, continue_from=str(newest)), second)
     finally:
         write_json(trained / "config.json", before.to_json())
+
+
+def test_increments_to_skip_without_a_run_to_go_on_from_are_refused(
+    stream: list[Path], trained: Path
+) -> None:
+    config = going_on(trained, continue_from="", skip_increments=[2])
+    with pytest.raises(ConfigError) as caught:
+        checkpoint_to_continue_from(config, open_dataset(str(stream[1])))
+    assert str(caught.value) == (
+        "run.skip_increments = [2] has no effect without run.continue_from: a model that begins "
+        "anew is trained on data.increment alone. Leave it out"
+    )
 
 
 def test_a_discount_that_nothing_would_feel_is_refused(stream: list[Path], trained: Path) -> None:

@@ -1,6 +1,7 @@
 """A model goes on with the increment after its last, and with no other; each refusal names why."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 from gmeta.checkpoints.lineage import (
     Lineage,
     TrainedIncrement,
-    check_next,
     lineage_of,
     next_lineage,
+    skipped_before,
     steps_before,
+    told_increments,
     told_lineage,
 )
 from gmeta.errors import UserError
@@ -35,15 +37,16 @@ def trained_on(*datasets: Dataset) -> Lineage:
     return lineage
 
 
-def refusal(lineage: Lineage, dataset: Dataset) -> str:
+def refusal(lineage: Lineage, dataset: Dataset, *skip: int) -> str:
     with pytest.raises(UserError) as caught:
-        check_next(lineage, dataset, CHECKPOINT)
+        skipped_before(lineage, dataset, skip, CHECKPOINT)
     return str(caught.value)
 
 
 def test_the_increment_after_the_last_is_taken(increments: list[Dataset]) -> None:
     for number in range(1, len(increments)):
-        check_next(trained_on(*increments[:number]), increments[number], CHECKPOINT)
+        lineage = trained_on(*increments[:number])
+        assert skipped_before(lineage, increments[number], (), CHECKPOINT) == []
 
 
 def test_a_skipped_a_doubled_and_an_old_increment_are_refused_by_name(
@@ -54,7 +57,8 @@ def test_a_skipped_a_doubled_and_an_old_increment_are_refused_by_name(
     remedy = "stream shop. Set data.increment to 3 of that stream"
     lineage = trained_on(first, second)
     assert refusal(lineage, fourth) == (
-        f"increment 4 of {fourth.url} skips increment 3{was}{remedy}"
+        f"increment 4 of {fourth.url} skips increment 3, which run.skip_increments does not name"
+        f"{was}{remedy}"
     )
     assert refusal(lineage, second) == (
         f"increment 2 of {second.url} was trained on already{was}{remedy}"
@@ -64,6 +68,41 @@ def test_a_skipped_a_doubled_and_an_old_increment_are_refused_by_name(
         f"increment 2 of {second.url} comes out of order; checkpoint {CHECKPOINT} was trained on "
         "increment 3 of stream shop. Set data.increment to 4 of that stream"
     )
+
+
+def test_increments_are_skipped_where_all_of_them_are_named_and_no_other(
+    increments: list[Dataset],
+) -> None:
+    first, second, third, fourth = increments
+    lineage = trained_on(first)
+    found = skipped_before(lineage, fourth, (3, 2), CHECKPOINT)
+    assert [one.fingerprint for one in found] == [third.fingerprint, second.fingerprint]
+    assert "skips increment 2, which run.skip_increments does not name" in refusal(
+        lineage, fourth, 3
+    )
+    assert "skips increment 2, 3, which" in refusal(lineage, fourth, 2)
+    assert refusal(lineage, third, 2, 3, 7) == (
+        f"run.skip_increments = [2, 3, 7] names increment 3, 7, which does not stand between "
+        f"increment 1, the last of {CHECKPOINT}, and 3 of {third.url}. Leave it out"
+    )
+    gone_on = next_lineage(lineage, third)
+    assert skipped_before(gone_on, fourth, (), CHECKPOINT) == []
+    assert told_increments(gone_on) == "increments 1 to 3 without 2 of stream shop"
+    assert "increment 2 of" in refusal(gone_on, second)
+
+
+def test_a_skipped_increment_of_another_past_is_refused(
+    increments: list[Dataset], tmp_path: Path
+) -> None:
+    rewritten = write_increments(tmp_path, (9, 9, 9), num_tasks=5)
+    newest = open_dataset(str(rewritten[2]))
+    oldest = open_dataset(str(rewritten[0])).fingerprint
+    assert f"follows another increment 1 (fingerprint {oldest[:12]}, " in refusal(
+        trained_on(increments[0]), newest, 2
+    )
+    shutil.rmtree(rewritten[1])
+    shutil.copytree(increments[1].url, rewritten[1])
+    assert "skips increment 2" in refusal(trained_on(increments[0]), newest, 2)
 
 
 def test_an_increment_of_another_stream_or_of_another_past_is_refused_by_name(

@@ -129,15 +129,15 @@ def test_a_promotion_killed_anywhere_is_taken_up_by_the_next(
 
     channel, _ = versions(tmp_path, 2)
     model = Model.of(SIZES, seed=4).write(tmp_path / "m")
-    for step in ("write_sealed", "Channel._log"):
+    for step in ("write_checked", "Channel._log"):
         owner = Channel if "." in step else channel_module
         with monkeypatch.context() as patched:
             patched.setattr(owner, step.rpartition(".")[2], killed)
             with pytest.raises(KilledError):
                 channel.promote(model)
         # Killed before the pointer the old version serves, behind it the new one does.
-        assert channel.served().number == (2 if step == "write_sealed" else 3)
-        if step == "write_sealed":
+        assert channel.served().number == (2 if step == "write_checked" else 3)
+        if step == "write_checked":
             assert channel.numbers() == [1, 2, 3]
     assert channel.promote(model).number == 3
     assert [one["number"] for one in channel.promotions()] == [1, 2, 3]
@@ -152,7 +152,7 @@ def test_the_pointer_is_written_once_the_version_is_on_the_disk(
     seen: list[dict[str, bytes]] = []
     flushed: set[int] = set()  # inodes
     not_flushed: list[Path] = []
-    write, fsync = channel_module.write_sealed, os.fsync
+    write, fsync = channel_module.write_checked, os.fsync
 
     def noted(descriptor: int) -> None:
         fsync(descriptor)
@@ -166,7 +166,7 @@ def test_the_pointer_is_written_once_the_version_is_on_the_disk(
         write(path, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(channel_module, "write_sealed", looked)
+    monkeypatch.setattr(channel_module, "write_checked", looked)
     channel.promote(model)
     assert seen == [content(model)]
     assert not_flushed == []
@@ -211,7 +211,7 @@ def test_what_cannot_be_rolled_back_to_is_said(tmp_path: Path) -> None:
 
 def test_two_promotions_at_once_are_one_and_a_refusal(tmp_path: Path) -> None:
     channel, _ = versions(tmp_path, 2)
-    with channel._changing(), pytest.raises(DataError, match="is writing"):
+    with channel.changing(), pytest.raises(DataError, match="is writing"):
         channel.rollback()
     assert channel.served().number == 2
 

@@ -112,5 +112,5 @@ def test_a_damaged_file_of_a_delta_is_named(tmp_path: Path) -> None:
     table.write_bytes(whole)
     assert content(whole_version(channel, 3, tmp_path / "own")) == content(tmp_path / "3")
     (channel.folder_of(2) / "delta.json").write_text("{}")
-    with pytest.raises(GMetaError, match=r"delta\.json has format None"):
+    with pytest.raises(GMetaError, match=r"delta\.json is no file of format gmeta-delta"):
         whole_version(channel, 3, tmp_path / "other")

@@ -96,6 +96,25 @@ def test_any_ranks_go_on_to_the_same_model_and_a_stop_changes_nothing(tmp_path: 
 
 
 @pytest.mark.distributed
+def test_an_increment_that_is_skipped_leaves_the_rows_that_it_reused_anew(tmp_path: Path) -> None:
+    first, _, third = write_increments(tmp_path / "shop", reset_rows=RESET, reset_in=[2])
+    runs = [tmp_path / "one", tmp_path / "three"]
+    still = {"outer__sparse_lr": 0.0, "outer__adagrad_decay": 1.0, "run__prequential": False}
+    configs = [
+        config_of(runs[0], first),
+        config_of(runs[1], third, runs[0], run__skip_increments=[2], **still),
+    ]
+    on_ranks(1, train_each, configs)
+    lineage = read_about(newest(runs[1]))["lineage"]
+    assert [one["increment"] for one in lineage] == [1, 3]
+    name = "model.tables.embeddings.item.weight"
+    before, after = (tensors(newest(run))[name] for run in runs)
+    kept = [row for row in range(len(before)) if row not in RESET]
+    assert torch.equal(after[kept], before[kept])
+    assert (after[list(RESET)] != before[list(RESET)]).any(1).all()
+
+
+@pytest.mark.distributed
 def test_an_increment_is_scored_before_it_is_trained_on(tmp_path: Path) -> None:
     first, second = write_increments(tmp_path / "shop", (30, 100))
     runs = [tmp_path / name for name in ("one", "still", "silent")]

@@ -15,7 +15,8 @@ from gmeta.delivery.whole import CACHE_VARIABLE
 from gmeta.errors import GMetaError, UserError
 from gmeta.loop.config import load_follow_config
 from gmeta.loop.metrics import LoopMetrics
-from gmeta.runs.folder import list_checkpoints
+from gmeta.loop.stages import last_line
+from gmeta.runs.folder import RunFolder, list_checkpoints
 from metaio.stream.chain import open_stream
 from tests.commands import environment
 from tests.commands import gmeta as run_gmeta
@@ -153,7 +154,7 @@ def files_of(root: Path) -> frozenset[str]:
 def test_refused_candidates_leave_the_champion_and_are_set_aside_after_a_few(
     followed: Path, tmp_path: Path
 ) -> None:
-    """The judge refuses whatever comes: the next increment is trained on from the last run."""
+    """The judge refuses whatever comes: what it refused is gone on from by nothing."""
     config = write_loop(tmp_path, max_refused=2)
     shutil.copytree(followed / "stream", tmp_path / "stream")
     asked: list[list[str]] = []
@@ -175,9 +176,7 @@ def test_refused_candidates_leave_the_champion_and_are_set_aside_after_a_few(
         (tmp_path / "runs" / f"{number:06d}").mkdir(parents=True)
         assert [loop.step().stage for _ in range(3)] == ["train", "export", "judge"]  # type: ignore[union-attr]
     trains = [one for one in asked if one[0] == "train"]
-    first = tmp_path / "runs" / "000001" / "run"
-    assert f'run.continue_from="{first}"' not in trains[0]
-    assert f'run.continue_from="{first}"' in trains[1]
+    assert not [one for train in trains for one in train if "continue_from" in one]
     assert loop.step() is None  # no third increment yet
     assert loop.refused_before(3) == [1, 2]
     shutil.copytree(
@@ -189,6 +188,68 @@ def test_refused_candidates_leave_the_champion_and_are_set_aside_after_a_few(
         "increments 1, 2 are set aside: 2 candidates were refused in a row, the last because "
         "worse. The version before them serves on. Raise judge.max_refused, or promote by hand: "
     )
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("rolled_back", [False, True])
+def test_the_next_run_goes_on_from_what_serves_and_skips_what_was_refused(
+    followed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rolled_back: bool
+) -> None:
+    """Increment 2 was refused, or promoted and rolled back: the third never saw its weights."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    root = tmp_path / "copy"
+    shutil.copytree(followed, root)
+    write_day(root / "logs", 2)
+    config = write_loop(root, margin=9)
+    loop = loop_of(config)
+    if not rolled_back:
+        verdict = root / "runs" / "000002" / "verdict.json"
+        told = json.loads(verdict.read_text()) | {"verdict": "refuse", "model": "of no version"}
+        verdict.write_text(json.dumps(told))
+    loop.channel.rollback(1)
+    run_gmeta("prepare", "--extend", root / "stream", root / "logs/day=002/part-0.parquet")
+    assert loop.continued_from(3) == 1
+    assert loop.refused_before(3) == ([] if rolled_back else [2])
+    done = loop.step()
+    assert done is not None
+    assert (done.stage, done.increment) == ("train", 3)
+    assert done.told.endswith("run, without increment 2")
+    assert lineage(root / "runs" / "000003" / "run") == [1, 3]
+    # Killed before it was noted, it goes on as it began, whatever serves by now.
+    (root / "runs" / "000003" / "trained.json").unlink()
+    loop.channel.rollback(2)
+    assert loop.step() is not None
+    begun = RunFolder(root / "runs" / "000003" / "run").read_config().run
+    assert begun.skip_increments == (2,)
+    assert begun.continue_from.endswith("000001/run")
+
+
+@pytest.mark.distributed
+def test_old_versions_and_their_checkpoints_go_and_what_goes_on_stays(
+    followed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    root = tmp_path / "copy"
+    shutil.copytree(followed, root)
+    write_day(root / "logs", 2)
+    config = write_loop(root, margin=9)
+    config.write_text(config.read_text().replace("every_s", "keep = 1\nevery_s"))
+    run_gmeta("prepare", "--extend", root / "stream", root / "logs/day=002/part-0.parquet")
+    loop = loop_of(config)
+    found = []
+    while loop.unfinished() is not None:
+        done = loop.step()
+        assert done is not None
+        found.append(done)
+    assert found[-1].told.endswith("; removed 1 version")
+    assert loop.channel.numbers() == [2, 3]  # what serves, and what a rollback goes back to
+    runs = root / "runs"
+    kept = [n for n in (1, 2, 3) if (runs / f"{n:06d}" / "run" / "checkpoints").exists()]
+    assert kept == [2, 3] == [n for n in (1, 2, 3) if (runs / f"{n:06d}" / "model").exists()]
+    assert "promoted" in stream_page(loop_of(config))
+    assert loop_of(config).unfinished() is None
+    loop.channel.rollback()
+    assert loop.continued_from(4) == 2
 
 
 def test_a_failed_stage_says_what_it_said(tmp_path: Path) -> None:

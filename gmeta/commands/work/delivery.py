@@ -15,6 +15,7 @@ from gmeta.commands.screen import screen, show_table, size_text, table_of
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.judge import Verdict, judge, not_finite, windows_before
 from gmeta.delivery.packing import pack
+from gmeta.delivery.retention import prune
 from gmeta.delivery.versions import Version, is_delta, read_version
 from gmeta.delivery.whole import whole_version
 from gmeta.errors import NotFiniteError, UserError
@@ -61,9 +62,15 @@ def told(version: Version) -> str:
 
 
 def promote_candidate(
-    candidate: Path, root: Path, tables: TableFormat, step: int | None, verdict: Path | None
+    candidate: Path,
+    root: Path,
+    tables: TableFormat,
+    step: int | None,
+    verdict: Path | None,
+    keep: int = 0,
 ) -> None:
-    """Promote a run or an export, and print what is served from here on."""
+    """Promote a run or an export, and print what is served from here on; with `keep`, remove the
+    versions that nobody needs."""
     channel = Channel(root)
     kept = None if verdict is None else _verdict(verdict)
     with _beside(root / "candidate") as packed:
@@ -80,6 +87,9 @@ def promote_candidate(
         current = channel.promote(packed, kept)
     version = channel.version(current.number)
     screen(stderr=True).print(f"served: version {version.name} of {root}  ({told(version)})")
+    gone = prune(channel, keep) if keep else []
+    if gone:
+        screen(stderr=True).print(f"removed: version {', '.join(map(str, reversed(gone)))}")
 
 
 def judge_candidate(

@@ -1,0 +1,56 @@
+"""JSON files that carry their own checksum, and are there whole or not at all: an edited, cut or
+foreign one is named.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from metaio.errors import FormatError
+from metaio.format.destination import flush_to_disk
+from metaio.format.manifest import canonical_json, xxh3_hex
+
+VERSION = 1
+
+
+def write_checked(path: Path, kind: str, body: Mapping[str, Any]) -> None:
+    """Write a JSON file of this kind; it takes its name once it is on the disk."""
+    # There and back, so that the checksum sees what a reader will see: lists, not tuples.
+    told = {"format": kind, "version": VERSION, **body}
+    found: dict[str, Any] = json.loads(json.dumps(told, default=vars))
+    found["checksum"] = _checksum_of(found)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(found, indent=1) + "\n")
+    flush_to_disk([partial])
+    partial.replace(path)
+    flush_to_disk([path.parent])
+
+
+def checked(content: bytes, name: str, kind: str, remedy: str) -> dict[str, Any]:
+    """Return what `write_checked` wrote into the file `name`, with its format, version and
+    checksum.
+
+    Raises:
+        FormatError: the content is of another kind or version, or was altered; `remedy` says what
+            to do about it.
+    """
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{name} is not JSON: it was cut short or edited. {remedy}") from error
+    if not isinstance(body, dict) or body.get("format") != kind:
+        raise FormatError(f"{name} is no file of format {kind}. {remedy}")
+    if body.get("version") != VERSION:
+        raise FormatError(
+            f"{name} has version {body.get('version')!r:.20}, this release reads version "
+            f"{VERSION}. Read it with the release that wrote it"
+        )
+    if body.get("checksum") != _checksum_of(body):
+        raise FormatError(f"{name} does not match its own checksum: it was edited. {remedy}")
+    return body
+
+
+def _checksum_of(body: Mapping[str, Any]) -> str:
+    signed = {key: value for key, value in body.items() if key != "checksum"}
+    return xxh3_hex(canonical_json(signed))
