@@ -100,7 +100,7 @@ def test_values_of_a_large_table_share_places_where_memory_ends() -> None:
 def test_the_priors_are_the_best_of_the_grid(loss: Loss) -> None:
     rows = episode_rows(60, loss)
     sums = sum_training_rows([rows], FEATURES, 0)
-    chosen = choose_bias(loss, sums, rows, ITEM, 0)
+    chosen = choose_bias(loss, sums, [rows], ITEM, 0)
     # Each task judged with the items of the training rows of other folds.
     fold_T = fold_of(rows.task_T, 0)
     query_N, fold_N = ~rows.is_support_N, fold_T[rows.episode_N]
@@ -131,8 +131,8 @@ def test_the_priors_are_the_best_of_the_grid(loss: Loss) -> None:
 def test_the_item_is_the_column_whose_means_predict_best() -> None:
     rows = episode_rows(60, "mse")
     sums = sum_training_rows([rows], FEATURES, 0)
-    assert choose_bias("mse", sums, rows, None, 0).item == ITEM
-    assert choose_bias("mse", sums, rows, 0, 0).item == 0  # as asked
+    assert choose_bias("mse", sums, [rows], None, 0).item == ITEM
+    assert choose_bias("mse", sums, [rows], 0, 0).item == 0  # as asked
 
 
 def test_columns_that_say_nothing_are_no_item() -> None:
@@ -141,7 +141,7 @@ def test_columns_that_say_nothing_are_no_item() -> None:
     rows.ids_NF[:, 0] = rng.integers(0, 6, rows.num_rows)
     rows.ids_NF[:, ITEM] = rng.integers(0, 20, rows.num_rows)
     sums = sum_training_rows([rows], FEATURES, 0)
-    model = choose_bias("mse", sums, rows, None, 0)
+    model = choose_bias("mse", sums, [rows], None, 0)
     least = min(
         mae(rows.label_N, BiasModel("mse", NO_ITEM, 0.5, prior).predict(sums, rows))
         for prior in FEW_PRIORS
