@@ -1,6 +1,7 @@
 """The data sets of benchmarks/quality.py: how each is prepared, trained and scored."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from _common import REPOSITORY
@@ -18,7 +19,8 @@ class Protocol:
     `config` and `plain` are files of examples/: the meta-learned model, and the same model without
     an inner loop. `draws` says whether support and query rows can be drawn anew: not where the
     support is the past, or was given. `tuned` and `by_hand` tell how many runs chose the settings
-    of adapted and plain. `why` is what we know of why adapting is not ahead everywhere.
+    of adapted and plain. `why` is what we know of why adapting is not ahead everywhere. `others`
+    are other algorithms: overrides of the adapted config by name, run with the first seed alone.
     """
 
     name: str
@@ -34,7 +36,8 @@ class Protocol:
     by_hand: tuple[int, int]
     why: str
     prepare: tuple[str, ...] = ()
-    train: tuple[str, ...] = ()  # overrides of both configs
+    train: tuple[str, ...] = ()  # overrides of all configs
+    others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def configs(self) -> dict[str, Path]:
@@ -74,7 +77,14 @@ PROTOCOLS = (
             "start from the bias model, are level with adapting there."
         ),
         prepare=("--validation",),
-        train=("data.train_split=fit", "data.valid_split=valid-user-cold"),
+        train=(
+            "data.train_split=fit",
+            'data.valid_split=["valid-user-cold", "valid-item-cold", "valid-user-item-cold"]',
+        ),
+        others={
+            "encoder": ("algorithm.name=encoder",),
+            "encoder_maml": ("algorithm.name=encoder_maml",),
+        },
     ),
     Protocol(
         name="metaemb",
@@ -102,7 +112,18 @@ PROTOCOLS = (
             "gap on the validation split."
         ),
         prepare=("--validation",),
-        train=("data.train_split=fit", "data.valid_split=valid-warm-a"),
+        train=(
+            "data.train_split=fit",
+            'data.valid_split=["valid-cold", "valid-warm-a", "valid-warm-b", "valid-warm-c"]',
+        ),
+        others={
+            "metaemb": (
+                "algorithm.name=metaemb",
+                'algorithm.adapt_embeddings=["item"]',
+                'algorithm.content=["title", "year", "genre"]',
+                "algorithm.inner_lr=0.1",
+            ),
+        },
     ),
     Protocol(
         name="amazon",

@@ -91,6 +91,50 @@ def test_what_is_chosen_is_the_best_of_the_grid_on_the_validation_tasks(
     assert grown.num_trees == best_of(expected)[1]
 
 
+def test_groups_that_judge_weigh_alike_however_many_rows_they_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trees, "MAX_TREES", 60)
+    monkeypatch.setattr(trees, "LEAVES", (7,))
+    monkeypatch.setattr(trees, "LEAF_ROWS", (50,))
+    monkeypatch.setattr(trees, "RATES", (0.1,))
+    train = with_price_effect(episode_rows(200, "mse"), "mse")
+    # Many tasks that like what training says, few whose labels it knows nothing of.
+    groups = [
+        with_price_effect(episode_rows(80, "mse", 1, 1000), "mse"),
+        episode_rows(8, "mse", 2, 3000),
+    ]
+    known = known_of(train, "mse")
+    import lightgbm
+
+    given, _ = trees.training_statistics(known, train, False, 0)
+    booster = lightgbm.train(
+        trees._parameters("mse", trees.Setting()),
+        trees._dataset(lightgbm, given),
+        num_boost_round=60,
+    )
+    judged = [known.statistics(rows, fold_of(rows.task_T, 0)[rows.episode_N]) for rows in groups]
+
+    def loss_after(count: int) -> tuple[float, float]:
+        """The mean over groups, and that over rows."""
+        squares = [
+            np.square(
+                one.label_N
+                - one.start_N
+                - booster.predict(one.values_NX, raw_score=True, num_iteration=count)
+            )
+            for one in judged
+        ]
+        return float(np.mean([s.mean() for s in squares])), float(np.concatenate(squares).mean())
+
+    losses = [loss_after(count) for count in range(1, 61)]
+    by_group, by_row = (int(np.argmin(column)) + 1 for column in zip(*losses, strict=True))
+    assert by_group != by_row
+    grown = trees.grow("mse", known, train, groups, False, 0)
+    assert grown is not None
+    assert grown.num_trees == by_group
+
+
 @pytest.mark.parametrize("past", [False, True])
 def test_a_draw_has_as_many_query_rows_of_each_task_and_the_past_stays_past(past: bool) -> None:
     rows = episode_rows(50, "mse")
