@@ -19,8 +19,9 @@ class Protocol:
     `config` and `plain` are files of examples/: the meta-learned model, and the same model without
     an inner loop. `draws` says whether support and query rows can be drawn anew: not where the
     support is the past, or was given. `tuned` and `by_hand` tell how many runs chose the settings
-    of adapted and plain. `why` is what we know of why adapting is not ahead everywhere. `others`
-    are other algorithms: overrides of the adapted config by name, run with the first seed alone.
+    of adapted and plain, `judged_by` on which splits. `why` is what we know of why adapting is not
+    ahead everywhere. `others` are other algorithms: overrides of the adapted config by name, run
+    with the first seed alone.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Protocol:
     about: str
     tuned: tuple[int, int]
     by_hand: tuple[int, int]
+    judged_by: str
     why: str
     prepare: tuple[str, ...] = ()
     train: tuple[str, ...] = ()  # overrides of all configs
@@ -68,8 +70,10 @@ PROTOCOLS = (
             "training users, and chosen on the others, so that every baseline is tuned on users "
             "that training never saw; the example itself trains on all of them."
         ),
-        tuned=(0, 14),
-        by_hand=(29, 3),
+        tuned=(20, 34),
+        by_hand=(42, 3),
+        judged_by="`valid-user-cold`, `valid-item-cold`, `valid-user-item-cold`; before the last "
+        "20 trials of both, the first alone",
         why=(
             "for new users of known items, what the support rows say enters both models as "
             "inputs, and plain training, which learns from all rows and not from the query rows "
@@ -106,6 +110,7 @@ PROTOCOLS = (
         ),
         tuned=(1, 6),
         by_hand=(2, 1),
+        judged_by="`valid-warm-a`",
         why=(
             "plain training learns from every row, MAML from the query rows of a draw, on average "
             "57 % of them; twice the epochs, and users' mean labels as inputs, did not close the "
@@ -137,6 +142,7 @@ PROTOCOLS = (
         about=_BY_TIME,
         tuned=(22, 20),
         by_hand=(10, 4),
+        judged_by="`valid`",
         why=(
             "there is little to learn beyond the means of user and item: the trees, which start "
             "from the bias model, are best with two trees. For new users plain training, which "
@@ -155,6 +161,7 @@ PROTOCOLS = (
         about=_BY_TIME,
         tuned=(18, 18),
         by_hand=(44, 6),
+        judged_by="`valid`",
         why=(
             "about 110 and 190 tasks are too few: the intervals are as wide as any lead here of "
             "one model that knows the support rows over another."
@@ -176,6 +183,7 @@ PROTOCOLS = (
         ),
         tuned=(0, 0),
         by_hand=(2, 0),
+        judged_by="`valid`",
         why=(
             "of items that training knows, the trees' statistics say nearly as much to them as an "
             "inner step does."

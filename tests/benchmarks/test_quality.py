@@ -188,7 +188,7 @@ def test_the_page_tells_where_adapting_is_not_ahead(tmp_path: Path) -> None:
     assert "- cold, AUC against bias model: -.0620 to -.0180, worse" in text
     assert f"Why: {PROTOCOLS[0].why}" in text
     (adapted, plain), by_hand = PROTOCOLS[0].tuned, PROTOCOLS[0].by_hand
-    told = f"{adapted} | {plain} | {by_hand[0]} | {by_hand[1]}"
+    told = f"{adapted} | {plain} | {by_hand[0]} | {by_hand[1]} | {PROTOCOLS[0].judged_by}"
     assert f"| MovieLens-1M, MeLU's split | {told} |" in text
     assert "## When not to use meta-learning" in text
     assert "Means over 2 seeds and 5 draws of support and query rows." in text
