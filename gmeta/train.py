@@ -21,7 +21,6 @@ from gmeta.checkpoints.loader import restore_replaced
 from gmeta.checkpoints.settled import settled_by_first
 from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import TrainConfig
-from gmeta.evaluate import score_validation
 from gmeta.feeds.agent import Agent, open_agent
 from gmeta.feeds.source import open_feed
 from gmeta.feeds.training_sums import take_item_statistics
@@ -48,6 +47,7 @@ from gmeta.runs.folder import (
 from gmeta.runs.lock import held_alone
 from gmeta.runs.log import RunLog, StepMeter
 from gmeta.runs.profiler import StepProfiler
+from gmeta.validation import score_validation
 
 
 def is_due(every_steps: int, step: int) -> bool:

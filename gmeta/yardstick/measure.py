@@ -78,7 +78,8 @@ def measure(
         FormatError: a file is missing or damaged.
     """
     item = item_index(dataset, item_column)
-    loss, train_split, valid_splits = config.outer.loss, *_splits(config)
+    loss, train_split = config.outer.loss, config.data.train_split
+    valid_splits = config.data.valid_splits
     scored = [split for split in splits if on is not None or split != train_split]
     if not scored:
         return Yardsticks((), (f"no yardstick: it is made from {train_split}, which is scored",))
@@ -103,10 +104,6 @@ def measure(
     told = _told_trees(grown, valid_splits)
     rows = _predicted(asked, lambda rows: grown.predict(known, rows))
     return Yardsticks((*found, EvaluatedYardstick(*told, *rows)))
-
-
-def _splits(config: TrainConfig) -> tuple[str, tuple[str, ...]]:
-    return config.data.train_split, config.data.valid_splits
 
 
 class _Asked(NamedTuple):
