@@ -59,8 +59,8 @@ def _summary(one: Measured) -> str:
 
 
 def _budget(one: Measured) -> str:
-    runs = *one.protocol.tuned, *one.protocol.by_hand
-    return f"| {one.protocol.title} | {' | '.join(map(str, runs))} |"
+    cells = *one.protocol.tuned, *one.protocol.by_hand, one.protocol.judged_by
+    return f"| {one.protocol.title} | {' | '.join(map(str, cells))} |"
 
 
 def _anchor(title: str) -> str:

@@ -36,7 +36,8 @@ class Lead:
 
 @dataclass(frozen=True)
 class Row:
-    """A metric of a split: the adapted model's value, the mean over seeds, and its leads."""
+    """A metric of a split: the adapted model's value, the mean over seeds, and its leads, also
+    over algorithms that were run beside it."""
 
     split: str
     metric: str
@@ -48,32 +49,39 @@ class Row:
 
 
 def rows_of(
-    evaluations: Sequence[Path], splits: Sequence[str], metrics: Sequence[str]
+    evaluations: Sequence[Path],
+    splits: Sequence[str],
+    metrics: Sequence[str],
+    others: Sequence[str] = (),
 ) -> list[Row]:
-    """The rows of a data set from the evaluation.json of each seed.
+    """The rows of a data set from the evaluation.json of each seed; `others` are runs that stand
+    beside the baselines, of the seeds that have them.
 
     Raises:
         ValueError: an evaluation has no such split, metric or comparison.
     """
     read = [json.loads(path.read_text()) for path in evaluations]
-    return [_row(read, split, metric) for split in splits for metric in metrics]
+    return [_row(read, split, metric, others) for split in splits for metric in metrics]
 
 
-def _row(read: Sequence[Mapping[str, Any]], split: str, metric: str) -> Row:
+def _row(read: Sequence[Mapping[str, Any]], split: str, metric: str, others: Sequence[str]) -> Row:
     groups = [_one(each["groups"], name=split) for each in read]
     name = read[0]["runs"][0]["name"]
     higher = bool(read[0]["metrics"][metric]["higher_is_better"])
     adapted = [_one(group["results"], run=name, stage="after") for group in groups]
     leads = []
-    for (run, stage), head in BASELINES.items():
+    for (run, stage), head in (BASELINES | {(other, "after"): other for other in others}).items():
         run = name if run == "adapted" else run
-        is_there = any(_found(group["results"], run=run, stage=stage) for group in groups)
-        if is_there or head != OPTIONAL:
-            results = [_one(group["results"], run=run, stage=stage) for group in groups]
+        with_it = [group for group in groups if _found(group["results"], run=run, stage=stage)]
+        # What is missing from some seeds is refused, but for what need not be in all of them.
+        if head not in others and (with_it or head != OPTIONAL):
+            with_it = groups
+        if with_it:
+            results = [_one(group["results"], run=run, stage=stage) for group in with_it]
             differences = [
                 _one(group["comparisons"], run=name, stage="after", minus_run=run,
                      minus_stage=stage)["metrics"][metric]
-                for group in groups
+                for group in with_it
             ]  # fmt: skip
             value = statistics.mean(each["metrics"][metric]["value"] for each in results)
             leads.append(lead(head, value, differences, higher))

@@ -97,13 +97,13 @@ def measure(
     trainings = [
         train_job(protocol, name, seed, place, quick=quick)
         for seed in range(seeds)
-        for name in protocol.configs
+        for name in (*protocol.configs, *(() if quick or seed else protocol.others))
     ]
     train_s = run_jobs(trainings, parallel, context)
     evaluations = [evaluate_job(protocol, seed, draws, place, trainings) for seed in range(seeds)]
     evaluate_s = run_jobs(evaluations, parallel, context)
     paths = [job.out / "evaluation.json" for job in evaluations]
-    rows = rows_of(paths, protocol.splits, protocol.metrics)
+    rows = rows_of(paths, protocol.splits, protocol.metrics, tuple(protocol.others))
     elapsed_s = time.perf_counter() - began
     # Of kept results too: what the commands took when they ran, shared among those at a time.
     command_s = sum(first_s) + (sum(train_s) + sum(evaluate_s)) / parallel
@@ -118,25 +118,27 @@ def prepare_job(protocol: Protocol, raw: Path, out: Path, *, quick: bool) -> Job
 
 
 def train_job(protocol: Protocol, name: str, seed: int, place: Path, *, quick: bool) -> Job:
-    """A run of one seed, `name` of protocol.configs."""
-    config, out = protocol.configs[name], place / f"seed-{seed}" / name
+    """A run of one seed, `name` of protocol.configs or of protocol.others."""
+    config = protocol.configs.get(name, protocol.configs["adapted"])
+    out = place / f"seed-{seed}" / name
     overrides = [f"data.path={place / 'data'}", f"run.dir={out}", f"run.seed={seed}"]
     shorter = QUICK_TRAIN if quick and not protocol.folder else ()
-    overrides += [*protocol.train, "run.keep_last=1", *shorter]
+    overrides += [*protocol.train, *protocol.others.get(name, ()), "run.keep_last=1", *shorter]
     return Job(("train", str(config), *overrides), out, (config,))
 
 
 def evaluate_job(
     protocol: Protocol, seed: int, draws: int, place: Path, trainings: Sequence[Job]
 ) -> Job:
-    """The evaluation of a seed's adapted run against its plain one; made anew where a run was."""
+    """The evaluation of a seed's adapted run against its others, anew where one of them was."""
     root = place / f"seed-{seed}"
     options = [word for split in protocol.splits for word in ("--split", split)]
     options += ["--draws", str(draws)] if protocol.draws and draws > 1 else []
     out = root / "evaluation"
-    words = ["evaluate", str(root / "adapted"), "--against", str(root / "plain"), *options]
-    done = tuple(job.out.with_name(f"{job.out.name}.done") for job in trainings)
-    read = tuple(path for path in done if path.parent == root)
+    mine = [job.out for job in trainings if job.out.parent == root]
+    against = [word for run in mine[1:] for word in ("--against", str(run))]
+    words = ["evaluate", str(mine[0]), *against, *options]
+    read = tuple(run.with_name(f"{run.name}.done") for run in mine)
     return Job((*words, "--out", str(out)), out, read)
 
 

@@ -46,7 +46,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     dataset = open_data(config.data)
     for key, split in (
         ("train_split", config.data.train_split),
-        ("valid_split", config.data.valid_split),
+        *(("valid_split", split) for split in config.data.valid_splits),
     ):
         if split and split not in dataset.splits:
             raise ConfigError(
@@ -57,6 +57,12 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             raise ConfigError(
                 f"data.{key} = {split!r} has 0 episodes in {config.data.path}: at least one is "
                 "needed. Name another split, or prepare data with tasks in this one"
+            )
+    for split in config.data.valid_splits:
+        if config.data.valid_splits.count(split) > 1:
+            raise ConfigError(
+                f"data.valid_split names {split!r} twice: the mean would count it twice. Name each "
+                "split once"
             )
     check_source(config.data)
     # For what it refuses: the launcher must report it before any rank starts.

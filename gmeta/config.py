@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.config import AugmentConfig, ItemFeaturesConfig, SupportFeaturesConfig
@@ -35,8 +35,10 @@ class DataConfig:
         "run.continue_from; empty: data.path is a dataset",
     )
     train_split: str = key("train", "split to train on")
-    valid_split: str = key(
-        "", "split to score while training; empty: none. Never one you report on"
+    valid_split: str | tuple[str, ...] = key(
+        "",
+        "split to score while training, or a list of splits whose mean decides; empty: none. "
+        "Never one you report on",
     )
     eval_splits: tuple[str, ...] = key(
         (), "splits that evaluate scores; []: all but the training and validation split"
@@ -73,6 +75,12 @@ class DataConfig:
         "else a block's worth",
         min=0,
     )
+
+    @property
+    def valid_splits(self) -> tuple[str, ...]:
+        """Return the splits that valid_split names."""
+        named = (self.valid_split,) if isinstance(self.valid_split, str) else self.valid_split
+        return tuple(filter(None, named))
 
 
 @dataclass(frozen=True)
@@ -276,13 +284,13 @@ def describe_config() -> list[tuple[str, str, str]]:
     return describe_settings(TrainConfig)
 
 
-def _text_keys() -> set[str]:
-    """Return the keys whose values are text."""
+def _text_keys() -> dict[str, tuple[type, ...]]:
+    """Return the keys whose values are text, or a list of texts, and what TOML has for these."""
     return {
-        f"{section}.{name}"
+        f"{section}.{name}": (str,) if hint is str else (str, list)
         for section, fields in get_type_hints(TrainConfig).items()
         for name, hint in get_type_hints(fields).items()
-        if hint is str
+        if hint is str or str in get_args(hint)
     }
 
 
@@ -297,9 +305,9 @@ def _override(raw: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         value = text
-    if target in _text_keys():
-        # run.dir=2026-11-22 means the text, though TOML reads a date.
-        value = value if isinstance(value, str) else text
+    # run.dir=2026-11-22 means the text, though TOML reads a date.
+    if not isinstance(value, _text_keys().get(target, object)):
+        value = text
     keys = raw.setdefault(section, {})
     *tables, name = name.split(".")  # model.options.depth: a table within the section
     for table in tables:

@@ -92,8 +92,8 @@ def evaluate_run(
     if own.name == PLAIN and adapting == own:
         # Without a validation split each half of a split's tasks judges for the other: training
         # tasks cannot, whose labels the model has seen (docs/evaluation.md).
-        judges = [config.data.valid_split] if config.data.valid_split else chosen
-        tunings = [choose_fine_tuning(config, dataset, one, sharded, ranks) for one in judges]
+        judges = [config.data.valid_splits] if config.data.valid_splits else [(s,) for s in chosen]
+        tunings = [choose_fine_tuning(config, dataset, each, sharded, ranks) for each in judges]
 
     def predicted(view: View) -> pa.Table:
         """Return the rows of all chosen splits; none on the ranks but the first."""
@@ -198,17 +198,59 @@ def adapt_with(
 def choose_fine_tuning(
     config: TrainConfig,
     dataset: Dataset,
-    split: str,
+    splits: Sequence[str],
     sharded: DistributedModelParallel,
     ranks: Ranks,
 ) -> FineTuning:
-    """Return the inner rate and steps by which a plain run adapts best to tasks of a split: one
-    setting, or, where it is not the validation split, one for each half of the tasks, the best of
-    the other half. Collective."""
+    """Return the inner rate and steps by which a plain run adapts best to tasks of some splits, by
+    the mean over these: one setting, or, where they are not the validation splits, one for each
+    half of the tasks, the best of the other half. Collective."""
     # Not AUC: it does not see outputs that run away, as those of a rate do that is too high.
     metric = "logloss" if config.outer.loss == "bce" else "mae"
-    is_halved = split != config.data.valid_split
-    episodes = tuning_episodes(dataset, split, TUNING_TASKS * (1 + is_halved))
+    is_halved = tuple(splits) != config.data.valid_splits
+    most = TUNING_TASKS * (1 + is_halved)
+    read = [tuning_batches(config, dataset, split, most, ranks) for split in splits]
+    errors: dict[tuple[float, int], list[float]] = {}  # of all tasks, then of each half
+
+    def errors_of(batches: Sequence[TaskBatch]) -> list[float]:
+        """Return the error of all tasks, then of each half; nothing on the ranks but the first."""
+        table = gathered(predict_all(iter(batches), config, dataset, sharded, ranks, Stop()), ranks)
+        if table is None:
+            return []
+        found, second_N = [], half_of(table["task"])
+        scoring = Scoring(config.outer.loss, config.evaluation)
+        for kept_N in (np.ones(len(second_N), np.bool_), second_N == 0, second_N == 1):
+            label, after, task = (table[name][kept_N] for name in ("label", "after", "task"))
+            found.append(evaluate_split(label, after, task, scoring, [metric])[metric].value)
+        return found
+
+    def error(rate: float, steps: int) -> float:
+        algorithm = replace(config.algorithm, inner_lr=rate, inner_steps=steps)
+        adapt_with(algorithm, config, dataset, sharded)
+        of_splits = [errors_of(batches) for _, batches in read]
+        means = [float(np.mean(same)) for same in zip(*of_splits, strict=True)]
+        errors[rate, steps] = value_of_first(means, ranks)
+        return errors[rate, steps][0]
+
+    own = config.algorithm.inner_lr, config.algorithm.inner_steps
+    tried = try_all(error, own)
+    told, num_tasks = ", ".join(splits), sum(num_tasks for num_tasks, _ in read)
+    if not is_halved:
+        return FineTuning(told, num_tasks, metric, (best_of(tried),), tried)
+    # First what the second half chose, for the tasks of the first.
+    by_half = [
+        best_of([replace(one, value=errors[one.inner_lr, one.inner_steps][half]) for one in tried])
+        for half in (2, 1)
+    ]
+    return FineTuning(told, num_tasks, metric, tuple(by_half), tried)
+
+
+def tuning_batches(
+    config: TrainConfig, dataset: Dataset, split: str, most: int, ranks: Ranks
+) -> tuple[int, list[TaskBatch]]:
+    """Return how many episodes of a split judge, `most` unless it has fewer, and this rank's share
+    of them. Collective."""
+    episodes = tuning_episodes(dataset, split, most)
     mine = np.array_split(episodes, ranks.world_size)[ranks.rank]
     size = max(1, config.data.tasks_per_step // ranks.world_size)
     groups = [
@@ -223,33 +265,7 @@ def choose_fine_tuning(
             batches.extend(stored)
 
     by_all(read, ranks)
-    errors: dict[tuple[float, int], list[float]] = {}  # of all tasks, then of each half
-
-    def error(rate: float, steps: int) -> float:
-        algorithm = replace(config.algorithm, inner_lr=rate, inner_steps=steps)
-        adapt_with(algorithm, config, dataset, sharded)
-        columns = predict_all(iter(batches), config, dataset, sharded, ranks, Stop())
-        table = gathered(columns, ranks)
-        scoring = Scoring(config.outer.loss, config.evaluation)
-        found: list[float] = []
-        if table is not None:
-            second_N = half_of(table["task"])
-            for kept_N in (np.ones(len(second_N), np.bool_), second_N == 0, second_N == 1):
-                label, after, task = (table[name][kept_N] for name in ("label", "after", "task"))
-                found.append(evaluate_split(label, after, task, scoring, [metric])[metric].value)
-        errors[rate, steps] = value_of_first(found, ranks)
-        return errors[rate, steps][0]
-
-    own = config.algorithm.inner_lr, config.algorithm.inner_steps
-    tried = try_all(error, own)
-    if not is_halved:
-        return FineTuning(split, len(episodes), metric, (best_of(tried),), tried)
-    # First what the second half chose, for the tasks of the first.
-    by_half = [
-        best_of([replace(one, value=errors[one.inner_lr, one.inner_steps][half]) for one in tried])
-        for half in (2, 1)
-    ]
-    return FineTuning(split, len(episodes), metric, tuple(by_half), tried)
+    return len(episodes), batches
 
 
 def predict_tuned(
@@ -328,7 +344,7 @@ def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str])
                 f"it has {', '.join(dataset.splits)}. Name one of them"
             )
     # A split that decided when to stop is no measure of what came out.
-    used = (config.data.train_split, config.data.valid_split)
+    used = (config.data.train_split, *config.data.valid_splits)
     chosen = chosen or [split for split in dataset.splits if split not in used]
     if not chosen:
         raise UserError(
@@ -344,27 +360,3 @@ def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str])
                 "Name other splits with --split"
             )
     return chosen
-
-
-def score_split(
-    config: TrainConfig,
-    dataset: Dataset,
-    split: str,
-    sharded: DistributedModelParallel,
-    ranks: Ranks,
-) -> dict[str, float | None]:
-    """Return the metrics of a split after adaptation on rank 0, an empty dict elsewhere; an
-    undefined metric is None.
-    """
-    table = predict_split(config, dataset, split, sharded, ranks)
-    if table is None:
-        return {}
-    label, after, task = (table[name].to_numpy() for name in ("label", "after", "task"))
-    scoring = Scoring(config.outer.loss, config.evaluation)
-    # What decides when to stop need not be what is reported.
-    asked = [*scoring.names, *filter(None, [config.run.early_stop_metric])]
-    # Candidates are sampled by gmeta evaluate alone.
-    names = dict.fromkeys(name for name in asked if not scoring.is_over_candidates(name))
-    values = evaluate_split(label, after, task, scoring, list(names))
-    # JSON has no NaN.
-    return {name: None if np.isnan(value.value) else value.value for name, value in values.items()}

@@ -12,9 +12,10 @@ from torchrec.distributed import DistributedModelParallel
 
 from gmeta.checkpoints.lineage import Lineage
 from gmeta.config import TrainConfig
-from gmeta.evaluate import data_of, score_split
+from gmeta.evaluate import data_of
 from gmeta.parallel.ranks import Ranks
 from gmeta.runs.folder import PREQUENTIAL_FILE, write_json
+from gmeta.validation import score_split
 from metaio.format.dataset import Dataset
 
 

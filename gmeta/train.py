@@ -21,7 +21,6 @@ from gmeta.checkpoints.loader import restore_replaced
 from gmeta.checkpoints.settled import settled_by_first
 from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import TrainConfig
-from gmeta.evaluate import score_split
 from gmeta.feeds.agent import Agent, open_agent
 from gmeta.feeds.source import open_feed
 from gmeta.feeds.training_sums import take_item_statistics
@@ -48,6 +47,7 @@ from gmeta.runs.folder import (
 from gmeta.runs.lock import held_alone
 from gmeta.runs.log import RunLog, StepMeter
 from gmeta.runs.profiler import StepProfiler
+from gmeta.validation import score_validation
 
 
 def is_due(every_steps: int, step: int) -> bool:
@@ -233,7 +233,7 @@ class TrainingRun:
         if epoch_over:
             self._progress = replace(self._progress, epoch=epoch + 1, epoch_step=0)
         if (
-            config.data.valid_split
+            config.data.valid_splits
             and self._progress.scored_step != self._progress.step
             and (last or not config.run.valid_every_steps)
         ):
@@ -271,9 +271,8 @@ class TrainingRun:
         self._saved_step = self._progress.step
 
     def _validate(self, epoch: int) -> None:
-        split = self._config.data.valid_split
         with self._meter.paused():
-            scores = score_split(self._config, self._dataset, split, self._sharded, self._ranks)
+            scores = score_validation(self._config, self._dataset, self._sharded, self._ranks)
         self.log.write(self._progress.step, epoch, {"valid": scores})
         # Only rank 0 has scores; all must judge alike, or they would part at the next step.
         score = value_of_first(scores.get(self._early_stop.metric), self._ranks)

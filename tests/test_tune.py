@@ -160,6 +160,11 @@ def test_a_study_without_a_whole_trial_ends_with_the_reason(config: Path, tmp_pa
             "no measure of them. Take it out of one of the two",
         ),
         (
+            'data.valid_split=["valid","train"]',
+            "data.valid_split = 'train' is data.train_split too: what was trained on tells "
+            "nothing of unseen tasks. Name another split",
+        ),
+        (
             "data.source=service",
             "data.source = 'service': a trial reads the dataset itself. Add data.source=static",
         ),

@@ -91,7 +91,7 @@ def _check_scores(
     folder: RunFolder, before: TrainConfig, now: TrainConfig, progress: Progress
 ) -> None:
     """Refuse another metric or validation split: the best score so far compares with neither."""
-    if progress.best_score is None or not now.data.valid_split:
+    if progress.best_score is None or not now.data.valid_splits:
         return  # there is nothing to compare
     for key, was, asked in (
         ("run.early_stop_metric", early_stop_of(before).metric, early_stop_of(now).metric),

@@ -121,21 +121,22 @@ def _check_tunable(config: TrainConfig) -> EarlyStop:
         ConfigError: the config names no split to score trials on, or one that it reports on.
     """
     data = config.data
-    if not data.valid_split:
+    if not data.valid_splits:
         raise ConfigError(
             'data.valid_split = "": trials are scored on a validation split, and on no other. '
             "Set it, or prepare data with one: [splits] shares in the schema"
         )
-    if data.valid_split == data.train_split:
+    if data.train_split in data.valid_splits:
         raise ConfigError(
-            f"data.valid_split = {data.valid_split!r} is data.train_split too: what was trained on "
+            f"data.valid_split = {data.train_split!r} is data.train_split too: what was trained on "
             "tells nothing of unseen tasks. Name another split"
         )
-    if data.valid_split in data.eval_splits:
-        raise ConfigError(
-            f"data.valid_split = {data.valid_split!r} is in data.eval_splits too: what chose the "
-            "settings is no measure of them. Take it out of one of the two"
-        )
+    for split in data.valid_splits:
+        if split in data.eval_splits:
+            raise ConfigError(
+                f"data.valid_split = {split!r} is in data.eval_splits too: what chose the settings "
+                "is no measure of them. Take it out of one of the two"
+            )
     if data.source != "static":
         raise ConfigError(
             f"data.source = {data.source!r}: a trial reads the dataset itself. "
@@ -228,12 +229,12 @@ def _conclude(
     """Print all trials, the best first, and write what was found."""
     write_whole(folder / RESULTS_FILE, results_json(study, decides).encode())
     best = check_any_complete(study, folder)
-    split, path = plan.base.data.valid_split, folder / BEST_FILE
-    write_whole(path, best_toml(study, best, split, decides.metric, path).encode())
+    splits, path = " + ".join(plan.base.data.valid_splits), folder / BEST_FILE
+    write_whole(path, best_toml(study, best, splits, decides.metric, path).encode())
     show_table(screen(), _table(study, plan.space, decides))
     lines = [
         *edge_lines(plan.space, best),
-        f"best: {decides.metric} {shown_score(study.score(best))} on split {split!r}, trial "
+        f"best: {decides.metric} {shown_score(study.score(best))} on split {splits!r}, trial "
         f"{best.number} ({told_counts(study)})",
         f"train it: gmeta train {path}",
         f"or take that trial as it is: gmeta evaluate {runner.folder_of(best.number).root}",

@@ -66,7 +66,7 @@ def early_stop_of(config: TrainConfig) -> EarlyStop:
         ("early_stop_patience", run.early_stop_patience),
         ("valid_every_steps", run.valid_every_steps),
     ):
-        if value and not config.data.valid_split:
+        if value and not config.data.valid_splits:
             raise ConfigError(
                 f"run.{key} = {value}, but there is no split to score. Set data.valid_split"
             )

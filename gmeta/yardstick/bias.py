@@ -16,6 +16,7 @@ feature but the item, no gradient.
 Shape suffixes: N rows, T episodes, V values of the item column.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,47 +93,52 @@ class BiasModel:
 
 
 def choose_bias(
-    loss: Loss, sums: TrainingSums, rows: EpisodeRows, item: int | None, seed: int
+    loss: Loss,
+    sums: TrainingSums,
+    judges: Sequence[EpisodeRows],
+    item: int | None,
+    seed: int,
 ) -> BiasModel:
-    """Return the model whose priors predict the query rows of `rows` best: the smallest logloss,
-    or absolute error of ratings.
+    """Return the model whose priors predict the query rows of `judges` best: the smallest logloss,
+    or absolute error of ratings, the mean over the groups of rows that judge.
 
-    `rows` are training or validation tasks; the items of a task are judged by the training tasks of
+    These are training or validation tasks; the items of a task are judged by the training tasks of
     other folds, so it does no harm if a validation task is among those. With `item` None, that
     column is taken for the item by whose means the rows are predicted best; none, where no column
     helps.
     """
-    fold_N = fold_of(rows.task_T, seed)[rows.episode_N]
-    columns = [item] if item is not None else [NO_ITEM, *range(rows.ids_NF.shape[1])]
+    columns = [item] if item is not None else [NO_ITEM, *range(judges[0].ids_NF.shape[1])]
     if len(columns) > 1:
         columns = [
-            min(columns, key=lambda one: _best(loss, sums, rows, one, fold_N, FEW_PRIORS)[0])
+            min(columns, key=lambda one: _best(loss, sums, judges, one, seed, FEW_PRIORS)[0])
         ]
-    return _best(loss, sums, rows, columns[0], fold_N, PRIORS)[1]
+    return _best(loss, sums, judges, columns[0], seed, PRIORS)[1]
 
 
 def _best(
     loss: Loss,
     sums: TrainingSums,
-    rows: EpisodeRows,
+    judges: Sequence[EpisodeRows],
     item: int,
-    fold_N: Int64,
+    seed: int,
     priors: tuple[float, ...],
 ) -> tuple[float, BiasModel]:
     """Return the smallest error over the grid of priors, and the model that makes it."""
-    query_N = ~rows.is_support_N
-    label_N = rows.label_N[query_N]
     # An item that is none has no prior to choose.
     item_priors = priors if item != NO_ITEM else priors[:1]
-    ids_N = rows.ids_of(item)
-    found = []
-    for item_prior in item_priors:
-        level_N = BiasModel(loss, item, item_prior, 0.0).without_task(sums, ids_N, fold_N)
-        for task_prior in priors:
-            model = BiasModel(loss, item, item_prior, task_prior)
-            predicted_N = shown(loss, model.output_N(level_N, rows)[query_N])
-            found.append((error(loss, label_N, predicted_N), model))
-    return min(found, key=lambda one: one[0])
+    errors: dict[BiasModel, float] = {}
+    for rows in judges:
+        query_N, ids_N = ~rows.is_support_N, rows.ids_of(item)
+        fold_N, label_N = fold_of(rows.task_T, seed)[rows.episode_N], rows.label_N[query_N]
+        for item_prior in item_priors:
+            level_N = BiasModel(loss, item, item_prior, 0.0).without_task(sums, ids_N, fold_N)
+            for task_prior in priors:
+                model = BiasModel(loss, item, item_prior, task_prior)
+                predicted_N = shown(loss, model.output_N(level_N, rows)[query_N])
+                share = error(loss, label_N, predicted_N) / len(judges)
+                errors[model] = errors.get(model, 0.0) + share
+    best = min(errors, key=lambda model: errors[model])
+    return errors[best], best
 
 
 def error(loss: Loss, label_N: Floats, predicted_N: Floats) -> float:

@@ -1,7 +1,8 @@
 """The yardstick of an evaluation: what the bias model and the trees predict of the same query rows.
 
-They are made from the training split, a block at a time, and, where the config names one, chosen on
-the validation split; of a split that is scored they read no label but those of support rows.
+They are made from the training split, a block at a time, and, where the config names any, chosen on
+the validation splits, each of which counts alike; of a split that is scored they read no label but
+those of support rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,16 +78,17 @@ def measure(
         FormatError: a file is missing or damaged.
     """
     item = item_index(dataset, item_column)
-    loss, train_split, valid_split = config.outer.loss, *_splits(config)
+    loss, train_split = config.outer.loss, config.data.train_split
+    valid_splits = config.data.valid_splits
     scored = [split for split in splits if on is not None or split != train_split]
     if not scored:
         return Yardsticks((), (f"no yardstick: it is made from {train_split}, which is scored",))
     sums = sum_training_rows(read_rows(dataset, train_split), dataset.features, SEED)
     train = sample_rows(dataset, train_split, SAMPLE_ROWS, SEED)
-    valid = sample_rows(dataset, valid_split, SAMPLE_ROWS, SEED) if valid_split else None
-    judges = some_of(train if valid is None else valid, CHOOSING_ROWS, SEED)
+    valid = [sample_rows(dataset, split, SAMPLE_ROWS, SEED) for split in valid_splits]
+    judges = [some_of(rows, CHOOSING_ROWS, SEED) for rows in valid or [train]]
     bias = choose_bias(loss, sums, judges, item, SEED)
-    told = _told_bias(dataset, bias, item is None, train, valid_split)
+    told = _told_bias(dataset, bias, item is None, train, valid_splits)
     asked = _Asked(dataset if on is None else on, dataset, scored, shown, candidates)
     rows = _predicted(asked, lambda rows: bias.predict(sums, rows)[~rows.is_support_N])
     found = (EvaluatedYardstick(*told, *rows),)
@@ -99,13 +101,9 @@ def measure(
     grown = trees.grow(loss, known, train, valid, dataset.manifest.support_is_past, SEED)
     if grown is None:
         return Yardsticks(found, ("boosted trees: none, there are too few training tasks",))
-    told = _told_trees(grown, valid_split)
+    told = _told_trees(grown, valid_splits)
     rows = _predicted(asked, lambda rows: grown.predict(known, rows))
     return Yardsticks((*found, EvaluatedYardstick(*told, *rows)))
-
-
-def _splits(config: TrainConfig) -> tuple[str, str]:
-    return config.data.train_split, config.data.valid_split
 
 
 class _Asked(NamedTuple):
@@ -175,11 +173,15 @@ def _outputs(
 
 
 def _told_bias(
-    dataset: Dataset, model: BiasModel, was_found: bool, train: EpisodeRows, valid_split: str
+    dataset: Dataset,
+    model: BiasModel,
+    was_found: bool,
+    train: EpisodeRows,
+    valid_splits: Sequence[str],
 ) -> tuple[str, str, str, dict[str, str | float]]:
     """Return the model's names, a line on how it was chosen, and what was chosen."""
     item = dataset.features.single[model.item].name if model.item != NO_ITEM else ""
-    chosen_on = valid_split or counted(len(train.task_T), "training task")
+    chosen_on = ", ".join(valid_splits) or counted(len(train.task_T), "training task")
     how = "whose means predict best" if was_found else "as asked"
     parts = [f"item ({item}, {how}; prior {model.item_prior:g})"] if item else []
     unit = "" if model.loss != "bce" else ", on log-odds"
@@ -194,9 +196,11 @@ def _told_bias(
     return "bias model", "bias", told, chosen
 
 
-def _told_trees(model: Trees, valid_split: str) -> tuple[str, str, str, dict[str, str | float]]:
+def _told_trees(
+    model: Trees, valid_splits: Sequence[str]
+) -> tuple[str, str, str, dict[str, str | float]]:
     """Return the model's names, a line on how it was chosen, and what was chosen."""
-    chosen_on = valid_split or "a held-back fifth of the training tasks"
+    chosen_on = ", ".join(valid_splits) or "a held-back fifth of the training tasks"
     setting = model.setting
     told = (
         f"{counted(model.num_trees, 'tree')} of {setting.leaves} leaves of "

@@ -9,6 +9,7 @@ Shape suffixes: N rows, T episodes, X statistics.
 """
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,24 +102,28 @@ def grow(
     loss: Loss,
     known: Known,
     train: EpisodeRows,
-    valid: EpisodeRows | None,
+    valid: Sequence[EpisodeRows],
     support_is_past: bool,
     seed: int,
 ) -> Trees | None:
-    """Return trees grown on the training tasks `train`, chosen on `valid`, or on the tasks of one
-    fold of them; None where one of both has no query row. Needs LightGBM, see available.
+    """Return trees grown on the training tasks `train`, chosen by the mean loss of the groups of
+    tasks `valid`, or, where there are none, on the tasks of one fold of `train`; None where one of
+    both has no query row. Needs LightGBM, see available.
     """
     library = importlib.import_module("lightgbm")
     given, is_held_N = training_statistics(known, train, support_is_past, seed)
-    if valid is None:
-        fitted, judged = _where(given, ~is_held_N), _where(given, is_held_N)
+    if not valid:
+        fitted, judges = _where(given, ~is_held_N), [_where(given, is_held_N)]
     else:
-        fold_N = fold_of(valid.task_T, seed)[valid.episode_N]
-        fitted, judged = given, known.statistics(valid, fold_N)
-    if not (len(fitted.label_N) and len(judged.label_N)):
+        folds = [fold_of(rows.task_T, seed)[rows.episode_N] for rows in valid]
+        fitted = given
+        judges = [known.statistics(*one) for one in zip(valid, folds, strict=True)]
+    if not all(len(rows.label_N) for rows in (fitted, *judges)):
         return None
     data = _dataset(library, fitted)
-    against = _dataset(library, judged, data)
+    # Every group weighs alike, however many rows it has.
+    sizes = np.array([len(rows.label_N) for rows in judges])
+    against = _dataset(library, _joined(judges), data, np.repeat(1.0 / sizes, sizes))
     found: dict[Setting, tuple[float, int]] = {}
     best = Setting()
     for key, values in (("leaves", LEAVES), ("leaf_rows", LEAF_ROWS), ("rate", RATES)):
@@ -150,14 +155,15 @@ def training_statistics(
         unseen_N = uniform(_names_N(rows), MASK_STREAM, seed + draw) < UNSEEN_SHARE
         parts.append(known.statistics(rows, fold_N, unseen_N))
         held.append((fold_N == NUM_FOLDS - 1)[~rows.is_support_N])
-    return (
-        Statistics(
-            np.concatenate([part.values_NX for part in parts]),
-            np.concatenate([part.start_N for part in parts]),
-            np.concatenate([part.label_N for part in parts]),
-            parts[0].names,
-        ),
-        np.concatenate(held),
+    return _joined(parts), np.concatenate(held)
+
+
+def _joined(parts: Sequence[Statistics]) -> Statistics:
+    return Statistics(
+        np.concatenate([part.values_NX for part in parts]),
+        np.concatenate([part.start_N for part in parts]),
+        np.concatenate([part.label_N for part in parts]),
+        parts[0].names,
     )
 
 
@@ -195,11 +201,13 @@ def _where(given: Statistics, keep_N: Bools) -> Statistics:
     )
 
 
-def _dataset(library: Any, given: Statistics, like: Any = None) -> Any:
+def _dataset(
+    library: Any, given: Statistics, like: Any = None, weight_N: Floats | None = None
+) -> Any:
     """Return LightGBM's own form of statistics; that of `like` has the same bins."""
     return library.Dataset(
         given.values_NX, given.label_N, init_score=given.start_N, reference=like,
-        free_raw_data=False, params=FIXED,
+        weight=weight_N, free_raw_data=False, params=FIXED,
     )  # fmt: skip
 
 

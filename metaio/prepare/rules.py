@@ -81,6 +81,9 @@ class SplitRule:
     # So many tasks of that split, by their hash, become the split `valid`.
     validation_from: str | None = None
     validation_share: float | None = None  # absent: 0.1
+    # And so many of the values of [item], whose rows leave the train split: `valid-item-cold` of
+    # tasks that train, `valid-both-cold` of the tasks of `valid`.
+    validation_items: float | None = None
 
     @property
     def windows(self) -> tuple[str, ...]:
@@ -127,6 +130,7 @@ class ItemRule:
 
 
 VALIDATION = "valid"  # the split that validation_from makes
+VALIDATION_ITEMS = ("valid-item-cold", "valid-both-cold")  # and those of validation_items
 
 
 @dataclass(frozen=True)
@@ -214,6 +218,12 @@ def check_splits(rule: SplitRule, has_time: bool, by: str) -> None:
             "splits.validation_share says how many tasks become valid, but not of which split. "
             "Add validation_from"
         )
+    if rule.validation_items is not None and rule.validation_from != rule.train:
+        raise SchemaError(
+            f"splits.validation_items holds items back from the split {rule.train}, and "
+            f"validation_from is {rule.validation_from or 'absent'}. Set validation_from = "
+            f'"{rule.train}"'
+        )
     if rule.new_tasks is not None and rule.by_time is None:
         raise SchemaError(
             "splits.new_tasks is about windows of time, and there is no splits.by_time. Leave it "
@@ -274,11 +284,10 @@ def _check_validation(rule: SplitRule) -> None:
             f"splits.validation_from makes a split {VALIDATION}, which there is already. Leave "
             "out one of them"
         )
-    if rule.validation_share is not None and not 0 < rule.validation_share < 1:
-        raise SchemaError(
-            f"splits.validation_share is {rule.validation_share:g}; it must lie between 0 and 1. "
-            "Change it"
-        )
+    for name in ("validation_share", "validation_items"):
+        share = getattr(rule, name)
+        if share is not None and not 0 < share < 1:
+            raise SchemaError(f"splits.{name} is {share:g}; it must lie between 0 and 1. Change it")
 
 
 def check_membership(rule: MembershipRule, by: str, by_time: bool) -> None:

@@ -328,6 +328,14 @@ def _check(schema: Schema) -> None:
 
 def _check_item(schema: Schema) -> None:
     rule = schema.item
+    if schema.splits.validation_items is not None and (rule is None or schema.negatives):
+        wrong = (
+            "there is no [item], which says what the items are. Add it"
+            if rule is None
+            else "[negatives] are drawn from known items alone, which would tell them from the "
+            "held-back ones. Leave one of them out"
+        )
+        raise SchemaError(f"splits.validation_items holds back items, but {wrong}")
     if rule is None:
         return
     singles = [column.column for column in schema.single]

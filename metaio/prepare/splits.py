@@ -16,10 +16,10 @@ import pyarrow.compute as pc
 from metaio.errors import DataError
 from metaio.format.names import check_split_name
 from metaio.hashing import UInt64, splitmix64
-from metaio.prepare.rules import DEFAULT_VALIDATION_SHARE, GATE, VALIDATION
+from metaio.prepare.rules import DEFAULT_VALIDATION_SHARE, GATE, VALIDATION, VALIDATION_ITEMS
 from metaio.prepare.schema import Schema
 from metaio.prepare.sides import QUERY, SUPPORT, UNDECIDED
-from metaio.prepare.values import integer_values, time_of, time_values
+from metaio.prepare.values import hash_values, integer_values, kind_of, time_of, time_values
 from metaio.ragged import Int64
 
 # Where a row stands in the input, of engines that do not keep its order.
@@ -27,6 +27,7 @@ PLACE = "place in the input"
 
 # Keeps the hashes that draw splits and validation apart from the one that orders tasks.
 _SPLIT_SALT, _VALIDATION_SALT = np.uint64(0x5EED), np.uint64(0x7A11D)
+_ITEM_SALT = np.uint64(0x17E3)
 _BINS = 1 << 16
 
 # How a split's tasks become episodes: by [episodes]; by given sides; by sides that windows of time
@@ -71,25 +72,26 @@ def split_names(schema: Schema, found: list[str] | None = None) -> tuple[str, ..
     if schema.stream is not None:
         return (rule.train, GATE)
     names = [rule.train] if rule.column is None else found or []
+    carved = [] if rule.validation_from is None else [VALIDATION]
+    carved += [] if rule.validation_items is None else VALIDATION_ITEMS
     if rule.train not in names:
         raise DataError(
             f"the train split {rule.train} has no rows; the splits found are "
             f"{', '.join(sorted(names))}. Set splits.train to one of them"
         )
     if rule.validation_from is not None and rule.column is not None:
-        for name, wanted in ((rule.validation_from, True), (VALIDATION, False)):
-            if (name in names) != wanted:
+        for name in (rule.validation_from, *carved):
+            if (name in names) != (name == rule.validation_from):
                 raise DataError(
-                    f"splits.validation_from moves tasks of {rule.validation_from} to a new split "
-                    f"{VALIDATION}, but column {rule.column} holds {', '.join(sorted(names))}. "
-                    "Correct it, or leave it out"
+                    f"splits.validation_from moves rows of {rule.validation_from} to "
+                    f"{' and '.join(carved)}, which are new, but column {rule.column} holds "
+                    f"{', '.join(sorted(names))}. Correct it, or leave it out"
                 )
     columns = sorted(names, key=lambda name: (name != rule.train, name))
     ordered = list(rule.windows or rule.shares or columns)
     if rule.by_time is not None and rule.new_tasks == "apart":
         ordered += [f"{name}-cold" for name in rule.windows[1:]]
-    if rule.validation_from is not None:
-        ordered.append(VALIDATION)
+    ordered += carved
     # Before anything is written: they become folders, and a log may hold any text.
     for name in ordered:
         check_split_name(name)
@@ -120,12 +122,32 @@ def split_of(schema: Schema, splits: Splits, batch: pa.RecordBatch, task_hash: U
         column = batch[rule.column].cast(pa.string())
         split_N = integer_values(pc.index_in(column, value_set=pa.array(splits.names)))
     if rule.validation_from is not None:
-        unit = _unit(task_hash ^ _VALIDATION_SALT ^ np.uint64(schema.seed))
-        held = (split_N == splits.names.index(rule.validation_from)) & (
-            unit < (rule.validation_share or DEFAULT_VALIDATION_SHARE)
-        )
-        split_N = np.where(held, splits.names.index(VALIDATION), split_N)
+        split_N = _held_back(schema, splits, batch, task_hash, split_N)
     return split_N
+
+
+def _held_back(
+    schema: Schema, splits: Splits, batch: pa.RecordBatch, task_hash: UInt64, split_N: Int64
+) -> Int64:
+    """Return the splits of rows, with what validation holds back of one of them moved."""
+    rule, place = schema.splits, splits.names.index
+    is_dealt_N = split_N == place(str(rule.validation_from))
+    unit_N = _unit(task_hash ^ _VALIDATION_SALT ^ np.uint64(schema.seed))
+    new_task_N = unit_N < (rule.validation_share or DEFAULT_VALIDATION_SHARE)
+    held_N = np.where(new_task_N, place(VALIDATION), split_N)
+    if rule.validation_items is not None and schema.item is not None:
+        name = schema.item.column
+        column = batch[name]
+        known = column.drop_null()
+        hash_V = splitmix64(hash_values(known, kind_of(name, known.type, "sparse")))
+        new_item_N = np.zeros(batch.num_rows, np.bool_)  # what is no item is no new one
+        new_item_N[column.is_valid().to_numpy(zero_copy_only=False)] = (
+            _unit(hash_V ^ _ITEM_SALT ^ np.uint64(schema.seed)) < rule.validation_items
+        )
+        of_known_task, of_new_task = map(place, VALIDATION_ITEMS)
+        new_N = np.where(new_task_N, of_new_task, of_known_task)
+        held_N = np.where(new_item_N, new_N, held_N)
+    return np.where(is_dealt_N, held_N, split_N)
 
 
 def _unit(mixed: UInt64) -> npt.NDArray[np.floating[Any]]:

@@ -59,6 +59,7 @@ def survey_columns(schema: Schema) -> list[str]:
     names = [schema.task.column]
     names += [schema.splits.column] if schema.splits.column else []
     names += [schema.time.column] if schema.time and schema.splits.by_time else []
+    names += [schema.item.column] if schema.item and schema.splits.validation_items else []
     names += [column.column for column in schema.sparse if column.vocabulary is not None]
     names += [column.column for column in schema.dense if column.standardise]
     names += columns_of_raw_ids(schema).values()

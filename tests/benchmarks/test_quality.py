@@ -146,6 +146,26 @@ def test_evaluations_of_seeds_become_rows(tmp_path: Path) -> None:
     )
 
 
+def test_other_algorithms_stand_behind_the_baselines_by_the_seeds_that_have_them(
+    tmp_path: Path,
+) -> None:
+    first, second = two_seeds(tmp_path)
+    told = json.loads(first.read_text())["groups"][0]["comparisons"]
+    against = {(one["minus_run"], one["minus_stage"]): one for one in told}
+    differences = {key: one["metrics"]["auc"]["value"] for key, one in against.items()}
+    first = evaluation(tmp_path / "more.json", 0.7, {**differences, ("encoder", "after"): 0.04})
+    (row,) = rows_of([first, second], ["cold"], ["auc"], ["encoder"])
+    *baselines, encoder = row.leads
+    assert tuple(baselines) == rows_of([first, second], ["cold"], ["auc"])[0].leads
+    # Of one seed: as wide as its evaluation has it.
+    assert (encoder.baseline, encoder.value) == ("encoder", pytest.approx(0.66))
+    assert (encoder.low, encoder.high) == pytest.approx((0.03, 0.05))
+    # A baseline that one seed lacks is no figure.
+    lacking = evaluation(tmp_path / "less.json", 0.7, {("adapted", "before"): 0.1})
+    with pytest.raises(ValueError, match="0 entries with run plain, stage before: 1 is needed"):
+        rows_of([first, lacking], ["cold"], ["auc"], ["encoder"])
+
+
 def test_what_an_evaluation_does_not_hold_is_named(tmp_path: Path) -> None:
     paths = two_seeds(tmp_path)
     without = evaluation(tmp_path / "2.json", 0.7, {("adapted", "before"): 0.1})
@@ -168,7 +188,7 @@ def test_the_page_tells_where_adapting_is_not_ahead(tmp_path: Path) -> None:
     assert "- cold, AUC against bias model: -.0620 to -.0180, worse" in text
     assert f"Why: {PROTOCOLS[0].why}" in text
     (adapted, plain), by_hand = PROTOCOLS[0].tuned, PROTOCOLS[0].by_hand
-    told = f"{adapted} | {plain} | {by_hand[0]} | {by_hand[1]}"
+    told = f"{adapted} | {plain} | {by_hand[0]} | {by_hand[1]} | {PROTOCOLS[0].judged_by}"
     assert f"| MovieLens-1M, MeLU's split | {told} |" in text
     assert "## When not to use meta-learning" in text
     assert "Means over 2 seeds and 5 draws of support and query rows." in text

@@ -10,9 +10,9 @@ import pytest
 
 from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import TrainConfig, config_from_dict
-from gmeta.evaluate import score_split
 from gmeta.parallel.ranks import Ranks
 from gmeta.train import train
+from gmeta.validation import score_validation
 from tests.distributed.harness import on_ranks
 
 LONG_S = 1e6
@@ -33,7 +33,7 @@ def speeds(ranks: Ranks, config: TrainConfig) -> list[float]:
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + later_s)
     with (
         mock.patch("gmeta.runs.log.time", clock),
-        mock.patch("gmeta.train.score_split", taking_long(score_split)),
+        mock.patch("gmeta.train.score_validation", taking_long(score_validation)),
         mock.patch.object(CheckpointWriter, "save", taking_long(CheckpointWriter.save)),
     ):
         lines = train(config, ranks).read_metrics()

@@ -15,7 +15,8 @@ from gmeta.delivery.whole import CACHE_VARIABLE
 from gmeta.errors import GMetaError, UserError
 from gmeta.loop.config import load_follow_config
 from gmeta.loop.metrics import LoopMetrics
-from gmeta.loop.stages import last_line
+from gmeta.loop.page import stream_page
+from gmeta.loop.status import status_of
 from gmeta.runs.folder import RunFolder, list_checkpoints
 from metaio.stream.chain import open_stream
 from tests.commands import environment
@@ -246,7 +247,8 @@ def test_old_versions_and_their_checkpoints_go_and_what_goes_on_stays(
     runs = root / "runs"
     kept = [n for n in (1, 2, 3) if (runs / f"{n:06d}" / "run" / "checkpoints").exists()]
     assert kept == [2, 3] == [n for n in (1, 2, 3) if (runs / f"{n:06d}" / "model").exists()]
-    assert "promoted" in stream_page(loop_of(config))
+    after = loop_of(config)
+    assert "promoted" in stream_page(after, status_of(after))
     assert loop_of(config).unfinished() is None
     loop.channel.rollback()
     assert loop.continued_from(4) == 2

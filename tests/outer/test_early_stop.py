@@ -119,6 +119,48 @@ def test_a_run_that_gets_no_better_stops_and_keeps_its_best_also_after_a_resume(
     assert "stands for the run" not in first.stderr + rest.stderr + scored.stderr
 
 
+def test_of_several_validation_splits_the_mean_decides(tmp_path: Path, click_logs: Path) -> None:
+    """Each split counts alike, whatever its size; logged beside it is what each has."""
+    splits = ("valid", "user-cold")
+    config = write_config(tmp_path / "train.toml", click_logs, tmp_path / "both")
+    common = (*SMALL_MODEL, "run.max_steps=4", "run.valid_every_steps=2")
+    trained = gmeta("train", config, *common, f"data.valid_split={json.dumps(splits)}")
+    assert trained.returncode == 0, trained.stderr
+    alone = {}
+    for split in splits:
+        dir_ = tmp_path / split
+        done = gmeta("train", config, *common, f"data.valid_split={split}", f"run.dir={dir_}")
+        assert done.returncode == 0, done.stderr
+        alone[split] = [line["valid"] for line in metrics(dir_) if "valid" in line]
+    both = [line["valid"] for line in metrics(tmp_path / "both") if "valid" in line]
+    assert len(both) == 2
+    for step, found in enumerate(both):
+        of_splits = [alone[split][step] for split in splits]
+        assert set(of_splits[0]) == {name for name in found if "/" not in name}
+        for name in of_splits[0]:
+            assert found[name] == pytest.approx(sum(one[name] for one in of_splits) / 2)
+            assert [found[f"{name}/{split}"] for split in splits] == [
+                one[name] for one in of_splits
+            ]
+    progress = tmp_path / "both" / "checkpoints" / "step-00000004" / "progress.json"
+    best = max(line["auc"] for line in both)
+    assert json.loads(progress.read_text())["best_score"] == pytest.approx(best)
+    again = gmeta("train", config, *common, "data.valid_split=valid", "--resume")
+    assert again.returncode == 2
+    told = "data.valid_split = 'valid', but run "
+    assert again.stderr.splitlines()[-1].startswith(f"error: {told}")
+
+
+def test_a_validation_split_named_twice_is_refused(tmp_path: Path, click_logs: Path) -> None:
+    config = write_config(tmp_path / "train.toml", click_logs, tmp_path / "run")
+    twice = gmeta("train", config, *SMALL_MODEL, 'data.valid_split=["valid","valid"]')
+    assert twice.returncode == 2
+    assert twice.stderr.splitlines()[-1] == (
+        "error: data.valid_split names 'valid' twice: the mean would count it twice. Name each "
+        "split once"
+    )
+
+
 def test_where_the_best_is_not_kept_every_command_says_which_checkpoint_it_takes(
     tmp_path: Path, click_logs: Path
 ) -> None:

@@ -14,6 +14,7 @@ from gmeta.yardstick.bias import (
     choose_bias,
 )
 from gmeta.yardstick.describing import NO_ITEM
+from gmeta.yardstick.rows import EpisodeRows
 from gmeta.yardstick.sums import fold_of, sum_training_rows
 from tests.yardstick.sample import FEATURES, ITEM, PlainRow, episode_rows, plain
 
@@ -100,7 +101,7 @@ def test_values_of_a_large_table_share_places_where_memory_ends() -> None:
 def test_the_priors_are_the_best_of_the_grid(loss: Loss) -> None:
     rows = episode_rows(60, loss)
     sums = sum_training_rows([rows], FEATURES, 0)
-    chosen = choose_bias(loss, sums, rows, ITEM, 0)
+    chosen = choose_bias(loss, sums, [rows], ITEM, 0)
     # Each task judged with the items of the training rows of other folds.
     fold_T = fold_of(rows.task_T, 0)
     query_N, fold_N = ~rows.is_support_N, fold_T[rows.episode_N]
@@ -128,11 +129,36 @@ def test_the_priors_are_the_best_of_the_grid(loss: Loss) -> None:
     assert (chosen.item_prior, chosen.task_prior) == best
 
 
+def test_groups_that_judge_count_alike() -> None:
+    train = episode_rows(60, "mse")
+    sums = sum_training_rows([train], FEATURES, 0)
+    large, small = episode_rows(80, "mse", 1, 2000), episode_rows(6, "mse", 2, 4000)
+    small.ids_NF[:, ITEM] = 0  # items that training never saw
+    chosen = choose_bias("mse", sums, [large, small], ITEM, 0)
+
+    def error_of(rows: EpisodeRows, item_prior: float, task_prior: float) -> float:
+        model = BiasModel("mse", ITEM, item_prior, task_prior)
+        fold_N = fold_of(rows.task_T, 0)[rows.episode_N]
+        level_N = model.without_task(sums, rows.ids_of(ITEM), fold_N)
+        query_N = ~rows.is_support_N
+        return mae(rows.label_N[query_N], model.output_N(level_N, rows)[query_N])
+
+    errors = {
+        (item_prior, task_prior): error_of(large, item_prior, task_prior)
+        + error_of(small, item_prior, task_prior)
+        for item_prior in PRIORS
+        for task_prior in PRIORS
+    }
+    assert (chosen.item_prior, chosen.task_prior) == min(errors, key=lambda one: errors[one])
+    alone = choose_bias("mse", sums, [large], ITEM, 0)
+    assert (alone.item_prior, alone.task_prior) != (chosen.item_prior, chosen.task_prior)
+
+
 def test_the_item_is_the_column_whose_means_predict_best() -> None:
     rows = episode_rows(60, "mse")
     sums = sum_training_rows([rows], FEATURES, 0)
-    assert choose_bias("mse", sums, rows, None, 0).item == ITEM
-    assert choose_bias("mse", sums, rows, 0, 0).item == 0  # as asked
+    assert choose_bias("mse", sums, [rows], None, 0).item == ITEM
+    assert choose_bias("mse", sums, [rows], 0, 0).item == 0  # as asked
 
 
 def test_columns_that_say_nothing_are_no_item() -> None:
@@ -141,7 +167,7 @@ def test_columns_that_say_nothing_are_no_item() -> None:
     rows.ids_NF[:, 0] = rng.integers(0, 6, rows.num_rows)
     rows.ids_NF[:, ITEM] = rng.integers(0, 20, rows.num_rows)
     sums = sum_training_rows([rows], FEATURES, 0)
-    model = choose_bias("mse", sums, rows, None, 0)
+    model = choose_bias("mse", sums, [rows], None, 0)
     least = min(
         mae(rows.label_N, BiasModel("mse", NO_ITEM, 0.5, prior).predict(sums, rows))
         for prior in FEW_PRIORS

@@ -74,6 +74,29 @@ def test_two_ranks_find_what_one_rank_finds(runs: Path, tmp_path: Path) -> None:
         assert " on 30 tasks of valid\n" in text
 
 
+def test_of_several_validation_splits_the_mean_error_chooses(runs: Path, tmp_path: Path) -> None:
+    plain, out = tmp_path / "plain", tmp_path / "out"
+    both = ('data.valid_split=["valid","cold"]', "algorithm.name=none", f"run.dir={plain}")
+    assert gmeta("train", runs / "train.toml", *both).returncode == 0
+    splits = ("--split", "valid", "--split", "cold")
+    found = evaluated(plain, "--no-trees", *splits, "--out", out)
+    (tuning,) = found["runs"][0]["fine_tuning"]
+    tasks = sum(group["num_tasks"] for group in found["groups"])
+    assert (tuning["split"], tuning["num_tasks"]) == ("valid, cold", tasks)
+    # All tasks of both judge: the value of what is chosen is the mean of what the report shows.
+    errors = [
+        result["metrics"]["mae"]["value"]
+        for group in found["groups"]
+        for result in group["results"]
+        if (result["run"], result["stage"]) == ("plain", "after")
+    ]
+    assert len(errors) == 2
+    assert tuning["chosen"][0]["value"] == pytest.approx(sum(errors) / 2, rel=1e-4)
+    values = [tried["value"] for tried in tuning["tried"] if tried["value"] is not None]
+    assert tuning["chosen"][0]["value"] == min(values)
+    assert found["yardsticks"][0]["chosen"]["chosen_on"] == "valid, cold"
+
+
 def test_without_a_validation_split_each_half_of_the_tasks_chooses_for_the_other(
     runs: Path, tmp_path: Path
 ) -> None:

@@ -40,14 +40,14 @@ def test_trees_beat_the_bias_model_by_what_only_a_feature_tells(
     train = with_price_effect(episode_rows(150, loss), loss)
     cold = with_price_effect(episode_rows(100, loss, 2, 2000), loss)
     known = known_of(train, loss)
-    grown = trees.grow(loss, known, train, None, False, 0)
+    grown = trees.grow(loss, known, train, [], False, 0)
     assert grown is not None
     query_N = ~cold.is_support_N
     label_N = cold.label_N[query_N]
     of_trees = error(loss, label_N, grown.predict(known, cold))
     of_bias = error(loss, label_N, known.bias.predict(known.sums, cold)[query_N])
     assert of_trees < 0.9 * of_bias
-    again = trees.grow(loss, known, train, None, False, 0)
+    again = trees.grow(loss, known, train, [], False, 0)
     assert again is not None
     np.testing.assert_array_equal(grown.predict(known, cold), again.predict(known, cold))
 
@@ -58,7 +58,7 @@ def test_what_is_chosen_is_the_best_of_the_grid_on_the_validation_tasks(
     monkeypatch.setattr(trees, "MAX_TREES", 60)
     train, valid = episode_rows(200, "bce"), episode_rows(80, "bce", 1, 1000)
     known = known_of(train, "bce")
-    grown = trees.grow("bce", known, train, valid, False, 0)
+    grown = trees.grow("bce", known, train, [valid], False, 0)
     assert grown is not None
     judged = known.statistics(valid, fold_of(valid.task_T, 0)[valid.episode_N])
     # The same data, grown and judged here, tree by tree.
@@ -89,6 +89,50 @@ def test_what_is_chosen_is_the_best_of_the_grid_on_the_validation_tasks(
     expected = min(settings, key=best_of)
     assert (grown.setting, grown.num_tried) == (expected, 7)
     assert grown.num_trees == best_of(expected)[1]
+
+
+def test_groups_that_judge_weigh_alike_however_many_rows_they_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trees, "MAX_TREES", 60)
+    monkeypatch.setattr(trees, "LEAVES", (7,))
+    monkeypatch.setattr(trees, "LEAF_ROWS", (50,))
+    monkeypatch.setattr(trees, "RATES", (0.1,))
+    train = with_price_effect(episode_rows(200, "mse"), "mse")
+    # Many tasks that like what training says, few whose labels it knows nothing of.
+    groups = [
+        with_price_effect(episode_rows(80, "mse", 1, 1000), "mse"),
+        episode_rows(8, "mse", 2, 3000),
+    ]
+    known = known_of(train, "mse")
+    import lightgbm
+
+    given, _ = trees.training_statistics(known, train, False, 0)
+    booster = lightgbm.train(
+        trees._parameters("mse", trees.Setting()),
+        trees._dataset(lightgbm, given),
+        num_boost_round=60,
+    )
+    judged = [known.statistics(rows, fold_of(rows.task_T, 0)[rows.episode_N]) for rows in groups]
+
+    def loss_after(count: int) -> tuple[float, float]:
+        """The mean over groups, and that over rows."""
+        squares = [
+            np.square(
+                one.label_N
+                - one.start_N
+                - booster.predict(one.values_NX, raw_score=True, num_iteration=count)
+            )
+            for one in judged
+        ]
+        return float(np.mean([s.mean() for s in squares])), float(np.concatenate(squares).mean())
+
+    losses = [loss_after(count) for count in range(1, 61)]
+    by_group, by_row = (int(np.argmin(column)) + 1 for column in zip(*losses, strict=True))
+    assert by_group != by_row
+    grown = trees.grow("mse", known, train, groups, False, 0)
+    assert grown is not None
+    assert grown.num_trees == by_group
 
 
 @pytest.mark.parametrize("past", [False, True])
@@ -123,7 +167,7 @@ def test_tasks_without_query_rows_grow_nothing() -> None:
     rows = episode_rows(5, "mse")
     known = known_of(rows, "mse")
     nothing = rows.arranged(np.arange(rows.num_rows), np.diff(rows.row_offsets_T1))
-    assert trees.grow("mse", known, nothing, None, False, 0) is None
+    assert trees.grow("mse", known, nothing, [], False, 0) is None
 
 
 def test_predictions_without_a_tree_are_those_of_the_bias_model() -> None:

@@ -323,6 +323,52 @@ def test_a_carved_validation_split_takes_whole_tasks_of_one_split(tmp_path: Path
     assert carved.features.tables[0].num_rows == len(seen) + 1
 
 
+def test_validation_items_leave_training_and_make_groups_of_known_and_new_tasks(
+    tmp_path: Path,
+) -> None:
+    table = log(6_000, users=110)
+    # A row without an item is of no new one.
+    item = [None if row % 50 == 0 else one for row, one in enumerate(table["item"].to_pylist())]
+    table = table.set_column(1, "item", pa.array(item, pa.int64()))
+    common = {
+        "single": [{"column": "item", "vocabulary": 1, "null": "unknown"}],
+        "item": {"column": "item"},
+    }
+    shares = {"train": 0.7, "test": 0.3}
+    tasks_alone = {"shares": shares, "validation_from": "train", "validation_share": 0.2}
+    plain = prepared(tmp_path, table, splits=tasks_alone, **common)
+    dataset = prepared(tmp_path, table, splits={**tasks_alone, "validation_items": 0.25}, **common)
+    assert list(dataset.splits) == ["train", "test", "valid", "valid-item-cold", "valid-both-cold"]
+    rows = {row["number"]: row for row in table.to_pylist()}
+
+    def items(split: str) -> set[int | None]:
+        found = [support + query for _, support, query in episodes(dataset, split)]
+        return {rows[int(number)]["item"] for numbers in found for number in numbers}
+
+    def tasks(of: Dataset, split: str) -> set[int]:
+        return {task for task, _, _ in episodes(of, split)}
+
+    held = items("valid-item-cold")
+    assert 3 <= len(held) <= 20  # of 40, each with 0.25
+    assert items("valid-both-cold") == held
+    assert not held & (items("train") | items("valid"))
+    assert None in items("train")
+    # Who is new is decided as without held-back items, and so is the test split.
+    assert tasks(dataset, "valid") == tasks(plain, "valid") == tasks(dataset, "valid-both-cold")
+    assert tasks(dataset, "train") == tasks(plain, "train") == tasks(dataset, "valid-item-cold")
+    assert episodes(dataset, "test") == episodes(plain, "test")
+    groups = ("train", "valid-item-cold"), ("valid", "valid-both-cold")
+    for whole, parts in zip(("train", "valid"), groups, strict=True):
+        kept = [one for split in parts for one in episodes(dataset, split)]
+        numbers_kept = sorted(n for _, support, query in kept for n in support + query)
+        assert numbers_kept == sorted(
+            n for _, support, query in episodes(plain, whole) for n in support + query
+        )
+    # To a model the held-back items are unknown.
+    known = (items("train") - {None}) & set(range(40))
+    assert dataset.features.tables[0].num_rows == len(known) + 1
+
+
 def test_longer_drop_leaves_whole_tasks_out_and_counts_them(tmp_path: Path) -> None:
     table = log()
     rule = {**EPISODES, "max_rows": 20, "longer": "drop"}
@@ -369,6 +415,29 @@ def test_longer_drop_leaves_whole_tasks_out_and_counts_them(tmp_path: Path) -> N
             "splits.validation_from is test, which is no split: there are train. Name one of them",
         ),
         (
+            {"splits": {"validation_items": 0.1}},
+            "splits.validation_items holds items back from the split train, and validation_from is "
+            'absent. Set validation_from = "train"',
+        ),
+        (
+            {"splits": {"validation_from": "train", "validation_items": 1.0}},
+            "splits.validation_items is 1; it must lie between 0 and 1. Change it",
+        ),
+        (
+            {"splits": {"validation_from": "train", "validation_items": 0.1}},
+            "splits.validation_items holds back items, but there is no [item], which says what the "
+            "items are. Add it",
+        ),
+        (
+            {
+                "splits": {"validation_from": "train", "validation_items": 0.1},
+                "item": {"column": "item"},
+                "negatives": {"item": "item"},
+            },
+            "splits.validation_items holds back items, but [negatives] are drawn from known items "
+            "alone, which would tell them from the held-back ones. Leave one of them out",
+        ),
+        (
             {"membership": {"support": "a*"}},
             "membership needs a column that says support or query, or two patterns of file names, "
             "support and query. Give the column, or both patterns",
@@ -397,6 +466,18 @@ def test_windows_out_of_order_are_refused(tmp_path: Path) -> None:
     assert str(caught.value) == (
         "splits.by_time: window test does not begin after valid, so that valid is empty. Give "
         "later beginnings, or larger shares where many rows share a time"
+    )
+
+
+def test_a_split_column_that_holds_what_validation_makes_is_refused(tmp_path: Path) -> None:
+    table = log(20).append_column("part", pa.array(["train"] * 19 + ["valid-item-cold"]))
+    splits = {"column": "part", "validation_from": "train", "validation_items": 0.2}
+    with pytest.raises(DataError) as caught:
+        prepared(tmp_path, table, splits=splits, item={"column": "item"})
+    assert str(caught.value) == (
+        "splits.validation_from moves rows of train to valid and valid-item-cold and "
+        "valid-both-cold, which are new, but column part holds train, valid-item-cold. Correct it, "
+        "or leave it out"
     )
 
 
