@@ -13,6 +13,7 @@ from gmeta.errors import UserError
 from gmeta.files.local import check_local
 from gmeta.metrics.catalogue import Scoring, predicts_alike
 from gmeta.metrics.config import EvaluationConfig
+from gmeta.metrics.own import check_trusted
 from gmeta.runs.folder import RunFolder
 
 # Each is another pass over the split, and as many predictions in memory.
@@ -88,6 +89,8 @@ def evaluate(
     sizes = _support_sizes(support_sizes)
     roots = [run, *(against or [])]
     configs = [RunFolder(root).read_config() for root in roots]
+    for root, each in zip(roots, configs, strict=True):
+        check_trusted(root, each.evaluation.metrics, RunFolder(root).read_environment())
     _check_comparable(roots, configs)
     if out.exists() and not out.is_dir():
         raise UserError(f"--out = {str(out)!r} is a file: a folder is needed. Choose another")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from gmeta.commands.screen import screen, show_table, table_of
-from gmeta.errors import UserError
+from gmeta.errors import GMetaError, UserError
 from gmeta.runs.folder import RunFolder
 from gmeta.runs.listing import RunSummary, differing_keys, find_runs, summarise_run
 from gmeta.tuning.written import toml_value
@@ -41,7 +41,7 @@ def runs(
     for run in found:
         try:
             summaries.append(summarise_run(run))
-        except UserError as error:
+        except GMetaError as error:
             broken.append(str(error))  # the others may be what is looked for
     # Those that were named one by one are to be compared.
     compared = len(found) > 1 and [run.root for run in found] == asked

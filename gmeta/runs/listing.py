@@ -9,6 +9,7 @@ from typing import Any
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.metrics.catalogue import Scoring
+from gmeta.metrics.own import check_trusted
 from gmeta.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE, RunFolder
 
 DEEPEST = 3  # folders below the one that is asked for: runs/DATA/NAME, and one more
@@ -66,8 +67,12 @@ def summarise_run(folder: RunFolder) -> RunSummary:
 
     Raises:
         UserError: its config is missing or broken.
+        GMetaError: it is judged by a metric of a package that is not here, or not trusted.
     """
     config, history = folder.read_config(), folder.read_metrics()
+    # The first, or that of early stopping, decides; to know what is better its code is loaded.
+    asked = [*config.evaluation.metrics, config.run.early_stop_metric]
+    check_trusted(folder.root, asked, folder.read_environment())
     metric, is_better = _judged_by(config)
     scored = [
         (line["valid"][metric], line["step"])
