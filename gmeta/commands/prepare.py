@@ -248,6 +248,11 @@ def _prepare_tables(
             f"{schema} has [stream], which is for increments. Run: gmeta prepare --schema {schema} "
             f"--extend {out} INPUT..., or leave [stream] out"
         )
+    if spark and known.transform is not None:
+        raise UserError(
+            f"{schema} has [transform], which runs on one machine. Leave --spark out, or transform "
+            "the rows in Spark before"
+        )
     if spark:
         prepare_on_spark(inputs, out, known, options)
     else:
