@@ -11,7 +11,7 @@ from gmeta.commands import on_ranks
 from gmeta.config import TrainConfig, overridden
 from gmeta.errors import UserError
 from gmeta.files.local import check_local
-from gmeta.metrics.catalogue import Scoring, predicts_alike
+from gmeta.metrics.catalogue import Scoring, not_ours, predicts_alike
 from gmeta.metrics.config import EvaluationConfig
 from gmeta.metrics.own import check_trusted
 from gmeta.runs.folder import RunFolder
@@ -90,7 +90,8 @@ def evaluate(
     roots = [run, *(against or [])]
     configs = [RunFolder(root).read_config() for root in roots]
     for root, each in zip(roots, configs, strict=True):
-        check_trusted(root, each.evaluation.metrics, RunFolder(root).read_environment())
+        foreign = not_ours(each.evaluation.metrics)
+        check_trusted(root, foreign, RunFolder(root).read_environment())
     _check_comparable(roots, configs)
     if out.exists() and not out.is_dir():
         raise UserError(f"--out = {str(out)!r} is a file: a folder is needed. Choose another")

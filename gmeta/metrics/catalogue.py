@@ -3,7 +3,7 @@
 import difflib
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -243,6 +243,11 @@ _TEXTS: dict[str, tuple[str, bool, str]] = {
 def is_metric(name: str) -> bool:
     """Return whether a metric of this release, or of a package of somebody's own, has that name."""
     return bool(_parsed(name)[0]) or is_own(name)
+
+
+def not_ours(names: Iterable[str]) -> list[str]:
+    """Return the names that no metric of this release has; an empty one stands for none at all."""
+    return [name for name in names if name and not _parsed(name)[0]]
 
 
 def metric_infos(scoring: Scoring) -> dict[str, MetricInfo]:

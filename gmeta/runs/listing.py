@@ -8,7 +8,7 @@ from typing import Any
 
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
-from gmeta.metrics.catalogue import Scoring
+from gmeta.metrics.catalogue import Scoring, not_ours
 from gmeta.metrics.own import check_trusted
 from gmeta.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE, RunFolder
 
@@ -72,7 +72,7 @@ def summarise_run(folder: RunFolder) -> RunSummary:
     config, history = folder.read_config(), folder.read_metrics()
     # The first, or that of early stopping, decides; to know what is better its code is loaded.
     asked = [*config.evaluation.metrics, config.run.early_stop_metric]
-    check_trusted(folder.root, asked, folder.read_environment())
+    check_trusted(folder.root, not_ours(asked), folder.read_environment())
     metric, is_better = _judged_by(config)
     scored = [
         (line["valid"][metric], line["step"])

@@ -7,7 +7,7 @@ import pytest
 
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.metrics import own
-from gmeta.metrics.catalogue import Scoring, evaluate_split, is_metric, split_terms
+from gmeta.metrics.catalogue import Scoring, evaluate_split, is_metric, not_ours, split_terms
 from gmeta.metrics.config import EvaluationConfig
 from gmeta.metrics.own import NUM_GROUPS, Metric, check_trusted
 from gmeta.metrics.terms import Floats, Ints
@@ -121,11 +121,11 @@ def test_a_strangers_run_imports_no_metric(tmp_path: Path, monkeypatch: pytest.M
     made_on = {"plugins": {"evaluation.metrics: mine:M": {"package": "mine", "version": "2"}}}
     monkeypatch.setattr(own.NAMED_METRICS.__class__, "find", pytest.fail)
     with pytest.raises(GMetaError) as caught:
-        check_trusted(tmp_path, ["auc", "mine:M"], made_on)
+        check_trusted(tmp_path, not_ours(["auc", "mine:M", ""]), made_on)
     assert str(caught.value).startswith(
         f"{tmp_path} was made with evaluation.metrics = 'mine:M', code of the package 'mine', "
         "which is not installed as a plug-in here"
     )
     assert str(caught.value).endswith("It was made with mine 2.")
     monkeypatch.setenv("GMETA_PLUGINS", "mine")
-    check_trusted(tmp_path, ["auc", "mine:M"], made_on)
+    check_trusted(tmp_path, ["mine:M"], made_on)
