@@ -27,7 +27,7 @@ def antdt_sim(
     steps: Annotated[int, typer.Option(min=1, help="of the job, a second each")] = 3600,
     scenario: Annotated[
         list[str] | None,
-        typer.Option(help="transient, persistent, deterministic, mixed; default: all"),
+        typer.Option(help="transient, persistent, deterministic, mixed, busy; default: all"),
     ] = None,
     method: Annotated[
         list[str] | None,
