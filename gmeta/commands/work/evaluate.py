@@ -1,11 +1,12 @@
 """`gmeta evaluate` as a rank; rank 0 writes the report and tells of it."""
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gmeta.batches.views import Shown
 from gmeta.checkpoints.loader import best_not_kept
-from gmeta.commands.screen import screen, show_table
+from gmeta.commands.screen import print_result, screen, show_table
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig, overridden
 from gmeta.evaluate import (
@@ -90,6 +91,8 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
             )
             paths = write(out, evaluated, found.models, [*found.notes, *notes])
             show_table(console, console_table(paths.evaluation))
+            evaluation = json.loads(Path(paths.evaluation_json).read_text())
+            print_result({"report": paths.html, "evaluation": evaluation})
             for line in filter(None, (best_not_kept(RunFolder(root)) for root in roots)):
                 screen(stderr=True).print(line)
             console.print(f"report: {paths.html}   figures: {paths.evaluation_json}")
