@@ -56,12 +56,14 @@ def antdt_sim(
     # A recording says itself how many workers it is of.
     if trace is not None:
         workers = recorded_trace(trace, seed)[1]
+    settings = load_straggler_config(config)
     job = JobConfig(
         num_workers=workers,
         num_steps=steps,
         restart_stops_job=restart_stops_job,
         seed=seed,
-        monitor=load_straggler_config(config).monitor,
+        monitor=settings.monitor,
+        hold_windows=settings.controller.hold_windows,
     )
     results = []
     # A recording is one scenario; each method takes about as long as the others.

@@ -57,6 +57,7 @@ def runs(
     _list(summaries)
     if compared:
         _compare(found, differing)
+        _scores(summaries)
     for line in broken:
         screen(stderr=True).print(f"not listed: {line}")
 
@@ -89,6 +90,18 @@ def _compare(found: Sequence[RunFolder], differing: Sequence[tuple[str, list[obj
     for key, values in differing:
         table.add_row(key, *(toml_value(value) for value in values))
     show_table(console, table)
+
+
+def _scores(summaries: Sequence[RunSummary]) -> None:
+    """Show all metrics of each run's best validation, side by side."""
+    metrics = list(dict.fromkeys(name for one in summaries for name in one.scores))
+    if not metrics:
+        return
+    names = [one.run for one in summaries]
+    table = table_of("Scores of the best validation", "metric", *names, text=("metric",))
+    for metric in metrics:
+        table.add_row(metric, *(_number(one.scores.get(metric), ".4f") for one in summaries))
+    show_table(screen(), table)
 
 
 def _number(value: float | None, form: str) -> str:

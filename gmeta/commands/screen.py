@@ -110,6 +110,17 @@ def progress_bars() -> Progress:
 
 
 @contextmanager
+def first_progress(what: str, rank: int) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function (done, total) that shows the progress of one thing, on rank 0 alone."""
+    if rank:
+        yield lambda done, total: None
+        return
+    with progress_bars() as progress:
+        bar = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
+@contextmanager
 def phases() -> Iterator[Callable[[str, int, int], None]]:
     """Yield a function (phase, done, total) that shows a progress bar for each phase."""
     bars: dict[str, TaskID] = {}

@@ -29,6 +29,7 @@ class RunSummary:
     metric: str  # that validation goes by
     best: float | None  # of all validations
     best_step: int | None
+    scores: dict[str, float | None]  # all metrics of that validation
     logged_s: float | None  # when the last line was written, seconds since 1970
 
     def to_json(self) -> dict[str, Any]:
@@ -80,6 +81,7 @@ def summarise_run(folder: RunFolder) -> RunSummary:
         if line.get("valid", {}).get(metric) is not None
     ]
     best = (max if is_better else min)(scored, key=lambda pair: pair[0], default=(None, None))
+    valid = {line["step"]: line["valid"] for line in history if line.get("valid")}
     losses = [line["loss"] for line in history if line.get("loss") is not None]
     return RunSummary(
         run=str(folder.root),
@@ -91,6 +93,7 @@ def summarise_run(folder: RunFolder) -> RunSummary:
         metric=metric,
         best=best[0],
         best_step=best[1],
+        scores=valid.get(best[1], {}),
         logged_s=folder.metrics.stat().st_mtime if history else None,
     )
 

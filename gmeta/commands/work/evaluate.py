@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gmeta.batches.views import Shown
 from gmeta.checkpoints.loader import best_not_kept
-from gmeta.commands.screen import print_result, screen, show_table
+from gmeta.commands.screen import first_progress, print_result, screen, show_table
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig, overridden
 from gmeta.evaluate import (
@@ -66,19 +66,23 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
                 screen(stderr=True).print(one)
         scored = chosen if on is None else replace(chosen, data=data_of(chosen.data, on))
         candidates = _candidates(scored, on or dataset, asked, ranks)
-        runs = [
-            evaluate_run(
-                root,
-                root.name if short else str(root),
-                asked.splits,
-                ranks,
-                adapting if root == roots[0] else None,
-                shown,
-                asked.on,
-                candidates,
-            )
-            for root in roots
-        ]
+        runs = []
+        for root in roots:
+            name = root.name if short else str(root)
+            with first_progress(f"scoring {name:.24}", ranks.rank) as advance:
+                runs.append(
+                    evaluate_run(
+                        root,
+                        name,
+                        asked.splits,
+                        ranks,
+                        adapting if root == roots[0] else None,
+                        shown,
+                        asked.on,
+                        candidates,
+                        advance,
+                    )
+                )
         if ranks.rank == 0:
             evaluated = [
                 replace(each, evaluation=chosen.evaluation) for each in runs if each is not None
