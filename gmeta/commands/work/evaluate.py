@@ -69,7 +69,7 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
         runs = []
         for root in roots:
             name = root.name if short else str(root)
-            with first_progress(f"scoring {name:.24}", ranks.rank) as advance:
+            with first_progress(f"scoring {name:.16}", ranks.rank) as advance:
                 runs.append(
                     evaluate_run(
                         root,
