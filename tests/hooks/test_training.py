@@ -1,4 +1,4 @@
-"""A callback that ends a run: on all ranks before the same step, with all that was trained."""
+"""Hooks of real runs: a callback that ends one on all ranks alike, and what readings hold."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from gmeta.hooks.callback import Callback, Run
 from gmeta.parallel.ranks import Ranks
 from gmeta.runs.folder import RunFolder, list_checkpoints
 from gmeta.train import train
-from tests.commands import SMALL_MODEL, losses, write_config
+from tests.commands import SMALL_MODEL, losses, metrics, write_config
 from tests.distributed.harness import on_ranks
 
 
@@ -85,9 +85,7 @@ def test_one_rank_asks_and_all_end_before_the_same_step_to_resume(
         assert f"step-{ended:08d}" in told
     scores = [[one for one in told if isinstance(one, dict)] for told in heard]
     assert scores[0] == scores[1]
-    assert (
-        scores[0][0]["auc"] == json.loads(run.metrics.read_text().splitlines()[2])["valid"]["auc"]
-    )
+    assert scores[0][0] == next(line["valid"] for line in metrics(run.root) if "valid" in line)
     # A rank's loss is its part: the mean over ranks is what is logged.
     parts = zip(*([one[2] for one in told if isinstance(one, list)] for told in heard), strict=True)
     assert [sum(pair) / 2 for pair in parts] == pytest.approx(losses(run.root), rel=1e-5)
@@ -107,3 +105,27 @@ def test_what_one_rank_raises_is_raised_on_all(tmp_path: Path, click_logs: Path)
     assert first.startswith(
         f"the callback '{__name__}:Faulty' of run.callbacks failed behind step 2: KeyError: 'mine'."
     )
+
+
+@pytest.mark.distributed
+def test_readings_have_the_rates_and_the_norms_of_one_rank_at_any_number(
+    tmp_path: Path, click_logs: Path
+) -> None:
+    """Clipping far above any norm changes nothing, and also knows that of the tables."""
+    shared = ("run.max_steps=3", "outer.lr_schedule=linear", "data.valid_split=")
+    readings = []
+    for world_size, clip_norm in ((1, 0.0), (1, 1e9), (2, 1e9)):
+        (folder := tmp_path / f"{world_size}-{clip_norm}").mkdir()
+        config = config_of(folder, click_logs, *shared, f"outer.clip_norm={clip_norm}")
+        assert on_ranks(world_size, trained, config) == [""] * world_size
+        readings.append(metrics(folder / "run"))
+    plain, clipped, both = readings
+    assert [line["dense_lr"] for line in plain] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
+    assert [line["sparse_lr"] for line in both] == pytest.approx([0.05, 0.1 / 3, 0.05 / 3])
+    norms = [[line["dense_grad_norm"] for line in one] for one in readings]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert norms[0] == pytest.approx(norms[2], rel=1e-3)
+    assert "grad_norm" not in plain[0]
+    for one, other in zip(clipped, both, strict=True):
+        assert one["grad_norm"] > one["dense_grad_norm"] > 0.0
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
