@@ -29,7 +29,8 @@ from gmeta.errors import ConfigError, GMetaError
 from gmeta.feeds.increment import open_data
 from gmeta.hooks.registry import NAMED_CALLBACKS, NAMED_LOGGERS, find_hooks
 from gmeta.learner import MetaLearner
-from gmeta.metrics.own import NAMED_METRICS, is_own
+from gmeta.metrics.catalogue import not_ours
+from gmeta.metrics.own import NAMED_METRICS
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.tables.sharding import check_sharding
 from gmeta_keys.plugins import Registry, package_told
@@ -148,7 +149,7 @@ def all_plugins_of(config: TrainConfig) -> dict[str, dict[str, str]]:
     run = config.run
     metrics = [*config.evaluation.metrics, run.early_stop_metric]
     named: list[tuple[Registry[Any], str]] = [
-        *((NAMED_METRICS, name) for name in metrics if is_own(name)),
+        *((NAMED_METRICS, name) for name in not_ours(metrics)),
         *((NAMED_LOGGERS, name) for name in run.loggers),
         *((NAMED_CALLBACKS, name) for name in run.callbacks),
     ]

@@ -167,8 +167,8 @@ class _Patience:
 
     A worker that gets its tasks back within REGRET_WINDOWS was slow for a moment: the change took
     effect about when it was wrong. Each such moment doubles the hold, from one window to the most,
-    and each slowness that lasted halves it. So an even host whose cores other work takes now and
-    then is left alone, and where slowness lasts nobody waits for more than a window.
+    and each slowness that lasted halves it, to none in the end. So an even host whose cores other
+    work takes now and then is left alone, and where slowness lasts nobody waits.
     """
 
     def __init__(self, window_s: float, most_windows: int) -> None:
