@@ -27,10 +27,13 @@ from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.feeds.increment import open_data
+from gmeta.hooks.registry import NAMED_CALLBACKS, NAMED_LOGGERS, find_hooks
 from gmeta.learner import MetaLearner
+from gmeta.metrics.catalogue import not_ours
+from gmeta.metrics.own import NAMED_METRICS
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.tables.sharding import check_sharding
-from gmeta_keys.plugins import Registry
+from gmeta_keys.plugins import Registry, package_told
 from gmeta_models.config import InputSizes, ModelConfig, SparseColumn
 from gmeta_models.registry import NAMED_MODELS, build_model
 from metaio.format.dataset import Dataset
@@ -65,8 +68,6 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
                 "split once"
             )
     check_source(config.data)
-    # For what it refuses: the launcher must report it before any rank starts.
-    early_stop_of(config)
     if config.augment.resplit_support and dataset.manifest.support_is_past:
         raise ConfigError(
             f"augment.resplit_support is true, but the support rows of {config.data.path} are the "
@@ -103,14 +104,26 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
 
 
 def check_on_data(config: TrainConfig) -> None:
-    """Check all that can be checked of a config and its dataset without a rank.
+    """Check all that can be checked of a config and its dataset without a rank: the launcher must
+    report it before any rank starts.
 
     Raises:
         ConfigError: see build and check_first_labels.
         FormatError: the first block is damaged.
     """
+    check_hooks(config)
     dataset, _ = build(config)
     check_first_labels(config, dataset)
+
+
+def check_hooks(config: TrainConfig) -> None:
+    """Check that what is to judge a run and to hear of it is there.
+
+    Raises:
+        ConfigError: a metric, a logger or a callback is unknown or cannot be imported.
+    """
+    early_stop_of(config)
+    find_hooks(config.run)
 
 
 def check_registered(
@@ -127,24 +140,28 @@ def check_registered(
         try:
             registry.check_trusted(name)
         except ValueError as error:
-            needed = _package_told(made_on, registry.key)
+            needed = package_told(made_on, registry.key)
             raise GMetaError(f"{path} was made with {error}: docs/extending.md.{needed}") from error
-
-
-def _package_told(made_on: Mapping[str, Any], key: str) -> str:
-    """Return a sentence on the package that a key's value came from, if it is told."""
-    plugins = made_on.get("plugins")
-    package = plugins.get(key) if isinstance(plugins, dict) else None
-    if not isinstance(package, dict):
-        return ""
-    told = f"{package.get('package')} {package.get('version')}"
-    return f" It was made with {told:.80}." if told.isprintable() else ""
 
 
 def plugins_of(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[str, dict[str, str]]:
     """Return package and version of what comes from a package of somebody's own, by config key."""
     found = {registry.key: registry.package_of(name) for registry, name in _named(model, algorithm)}
     return {key: package for key, package in found.items() if package}
+
+
+def all_plugins_of(config: TrainConfig) -> dict[str, dict[str, str]]:
+    """Return the same of all that a run needs: its metrics, loggers and callbacks too."""
+    run = config.run
+    metrics = [*config.evaluation.metrics, run.early_stop_metric]
+    named: list[tuple[Registry[Any], str]] = [
+        *((NAMED_METRICS, name) for name in not_ours(metrics)),
+        *((NAMED_LOGGERS, name) for name in run.loggers),
+        *((NAMED_CALLBACKS, name) for name in run.callbacks),
+    ]
+    found = {f"{part.key}: {name}": part.package_of(name) for part, name in named}
+    own = plugins_of(config.model, config.algorithm)
+    return own | {key: package for key, package in found.items() if package}
 
 
 def _named(model: ModelConfig, algorithm: AlgorithmConfig) -> tuple[tuple[Registry[Any], str], ...]:

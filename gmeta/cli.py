@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from gmeta import __version__
+from gmeta.commands.talking import with_options
 from gmeta.commands.telling import let_others_tell, told, told_errors, write_error
 
 
@@ -116,6 +117,11 @@ COMMANDS = {
         "Answer the Open Inference Protocol with an exported model that adapts to each request's "
         "task.",
     ),
+    "completion": Place(
+        "gmeta.commands.completion",
+        "completion",
+        "Print what lets a shell complete commands, flags and config keys.",
+    ),
     "shard-service": Place(
         "gmeta.commands.shard_service",
         "shard_service",
@@ -149,10 +155,10 @@ def load_command(name: str) -> Any:
     if isinstance(found, typer.Typer):
         command = typer.main.get_command(found)
         command.name = name
-        return command
+        return with_options(command, name)
     alone = typer.Typer(rich_markup_mode="rich", add_completion=False)
     alone.command(name)(found)
-    return typer.main.get_command(alone)
+    return with_options(typer.main.get_command(alone), name)
 
 
 class _Unloaded(typer.core.TyperCommand):
@@ -161,6 +167,8 @@ class _Unloaded(typer.core.TyperCommand):
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
+        # `gmeta completion` looks at all of them.
+        extra["obj"] = lambda: {name: load_command(name) for name in COMMANDS}
         return load_command(str(self.name)).make_context(info_name, args, parent, **extra)
 
 

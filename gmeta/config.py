@@ -174,6 +174,14 @@ class RunConfig:
         False, "use deterministic torch kernels only; an operation that has none is refused"
     )
     log_every_steps: int = key(10, "one metrics line per so many steps", min=1)
+    loggers: tuple[str, ...] = key(
+        ("tensorboard",),
+        "where readings go beside metrics.jsonl: tensorboard, wandb, mlflow, or your own "
+        "(docs/extending.md)",
+    )
+    callbacks: tuple[str, ...] = key(
+        (), "callbacks of your own, by entry point or package.module:Name (docs/extending.md)"
+    )
     profile_steps: int = key(
         0, "write a trace and a summary of so many steps of rank 0 to profile/; 0: none", min=0
     )

@@ -4,7 +4,7 @@ A task of a cold split was never trained on; its query rows are predicted with t
 ("before") and after the inner loop on its support rows ("after").
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,6 +53,7 @@ def evaluate_run(
     shown: Shown = Shown(),  # noqa: B008 - frozen
     on: str = "",
     candidates: Candidates | None = None,
+    advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> EvaluatedRun | None:
     """Predict `splits` with a run's checkpoint (see checkpoint_to_use) and return them on rank 0,
     None elsewhere; without `splits` those that its config names. `on` names another dataset (see
@@ -62,6 +63,8 @@ def evaluate_run(
     `adapting` takes the place of the config's algorithm. Without it a plain run is fine-tuned at
     the rate and steps that are best on its validation split, or else on the other half of the tasks
     of the split that is predicted. Beside positive rows stand `candidates`, if any.
+    `advance` hears how many of this rank's tasks are read, of how many about; every view and
+    fine-tuning of one counts as a task.
 
     Raises:
         UserError: no run folder, no checkpoint yet, an unknown split.
@@ -95,6 +98,17 @@ def evaluate_run(
         judges = [config.data.valid_splits] if config.data.valid_splits else [(s,) for s in chosen]
         tunings = [choose_fine_tuning(config, dataset, each, sharded, ranks) for each in judges]
 
+    passes = (shown.draws + len(shown.support_sizes)) * max(
+        [len(tuning.chosen) for tuning in tunings], default=1
+    )
+    num_tasks = sum(dataset.splits[split].num_episodes for split in chosen) * passes
+    total, done = -(-num_tasks // ranks.world_size), 0
+
+    def read(num_tasks: int) -> None:
+        nonlocal done
+        done += num_tasks
+        advance(min(done, total), total)
+
     def predicted(view: View) -> pa.Table:
         """Return the rows of all chosen splits; none on the ranks but the first."""
         tables: list[pa.Table | None] = []
@@ -102,10 +116,12 @@ def evaluate_run(
             if tunings:
                 tuning = tunings[index % len(tunings)]
                 of_split = predict_tuned(
-                    config, dataset, split, tuning, sharded, ranks, view, candidates
+                    config, dataset, split, tuning, sharded, ranks, view, candidates, read
                 )
             else:
-                of_split = predict_split(config, dataset, split, sharded, ranks, view, candidates)
+                of_split = predict_split(
+                    config, dataset, split, sharded, ranks, view, candidates, read
+                )
             tables.append(of_split)
         found = [table for table in tables if table is not None]
         return pa.concat_tables(found) if found else pa.table({})
@@ -277,6 +293,7 @@ def predict_tuned(
     ranks: Ranks,
     view: View,
     candidates: Candidates | None,
+    advance: Callable[[int], None],
 ) -> pa.Table | None:
     """Return what predict_split does, each task adapted with what was chosen for it. Collective."""
     tables = []
@@ -285,7 +302,9 @@ def predict_tuned(
             config.algorithm, inner_lr=setting.inner_lr, inner_steps=setting.inner_steps
         )
         adapt_with(algorithm, config, dataset, sharded)
-        tables.append(predict_split(config, dataset, split, sharded, ranks, view, candidates))
+        tables.append(
+            predict_split(config, dataset, split, sharded, ranks, view, candidates, advance)
+        )
     first, last = tables[0], tables[-1]
     if first is None or last is None:
         return None

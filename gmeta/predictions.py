@@ -1,6 +1,6 @@
 """What a learner predicts of a split's query rows, all ranks together, by a view of its tasks."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -42,18 +42,19 @@ def predict_split(
     ranks: Ranks,
     view: View = STORED,
     candidates: Candidates | None = None,
+    advance: Callable[[int], None] = lambda num_tasks: None,
 ) -> pa.Table | None:
     """Return a row for each query row of the split as the view shows it on rank 0, None elsewhere.
 
     Its columns are split, task, support_rows, task_rows (shown rows of the task), label, before and
     after, row_id where the dataset stores it, and item (the row of its table) where its schema
     names one; before and after are probabilities for BCE,
-    ratings for other losses.
+    ratings for other losses. `advance` is called with the tasks of each batch that is read.
     """
     with open_reader(config, dataset, split, ranks.rank, ranks.world_size) as reader:
         stop = Stop()
         stored = labels_checked(reader.batches(0), config.outer.loss, dataset, split)
-        batches = map(view.of, stopping_if_wrong(stored, dataset.features, stop))
+        batches = map(view.of, _told(stopping_if_wrong(stored, dataset.features, stop), advance))
         if candidates is None:
             columns = predict_all(batches, config, dataset, sharded, ranks, stop)
         else:
@@ -70,6 +71,12 @@ def predict_split(
             "Name other splits with --split"
         )
     return pa.table({"split": pa.array([split] * len(table["task"])), **table})
+
+
+def _told(batches: Iterator[TaskBatch], advance: Callable[[int], None]) -> Iterator[TaskBatch]:
+    for batch in batches:
+        advance(batch.num_tasks)
+        yield batch
 
 
 def predict_all(

@@ -15,7 +15,7 @@ from gmeta.batches.accumulate import MicroBatches
 from gmeta.batches.augment import augmented
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.labels import check_first_labels, labels_checked
-from gmeta.build import build, plugins_of
+from gmeta.build import all_plugins_of, build
 from gmeta.checkpoints.beginning import beginning_of
 from gmeta.checkpoints.loader import restore_replaced
 from gmeta.checkpoints.settled import settled_by_first
@@ -25,6 +25,7 @@ from gmeta.feeds.agent import Agent, open_agent
 from gmeta.feeds.source import open_feed
 from gmeta.feeds.training_sums import take_item_statistics
 from gmeta.guards import StepGuard
+from gmeta.hooks.run_hooks import RunHooks
 from gmeta.numerics import choose_products, make_deterministic
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.outer.optimizers import build_optimizer
@@ -33,7 +34,7 @@ from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.sharding import described_plan, local_learner, shard_learner
 from gmeta.parallel.steps import StepTotals, in_step
 from gmeta.parallel.stopping import Stop, StoppedError, stop_on_sigterm
-from gmeta.parallel.together import by_first, no_tasks, raise_first_problem, stopping_if_wrong
+from gmeta.parallel.together import by_first, no_tasks, stopping_if_wrong, why_stopped
 from gmeta.prequential import forecast
 from gmeta.runs.alike import check_alike
 from gmeta.runs.environment import describe_environment
@@ -45,14 +46,10 @@ from gmeta.runs.folder import (
     write_json,
 )
 from gmeta.runs.lock import held_alone
-from gmeta.runs.log import RunLog, StepMeter
+from gmeta.runs.meter import StepMeter
 from gmeta.runs.profiler import StepProfiler
+from gmeta.runs.progress import is_due
 from gmeta.validation import score_validation
-
-
-def is_due(every_steps: int, step: int) -> bool:
-    """Return whether something that happens every so many steps (0: never) is due now."""
-    return every_steps > 0 and step % every_steps == 0
 
 
 def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
@@ -69,7 +66,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
         run = TrainingRun(config, ranks, held)
         # Left from right to left: the last checkpoint is committed before the feed, which hears of
         # it, closes.
-        with run.log, run.feed, run.writer, run.profiler, stop_on_sigterm() as stop:
+        with run.hooks, run.feed, run.writer, run.profiler, stop_on_sigterm() as stop:
             run.work(stop)
     return run.folder
 
@@ -84,6 +81,7 @@ class TrainingRun:
         """
         self._config = config
         self._ranks = ranks
+        self.hooks = RunHooks(config, ranks)
         self._dataset, self._learner = build(config)
         check_alike({"the fingerprint of data.path": self._dataset.fingerprint}, ranks)
         # By one rank for all: what it reads is not its own part of the data.
@@ -114,7 +112,7 @@ class TrainingRun:
             self._optimizer,
             config,
             ranks,
-            committed=self.feed.committed,
+            committed=self._committed,
             lineage=self._beginning.lineage,
         )
         self._saved_step = self._progress.step
@@ -123,18 +121,14 @@ class TrainingRun:
             self.folder.bad_batches, self._learner.parameters(), ranks, ending=self.writer.finish
         )
         self._meter = StepMeter(ranks)
-        self.log = RunLog(self.folder, ranks, self._total_steps, self._progress.step)
         self.profiler = StepProfiler(self.folder.profile, config.run.profile_steps, ranks)
 
     def _describe_run(self, plan: dict[str, Any]) -> None:
         """Make the run folder, or bring it to where the checkpoint stands."""
         config = self._config
-        ran_on = describe_environment(
-            self._ranks.world_size,
-            self._dataset.fingerprint,
-            plugins_of(config.model, config.algorithm),
-        )
-        create_run_folder(self._config, ran_on)
+        world_size, plugins = self._ranks.world_size, all_plugins_of(config)
+        ran_on = describe_environment(world_size, self._dataset.fingerprint, plugins)
+        create_run_folder(config, ran_on)
         write_json(self.folder.plan, plan)
         # Steps beyond the checkpoint are taken, and logged, again.
         keep_metrics_up_to(self.folder, self._progress.step)
@@ -145,7 +139,8 @@ class TrainingRun:
         Raises:
             StoppedError: SIGTERM asked a rank to stop.
         """
-        self.log.tell(self._told_at_start)
+        self.hooks.begin(self._progress, self._total_steps, stop)
+        self.hooks.tell(self._told_at_start)
         if self._beginning.how == "continued" and self._config.run.prequential:
             self._forecast()
         agent = open_agent(self._config, self.feed, self._sharded, self._ranks, stop)
@@ -153,13 +148,13 @@ class TrainingRun:
             self._take_steps(agent, stop)
             if stop.agreed:
                 self.writer.finish()  # what is being written still gets its name
-                raise_first_problem(stop, self._ranks)
-                self._leave()
+                self._leave(why_stopped(stop, self._ranks))
+                break
             self._end_epoch()
         if self._early_stop.is_over(self._progress):
-            self.log.tell([self._early_stop.told(self._progress)])
+            self.hooks.tell([self._early_stop.told(self._progress)])
         self.profiler.end()
-        self.log.tell(self.profiler.told())
+        self.hooks.tell(self.profiler.told())
 
     def _steps_are_over(self) -> bool:
         """Return whether the run ends here, wherever in its epoch it is."""
@@ -211,6 +206,7 @@ class TrainingRun:
         self.profiler.step()
         step, epoch_step = self._progress.step + 1, self._progress.epoch_step + 1
         self._progress = replace(self._progress, step=step, epoch_step=epoch_step)
+        self.hooks.stepped(self._progress, loss)
         return loss
 
     def _after_step(self) -> None:
@@ -246,21 +242,25 @@ class TrainingRun:
         ):
             self._save()
 
-    def _leave(self) -> None:
-        """Save every step that was done, and end the run."""
+    def _leave(self, reason: str) -> None:
+        """Save every step that was done, and end the run: for a callback's reason, or SIGTERM."""
         if self._meter.steps:
             self._write_reading(self._progress.epoch)
         # Equal where the stop came right behind a checkpoint, or before a resumed run's first step.
         if self._progress.step != self._saved_step:
             self._save()
             self.writer.finish()
-        raise StoppedError(
-            f"stopped by SIGTERM behind step {self._progress.step}, and nothing of it is lost. "
-            "Run the same command with --resume to go on"
+        told = (
+            f"stopped by {reason or 'SIGTERM'} behind step {self._progress.step}, and nothing of "
+            "it is lost. Run the same command with --resume to go on"
         )
+        if not reason:
+            raise StoppedError(told)
+        self.hooks.tell([told])
 
     def _write_reading(self, epoch: int) -> None:
-        self.log.write(self._progress.step, epoch, self._meter.read(self.feed.wait_s))
+        values = self._meter.read(self.feed.wait_s) | self._optimizer.reading()
+        self.hooks.log(self._progress.step, epoch, values)
 
     def _save(self) -> None:
         with self._meter.paused():
@@ -270,12 +270,18 @@ class TrainingRun:
             self.writer.save(self._progress, self.feed.checkpoint_files(self._progress.step))
         self._saved_step = self._progress.step
 
+    def _committed(self, checkpoint: Path) -> None:
+        """Tell who waits for it that a checkpoint has its name."""
+        self.feed.committed()
+        self.hooks.checkpointed(checkpoint)
+
     def _validate(self, epoch: int) -> None:
         with self._meter.paused():
             scores = score_validation(self._config, self._dataset, self._sharded, self._ranks)
-        self.log.write(self._progress.step, epoch, {"valid": scores})
         # Only rank 0 has scores; all must judge alike, or they would part at the next step.
-        score = value_of_first(scores.get(self._early_stop.metric), self._ranks)
+        scores = value_of_first(scores, self._ranks)
+        self.hooks.validated(self._progress.step, epoch, scores)
+        score = scores.get(self._early_stop.metric)
         self._progress = self._early_stop.judged(self._progress, score)
 
     def _forecast(self) -> None:
@@ -283,7 +289,7 @@ class TrainingRun:
         lineage = self._beginning.lineage
         with self._meter.paused():
             told = forecast(self._config, self._dataset, lineage, self._sharded, self._ranks)
-        self.log.tell(told)
+        self.hooks.tell(told)
 
     def _is_best(self) -> bool:
         step = self._progress.step

@@ -11,13 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import SMALL_MODEL, environment, losses, write_config
+from tests.commands import SMALL_MODEL, environment, losses, metrics, write_config
 from tests.forked import run_forked
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
-CHOSEN = ["model.name=fm", "model.options.scale=0.5", "algorithm.name=boil"]
+CHOSEN = [
+    *("model.name=fm", "model.options.scale=0.5", "algorithm.name=boil"),
+    *('evaluation.metrics=["auc", "top_half"]', "data.valid_split=valid"),
+    *('run.callbacks=["enough"]', 'run.loggers=["csv"]'),
+]
 # A user's program that loads the export and predicts two rows of a task.
 PREDICT = """
 import sys, gmeta
@@ -40,7 +44,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / path).write_text(text)
     written = {path for path, _ in found}
     tests = {"tests/test_fm.py", "tests/test_boil.py"}
-    assert written == {"pyproject.toml", "myrec/fm.py", "myrec/boil.py", *tests}
+    modules = {f"myrec/{name}.py" for name in ("fm", "boil", "metrics", "hooks", "data")}
+    assert written == {"pyproject.toml", *modules, *tests}
     return folder
 
 
@@ -117,21 +122,34 @@ def test_two_ranks_train_and_resume_it_and_the_export_is_loaded(
     folder, model = tmp_path / "run", tmp_path / "model"
     config = write_config(tmp_path / "train.toml", click_logs, folder)
     two = ["train", config, *SMALL_MODEL, *CHOSEN, "--nproc-per-node", "2"]
-    forked("gmeta", *two, "run.max_steps=4", at=site)
-    forked("gmeta", *two, "--resume", at=site)
+    told = forked("gmeta", *two, at=site)
+    ended = len(losses(folder))
+    assert 4 <= ended < 8
+    assert re.search(rf"stopped by Enough: the loss is 0.\d+ behind step {ended}, and", told)
+    forked("gmeta", *two, "--resume", "run.callbacks=[]", at=site)
     assert len(losses(folder)) == 8
+    rows = [line.split(",") for line in (folder / "losses.csv").read_text().split()]
+    assert [float(loss) for _, loss in rows] == losses(folder)
+    assert not (folder / "tensorboard").exists()
+    assert "top_half" in metrics(folder)[-1]["valid"]
     ran_on = json.loads((folder / "environment.json").read_text())
     mine = {"package": "myrec", "version": "1.2.0"}
-    assert ran_on["plugins"] == {"model.name": mine, "algorithm.name": mine}
+    named = ("model.name", "algorithm.name", "evaluation.metrics: top_half", "run.loggers: csv")
+    assert ran_on["plugins"] == dict.fromkeys(named, mine)
 
-    forked("gmeta", "evaluate", folder, at=site)
+    told = forked("gmeta", "evaluate", folder, "--no-trees", at=site)
+    assert "top half" in told
+    evaluation = json.loads((folder / "evaluation" / "evaluation.json").read_text())
+    assert '"top_half"' in json.dumps(evaluation)
     forked("gmeta", "export", folder, model, at=site)
     (site / "ask_model.py").write_text(PREDICT)
     assert forked("ask_model", model, at=site).split() == ["myrec.fm", "2"]
     # Elsewhere, where nobody installed it.
     told = forked("gmeta", "evaluate", folder, at=tmp_path, code=1)
-    assert f"{folder} was made with model.name = 'fm', which is not here: known are cbml" in told
+    assert f"{folder} was made with evaluation.metrics = 'top_half', which is not here" in told
     assert "It was made with myrec 1.2.0." in told
+    told = forked("gmeta", "export", folder, tmp_path / "other", at=tmp_path, code=1)
+    assert f"{folder} was made with model.name = 'fm', which is not here: known are cbml" in told
     assert "Traceback" not in told
 
 
@@ -154,3 +172,20 @@ def test_an_import_path_needs_no_entry_point_but_trust_where_it_comes_from_elsew
     told = forked("ask_model", model, at=own, code=1)
     assert "set GMETA_PLUGINS=myrec if you trust it" in told
     forked("ask_model", model, at=own, GMETA_PLUGINS="myrec")
+
+
+def test_raw_rows_go_through_its_transform(site: Path, tmp_path: Path) -> None:
+    rows = [f"{n % 30},{n},{n % 9},{n % 2}\n" for n in range(240)]
+    (tmp_path / "log.csv").write_text("user,day,item,click\n" + "".join(rows))
+    (transform,) = re.findall(r"```toml\n(\[transform\].*?)```", PAGE, re.S)
+    (tmp_path / "schema.toml").write_text(
+        'task = { column = "user" }\nlabel = { column = "click" }\n'
+        '[[single]]\ncolumn = "item"\nhash = 20\n[[single]]\ncolumn = "weekend"\nhash = 3\n'
+        '[episodes]\nby = "random"\nquery_rows = 2\nmin_rows = 3\nmax_rows = 30\n'
+        "[splits]\nshares = { train = 0.6, cold = 0.4 }\n" + transform
+    )
+    paths = [tmp_path / name for name in ("schema.toml", "log.csv", "data")]
+    forked("gmeta", "prepare", "--schema", *paths, at=site)
+    manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
+    told = {"function": "weekend", "package": "myrec", "version": "1.2.0"}
+    assert told == manifest["report"]["transform"]

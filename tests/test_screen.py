@@ -1,9 +1,16 @@
 """Where commands print: what a file gets, what a terminal gets."""
 
+import io
+import math
+import re
+import sys
+from pathlib import Path
+
 import pytest
 from rich.table import Table
 
-from gmeta.commands.screen import screen, show_table
+from gmeta.commands.screen import first_progress, print_result, screen, show_table
+from gmeta.verbosity import JSON_VARIABLE, QUIET, VARIABLE
 
 LONG = "a long line of words, " * 8
 
@@ -44,3 +51,48 @@ def test_words_are_shown_as_they_are_on_the_stream_that_was_asked_for(
         screen(stderr=stderr).print("of [bold]/data/[x] 12 'a'")
     shown = capsys.readouterr()
     assert shown.out == shown.err == "of [bold]/data/[x] 12 'a'\n"
+
+
+class Terminal(io.StringIO):
+    """One that says so."""
+
+    def isatty(self) -> bool:
+        """It is."""
+        return True
+
+
+@pytest.mark.parametrize("verbosity", ["", QUIET])
+def test_progress_fits_into_80_columns_and_is_for_a_terminal_that_wants_it(
+    monkeypatch: pytest.MonkeyPatch, verbosity: str
+) -> None:
+    monkeypatch.setenv(VARIABLE, verbosity)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    for stream in (io.StringIO(), Terminal()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with first_progress("scoring a-run-of-a-name", rank=0) as advance:
+            advance(1_234_567, 12_345_678)
+        shown = stream.getvalue()
+        if verbosity == QUIET or not stream.isatty():
+            assert shown == ""
+            continue
+        lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown).replace("\r", "\n").splitlines()
+        assert max(map(len, lines)) <= 80
+        assert any("1234567/12345678" in line and "left" in line for line in lines)
+    monkeypatch.setattr(sys, "stderr", other := Terminal())
+    with first_progress("of another rank", rank=1) as advance:
+        advance(1, 2)
+    assert other.getvalue() == ""
+
+
+def test_a_result_is_one_line_of_json_and_what_is_no_number_is_null(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_result({"nobody": "asked"})
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv(JSON_VARIABLE, "1")
+    print_result({"out": Path("a"), "scores": [0.5, math.nan], "by": {1: math.inf}})
+    screen().print("for people")
+    shown = capsys.readouterr()
+    assert shown.out == '{"out": "a", "scores": [0.5, null], "by": {"1": null}}\n'
+    assert shown.err == "for people\n"

@@ -40,7 +40,7 @@ from gmeta.runs.progress import Progress
 from metaio.format.destination import flush_to_disk
 
 
-def _nothing() -> None:
+def _nothing(checkpoint: Path) -> None:
     """Do nothing after a commit, where the caller has nothing to tell."""
 
 
@@ -48,7 +48,8 @@ class CheckpointWriter:
     """Writes a run's checkpoints to `folder`/step-N and keeps the `run.keep_last` newest and the
     best. All ranks make one, and call it in the same places.
 
-    `committed` is called on every rank, by the training thread, once a checkpoint has its name.
+    `committed` is called on every rank with a checkpoint's path, by the training thread, once it
+    has that name.
     `lineage` are the increments that the model is trained on, of which the last one goes on.
     Without `run.checkpoint_in_background` a step waits until its checkpoint is written, and no copy
     is made.
@@ -61,7 +62,7 @@ class CheckpointWriter:
         optimizer: CombinedOptimizer,
         config: TrainConfig,
         ranks: Ranks,
-        committed: Callable[[], None] = _nothing,
+        committed: Callable[[Path], None] = _nothing,
         lineage: Lineage = (),
     ) -> None:
         self._folder = folder
@@ -96,6 +97,7 @@ class CheckpointWriter:
             GMetaError: the checkpoint before could not be written.
         """
         self.finish()
+        self._final = self._folder / checkpoint_name(progress.step)
         state = state_of(self._sharded, self._optimizer)
         if not self._in_background:
             self._write(state, progress, files)
@@ -145,7 +147,7 @@ class CheckpointWriter:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        self._committed()
+        self._committed(self._final)
 
     def _staged(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of the state in host memory, always in the same place: pinned for CUDA."""
@@ -155,7 +157,7 @@ class CheckpointWriter:
 
     def _write(self, state: dict[str, Any], progress: Progress, files: Mapping[str, str]) -> None:
         """Write, and leave what went wrong in `_error`, on every rank alike."""
-        final = self._folder / checkpoint_name(progress.step)
+        final = self._final
         temporary = self._folder / f"{TEMPORARY_PREFIX}{final.name}"
         # Stands where the thread dies of what nobody foresaw: silence must not pass for a commit.
         self._error = GMetaError(

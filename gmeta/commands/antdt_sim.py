@@ -3,17 +3,16 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from gmeta.antdt.simulation.config import JobConfig
-from gmeta.antdt.simulation.study import Result, run_study
-from gmeta.antdt.simulation.traces import recorded_trace
+from gmeta.antdt.simulation.study import Result, find_methods, run_study
+from gmeta.antdt.simulation.traces import SCENARIOS, recorded_trace
 from gmeta.antdt.stragglers.settings import load_straggler_config
-from gmeta.commands.screen import screen, show_table
+from gmeta.commands.screen import print_result, progress_bars, screen, show_table
 from gmeta.files.local import check_local
 from gmeta.files.whole import write_whole
 from gmeta.report.render import png_sheet
@@ -27,7 +26,7 @@ def antdt_sim(
     steps: Annotated[int, typer.Option(min=1, help="of the job, a second each")] = 3600,
     scenario: Annotated[
         list[str] | None,
-        typer.Option(help="transient, persistent, deterministic, mixed; default: all"),
+        typer.Option(help="transient, persistent, deterministic, mixed, busy; default: all"),
     ] = None,
     method: Annotated[
         list[str] | None,
@@ -57,18 +56,25 @@ def antdt_sim(
     # A recording says itself how many workers it is of.
     if trace is not None:
         workers = recorded_trace(trace, seed)[1]
+    settings = load_straggler_config(config)
     job = JobConfig(
         num_workers=workers,
         num_steps=steps,
         restart_stops_job=restart_stops_job,
         seed=seed,
-        monitor=load_straggler_config(config).monitor,
+        monitor=settings.monitor,
+        hold_windows=settings.controller.hold_windows,
     )
     results = []
-    with Console(stderr=True).status("simulating") as status:
+    # A recording is one scenario; each method takes about as long as the others.
+    scenarios = 1 if trace is not None else len(scenario or SCENARIOS)
+    with progress_bars() as progress:
+        bar = progress.add_task("simulating", total=scenarios * len(find_methods(method or [])))
         for result in run_study(job, scenario or [], method or [], trace):
             results.append(result)
-            status.update(f"{result.scenario}: {result.method} {result.slowdown:.2f}")
+            told = f"{result.scenario}: {result.method} {result.slowdown:.2f}"
+            progress.update(bar, advance=1, description=f"{told:.28}")
+    print_result(_found(job, results))
     show_table(screen(), _table(job, results))
     if out is not None:
         _write(out, job, results)
@@ -92,9 +98,12 @@ def _table(job: JobConfig, results: list[Result]) -> Table:
     return table
 
 
-def _write(out: Path, job: JobConfig, results: list[Result]) -> None:
+def _found(job: JobConfig, results: list[Result]) -> dict[str, Any]:
     rows = [{"scenario": r.scenario, "method": r.method, **r.outcome._asdict()} for r in results]
-    written = {"job": asdict(job), "healthy_s": job.healthy_s, "results": rows}
-    write_whole(out / "results.json", f"{json.dumps(written, indent=1)}\n".encode())
+    return {"job": asdict(job), "healthy_s": job.healthy_s, "results": rows}
+
+
+def _write(out: Path, job: JobConfig, results: list[Result]) -> None:
+    write_whole(out / "results.json", f"{json.dumps(_found(job, results), indent=1)}\n".encode())
     chart = completion_chart(results, f"{job.num_workers} workers, seed {job.seed}")
     write_whole(out / "completion.png", png_sheet(chart))

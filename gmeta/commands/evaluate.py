@@ -11,8 +11,9 @@ from gmeta.commands import on_ranks
 from gmeta.config import TrainConfig, overridden
 from gmeta.errors import UserError
 from gmeta.files.local import check_local
-from gmeta.metrics.catalogue import Scoring, predicts_alike
+from gmeta.metrics.catalogue import Scoring, not_ours, predicts_alike
 from gmeta.metrics.config import EvaluationConfig
+from gmeta.metrics.own import check_trusted
 from gmeta.runs.folder import RunFolder
 
 # Each is another pass over the split, and as many predictions in memory.
@@ -88,6 +89,9 @@ def evaluate(
     sizes = _support_sizes(support_sizes)
     roots = [run, *(against or [])]
     configs = [RunFolder(root).read_config() for root in roots]
+    for root, each in zip(roots, configs, strict=True):
+        foreign = not_ours(each.evaluation.metrics)
+        check_trusted(root, foreign, RunFolder(root).read_environment())
     _check_comparable(roots, configs)
     if out.exists() and not out.is_dir():
         raise UserError(f"--out = {str(out)!r} is a file: a folder is needed. Choose another")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gmeta.commands.screen import phases, screen
+from gmeta.commands.screen import phases, print_result, screen
 from metaio.counted import counted
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema import load_schema
@@ -23,6 +23,15 @@ def extend_stream(
     with phases() as tell:
         record = extend(inputs, stream, known, options, accept=accept, progress=tell)
     _tell(stream, record)
+    print_result(
+        {
+            "stream": stream,
+            "increment": record.number,
+            "window": record.window,
+            "fingerprint": record.fingerprint,
+            "report": record.report,
+        }
+    )
 
 
 def _tell(stream: str, record: IncrementRecord) -> None:

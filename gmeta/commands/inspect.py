@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,7 +11,7 @@ from rich.table import Table
 from gmeta.commands.inspect_channel import inspect_channel
 from gmeta.commands.inspect_model import inspect_model, is_model
 from gmeta.commands.inspect_stream import inspect_stream
-from gmeta.commands.screen import progress_bars, screen, show_table, table_of
+from gmeta.commands.screen import print_result, progress_bars, screen, show_table, table_of
 from gmeta.delivery.channel import is_channel
 from gmeta.errors import UserError
 from gmeta.files.local import check_local
@@ -120,6 +120,7 @@ def is_checkpoint(path: Path) -> bool:
 def _verdict(console: Console, dataset: Dataset, messages: list[str]) -> None:
     for message in messages:
         console.print(message)
+    print_result({"kind": "dataset", "path": dataset.url, "problems": messages})
     if messages:
         raise typer.Exit(1)
     num_files = 1 + sum(1 for _ in dataset.files())
@@ -133,9 +134,48 @@ def _describe(console: Console, dataset: Dataset, summaries: list[SplitSummary])
         f"protocol: {manifest.protocol or 'none'}\nfingerprint {dataset.fingerprint}"
     )
     show_table(console, _sizes(summaries))
+    print_result(_found(dataset, summaries))
     if summaries:
         show_table(console, _tables(summaries[0]))
         console.print(_unknown(summaries))
+
+
+def _found(dataset: Dataset, summaries: list[SplitSummary]) -> dict[str, Any]:
+    """Return what the tables say, as plain values."""
+    return {
+        "kind": "dataset",
+        "path": dataset.url,
+        "fingerprint": dataset.fingerprint,
+        "task": dataset.task,
+        "label": dataset.label,
+        "protocol": dataset.manifest.protocol,
+        "splits": {
+            summary.name: {
+                "tasks": summary.num_tasks,
+                "episodes": len(summary.support_T),
+                "rows": summary.num_rows,
+                "support": _three(summary.support_T.tolist()),
+                "query": _three(summary.query_T.tolist()),
+                "label_mean": summary.label_mean,
+            }
+            for summary in summaries
+        },
+        "tables": {
+            use.name: {
+                "rows": use.num_rows,
+                "ids_used": use.num_used,
+                "top_share": {str(percent): use.top_share(percent) for percent in SKEW_PERCENT},
+                "unknown_share": use.unknown_share,
+            }
+            for use in (summaries[0].tables if summaries else ())
+        },
+    }
+
+
+def _three(sizes: list[int]) -> dict[str, int]:
+    if not sizes:
+        return {}
+    return {"least": min(sizes), "median": sorted(sizes)[len(sizes) // 2], "most": max(sizes)}
 
 
 def _sizes(summaries: list[SplitSummary]) -> Table:
@@ -156,9 +196,7 @@ def _sizes(summaries: list[SplitSummary]) -> Table:
 
 
 def _spread(sizes: list[int]) -> str:
-    if not sizes:
-        return "-"
-    return f"{min(sizes):,} / {sorted(sizes)[len(sizes) // 2]:,} / {max(sizes):,}"
+    return " / ".join(f"{size:,}" for size in _three(sizes).values()) or "-"
 
 
 def _tables(summary: SplitSummary) -> Table:

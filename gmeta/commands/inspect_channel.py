@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from gmeta.commands.screen import screen, show_table, size_text, table_of
+from gmeta.commands.screen import print_result, screen, show_table, size_text, table_of
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.versions import check_version
 from metaio.counted import counted
@@ -52,6 +50,15 @@ def inspect_channel(root: Path, verify: bool) -> None:
         console.print(
             f"refused {str(entry.get('at'))[:19]}: {'; '.join(verdict.get('reasons', []))}"
         )
+    print_result(
+        {
+            "kind": "channel",
+            "path": root,
+            "versions": numbers,
+            "serves": None if current is None else current.number,
+            "decisions": told,
+        }
+    )
     if current is None:
         return
     chain = channel.chain(current.number)
@@ -59,7 +66,7 @@ def inspect_channel(root: Path, verify: bool) -> None:
         check_version(version)
     how = "every checksum matches" if verify else "--verify reads it and checks checksums"
     num_bytes = size_text(chain.base.num_bytes + chain.delta_bytes)
-    typer.echo(
+    screen().print(
         f"the chain of version {current.number} is complete: version {chain.base.number} and "
         f"{counted(len(chain.deltas), 'delta')}, {num_bytes}; {how}"
     )

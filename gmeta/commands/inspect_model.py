@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import typer
-
-from gmeta.commands.screen import screen, show_table, size_text, table_of
+from gmeta.commands.screen import print_result, screen, show_table, size_text, table_of
 from gmeta.serving.folder import ExportedConfig, check_files, read_config, table_file
 
 
@@ -48,7 +46,20 @@ def inspect_model(folder: Path, verify: bool) -> None:
         )
     show_table(console, tables)
     check_files(folder, config, checksums=verify)
-    typer.echo(
+    print_result(
+        {
+            "kind": "model",
+            "path": folder,
+            "algorithm": config.algorithm.name,
+            "model": config.model.name,
+            "loss": config.loss,
+            "source": config.source,
+            "columns": [dict(zip(heads, row, strict=True)) for row in _columns(config)],
+            "tables": {table.name: table.num_rows for table in config.features.tables},
+            "table_format": config.table_format,
+        }
+    )
+    screen().print(
         "complete: every file is there, and as its checksum says"
         if verify
         else "complete: every file is there in full; --verify reads them and checks checksums"

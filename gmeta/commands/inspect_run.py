@@ -8,10 +8,13 @@ from rich.console import Console
 
 from gmeta.checkpoints.lineage import lineage_of, told_increments
 from gmeta.checkpoints.summary import CheckpointSummary, summarise_checkpoint
-from gmeta.commands.screen import screen, show_table, size_text, table_of
+from gmeta.commands.screen import print_result, screen, show_table, size_text, table_of
 from gmeta.errors import GMetaError
 from gmeta.runs.folder import RunFolder, list_checkpoints
 from metaio.counted import counted
+
+# What a checkpoint says of itself that scripts may ask for.
+ABOUT = ("step", "epoch", "epoch_step", "best_step", "best_score", "world_size", "config_digest")
 
 
 def inspect_run(root: Path, verify: bool) -> None:
@@ -27,6 +30,7 @@ def inspect_run(root: Path, verify: bool) -> None:
     paths = list_checkpoints(folder.checkpoints)
     if not paths:
         console.print("no checkpoint yet")
+        print_result({"kind": "run", "checkpoints": [], "problems": []})
         return
     summaries, unreadable = [], []
     for path in paths:
@@ -109,19 +113,37 @@ def _show(console: Console, summary: CheckpointSummary) -> None:
 def _end(summaries: list[CheckpointSummary], verify: bool, unreadable: Sequence[str] = ()) -> None:
     """Print every problem and exit with code 1; without any, print how much was checked."""
     problems = [*unreadable, *(problem for summary in summaries for problem in summary.problems)]
+    print_result(
+        {
+            "kind": "run",
+            "checkpoints": [
+                {
+                    "path": summary.path,
+                    "bytes": summary.disk_bytes,
+                    "tables": {
+                        one.name: {"rows": one.num_rows, "width": one.width, "type": one.dtype}
+                        for one in summary.tables
+                    },
+                    **{key: summary.about.get(key) for key in ABOUT},
+                }
+                for summary in summaries
+            ],
+            "problems": problems,
+        }
+    )
     for problem in problems:
-        typer.echo(problem)
+        screen().print(problem)
     if problems:
         raise typer.Exit(1)
     without = [summary.path.name for summary in summaries if not summary.has_checksums]
     if without:
-        typer.echo(
+        screen().print(
             f"complete: every file is there in full; {', '.join(without)} came without checksums, "
             "from an older release"
         )
     elif verify:
-        typer.echo("complete: every file is there, and as its checksum says")
+        screen().print("complete: every file is there, and as its checksum says")
     else:
-        typer.echo(
+        screen().print(
             "complete: every file is there in full; --verify reads them and checks checksums"
         )

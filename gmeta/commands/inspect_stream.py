@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from gmeta.commands.screen import screen, show_table, table_of
+from gmeta.commands.screen import print_result, screen, show_table, table_of
 from metaio.counted import counted
 from metaio.format.inspection import damage
 from metaio.stream.chain import IncrementRecord, Stream, open_stream
@@ -28,11 +28,25 @@ def inspect_stream(path: Path, verify: bool) -> None:
         found = [line for number in stream.numbers for line in damage(stream.dataset(number))]
         for line in found:
             console.print(line)
+        print_result({"kind": "stream", "path": path, "problems": found})
         if found:
             raise typer.Exit(1)
         num = counted(len(records), "increment")
         console.print(f"{path} is intact: {num}, every checksum matches.")
         return
+    refused = list_quarantine(path)
+    print_result(
+        {
+            "kind": "stream",
+            "path": path,
+            "id": stream.id,
+            "increments": [
+                {"number": one.number, "window": one.window, "report": one.report}
+                for one in records
+            ],
+            "quarantined": refused,
+        }
+    )
     schema = stream.description["schema"]
     console.print(
         f"stream {stream.id}: {counted(len(records), 'increment')}, time in "
@@ -48,7 +62,7 @@ def inspect_stream(path: Path, verify: bool) -> None:
     for record in records[-_SHOWN:]:
         for alarm in record.report["alarms"]:
             console.print(f"alarm in {record.number}: {alarm}")
-    for note in list_quarantine(path):
+    for note in refused:
         names = ", ".join(Path(file["name"]).name for file in note["files"][:3])
         console.print(f"quarantined before {note['before']}: {names}: {'; '.join(note['reasons'])}")
 

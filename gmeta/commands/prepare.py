@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from gmeta.commands.extend import extend_stream
-from gmeta.commands.screen import phases, screen, show_table
+from gmeta.commands.screen import phases, print_result, screen, show_table
 from gmeta.commands.spark import prepare_on_spark
 from gmeta.errors import UserError
 from metaio.counted import counted
@@ -163,6 +163,7 @@ def prepare(
         given = context.get_parameter_source("rows")
         sizes = rows if given is not None and given.name == "COMMANDLINE" else DAILY_ROWS
         write_days(out, DaysConfig(days, tasks, items, *sizes, seed), overwrite)
+        print_result({"days": days, "logs": out, "schema": f"{out}/schema.toml"})
         screen(stderr=True).print(
             f"written: {counted(days, 'day')} of logs below {out}, and {out}/schema.toml  (run: "
             f"gmeta prepare --schema {out}/schema.toml --extend STREAM {out}/day=.../*.parquet)"
@@ -248,6 +249,11 @@ def _prepare_tables(
             f"{schema} has [stream], which is for increments. Run: gmeta prepare --schema {schema} "
             f"--extend {out} INPUT..., or leave [stream] out"
         )
+    if spark and known.transform is not None:
+        raise UserError(
+            f"{schema} has [transform], which runs on one machine. Leave --spark out, or transform "
+            "the rows in Spark before"
+        )
     if spark:
         prepare_on_spark(inputs, out, known, options)
     else:
@@ -297,6 +303,22 @@ def _report(out: str) -> None:
                 f"collisions in table {name}: about {use['values_sharing_a_row_estimated']:,} of "
                 f"{use['values_estimated']:,} values share one of {use['rows']:,} rows",
             )
+    print_result(
+        {
+            "dataset": out,
+            "fingerprint": dataset.fingerprint,
+            "splits": {
+                name: {
+                    "episodes": split.num_episodes,
+                    "rows": split.num_rows,
+                    "shards": len(split.shards),
+                    "blocks": split.num_blocks,
+                }
+                for name, split in dataset.splits.items()
+            },
+            "report": dataset.manifest.report,
+        }
+    )
     console.print(f"prepared: {out}  (look inside: gmeta inspect {out})")
 
 

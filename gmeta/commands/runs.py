@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from gmeta.commands.screen import screen, show_table, table_of
-from gmeta.errors import UserError
+from gmeta.errors import GMetaError, UserError
 from gmeta.runs.folder import RunFolder
 from gmeta.runs.listing import RunSummary, differing_keys, find_runs, summarise_run
 from gmeta.tuning.written import toml_value
@@ -41,7 +41,7 @@ def runs(
     for run in found:
         try:
             summaries.append(summarise_run(run))
-        except UserError as error:
+        except GMetaError as error:
             broken.append(str(error))  # the others may be what is looked for
     # Those that were named one by one are to be compared.
     compared = len(found) > 1 and [run.root for run in found] == asked
@@ -57,6 +57,7 @@ def runs(
     _list(summaries)
     if compared:
         _compare(found, differing)
+        _scores(summaries)
     for line in broken:
         screen(stderr=True).print(f"not listed: {line}")
 
@@ -89,6 +90,18 @@ def _compare(found: Sequence[RunFolder], differing: Sequence[tuple[str, list[obj
     for key, values in differing:
         table.add_row(key, *(toml_value(value) for value in values))
     show_table(console, table)
+
+
+def _scores(summaries: Sequence[RunSummary]) -> None:
+    """Show all metrics of each run's best validation, side by side."""
+    metrics = list(dict.fromkeys(name for one in summaries for name in one.scores))
+    if not metrics:
+        return
+    names = [one.run for one in summaries]
+    table = table_of("Scores of the best validation", "metric", *names, text=("metric",))
+    for metric in metrics:
+        table.add_row(metric, *(_number(one.scores.get(metric), ".4f") for one in summaries))
+    show_table(screen(), table)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -1,9 +1,12 @@
 """Where commands print: words as they are, lines as long as they are, tables in columns."""
 
+import json
+import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -14,8 +17,11 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 from rich.table import Table
+
+from gmeta.verbosity import is_json, is_quiet
 
 # In a file or a pipe rich takes 80 columns for granted, and folds: a cell that is folded can
 # neither be read nor found by a script.
@@ -24,17 +30,36 @@ COLUMNS_OF_A_FILE = 250
 
 def screen(*, stderr: bool = False) -> Console:
     """Return a console for standard output or standard error, which takes brackets for no markup:
-    names and notes are other people's words.
+    names and notes are other people's words. What is for standard error is left out with -q; with
+    --json all of it goes there.
     """
+    is_note, stderr = stderr, stderr or is_json()
     stream = sys.stderr if stderr else sys.stdout
     is_known = stream.isatty() or "COLUMNS" in os.environ
     return Console(
         stderr=stderr,
+        quiet=is_note and is_quiet(),
         width=None if is_known else COLUMNS_OF_A_FILE,
         highlight=False,
         markup=False,
         soft_wrap=True,
     )
+
+
+def print_result(found: Mapping[str, Any]) -> None:
+    """Print what a command found as one JSON object on standard output, if --json asks for it.
+    What is no number becomes null."""
+    if is_json():
+        sys.stdout.write(json.dumps(_plain(found), default=str) + "\n")
+        sys.stdout.flush()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def show_table(console: Console, table: RenderableType) -> None:
@@ -70,14 +95,29 @@ def size_text(num_bytes: int) -> str:
 
 
 def progress_bars() -> Progress:
-    """Return progress bars for standard error, which disappear when the work is done."""
+    """Return progress bars for standard error, with the time that is left; they fit into 80 columns
+    and disappear when the work is done. Nothing is shown with -q, or where it is no terminal."""
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=12),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
     )
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    is_shown = sys.stderr.isatty() and not is_quiet()
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_shown)
+
+
+@contextmanager
+def first_progress(what: str, rank: int) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function (done, total) that shows the progress of one thing, on rank 0 alone."""
+    if rank:
+        yield lambda done, total: None
+        return
+    with progress_bars() as progress:
+        bar = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
 
 
 @contextmanager

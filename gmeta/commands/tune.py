@@ -1,5 +1,6 @@
 """`gmeta tune`."""
 
+import json
 import os
 import shutil
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from gmeta.commands.screen import screen, show_table, table_of
+from gmeta.commands.screen import print_result, screen, show_table, table_of
 from gmeta.config import TrainConfig, load_config
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.feeds.increment import open_data
@@ -230,6 +231,7 @@ def _conclude(
     write_whole(folder / RESULTS_FILE, results_json(study, decides).encode())
     best = check_any_complete(study, folder)
     splits, path = " + ".join(plan.base.data.valid_splits), folder / BEST_FILE
+    print_result({"best": path, **json.loads(results_json(study, decides))})
     write_whole(path, best_toml(study, best, splits, decides.metric, path).encode())
     show_table(screen(), _table(study, plan.space, decides))
     lines = [

@@ -3,7 +3,7 @@
 import difflib
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from gmeta.errors import ConfigError
 from gmeta.metrics.config import EvaluationConfig
+from gmeta.metrics.own import NAMED_METRICS, is_own, own_terms
 from gmeta.metrics.pooled import (
     ECE_BINS,
     LOGLOSS_CLIP,
@@ -123,13 +124,20 @@ class Scoring:
             ConfigError: it is none.
         """
         family, at = _parsed(name)
+        if not family and is_own(name):
+            try:
+                NAMED_METRICS.find(name)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+            return
         if not family or (at is not None and not 1 <= at <= MOST_K):
-            known = [*WHOLE_NAMES, *(f"{one}@K" for one in CUT_NAMES)]
+            known = [*WHOLE_NAMES, *(f"{one}@K" for one in CUT_NAMES), *NAMED_METRICS.names()]
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}? Else " if near else ""
             raise ConfigError(
                 f"{key} = {name!r} is no metric: {hint}choose one of {', '.join(known)}, "
-                f"with a whole number from 1 to {MOST_K:,} for K"
+                f"with a whole number from 1 to {MOST_K:,} for K, or name yours as "
+                "package.module:Name (docs/extending.md)"
             )
         if family in OF_PROBABILITIES and self.loss != "bce":
             raise ConfigError(
@@ -144,6 +152,9 @@ class Scoring:
     def info(self, name: str) -> MetricInfo:
         """Return how a metric is named and read."""
         family, k = _parsed(name)
+        if not family:
+            own = NAMED_METRICS.find(name)
+            return MetricInfo(own.label, own.higher_is_better, own.unit, own.explanation)
         label, higher_is_better, explanation = _TEXTS[family]
         is_rating = self.loss != "bce"
         if is_rating and family in _OF_POSITIVES:
@@ -230,8 +241,13 @@ _TEXTS: dict[str, tuple[str, bool, str]] = {
 
 
 def is_metric(name: str) -> bool:
-    """Return whether a metric of this release has that name."""
-    return bool(_parsed(name)[0])
+    """Return whether a metric of this release, or of a package of somebody's own, has that name."""
+    return bool(_parsed(name)[0]) or is_own(name)
+
+
+def not_ours(names: Iterable[str]) -> list[str]:
+    """Return the names that no metric of this release has; an empty one stands for none at all."""
+    return [name for name in names if name and not _parsed(name)[0]]
 
 
 def metric_infos(scoring: Scoring) -> dict[str, MetricInfo]:
@@ -247,7 +263,7 @@ def evaluate_split(
     label_N, prediction_N (probabilities for bce, ratings for other losses) and task_N (any
     integers) are aligned rows. Raises ValueError where their shapes differ.
     """
-    terms = split_terms(label, prediction, task, scoring, names)
+    terms = split_terms(label, prediction, task, scoring, names, resampled=False)
     return {name: Value(one.value, one.num_tasks, one.reason) for name, one in terms.items()}
 
 
@@ -258,11 +274,13 @@ def split_terms(
     scoring: Scoring,
     names: Sequence[str] = (),
     places_N2: Array | None = None,
+    resampled: bool = True,
 ) -> dict[str, Terms]:
     """Return the metrics of a split as sums over its tasks, by rising id; `names` picks some.
 
     `places_N2` has of each positive row how many sampled candidates score above it and how many the
-    same, -1 of other rows: what metrics over candidates are made of.
+    same, -1 of other rows: what metrics over candidates are made of. Without `resampled` metrics of
+    somebody's own have their value alone, for a fiftieth of the time: see own_terms.
     """
     label_N, score_N, task_N = _checked(label, prediction, task)
     ids_T, code_N = np.unique(task_N, return_inverse=True)
@@ -277,10 +295,12 @@ def split_terms(
             return undefined(ids_T.size, "no candidates were sampled")
         return candidate_terms(*_parsed(name), places_N2, code_N, ids_T.size)
 
-    return {
-        name: over_candidates(name) if scoring.is_over_candidates(name) else maker(name)
-        for name in chosen
-    }
+    def terms_of(name: str) -> Terms:
+        if not _parsed(name)[0]:
+            return own_terms(name, label_N, score_N, code_N, ids_T.size, resampled)
+        return over_candidates(name) if scoring.is_over_candidates(name) else maker(name)
+
+    return {name: terms_of(name) for name in chosen}
 
 
 def auc(label: Array, score: Array) -> float:

@@ -13,7 +13,7 @@ class EvaluationConfig:
         (),
         "metrics to report, the first one is the headline: auc, gauc, pr_auc, logloss, ece, mae, "
         "rmse, mrr, ndcg@K, hr@K, p@K, recall@K; []: auc, gauc, logloss of clicks, mae, rmse, "
-        "ndcg@1, ndcg@3, auc, gauc of ratings",
+        "ndcg@1, ndcg@3, auc, gauc of ratings. Your own: package.module:Name",
     )
     # 4 or 5 of 5 counts as liked, as in the MovieLens ranking literature.
     positive_rating: float = key(4.0, "ratings from here on count as liked, by auc, hr@K and such")

@@ -113,6 +113,7 @@ class GradientClipping:
     ) -> None:
         self._layers = list(layers)
         self._max_norm = max_norm
+        self._norms: tuple[Tensor, Tensor] | None = None  # of layers, and of all
         exchange = local_learner(sharded).exchange
         self._groups: list[_HoldingFastGroup | _HoldingGroup] = []
         if isinstance(exchange, WireExchange):
@@ -135,8 +136,16 @@ class GradientClipping:
         # The layers' gradients are equal on all ranks by now, and count once.
         add_over_ranks(squared)
         norm = (squared + of_layers.square()).sqrt()
+        self._norms = of_layers, norm
         scale = (self._max_norm / (norm + NORM_EPSILON)).clamp(max=1.0)
         for grad in grads:
             grad.mul_(scale)
         for group in self._groups:
             group.release(scale)
+
+    def norms(self) -> dict[str, float]:
+        """Return the norms of the last step's gradient as it was before: of the layers, and of
+        layers and tables. Waits for the device."""
+        if self._norms is None:
+            return {}
+        return dict(zip(("dense_grad_norm", "grad_norm"), map(float, self._norms), strict=True))

@@ -2,6 +2,7 @@
 backward.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -40,6 +41,8 @@ class OuterOptimizer(CombinedOptimizer):
 
         self._dense = KeyedOptimizerWrapper(layers, dense)
         super().__init__([sharded.fused_optimizer, self._dense])
+        self._layers = list(layers.values())
+        self._rates = {"dense_lr": outer.dense_lr, "sparse_lr": outer.sparse_lr}
         self._sharded = sharded
         self._adam_groups = adam_groups(sharded)
         self._outer = outer
@@ -54,10 +57,11 @@ class OuterOptimizer(CombinedOptimizer):
         """
         outer = self._outer
         scale = rate_scale(outer.lr_schedule, outer.warmup_steps, step, total_steps)
+        self._rates = {"dense_lr": outer.dense_lr * scale, "sparse_lr": outer.sparse_lr * scale}
         for _, part in self.optimizers:
-            rate = outer.dense_lr if isinstance(part, KeyedOptimizerWrapper) else outer.sparse_lr
+            is_dense = isinstance(part, KeyedOptimizerWrapper)
             for group in part.param_groups:
-                group["lr"] = rate * scale
+                group["lr"] = self._rates["dense_lr" if is_dense else "sparse_lr"]
         set_adam_step(self._adam_groups, self.steps_before + step)
         self.zero_grad()  # the tables take their rate here
 
@@ -67,6 +71,18 @@ class OuterOptimizer(CombinedOptimizer):
             self._clipping.apply()
         # The tables' own part would only take its rate again, in a call for every table.
         self._dense.step(closure)
+
+    def reading(self) -> dict[str, float | None]:
+        """Return the rates of the last step and the norm of its gradient before clipping: that of
+        the layers, and with outer.clip_norm that of layers and tables together, None where it is
+        not finite. Waits for the device."""
+        if self._clipping is not None:
+            norms = self._clipping.norms()
+        else:
+            grads = [layer.grad for layer in self._layers if layer.grad is not None]
+            norms = {"dense_grad_norm": float(torch.nn.utils.get_total_norm(grads))}
+        finite = {name: norm if math.isfinite(norm) else None for name, norm in norms.items()}
+        return {**self._rates, **finite}
 
 
 def build_optimizer(sharded: DistributedModelParallel, outer: OuterConfig) -> OuterOptimizer:

@@ -29,12 +29,13 @@ class StoppedError(GMetaError):
 @dataclass
 class Stop:
     """Whether this rank was asked to stop, and whether all ranks know that one was; `problem` is
-    what asked this rank, if not SIGTERM.
+    what asked this rank, or `reason` why a callback did, if not SIGTERM.
     """
 
     asked: bool = False
     agreed: bool = False
     problem: Exception | None = None
+    reason: str = ""
 
 
 def end_with_agent() -> None:

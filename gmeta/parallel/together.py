@@ -85,6 +85,18 @@ def raise_first_problem(stop: Stop, ranks: Ranks) -> None:
     _raise_first(stop.problem, ranks)
 
 
+def why_stopped(stop: Stop, ranks: Ranks) -> str:
+    """Return on all ranks why a callback of the first of them asked to stop; "" where SIGTERM did.
+    Collective.
+
+    Raises:
+        GMetaError, MetaIOError, OSError: a problem asked; see `stopping_if_wrong`.
+    """
+    raise_first_problem(stop, ranks)
+    reasons = gather_to_first(stop.reason, ranks) or []
+    return value_of_first(next(filter(None, reasons), ""), ranks)
+
+
 def _raise_first(problem: Exception | None, ranks: Ranks) -> None:
     if problem is not None and ranks.world_size > 1:
         problem.add_note(f"met by rank {ranks.rank}")

@@ -8,7 +8,8 @@ from typing import Any
 
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
-from gmeta.metrics.catalogue import Scoring
+from gmeta.metrics.catalogue import Scoring, not_ours
+from gmeta.metrics.own import check_trusted
 from gmeta.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE, RunFolder
 
 DEEPEST = 3  # folders below the one that is asked for: runs/DATA/NAME, and one more
@@ -28,6 +29,7 @@ class RunSummary:
     metric: str  # that validation goes by
     best: float | None  # of all validations
     best_step: int | None
+    scores: dict[str, float | None]  # all metrics of that validation
     logged_s: float | None  # when the last line was written, seconds since 1970
 
     def to_json(self) -> dict[str, Any]:
@@ -66,8 +68,12 @@ def summarise_run(folder: RunFolder) -> RunSummary:
 
     Raises:
         UserError: its config is missing or broken.
+        GMetaError: it is judged by a metric of a package that is not here, or not trusted.
     """
     config, history = folder.read_config(), folder.read_metrics()
+    # The first, or that of early stopping, decides; to know what is better its code is loaded.
+    asked = [*config.evaluation.metrics, config.run.early_stop_metric]
+    check_trusted(folder.root, not_ours(asked), folder.read_environment())
     metric, is_better = _judged_by(config)
     scored = [
         (line["valid"][metric], line["step"])
@@ -75,6 +81,7 @@ def summarise_run(folder: RunFolder) -> RunSummary:
         if line.get("valid", {}).get(metric) is not None
     ]
     best = (max if is_better else min)(scored, key=lambda pair: pair[0], default=(None, None))
+    valid = {line["step"]: line["valid"] for line in history if line.get("valid")}
     losses = [line["loss"] for line in history if line.get("loss") is not None]
     return RunSummary(
         run=str(folder.root),
@@ -86,6 +93,7 @@ def summarise_run(folder: RunFolder) -> RunSummary:
         metric=metric,
         best=best[0],
         best_step=best[1],
+        scores=valid.get(best[1], {}),
         logged_s=folder.metrics.stat().st_mtime if history else None,
     )
 

@@ -17,3 +17,8 @@ class Progress:
     best_score: float | None = None
     best_step: int = 0
     stale: int = 0
+
+
+def is_due(every_steps: int, step: int) -> bool:
+    """Return whether something that happens every so many steps (0: never) is due now."""
+    return every_steps > 0 and step % every_steps == 0

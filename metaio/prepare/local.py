@@ -22,6 +22,7 @@ from metaio.prepare.source import DuckSource
 from metaio.prepare.splits import Splits, resolved, split_names, window_search
 from metaio.prepare.spool import Spool
 from metaio.prepare.survey import Survey, fit, survey_batch, survey_columns
+from metaio.prepare.transform import told_transform
 from metaio.prepare.values import time_values
 
 
@@ -149,3 +150,4 @@ def _write_shards(
     # Only what there was: other engines know no files, and must write the same manifest.
     lost = dropped.report() | {name: count for name, count in left_out.items() if count}
     writer.report = {"dropped": lost, "hashed_tables": use.report()}
+    writer.report |= told_transform(job.schema.transform)

@@ -134,6 +134,17 @@ VALIDATION_ITEMS = ("valid-item-cold", "valid-both-cold")  # and those of valida
 
 
 @dataclass(frozen=True)
+class TransformRule:
+    """What turns the rows of the inputs into those that the schema describes: a function of a
+    pyarrow RecordBatch that returns another, by entry point or import path. It may add, change and
+    drop columns, and drop or repeat rows; a row's must not depend on the others of its batch.
+    """
+
+    function: str
+    columns: tuple[str, ...] = ()  # that it is given; absent: all of the inputs'
+
+
+@dataclass(frozen=True)
 class StreamRule:
     """How a log that goes on becomes increments. Durations are in seconds of event time; an integer
     [time] column counts in `unit`.

@@ -22,6 +22,7 @@ from metaio.prepare.rules import (
     RowIdColumn,
     SplitRule,
     StreamRule,
+    TransformRule,
     check_episodes,
     check_membership,
     check_splits,
@@ -114,6 +115,7 @@ class Schema:
     multi: tuple[SparseColumn, ...] = ()
     dense: tuple[DenseColumn, ...] = ()
     text: TextRule | None = None
+    transform: TransformRule | None = None
     episodes: EpisodeRule = field(default_factory=EpisodeRule)
     splits: SplitRule = field(default_factory=SplitRule)
     membership: MembershipRule | None = None
@@ -314,6 +316,11 @@ def _check(schema: Schema) -> None:
     check_splits(schema.splits, has_time, by)
     if schema.membership is not None:
         check_membership(schema.membership, by, schema.splits.by_time is not None)
+        if schema.membership.by_files and schema.transform is not None:
+            raise SchemaError(
+                "[transform] makes files of its own, whose names [membership] does not know. Let "
+                "the function return a column that says support or query"
+            )
     _check_negatives(schema)
     if schema.stream is not None:
         given = {

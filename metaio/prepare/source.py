@@ -6,7 +6,7 @@ pyarrow.
 import difflib
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -23,30 +23,16 @@ from metaio.prepare.encode import refuse_nulls
 from metaio.prepare.inputs import expand
 from metaio.prepare.schema import Schema, TextRule
 from metaio.prepare.sides import side_of_file, with_side
+from metaio.prepare.sql import column_name, listed, quoted, struct
 from metaio.prepare.text_faults import bad_bytes, fault_of, fields_of, shortened
 from metaio.prepare.text_types import asked_types, declared_types, loss_refusal, revealing_types
+from metaio.prepare.transform import transformed
 
 # 16,384 rows of 41 encoded columns are 3 MB, which stay in the second-level cache while their
 # columns are filled in one by one: encoding takes 0.6 s a million rows, with 131,072 rows 1.5 s.
 _BATCH_ROWS = 16_384
 # Makes each line one field: it stands in no text, or the line would be no text.
 _NO_DELIMITER = "\x01"
-
-
-def _quote(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
-
-
-def _name(column: str) -> str:
-    return '"' + column.replace('"', '""') + '"'
-
-
-def _listed(values: Iterable[str]) -> str:
-    return "[" + ", ".join(_quote(value) for value in values) + "]"
-
-
-def _struct(types: dict[str, str]) -> str:
-    return "{" + ", ".join(f"{_quote(name)}: {_quote(kind)}" for name, kind in types.items()) + "}"
 
 
 def _names_zone(kind: str) -> bool:
@@ -75,8 +61,14 @@ class DuckSource:
         self._files = expand(inputs, Path(self._folder.name))
         for fs in self._files.file_systems:
             self._connection.register_filesystem(fs)
+        self.names = self._files.names  # the files that hold rows
         self._options = self._text_options()
         self._spelled: dict[str, str] = {}  # all columns, where DuckDB cannot find them out
+        if schema.transform is not None:
+            own = Path(self._folder.name, "transformed")
+            self._files = transformed(
+                self._files, schema.transform, schema.columns, self._raw_batches, own
+            )
         first = self._files.names[0]
         self._types = self._column_types(first)
         self._check_columns(first)
@@ -96,28 +88,28 @@ class DuckSource:
         rule = self._text
         # Without a comment DuckDB would look for one, and leave out lines that begin with #.
         return (
-            f"comment = {_quote(rule.comment)}, encoding = {_quote(rule.encoding)}, "
-            f"nullstr = {_listed(('', *rule.null))}, max_line_size = {rule.max_line_bytes}"
+            f"comment = {quoted(rule.comment)}, encoding = {quoted(rule.encoding)}, "
+            f"nullstr = {listed(('', *rule.null))}, max_line_size = {rule.max_line_bytes}"
         )
 
     def _scan(self, names: list[str], types: dict[str, str] | None) -> str:
         """Return the table function that reads these files, with these types where given."""
         if self._files.kind == "Parquet":
-            return f"read_parquet({_listed(names)})"
+            return f"read_parquet({listed(names)})"
         if self._files.kind == "JSON":
-            columns = f", columns = {_struct(types)}" if types else ""
-            return f"read_json({_listed(names)}, format = 'newline_delimited'{columns})"
+            columns = f", columns = {struct(types)}" if types else ""
+            return f"read_json({listed(names)}, format = 'newline_delimited'{columns})"
         typed = self._spelled | declared_types(self._schema) | (types or {})
         option = "columns" if self._spelled else "types"
-        asked = f", {option} = {_struct(typed)}" if typed else ""
-        return f"read_csv({_listed(names)}, {self._options}{asked})"
+        asked = f", {option} = {struct(typed)}" if typed else ""
+        return f"read_csv({listed(names)}, {self._options}{asked})"
 
     def _lines(self, names: list[str], columns: str) -> str:
         """Return a query over the lines of text files, each as the text `line`."""
         # As Latin-1 all bytes are text, also those of columns that nobody reads.
         encoding = "utf-16" if self._text.encoding == "utf-16" else "latin-1"
         return (
-            f"SELECT {columns} FROM read_csv({_listed(names)}, auto_detect = false, "
+            f"SELECT {columns} FROM read_csv({listed(names)}, auto_detect = false, "
             f"header = false, delim = '{_NO_DELIMITER}', quote = '', escape = '', comment = '', "
             f"columns = {{'line': 'VARCHAR'}}, strict_mode = false, "
             f"encoding = '{encoding}', max_line_size = {self._text.max_line_bytes})"
@@ -185,7 +177,7 @@ class DuckSource:
             raise self._refusal(error, name) from error
         options = self._options.replace("'utf-8'", "'latin-1'")
         *_, columns, _, _, _, call = self._fetch(
-            f"SELECT * FROM sniff_csv({_quote(name)}, {options})", name
+            f"SELECT * FROM sniff_csv({quoted(name)}, {options})", name
         )[0]
         found = re.search(r"auto_detect=false.*?(?=, columns=)", call)
         if found:
@@ -215,9 +207,9 @@ class DuckSource:
         """
         delimiter, fields = self._header(name) if self._files.kind == "text" else ("", [])
         if fields:
-            columns = _struct(dict.fromkeys(fields, "VARCHAR"))
+            columns = struct(dict.fromkeys(fields, "VARCHAR"))
             self._fetch(
-                f"SELECT count(*) FROM read_csv({_listed([name])}, {self._options}, "
+                f"SELECT count(*) FROM read_csv({listed([name])}, {self._options}, "
                 f"auto_detect = false, delim = '{delimiter}', quote = '\"', escape = '\"', "
                 f"header = true, columns = {columns})",
                 name,
@@ -247,7 +239,7 @@ class DuckSource:
         for 60,000,000,000 where the unit is the nanosecond.
         """
         found = self._fetch(
-            f"SELECT file_name, value FROM parquet_kv_metadata({_listed(self._files.names)}) "
+            f"SELECT file_name, value FROM parquet_kv_metadata({listed(self._files.names)}) "
             "WHERE key = 'ARROW:schema'::BLOB ORDER BY file_name"
         )
         for name, arrow_schema in found:
@@ -259,11 +251,6 @@ class DuckSource:
                         "date or timestamp is needed. Cast it to a number of a unit of your "
                         "choice, such as seconds"
                     )
-
-    @property
-    def names(self) -> list[str]:
-        """Return the files that hold rows."""
-        return self._files.names
 
     @property
     def columns(self) -> list[str]:
@@ -278,14 +265,14 @@ class DuckSource:
                 that its columns' types would cut.
         """
         columns = self._schema.columns
-        counts = ", ".join(f"count({_name(column)})" for column in columns)
+        counts = ", ".join(f"count({column_name(column)})" for column in columns)
         revealing = revealing_types(self._schema, self._asked)
         lost = "".join(
-            f", min({_name(c)}) FILTER (WHERE {condition.format(_name(c))})"
+            f", min({column_name(c)}) FILTER (WHERE {condition.format(column_name(c))})"
             for c, (_, condition) in revealing.items()
         )
         ids = [c for c in columns if self._asked.get(c) == "BIGINT" and c != self._time]
-        bounds = "".join(f", min({_name(c)}), max({_name(c)})" for c in ids)
+        bounds = "".join(f", min({column_name(c)}), max({column_name(c)})" for c in ids)
         types = self._asked | {column: kind for column, (kind, _) in revealing.items()}
         table = self._scan(self._files.names, types)
         total, *found = self._fetch(f"SELECT count(*), {counts}{lost}{bounds} FROM {table}")[0]
@@ -312,7 +299,7 @@ class DuckSource:
     def _count_lines(self, num_rows: int) -> None:
         """Note how many lines are no rows: DuckDB leaves out blank ones without a word."""
         mark = self._text.comment
-        comments = f"count(*) FILTER (starts_with(line, {_quote(mark)}))" if mark else "0"
+        comments = f"count(*) FILTER (starts_with(line, {quoted(mark)}))" if mark else "0"
         query = self._lines(self._files.names, f"count(*), count(line), {comments}")
         num_lines, num_filled, num_comments = self._fetch(query)[0]
         # A value in quotes may hold blank lines, too: then rows and headers are not all the rest.
@@ -322,7 +309,9 @@ class DuckSource:
 
     def distinct(self, column: str) -> list[str]:
         """Return the sorted distinct values of a column, as text."""
-        query = f"SELECT DISTINCT CAST({_name(column)} AS VARCHAR) FROM {self._table} ORDER BY 1"
+        query = (
+            f"SELECT DISTINCT CAST({column_name(column)} AS VARCHAR) FROM {self._table} ORDER BY 1"
+        )
         return [row[0] for row in self._fetch(query)]
 
     def arrow_types(self, columns: list[str]) -> dict[str, pa.DataType]:
@@ -346,17 +335,22 @@ class DuckSource:
             with self._refused(name):
                 yield from (with_side(batch, self._side_of[name]) for batch in found)
 
+    def _raw_batches(self, name: str, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a file as they are: of these columns, or of all."""
+        chosen = ", ".join(map(column_name, columns)) or "*"
+        return self._stream(f"SELECT {chosen} FROM {self._scan([name], None)}", name)
+
     def _stream(self, query: str, name: str) -> Iterator[pa.RecordBatch]:
         with self._refused(name):
             yield from self._connection.sql(query).to_arrow_reader(_BATCH_ROWS)
 
     def _select(self, columns: list[str], table: str) -> str:
         """Return the query for these columns of a table, times of a format as timestamps."""
-        parts = [_name(column) for column in columns]
+        parts = [column_name(column) for column in columns]
         rule = self._schema.time
         if rule is not None and rule.format is not None and rule.column in columns:
-            name = _name(rule.column)
-            parts[columns.index(rule.column)] = f"strptime({name}, {_quote(rule.format)}) AS {name}"
+            name = column_name(rule.column)
+            parts[columns.index(rule.column)] = f"strptime({name}, {quoted(rule.format)}) AS {name}"
         return f"SELECT {', '.join(parts)} FROM {table}"
 
     @cached_property

@@ -30,6 +30,7 @@ from metaio.prepare.source import DuckSource
 from metaio.prepare.splits import Splits, split_names
 from metaio.prepare.spool import Spool, split_by_bucket
 from metaio.prepare.survey import Survey, mean_and_deviation
+from metaio.prepare.transform import check_trusted, told_transform
 from metaio.prepare.values import time_values
 from metaio.stream.chain import (
     FIRST_INCREMENT,
@@ -99,6 +100,8 @@ def extend(
     root.parent.mkdir(parents=True, exist_ok=True)
     with one_writer(root.parent / f".{root.name}.extend.lock", stream):
         before = opened(root, schema)
+        if before.number != FIRST_INCREMENT:
+            check_trusted(before.schema.transform)
         memory_bytes = options.memory_bytes // 2  # the other half is for encoded rows
         threads = options.threads
         with DuckSource(
@@ -219,6 +222,7 @@ def _write(
             lost |= {name: count for name, count in source.left_out.items() if count}
             hashed = written.use.report()
             writer.report = {"dropped": lost, "hashed_tables": hashed, "stream": report}
+            writer.report |= told_transform(schema.transform)
             freed_rows = {table: change.num_freed for table, change in found.changes.items()}
             writer.stream = StreamPlace(
                 description["stream"], number, before.parent, found.window, freed_rows

@@ -96,6 +96,22 @@ class Registry(Generic[Part]):
         return {entry.name: entry.value for entry in entry_points(group=self.group)}
 
 
+def is_subclass_of(kind: type) -> Callable[[Any], bool]:
+    """Return what says of a value whether it is a class of this kind."""
+    return lambda found: isinstance(found, type) and issubclass(found, kind)
+
+
+def package_told(made_on: Mapping[str, Any], key: str) -> str:
+    """Return a sentence on the package that a key's value came from, as the `environment` of a run
+    or an export tells it; nothing where it does not."""
+    plugins = made_on.get("plugins")
+    package = plugins.get(key) if isinstance(plugins, dict) else None
+    if not isinstance(package, dict):
+        return ""
+    told = f"{package.get('package')} {package.get('version')}"
+    return f" It was made with {told:.80}." if told.isprintable() else ""
+
+
 def trusted_packages() -> set[str]:
     """Return the packages whose code a run or an export may name: those that have entry points of
     gmeta, and those of $GMETA_PLUGINS."""

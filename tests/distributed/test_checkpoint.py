@@ -66,14 +66,14 @@ def write_and_break(ranks: Ranks, folder: Path) -> dict[str, Any]:
     """Saves steps 1 to 3 keeping two, fails at steps 4 and 5, loads what is broken."""
     _, sharded, optimizer = fresh(ranks)
     (folder / "tmp-step-00000009").mkdir()  # of a process that was killed while it wrote
-    told: list[int] = []
+    told: list[tuple[str, int]] = []
     writer = CheckpointWriter(
         folder,
         sharded,
         optimizer,
         CONFIG,
         ranks,
-        lambda: told.append(len(list_checkpoints(folder))),
+        lambda checkpoint: told.append((checkpoint.name, len(list_checkpoints(folder)))),
     )
     for step in (1, 2, 3):
         writer.save(Progress(step=step))
@@ -147,7 +147,8 @@ def test_a_checkpoint_is_of_its_step_whole_or_not_at_all_and_says_why(tmp_path: 
     (result,) = on_ranks(1, everything_on_one_rank, tmp_path)
     broken, race = result["break"], result["race"]
     assert broken["left"] == ["step-00000002", "step-00000003", "tmp-step-00000005"]
-    assert broken["told"] == [1, 2, 2]
+    names = [f"step-{step:08d}" for step in (1, 2, 3)]
+    assert broken["told"] == [*zip(names, (1, 2, 2), strict=True)]
     written, died, read = broken["messages"]
     # What was not committed is not told as such, whatever ended its thread.
     assert died == (

@@ -34,7 +34,7 @@ def test_a_run_is_summarised_by_what_it_logged(tmp_path: Path) -> None:
     (found,) = find_runs(tmp_path)
     summary = summarise_run(found)
     assert replace(summary, logged_s=None) == RunSummary(
-        str(root), "maml", "dlrm", "d", 12, 0.5, "auc", 0.6, 5, None
+        str(root), "maml", "dlrm", "d", 12, 0.5, "auc", 0.6, 5, {"auc": 0.6, "logloss": 0.65}, None
     )
     # Less of this one is better.
     make_run(tmp_path / "c", LOGGED, run={"early_stop_metric": "logloss"})
@@ -79,6 +79,8 @@ def test_the_command_lists_and_compares(tmp_path: Path) -> None:
 
     compared = gmeta("runs", "runs/maml", "runs/plain", cwd=tmp_path)
     assert re.search(r'algorithm.name +"maml" +"none"', compared.stdout)
+    assert re.search(r"metric +runs/maml +runs/plain", compared.stdout)
+    assert re.search(r"logloss +0.6500 +0.6500", compared.stdout)
     told = json.loads(gmeta("runs", "runs/maml", "runs/plain", "--json", cwd=tmp_path).stdout)
     assert [run["best"] for run in told["runs"]] == [0.6, 0.6]
     assert told["differing"] == [

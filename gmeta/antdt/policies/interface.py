@@ -26,6 +26,12 @@ class ControllerConfig:
     min_tasks: int = key(1, "smallest share of a worker in a step", min=0)
     max_micro_batch: int = key(0, "dd: tasks that fit a worker's memory; 0: any", min=0)
     min_gain: float = key(0.05, "change batches only for a step shorter by this part", min=0.0)
+    hold_windows: int = key(
+        6,
+        "where slowness passes quickly, change batches only once the same workers were to get "
+        "fewer for up to so many windows; 0: at once",
+        min=0,
+    )
     cooldown_s: float = key(1.0, "time between two changes of the batches", min=0.0)
     scale_lr: bool = key(False, "scale the learning rate with the tasks per step")
     restart_cost_s: float = key(90.0, "from the end of a process to its next step", min=0.0)
@@ -69,6 +75,10 @@ class Snapshot:
     remaining_s: float = float("inf")  # of the job, as far as known
     last_adjust_s: float = float("-inf")
     restarts_last_hour: int = 0
+    # Whom every evaluation since then wanted to give fewer tasks.
+    held: tuple[str, ...] = ()
+    held_since_s: float = float("-inf")
+    hold_s: float = 0.0  # so long they must have wanted it
 
     @property
     def active(self) -> tuple[WorkerView, ...]:
@@ -83,7 +93,7 @@ class Snapshot:
     def to_json(self) -> dict[str, Any]:
         """Return plain values; infinities become null."""
         raw = asdict(self)
-        for name in ("remaining_s", "last_adjust_s"):
+        for name in ("remaining_s", "last_adjust_s", "held_since_s"):
             if abs(raw[name]) == float("inf"):
                 raw[name] = None
         return raw
@@ -95,7 +105,7 @@ class Snapshot:
             WorkerView(**{**one, "health": WorkerHealth(**one["health"])}) for one in raw["workers"]
         )
         known = {name: value for name, value in raw.items() if value is not None}
-        return cls(**{**known, "workers": workers})
+        return cls(**{**known, "workers": workers, "held": tuple(raw.get("held", ()))})
 
 
 class Decision(NamedTuple):

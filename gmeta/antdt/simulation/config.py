@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from gmeta.antdt.policies.interface import ControllerConfig
 from gmeta.antdt.reports import MonitorConfig
 
 
@@ -24,6 +25,7 @@ class JobConfig:
     restart_stops_job: bool = False
     backup_share: float = 0.05  # of the workers: so many of the last ones are not waited for
     min_tasks: int = 1
+    hold_windows: int = ControllerConfig.hold_windows
     seed: int = 0
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
 

@@ -163,10 +163,11 @@ class _Governed:
         controlled = ControllerConfig(
             policy=policy,
             min_tasks=config.min_tasks,
+            hold_windows=config.hold_windows,
             restart_cost_s=config.restart_cost_s,
             restart_stops_job=config.restart_stops_job,
         )
-        self.controller = Controller(controlled, find_policy(policy), log)
+        self.controller = Controller(controlled, find_policy(policy), log, config.monitor.window_s)
         self.names = [f"w{worker}" for worker in range(config.num_workers)]
         shares = equal_shares(config.tasks_per_step, self.names)
         self.shares_W = np.array([shares[name] for name in self.names])

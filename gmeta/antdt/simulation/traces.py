@@ -56,6 +56,8 @@ SCENARIOS: dict[str, Stragglers] = {
     "persistent": Stragglers(node_share=0.02),
     "deterministic": Stragglers(hardware_share=0.25),
     "mixed": Stragglers(moment_every_s=3600.0, node_share=0.02, hardware_share=0.25),
+    # Equal workers on a host with other work: each loses its core now and then, for a second.
+    "busy": Stragglers(moment_every_s=6.0, moment_for_s=1.0),
 }
 
 

@@ -22,6 +22,8 @@ from gmeta.antdt.policies.split import proportional_split
 from gmeta.errors import UserError
 
 HOUR_S = 3600.0
+SLOW_SHARE, USUAL_SHARE = 0.8, 0.9  # of the mean share: who was balanced around, and is no more
+REGRET_WINDOWS = 12  # half a minute, as windows are by default
 _GLOBAL = ("ADJUST_BS", "ADJUST_LR")
 _OF_A_WORKER = ("BACKUP_WORKERS", "KILL_RESTART", "EXCLUDE")
 
@@ -131,10 +133,62 @@ def _refused_shares(
     total = int(sum(shares.values()))
     if total != snapshot.tasks_per_step:
         return f"the shares add up to {total}, a step has {snapshot.tasks_per_step} tasks"
+    held_s = snapshot.now_s - held_since_s(snapshot, decision)[1]
+    if held_s < snapshot.hold_s:
+        return (
+            f"the same workers were to get fewer for {held_s:.1f} s; slowness passes quickly here, "
+            f"so {snapshot.hold_s:.1f} s are asked for"
+        )
     since_s = snapshot.now_s - snapshot.last_adjust_s
     if since_s < config.cooldown_s:
         return f"the shares were changed {since_s:.1f} s ago; cooldown_s is {config.cooldown_s:g}"
     return ""
+
+
+def held_since_s(snapshot: Snapshot, decision: Decision) -> tuple[tuple[str, ...], float]:
+    """Return whom every evaluation up to this decision wanted to give fewer tasks, and since when.
+
+    Noise of an even host slows one worker now and another then, each for a moment: whatever is
+    balanced around it is wrong by the time it takes effect. A straggler stays the same.
+    """
+    now = {
+        worker.health.worker_id
+        for worker in snapshot.workers
+        if decision.parameters.get(worker.health.worker_id, worker.tasks_per_step)
+        < worker.tasks_per_step
+    }
+    same = now & set(snapshot.held)
+    return (tuple(sorted(same or now)), snapshot.held_since_s if same else snapshot.now_s)
+
+
+@final
+class _Patience:
+    """How long a change of batches is held back: the longer, the oftener one was taken back soon.
+
+    A worker that gets its tasks back within REGRET_WINDOWS was slow for a moment: the change took
+    effect about when it was wrong. Each such moment doubles the hold, from one window to the most,
+    and each slowness that lasted halves it, to none in the end. So an even host whose cores other
+    work takes now and then is left alone, and where slowness lasts nobody waits.
+    """
+
+    def __init__(self, window_s: float, most_windows: int) -> None:
+        self._window_s, self._most_s = window_s, most_windows * window_s
+        self.hold_s = 0.0
+        self._lowered_s: dict[str, float] = {}  # when each worker was given fewer tasks
+
+    def changed(self, after: Mapping[str, int], now_s: float) -> None:
+        """Take note of shares that were changed."""
+        usual = sum(after.values()) / max(1, len(after))
+        back = []
+        for name, tasks in after.items():
+            if tasks <= SLOW_SHARE * usual:
+                self._lowered_s.setdefault(name, now_s)
+            elif tasks >= USUAL_SHARE * usual and name in self._lowered_s:
+                back.append(now_s - self._lowered_s.pop(name))
+        if back and min(back) < REGRET_WINDOWS * self._window_s:
+            self.hold_s = min(max(2 * self.hold_s, self._window_s), self._most_s)
+        elif back:
+            self.hold_s = self.hold_s / 2 if self.hold_s > self._window_s else 0.0
 
 
 @final
@@ -142,10 +196,15 @@ class Controller:
     """Remembers what was carried out; everything else comes from the monitor."""
 
     def __init__(
-        self, config: ControllerConfig, policy: Policy, log: Callable[[str], object] | None = None
+        self,
+        config: ControllerConfig,
+        policy: Policy,
+        log: Callable[[str], object] | None = None,
+        window_s: float = 0.0,
     ) -> None:
-        """Begin with equal shares. `log` gets one line of JSON for each evaluation that decided
-        something, held something else back than the one before or saw a verdict change."""
+        """Begin with equal shares. `window_s` is the monitor's; 0: batches are changed at once.
+        `log` gets one line of JSON for each evaluation that decided something, held something else
+        back than the one before or saw a verdict change."""
         self.config = config
         self.shares: dict[str, int] = {}
         self.excluded: set[str] = set()
@@ -153,7 +212,9 @@ class Controller:
         self._log = log
         self._restarts: dict[str, int] = {}
         self._restart_times_s: deque[float] = deque()
+        self._patience = _Patience(window_s, config.hold_windows)
         self._last_adjust_s = float("-inf")
+        self._held: tuple[tuple[str, ...], float] = ((), float("-inf"))
         self._verdicts: dict[str, str] = {}
         self._held_back: set[tuple[str, str]] = set()
 
@@ -192,6 +253,8 @@ class Controller:
             remaining_s,
             self._last_adjust_s,
             len(self._restart_times_s),
+            *self._held,
+            self._patience.hold_s,
         )
 
     def start_over(self) -> None:
@@ -201,7 +264,10 @@ class Controller:
     def decide(self, snapshot: Snapshot) -> list[Ruling]:
         """Rule on the snapshot, remember what is allowed, log it. Raise PolicyError."""
         rulings = rule(snapshot, self.config, self._policy)
+        self._held = ((), float("-inf"))
         for decision, allowed, _ in rulings:
+            if decision.kind == "ADJUST_BS" and not allowed:
+                self._held = held_since_s(snapshot, decision)
             if allowed:
                 self._carried_out(decision, snapshot.now_s)
         verdicts = {worker.health.worker_id: worker.health.verdict for worker in snapshot.workers}
@@ -217,11 +283,13 @@ class Controller:
     def _carried_out(self, decision: Decision, now_s: float) -> None:
         if decision.kind == "ADJUST_BS":
             self._last_adjust_s = now_s
-            self.shares.update(
-                (name, int(n))
+            shares = {
+                name: int(n)
                 for name, n in decision.parameters.items()
                 if not name.startswith("micro:")
-            )
+            }
+            self._patience.changed(shares, now_s)
+            self.shares.update(shares)
         elif decision.kind == "KILL_RESTART":
             self._restarts[decision.worker_id] = self._restarts.get(decision.worker_id, 0) + 1
             self._restart_times_s.append(now_s)

@@ -115,7 +115,8 @@ class Governor:
         """Prepare the thread. `ask` answers a request to the ledger. Raise ConfigError for an
         unknown policy."""
         self.config = config
-        self.controller = Controller(config.controller, find_policy(config.controller.policy), log)
+        policy, window_s = find_policy(config.controller.policy), config.monitor.window_s
+        self.controller = Controller(config.controller, policy, log, window_s)
         self.monitor = Monitor(config.monitor, clock())
         self.spoken: deque[Spoken] = deque(maxlen=HISTORY_DECISIONS)
         self.counts: Counter[tuple[str, str]] = Counter()  # (kind, posted or held back)

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from gmeta.commands.screen import progress_bars, screen, size_text
+from gmeta.commands.screen import print_result, progress_bars, screen, size_text
 from gmeta.serving.offline.job import adapt_files
 from metaio.counted import counted
 
@@ -24,7 +24,17 @@ def adapt_and_tell(
             lambda done, total: progress.update(bar, completed=done, total=total),
         )
     spent_s = time.perf_counter() - begin_s
+    num_bytes = out.stat().st_size
+    print_result(
+        {
+            "out": out,
+            "tasks": written.num_tasks,
+            "rows": written.num_rows,
+            "bytes": num_bytes,
+            "seconds": spent_s,
+        }
+    )
     screen(stderr=True).print(
         f"adapted: {out}  ({counted(written.num_tasks, 'task')} of "
-        f"{counted(written.num_rows, 'row')}, {size_text(out.stat().st_size)}, in {spent_s:.2f} s)"
+        f"{counted(written.num_rows, 'row')}, {size_text(num_bytes)}, in {spent_s:.2f} s)"
     )

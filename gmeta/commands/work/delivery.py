@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gmeta.commands.inspect import is_run
-from gmeta.commands.screen import screen, show_table, size_text, table_of
+from gmeta.commands.screen import print_result, screen, show_table, size_text, table_of
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.judge import Verdict, judge, not_finite, windows_before
 from gmeta.delivery.packing import pack
@@ -34,6 +34,7 @@ def export_changes(
     """Export the run's checkpoint as what changed since the version that a channel serves, and
     print how large it became."""
     version, why = export_since(run, out, since, tables, step, overwrite)
+    print_result({"model": out, "kind": version.kind, "bytes": version.num_bytes, "whole": why})
     screen(stderr=True).print(
         f"exported: {out}  ({told(version)}{f'; whole, since {why}' if why else ''})\n"
         f"serve it: gmeta promote {out} {since}"
@@ -86,6 +87,7 @@ def promote_candidate(
                 pack(channel, model, packed, overwrite=True)
         current = channel.promote(packed, kept)
     version = channel.version(current.number)
+    print_result({"channel": root, "serves": version.number, "checksum": version.checksum})
     screen(stderr=True).print(f"served: version {version.name} of {root}  ({told(version)})")
     gone = prune(channel, keep) if keep else []
     if gone:
@@ -138,6 +140,7 @@ def judge_model(
 
 def show_verdict(verdict: Verdict) -> None:
     """Print a verdict on one screen."""
+    print_result(verdict.to_json())
     console = screen()
     heads = ("model", *verdict.candidate)
     table = table_of("Gate", *heads, text=("model",))
@@ -179,6 +182,7 @@ def _model_and_data(candidate: Path, whole: Path) -> tuple[Path, Callable[[], Da
 def roll_back(root: Path, to: int | None) -> None:
     """Serve an earlier version, and print which."""
     current = Channel(root).rollback(to)
+    print_result({"channel": root, "serves": current.number, "checksum": current.checksum})
     screen(stderr=True).print(
         f"served: version {current.number}-{current.checksum[:12]} of {root} again"
     )

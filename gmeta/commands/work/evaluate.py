@@ -1,11 +1,12 @@
 """`gmeta evaluate` as a rank; rank 0 writes the report and tells of it."""
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gmeta.batches.views import Shown
 from gmeta.checkpoints.loader import best_not_kept
-from gmeta.commands.screen import screen, show_table
+from gmeta.commands.screen import first_progress, print_result, screen, show_table
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig, overridden
 from gmeta.evaluate import (
@@ -65,19 +66,23 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
                 screen(stderr=True).print(one)
         scored = chosen if on is None else replace(chosen, data=data_of(chosen.data, on))
         candidates = _candidates(scored, on or dataset, asked, ranks)
-        runs = [
-            evaluate_run(
-                root,
-                root.name if short else str(root),
-                asked.splits,
-                ranks,
-                adapting if root == roots[0] else None,
-                shown,
-                asked.on,
-                candidates,
-            )
-            for root in roots
-        ]
+        runs = []
+        for root in roots:
+            name = root.name if short else str(root)
+            with first_progress(f"scoring {name:.16}", ranks.rank) as advance:
+                runs.append(
+                    evaluate_run(
+                        root,
+                        name,
+                        asked.splits,
+                        ranks,
+                        adapting if root == roots[0] else None,
+                        shown,
+                        asked.on,
+                        candidates,
+                        advance,
+                    )
+                )
         if ranks.rank == 0:
             evaluated = [
                 replace(each, evaluation=chosen.evaluation) for each in runs if each is not None
@@ -90,6 +95,8 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
             )
             paths = write(out, evaluated, found.models, [*found.notes, *notes])
             show_table(console, console_table(paths.evaluation))
+            evaluation = json.loads(Path(paths.evaluation_json).read_text())
+            print_result({"report": paths.html, "evaluation": evaluation})
             for line in filter(None, (best_not_kept(RunFolder(root)) for root in roots)):
                 screen(stderr=True).print(line)
             console.print(f"report: {paths.html}   figures: {paths.evaluation_json}")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from gmeta.checkpoints.loader import best_not_kept
-from gmeta.commands.screen import screen, size_text
+from gmeta.commands.screen import print_result, screen, size_text
 from gmeta.export import export_run
 from gmeta.runs.folder import RunFolder
 from gmeta.serving.folder import TableFormat
@@ -18,6 +18,15 @@ def export_model(
     console = screen(stderr=True)
     if step is None and (line := best_not_kept(RunFolder(run))):
         console.print(line)
+    print_result(
+        {
+            "model": out,
+            "step": written.step,
+            "bytes": written.num_bytes,
+            "table_bytes": written.table_bytes,
+            "tables": tables,
+        }
+    )
     console.print(
         f"exported: {out}  (step {written.step}, {size_text(written.num_bytes)}; tables "
         f"{tables}, {size_text(written.table_bytes)}, {share:.2f} of what was trained)\n"

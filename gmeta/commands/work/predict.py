@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gmeta.commands.screen import progress_bars, screen
+from gmeta.commands.screen import print_result, progress_bars, screen
 from gmeta.errors import UserError
 from gmeta.serving.bulk.files import RowFiles, check_fits
 from gmeta.serving.bulk.predict import OUTPUT, predict_files
@@ -39,6 +39,14 @@ def predict_rows(
         found = predict_files(served, support_rows, query_rows, out, allow_no_support, advance)
     without = found.rows_without_support
     told = f", {without:,} of them without support rows and so not adapted" if without else ""
+    print_result(
+        {
+            "out": out,
+            "rows": found.num_rows,
+            "rows_without_support": without,
+            "seconds": found.seconds,
+        }
+    )
     screen(stderr=True).print(
         f"predicted: {out}  ({counted(found.num_rows, 'row')}{told}, in {found.seconds:.2f} s)",
     )

@@ -3,7 +3,7 @@
 import statistics
 
 from gmeta.checkpoints.loader import best_not_kept
-from gmeta.commands.screen import screen
+from gmeta.commands.screen import print_result, screen
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig
 from gmeta.parallel.ranks import Ranks
@@ -31,9 +31,20 @@ def train_on_rank(config: TrainConfig) -> None:
 
 def _tell(folder: RunFolder) -> None:
     # Such as every logged step has, unless its line was edited.
+    history = folder.read_metrics()
     speeds, waits = (
-        [line[key] for line in folder.read_metrics() if isinstance(line.get(key), int | float)]
+        [line[key] for line in history if isinstance(line.get(key), int | float)]
         for key in ("samples_per_s", "data_wait_share")
+    )
+    print_result(
+        {
+            "run": folder.root,
+            "step": max((line["step"] for line in history), default=0),
+            "loss": next((one["loss"] for one in reversed(history) if "loss" in one), None),
+            "valid": next((one["valid"] for one in reversed(history) if "valid" in one), None),
+            "samples_per_s": statistics.median(speeds) if speeds else None,
+            "data_wait_share": statistics.mean(waits) if waits else None,
+        }
     )
     lines = [f"\ntrained: {folder.root}  (metrics.jsonl, tensorboard/, checkpoints/)"]
     if speeds and waits:  # a finished run that is resumed takes no step, and its log may be gone

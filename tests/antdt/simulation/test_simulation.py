@@ -11,7 +11,7 @@ import pytest
 from gmeta.antdt.model import ShardState
 from gmeta.antdt.simulation.config import JobConfig
 from gmeta.antdt.simulation.data import DATASET, SimulatedData
-from gmeta.antdt.simulation.job import run_antdt
+from gmeta.antdt.simulation.job import run_antdt, run_static
 from gmeta.antdt.simulation.study import METHODS, find_methods, run_study
 from gmeta.antdt.simulation.traces import (
     SCENARIOS,
@@ -93,6 +93,49 @@ def test_noise_and_hiccups_of_a_healthy_cluster_move_hardly_a_batch() -> None:
     outcome = run_antdt("nd", config, Trace(np.ones(20), changes, 0.0, seed=0))
     assert outcome.num_restarts == 0
     assert outcome.num_adjustments <= 8  # in 800 windows: no oscillation
+
+
+def busy_host(seed: int, *changes: Change) -> tuple[JobConfig, Trace]:
+    """Four equal workers, each of which loses its core now and then, and a trace of both."""
+    config = JobConfig(num_workers=4, num_steps=600, seed=seed)
+    noise = synthetic_trace(SCENARIOS["busy"], 4, 5 * config.healthy_s, seed)
+    return config, Trace(np.ones(4), [*noise._changes, *changes], 0.0, seed)
+
+
+@pytest.mark.parametrize(("hold_windows", "most_a_minute"), [(0, 20.0), (6, 1.0)])
+def test_a_busy_but_even_host_is_left_alone(hold_windows: int, most_a_minute: float) -> None:
+    """Changed at most once a minute; without the hold ten times, and steps are no shorter."""
+    changes = minutes = held_s = 0.0
+    for seed in range(2):
+        config, trace = busy_host(seed)
+        outcome = run_antdt("nd", replace(config, hold_windows=hold_windows), trace)
+        changes += outcome.num_adjustments
+        minutes += outcome.completion_s / 60
+        held_s += outcome.completion_s
+    equal_s = sum(run_static(*busy_host(seed)).completion_s for seed in range(2))
+    assert changes / minutes <= most_a_minute
+    if hold_windows:
+        assert held_s < 1.03 * equal_s
+    else:
+        assert changes / minutes > 7.0
+
+
+def test_a_straggler_of_a_busy_host_is_balanced_around_within_its_windows() -> None:
+    """It becomes twice as slow at 400 s, once the host is known for slowness that passes."""
+    lines: list[str] = []
+    config, trace = busy_host(0, Change(400.0, 2, 2.0, "node"))
+    run_antdt("nd", config, trace, lines.append)
+    lowered_s = [
+        record["snapshot"]["now_s"]
+        for record in map(json.loads, lines)
+        for ruling in record["rulings"]
+        if ruling["kind"] == "ADJUST_BS" and ruling["allowed"] and ruling["parameters"]["w2"] < 25
+    ]
+    # For the verdict, for the hold, and the one that was under way.
+    windows = config.monitor.short_windows + config.hold_windows + 1
+    first_s = next(now_s for now_s in lowered_s if now_s > 400.0)
+    assert first_s - 400.0 <= windows * config.monitor.window_s
+    assert "slowness passes quickly here" in "".join(lines)
 
 
 def test_every_task_is_trained_once_also_over_a_restart() -> None:

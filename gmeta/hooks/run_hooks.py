@@ -1,0 +1,193 @@
+"""All that hears of a run: screen and metrics.jsonl, the loggers and callbacks that its config
+names."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar, final
+
+from torch import Tensor
+
+from gmeta.config import TrainConfig
+from gmeta.errors import GMetaError
+from gmeta.hooks.callback import Callback, Run
+from gmeta.hooks.files import JsonLines, TensorBoard
+from gmeta.hooks.logger import Logger, Reading, RunInfo, Status
+from gmeta.hooks.registry import find_hooks
+from gmeta.hooks.screen import Screen
+from gmeta.outer.early_stop import early_stop_of
+from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.stopping import Stop, StoppedError
+from gmeta.parallel.together import by_all, by_first
+from gmeta.runs.folder import METRICS_FILE
+from gmeta.runs.progress import Progress
+
+SCREEN = "the screen"
+Made = TypeVar("Made")
+
+
+@final
+class RunHooks:
+    """All ranks make one and call it in the same places; loggers are rank 0's alone."""
+
+    def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
+        """Find what the config names; nothing is made or opened yet.
+
+        Raises:
+            ConfigError: it names something that is not there.
+        """
+        self._named_loggers, self._named_callbacks = find_hooks(config.run)
+        self._ranks = ranks
+        metric = early_stop_of(config).metric
+        self._info = RunInfo(Path(config.run.dir), config.to_json(), metric)
+        self._screen = Screen() if ranks.rank == 0 else None
+        self._loggers: dict[str, Logger] = {}  # that were begun, by name
+        self._callbacks: dict[str, Callback] = {}
+        self._stop = Stop()
+        self._run = Run(self._info, ranks, self._stop)
+
+    def __enter__(self) -> "RunHooks":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        is_stopped = isinstance(error, StoppedError) or (kind is None and self._stop.agreed)
+        status: Status = "stopped" if is_stopped else "finished" if kind is None else "failed"
+        try:
+            if status != "failed":
+                self._end_callbacks(status)
+        except BaseException:
+            status = "failed"
+            raise
+        finally:
+            for name in list(self._loggers):
+                self._guarded(name, lambda logger: logger.end(status))
+
+    def begin(self, progress: Progress, total_steps: int, stop: Stop) -> None:
+        """Open the loggers, and tell the callbacks that training begins; they may ask `stop` from
+        here on. Collective.
+
+        Raises:
+            GMetaError: a logger or a callback failed.
+        """
+        self._info = replace(self._info, done_steps=progress.step, total_steps=total_steps)
+        self._stop, self._run = stop, Run(self._info, self._ranks, stop)
+        self._run.epoch = progress.epoch
+        by_first(self._open_loggers, self._ranks)
+        by_all(self._begin_callbacks, self._ranks)
+
+    def tell(self, lines: Sequence[str]) -> None:
+        """Show lines that belong to the run, not to a step."""
+        if self._screen is not None:
+            self._screen.tell(lines)
+
+    def stepped(self, progress: Progress, loss: Tensor) -> None:
+        """Take note of a step, with this rank's part of its loss."""
+        self._run.step, self._run.epoch = progress.step, progress.epoch
+        if self._callbacks:
+            own = loss.detach()
+            self._call_or_stop(lambda each: each.on_step_end(self._run, own))
+
+    def log(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
+        """Write a reading wherever readings go."""
+        reading = Reading(step, epoch, values)
+        for name in list(self._loggers):
+            self._guarded(name, lambda logger: logger.log(reading))
+        self._call_or_stop(lambda each: each.on_log(self._run, reading))
+
+    def validated(self, step: int, epoch: int, scores: Mapping[str, float | None]) -> None:
+        """Write the metrics of the validation split; all ranks know them."""
+        reading = Reading(step, epoch, {"valid": scores})
+        for name in list(self._loggers):
+            self._guarded(name, lambda logger: logger.log(reading))
+        self._call_or_stop(lambda each: each.on_validation_end(self._run, scores))
+
+    def checkpointed(self, checkpoint: Path) -> None:
+        """Take note that a checkpoint is whole."""
+        self._call_or_stop(lambda each: each.on_checkpoint(self._run, checkpoint))
+
+    def _open_loggers(self) -> None:
+        assert self._screen is not None  # rank 0 has one
+        made = {name: _made("logger", name, kind) for name, kind in self._named_loggers.items()}
+        for name, logger in {SCREEN: self._screen, METRICS_FILE: JsonLines(), **made}.items():
+            try:
+                logger.begin(self._info)
+            except (GMetaError, OSError):
+                raise
+            except Exception as error:  # whatever a tracker, or a package of somebody's own, raises
+                raise GMetaError(
+                    f"the logger {name!r} of run.loggers did not begin: {type(error).__name__}: "
+                    f"{error}. Mend it, or take it out of run.loggers"
+                ) from error
+            self._loggers[name] = logger
+
+    def _begin_callbacks(self) -> None:
+        named = self._named_callbacks.items()
+        self._callbacks = {name: _made("callback", name, kind) for name, kind in named}
+        self._call(lambda each: each.on_train_begin(self._run))
+
+    def _guarded(self, name: str, work: Callable[[Logger], None]) -> None:
+        """Do something with a logger. One of a network, or of somebody's own, that fails is told
+        of and left out from here on: hours of training must not end with it. A full disk ends the
+        run, which could write no checkpoint either."""
+        logger = self._loggers[name]
+        try:
+            work(logger)
+        except Exception as error:  # whatever a tracker, or a package of somebody's own, raises
+            if isinstance(logger, Screen | JsonLines | TensorBoard):
+                raise
+            del self._loggers[name]
+            self.tell(
+                [
+                    f"the logger {name!r} failed and is left out from here on: "
+                    f"{type(error).__name__}: {error}"
+                ]
+            )
+
+    def _call(self, work: Callable[[Callback], None]) -> None:
+        """Call each callback. Raise GMetaError for what one raised."""
+        for name, callback in self._callbacks.items():
+            try:
+                work(callback)
+            except Exception as error:  # somebody's own code: it may raise anything
+                raise GMetaError(
+                    f"the callback {name!r} of run.callbacks failed behind step {self._run.step}: "
+                    f"{type(error).__name__}: {error}. Mend it, or take it out; --resume goes on "
+                    "from the newest checkpoint"
+                ) from error
+
+    def _call_or_stop(self, work: Callable[[Callback], None]) -> None:
+        """Call each callback between two steps: what one raises asks all ranks to end, for they
+        are on their way into the next collective."""
+        try:
+            self._call(work)
+        except GMetaError as error:
+            self._stop.problem, self._stop.asked = self._stop.problem or error, True
+
+    def _end_callbacks(self, status: Status) -> None:
+        """Tell the callbacks of the end, or raise what one raised behind the last step.
+        Collective."""
+
+        def end() -> None:
+            if self._stop.problem is not None:
+                raise self._stop.problem
+            self._call(lambda each: each.on_train_end(self._run, status))
+
+        by_all(end, self._ranks)
+
+
+def _made(what: str, name: str, kind: type[Made]) -> Made:
+    """Return a logger or callback of its class.
+
+    Raises:
+        GMetaError: it cannot be made without arguments.
+    """
+    try:
+        return kind()
+    except Exception as error:  # somebody's own code: it may raise anything
+        raise GMetaError(
+            f"the {what} {name!r} cannot be made: {type(error).__name__}: {error}. A class that is "
+            "made without arguments is needed (docs/extending.md)"
+        ) from error

@@ -1,0 +1,102 @@
+"""Metrics of somebody's own: by entry point or import path, beside those of the catalogue."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gmeta.errors import GMetaError
+from gmeta.metrics.terms import Floats, Ints, Terms, undefined, with_influence
+from gmeta_keys.plugins import Registry, package_told
+
+# N rows, T tasks, G groups of tasks
+
+# The standard error of an interval is itself off by 1/sqrt(2 (G - 1)): 10 %.
+NUM_GROUPS = 50
+SEED = 0
+KEY = "evaluation.metrics"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric and how it is read: `function(label_N, prediction_N, task_N)` returns its value of
+    rows in any order; task_N are whole numbers, predictions probabilities for bce and ratings for
+    other losses. NaN where it is undefined."""
+
+    function: Callable[[Floats, Floats, Ints], float]
+    label: str  # in tables and pictures
+    higher_is_better: bool
+    explanation: str = ""  # a sentence
+    unit: str = ""
+
+
+NAMED_METRICS: Registry[Metric] = Registry(
+    KEY,
+    "gmeta.metrics",
+    {},
+    "a value of gmeta.metrics.own.Metric",
+    lambda found: isinstance(found, Metric),
+)
+
+
+def is_own(name: str) -> bool:
+    """Return whether a name is an import path or an entry point, rather than one of ours."""
+    return bool(re.fullmatch(r"[\w.]+:[\w.]+", name)) or name in NAMED_METRICS.names()
+
+
+def check_trusted(path: Path, names: Iterable[str], made_on: Mapping[str, Any]) -> None:
+    """Check that metrics that the run at `path` names, none of them ours, are of packages that this
+    machine trusts; `made_on` is the run's environment.
+
+    Raises:
+        GMetaError: one is not here, or not trusted; nothing of it has been imported.
+    """
+    for name in names:
+        try:
+            NAMED_METRICS.check_trusted(name)
+        except ValueError as error:
+            told = package_told(made_on, f"{KEY}: {name}")
+            raise GMetaError(f"{path} was made with {error}: docs/extending.md.{told}") from error
+
+
+def own_terms(
+    name: str, label_N: Floats, score_N: Floats, code_N: Ints, num_tasks: int, resampled: bool
+) -> Terms:
+    """Return an own metric with what its value changes by each task's weight; `resampled` false:
+    the value alone, and every task the same. code_N are dense task codes.
+
+    The change is that of a delete-a-group jackknife: tasks are dealt at random into G groups, and
+    I_g = (T - n_g) / T * (value - value without the n_g tasks of group g) estimates the sum of
+    their influences. Each has I_g / sqrt(n_g), so that resampled tasks vary as much as the I_g do
+    (Kott, The delete-a-group jackknife, Journal of Official Statistics 17, 2001).
+
+    Raises:
+        GMetaError: the function failed.
+    """
+    function = NAMED_METRICS.find(name).function
+
+    def value_of(kept_N: Any) -> float:
+        try:
+            return float(function(label_N[kept_N], score_N[kept_N], code_N[kept_N]))
+        except Exception as error:  # somebody's own code: it may raise anything
+            raise GMetaError(
+                f"{KEY} = {name!r} failed on {np.count_nonzero(kept_N):,} rows: "
+                f"{type(error).__name__}: {error}. Mend it, or leave it out"
+            ) from error
+
+    value = value_of(np.ones(label_N.size, np.bool_))
+    if not math.isfinite(value):
+        return undefined(num_tasks, f"{name} is {value} of these rows")
+    if not resampled:
+        return Terms(value, np.full(num_tasks, value), np.ones(num_tasks))
+    num_groups = min(NUM_GROUPS, num_tasks)
+    group_T = np.random.default_rng(SEED).permutation(num_tasks) % num_groups
+    size_G = np.bincount(group_T, minlength=num_groups)
+    without_G = np.array([value_of(group_T[code_N] != group) for group in range(num_groups)])
+    influence_G = (num_tasks - size_G) / num_tasks * (value - without_G) / np.sqrt(size_G)
+    influence_T = influence_G[group_T]
+    return with_influence(value, influence_T - influence_T.mean())

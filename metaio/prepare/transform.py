@@ -1,0 +1,131 @@
+"""A function of somebody's own over raw rows, before anything else is done with them.
+
+What it returns lies in temporary Parquet files, a file for each input, and is what the schema is
+about. Its package and version stand in the dataset's report.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from gmeta_keys.plugins import Registry
+from metaio.errors import DataError, SchemaError, shown
+from metaio.prepare.inputs import Inputs
+from metaio.prepare.rules import TransformRule
+
+Transform = Callable[[pa.RecordBatch], pa.RecordBatch]
+
+NAMED_TRANSFORMS: Registry[Transform] = Registry(
+    "transform.function",
+    "gmeta.transforms",
+    {},
+    "a function of a pyarrow RecordBatch",
+    lambda found: callable(found) and not isinstance(found, type),
+)
+
+
+def found_transform(rule: TransformRule) -> Transform:
+    """Return the rule's function.
+
+    Raises:
+        SchemaError: there is none of that name.
+    """
+    try:
+        return NAMED_TRANSFORMS.find(rule.function)
+    except ValueError as error:
+        raise SchemaError(f"schema key {error}") from error
+
+
+def check_trusted(rule: TransformRule | None) -> None:
+    """Check the name of a function that came with a stream, before anything of it is imported.
+
+    Raises:
+        SchemaError: its package is not here, or not trusted.
+    """
+    try:
+        if rule is not None:
+            NAMED_TRANSFORMS.check_trusted(rule.function)
+    except ValueError as error:
+        raise SchemaError(f"the stream was begun with {error}: docs/extending.md") from error
+
+
+def told_transform(rule: TransformRule | None) -> dict[str, Any]:
+    """Return what a dataset's report says of the transform of its rows; nothing without one."""
+    if rule is None:
+        return {}
+    return {"transform": {"function": rule.function} | NAMED_TRANSFORMS.package_of(rule.function)}
+
+
+def transformed(
+    inputs: Inputs,
+    rule: TransformRule,
+    wanted: list[str],
+    batches_of: Callable[[str, tuple[str, ...]], Iterator[pa.RecordBatch]],
+    folder: Path,
+) -> Inputs:
+    """Return the inputs as the rule's function turns them, in files below `folder`. `batches_of`
+    gives the rows of a file, of some columns (none: all); `wanted` are columns that must come out.
+
+    Raises:
+        SchemaError: there is no such function.
+        DataError: it failed, returned something else than rows of the same columns and types each
+            time, or dropped all.
+    """
+    function, names, before = found_transform(rule), [], None
+    folder.mkdir()
+    for index, name in enumerate(inputs.names):
+        path = folder / f"{index}-{Path(name).name}.parquet"
+        writer: pq.ParquetWriter | None = None
+        try:
+            for batch in batches_of(name, rule.columns):
+                rows = _called(function, rule.function, batch, name)
+                before = before or _checked_schema(rows.schema, wanted, rule.function)
+                if rows.schema.remove_metadata() != before:
+                    raise DataError(
+                        f"transform.function = {rule.function!r} returned the columns "
+                        f"{_columns(rows.schema)} of {name}, and {_columns(before)} before: it "
+                        "must return the same each time. Cast them"
+                    )
+                writer = writer or pq.ParquetWriter(path, before)
+                writer.write_batch(rows.replace_schema_metadata())
+        finally:
+            if writer is not None:
+                writer.close()
+        names += [str(path)] if writer is not None else []
+    if not names:
+        raise DataError(f"the inputs hold no rows: {', '.join(inputs.names)}. Check the path")
+    return replace(inputs, names=names, kind="Parquet")
+
+
+def _called(function: Transform, told: str, batch: pa.RecordBatch, name: str) -> pa.RecordBatch:
+    try:
+        rows = function(batch)
+    except Exception as error:  # somebody's own code: it may raise anything
+        raise DataError(
+            f"transform.function = {told!r} failed on {batch.num_rows:,} rows of {name}: "
+            f"{type(error).__name__}: {error}. Mend it, or leave [transform] out"
+        ) from error
+    if not isinstance(rows, pa.RecordBatch):
+        raise DataError(
+            f"transform.function = {told!r} returned a {type(rows).__name__}: a pyarrow "
+            "RecordBatch is needed. Mend it"
+        )
+    return rows
+
+
+def _checked_schema(schema: pa.Schema, wanted: list[str], told: str) -> pa.Schema:
+    missing = [name for name in wanted if schema.names.count(name) != 1]
+    if missing:
+        raise DataError(
+            f"transform.function = {told!r} returns the columns {_columns(schema)}: {missing[0]} "
+            "of the schema must be one of them, once. Mend it, or correct the schema"
+        )
+    return schema.remove_metadata()
+
+
+def _columns(schema: pa.Schema) -> str:
+    return shown(", ".join(f"{field.name} ({field.type})" for field in schema), 300)
