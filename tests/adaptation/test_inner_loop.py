@@ -45,7 +45,9 @@ def compare(
     """The fast path equals the loop, for which ANIL is MAML of the head."""
     slow = algorithm
     if algorithm.name == "anil":
-        slow = replace(algorithm, adapt_layers=(HEADS[model.name],), adapt_embeddings=False)
+        is_parallel = model.name == "dcnv2" and model.structure == "parallel"
+        head = "output" if is_parallel else HEADS[model.name]
+        slow = replace(algorithm, adapt_layers=(head,), adapt_embeddings=False)
     assert_equals_loop(sizes, columns, model, algorithm, slow, loss, seed, shared_table)
 
 

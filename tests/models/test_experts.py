@@ -21,7 +21,7 @@ def seen_of(inputs: RowInputs, index: int) -> Tensor:
 
 def mixture(gate: nn.Module, seen: Tensor, experts: Sequence[Tensor]) -> Tensor:
     """The experts' outputs by the softmax of the gate's scores, one after another."""
-    scores = [float(score) for score in torch.exp(gate.weight @ seen)]  # type: ignore[operator]
+    scores = [float(score) for score in torch.exp(gate(seen)).detach()]
     total = torch.zeros_like(experts[0])
     for score, made in zip(scores, experts, strict=True):
         total = total + score / sum(scores) * made
@@ -71,7 +71,7 @@ def test_ple_extracts_level_by_level(levels: int, outputs: int) -> None:
         for output in range(outputs):
             made = model.towers[output](own_seen[output]).squeeze()
             torch.testing.assert_close(found_NO[index, output], made)
-    # What nothing would read is not there: this raises where a parameter does not reach the outputs.
+    # Raises where a parameter does not reach the outputs: what nothing would read is not there.
     torch.autograd.grad(found_NO.sum(), [*model.parameters()])
 
 
