@@ -192,6 +192,7 @@ def adapt_with(
         config.outer.huber_delta,
         inner.learner.statistics,
         inner.learner.items,
+        inner.learner.projections,
     )
 
 

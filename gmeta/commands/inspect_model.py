@@ -7,6 +7,7 @@ import typer
 
 from gmeta.commands.screen import screen, show_table, size_text, table_of
 from gmeta.serving.folder import ExportedConfig, check_files, read_config, table_file
+from gmeta.tables.widths import widths_of_tables
 
 
 def is_model(path: Path) -> bool:
@@ -37,12 +38,13 @@ def inspect_model(folder: Path, verify: bool) -> None:
     show_table(console, columns)
     described = ("table", "rows", "width", "type", "bytes")
     tables = table_of("Tables", *described, text=("table", "type"))
+    widths = widths_of_tables(config.features, config.model)
     for index, table in enumerate(config.features.tables):
         stored = config.files.get(table_file(index))
         tables.add_row(
             table.name,
             f"{table.num_rows:,}",
-            str(config.model.embedding_dim),
+            str(widths[table.name]),
             config.table_format,
             size_text(stored.num_bytes) if stored else "?",
         )

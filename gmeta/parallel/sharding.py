@@ -57,7 +57,7 @@ SPARSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 CUDA_SPARSE_OPTIMIZERS = ("adam", "partial_rowwise_adam")
 # Of the tables' weights in a state dict.
-TABLES_PREFIX = "tables.embeddings."
+TABLES_PREFIX = "tables."
 # Rows of a table that share one random stream: any sharding then starts from the same values.
 INIT_BLOCK_ROWS = 65_536
 # The default of fbgemm's kernels, named so that other implementations can match it.

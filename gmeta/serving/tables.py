@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gmeta.errors import GMetaError, NotFiniteError
 from gmeta.serving.folder import TableFormat
@@ -105,6 +106,15 @@ def _shown(tensors: _Description) -> str:
 
 
 def fetch_UD(tables: Sequence[StoredTable], ids_U: Tensor, lengths_B: Tensor) -> Tensor:
-    """Return the rows [U, D] of the ids, which stand table by table as in a TaskBatch."""
+    """Return the rows [U, D] of the ids, which stand table by table as in a TaskBatch; behind those
+    of narrower tables are zeros.
+    """
     parts = ids_U.split(lengths_B.tolist())
-    return torch.cat([table.rows_UD(ids) for table, ids in zip(tables, parts, strict=True)])
+    rows = [table.rows_UD(ids) for table, ids in zip(tables, parts, strict=True)]
+    widest = max(each.shape[1] for each in rows)
+    return torch.cat([filled_UD(each, widest) for each in rows])
+
+
+def filled_UD(rows_UD: Tensor, width: int) -> Tensor:
+    """Return the rows with zeros behind them, up to this width."""
+    return rows_UD if rows_UD.shape[1] == width else pad(rows_UD, (0, width - rows_UD.shape[1]))

@@ -21,3 +21,12 @@ def module_name(table: str) -> str:
 def table_of(module: str) -> str:
     """Return the table of a module's name: the inverse of `module_name`."""
     return module.removesuffix("%").replace("%2E", ".").replace("%25", "%")
+
+
+def table_of_weight(name: str) -> str:
+    """Return the table whose weight has this name in a state dict, whatever module holds it.
+
+    >>> table_of_weight("tables.w4.embeddings.user%2Eid.weight")
+    'user.id'
+    """
+    return table_of(name.removesuffix(".weight").rpartition(".")[2])

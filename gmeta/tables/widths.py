@@ -1,0 +1,69 @@
+"""How wide the rows of each table are: `model.embedding_dim`, or less."""
+
+from collections.abc import Mapping
+from math import ceil
+
+from gmeta.tables.names import module_name
+from gmeta_models.config import ModelConfig
+from metaio.format.features import Features
+
+# fbgemm's kernels read a row four values at a time.
+WIDTH_MULTIPLE = 4
+
+
+def widths_of_tables(features: Features, model: ModelConfig) -> dict[str, int]:
+    """Return the width of each table by name, in their order.
+
+    Raises:
+        ValueError: an entry of `model.widths` names no table, or no width that one may have.
+    """
+    widths = {table.name: model.embedding_dim for table in features.tables}
+    if model.width == "auto":
+        for table in features.tables:
+            widths[table.name] = min(model.embedding_dim, auto_width(table.num_rows))
+    for entry in model.widths:
+        name, _, text = entry.rpartition("=")  # a table may have one in its name
+        width = int(text) if text.isascii() and text.isdecimal() else 0
+        if width not in range(WIDTH_MULTIPLE, model.embedding_dim + 1, WIDTH_MULTIPLE):
+            raise ValueError(
+                f"model.widths has {entry!r}: write table=width with a multiple of "
+                f"{WIDTH_MULTIPLE} up to model.embedding_dim = {model.embedding_dim}"
+            )
+        if name not in widths:
+            raise ValueError(
+                f"model.widths names {name!r}, which is no table: the dataset has "
+                f"{', '.join(widths)}. Name one of them"
+            )
+        widths[name] = width
+    return widths
+
+
+def auto_width(num_rows: int) -> int:
+    """Return 6 times the fourth root of a table's rows, rounded up to a multiple of 4.
+
+    The rule of Wang et al., "Deep & Cross Network for Ad Click Predictions" (arXiv 1708.05123),
+    section 4.1.
+
+    >>> [auto_width(rows) for rows in (2, 100, 10_000, 10_000_000)]
+    [8, 20, 60, 340]
+    """
+    return ceil(6 * num_rows**0.25 / WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+
+
+def collections_of_tables(widths: Mapping[str, int]) -> dict[str, list[str]]:
+    """Return the tables that one EmbeddingCollection of TorchRec holds, which are of one width, by
+    the name of the collection: "tables" if there is one, else "tables.w4" and so on.
+    """
+    found: dict[int, list[str]] = {}
+    for name, width in widths.items():
+        found.setdefault(width, []).append(name)
+    if len(found) <= 1:
+        return {"tables": list(widths)}
+    return {f"tables.w{width}": names for width, names in sorted(found.items())}
+
+
+def weight_name(widths: Mapping[str, int], table: str) -> str:
+    """Return what a table's weight is called in the state dict of a ShardedLearner."""
+    collections = collections_of_tables(widths)
+    (path,) = (path for path, names in collections.items() if table in names)
+    return f"{path}.embeddings.{module_name(table)}.weight"
