@@ -27,7 +27,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan
 from gmeta.errors import ConfigError
 from gmeta.parallel.ranks import Ranks
 from gmeta.tables.names import module_name, table_of
-from gmeta.tables.sharding import Kind, ShardingConfig, kinds_of_tables
+from gmeta.tables.sharding import ExchangeKind, Kind, ShardingConfig, kinds_of_tables
 
 # What the planner may choose from: by columns only where the config says so.
 PLANNED = ("row_wise", "table_wise")
@@ -49,10 +49,10 @@ def make_plan(
     sizes = {table.name: table.num_embeddings for table in tables.embedding_configs()}
     kinds: dict[str, Kind | None] = {}
     for table, kind in kinds_of_tables(config, [table_of(name) for name in sizes]).items():
-        _check_kind(table, kind, tables.embedding_dim(), ranks)
+        _check_kind(table, kind, tables.embedding_dim(), config.exchange, ranks)
         kinds[module_name(table)] = kind
     if any(kind is None for kind in kinds.values()):
-        return _planned(tables, kinds, tasks_per_step, ranks)
+        return _planned(tables, kinds, config.exchange, tasks_per_step, ranks)
     return construct_module_sharding_plan(
         tables,
         _by_hand({name: kind for name, kind in kinds.items() if kind}, sizes, ranks.world_size),
@@ -130,13 +130,20 @@ def _local_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _check_kind(name: str, kind: Kind | None, width: int, ranks: Ranks) -> None:
+def _check_kind(
+    name: str, kind: Kind | None, width: int, exchange: ExchangeKind, ranks: Ranks
+) -> None:
     """Raise ConfigError where a table cannot be sharded this way here."""
     on_cuda = ranks.device.type == "cuda"
     if kind == "data_parallel" and not on_cuda:
         raise ConfigError(
             f"table {name!r} is to be data_parallel on the CPU: TorchRec's kernel for it corrupts "
             "memory there. Choose row_wise, table_wise or column_wise, or run on CUDA"
+        )
+    if kind == "data_parallel" and exchange == "host":
+        raise ConfigError(
+            f"table {name!r} is to be data_parallel, which only TorchRec's exchange does. Choose "
+            'row_wise, table_wise or column_wise, or set sharding.exchange = "torchrec"'
         )
     multiple = ranks.world_size * WIDTH_MULTIPLE
     if kind == "column_wise" and ranks.world_size > 1 and width % multiple:
@@ -169,7 +176,11 @@ def _by_hand(
 
 
 def _planned(
-    tables: EmbeddingCollection, kinds: dict[str, Kind | None], tasks_per_step: int, ranks: Ranks
+    tables: EmbeddingCollection,
+    kinds: dict[str, Kind | None],
+    exchange: ExchangeKind,
+    tasks_per_step: int,
+    ranks: Ranks,
 ) -> EmbeddingModuleShardingPlan:
     """Return TorchRec's plan, made by rank 0 for all: ranks that planned for themselves might
     differ.
@@ -177,7 +188,7 @@ def _planned(
     result: list[Any] = [None]
     if ranks.rank == 0:
         try:
-            result[0] = _run_planner(tables, kinds, tasks_per_step, ranks)
+            result[0] = _run_planner(tables, kinds, exchange, tasks_per_step, ranks)
         except PlannerError as error:
             result[0] = str(error).strip().splitlines()[0].rstrip(" .")
     dist.broadcast_object_list(result, src=0, group=ranks.control)
@@ -191,10 +202,14 @@ def _planned(
 
 
 def _run_planner(
-    tables: EmbeddingCollection, kinds: dict[str, Kind | None], tasks_per_step: int, ranks: Ranks
+    tables: EmbeddingCollection,
+    kinds: dict[str, Kind | None],
+    exchange: ExchangeKind,
+    tasks_per_step: int,
+    ranks: Ranks,
 ) -> EmbeddingModuleShardingPlan:
     on_cuda = ranks.device.type == "cuda"
-    choice = PLANNED_ON_CUDA if on_cuda else PLANNED
+    choice = PLANNED_ON_CUDA if on_cuda and exchange == "torchrec" else PLANNED
     constraints = {
         name: ParameterConstraints(
             sharding_types=[kind] if kind else list(choice),

@@ -7,6 +7,7 @@ Shape suffixes: U fetched rows, B tables, D embedding width.
 """
 
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -31,7 +32,7 @@ from gmeta.batches.accumulate import Arranged, MicroBatches, accumulated_loss
 from gmeta.batches.episodes import Episodes
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError
-from gmeta.internals import ShardedTensor
+from gmeta.internals import ShardedTensor, tables_kept_by
 from gmeta.numerics import autocast
 from gmeta.parallel.averaging import LayerAverage
 from gmeta.parallel.exchange.exchange import Exchange
@@ -42,6 +43,7 @@ from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.threads import ThreadChoice
 from gmeta.parallel.transport.shared_memory import SharedMemory
 from gmeta.tables.names import module_name
+from gmeta.tables.plain import PlainTables
 from gmeta.tables.sharding import WireDtype
 from metaio.format.features import Features
 
@@ -152,22 +154,22 @@ def shard_learner(
     features: Features,
     config: TrainConfig,
     ranks: Ranks,
-    stock_kernels: bool = False,
 ) -> DistributedModelParallel:
     """Spread the tables over the ranks by the config's plan, with their optimizer fused into
     backward, and replicate the layers.
 
-    On a CPU the exchange and the tables' arithmetic are ours unless `stock_kernels` asks for those
-    of TorchRec and fbgemm.
+    The exchange and the tables' arithmetic are ours, or those of TorchRec and fbgemm.
     A row's initial values depend on `run.seed`, its table and its number alone: not on the plan,
     the number of ranks, or how many rows the table has.
 
     Raises:
-        ConfigError: the tables' optimizer is not one of this device, or a table cannot be sharded
-            as the config says, or not be clipped so.
+        ConfigError: fbgemm is to update the tables and has no such optimizer on this device, or a
+            table cannot be sharded as the config says, or not be clipped so.
     """
     outer = config.outer
-    check_sparse_optimizer(outer.sparse_optimizer, ranks.device)
+    is_ours = config.sharding.exchange == "host"
+    if not is_ours:
+        check_sparse_optimizer(outer.sparse_optimizer, ranks.device)
     tables = EmbeddingCollection(
         tables=[
             EmbeddingConfig(
@@ -187,23 +189,23 @@ def shard_learner(
         tables.parameters(),
         {"lr": outer.sparse_lr, **epsilon},
     )
-    is_ours = ranks.device.type == "cpu" and not stock_kernels
     plan = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks)
     check_clipping(plan, outer.clip_norm)
     through_memory = (
         isinstance(ranks.transport, SharedMemory)
         and config.sharding.dense_wire_dtype == "float32"
-        and not stock_kernels
+        and is_ours
     )
-    sharded = DistributedModelParallel(
-        ShardedLearner(tables, learner.to(ranks.device), config.run.precision),
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=ranks.device,
-        plan=ShardingPlan({"tables": plan}),
-        # Ours has codecs of its own, and TorchRec warns of those that gloo does without.
-        sharders=[_sharder("float32" if is_ours else config.sharding.wire_dtype, ranks.device)],
-        data_parallel_wrapper=_Alone() if ranks.world_size == 1 or through_memory else None,
-    )
+    with tables_kept_by(PlainTables) if is_ours else nullcontext():
+        sharded = DistributedModelParallel(
+            ShardedLearner(tables, learner.to(ranks.device), config.run.precision),
+            env=ShardingEnv.from_process_group(dist.group.WORLD),
+            device=ranks.device,
+            plan=ShardingPlan({"tables": plan}),
+            # Ours has codecs of its own, and TorchRec warns of those that gloo does without.
+            sharders=[_sharder("float32" if is_ours else config.sharding.wire_dtype, ranks.device)],
+            data_parallel_wrapper=_Alone() if ranks.world_size == 1 or through_memory else None,
+        )
     if through_memory:
         LayerAverage(learner.parameters(), ranks)
     elif config.sharding.dense_wire_dtype == "bfloat16" and ranks.world_size > 1:
@@ -213,7 +215,7 @@ def shard_learner(
         width, wire_dtype = config.model.embedding_dim, config.sharding.wire_dtype
         inner.exchange = WireExchange(inner.tables, plan, width, wire_dtype, ranks)
     else:
-        inner.exchange = TorchRecExchange(inner.tables, list(plan))
+        inner.exchange = TorchRecExchange(inner.tables, list(plan), ranks.device)
     initialise_tables(sharded, outer.embedding_init_std, config.run.seed)
     return sharded
 
@@ -248,7 +250,7 @@ def _sharder(wire_dtype: WireDtype, device: torch.device) -> EmbeddingCollection
 
 
 def check_sparse_optimizer(name: str, device: torch.device) -> None:
-    """Refuse an optimizer that fbgemm does not fuse on this kind of device.
+    """Refuse an optimizer for which fbgemm has no kernel on this kind of device.
 
     Raises:
         ConfigError: it is Adam's kind and the device is a CPU.
@@ -256,8 +258,9 @@ def check_sparse_optimizer(name: str, device: torch.device) -> None:
     if device.type == "cpu" and name in CUDA_SPARSE_OPTIMIZERS:
         others = [known for known in SPARSE_OPTIMIZERS if known not in CUDA_SPARSE_OPTIMIZERS]
         raise ConfigError(
-            f"outer.sparse_optimizer = {name!r} needs CUDA: fbgemm has no such fused update on a "
-            f"CPU. Choose one of {', '.join(others)}"
+            f'outer.sparse_optimizer = {name!r} with sharding.exchange = "torchrec" needs CUDA: '
+            'fbgemm has no such fused update on a CPU. Set sharding.exchange = "host", or choose '
+            f"one of {', '.join(others)}"
         )
 
 

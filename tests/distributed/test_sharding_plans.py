@@ -219,9 +219,19 @@ def test_a_copy_on_every_rank_is_refused_on_the_cpu() -> None:
     )
 
 
+def test_a_copy_on_every_rank_is_refused_by_our_exchange() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_plan(tables_of(4), ShardingConfig(default="data_parallel"), 16, ranks_on("cuda", 1))
+    assert str(caught.value) == (
+        "table 'item' is to be data_parallel, which only TorchRec's exchange does. Choose "
+        'row_wise, table_wise or column_wise, or set sharding.exchange = "torchrec"'
+    )
+
+
 def test_a_copy_on_every_rank_is_not_clipped() -> None:
     ranks = ranks_on("cuda", 2)
-    copied = make_plan(tables_of(4), ShardingConfig(default="data_parallel"), 16, ranks)
+    copying = ShardingConfig(default="data_parallel", exchange="torchrec")
+    copied = make_plan(tables_of(4), copying, 16, ranks)
     check_clipping(copied, 0.0)
     check_clipping(make_plan(tables_of(4), ShardingConfig(), 16, ranks), 1.0)
     with pytest.raises(ConfigError) as caught:
