@@ -229,7 +229,9 @@ def build_learner(
     names = tuple(table.name for table in features.tables)
     tables = TableSizes(len(names), model.embedding_dim, names, sizes)
     built = build_model(model, sizes)
-    width_of = {module_name(name): width for name, width in widths_of_tables(features, model).items()}
+    width_of = {
+        module_name(name): width for name, width in widths_of_tables(features, model).items()
+    }
     projections = TableProjections(width_of, model.embedding_dim)
     return MetaLearner(built, algorithm, loss, tables, huber_delta, statistics, items, projections)
 

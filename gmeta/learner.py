@@ -233,9 +233,7 @@ class MetaLearner(nn.Module):
 
     def _working_rows(self, rows_UD: Tensor, episodes: Episodes) -> WorkingRows:
         """Return the rows that the sides index, with their rates where they adapt."""
-        rows_UD = self.starting_rows_UD(
-            rows_UD, episodes.unique_lengths_B, episodes.rows_of_tables
-        )
+        rows_UD = self.starting_rows_UD(rows_UD, episodes.unique_lengths_B, episodes.rows_of_tables)
         if episodes.fetched_row_P is None:
             return WorkingRows(rows_UD, 0.0)
         rate = self.rates.of_rows(episodes.unique_lengths_B, episodes.fetched_row_P)

@@ -38,13 +38,15 @@ from gmeta.parallel.averaging import LayerAverage
 from gmeta.parallel.exchange.exchange import Exchange
 from gmeta.parallel.exchange.torchrec import TorchRecExchange
 from gmeta.parallel.exchange.wire import WireExchange
-from gmeta.parallel.plan import check_clipping, describe_plan, make_plan
+from gmeta.parallel.plan import check_clipping, describe_plan, make_plan, plan_of_tables
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.threads import ThreadChoice
 from gmeta.parallel.transport.shared_memory import SharedMemory
 from gmeta.tables.names import module_name
 from gmeta.tables.plain import PlainTables
 from gmeta.tables.sharding import WireDtype
+from gmeta.tables.widths import collections_of_tables, widths_of_tables
+from gmeta_models.config import ModelConfig
 from metaio.format.features import Features
 
 if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business
@@ -88,7 +90,7 @@ class ShardedLearner(nn.Module):
     """
 
     def __init__(
-        self, tables: EmbeddingCollection, learner: "MetaLearner", precision: str = "float32"
+        self, tables: nn.Module, learner: "MetaLearner", precision: str = "float32"
     ) -> None:
         super().__init__()
         self.tables = tables
@@ -170,27 +172,23 @@ def shard_learner(
     is_ours = config.sharding.exchange == "host"
     if not is_ours:
         check_sparse_optimizer(outer.sparse_optimizer, ranks.device)
-    tables = EmbeddingCollection(
-        tables=[
-            EmbeddingConfig(
-                name=module_name(table.name),
-                embedding_dim=config.model.embedding_dim,
-                num_embeddings=table.num_rows,
-                feature_names=[module_name(table.name)],
-            )
-            for table in features.tables
-        ],
-        # No values yet: each rank makes those of its own shards, see initialise_tables.
-        device=torch.device("meta"),
-    )
+    tables = _collections(features, config.model)
     epsilon = {} if outer.sparse_optimizer == "sgd" else {"eps": ADAGRAD_EPSILON}
     apply_optimizer_in_backward(
         SPARSE_OPTIMIZERS[outer.sparse_optimizer],
         tables.parameters(),
         {"lr": outer.sparse_lr, **epsilon},
     )
-    plan = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks)
+    modules = [module_name(table.name) for table in features.tables]
+    plans = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks)
+    plan = plan_of_tables(plans, modules)
     check_clipping(plan, outer.clip_norm)
+    if not is_ours and len(plans) > 1:
+        raise ConfigError(
+            'sharding.exchange = "torchrec" fetches rows of one width, and these tables have '
+            f'{len(plans)} widths. Set sharding.exchange = "host", or model.width = "equal" and '
+            "model.widths = []"
+        )
     through_memory = (
         isinstance(ranks.transport, SharedMemory)
         and config.sharding.dense_wire_dtype == "float32"
@@ -201,7 +199,7 @@ def shard_learner(
             ShardedLearner(tables, learner.to(ranks.device), config.run.precision),
             env=ShardingEnv.from_process_group(dist.group.WORLD),
             device=ranks.device,
-            plan=ShardingPlan({"tables": plan}),
+            plan=ShardingPlan(plans),
             # Ours has codecs of its own, and TorchRec warns of those that gloo does without.
             sharders=[_sharder("float32" if is_ours else config.sharding.wire_dtype, ranks.device)],
             data_parallel_wrapper=_Alone() if ranks.world_size == 1 or through_memory else None,
@@ -212,12 +210,35 @@ def shard_learner(
         _data_parallel(sharded).register_comm_hook(None, _bfloat16_allreduce)
     inner = local_learner(sharded)
     if is_ours:
-        width, wire_dtype = config.model.embedding_dim, config.sharding.wire_dtype
-        inner.exchange = WireExchange(inner.tables, plan, width, wire_dtype, ranks)
+        inner.exchange = WireExchange(inner.tables, plan, config.sharding.wire_dtype, ranks)
     else:
         inner.exchange = TorchRecExchange(inner.tables, list(plan), ranks.device)
     initialise_tables(sharded, outer.embedding_init_std, config.run.seed)
     return sharded
+
+
+def _collections(features: Features, model: ModelConfig) -> nn.Module:
+    """Return the tables in a collection of TorchRec's, or in one for each width that they have.
+
+    They have no values yet: each rank makes those of its own shards, see initialise_tables.
+    """
+    widths = widths_of_tables(features, model)
+    num_rows = {table.name: table.num_rows for table in features.tables}
+    found: dict[str, nn.Module] = {}
+    for path, names in collections_of_tables(widths).items():
+        configs = [
+            EmbeddingConfig(
+                name=module_name(name),
+                embedding_dim=widths[name],
+                num_embeddings=num_rows[name],
+                feature_names=[module_name(name)],
+            )
+            for name in names
+        ]
+        found[path] = EmbeddingCollection(tables=configs, device=torch.device("meta"))
+    if len(found) == 1:
+        return found.popitem()[1]
+    return nn.ModuleDict({path.rpartition(".")[2]: tables for path, tables in found.items()})
 
 
 def _data_parallel(sharded: DistributedModelParallel) -> DistributedDataParallel:
@@ -270,7 +291,8 @@ def initialise_tables(sharded: DistributedModelParallel, std: float, seed: int) 
     rows that it would have had from the start.
     """
     state = sharded.state_dict()
-    tables = sorted(name for name in state if name.startswith(TABLES_PREFIX))
+    tables = [name for name in state if name.startswith(TABLES_PREFIX)]
+    tables.sort(key=lambda name: name.rpartition("embeddings.")[2])  # whatever their widths
     for table_index, name in enumerate(tables):
         table = state[name]
         if isinstance(table, ShardedTensor):
@@ -309,7 +331,7 @@ def _mixed_seed(seed: int, table: int, block: int) -> int:
 
 def described_plan(sharded: DistributedModelParallel, ranks: Ranks) -> dict[str, Any]:
     """Return where the rows of every table live, see plan.describe_plan."""
-    (plan,) = sharded.plan.plan.values()
+    plan = plan_of_tables(sharded.plan.plan)
     return describe_plan(plan, ranks.world_size)
 
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from gmeta.serving.model import ServedModel
-from gmeta.serving.tables import StoredTable, filled_UD
+from gmeta.serving.tables import StoredTable
 from gmeta_models.config import Pooling
 from gmeta_models.gated import row_layers
 from gmeta_models.inputs import History, RowInputs
+from gmeta_models.table_projections import filled_UD
 
 IDS, DENSE, LISTS, LENGTHS = "ids", "dense", "lists", "list_lengths"
 OUTPUT = "prediction"

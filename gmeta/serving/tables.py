@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from gmeta.errors import GMetaError, NotFiniteError
 from gmeta.serving.folder import TableFormat
+from gmeta_models.table_projections import filled_UD
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 _Description = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -113,8 +113,3 @@ def fetch_UD(tables: Sequence[StoredTable], ids_U: Tensor, lengths_B: Tensor) ->
     rows = [table.rows_UD(ids) for table, ids in zip(tables, parts, strict=True)]
     widest = max(each.shape[1] for each in rows)
     return torch.cat([filled_UD(each, widest) for each in rows])
-
-
-def filled_UD(rows_UD: Tensor, width: int) -> Tensor:
-    """Return the rows with zeros behind them, up to this width."""
-    return rows_UD if rows_UD.shape[1] == width else pad(rows_UD, (0, width - rows_UD.shape[1]))

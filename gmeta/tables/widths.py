@@ -1,7 +1,7 @@
 """How wide the rows of each table are: `model.embedding_dim`, or less."""
 
+import math
 from collections.abc import Mapping
-from math import ceil
 
 from gmeta.tables.names import module_name
 from gmeta_models.config import ModelConfig
@@ -47,7 +47,7 @@ def auto_width(num_rows: int) -> int:
     >>> [auto_width(rows) for rows in (2, 100, 10_000, 10_000_000)]
     [8, 20, 60, 340]
     """
-    return ceil(6 * num_rows**0.25 / WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    return math.ceil(6 * math.sqrt(math.sqrt(num_rows)) / WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 
 def collections_of_tables(widths: Mapping[str, int]) -> dict[str, list[str]]:

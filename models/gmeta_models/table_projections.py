@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 
 class TableProjections(nn.Module):
@@ -46,3 +47,8 @@ class TableProjections(nn.Module):
             return rows_UD
         parts = rows_UD.split(list(rows_of_tables))
         return torch.cat([self.of_table(place, part) for place, part in enumerate(parts)])
+
+
+def filled_UD(rows_UD: Tensor, width: int) -> Tensor:
+    """Return rows of a table with zeros behind them, up to this width."""
+    return rows_UD if rows_UD.shape[1] == width else pad(rows_UD, (0, width - rows_UD.shape[1]))

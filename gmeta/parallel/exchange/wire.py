@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from gmeta.batches.accumulate import Arranged
@@ -34,6 +33,7 @@ from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.transport.transport import Swap
 from gmeta.tables.sharding import WireDtype
 from gmeta.tables.updates import FastGroup, GivenRows
+from gmeta_models.table_projections import filled_UD
 
 KINDS = ("row_wise", "table_wise", "column_wise")
 WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -44,9 +44,8 @@ class WireExchange(Exchange):
 
     def __init__(
         self,
-        tables: ShardedEmbeddingCollection,
+        tables: nn.Module,
         plan: EmbeddingModuleShardingPlan,
-        width: int,
         wire_dtype: WireDtype,
         ranks: Ranks,
     ) -> None:
@@ -65,12 +64,13 @@ class WireExchange(Exchange):
             for shard in sharding.sharding_spec.shards
         ]
         self.ranks = ranks
-        self.routes = Routes(shards, ranks.rank, ranks.world_size, width)
+        self.routes = Routes(shards, ranks.rank, ranks.world_size)
         self.wire_dtype = WIRE_DTYPES.get(wire_dtype)
         places = _places_of_shards(list(table_kernels(tables)), list(plan))
         own = self.routes.of_peer[-1]
         mine = [places[s.table, s.first_row, s.first_column] for s in own]
-        # Shards of one group stand together, because a group serves one kind of sharding.
+        # Shards of one group stand together, because a group serves one kind of sharding
+        # and one width.
         self.groups = list(dict.fromkeys(group for group, _ in mine))
         self.is_of_group_SG = np.array(
             [[group is other for other in self.groups] for group, _ in mine], np.int64
@@ -185,24 +185,26 @@ class _WireFetch(RowFetch):
         return tuple(group.given(rows, may_repeat=num_ranks > 1) for group, rows in pairs)
 
     def _put_together(self, flat: Tensor) -> Tensor:
-        """Return the fetched rows [U, D] from the values that the ranks gave."""
+        """Return the fetched rows [U, D] from the values that the ranks gave; behind those of
+        narrower tables are zeros, which did not travel.
+        """
         routes = self._exchange.routes
-        if not routes.cut_tables:
-            return flat.view(-1, routes.width)
+        if routes.is_even and not routes.cut_tables:
+            return flat.view(-1, routes.widest)
         values = flat.split_with_sizes((self._asked.counts_S * routes.columns_S).tolist())
         whole: list[Tensor] = []
         parts: dict[int, list[tuple[int, Tensor]]] = {table: [] for table in routes.cut_tables}
-        for shard, of_shard in zip(routes.shards, values, strict=True):
+        for shard, is_cut, of_shard in zip(routes.shards, routes.is_cut_S, values, strict=True):
             rows = of_shard.view(-1, shard.num_columns)
-            if shard.num_columns == routes.width:
-                whole.append(rows)
-            else:
+            if is_cut:
                 parts[shard.table].append((shard.first_column, rows))
+            else:
+                whole.append(rows)
         joined = [
             torch.cat([rows for _, rows in sorted(parts[table], key=lambda part: part[0])], dim=1)
             for table in routes.cut_tables
         ]
-        return torch.cat([*whole, *joined])
+        return torch.cat([filled_UD(rows, routes.widest) for rows in (*whole, *joined)])
 
 
 class _Permuted(torch.autograd.Function):
