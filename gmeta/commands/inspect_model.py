@@ -8,6 +8,7 @@ import typer
 from gmeta.commands.screen import screen, show_table, size_text, table_of
 from gmeta.serving.folder import ExportedConfig, check_files, read_config, table_file
 from gmeta.tables.widths import widths_of_tables
+from metaio.counted import counted
 
 
 def is_model(path: Path) -> bool:
@@ -79,3 +80,6 @@ def _columns(config: ExportedConfig) -> Iterator[tuple[str, str, str, str]]:
     for dense in schema.dense:
         fill = "" if dense.fill is None else f"; nulls become {dense.fill:g}"
         yield dense.column, "dense", "", f"a number{fill}"
+    for vector in schema.vector:
+        fill = "" if vector.fill is None else f"; nulls become {vector.fill:g}"
+        yield vector.column, "vector", "", f"{counted(vector.width, 'number')}{fill}"

@@ -26,12 +26,28 @@ class FeatureSpec:
     table: str
 
 
+def component(column: str, index: int) -> str:
+    """Return what one number of a vector column is called among the dense ones."""
+    return f"{column}[{index}]"
+
+
+def vector_of(name: str) -> str:
+    """Return the column that a dense one is a number of: itself, unless it is of a vector.
+
+    >>> vector_of("image[12]"), vector_of("price")
+    ('image', 'price')
+    """
+    column, bracket, index = name.removesuffix("]").rpartition("[")
+    return column if bracket and index.isdecimal() and name.endswith("]") else name
+
+
 @dataclass(frozen=True)
 class Features:
     """The columns of a prepared dataset, in the order in which a TaskBatch holds them.
 
     `single` features hold exactly one id a row, `multi` features a list of ids (kept in order,
-    repeats kept, possibly empty). `dense` columns are float32. `tables` is the order of
+    repeats kept, possibly empty). `dense` columns are float32; the numbers of a vector stand
+    side by side behind the others, each with a name of its own. `tables` is the order of
     TaskBatch.unique_ids_U. `row_id` is the raw column by which a row can be found again, which no
     model sees; "": none is stored.
     """

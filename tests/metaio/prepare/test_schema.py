@@ -120,7 +120,8 @@ def test_columns_are_listed_once() -> None:
         ),
         (
             {"single": []},
-            "the schema has no [[single]], [[multi]] or [[dense]] column. Add at least one",
+            "the schema has no [[single]], [[multi]], [[dense]] or [[vector]] column. "
+            "Add at least one",
         ),
         (
             {"single": [{"column": "a", "hash": 9, "vocabulary": 1}]},
