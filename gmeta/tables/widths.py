@@ -12,15 +12,17 @@ WIDTH_MULTIPLE = 4
 
 
 def widths_of_tables(features: Features, model: ModelConfig) -> dict[str, int]:
-    """Return the width of each table by name, in their order.
+    """Return the width of each table by name, in their order: that of `model.widths`, else that of
+    the data's schema, else by the rule of `model.width`.
 
     Raises:
-        ValueError: an entry of `model.widths` names no table, or no width that one may have.
+        ValueError: an entry of `model.widths` names no table, or no width that one may have; or
+            the schema's is larger than the model's.
     """
-    widths = {table.name: model.embedding_dim for table in features.tables}
-    if model.width == "auto":
-        for table in features.tables:
-            widths[table.name] = min(model.embedding_dim, auto_width(table.num_rows))
+    widths = {}
+    for table in features.tables:
+        rule = auto_width(table.num_rows) if model.width == "auto" else model.embedding_dim
+        widths[table.name] = table.width or min(model.embedding_dim, rule)
     for entry in model.widths:
         name, _, text = entry.rpartition("=")  # a table may have one in its name
         width = int(text) if text.isascii() and text.isdecimal() else 0
@@ -35,6 +37,13 @@ def widths_of_tables(features: Features, model: ModelConfig) -> dict[str, int]:
                 f"{', '.join(widths)}. Name one of them"
             )
         widths[name] = width
+    for name, width in widths.items():
+        if width > model.embedding_dim:
+            raise ValueError(
+                f"table {name!r} is {width} wide by the schema of its data, and "
+                f"model.embedding_dim = {model.embedding_dim} is the most. Set it to {width}, or "
+                f'model.widths = ["{name}={model.embedding_dim}"]'
+            )
     return widths
 
 

@@ -11,11 +11,17 @@ MAX_TABLE_ROWS = 1 << 40
 @dataclass(frozen=True)
 class TableSpec:
     """One embedding table: `num_rows` rows, ids 0 to num_rows - 1. Row 0 is the out-of-vocabulary
-    row.
+    row. `width` is how wide its rows are to be; 0: as the model says.
     """
 
     name: str
     num_rows: int
+    width: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for the manifest."""
+        width = {"width": self.width} if self.width else {}
+        return {"name": self.name, "num_rows": self.num_rows, **width}
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Features:
     def to_json(self) -> dict[str, Any]:
         """Return plain lists and dicts for the manifest."""
         return {
-            "tables": [{"name": table.name, "num_rows": table.num_rows} for table in self.tables],
+            "tables": [table.to_json() for table in self.tables],
             "single": [{"name": feature.name, "table": feature.table} for feature in self.single],
             "multi": [{"name": feature.name, "table": feature.table} for feature in self.multi],
             "dense": list(self.dense),

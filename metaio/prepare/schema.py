@@ -76,6 +76,8 @@ class SparseColumn:
     null: Literal["refuse", "unknown"] = "refuse"
     separator: str | None = None
     type: Literal["integer", "text"] | None = None
+    # Of the table's rows, a multiple of 4; absent: as the model's config says.
+    width: int | None = None
 
     @property
     def table_name(self) -> str:
@@ -231,11 +233,12 @@ def parse_schema(body: dict[str, Any]) -> Schema:
 def features_of(schema: Schema, vocabulary_sizes: dict[str, int]) -> Features:
     """Return the prepared columns; a vocabulary table has one row more than values."""
     tables: dict[str, int] = {}
+    widths = {c.table_name: c.width for c in schema.sparse if c.width is not None}
     for column in schema.sparse:
         rows = column.hash if column.hash is not None else vocabulary_sizes[column.table_name] + 1
         tables.setdefault(column.table_name, rows)
     return Features(
-        tables=tuple(TableSpec(name, rows) for name, rows in tables.items()),
+        tables=tuple(TableSpec(name, rows, widths.get(name, 0)) for name, rows in tables.items()),
         single=tuple(FeatureSpec(column.column, column.table_name) for column in schema.single),
         multi=tuple(FeatureSpec(column.column, column.table_name) for column in schema.multi),
         dense=tuple(schema.dense_names),
@@ -285,6 +288,7 @@ def _check(schema: Schema) -> None:
             "Add at least one"
         )
     by_table: dict[str, tuple[int | None, int | None]] = {}
+    widths: dict[str, int | None] = {}
     for column in schema.sparse:
         how = (column.hash, column.vocabulary)
         if (column.hash is None) == (column.vocabulary is None):
@@ -306,6 +310,16 @@ def _check(schema: Schema) -> None:
             raise SchemaError(
                 f"table {column.table_name!r} has a vocabulary, which becomes a file of that name; "
                 f"allowed are {NAME_RULE}. Give the column another table"
+            )
+        if column.width is not None and (column.width < 4 or column.width % 4):
+            raise SchemaError(
+                f"column {column.column} has width {column.width}; multiples of 4 are allowed. "
+                "Change it"
+            )
+        if widths.setdefault(column.table_name, column.width) != column.width:
+            raise SchemaError(
+                f"column {column.column} and another column of table {column.table_name} differ "
+                "in width. Columns that share a table must agree"
             )
         # One table has one way from values to rows, or equal values would meet in different rows.
         if by_table.setdefault(column.table_name, how) != how:

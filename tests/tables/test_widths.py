@@ -68,3 +68,18 @@ def test_a_width_of_an_unknown_table_is_refused() -> None:
         "model.widths names 'town', which is no table: the dataset has item.id, city, a=b. "
         "Name one of them"
     )
+
+
+def test_the_schemas_width_stands_between_the_rule_and_the_config() -> None:
+    tables = (TableSpec("item.id", 10_000, 16), TableSpec("city", 100, 8), TableSpec("a=b", 3))
+    features = replace(FEATURES, tables=tables)
+    assert Features.from_json(features.to_json()) == features
+    config = replace(MODEL, width="auto", widths=("city=4",))
+    assert widths_of_tables(features, config) == {"item.id": 16, "city": 4, "a=b": 8}
+    with pytest.raises(ValueError) as caught:
+        widths_of_tables(features, replace(MODEL, embedding_dim=8))
+    assert str(caught.value) == (
+        "table 'item.id' is 16 wide by the schema of its data, and model.embedding_dim = 8 is the "
+        'most. Set it to 16, or model.widths = ["item.id=8"]'
+    )
+    assert widths_of_tables(features, replace(MODEL, embedding_dim=8, widths=("item.id=8",)))

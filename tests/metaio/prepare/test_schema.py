@@ -143,6 +143,20 @@ def test_columns_are_listed_once() -> None:
             "share a table must agree",
         ),
         (
+            {"single": [{"column": "a", "hash": 9, "width": 6}]},
+            "column a has width 6; multiples of 4 are allowed. Change it",
+        ),
+        (
+            {
+                "single": [
+                    {"column": "a", "hash": 9, "width": 8},
+                    {"column": "b", "table": "a", "hash": 9},
+                ]
+            },
+            "column b and another column of table a differ in width. Columns that share a table "
+            "must agree",
+        ),
+        (
             {"dense": [{"column": "a"}, {"column": "a"}]},
             "column a is listed twice in one kind. Remove one of them",
         ),

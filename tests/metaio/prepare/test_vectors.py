@@ -148,6 +148,15 @@ def test_schemas_that_mean_nothing_are_refused(parts: dict[str, Any], message: s
     assert str(caught.value) == message
 
 
+def test_a_width_of_a_table_is_kept_with_it(tmp_path: Path) -> None:
+    single = [{**column} for column in BASE["single"]]
+    single[0]["width"] = 8
+    dataset = prepared(tmp_path, raw_table(), changed(single=single))
+    assert {table.name: table.width for table in dataset.features.tables} == {
+        "item": 8, "shop": 0, "city": 0, "tags": 0
+    }  # fmt: skip
+
+
 def test_a_schema_without_vectors_is_written_as_before() -> None:
     assert "vector" not in changed().to_json()
     schema = changed(**VECTORS)
