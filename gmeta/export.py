@@ -36,7 +36,8 @@ from gmeta.serving.folder import (
     write_config,
 )
 from gmeta.serving.tables import store_table
-from gmeta.tables.widths import weight_name, widths_of_tables
+from gmeta.tables.names import weight_name
+from gmeta.tables.widths import widths_of_tables
 from metaio.format.dataset import Dataset, verify_file
 from metaio.prepare.schema import parse_schema
 

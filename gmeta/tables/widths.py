@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 
-from gmeta.tables.names import module_name
 from gmeta_models.config import ModelConfig
 from metaio.format.features import Features
 
@@ -69,10 +68,3 @@ def collections_of_tables(widths: Mapping[str, int]) -> dict[str, list[str]]:
     if len(found) <= 1:
         return {"tables": list(widths)}
     return {f"tables.w{width}": names for width, names in sorted(found.items())}
-
-
-def weight_name(widths: Mapping[str, int], table: str) -> str:
-    """Return what a table's weight is called in the state dict of a ShardedLearner."""
-    collections = collections_of_tables(widths)
-    (path,) = (path for path, names in collections.items() if table in names)
-    return f"{path}.embeddings.{module_name(table)}.weight"

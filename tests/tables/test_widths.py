@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from gmeta.tables.names import table_of_weight
-from gmeta.tables.widths import auto_width, collections_of_tables, weight_name, widths_of_tables
+from gmeta.tables.names import table_of_weight, weight_name
+from gmeta.tables.widths import auto_width, collections_of_tables, widths_of_tables
 from gmeta_models import ModelConfig
 from metaio.format.features import Features, FeatureSpec, TableSpec
 
