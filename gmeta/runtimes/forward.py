@@ -94,7 +94,7 @@ class KeyedTables(nn.Module):
         """Return the rows of keys of any shape [...] as float32: [..., D]."""
         keys_U = keys.flatten()
         rows_UD = StoredTable(self.values_RD, self.scale_R).rows_UD(keys_U)
-        if self.projections.weights:
+        if self.projections.layers:
             # By a choice for each row: how many there are of each table is not known here.
             table_U1 = self.table_of(keys_U).unsqueeze(1)
             made = [self.projections.of_table(b, rows_UD) for b in range(self.first_B.shape[0])]

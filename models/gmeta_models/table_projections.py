@@ -3,10 +3,11 @@
 Ginart et al., "Mixed Dimension Embeddings with Application to Memory-Efficient Recommendation
 Systems", ISIT 2021 (arXiv 1909.11810), section 3: e = P r for a row r, without a bias.
 
-Shape suffixes: U fetched rows of all tables, B tables, D the model's width, W a table's own.
+Shape suffixes: U fetched rows of all tables, D the model's width, W a table's own.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,36 +15,37 @@ from torch.nn.functional import pad
 
 
 class TableProjections(nn.Module):
-    """A matrix [W, D] for each narrow table; the tables of the model's width stay as they are.
+    """A linear layer [D, W] for each narrow table; tables of the model's width stay as they are.
 
-    `width_of` are the widths of all tables by name, in their order. A matrix starts with values of
-    the variance 1 / W: its rows then vary as those of a wide table do.
+    `width_of` are the widths of all tables in their order, by names that modules may have. Weights
+    start with the variance 1 / W: projected rows then vary as those of a wide table do.
     """
 
     def __init__(self, width_of: Mapping[str, int], dim: int) -> None:
         super().__init__()
         self._names = tuple(width_of)
-        self.weights = nn.ParameterDict(
-            {
-                name: nn.Parameter(torch.randn(width, dim) / width**0.5)
-                for name, width in width_of.items()
-                if width < dim
-            }
+        narrow = {name: width for name, width in width_of.items() if width < dim}
+        self.layers = nn.ModuleDict(
+            {name: nn.Linear(width, dim, bias=False) for name, width in narrow.items()}
         )
+        for layer in self.layers.values():
+            weight = cast(nn.Linear, layer).weight
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
     def of_table(self, place: int, rows_UD: Tensor) -> Tensor:
         """Return rows of one table, as a model takes them: [U, D]; behind a narrow table's own
         values they hold anything.
         """
         name = self._names[place]
-        if name not in self.weights:
+        if name not in self.layers:
             return rows_UD
-        weight_WD: Tensor = self.weights[name]
-        return rows_UD[:, : len(weight_WD)] @ weight_WD.to(rows_UD.dtype)
+        layer = cast(nn.Linear, self.layers[name])
+        projected_UD: Tensor = layer(rows_UD[:, : layer.in_features])
+        return projected_UD
 
     def forward(self, rows_UD: Tensor, rows_of_tables: Sequence[int]) -> Tensor:
         """Return the rows of all tables, which stand table by table, as a model takes them."""
-        if not self.weights:
+        if not self.layers:
             return rows_UD
         parts = rows_UD.split(list(rows_of_tables))
         return torch.cat([self.of_table(place, part) for place, part in enumerate(parts)])

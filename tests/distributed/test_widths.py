@@ -81,8 +81,8 @@ def test_narrow_tables_and_projections_train_as_plain_tensors_do() -> None:
         torch.testing.assert_close(found["tables"][name], rows.detach(), rtol=0, atol=2e-6)
     layers = dict(learner.named_parameters())
     assert {name for name in layers if "projections" in name} == {
-        "projections.weights.s1",
-        "projections.weights.m1",
+        "projections.layers.s1.weight",
+        "projections.layers.m1.weight",
     }
     for name, value in layers.items():
         torch.testing.assert_close(found["layers"][name], value.detach(), rtol=0, atol=2e-6)

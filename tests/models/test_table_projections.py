@@ -9,13 +9,13 @@ WIDTHS = {"item": 4, "city": 8, "tag": 4}
 
 def test_each_row_goes_through_the_matrix_of_its_table() -> None:
     projections = TableProjections(WIDTHS, 8).double()
-    assert [*projections.weights] == ["item", "tag"]
+    assert [*projections.layers] == ["item", "tag"]
     rows_UD = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
     found = projections(rows_UD, (3, 1, 2))
     for place, table in enumerate(["item", "item", "item", "city", "tag", "tag"]):
         row = rows_UD[place]
         if table != "city":
-            row = sum(row[i] * projections.weights[table][i] for i in range(4))
+            row = sum(row[i] * projections.layers[table].weight[:, i] for i in range(4))
         torch.testing.assert_close(found[place], row)
     # What stands behind a narrow row is not read.
     (grad_UD,) = torch.autograd.grad(found.square().sum(), rows_UD)

@@ -33,7 +33,9 @@ def test_narrow_tables_serve_what_their_projections_would(
     narrow, wide = tmp_path / "narrow", tmp_path / "wide"
     write_random_model(narrow, table_format=table_format, algorithm=algorithm, model=NARROW)
     layers = load_file(narrow / LAYERS_FILE)
-    projections = {name: layers.pop(f"projections.weights.{name}") for name in ("item", "tag")}
+    projections = {
+        name: layers.pop(f"projections.layers.{name}.weight").T for name in ("item", "tag")
+    }
     tables = {}
     for index, table in enumerate(FEATURES.tables):
         stored = load_file(narrow / table_file(index))
