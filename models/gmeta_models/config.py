@@ -21,14 +21,6 @@ class ModelConfig:
     embedding_dim: int = key(
         16, "width of every embedding table; a multiple of 4", min=4, multiple=4
     )
-    width: Literal["equal", "auto"] = key(
-        "equal",
-        "width of the tables: embedding_dim for all, or by their rows, at most that: "
-        "6 rows^0.25 (auto). A narrower row reaches the model through a matrix that is learned",
-    )
-    widths: tuple[str, ...] = key(
-        (), 'exceptions: the widths of single tables, multiples of 4, e.g. ["city=4"]'
-    )
     hidden: tuple[int, ...] = key(
         (256, 128), "widths of the layers between the interaction and the output", min=1
     )
@@ -64,6 +56,14 @@ class ModelConfig:
         (64,), "mmoe, ple: widths of the layers of an expert; hidden are those of a tower", min=1
     )
     levels: int = key(2, "ple: levels of experts", min=1)
+    width: Literal["equal", "auto"] = key(
+        "equal",
+        "width of the tables: embedding_dim for all, or by their rows, at most that: "
+        "6 rows^0.25 (auto). A narrower row reaches the model through a matrix that is learned",
+    )
+    widths: tuple[str, ...] = key(
+        (), 'exceptions: the widths of single tables, multiples of 4, e.g. ["city=4"]'
+    )
     options: dict[str, Any] = key(dict, "settings of a model of your own, by its `Options`")
 
 

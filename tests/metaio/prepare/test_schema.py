@@ -47,7 +47,7 @@ def test_columns_are_listed_once() -> None:
         (
             {"single": [{"column": "a", "zzz": 1}]},
             "schema key single.zzz is unknown; allowed are column, table, hash, vocabulary, null, "
-            "separator, type",
+            "separator, type, width",
         ),
         (
             {"label": {}},
