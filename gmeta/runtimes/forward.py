@@ -80,8 +80,8 @@ class KeyedTables(nn.Module):
         super().__init__()
         tables, generated = served.tables, served.learner.generated_table
         self.projections = served.learner.projections
-        widest = max(table.values_RD.shape[1] for table in tables)
-        values = [filled_UD(table.values_RD, widest) for table in tables]
+        width = served.config.model.embedding_dim
+        values = [filled_UD(table.values_RD, width) for table in tables]
         if generated >= 0:
             values[generated] = torch.zeros_like(values[generated])
         scales = [table.scale_R for table in tables if table.scale_R is not None]
@@ -93,14 +93,12 @@ class KeyedTables(nn.Module):
     def forward(self, keys: Tensor) -> Tensor:
         """Return the rows of keys of any shape [...] as float32: [..., D]."""
         keys_U = keys.flatten()
-        rows_UD = StoredTable(self.values_RD, self.scale_R).rows_UD(keys_U)
-        if self.projections.layers:
+        fetched_UD = StoredTable(self.values_RD, self.scale_R).rows_UD(keys_U)
+        rows_UD, table_U1 = fetched_UD, self.table_of(keys_U).unsqueeze(1)
+        for place in self.projections.narrow:
             # By a choice for each row: how many there are of each table is not known here.
-            table_U1 = self.table_of(keys_U).unsqueeze(1)
-            made = [self.projections.of_table(b, rows_UD) for b in range(self.first_B.shape[0])]
-            rows_UD, *others = made
-            for place, projected_UD in enumerate(others, start=1):
-                rows_UD = torch.where(table_U1 == place, projected_UD, rows_UD)
+            projected_UD = self.projections.of_table(place, fetched_UD)
+            rows_UD = torch.where(table_U1 == place, projected_UD, rows_UD)
         return rows_UD.view(*keys.shape, rows_UD.shape[1])
 
     def table_of(self, keys_U: Tensor) -> Tensor:

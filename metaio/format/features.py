@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_TABLE_ROWS = 1 << 40
+MAX_TABLE_WIDTH = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,12 @@ class Features:
         for name, num_rows in tables.items():
             if not 1 <= num_rows <= MAX_TABLE_ROWS:
                 raise ValueError(f"table {name} has {num_rows} rows; 1 to 2^40 are allowed")
+        for table in self.tables:
+            if table.width % 4 or not 0 <= table.width <= MAX_TABLE_WIDTH:
+                raise ValueError(
+                    f"table {table.name} is {table.width} wide; multiples of 4 up to "
+                    f"{MAX_TABLE_WIDTH} are allowed"
+                )
         for feature in self.sparse:
             if feature.table not in tables:
                 raise ValueError(f"feature {feature.name} has no table {feature.table}")

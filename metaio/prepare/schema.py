@@ -13,7 +13,14 @@ from typing import Any, Literal, get_args, get_origin
 
 from gmeta_keys import Wording, key, parse
 from metaio.errors import SchemaError
-from metaio.format.features import Features, FeatureSpec, TableSpec, component, vector_of
+from metaio.format.features import (
+    MAX_TABLE_WIDTH,
+    Features,
+    FeatureSpec,
+    TableSpec,
+    component,
+    vector_of,
+)
 from metaio.format.names import NAME_RULE, is_name
 from metaio.prepare.rules import (
     EpisodeRule,
@@ -29,8 +36,7 @@ from metaio.prepare.rules import (
     check_stream,
 )
 
-# Of one vector: wider ones would be a mistake.
-MOST_NUMBERS = 65_536
+MOST_NUMBERS = 65_536  # of one vector
 
 
 @dataclass(frozen=True)
@@ -311,10 +317,11 @@ def _check(schema: Schema) -> None:
                 f"table {column.table_name!r} has a vocabulary, which becomes a file of that name; "
                 f"allowed are {NAME_RULE}. Give the column another table"
             )
-        if column.width is not None and (column.width < 4 or column.width % 4):
+        width = column.width
+        if width is not None and width not in range(4, MAX_TABLE_WIDTH + 1, 4):
             raise SchemaError(
-                f"column {column.column} has width {column.width}; multiples of 4 are allowed. "
-                "Change it"
+                f"column {column.column} has width {width}; multiples of 4 up to "
+                f"{MAX_TABLE_WIDTH} are allowed. Change it"
             )
         if widths.setdefault(column.table_name, column.width) != column.width:
             raise SchemaError(

@@ -24,6 +24,7 @@ class TableProjections(nn.Module):
     def __init__(self, width_of: Mapping[str, int], dim: int) -> None:
         super().__init__()
         self._names = tuple(width_of)
+        self.narrow = tuple(place for place, width in enumerate(width_of.values()) if width < dim)
         narrow = {name: width for name, width in width_of.items() if width < dim}
         self.layers = nn.ModuleDict(
             {name: nn.Linear(width, dim, bias=False) for name, width in narrow.items()}

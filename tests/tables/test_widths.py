@@ -83,3 +83,13 @@ def test_the_schemas_width_stands_between_the_rule_and_the_config() -> None:
         'most. Set it to 16, or model.widths = ["item.id=8"]'
     )
     assert widths_of_tables(features, replace(MODEL, embedding_dim=8, widths=("item.id=8",)))
+
+
+@pytest.mark.parametrize("width", [-4, 6, 2**20])
+def test_a_manifest_with_a_width_that_no_table_has_is_refused(width: int) -> None:
+    features = replace(FEATURES, tables=(TableSpec("item.id", 9, width), *FEATURES.tables[1:]))
+    with pytest.raises(ValueError) as caught:
+        features.check()
+    assert str(caught.value) == (
+        f"table item.id is {width} wide; multiples of 4 up to 65536 are allowed"
+    )

@@ -144,7 +144,7 @@ def test_columns_are_listed_once() -> None:
         ),
         (
             {"single": [{"column": "a", "hash": 9, "width": 6}]},
-            "column a has width 6; multiples of 4 are allowed. Change it",
+            "column a has width 6; multiples of 4 up to 65536 are allowed. Change it",
         ),
         (
             {
