@@ -7,6 +7,7 @@ figure is how many times faster the whole step is: lookup, AlltoAll, MAML, backw
 import os
 import tempfile
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from gmeta.learner import MetaLearner
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import start_ranks
 from gmeta.parallel.sharding import shard_learner
+from gmeta.tables.sharding import ShardingConfig
 from gmeta_models import InputSizes, ModelConfig, build_model
 
 NUM_FEATURES, WIDTH, ROWS_PER_TABLE, TASKS = 26, 32, 100_000, 128
@@ -50,7 +52,8 @@ def step_seconds(rank: int, world_size: int, folder: str, sizes: list[int], roun
         learner = MetaLearner(
             build_model(model, InputSizes(NUM_FEATURES, 0, 0)), config.algorithm, "bce"
         )
-        sharded = shard_learner(learner, features, config, ranks, stock_kernels=stock)
+        sharding = ShardingConfig(exchange="torchrec" if stock else "host")
+        sharded = shard_learner(learner, features, replace(config, sharding=sharding), ranks)
         optimizer = build_optimizer(sharded, config.outer)
         share = even_sizes(TASKS // world_size, rows)
         # Other rows on each rank, as in training.

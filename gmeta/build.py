@@ -32,10 +32,13 @@ from gmeta.learner import MetaLearner
 from gmeta.metrics.catalogue import not_ours
 from gmeta.metrics.own import NAMED_METRICS
 from gmeta.outer.early_stop import early_stop_of
+from gmeta.tables.names import module_name
 from gmeta.tables.sharding import check_sharding
+from gmeta.tables.widths import widths_of_tables
 from gmeta_keys.plugins import Registry, package_told
 from gmeta_models.config import InputSizes, ModelConfig, SparseColumn
 from gmeta_models.registry import NAMED_MODELS, build_model
+from gmeta_models.table_projections import TableProjections
 from metaio.format.dataset import Dataset
 from metaio.format.features import Features
 
@@ -249,7 +252,11 @@ def build_learner(
     names = tuple(table.name for table in features.tables)
     tables = TableSizes(len(names), model.embedding_dim, names, sizes)
     built = build_model(model, sizes)
-    return MetaLearner(built, algorithm, loss, tables, huber_delta, statistics, items)
+    width_of = {
+        module_name(name): width for name, width in widths_of_tables(features, model).items()
+    }
+    projections = TableProjections(width_of, model.embedding_dim)
+    return MetaLearner(built, algorithm, loss, tables, huber_delta, statistics, items, projections)
 
 
 def input_sizes(features: Features) -> InputSizes:

@@ -119,7 +119,8 @@ class OuterConfig:
         "rowwise_adagrad", "adagrad", "sgd", "adam", "partial_rowwise_adam"
     ] = key(
         "rowwise_adagrad",
-        "fused into the backward of the embedding tables; adam, partial_rowwise_adam: CUDA only",
+        "fused into the backward of the embedding tables; Adam's kinds take steps on the rows of a "
+        "step alone",
     )
     sparse_lr: float = key(0.05, "learning rate of the tables", min=0.0)
     adagrad_decay: float = key(

@@ -208,6 +208,7 @@ def adapt_with(
         config.outer.huber_delta,
         inner.learner.statistics,
         inner.learner.items,
+        inner.learner.projections,
     )
 
 

@@ -36,13 +36,14 @@ from gmeta.serving.folder import (
     write_config,
 )
 from gmeta.serving.tables import store_table
-from gmeta.tables.names import module_name
+from gmeta.tables.names import weight_name
+from gmeta.tables.widths import widths_of_tables
 from metaio.format.dataset import Dataset, verify_file
 from metaio.prepare.schema import parse_schema
 
 # How ShardedLearner names its parts in the state dict of a checkpoint.
 _LAYER_KEY = "model.learner.{}"
-_TABLE_KEY = "model.tables.embeddings.{}.weight"
+_TABLE_KEY = "model.{}"
 _REMEDY = "Export an earlier one with --step, or remove it and train on from the one before"
 
 
@@ -125,8 +126,10 @@ def export_run(
     layers = reader.read(list(names.values()))
 
     # Asked for one by one: the largest table, not the model, must fit into memory.
+    widths = widths_of_tables(dataset.features, config.model)
+
     def table(name: str) -> Tensor:
-        key = _TABLE_KEY.format(module_name(name))
+        key = _TABLE_KEY.format(weight_name(widths, name))
         return reader.read([key])[key]
 
     with new_folder(out, overwrite) as partial:
@@ -134,8 +137,8 @@ def export_run(
         write_model(partial, description, {k: layers[n] for k, n in names.items()}, table)
         sizes = {path: path.stat().st_size for path in partial.rglob("*") if path.is_file()}
     table_bytes = sum(size for path, size in sizes.items() if path.name.startswith("table-"))
-    num_rows = sum(table.num_rows for table in dataset.features.tables)
-    trained_bytes = num_rows * config.model.embedding_dim * torch.float32.itemsize
+    num_values = sum(table.num_rows * widths[table.name] for table in dataset.features.tables)
+    trained_bytes = num_values * torch.float32.itemsize
     return Exported(found_step, sum(sizes.values()), table_bytes, trained_bytes)
 
 

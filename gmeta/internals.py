@@ -4,23 +4,22 @@ When a new version moves one, tests/test_internals.py names it, and this is the 
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    SplitTableBatchedEmbeddingBagsCodegen,
-)
 from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor as ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.distributed_c10d import Store, _get_default_store
+from torchrec.distributed import batched_embedding_kernel as kernels
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
 
 class TableKernel(NamedTuple):
-    """Tables that fbgemm keeps as one block of memory and looks up together."""
+    """Tables that are kept as one block of memory and looked up together."""
 
-    group: SplitTableBatchedEmbeddingBagsCodegen
+    group: Any  # fbgemm's SplitTableBatchedEmbeddingBagsCodegen, or what stands in its place
     tables: list[Any]  # TorchRec's ShardedEmbeddingTable of each, in the order of the memory
 
 
@@ -34,6 +33,21 @@ def table_kernels(module: nn.Module) -> Iterator[TableKernel]:
             for lookup in part._lookups:
                 for kernel in getattr(lookup, "module", lookup)._emb_modules:
                     yield TableKernel(kernel.emb_module, kernel._config.embedding_tables)
+
+
+@contextmanager
+def tables_kept_by(kind: type[nn.Module]) -> Iterator[None]:
+    """Have TorchRec keep the tables that it shards meanwhile in modules of this kind, in place of
+    fbgemm's.
+
+    If it moves: whatever `BatchedFusedEmbedding` makes its `emb_module` of.
+    """
+    before = kernels.SplitTableBatchedEmbeddingBagsCodegen
+    kernels.SplitTableBatchedEmbeddingBagsCodegen = kind
+    try:
+        yield
+    finally:
+        kernels.SplitTableBatchedEmbeddingBagsCodegen = before
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

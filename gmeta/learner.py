@@ -42,6 +42,7 @@ from gmeta.batches.for_fused import padded_tasks, similar_tasks
 from gmeta.batches.item_statistics import ItemStatistics
 from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta_models.decision import DecisionModel
+from gmeta_models.table_projections import TableProjections
 from metaio.read.batch import TaskBatch
 
 
@@ -63,7 +64,8 @@ class MetaLearner(nn.Module):
 
     `tables` tells how many rates to learn for embedding rows; other algorithms do without. Behind
     the dense columns the model takes what training rows say of a row's values, if `items` are
-    given, and last the `statistics` of the task's support rows; `arrange` adds both.
+    given, and last the `statistics` of the task's support rows; `arrange` adds both. Rows of
+    narrow tables come to it through `projections`, and adapt as what these make of them.
 
     Raises:
         ValueError: the algorithm is unknown, or does not fit the model or the rest of its config.
@@ -78,9 +80,11 @@ class MetaLearner(nn.Module):
         huber_delta: float = 1.0,
         statistics: SupportStatistics = NO_STATISTICS,
         items: ItemStatistics | None = None,
+        projections: TableProjections | None = None,
     ) -> None:
         super().__init__()
         self.model = model
+        self.projections = projections or TableProjections({}, tables.width)
         self.statistics = statistics
         self.items = items
         loss_function = LossFunction(loss, huber_delta)
@@ -99,6 +103,7 @@ class MetaLearner(nn.Module):
                     "of their own"
                 )
             model.requires_grad_(False)
+            self.projections.requires_grad_(False)
         self.general_loop = GeneralLoop(model, self._plan, loss_function, self.rates, self._parts)
         self._fused_loop: FusedLoop | None = None
         outer_loss = self._algorithm.loss_sum
@@ -204,10 +209,14 @@ class MetaLearner(nn.Module):
         lengths_T = support.layout.lengths_T
         return QueryPrediction(before_N, after_N, query.label_N, query.layout, lengths_T)
 
-    def starting_rows_UD(self, rows_UD: Tensor, unique_lengths_B: Tensor) -> Tensor:
-        """Return the fetched rows as the inner loop takes them: where a generator makes a table's
-        embeddings, its rows hold what steps have moved these by, 0 at the start.
+    def starting_rows_UD(
+        self, rows_UD: Tensor, unique_lengths_B: Tensor, rows_of_tables: Sequence[int]
+    ) -> Tensor:
+        """Return the fetched rows, so many of each table, as the inner loop takes them: all of the
+        model's width. Where a generator makes a table's embeddings, its rows hold what steps have
+        moved these by, 0 at the start.
         """
+        rows_UD = self.projections(rows_UD, rows_of_tables)
         if self.generator is None:
             return rows_UD
         kept_B1 = rows_UD.new_ones(len(unique_lengths_B), 1)
@@ -224,7 +233,7 @@ class MetaLearner(nn.Module):
 
     def _working_rows(self, rows_UD: Tensor, episodes: Episodes) -> WorkingRows:
         """Return the rows that the sides index, with their rates where they adapt."""
-        rows_UD = self.starting_rows_UD(rows_UD, episodes.unique_lengths_B)
+        rows_UD = self.starting_rows_UD(rows_UD, episodes.unique_lengths_B, episodes.rows_of_tables)
         if episodes.fetched_row_P is None:
             return WorkingRows(rows_UD, 0.0)
         rate = self.rates.of_rows(episodes.unique_lengths_B, episodes.fetched_row_P)

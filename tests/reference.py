@@ -16,7 +16,7 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.adaptation.losses import LossFunction, row_losses_N
 from gmeta.adaptation.plan import adaptable_layers
 from gmeta.learner import MetaLearner
-from gmeta_models.gated import GatedModel, row_layers
+from gmeta_models.gated import GatedModel, head_layers
 from gmeta_models.inputs import RowInputs
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.read.batch import TaskBatch
@@ -240,7 +240,7 @@ def adapt(
             if grad is None:
                 continue
             move = rates.get(name, algorithm.inner_lr) * grad
-            if name == f"{list(row_layers(model))[-1]}.bias":
+            if name in [f"{head}.bias" for head in head_layers(model)]:
                 move = move * algorithm.bias_rate
             moved[name] = moved[name] + move.detach()
             chosen = algorithm.adapt_embeddings

@@ -63,8 +63,8 @@ def sharded_on_rank(ranks: Ranks) -> dict[str, Any]:
         "heard": job_store().get("word"),
         "tables": sorted(table.name for kernel in kernels for table in kernel.tables),
         "shards": [len(kernel.tables) for kernel in kernels],
-        "offsets": [kernel.group.weights_offsets.numel() for kernel in kernels],
-        "widths": {kernel.group.max_D for kernel in kernels},
+        "offsets": [len(kernel.group.first_row_of_table) for kernel in kernels],
+        "widths": {kernel.group.width for kernel in kernels},
         "same": [
             isinstance(copy, ShardedTensor)
             and copy.size() == run.sharded.state_dict()[name].size()

@@ -132,10 +132,12 @@ def test_a_dataset_that_is_not_there_is_named(config: Path) -> None:
 
 
 def test_a_tables_optimizer_that_needs_cuda_is_refused_on_a_cpu(config: Path) -> None:
-    message = refused(2, "train", config, "run.device=cpu", "outer.sparse_optimizer=adam")
+    torchrecs = "sharding.exchange=torchrec", "outer.sparse_optimizer=adam"
+    message = refused(2, "train", config, "run.device=cpu", *torchrecs)
     assert message == (
-        "error: outer.sparse_optimizer = 'adam' needs CUDA: fbgemm has no such fused update on a "
-        "CPU. Choose one of sgd, adagrad, rowwise_adagrad"
+        "error: outer.sparse_optimizer = 'adam' with sharding.exchange = \"torchrec\" needs CUDA: "
+        'fbgemm has no such fused update on a CPU. Set sharding.exchange = "host", or choose one '
+        "of sgd, adagrad, rowwise_adagrad"
     )
     assert not (config.parent / "run").exists()
 

@@ -60,6 +60,7 @@ class Episodes:
     task_T: Tensor  # which task each episode is of; stays on the host
     unique_ids_U: Tensor
     unique_lengths_B: Tensor
+    rows_of_tables: tuple[int, ...]  # the same, on the host
     # The fetched row behind each row that the sides index, and the gather of these; None when they
     # index the fetched rows themselves.
     fetched_row_P: Tensor | None
@@ -93,6 +94,7 @@ class Episodes:
             task_T=batch.task_T,
             unique_ids_U=batch.unique_ids_U,
             unique_lengths_B=batch.unique_lengths_B,
+            rows_of_tables=tuple(batch.unique_lengths_B.tolist()),
             fetched_row_P=fetched_row_P,
             copies=copies,
             rows=rows,

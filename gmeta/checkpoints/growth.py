@@ -19,7 +19,7 @@ from gmeta.errors import ConfigError
 from gmeta.internals import ShardedTensor
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import TABLES_PREFIX
-from gmeta.tables.names import table_of
+from gmeta.tables.names import table_of_weight
 from metaio.ragged import Int64
 
 _ROWS_AT_ONCE = 65_536
@@ -94,7 +94,7 @@ def _table_parts(
     for name, weight in state["model"].items():
         if not name.startswith(TABLES_PREFIX):
             continue
-        table = table_of(name.removeprefix(TABLES_PREFIX).removesuffix(".weight"))
+        table = table_of_weight(name)
         for value in (weight, *kept.get(name, {}).values()):
             for first_row, part in _local(value):
                 yield table, first_row, part

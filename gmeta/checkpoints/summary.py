@@ -10,12 +10,11 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from gmeta.checkpoints.files import damage_told, file_problems, intact_index, read_about
-from gmeta.tables.names import table_of
+from gmeta.tables.names import module_name, table_of_weight
 
 # How torchrec names what state_of gives to torch's checkpoints.
-_TABLES = "model.tables.embeddings."
+_TABLES = "model.tables."
 _LAYERS = "model.learner."
-_TABLE_STATE = "optimizer.state.tables.embeddings."
 _LAYER_STATE = "optimizer.state.learner."
 
 
@@ -87,12 +86,12 @@ def _summary(path: Path, about: dict[str, Any], index: Metadata, verify: bool) -
 
 
 def _table(name: str, tensors: dict[str, TensorStorageMetadata]) -> TableSummary:
-    module = name.removeprefix(_TABLES).removesuffix(".weight")
+    table = table_of_weight(name)
     num_rows, width = tensors[name].size
     # torchrec names state TABLE.weight.TABLE.STATE.
-    prefix = f"{_TABLE_STATE}{module}.weight.{module}."
+    prefix = f"{name.replace('model.', 'optimizer.state.', 1)}.{module_name(table)}."
     return TableSummary(
-        table_of(module),
+        table,
         num_rows,
         width,
         _dtype(tensors[name]),

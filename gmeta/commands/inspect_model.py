@@ -5,6 +5,8 @@ from pathlib import Path
 
 from gmeta.commands.screen import print_result, screen, show_table, size_text, table_of
 from gmeta.serving.folder import ExportedConfig, check_files, read_config, table_file
+from gmeta.tables.widths import widths_of_tables
+from metaio.counted import counted
 
 
 def is_model(path: Path) -> bool:
@@ -35,12 +37,13 @@ def inspect_model(folder: Path, verify: bool) -> None:
     show_table(console, columns)
     described = ("table", "rows", "width", "type", "bytes")
     tables = table_of("Tables", *described, text=("table", "type"))
+    widths = widths_of_tables(config.features, config.model)
     for index, table in enumerate(config.features.tables):
         stored = config.files.get(table_file(index))
         tables.add_row(
             table.name,
             f"{table.num_rows:,}",
-            str(config.model.embedding_dim),
+            str(widths[table.name]),
             config.table_format,
             size_text(stored.num_bytes) if stored else "?",
         )
@@ -88,3 +91,6 @@ def _columns(config: ExportedConfig) -> Iterator[tuple[str, str, str, str]]:
     for dense in schema.dense:
         fill = "" if dense.fill is None else f"; nulls become {dense.fill:g}"
         yield dense.column, "dense", "", f"a number{fill}"
+    for vector in schema.vector:
+        fill = "" if vector.fill is None else f"; nulls become {vector.fill:g}"
+        yield vector.column, "vector", "", f"{counted(vector.width, 'number')}{fill}"

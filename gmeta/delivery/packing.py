@@ -7,6 +7,7 @@ from gmeta.delivery.delta import write_delta
 from gmeta.delivery.versions import Version, read_version
 from gmeta.delivery.whole import keep_whole, whole_version
 from gmeta.serving.folder import ExportedConfig, new_folder, read_config
+from gmeta.tables.widths import widths_of_tables
 
 MAX_CHAIN = 16  # deltas that a fresh server applies at most
 MAX_SHARE = 0.5  # of a full version: beyond, a fresh server reads much more than the model
@@ -52,4 +53,6 @@ def _misfit(old: ExportedConfig, new: ExportedConfig) -> str:
     was, now = ((one.table_format, one.model.embedding_dim) for one in (old, new))
     if was != now:
         return f"its rows are {now[0]} of width {now[1]}, those served {was[0]} of width {was[1]}"
+    if widths_of_tables(old.features, old.model) != widths_of_tables(new.features, new.model):
+        return "its tables have other widths"
     return ""

@@ -25,7 +25,7 @@ from gmeta.parallel.exchange.wire import WireExchange
 from gmeta.parallel.ranks import add_over_ranks
 from gmeta.parallel.sharding import local_learner
 from gmeta.tables.groups import table_groups
-from gmeta.tables.updates import FastGroup, row_numbers_N, summed_by_row
+from gmeta.tables.updates import FastGroup, GivenRows, row_numbers_N, summed_by_row
 
 # As in torch.nn.utils.clip_grad_norm_, whose results these are.
 NORM_EPSILON = 1e-6
@@ -40,28 +40,28 @@ class _Given(NamedTuple):
 
 
 class _HoldingFastGroup:
-    """A table group on the CPU whose rows' gradients wait until they are released."""
+    """A table group of our exchange whose rows' gradients wait until they are released."""
 
     def __init__(self, group: FastGroup) -> None:
         self._group = group
-        self._held: list[tuple[Tensor, Tensor]] = []
+        self._held: list[tuple[GivenRows, Tensor]] = []
         # In place of the update: it must wait until the norm of the whole step is known.
-        group.take = lambda row_N, grad_ND: self._held.append((row_N, grad_ND))
+        group.take = lambda given, grad_ND: self._held.append((given, grad_ND))
 
     def squared_norm(self) -> Tensor:
         """Return the squared norm of the gradient of this rank's rows, each summed over all who
         fetched it: a scalar.
         """
         if not self._held:
-            return torch.zeros(())
-        row_N, grad_ND = map(torch.cat, zip(*self._held, strict=True))
-        return _squared_norm(row_N, grad_ND)
+            return torch.zeros((), device=self._group.rows.values_RD.device)
+        row_N = torch.cat([given.row_N for given, _ in self._held])
+        return _squared_norm(row_N, torch.cat([grad_ND for _, grad_ND in self._held]))
 
     def release(self, scale: Tensor) -> None:
         """Update the rows with `scale` times the gradients."""
         held, self._held = self._held, []
-        for row_N, grad_ND in held:
-            self._group.update(row_N, grad_ND * scale)
+        for given, grad_ND in held:
+            self._group.update(given, grad_ND * scale)
 
 
 class _HoldingGroup:

@@ -35,7 +35,8 @@ class LayerAverage:
         self._missing -= 1
         if not self._missing:
             transport = self._ranks.transport
-            given = transport.outgoing(sum(self._sizes), self._layers[0].dtype)
+            like = self._layers[0]
+            given = transport.outgoing(sum(self._sizes), like.dtype, like.device)
             torch.cat([grad.flatten() for grad in self._grads()], out=given)
             total = torch.empty_like(given)
             self._sum = total, transport.add(given, total)

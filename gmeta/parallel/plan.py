@@ -1,15 +1,17 @@
 """The sharding plan: which rank holds which rows and columns of which table.
 
-Tables are placed by hand, so that every rank gets about the same number of rows, or by TorchRec's
+Tables are placed by hand, so that every rank gets about the same share of them, or by TorchRec's
 planner where the config leaves a table to it.
 """
 
 import heapq
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torchrec import EmbeddingCollection
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
@@ -27,7 +29,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan
 from gmeta.errors import ConfigError
 from gmeta.parallel.ranks import Ranks
 from gmeta.tables.names import module_name, table_of
-from gmeta.tables.sharding import Kind, ShardingConfig, kinds_of_tables
+from gmeta.tables.sharding import ExchangeKind, Kind, ShardingConfig, kinds_of_tables
 
 # What the planner may choose from: by columns only where the config says so.
 PLANNED = ("row_wise", "table_wise")
@@ -39,27 +41,46 @@ MAX_SHOWN = 6
 
 
 def make_plan(
-    tables: EmbeddingCollection, config: ShardingConfig, tasks_per_step: int, ranks: Ranks
-) -> EmbeddingModuleShardingPlan:
-    """Return the sharding plan of these tables, the same on every rank.
+    tables: nn.Module, config: ShardingConfig, tasks_per_step: int, ranks: Ranks
+) -> dict[str, EmbeddingModuleShardingPlan]:
+    """Return the sharding plan of each collection of tables in a ShardedLearner's `tables`, by the
+    collection's name in the learner; the same on every rank.
 
     Raises:
         ConfigError: a kind does not fit the device, the width or the number of ranks.
     """
-    sizes = {table.name: table.num_embeddings for table in tables.embedding_configs()}
+    collections = _collections(tables)
+    configs = {t.name: t for one in collections.values() for t in one.embedding_configs()}
     kinds: dict[str, Kind | None] = {}
-    for table, kind in kinds_of_tables(config, [table_of(name) for name in sizes]).items():
-        _check_kind(table, kind, tables.embedding_dim(), ranks)
-        kinds[module_name(table)] = kind
+    for table, kind in kinds_of_tables(config, [table_of(name) for name in configs]).items():
+        name = module_name(table)
+        _check_kind(table, kind, configs[name].embedding_dim, config.exchange, ranks)
+        kinds[name] = kind
     if any(kind is None for kind in kinds.values()):
-        return _planned(tables, kinds, tasks_per_step, ranks)
-    return construct_module_sharding_plan(
-        tables,
-        _by_hand({name: kind for name, kind in kinds.items() if kind}, sizes, ranks.world_size),
-        local_size=_local_size(),
-        world_size=ranks.world_size,
-        device_type=ranks.device.type,
+        return _planned(tables, kinds, config.exchange, tasks_per_step, ranks)
+    placed = _by_hand(
+        {name: kind for name, kind in kinds.items() if kind},
+        {name: table.num_embeddings * table.embedding_dim for name, table in configs.items()},
+        ranks.world_size,
     )
+    return {
+        path: construct_module_sharding_plan(
+            one,
+            {table.name: placed[table.name] for table in one.embedding_configs()},
+            local_size=_local_size(),
+            world_size=ranks.world_size,
+            device_type=ranks.device.type,
+        )
+        for path, one in collections.items()
+    }
+
+
+def plan_of_tables(
+    plans: Mapping[str, EmbeddingModuleShardingPlan], names: Sequence[str] = ()
+) -> EmbeddingModuleShardingPlan:
+    """Return the plan of the tables of all collections, in the order of `names` if it has any."""
+    merged = {name: table for plan in plans.values() for name, table in plan.items()}
+    return EmbeddingModuleShardingPlan({name: merged[name] for name in names or merged})
 
 
 def check_clipping(plan: EmbeddingModuleShardingPlan, clip_norm: float) -> None:
@@ -130,7 +151,9 @@ def _local_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _check_kind(name: str, kind: Kind | None, width: int, ranks: Ranks) -> None:
+def _check_kind(
+    name: str, kind: Kind | None, width: int, exchange: ExchangeKind, ranks: Ranks
+) -> None:
     """Raise ConfigError where a table cannot be sharded this way here."""
     on_cuda = ranks.device.type == "cuda"
     if kind == "data_parallel" and not on_cuda:
@@ -138,27 +161,30 @@ def _check_kind(name: str, kind: Kind | None, width: int, ranks: Ranks) -> None:
             f"table {name!r} is to be data_parallel on the CPU: TorchRec's kernel for it corrupts "
             "memory there. Choose row_wise, table_wise or column_wise, or run on CUDA"
         )
+    if kind == "data_parallel" and exchange == "host":
+        raise ConfigError(
+            f"table {name!r} is to be data_parallel, which only TorchRec's exchange does. Choose "
+            'row_wise, table_wise or column_wise, or set sharding.exchange = "torchrec"'
+        )
     multiple = ranks.world_size * WIDTH_MULTIPLE
     if kind == "column_wise" and ranks.world_size > 1 and width % multiple:
         raise ConfigError(
             f"table {name!r} is to be column_wise over {ranks.world_size} ranks, but "
-            f"model.embedding_dim = {width} is no multiple of {multiple}. "
+            f"its width is {width}, which is no multiple of {multiple}. "
             "Choose another width, or another kind of sharding"
         )
 
 
 def _by_hand(
-    kinds: dict[str, Kind], num_rows: dict[str, int], world_size: int
+    kinds: dict[str, Kind], num_values: dict[str, int], world_size: int
 ) -> dict[str, ParameterShardingGenerator]:
-    """Place whole tables, largest first, on the rank that holds the fewest rows of such tables so
-    far.
-    """
+    """Place whole tables, largest first, on the rank that holds the least of such tables so far."""
     held = [(0, rank) for rank in range(world_size)]
     placed: dict[str, ParameterShardingGenerator] = {}
-    for name in sorted(kinds, key=lambda name: -num_rows[name]):
+    for name in sorted(kinds, key=lambda name: -num_values[name]):
         if kinds[name] == "table_wise":
-            rows, rank = held[0]
-            heapq.heapreplace(held, (rows + num_rows[name], rank))
+            values, rank = held[0]
+            heapq.heapreplace(held, (values + num_values[name], rank))
             placed[name] = table_wise(rank=rank)
         elif kinds[name] == "column_wise":
             placed[name] = column_wise(ranks=list(range(world_size)))
@@ -169,15 +195,19 @@ def _by_hand(
 
 
 def _planned(
-    tables: EmbeddingCollection, kinds: dict[str, Kind | None], tasks_per_step: int, ranks: Ranks
-) -> EmbeddingModuleShardingPlan:
+    tables: nn.Module,
+    kinds: dict[str, Kind | None],
+    exchange: ExchangeKind,
+    tasks_per_step: int,
+    ranks: Ranks,
+) -> dict[str, EmbeddingModuleShardingPlan]:
     """Return TorchRec's plan, made by rank 0 for all: ranks that planned for themselves might
     differ.
     """
     result: list[Any] = [None]
     if ranks.rank == 0:
         try:
-            result[0] = _run_planner(tables, kinds, tasks_per_step, ranks)
+            result[0] = _run_planner(tables, kinds, exchange, tasks_per_step, ranks)
         except PlannerError as error:
             result[0] = str(error).strip().splitlines()[0].rstrip(" .")
     dist.broadcast_object_list(result, src=0, group=ranks.control)
@@ -186,23 +216,28 @@ def _planned(
             f"TorchRec's planner finds no place for the tables: {result[0]}. Add ranks or memory, "
             'make model.embedding_dim smaller, or set sharding.default = "row_wise"'
         )
-    plan: EmbeddingModuleShardingPlan = result[0]
-    return plan
+    plans: dict[str, EmbeddingModuleShardingPlan] = result[0]
+    return plans
 
 
 def _run_planner(
-    tables: EmbeddingCollection, kinds: dict[str, Kind | None], tasks_per_step: int, ranks: Ranks
-) -> EmbeddingModuleShardingPlan:
+    tables: nn.Module,
+    kinds: dict[str, Kind | None],
+    exchange: ExchangeKind,
+    tasks_per_step: int,
+    ranks: Ranks,
+) -> dict[str, EmbeddingModuleShardingPlan]:
     on_cuda = ranks.device.type == "cuda"
-    choice = PLANNED_ON_CUDA if on_cuda else PLANNED
+    choice = PLANNED_ON_CUDA if on_cuda and exchange == "torchrec" else PLANNED
     constraints = {
-        name: ParameterConstraints(
-            sharding_types=[kind] if kind else list(choice),
-            min_partition=tables.embedding_dim() // ranks.world_size
-            if kind == "column_wise"
+        table.name: ParameterConstraints(
+            sharding_types=[kind] if (kind := kinds[table.name]) else list(choice),
+            min_partition=table.embedding_dim // ranks.world_size
+            if kinds[table.name] == "column_wise"
             else None,
         )
-        for name, kind in kinds.items()
+        for one in _collections(tables).values()
+        for table in one.embedding_configs()
     }
     # The ranks of a host share its memory.
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _local_size()
@@ -220,6 +255,20 @@ def _run_planner(
         debug=False,
     )
     sharders = [EmbeddingCollectionSharder()]
-    plan = planner.plan(tables, sharders).plan[""]
+    plans = planner.plan(nn.ModuleDict({"tables": tables}), sharders).plan
     # In the order of the tables, which the planner need not keep.
-    return EmbeddingModuleShardingPlan({name: plan[name] for name in kinds})
+    return {
+        path: EmbeddingModuleShardingPlan(
+            {table.name: plans[path][table.name] for table in one.embedding_configs()}
+        )
+        for path, one in _collections(tables).items()
+    }
+
+
+def _collections(tables: nn.Module) -> dict[str, EmbeddingCollection]:
+    """Return the collections in the `tables` of a ShardedLearner, by their names in the learner."""
+    return {
+        f"tables.{name}".removesuffix("."): module
+        for name, module in tables.named_modules()
+        if isinstance(module, EmbeddingCollection)
+    }

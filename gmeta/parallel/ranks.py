@@ -27,7 +27,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Ranks:
     """This process among all; `control` is a gloo group for small messages between hosts, `rows`
-    carries ids, rows and their gradients on the CPU: beside the AllReduce of the layers, which
+    carries ids, and on the CPU rows and their gradients: beside the AllReduce of the layers, which
     several ranks may start at different points of backward. `transport` is what carries them.
     """
 
@@ -77,7 +77,7 @@ def start_ranks(
         )
     # torch tells groups apart by the order in which they are made: the same on every rank.
     control = dist.new_group(backend="gloo", timeout=timeout)
-    rows = control if use_cuda else dist.new_group(backend="gloo", timeout=timeout)
+    rows = dist.new_group(backend="gloo", timeout=timeout)
     transport: Transport = Alone() if world_size == 1 else Gloo(rows, control)
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), where, control, rows, transport)
     return with_shared_memory(ranks, timeout_s) if shared_memory else ranks

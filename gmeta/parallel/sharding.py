@@ -7,6 +7,7 @@ Shape suffixes: U fetched rows, B tables, D embedding width.
 """
 
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -31,18 +32,21 @@ from gmeta.batches.accumulate import Arranged, MicroBatches, accumulated_loss
 from gmeta.batches.episodes import Episodes
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError
-from gmeta.internals import ShardedTensor
+from gmeta.internals import ShardedTensor, tables_kept_by
 from gmeta.numerics import autocast
 from gmeta.parallel.averaging import LayerAverage
 from gmeta.parallel.exchange.exchange import Exchange
 from gmeta.parallel.exchange.torchrec import TorchRecExchange
 from gmeta.parallel.exchange.wire import WireExchange
-from gmeta.parallel.plan import check_clipping, describe_plan, make_plan
+from gmeta.parallel.plan import check_clipping, describe_plan, make_plan, plan_of_tables
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.threads import ThreadChoice
 from gmeta.parallel.transport.shared_memory import SharedMemory
 from gmeta.tables.names import module_name
+from gmeta.tables.plain import PlainTables
 from gmeta.tables.sharding import WireDtype
+from gmeta.tables.widths import collections_of_tables, widths_of_tables
+from gmeta_models.config import ModelConfig
 from metaio.format.features import Features
 
 if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business
@@ -57,7 +61,7 @@ SPARSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 CUDA_SPARSE_OPTIMIZERS = ("adam", "partial_rowwise_adam")
 # Of the tables' weights in a state dict.
-TABLES_PREFIX = "tables.embeddings."
+TABLES_PREFIX = "tables."
 # Rows of a table that share one random stream: any sharding then starts from the same values.
 INIT_BLOCK_ROWS = 65_536
 # The default of fbgemm's kernels, named so that other implementations can match it.
@@ -86,7 +90,7 @@ class ShardedLearner(nn.Module):
     """
 
     def __init__(
-        self, tables: EmbeddingCollection, learner: "MetaLearner", precision: str = "float32"
+        self, tables: nn.Module, learner: "MetaLearner", precision: str = "float32"
     ) -> None:
         super().__init__()
         self.tables = tables
@@ -152,70 +156,89 @@ def shard_learner(
     features: Features,
     config: TrainConfig,
     ranks: Ranks,
-    stock_kernels: bool = False,
 ) -> DistributedModelParallel:
     """Spread the tables over the ranks by the config's plan, with their optimizer fused into
     backward, and replicate the layers.
 
-    On a CPU the exchange and the tables' arithmetic are ours unless `stock_kernels` asks for those
-    of TorchRec and fbgemm.
+    The exchange and the tables' arithmetic are ours, or those of TorchRec and fbgemm.
     A row's initial values depend on `run.seed`, its table and its number alone: not on the plan,
     the number of ranks, or how many rows the table has.
 
     Raises:
-        ConfigError: the tables' optimizer is not one of this device, or a table cannot be sharded
-            as the config says, or not be clipped so.
+        ConfigError: fbgemm is to update the tables and has no such optimizer on this device, or a
+            table cannot be sharded as the config says, or not be clipped so.
     """
     outer = config.outer
-    check_sparse_optimizer(outer.sparse_optimizer, ranks.device)
-    tables = EmbeddingCollection(
-        tables=[
-            EmbeddingConfig(
-                name=module_name(table.name),
-                embedding_dim=config.model.embedding_dim,
-                num_embeddings=table.num_rows,
-                feature_names=[module_name(table.name)],
-            )
-            for table in features.tables
-        ],
-        # No values yet: each rank makes those of its own shards, see initialise_tables.
-        device=torch.device("meta"),
-    )
+    is_ours = config.sharding.exchange == "host"
+    if not is_ours:
+        check_sparse_optimizer(outer.sparse_optimizer, ranks.device)
+    tables = _collections(features, config.model)
     epsilon = {} if outer.sparse_optimizer == "sgd" else {"eps": ADAGRAD_EPSILON}
     apply_optimizer_in_backward(
         SPARSE_OPTIMIZERS[outer.sparse_optimizer],
         tables.parameters(),
         {"lr": outer.sparse_lr, **epsilon},
     )
-    is_ours = ranks.device.type == "cpu" and not stock_kernels
-    plan = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks)
+    modules = [module_name(table.name) for table in features.tables]
+    plans = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks)
+    plan = plan_of_tables(plans, modules)
     check_clipping(plan, outer.clip_norm)
+    if not is_ours and len(plans) > 1:
+        raise ConfigError(
+            'sharding.exchange = "torchrec" fetches rows of one width, and these tables have '
+            f'{len(plans)} widths. Set sharding.exchange = "host", or model.width = "equal" and '
+            "model.widths = []"
+        )
     through_memory = (
         isinstance(ranks.transport, SharedMemory)
         and config.sharding.dense_wire_dtype == "float32"
-        and not stock_kernels
+        and is_ours
     )
-    sharded = DistributedModelParallel(
-        ShardedLearner(tables, learner.to(ranks.device), config.run.precision),
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=ranks.device,
-        plan=ShardingPlan({"tables": plan}),
-        # Ours has codecs of its own, and TorchRec warns of those that gloo does without.
-        sharders=[_sharder("float32" if is_ours else config.sharding.wire_dtype, ranks.device)],
-        data_parallel_wrapper=_Alone() if ranks.world_size == 1 or through_memory else None,
-    )
+    with tables_kept_by(PlainTables) if is_ours else nullcontext():
+        sharded = DistributedModelParallel(
+            ShardedLearner(tables, learner.to(ranks.device), config.run.precision),
+            env=ShardingEnv.from_process_group(dist.group.WORLD),
+            device=ranks.device,
+            plan=ShardingPlan(plans),
+            # Ours has codecs of its own, and TorchRec warns of those that gloo does without.
+            sharders=[_sharder("float32" if is_ours else config.sharding.wire_dtype, ranks.device)],
+            data_parallel_wrapper=_Alone() if ranks.world_size == 1 or through_memory else None,
+        )
     if through_memory:
         LayerAverage(learner.parameters(), ranks)
     elif config.sharding.dense_wire_dtype == "bfloat16" and ranks.world_size > 1:
         _data_parallel(sharded).register_comm_hook(None, _bfloat16_allreduce)
     inner = local_learner(sharded)
     if is_ours:
-        width, wire_dtype = config.model.embedding_dim, config.sharding.wire_dtype
-        inner.exchange = WireExchange(inner.tables, plan, width, wire_dtype, ranks)
+        inner.exchange = WireExchange(inner.tables, plan, config.sharding.wire_dtype, ranks)
     else:
-        inner.exchange = TorchRecExchange(inner.tables, list(plan))
+        inner.exchange = TorchRecExchange(inner.tables, list(plan), ranks.device)
     initialise_tables(sharded, outer.embedding_init_std, config.run.seed)
     return sharded
+
+
+def _collections(features: Features, model: ModelConfig) -> nn.Module:
+    """Return the tables in a collection of TorchRec's, or in one for each width that they have.
+
+    They have no values yet: each rank makes those of its own shards, see initialise_tables.
+    """
+    widths = widths_of_tables(features, model)
+    num_rows = {table.name: table.num_rows for table in features.tables}
+    found: dict[str, nn.Module] = {}
+    for path, names in collections_of_tables(widths).items():
+        configs = [
+            EmbeddingConfig(
+                name=module_name(name),
+                embedding_dim=widths[name],
+                num_embeddings=num_rows[name],
+                feature_names=[module_name(name)],
+            )
+            for name in names
+        ]
+        found[path] = EmbeddingCollection(tables=configs, device=torch.device("meta"))
+    if len(found) == 1:
+        return found.popitem()[1]
+    return nn.ModuleDict({path.rpartition(".")[2]: tables for path, tables in found.items()})
 
 
 def _data_parallel(sharded: DistributedModelParallel) -> DistributedDataParallel:
@@ -248,7 +271,7 @@ def _sharder(wire_dtype: WireDtype, device: torch.device) -> EmbeddingCollection
 
 
 def check_sparse_optimizer(name: str, device: torch.device) -> None:
-    """Refuse an optimizer that fbgemm does not fuse on this kind of device.
+    """Refuse an optimizer for which fbgemm has no kernel on this kind of device.
 
     Raises:
         ConfigError: it is Adam's kind and the device is a CPU.
@@ -256,8 +279,9 @@ def check_sparse_optimizer(name: str, device: torch.device) -> None:
     if device.type == "cpu" and name in CUDA_SPARSE_OPTIMIZERS:
         others = [known for known in SPARSE_OPTIMIZERS if known not in CUDA_SPARSE_OPTIMIZERS]
         raise ConfigError(
-            f"outer.sparse_optimizer = {name!r} needs CUDA: fbgemm has no such fused update on a "
-            f"CPU. Choose one of {', '.join(others)}"
+            f'outer.sparse_optimizer = {name!r} with sharding.exchange = "torchrec" needs CUDA: '
+            'fbgemm has no such fused update on a CPU. Set sharding.exchange = "host", or choose '
+            f"one of {', '.join(others)}"
         )
 
 
@@ -267,7 +291,8 @@ def initialise_tables(sharded: DistributedModelParallel, std: float, seed: int) 
     rows that it would have had from the start.
     """
     state = sharded.state_dict()
-    tables = sorted(name for name in state if name.startswith(TABLES_PREFIX))
+    tables = [name for name in state if name.startswith(TABLES_PREFIX)]
+    tables.sort(key=lambda name: name.rpartition("embeddings.")[2])  # whatever their widths
     for table_index, name in enumerate(tables):
         table = state[name]
         if isinstance(table, ShardedTensor):
@@ -306,7 +331,7 @@ def _mixed_seed(seed: int, table: int, block: int) -> int:
 
 def described_plan(sharded: DistributedModelParallel, ranks: Ranks) -> dict[str, Any]:
     """Return where the rows of every table live, see plan.describe_plan."""
-    (plan,) = sharded.plan.plan.values()
+    plan = plan_of_tables(sharded.plan.plan)
     return describe_plan(plan, ranks.world_size)
 
 

@@ -55,15 +55,16 @@ def in_step(
     sharded: DistributedModelParallel | None = None,
     take_replanned: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[Arranged, StepTotals]]:
-    """Yield this rank's episodes of each step, on its device, and the totals of all ranks, until no
-    rank has data left.
+    """Yield this rank's episodes of each step and the totals of all ranks, until no rank has data
+    left.
 
     A rank that runs out takes part with the `idle` episodes, so its peers' collectives complete;
     where no rank has a row there is no step. `episodes` are asked for two steps ahead, and what
     travels does so while the next ones are arranged: while a step computes, the ids of the next
     (with `sharded`; without, every step sends its own), and the totals and the numbers of ids of
-    the one after it. Rows are only looked up when their step begins, after the updates of the step
-    before: the losses are those of one step after the other.
+    the one after it; the episodes themselves go to the device. Rows are only looked up when their
+    step begins, after the updates of the step before: the losses are those of one step after the
+    other.
 
     With the totals every rank learns that one was asked to stop, and `stop.agreed` ends the steps
     on all of them. Where `take_replanned` says in front of a step (on all ranks alike) that the
@@ -73,7 +74,7 @@ def in_step(
 
     def announce() -> _Upcoming[Arranged]:
         given = next(episodes, None)
-        mine = (idle if given is None else given).to(ranks.device)
+        mine = idle if given is None else given
         if sharded is not None:
             mine = local_learner(sharded).exchange.announce(mine)
         has_data, asked = given is not None, stop is not None and stop.asked

@@ -55,7 +55,7 @@ class AdaptAndPredict(nn.Module):
         super().__init__()
         learner = served.learner
         self.columns = Columns(served)
-        self.tables = KeyedTables(served.tables, learner.generated_table)
+        self.tables = KeyedTables(served)
         self.learner = learner
         self._shown = shown(served)
         # A rate for each table, or one for all.
@@ -104,8 +104,7 @@ class AdaptAndPredict(nn.Module):
     def _rate_of(self, key_P: Tensor) -> float | Tensor:
         if not isinstance(self._rate, Tensor):
             return self._rate
-        table_P = torch.searchsorted(self.tables.first_B, key_P, right=True) - 1
-        return self._rate.index_select(0, table_P)
+        return self._rate.index_select(0, self.tables.table_of(key_P))
 
 
 def recorded(module: AdaptAndPredict, example: dict[str, Tensor]) -> GraphModule:

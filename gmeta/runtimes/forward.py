@@ -5,7 +5,7 @@ Shape suffixes: N rows, F single-id features, M multi-id features, L longest lis
 D embedding width, R rows of all tables, B tables.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from gmeta.serving.tables import StoredTable
 from gmeta_models.config import Pooling
 from gmeta_models.gated import row_layers
 from gmeta_models.inputs import History, RowInputs
+from gmeta_models.table_projections import filled_UD
 
 IDS, DENSE, LISTS, LENGTHS = "ids", "dense", "lists", "list_lengths"
 OUTPUT = "prediction"
@@ -72,12 +73,15 @@ class KeyedTables(nn.Module):
     scale_R: Tensor | None
     first_B: Tensor
 
-    def __init__(self, tables: Sequence[StoredTable], generated: int = -1) -> None:
-        """Join the tables in the format they are stored in. The rows of the `generated` one are 0,
-        as an IdGenerator adds to them.
+    def __init__(self, served: ServedModel) -> None:
+        """Join the tables in the format they are stored in, zeros behind the rows of narrower ones.
+        Where an IdGenerator adds to the rows of a table, they are 0.
         """
         super().__init__()
-        values = [table.values_RD for table in tables]
+        tables, generated = served.tables, served.learner.generated_table
+        self.projections = served.learner.projections
+        width = served.config.model.embedding_dim
+        values = [filled_UD(table.values_RD, width) for table in tables]
         if generated >= 0:
             values[generated] = torch.zeros_like(values[generated])
         scales = [table.scale_R for table in tables if table.scale_R is not None]
@@ -88,8 +92,18 @@ class KeyedTables(nn.Module):
 
     def forward(self, keys: Tensor) -> Tensor:
         """Return the rows of keys of any shape [...] as float32: [..., D]."""
-        rows = StoredTable(self.values_RD, self.scale_R).rows_UD(keys.flatten())
-        return rows.view(*keys.shape, self.values_RD.shape[1])
+        keys_U = keys.flatten()
+        fetched_UD = StoredTable(self.values_RD, self.scale_R).rows_UD(keys_U)
+        rows_UD, table_U1 = fetched_UD, self.table_of(keys_U).unsqueeze(1)
+        for place in self.projections.narrow:
+            # By a choice for each row: how many there are of each table is not known here.
+            projected_UD = self.projections.of_table(place, fetched_UD)
+            rows_UD = torch.where(table_U1 == place, projected_UD, rows_UD)
+        return rows_UD.view(*keys.shape, rows_UD.shape[1])
+
+    def table_of(self, keys_U: Tensor) -> Tensor:
+        """Return the place of each key's table: [U]."""
+        return torch.searchsorted(self.first_B, keys_U, right=True) - 1
 
 
 class Columns(nn.Module):
@@ -142,7 +156,7 @@ class UnadaptedForward(nn.Module):
         super().__init__()
         learner = served.learner
         self.columns = Columns(served)
-        self.tables = KeyedTables(served.tables, learner.generated_table)
+        self.tables = KeyedTables(served)
         self.model = _gated(deepcopy(learner.model), served.unadapted.gates_1MO)
         self.generator = learner.generator
         self._num_statistics = learner.statistics.width

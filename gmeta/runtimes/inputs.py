@@ -89,7 +89,8 @@ def _dense(config: ExportedConfig) -> list[dict[str, Any]]:
         if rule.standardise:
             told |= dict(zip(("mean", "deviation"), moments[rule.column], strict=True))
         found.append(told)
-    return found
+    # The numbers of a vector stand side by side.
+    return found + [{"name": v.column, "width": v.width, "fill": v.fill} for v in schema.vector]
 
 
 def _label(config: ExportedConfig) -> dict[str, Any]:

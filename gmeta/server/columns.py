@@ -16,6 +16,7 @@ from gmeta.errors import UserError
 from gmeta.server.errors import bad
 from gmeta.server.tensors import Tensor
 from gmeta.serving.folder import ExportedConfig
+from metaio.counted import counted
 
 SUPPORT = "support."
 LENGTHS = ".lengths"
@@ -23,8 +24,8 @@ LENGTHS = ".lengths"
 
 @dataclass(frozen=True)
 class Column:
-    """One column: `role` is task, label, single, multi or dense; a list holds several values a
-    row."""
+    """One column: `role` is task, label, single, multi, dense or vector; a list holds several
+    values a row."""
 
     name: str
     role: str
@@ -82,6 +83,9 @@ def columns_of(config: ExportedConfig) -> ModelColumns:
             # A column may be dense and sparse at once: it is sent as what its ids are made of.
             as_dense = Column(dense.column, "dense", "FP32", False, "a number")
             read.setdefault(dense.column, as_dense)
+        for vector in schema.vector:
+            numbers = counted(vector.width, "number")
+            read[vector.column] = Column(vector.column, "vector", "FP32", True, numbers)
         ignored = set(schema.columns) - read.keys()
     label = "0 to 1" if config.loss == "bce" else "a number"
     found = ModelColumns(

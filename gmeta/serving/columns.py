@@ -69,13 +69,14 @@ class RawColumns:
         self._null_types = {
             schema.label.column: pa.float64(),
             **{column.column: pa.float64() for column in schema.dense},
+            **{column.column: pa.list_(pa.float32()) for column in schema.vector},
             **{c.column: pa.list_(pa.int64()) for c in schema.multi if c.separator is None},
         }
 
     def names(self, with_label: bool) -> list[str]:
         """Return the raw columns that the schema encodes."""
         schema = self._schema
-        unused = {schema.task.column, schema.label.column} - _inputs(schema)
+        unused = {schema.task.column, schema.label.column} - set(schema.inputs)
         label = [schema.label.column] if with_label else []
         return [name for name in schema.columns if name not in unused] + label
 
@@ -189,11 +190,6 @@ def _typed(
         for name, column in zip(batch.schema.names, batch.columns, strict=True)
     ]
     return pa.record_batch(arrays, batch.schema.names)
-
-
-def _inputs(schema: Schema) -> set[str]:
-    """Return the raw columns that the model reads."""
-    return {column.column for column in schema.sparse} | {each.column for each in schema.dense}
 
 
 def _finite(name: str, batch: pa.RecordBatch, role: str) -> Float32:

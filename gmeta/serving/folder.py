@@ -17,6 +17,7 @@ from gmeta.config import config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.files.checked_json import read_json
 from gmeta.files.checksums import FileEntry, differences, entries_of
+from gmeta.tables.widths import widths_of_tables
 from gmeta_models.config import ModelConfig
 from metaio.errors import MetaIOError
 from metaio.format.destination import flush_to_disk, folder_of_one_writer, replace_folder
@@ -162,6 +163,7 @@ def _from_json(path: Path, body: dict[str, Any]) -> ExportedConfig:
             raise ConfigError(f"table_format {body['table_format']!r} is unknown")
         features = typed(Features, body["features"], "features")
         features.check()
+        widths_of_tables(features, parts.model)  # raises what is wrong with them
         columns, files = _columns(body["columns"]), entries_of(body["files"])
         for name in {LAYERS_FILE, *map(table_file, range(len(features.tables)))} - files.keys():
             raise ValueError(f"it lists no file {name}")

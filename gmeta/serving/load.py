@@ -26,6 +26,7 @@ from gmeta.serving.folder import (
 )
 from gmeta.serving.model import ServedModel
 from gmeta.serving.tables import check_table
+from gmeta.tables.widths import widths_of_tables
 from metaio.prepare.schema import features_of
 
 
@@ -45,10 +46,10 @@ def load(path: str | Path, verify: bool = True, device: str = "cpu") -> ServedMo
     config, checksum = read_config(folder), checksum_in(folder)
     # Before anything is mapped: a file cut short under a map kills the process.
     check_files(folder, config, checksums=verify)
-    tables = []
+    tables, widths = [], widths_of_tables(config.features, config.model)
     for index, table in enumerate(config.features.tables):
         file = folder / table_file(index)
-        shape = (table.num_rows, config.model.embedding_dim)
+        shape = (table.num_rows, widths[table.name])
         tables.append(check_table(str(file), _tensors(file), shape, config.table_format))
     reload = partial(_load_again, folder.absolute(), config, device)
     learner, encoder = _learner(folder, config), _encoder(folder, config)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gmeta.errors import GMetaError, NotFiniteError
 from gmeta.serving.folder import TableFormat
+from gmeta_models.table_projections import filled_UD
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 _Description = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -105,6 +106,10 @@ def _shown(tensors: _Description) -> str:
 
 
 def fetch_UD(tables: Sequence[StoredTable], ids_U: Tensor, lengths_B: Tensor) -> Tensor:
-    """Return the rows [U, D] of the ids, which stand table by table as in a TaskBatch."""
+    """Return the rows [U, D] of the ids, which stand table by table as in a TaskBatch; behind those
+    of narrower tables are zeros.
+    """
     parts = ids_U.split(lengths_B.tolist())
-    return torch.cat([table.rows_UD(ids) for table, ids in zip(tables, parts, strict=True)])
+    rows = [table.rows_UD(ids) for table, ids in zip(tables, parts, strict=True)]
+    widest = max(each.shape[1] for each in rows)
+    return torch.cat([filled_UD(each, widest) for each in rows])

@@ -1,6 +1,10 @@
 """What an embedding table is called inside torch, where not every column's name can stand."""
 
+from collections.abc import Mapping
+
 from torch import nn
+
+from gmeta.tables.widths import collections_of_tables
 
 _OF_EVERY_DICT = nn.ModuleDict()
 
@@ -21,3 +25,19 @@ def module_name(table: str) -> str:
 def table_of(module: str) -> str:
     """Return the table of a module's name: the inverse of `module_name`."""
     return module.removesuffix("%").replace("%2E", ".").replace("%25", "%")
+
+
+def weight_name(widths: Mapping[str, int], table: str) -> str:
+    """Return what a table's weight is called in the state dict of a ShardedLearner."""
+    collections = collections_of_tables(widths)
+    (path,) = (path for path, names in collections.items() if table in names)
+    return f"{path}.embeddings.{module_name(table)}.weight"
+
+
+def table_of_weight(name: str) -> str:
+    """Return the table whose weight has this name in a state dict, whatever module holds it.
+
+    >>> table_of_weight("tables.w4.embeddings.user%2Eid.weight")
+    'user.id'
+    """
+    return table_of(name.removesuffix(".weight").rpartition(".")[2])

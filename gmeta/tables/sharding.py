@@ -14,6 +14,7 @@ from gmeta_keys import key
 Kind = Literal["row_wise", "table_wise", "column_wise", "data_parallel"]
 DefaultKind = Literal["row_wise", "table_wise", "column_wise", "data_parallel", "planner"]
 WireDtype = Literal["float32", "bfloat16", "float16"]
+ExchangeKind = Literal["host", "torchrec"]
 # Optimizers that keep one number a row, made from all of its values.
 ROW_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam")
 
@@ -25,7 +26,12 @@ class ShardingConfig:
     default: DefaultKind = key(
         "row_wise",
         "how tables are spread over the ranks: by rows, whole, by columns, or copied "
-        "(CUDA only); planner: TorchRec's planner chooses",
+        "(CUDA with TorchRec's exchange only); planner: TorchRec's planner chooses",
+    )
+    exchange: ExchangeKind = key(
+        "host",
+        "what brings rows to ranks. host: ids sorted on the host, tables in plain torch, on any "
+        "device; torchrec: TorchRec's exchange and fbgemm's kernels",
     )
     tables: tuple[str, ...] = key((), 'exceptions, e.g. ["city=table_wise", "item=column_wise"]')
     wire_dtype: WireDtype = key(

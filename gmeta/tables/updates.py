@@ -1,41 +1,35 @@
-"""Lookup and fused update of embedding tables on the CPU, on the storage that fbgemm owns.
+"""Lookup and fused update of embedding tables in plain torch, on any device.
 
 fbgemm's CPU backward spends 600 to 1,600 ns a row, which makes a whole step more than twice as long
-(benchmarks/torchrec_step.py). Only the arithmetic is replaced: weights, optimizer state, learning
-rate and state dict stay fbgemm's, so checkpoints are the same either way.
+(benchmarks/torchrec_step.py), and its CUDA kernels need a build for the CUDA at hand.
 
-Shape suffixes: N rows given out (ids may repeat), U distinct rows, R rows of all tables, F
-features, D embedding width.
+Shape suffixes: N rows given out (ids may repeat), A rows given out again, U distinct rows, R rows
+of all tables, F features, D embedding width.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, final
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    SplitTableBatchedEmbeddingBagsCodegen,
-)
 from torch import Tensor
 
+from gmeta.tables.plain import PlainTables
+
+Ints = npt.NDArray[np.int64]
 # Group, distinct rows [U] and their gradients [U, D].
 Update = Callable[["FastGroup", Tensor, Tensor], None]
 
 
-@final
-class _Rows:
-    """The rows of all tables of a group, or the optimizer's of them, where fbgemm keeps them.
-
-    numpy moves each row as one piece of bytes, in a quarter of the time of torch's index_copy_,
-    which goes column by column: a fifth of a step on 26 tables of 32 columns.
-    """
+class _Rows(ABC):
+    """One row of values for each row of a group's tables."""
 
     def __init__(self, values_RD: Tensor) -> None:
         self.values_RD = values_RD
-        self._row = np.dtype((np.void, values_RD.shape[1] * values_RD.element_size()))
-        self._whole_R = self._whole(values_RD)
 
     def read(self, row_U: Tensor) -> Tensor:
         """Return copies of these rows: [U, D]."""
@@ -43,13 +37,40 @@ class _Rows:
         self.copy(row_U, values_UD)
         return values_UD
 
+    @abstractmethod
     def copy(self, row_U: Tensor, values_UD: Tensor) -> None:
         """Copy these rows into `values_UD`."""
+
+    @abstractmethod
+    def write(self, row_U: Tensor, values_UD: Tensor) -> None:
+        """Replace these rows, none of which stands twice."""
+
+
+@final
+class _DeviceRows(_Rows):
+    def copy(self, row_U: Tensor, values_UD: Tensor) -> None:
+        torch.index_select(self.values_RD, 0, row_U, out=values_UD)
+
+    def write(self, row_U: Tensor, values_UD: Tensor) -> None:
+        self.values_RD.index_copy_(0, row_U, values_UD)
+
+
+@final
+class _HostRows(_Rows):
+    """numpy moves each row as one piece of bytes, in a quarter of the time of torch's index_copy_,
+    which goes column by column: a fifth of a step on 26 tables of 32 columns.
+    """
+
+    def __init__(self, values_RD: Tensor) -> None:
+        super().__init__(values_RD)
+        self._row = np.dtype((np.void, values_RD.shape[1] * values_RD.element_size()))
+        self._whole_R = self._whole(values_RD)
+
+    def copy(self, row_U: Tensor, values_UD: Tensor) -> None:
         # Only with "clip" numpy fills `out` without a buffer; no row is beyond the tables.
         self._whole_R.take(row_U.numpy(), out=self._whole(values_UD), mode="clip")
 
     def write(self, row_U: Tensor, values_UD: Tensor) -> None:
-        """Replace these rows, none of which stands twice."""
         self._whole_R.put(row_U.numpy(), self._whole(values_UD))
         torch.autograd.graph.increment_version(self.values_RD)  # torch sees no write of numpy's
 
@@ -57,89 +78,139 @@ class _Rows:
         return values_UD.numpy().view(self._row)[:, 0]
 
 
+class _Merge(NamedTuple):
+    """How the gradients of rows that stand several times become one: those at `again` are added to
+    those at `into`, and what is at `once` is then the sum for `row`.
+    """
+
+    again_A: Tensor
+    into_A: Tensor
+    once_U: Tensor
+    row_U: Tensor
+
+
+@dataclass(frozen=True)
+class GivenRows:
+    """The rows that a group gives out in a step, by their numbers among those of all its tables."""
+
+    row_N: Tensor
+    merge: _Merge | None  # None: no row stands twice
+
+    def summed(self, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the distinct rows and the sum of the gradients of each: [U], [U, D]."""
+        if self.merge is None:
+            return self.row_N, grad_ND
+        again_AD = grad_ND.index_select(0, self.merge.again_A)
+        summed_ND = grad_ND.index_add(0, self.merge.into_A, again_AD)
+        return self.merge.row_U, summed_ND.index_select(0, self.merge.once_U)
+
+
 def _sgd(group: "FastGroup", row_U: Tensor, grad_UD: Tensor) -> None:
-    group.rows.write(row_U, group.rows.read(row_U).sub_(grad_UD, alpha=group.rate))
+    group.rows.write(row_U, group.rows.read(row_U).sub_(grad_UD, alpha=group.tables.learning_rate))
 
 
 def _adagrad(group: "FastGroup", row_U: Tensor, grad_UD: Tensor) -> None:
-    _step(group, row_U, grad_UD, group.squares.read(row_U).addcmul_(grad_UD, grad_UD))
+    _adagrad_step(group, row_U, grad_UD, group.state["sum"].read(row_U).addcmul_(grad_UD, grad_UD))
 
 
 def _rowwise_adagrad(group: "FastGroup", row_U: Tensor, grad_UD: Tensor) -> None:
-    mean_square_U1 = grad_UD.square().mean(dim=1, keepdim=True)
-    _step(group, row_U, grad_UD, group.squares.read(row_U).add_(mean_square_U1))
+    squares_U1 = group.state["sum"].read(row_U).add_(_mean_square_U1(grad_UD))
+    _adagrad_step(group, row_U, grad_UD, squares_U1)
 
 
-def _step(group: "FastGroup", row_U: Tensor, grad_UD: Tensor, squares: Tensor) -> None:
+def _adagrad_step(group: "FastGroup", row_U: Tensor, grad_UD: Tensor, squares: Tensor) -> None:
     """Store the new sums of squares, and take Adagrad's step with them."""
-    group.squares.write(row_U, squares)
-    root = squares.sqrt_().add_(group.epsilon)
-    group.rows.write(row_U, group.rows.read(row_U).addcdiv_(grad_UD, root, value=-group.rate))
+    group.state["sum"].write(row_U, squares)
+    root = squares.sqrt_().add_(group.tables.epsilon)
+    moved_UD = group.rows.read(row_U).addcdiv_(grad_UD, root, value=-group.tables.learning_rate)
+    group.rows.write(row_U, moved_UD)
+
+
+def _adam(group: "FastGroup", row_U: Tensor, grad_UD: Tensor) -> None:
+    _, beta2 = group.tables.betas
+    squares_UD = group.state["exp_avg_sq"].read(row_U).mul_(beta2)
+    _adam_step(group, row_U, grad_UD, squares_UD.addcmul_(grad_UD, grad_UD, value=1 - beta2))
+
+
+def _partial_rowwise_adam(group: "FastGroup", row_U: Tensor, grad_UD: Tensor) -> None:
+    _, beta2 = group.tables.betas
+    squares_U1 = group.state["exp_avg_sq"].read(row_U).mul_(beta2)
+    _adam_step(group, row_U, grad_UD, squares_U1.add_(_mean_square_U1(grad_UD), alpha=1 - beta2))
+
+
+def _adam_step(group: "FastGroup", row_U: Tensor, grad_UD: Tensor, squares: Tensor) -> None:
+    """Store the new moments, and take Adam's step with them: of these rows alone, as fbgemm's and
+    torch's SparseAdam do (arXiv 1412.6980, algorithm 1).
+    """
+    tables, (beta1, beta2) = group.tables, group.tables.betas
+    step = tables.steps_done + 1
+    group.state["exp_avg_sq"].write(row_U, squares)
+    mean_UD = group.state["exp_avg"].read(row_U).lerp_(grad_UD, 1 - beta1)
+    group.state["exp_avg"].write(row_U, mean_UD)
+    root = squares.div_(1 - beta2**step).sqrt_().add_(tables.epsilon)
+    rate = tables.learning_rate / (1 - beta1**step)
+    group.rows.write(row_U, group.rows.read(row_U).addcdiv_(mean_UD, root, value=-rate))
+
+
+def _mean_square_U1(grad_UD: Tensor) -> Tensor:
+    return grad_UD.square().mean(dim=1, keepdim=True)
 
 
 UPDATES: dict[EmbOptimType, Update] = {
     EmbOptimType.EXACT_SGD: _sgd,
     EmbOptimType.EXACT_ADAGRAD: _adagrad,
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: _rowwise_adagrad,
+    EmbOptimType.ADAM: _adam,
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: _partial_rowwise_adam,
 }
 
 
 class FastGroup:
-    """Reads rows of a table group on the CPU, and takes an optimizer step on them.
+    """Reads rows of a group of tables, and takes an optimizer step on them."""
 
-    Raises:
-        KeyError: the group has an optimizer that is not in UPDATES.
-    """
+    def __init__(self, tables: PlainTables) -> None:
+        self.tables = tables
+        self.width = tables.width
+        kind = _HostRows if tables.values_RD.device.type == "cpu" else _DeviceRows
+        self.rows = kind(tables.values_RD)
+        self.state = {name: kind(values) for name, values in tables.state.items()}
+        # What becomes of the gradients [N, D] of given rows; clipping holds them back.
+        self.take: Callable[[GivenRows, Tensor], None] = self.update
+        self._update_rows = UPDATES[tables.optimizer]
+        # The last place of each row among those given out: written before it is read.
+        self._last_R: npt.NDArray[np.int32] | None = None
 
-    def __init__(self, group: SplitTableBatchedEmbeddingBagsCodegen) -> None:
-        self.group = group
-        self.width: int = group.max_D
-        self.weights: Tensor = group.weights_host  # of all tables, flat
-        self.rows = _Rows(self.weights.detach().view(-1, self.width))
-        num_rows = len(self.rows.values_RD)
-        if group.optimizer != EmbOptimType.EXACT_SGD:
-            # Adagrad's sums of squares: a row of them, or one, for each row of the tables.
-            columns = 1 if group.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD else self.width
-            self.squares = _Rows(group.momentum1_host.detach().view(num_rows, columns))
-        # What becomes of the gradients [N, D] of rows [N]; clipping holds them back.
-        self.take: Callable[[Tensor, Tensor], None] = self.update
-        self._update_rows = UPDATES[group.optimizer]
-        # The last place of each row in an update: written before it is read.
-        self._last_R = np.empty(num_rows, np.int32)
-
-    @property
-    def rate(self) -> float:
-        """Return the learning rate of this step."""
-        rate: float = self.group.get_learning_rate()
-        return rate
-
-    @property
-    def epsilon(self) -> float:
-        """Return what Adagrad's kinds add to the root of the sum of squares."""
-        epsilon: float = self.group.optimizer_args.eps
-        return epsilon
+    def given(self, row_N: Ints, may_repeat: bool) -> GivenRows:
+        """Return these rows as `update` takes them, on the host: there it is known without waiting
+        for a device which of them stand several times, if any may.
+        """
+        rows = torch.from_numpy(row_N)
+        if not may_repeat:
+            return GivenRows(rows, None)
+        if self._last_R is None:
+            self._last_R = np.empty(len(self.rows.values_RD), np.int32)
+        # In a tenth of the time of `summed_by_row`, which sorts: again a fifth of a step.
+        place_N = np.arange(row_N.size, dtype=np.int32)
+        self._last_R[row_N] = place_N
+        last_N = self._last_R.take(row_N)
+        again_A = np.flatnonzero(last_N != place_N)
+        if not again_A.size:
+            return GivenRows(rows, None)
+        once_U = np.flatnonzero(last_N == place_N)
+        numbers = again_A, last_N.take(again_A), once_U, row_N.take(once_U)
+        return GivenRows(rows, _Merge(*map(torch.from_numpy, numbers)))
 
     def look_up(self, row_N: Tensor, rows_ND: Tensor) -> None:
         """Copy rows, by their numbers among those of all tables, into `rows_ND`."""
         self.rows.copy(row_N, rows_ND)
 
     @torch.no_grad()
-    def update(self, row_N: Tensor, grad_ND: Tensor) -> None:
+    def update(self, given: GivenRows, grad_ND: Tensor) -> None:
         """Take one optimizer step on these rows; a row that stands several times moves once, by the
         sum of its gradients.
         """
-        # In a tenth of the time of `summed_by_row`, which sorts: again a fifth of a step.
-        rows, place_N = row_N.numpy(), np.arange(row_N.numel(), dtype=np.int32)
-        self._last_R[rows] = place_N
-        last_N = self._last_R.take(rows)
-        again_A = np.flatnonzero(last_N != place_N)
-        if again_A.size:
-            into_A, again = torch.from_numpy(last_N.take(again_A)), torch.from_numpy(again_A)
-            grad_ND = grad_ND.index_add(0, into_A, grad_ND.index_select(0, again))
-            once_U = torch.from_numpy(np.flatnonzero(last_N == place_N))
-            row_N, grad_ND = row_N.index_select(0, once_U), grad_ND.index_select(0, once_U)
-        if row_N.numel():
-            self._update_rows(self, row_N, grad_ND)
+        if given.row_N.numel():
+            self._update_rows(self, *given.summed(grad_ND))
 
 
 def summed_by_row(row_N: Tensor, grad_ND: Tensor) -> Tensor:

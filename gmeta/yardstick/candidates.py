@@ -20,6 +20,7 @@ from gmeta.yardstick.describing import describing_columns
 from gmeta.yardstick.reading import read_rows, sample_rows
 from gmeta.yardstick.rows import Bools, EpisodeRows, Lists, joined
 from metaio.format.dataset import Dataset
+from metaio.format.features import vector_of
 from metaio.prepare.raw_ids import item_rule_of
 from metaio.ragged import Int64, offsets
 
@@ -136,7 +137,7 @@ def candidates_of(
     if len(listed) == 1:
         sample = sample_rows(dataset, next(iter(dataset.splits)), SAMPLE_ROWS, 0)
         sparse = describing_columns(sample, features, item)
-    dense = tuple(at for at, column in enumerate(features.dense) if column in listed)
+    dense = tuple(at for at, name in enumerate(features.dense) if vector_of(name) in listed)
     # Those of the scored splits first: of other tasks nobody asks what they have.
     order = [*splits, *(split for split in dataset.splits if split not in splits)]
     scored: npt.NDArray[np.int64] = np.zeros(0, np.int64)

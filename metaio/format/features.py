@@ -6,16 +6,23 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_TABLE_ROWS = 1 << 40
+MAX_TABLE_WIDTH = 1 << 16
 
 
 @dataclass(frozen=True)
 class TableSpec:
     """One embedding table: `num_rows` rows, ids 0 to num_rows - 1. Row 0 is the out-of-vocabulary
-    row.
+    row. `width` is how wide its rows are to be; 0: as the model says.
     """
 
     name: str
     num_rows: int
+    width: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for the manifest."""
+        width = {"width": self.width} if self.width else {}
+        return {"name": self.name, "num_rows": self.num_rows, **width}
 
 
 @dataclass(frozen=True)
@@ -26,12 +33,28 @@ class FeatureSpec:
     table: str
 
 
+def component(column: str, index: int) -> str:
+    """Return what one number of a vector column is called among the dense ones."""
+    return f"{column}[{index}]"
+
+
+def vector_of(name: str) -> str:
+    """Return the column that a dense one is a number of: itself, unless it is of a vector.
+
+    >>> vector_of("image[12]"), vector_of("price")
+    ('image', 'price')
+    """
+    column, bracket, index = name.removesuffix("]").rpartition("[")
+    return column if bracket and index.isdecimal() and name.endswith("]") else name
+
+
 @dataclass(frozen=True)
 class Features:
     """The columns of a prepared dataset, in the order in which a TaskBatch holds them.
 
     `single` features hold exactly one id a row, `multi` features a list of ids (kept in order,
-    repeats kept, possibly empty). `dense` columns are float32. `tables` is the order of
+    repeats kept, possibly empty). `dense` columns are float32; the numbers of a vector stand
+    side by side behind the others, each with a name of its own. `tables` is the order of
     TaskBatch.unique_ids_U. `row_id` is the raw column by which a row can be found again, which no
     model sees; "": none is stored.
     """
@@ -52,7 +75,7 @@ class Features:
     def to_json(self) -> dict[str, Any]:
         """Return plain lists and dicts for the manifest."""
         return {
-            "tables": [{"name": table.name, "num_rows": table.num_rows} for table in self.tables],
+            "tables": [table.to_json() for table in self.tables],
             "single": [{"name": feature.name, "table": feature.table} for feature in self.single],
             "multi": [{"name": feature.name, "table": feature.table} for feature in self.multi],
             "dense": list(self.dense),
@@ -79,6 +102,12 @@ class Features:
         for name, num_rows in tables.items():
             if not 1 <= num_rows <= MAX_TABLE_ROWS:
                 raise ValueError(f"table {name} has {num_rows} rows; 1 to 2^40 are allowed")
+        for table in self.tables:
+            if table.width % 4 or not 0 <= table.width <= MAX_TABLE_WIDTH:
+                raise ValueError(
+                    f"table {table.name} is {table.width} wide; multiples of 4 up to "
+                    f"{MAX_TABLE_WIDTH} are allowed"
+                )
         for feature in self.sparse:
             if feature.table not in tables:
                 raise ValueError(f"feature {feature.name} has no table {feature.table}")

@@ -6,6 +6,7 @@ Shape suffixes: R rows of one table, U unique ids of all tables, N rows, K dense
 
 from dataclasses import dataclass, replace
 from io import BytesIO
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,8 @@ def _rules(dataset: Dataset) -> dict[str, dict[str, Any]]:
     schema = recipe.get("schema") or {}
     kinds = recipe.get("kinds", {})
     found = {f"label {dataset.label}": {"threshold": (schema.get("label") or {}).get("threshold")}}
-    for one in (*schema.get("single", ()), *schema.get("multi", ()), *schema.get("dense", ())):
+    features = (schema.get(kind, ()) for kind in ("single", "multi", "dense", "vector"))
+    for one in chain.from_iterable(features):
         meaning = {key: one.get(key) for key in _MEANING}
         found[one["column"]] = {**meaning, "kind": kinds.get(one["column"])}
     return found

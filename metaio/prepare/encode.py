@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from metaio.counted import counted
 from metaio.errors import DataError
 from metaio.hashing import UInt64, splitmix64
-from metaio.prepare.raw_columns import as_lists, dense_input
+from metaio.prepare.raw_columns import as_lists, dense_input, vector_input
 from metaio.prepare.schema import DenseColumn, Schema, SparseColumn
 from metaio.prepare.sides import SIDE_OF_FILE, side_values
 from metaio.prepare.splits import PLACE, Splits, split_of
@@ -95,7 +95,7 @@ def array_types(schema: Schema) -> dict[str, tuple[np.dtype[Any], int | None]]:
         "split_N": (np.dtype("<i4"), None),
         "label_N": (np.dtype("<f4"), None),
         "ids_NF": (ids, len(schema.single)),
-        "dense_NK": (np.dtype("<f4"), len(schema.dense)),
+        "dense_NK": (np.dtype("<f4"), len(schema.dense_names)),
         "lengths_NM": (np.dtype("<i4"), len(schema.multi)),
         "side_NS": (np.dtype("i1"), int(schema.has_sides)),
         "item_NI": (np.dtype("<u8"), int(schema.negatives is not None)),
@@ -122,7 +122,9 @@ def task_keys(schema: Schema, batch: pa.RecordBatch) -> tuple[UInt64, Int64]:
 def refuse_nulls(schema: Schema, nulls: dict[str, int]) -> None:
     """Raise DataError for the first column that holds nulls and may not."""
     allowed = {column.column for column in schema.sparse if column.null == "unknown"}
-    allowed |= {column.column for column in schema.dense if column.fill is not None}
+    numbers = {column.column: column.fill for column in schema.dense}
+    numbers |= {column.column: column.fill for column in schema.vector}
+    allowed |= {name for name, fill in numbers.items() if fill is not None}
     required = {schema.task.column, schema.label.column}
     required |= {part.column for part in (schema.time, schema.row_id) if part is not None}
     required |= {schema.negatives.item} if schema.negatives else set()
@@ -137,8 +139,7 @@ def refuse_nulls(schema: Schema, nulls: dict[str, int]) -> None:
                 else "Remove those rows, or allow it in the schema: "
             )
             if name not in required:
-                is_dense = any(column.column == name for column in schema.dense)
-                remedy += "fill = VALUE" if is_dense else 'null = "unknown"'
+                remedy += "fill = VALUE" if name in numbers else 'null = "unknown"'
             raise DataError(
                 f"column {name} has {counted(count, 'null')}; none are allowed. {remedy}"
             )
@@ -204,10 +205,15 @@ class Encoder:
         ids_NF = np.empty((num_rows, len(schema.single)), dtype=types["ids_NF"][0])
         for index, single in enumerate(schema.single):
             ids_NF[:, index] = self._ids(single, batch[single.column])
-        dense_NK = np.empty((num_rows, len(schema.dense)), dtype=np.float32)
+        dense_NK = np.empty((num_rows, types["dense_NK"][1] or 0), dtype=np.float32)
         for index, dense in enumerate(schema.dense):
             dense_N = self._dense(dense, batch[dense.column])
             dense_NK[:, index] = as_float32(dense.column, dense_N, "dense")
+        first = len(schema.dense)
+        for vector in schema.vector:
+            column = batch[vector.column]
+            dense_NK[:, first : first + vector.width] = vector_input(vector, column)
+            first += vector.width
         lengths_NM = np.zeros((num_rows, len(schema.multi)), dtype=np.int32)
         values_V, sums_N = self._multi(batch, lengths_NM)
         row_id_NR = self._row_ids(batch)

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from metaio.errors import DataError
+from metaio.format.features import vector_of
 from metaio.hashing import UInt64, splitmix64
 from metaio.prepare.encode import EncodedRows, joined, take_rows
-from metaio.prepare.schema import DenseColumn, Schema, SparseColumn
+from metaio.prepare.schema import Schema, SparseColumn
 from metaio.ragged import Int64, offsets, ragged_indices, row_sums
 
 # Parts are merged once there are this many, so that memory follows the distinct items.
@@ -38,10 +39,11 @@ def item_columns(schema: Schema) -> ItemColumns:
     """Return the places of the columns that [negatives] names."""
     names = schema.negatives.features if schema.negatives else ()
 
-    def places(columns: tuple[SparseColumn | DenseColumn, ...]) -> tuple[int, ...]:
+    def places(columns: tuple[SparseColumn, ...]) -> tuple[int, ...]:
         return tuple(index for index, column in enumerate(columns) if column.column in names)
 
-    return ItemColumns(places(schema.single), places(schema.multi), places(schema.dense))
+    dense = (i for i, name in enumerate(schema.dense_names) if vector_of(name) in names)
+    return ItemColumns(places(schema.single), places(schema.multi), tuple(dense))
 
 
 @dataclass(frozen=True)

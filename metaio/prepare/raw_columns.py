@@ -5,9 +5,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from metaio.counted import counted
 from metaio.errors import DataError
-from metaio.prepare.schema import DenseColumn, SparseColumn
-from metaio.prepare.values import as_numbers, kind_of
+from metaio.prepare.schema import DenseColumn, SparseColumn, VectorColumn
+from metaio.prepare.values import as_float32, as_numbers, kind_of
 
 
 def dense_input(rule: DenseColumn, column: pa.Array) -> npt.NDArray[np.float64]:
@@ -30,6 +31,45 @@ def dense_input(rule: DenseColumn, column: pa.Array) -> npt.NDArray[np.float64]:
             "numbers are needed. Replace those values, or make them null and give fill"
         )
     return numbers
+
+
+def vector_input(rule: VectorColumn, column: pa.Array) -> npt.NDArray[np.float32]:
+    """Return the vectors of all rows, [N, width]; those of null rows are full of `fill`.
+
+    Raises:
+        DataError: it holds no lists of numbers, a list of another length, or a number that is
+            null or not finite.
+    """
+    name, width = rule.column, rule.width
+    kind = column.type
+    if pa.types.is_fixed_size_list(kind):
+        column = column.cast(pa.list_(kind.value_type))
+    elif not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        raise DataError(
+            f"vector column {name} has type {kind}; lists of {width} numbers are needed. Cast it, "
+            "or choose another column"
+        )
+    known = column.drop_null()
+    lengths_N = pc.list_value_length(known).to_numpy()
+    if (wrong_N := lengths_N != width).any():
+        raise DataError(
+            f"vector column {name} holds {counted(int(lengths_N[wrong_N][0]), 'number')} in a row, "
+            f"and its width is {width}. Replace those values, or correct width in the schema"
+        )
+    numbers = known.flatten()
+    if numbers.null_count:
+        raise DataError(
+            f"vector column {name} holds a null among the numbers of a row; {width} numbers are "
+            "needed. Replace those values, or make the whole row's vector null and give fill"
+        )
+    if not len(known):
+        numbers = numbers.cast(pa.float32())
+    found_V = as_float32(name, as_numbers(name, numbers, "vector"), "vector")
+    if not column.null_count:
+        return found_V.reshape(-1, width)
+    vectors = np.full((len(column), width), rule.fill, np.float32)
+    vectors[column.is_valid().to_numpy(zero_copy_only=False)] = found_V.reshape(-1, width)
+    return vectors
 
 
 def as_lists(rule: SparseColumn, column: pa.Array) -> pa.Array:

@@ -5,6 +5,7 @@ docs/format.md shows a whole schema. Unknown keys are refused with the nearest k
 """
 
 import tomllib
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -12,7 +13,14 @@ from typing import Any, Literal, get_args, get_origin
 
 from gmeta_keys import Wording, key, parse
 from metaio.errors import SchemaError
-from metaio.format.features import Features, FeatureSpec, TableSpec
+from metaio.format.features import (
+    MAX_TABLE_WIDTH,
+    Features,
+    FeatureSpec,
+    TableSpec,
+    component,
+    vector_of,
+)
 from metaio.format.names import NAME_RULE, is_name
 from metaio.prepare.rules import (
     EpisodeRule,
@@ -28,6 +36,8 @@ from metaio.prepare.rules import (
     check_splits,
     check_stream,
 )
+
+MOST_NUMBERS = 65_536  # of one vector
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,8 @@ class SparseColumn:
     null: Literal["refuse", "unknown"] = "refuse"
     separator: str | None = None
     type: Literal["integer", "text"] | None = None
+    # Of the table's rows, a multiple of 4; absent: as the model's config says.
+    width: int | None = None
 
     @property
     def table_name(self) -> str:
@@ -90,6 +102,17 @@ class DenseColumn:
     fill: float | None = None
     log1p: bool = False
     standardise: bool = False
+
+
+@dataclass(frozen=True)
+class VectorColumn:
+    """A list of `width` float32 inputs in each row, such as an embedding of its text that is there
+    already; nulls are refused unless `fill` is given, and become a vector of it.
+    """
+
+    column: str
+    width: int
+    fill: float | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +137,7 @@ class Schema:
     single: tuple[SparseColumn, ...] = ()
     multi: tuple[SparseColumn, ...] = ()
     dense: tuple[DenseColumn, ...] = ()
+    vector: tuple[VectorColumn, ...] = ()
     text: TextRule | None = None
     transform: TransformRule | None = None
     episodes: EpisodeRule = field(default_factory=EpisodeRule)
@@ -129,12 +153,23 @@ class Schema:
         return self.single + self.multi
 
     @property
+    def inputs(self) -> list[str]:
+        """Return the columns that a model sees."""
+        numbers = [*(part.column for part in self.dense), *(part.column for part in self.vector)]
+        return [part.column for part in self.sparse] + numbers
+
+    @property
+    def dense_names(self) -> list[str]:
+        """Return what the dense inputs are called: numbers, then those of vectors, in order."""
+        names = [column.column for column in self.dense]
+        return names + [component(v.column, i) for v in self.vector for i in range(v.width)]
+
+    @property
     def columns(self) -> list[str]:
         """Return every raw column that is read, each once."""
         names = [self.task.column, self.label.column]
         names += [part.column for part in (self.time, self.row_id) if part is not None]
-        names += [part.column for part in self.sparse]
-        names += [part.column for part in self.dense]
+        names += self.inputs
         names += [self.splits.column] if self.splits.column else []
         sides = self.membership.column if self.membership else None
         names += [sides] if sides else []
@@ -169,7 +204,10 @@ class Schema:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for the manifest."""
-        return _plain(self)  # type: ignore[no-any-return]
+        found: dict[str, Any] = _plain(self)
+        if not self.vector:
+            del found["vector"]  # datasets without stay as they were
+        return found
 
 
 def load_schema(path: str | Path) -> Schema:
@@ -203,14 +241,15 @@ def parse_schema(body: dict[str, Any]) -> Schema:
 def features_of(schema: Schema, vocabulary_sizes: dict[str, int]) -> Features:
     """Return the prepared columns; a vocabulary table has one row more than values."""
     tables: dict[str, int] = {}
+    widths = {c.table_name: c.width for c in schema.sparse if c.width is not None}
     for column in schema.sparse:
         rows = column.hash if column.hash is not None else vocabulary_sizes[column.table_name] + 1
         tables.setdefault(column.table_name, rows)
     return Features(
-        tables=tuple(TableSpec(name, rows) for name, rows in tables.items()),
+        tables=tuple(TableSpec(name, rows, widths.get(name, 0)) for name, rows in tables.items()),
         single=tuple(FeatureSpec(column.column, column.table_name) for column in schema.single),
         multi=tuple(FeatureSpec(column.column, column.table_name) for column in schema.multi),
-        dense=tuple(column.column for column in schema.dense),
+        dense=tuple(schema.dense_names),
         row_id=schema.row_id.column if schema.row_id else "",
     )
 
@@ -251,11 +290,13 @@ WORDING = Wording(SchemaError, "schema key ", known="allowed", wrong_type=_wrong
 
 def _check(schema: Schema) -> None:
     """Raise SchemaError for what types alone cannot say."""
-    if not schema.sparse and not schema.dense:
+    if not schema.sparse and not schema.dense_names:
         raise SchemaError(
-            "the schema has no [[single]], [[multi]] or [[dense]] column. Add at least one"
+            "the schema has no [[single]], [[multi]], [[dense]] or [[vector]] column. "
+            "Add at least one"
         )
     by_table: dict[str, tuple[int | None, int | None]] = {}
+    widths: dict[str, int | None] = {}
     for column in schema.sparse:
         how = (column.hash, column.vocabulary)
         if (column.hash is None) == (column.vocabulary is None):
@@ -278,6 +319,17 @@ def _check(schema: Schema) -> None:
                 f"table {column.table_name!r} has a vocabulary, which becomes a file of that name; "
                 f"allowed are {NAME_RULE}. Give the column another table"
             )
+        width = column.width
+        if width is not None and width not in range(4, MAX_TABLE_WIDTH + 1, 4):
+            raise SchemaError(
+                f"column {column.column} has width {width}; multiples of 4 up to "
+                f"{MAX_TABLE_WIDTH} are allowed. Change it"
+            )
+        if widths.setdefault(column.table_name, column.width) != column.width:
+            raise SchemaError(
+                f"column {column.column} and another column of table {column.table_name} differ "
+                "in width. Columns that share a table must agree"
+            )
         # One table has one way from values to rows, or equal values would meet in different rows.
         if by_table.setdefault(column.table_name, how) != how:
             raise SchemaError(
@@ -285,7 +337,7 @@ def _check(schema: Schema) -> None:
                 "in hash or vocabulary. Columns that share a table must agree"
             )
     label = schema.label.column
-    for columns in (schema.single, schema.multi, schema.dense):
+    for columns in (schema.single, schema.multi, schema.dense, schema.vector):
         names = [column.column for column in columns]
         for name in names:
             if names.count(name) > 1:
@@ -303,6 +355,7 @@ def _check(schema: Schema) -> None:
                 f"column {label} is the label and the column of [{role}]: rows would be dealt by "
                 "the answer. Name another column"
             )
+    _check_vectors(schema)
     for column in schema.multi:
         if column.separator == "":
             raise SchemaError(
@@ -333,6 +386,21 @@ def _check(schema: Schema) -> None:
     _check_item(schema)
 
 
+def _check_vectors(schema: Schema) -> None:
+    for vector in schema.vector:
+        if not 1 <= vector.width <= MOST_NUMBERS:
+            raise SchemaError(
+                f"vector column {vector.column} has width {vector.width}; 1 to {MOST_NUMBERS:,} "
+                "numbers in each row are allowed. Change it"
+            )
+    twice = [name for name, count in Counter(schema.dense_names).items() if count > 1]
+    if twice:
+        raise SchemaError(
+            f"dense column {twice[0]} is called like a number of vector {vector_of(twice[0])}. "
+            "Rename one of the two columns"
+        )
+
+
 def _check_item(schema: Schema) -> None:
     rule = schema.item
     if schema.splits.validation_items is not None and (rule is None or schema.negatives):
@@ -352,12 +420,12 @@ def _check_item(schema: Schema) -> None:
             f"item.column is {rule.column}; a [[single]] column that is not the task is needed: "
             f"{', '.join(others) or 'there is none'}. Name one of them, or leave out [item]"
         )
-    features = [*(c.column for c in schema.sparse), *(c.column for c in schema.dense)]
     for name in rule.columns:
-        if name not in features:
+        if name not in schema.inputs:
             raise SchemaError(
-                f"item.columns names {name}, which is no [[single]], [[multi]] or [[dense]] "
-                "column: no input would change with the item. Add the column, or take the name out"
+                f"item.columns names {name}, which is no [[single]], [[multi]], [[dense]] or "
+                "[[vector]] column: no input would change with the item. Add the column, or take "
+                "the name out"
             )
 
 
@@ -370,11 +438,10 @@ def _check_negatives(schema: Schema) -> None:
             f"negatives.item is {rule.item}, which is the task: another item would be another "
             "task. Name the column that changes within a task"
         )
-    features = [*(c.column for c in schema.sparse), *(c.column for c in schema.dense)]
     for name in rule.features:
-        if name not in features:
+        if name not in schema.inputs:
             raise SchemaError(
-                f"negatives names the column {name}, which is no [[single]], [[multi]] or "
-                "[[dense]] column: no input would change with the item. Add the column, or take "
-                "the name out"
+                f"negatives names the column {name}, which is no [[single]], [[multi]], "
+                "[[dense]] or [[vector]] column: no input would change with the item. Add the "
+                "column, or take the name out"
             )

@@ -17,7 +17,6 @@ import xxhash
 from metaio.errors import DataError
 from metaio.format.checked_json import write_checked
 from metaio.format.destination import one_writer
-from metaio.format.features import TableSpec
 from metaio.format.layout import RESET_FOLDER
 from metaio.format.manifest import StreamPlace, canonical_json
 from metaio.format.storage import file_system, is_local
@@ -252,7 +251,7 @@ def _job(found: _Next, options: PrepareOptions, types: dict[str, pa.DataType]) -
     job = make_job(schema, options, fitted, Survey(rows_of_split=rows), types)
     block = rule_of(schema).capacity_block
     tables = tuple(
-        TableSpec(table.name, capacity_of(table.num_rows, block))
+        replace(table, num_rows=capacity_of(table.num_rows, block))
         if table.name in vocabularies
         else table
         for table in job.features.tables

@@ -60,6 +60,8 @@ CASES = {
     "maml, clipped, adagrad": (AlgorithmConfig(name="maml", inner_lr=0.1), "adagrad"),
     "none, clipped adamw, rowwise adagrad": (AlgorithmConfig(name="none"), "rowwise_adagrad"),
     "none, momentum, sgd": (AlgorithmConfig(name="none"), "sgd"),
+    "none, clipped, adam": (AlgorithmConfig(name="none"), "adam"),
+    "maml, rowwise adam": (AlgorithmConfig(name="maml", inner_lr=0.1), "partial_rowwise_adam"),
     "metasgd in parts, rowwise adagrad": (
         AlgorithmConfig(name="metasgd", inner_steps=2, inner_lr=0.1),
         "rowwise_adagrad",
@@ -79,6 +81,7 @@ OUTER = {
         "clip_norm": 0.2,
     },
     "metasgd in parts, rowwise adagrad": {"accumulate_steps": 3},
+    "none, clipped, adam": {"clip_norm": 0.2},
     "none, momentum, sgd": {"dense_optimizer": "sgd", "dense_lr": 0.2, "momentum": 0.9},
 }
 DENSE = {
@@ -138,8 +141,8 @@ def train_on_rank(ranks: Ranks, cases: list[str]) -> dict[str, dict[str, Any]]:
         )
         losses = []
         for episodes, totals in steps_of(batches, arrange, features, ranks, sharded=sharded):
+            optimizer.begin_step(len(losses), STEPS)
             loss = sharded(episodes, ranks.world_size / totals.num_terms)
-            optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
@@ -191,6 +194,7 @@ def train_by_loop(
     )
     everything = [*learner.parameters(), *tables.values()]
     state = {name: torch.zeros_like(rows) for name, rows in tables.items()}
+    means = {name: torch.zeros_like(rows) for name, rows in tables.items()}
     losses = []
     for step in range(STEPS):
         now = [task for of_rank in tasks for task in (of_rank[step : step + 1] or [[]])[0]]
@@ -209,7 +213,17 @@ def train_by_loop(
                     rows -= 0.1 * grad
                     continue
                 squared = grad.square()
-                state[name] += squared if sparse == "adagrad" else squared.mean(dim=1, keepdim=True)
+                if sparse not in ("adagrad", "adam"):
+                    squared = squared.mean(dim=1, keepdim=True).expand_as(grad)
+                if "adam" in sparse:
+                    # Of the rows of the step alone.
+                    here = grad.any(dim=1)
+                    means[name][here] += 0.1 * (grad - means[name])[here]
+                    state[name][here] += 0.001 * (squared - state[name])[here]
+                    root = (state[name] / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8
+                    rows[here] -= (0.1 / (1 - 0.9 ** (step + 1)) * means[name] / root)[here]
+                    continue
+                state[name] += squared
                 rows -= 0.1 * grad / (state[name].sqrt() + 1e-8)
         losses.append(loss.item())
     return tables, dict(learner.named_parameters()), losses

@@ -4,7 +4,7 @@ a step of the format.
 
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import pytest
@@ -15,7 +15,7 @@ from gmeta.batches.episodes import Episodes
 from gmeta.config import OuterConfig, TrainConfig
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import local_learner, shard_learner
-from gmeta.tables.sharding import ShardingConfig
+from gmeta.tables.sharding import ExchangeKind, ShardingConfig
 from tests.distributed.harness import on_ranks, steps_of
 from tests.distributed.test_sharding_plans import (
     ALGORITHM,
@@ -124,8 +124,9 @@ def sums_of_gradients(ranks: Ranks) -> list[tuple[float, float]]:
     """
     run = Run(ranks, "row_wise")
     found = []
-    for stock_kernels in (False, True):
-        sharded = shard_learner(run.learner, FEATURES, run.config, ranks, stock_kernels)
+    for exchange in get_args(ExchangeKind):
+        config = replace(run.config, sharding=ShardingConfig(exchange=exchange))
+        sharded = shard_learner(run.learner, FEATURES, config, ranks)
         local = local_learner(sharded)
         _, rows_UD = local.fetch(run.learner.arrange(batches_of_rank(ranks)[0]))
         grad_UD = torch.full_like(rows_UD, 0.5 + ranks.rank)

@@ -37,6 +37,7 @@ from tests.distributed.harness import on_ranks, steps_of
 
 OLD_ROWS, NEW_ROWS = 101, 1_000
 WIDTHS = (4, 8, 12, 16)
+NARROW_AT = 12  # where the second table is narrower than the first
 FLOOR = 2e-6
 RESET = {"s0": np.array([0, 3, 50, 100, 700])}  # of old rows, and of one that is new anyway
 
@@ -51,8 +52,9 @@ def features_of(num_rows: int) -> Features:
 
 
 def config_of(width: int, sparse: str = "rowwise_adagrad", kind: str = "row_wise") -> TrainConfig:
+    narrow = ("s1=4",) if width == NARROW_AT else ()
     return TrainConfig(
-        model=ModelConfig(name="melu", embedding_dim=width, hidden=(3,)),
+        model=ModelConfig(name="melu", embedding_dim=width, hidden=(3,), widths=narrow),
         outer=OuterConfig(
             dense_optimizer="adam", dense_lr=0.05, sparse_lr=0.2, sparse_optimizer=sparse
         ),

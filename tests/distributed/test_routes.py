@@ -71,7 +71,7 @@ def test_every_shard_is_asked_for_its_own_ids(world_size: int, seed: int) -> Non
     shards = random_shards(rng, num_tables, world_size)
     ids_B = [random_ids(rng, shards, table) for table in range(num_tables)]
     for rank in range(world_size):
-        routes = Routes(shards, rank, world_size, WIDTH)
+        routes = Routes(shards, rank, world_size)
         answered = answered_ids(routes, ask(routes, ids_B))
         for shard, ids in answered:
             held = range(shard.first_row, shard.first_row + shard.num_rows)
@@ -93,7 +93,7 @@ def test_places_lead_every_id_to_its_own_row(world_size: int, seed: int) -> None
     shards = random_shards(rng, num_tables, world_size)
     ids_B = [random_ids(rng, shards, table) for table in range(num_tables)]
     for rank in range(world_size):
-        routes = Routes(shards, rank, world_size, WIDTH)
+        routes = Routes(shards, rank, world_size)
         asked = ask(routes, ids_B)
         fetched = fetched_rows(routes, asked, ids_B)
         wanted = [(table, number) for table, ids in enumerate(ids_B) for number in ids]
@@ -106,8 +106,7 @@ def test_places_lead_every_id_to_its_own_row(world_size: int, seed: int) -> None
 
 def test_rows_of_small_shards_travel_as_half_as_many_bytes() -> None:
     small, large = (
-        Routes([Shard(TABLE_WISE, 0, 0, WIDTH, 0, rows, 0)], 1, 2, WIDTH)
-        for rows in (2**31 - 1, 2**31)
+        Routes([Shard(TABLE_WISE, 0, 0, WIDTH, 0, rows, 0)], 1, 2) for rows in (2**31 - 1, 2**31)
     )
     assert ask(small, [[0, 7]]).row_of_shard.dtype == torch.int32
     assert ask(large, [[0, 2**31 - 1]]).row_of_shard.tolist() == [0, 2**31 - 1]
@@ -116,12 +115,12 @@ def test_rows_of_small_shards_travel_as_half_as_many_bytes() -> None:
 def test_ids_that_do_not_travel_are_not_made_smaller() -> None:
     shards = [Shard(TABLE_WISE, 0, 0, WIDTH, 0, 9, 0)]
     ids_U = torch.tensor([0, 7])
-    asked = Routes(shards, 0, 1, WIDTH).ask(ids_U, torch.tensor([2]))
+    asked = Routes(shards, 0, 1).ask(ids_U, torch.tensor([2]))
     assert asked.row_of_shard.data_ptr() == ids_U.data_ptr()
 
 
 def test_a_step_without_ids_asks_for_nothing() -> None:
     shards = random_shards(random.Random(5), 3, 2)
-    asked = ask(Routes(shards, 0, 2, WIDTH), [[], [], []])
+    asked = ask(Routes(shards, 0, 2), [[], [], []])
     assert asked.counts_S.sum() == 0
     assert asked.row_of_shard.numel() == 0

@@ -18,7 +18,7 @@ from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.errors import ConfigError
 from gmeta.outer.optimizers import build_optimizer
-from gmeta.parallel.plan import check_clipping, make_plan, plan_lines
+from gmeta.parallel.plan import check_clipping, make_plan, plan_lines, plan_of_tables
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta.runs.progress import Progress
@@ -37,6 +37,11 @@ PLANS = {
     "column_wise": ShardingConfig(default="column_wise"),
     "mixed": ShardingConfig(tables=("s1=table_wise", "m0=column_wise")),
     "planner": ShardingConfig(default="planner", tables=("s0=column_wise",)),
+}
+# Tables of three widths; columns of 4 and 8 are too few for every rank to hold some.
+NARROW = replace(MODEL, widths=("s1=8", "m1=4"))
+CASES = {name: (name, MODEL) for name in PLANS} | {
+    f"{name}, narrow": (name, NARROW) for name in PLANS if name != "column_wise"
 }
 STEPS, CHECKPOINT_STEP = 4, 2
 
@@ -62,6 +67,7 @@ class Run:
         dense_optimizer: Literal["adam", "sgd"] = "adam",
         dense_wire_dtype: Literal["float32", "bfloat16"] = "float32",
         algorithm: AlgorithmConfig = ALGORITHM,
+        model: ModelConfig = MODEL,
     ) -> None:
         outer = OuterConfig(
             dense_optimizer=dense_optimizer,
@@ -70,10 +76,10 @@ class Run:
             sparse_lr=0.1,
         )
         sharding = replace(PLANS[plan], dense_wire_dtype=dense_wire_dtype)
-        config = TrainConfig(model=MODEL, outer=outer, sharding=sharding, run=RunConfig(seed=11))
+        config = TrainConfig(model=model, outer=outer, sharding=sharding, run=RunConfig(seed=11))
         torch.manual_seed(3)
         self.ranks, self.config = ranks, config
-        self.learner = build_learner(FEATURES, MODEL, algorithm, "bce")
+        self.learner = build_learner(FEATURES, model, algorithm, "bce")
         self.sharded = shard_learner(self.learner, FEATURES, config, ranks)
         self.optimizer = build_optimizer(self.sharded, outer)
         self.losses: list[float] = []
@@ -103,8 +109,8 @@ def local_parts(sharded: torch.nn.Module) -> dict[str, list[tuple[list[int], Ten
 def work_on_rank(ranks: Ranks, folder: Path) -> dict[str, dict[str, Any]]:
     """Trains under every plan; 4 ranks go on from what 2 ranks left under the plan before."""
     results: dict[str, dict[str, Any]] = {}
-    for name in PLANS:
-        run = Run(ranks, name)
+    for name, (plan, model) in CASES.items():
+        run = Run(ranks, plan, model=model)
         start = run.result()["tables"]
         run.train(0, CHECKPOINT_STEP)
         checkpoint = folder / f"{ranks.world_size}-{name}"
@@ -114,8 +120,11 @@ def work_on_rank(ranks: Ranks, folder: Path) -> dict[str, dict[str, Any]]:
         run.train(CHECKPOINT_STEP, STEPS)
         results[name] = {"start": start, **run.result()}
     if ranks.world_size == 4:
-        for name, before in zip(PLANS, [list(PLANS)[-1], *PLANS], strict=False):
-            run = Run(ranks, name)
+        for name, (plan, model) in CASES.items():
+            # Another plan's of the same widths: that of the case before, the first's of the last.
+            alike = [other for other, (_, its) in CASES.items() if its == model]
+            before = alike[alike.index(name) - 1]
+            run = Run(ranks, plan, model=model)
             saved = folder / f"2-{before}" / "step-00000002"
             load_checkpoint(saved, run.sharded, run.optimizer, ranks)
             run.train(CHECKPOINT_STEP, STEPS)
@@ -142,10 +151,11 @@ def test_every_plan_trains_the_same_model_at_any_world_size_and_from_any_checkpo
     tmp_path: Path,
 ) -> None:
     by_world = {world: on_ranks(world, work_on_rank, tmp_path) for world in (1, 2, 4)}
-    expected = [by_world[1][0]["row_wise"]]
     for results in by_world.values():
         for name in results[0]:
             mine = [result[name] for result in results]
+            widths = ", narrow" if "narrow" in name else ""
+            expected = [by_world[1][0][f"row_wise{widths}"]]
             if "start" in mine[0]:
                 for table, rows in whole(expected, "start").items():
                     assert torch.equal(whole(mine, "start")[table], rows), name
@@ -219,11 +229,21 @@ def test_a_copy_on_every_rank_is_refused_on_the_cpu() -> None:
     )
 
 
+def test_a_copy_on_every_rank_is_refused_by_our_exchange() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_plan(tables_of(4), ShardingConfig(default="data_parallel"), 16, ranks_on("cuda", 1))
+    assert str(caught.value) == (
+        "table 'item' is to be data_parallel, which only TorchRec's exchange does. Choose "
+        'row_wise, table_wise or column_wise, or set sharding.exchange = "torchrec"'
+    )
+
+
 def test_a_copy_on_every_rank_is_not_clipped() -> None:
     ranks = ranks_on("cuda", 2)
-    copied = make_plan(tables_of(4), ShardingConfig(default="data_parallel"), 16, ranks)
+    copying = ShardingConfig(default="data_parallel", exchange="torchrec")
+    copied = plan_of_tables(make_plan(tables_of(4), copying, 16, ranks))
     check_clipping(copied, 0.0)
-    check_clipping(make_plan(tables_of(4), ShardingConfig(), 16, ranks), 1.0)
+    check_clipping(plan_of_tables(make_plan(tables_of(4), ShardingConfig(), 16, ranks)), 1.0)
     with pytest.raises(ConfigError) as caught:
         check_clipping(copied, 1.5)
     assert str(caught.value) == (
@@ -240,8 +260,8 @@ def test_columns_that_ranks_cannot_share_evenly_are_refused(width: int, world_si
             tables_of(width), ShardingConfig(default="column_wise"), 16, ranks_on("cpu", world_size)
         )
     assert str(caught.value) == (
-        f"table 'item' is to be column_wise over {world_size} ranks, but model.embedding_dim = "
-        f"{width} is no multiple of {world_size * 4}. Choose another width, or another kind of "
+        f"table 'item' is to be column_wise over {world_size} ranks, but its width is {width}, "
+        f"which is no multiple of {world_size * 4}. Choose another width, or another kind of "
         "sharding"
     )
 

@@ -23,6 +23,7 @@ from tests.waiting import PATIENCE_S
 
 DTYPES = (torch.float32, torch.int32, torch.int64, torch.float16)
 ROUNDS = 12
+HOST = torch.device("cpu")
 
 
 def sharing(ranks: Ranks) -> Ranks:
@@ -46,7 +47,7 @@ def swapped(transport: Transport, ranks: Ranks, seed: int) -> tuple[torch.Tensor
     taken = [counts_WW[peer][ranks.rank] for peer in others]
     values = (torch.arange(sum(given)) + 1_000 * ranks.rank).to(dtype)
     if seed % 2:
-        values = transport.outgoing(sum(given), dtype).copy_(values)
+        values = transport.outgoing(sum(given), dtype, HOST).copy_(values)
     result = torch.full((sum(taken),), -1, dtype=dtype)
     return result, transport.swap(values, given, taken, result)
 
@@ -112,7 +113,7 @@ def kept_on_rank(ranks: Ranks) -> tuple[list[bool], bool, int]:
     assert isinstance(transport, SharedMemory)
 
     def given(number: int) -> torch.Tensor:
-        return transport.outgoing(size, torch.float32).fill_(number + 100 * ranks.rank)
+        return transport.outgoing(size, torch.float32, HOST).fill_(number + 100 * ranks.rank)
 
     mine = given(0)
     kept = transport.swap(mine, [size], [size])

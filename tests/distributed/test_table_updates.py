@@ -1,4 +1,6 @@
-"""The CPU tables' fast arithmetic against fbgemm's own: weights, optimizer state, state dict."""
+"""Our exchange with its plain tables against TorchRec's with fbgemm's: weights, optimizer state,
+state dict, under every kind of plan that both have.
+"""
 
 import random
 from typing import Any
@@ -7,43 +9,61 @@ import pytest
 import torch
 
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
+from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner
 from gmeta.outer.optimizers import build_optimizer
+from gmeta.parallel.exchange.torchrec import TorchRecExchange
 from gmeta.parallel.exchange.wire import WireExchange
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import local_learner, shard_learner
+from gmeta.parallel.sharding import check_sparse_optimizer, local_learner, shard_learner
+from gmeta.tables.sharding import DefaultKind, ExchangeKind, ShardingConfig
 from gmeta_models import InputSizes, ModelConfig, build_model
 from tests import reference
 from tests.distributed.harness import on_ranks
 
-MODEL = ModelConfig(name="melu", embedding_dim=4, hidden=(6,))
+MODEL = ModelConfig(name="melu", embedding_dim=16, hidden=(6,))
 COLUMNS = (2, 2, 0)
-OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
+CASES: dict[str, tuple[DefaultKind, Any]] = {
+    "row_wise, sgd": ("row_wise", "sgd"),
+    "row_wise, adagrad": ("row_wise", "adagrad"),
+    "row_wise, rowwise_adagrad": ("row_wise", "rowwise_adagrad"),
+    "table_wise, rowwise_adagrad": ("table_wise", "rowwise_adagrad"),
+    "column_wise, adagrad": ("column_wise", "adagrad"),
+    "planner, rowwise_adagrad": ("planner", "rowwise_adagrad"),
+}
+EXCHANGES: dict[ExchangeKind, type] = {"host": WireExchange, "torchrec": TorchRecExchange}
 
 
-def train_on_rank(ranks: Ranks, stock: bool) -> dict[str, Any]:
-    """Three steps with each optimizer; every local shard and its optimizer state."""
+def train_on_rank(ranks: Ranks) -> dict[str, dict[str, dict[str, torch.Tensor]]]:
+    """Three steps of each case with each exchange: every local shard and its optimizer state."""
+    return {
+        case: {exchange: state_after(ranks, exchange, *CASES[case]) for exchange in EXCHANGES}
+        for case in CASES
+    }
+
+
+def state_after(
+    ranks: Ranks, exchange: ExchangeKind, kind: DefaultKind, optimizer_name: Any
+) -> dict[str, torch.Tensor]:
     features = reference.some_features(*COLUMNS)
-    results = {}
-    for optimizer_name in OPTIMIZERS:
-        outer = OuterConfig(sparse_optimizer=optimizer_name, sparse_lr=0.1)
-        config = TrainConfig(model=MODEL, outer=outer, run=RunConfig(seed=3))
-        torch.manual_seed(0)
-        learner = MetaLearner(build_model(MODEL, InputSizes(*COLUMNS)), config.algorithm, "bce")
-        sharded = shard_learner(learner, features, config, ranks, stock_kernels=stock)
-        optimizer = build_optimizer(sharded, outer)
-        rng = random.Random(ranks.rank)
-        for _ in range(3):
-            tasks = [reference.random_task(features, 4, 3, rng) for _ in range(3 - ranks.rank)]
-            episodes = learner.arrange(reference.batch_of(tasks, features))
-            optimizer.zero_grad()
-            sharded(episodes, weight=1.0).backward()
-            optimizer.step()
-        results[optimizer_name] = {
-            "state": flat({**sharded.state_dict(), **optimizer.state_dict()["state"]}),
-            "exchange": type(local_learner(sharded).exchange),
-        }
-    return results
+    outer = OuterConfig(sparse_optimizer=optimizer_name, sparse_lr=0.1)
+    sharding = ShardingConfig(default=kind, exchange=exchange)
+    config = TrainConfig(model=MODEL, outer=outer, sharding=sharding, run=RunConfig(seed=3))
+    torch.manual_seed(0)
+    learner = MetaLearner(build_model(MODEL, InputSizes(*COLUMNS)), config.algorithm, "bce")
+    sharded = shard_learner(learner, features, config, ranks)
+    assert type(local_learner(sharded).exchange) is EXCHANGES[exchange]
+    optimizer = build_optimizer(sharded, outer)
+    rng = random.Random(ranks.rank)
+    for step in range(3):
+        # A rank without a task takes part in every exchange.
+        num_tasks = max(0, 3 - ranks.rank)
+        tasks = [reference.random_task(features, 4, 3, rng) for _ in range(num_tasks)]
+        episodes = learner.arrange(reference.batch_of(tasks, features))
+        optimizer.begin_step(step, 3)
+        sharded(episodes, weight=1.0).backward()
+        optimizer.step()
+    return flat({**sharded.state_dict(), **optimizer.state_dict()["state"]})
 
 
 def flat(state: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
@@ -61,16 +81,24 @@ def flat(state: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_fast_update_leaves_what_fbgemm_leaves(world_size: int) -> None:
-    fast = on_ranks(world_size, train_on_rank, False)
-    stock = on_ranks(world_size, train_on_rank, True)
-    for ours, theirs in zip(fast, stock, strict=True):
-        for name in OPTIMIZERS:
-            assert ours[name]["exchange"] is WireExchange
-            assert theirs[name]["exchange"] is not WireExchange
-            assert ours[name]["state"].keys() == theirs[name]["state"].keys()
-            for path, value in theirs[name]["state"].items():
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_our_exchange_leaves_what_torchrecs_leaves(world_size: int) -> None:
+    for of_rank in on_ranks(world_size, train_on_rank):
+        for case, by_exchange in of_rank.items():
+            ours, theirs = by_exchange["host"], by_exchange["torchrec"]
+            assert ours.keys() == theirs.keys()
+            for path, value in theirs.items():
                 torch.testing.assert_close(
-                    ours[name]["state"][path], value, rtol=1e-5, atol=1e-6, msg=f"{name}: {path}"
+                    ours[path], value, rtol=1e-5, atol=1e-6, msg=f"{case}: {path}"
                 )
+
+
+def test_an_optimizer_that_fbgemm_lacks_on_the_cpu_is_refused_with_its_kernels() -> None:
+    check_sparse_optimizer("adam", torch.device("cuda"))
+    with pytest.raises(ConfigError) as caught:
+        check_sparse_optimizer("adam", torch.device("cpu"))
+    assert str(caught.value) == (
+        "outer.sparse_optimizer = 'adam' with sharding.exchange = \"torchrec\" needs CUDA: fbgemm "
+        'has no such fused update on a CPU. Set sharding.exchange = "host", or choose one of sgd, '
+        "adagrad, rowwise_adagrad"
+    )

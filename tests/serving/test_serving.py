@@ -31,7 +31,7 @@ from gmeta.serving.model import ServedModel
 from gmeta_models import MODELS, ModelConfig
 from metaio.errors import DataError
 from tests.commands import environment
-from tests.exported import random_rows, write_random_model
+from tests.exported import metaemb_rate, random_rows, write_random_model
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,8 @@ def test_every_model_and_algorithm_can_be_served(
 ) -> None:
     config = AlgorithmConfig(algorithm, inner_steps=2, inner_lr=0.3)
     if algorithm == "metaemb":
-        config = replace(config, inner_lr=3.0, adapt_embeddings=("city",), content=("tags",))
+        rate = metaemb_rate(model)
+        config = replace(config, inner_lr=rate, adapt_embeddings=("city",), content=("tags",))
     write_random_model(
         tmp_path,
         table_format=table_format,

@@ -17,7 +17,7 @@ from gmeta.errors import UserError
 from gmeta.serving.model import ServedModel
 from gmeta.serving.state_bytes import _CHECKSUM_BYTES, _HEADER, _checksum
 from gmeta_models import MODELS, ModelConfig
-from tests.exported import random_rows, write_random_model
+from tests.exported import metaemb_rate, random_rows, write_random_model
 
 STATISTICS = SupportFeaturesConfig(task=True, columns=("city", "tags"), label_prior=(0.5, 0.5))
 MAML = AlgorithmConfig(inner_steps=2, inner_lr=0.3)
@@ -35,10 +35,11 @@ def served(
     return gmeta.load(folder)
 
 
-def algorithm_of(name: str) -> AlgorithmConfig:
+def algorithm_of(name: str, model: str = "dlrm") -> AlgorithmConfig:
     config = replace(MAML, name=name)
     if name == "metaemb":
-        config = replace(config, inner_lr=3.0, adapt_embeddings=("city",), content=("tags",))
+        rate = metaemb_rate(model)
+        config = replace(config, inner_lr=rate, adapt_embeddings=("city",), content=("tags",))
     return config
 
 
@@ -61,7 +62,7 @@ def assert_the_same_to_the_bit(model: ServedModel, other: ServedModel) -> None:
 def test_every_algorithms_tasks_are_kept_to_the_bit(
     tmp_path: Path, model: str, algorithm: str
 ) -> None:
-    found = served(tmp_path, algorithm_of(algorithm), model)
+    found = served(tmp_path, algorithm_of(algorithm, model), model)
     assert_the_same_to_the_bit(found, gmeta.load(tmp_path))
 
 

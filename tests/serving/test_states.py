@@ -17,7 +17,7 @@ from gmeta.serving.model import ServedModel
 from gmeta.serving.rows import join_rows, split_rows
 from gmeta.serving.states import AdaptedTensors, TaskState, split, stacked, stretch
 from gmeta_models import MODELS, ModelConfig
-from tests.exported import random_rows, write_random_model
+from tests.exported import metaemb_rate, random_rows, write_random_model
 
 SIZES = (5, 0, 1, 9, 3)  # support rows of each task
 
@@ -46,7 +46,8 @@ def test_tasks_adapted_together_predict_as_alone(
 ) -> None:
     rates = AlgorithmConfig(name=algorithm, inner_steps=2, inner_lr=0.3)
     if algorithm == "metaemb":
-        rates = replace(rates, inner_lr=3.0, adapt_embeddings=("city",), content=("tags",))
+        rate = metaemb_rate(model)
+        rates = replace(rates, inner_lr=rate, adapt_embeddings=("city",), content=("tags",))
     assert_together_as_alone(served(tmp_path / "model", rates, model))
 
 

@@ -1,5 +1,5 @@
-"""What brings the rows of a step to the ranks that need them: `wire` is ours, for the CPU;
-`torchrec` is TorchRec's, for CUDA and to compare with.
+"""What brings the rows of a step to the ranks that need them: `wire` is ours, `torchrec` is
+TorchRec's.
 """
 
 from abc import ABC, abstractmethod
@@ -26,6 +26,6 @@ class Exchange(ABC):
 
     @abstractmethod
     def announce(self, episodes: "Arranged") -> "Arranged":
-        """Tell all ranks how many rows these episodes need of each, and return the episodes with
-        their rows on the way.
+        """Tell all ranks how many rows these episodes, which are on the host, need of each, and
+        return them on the rank's device with their rows on the way.
         """

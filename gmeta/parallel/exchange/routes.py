@@ -48,18 +48,28 @@ class Routes:
     by columns are put together from several answers: they follow the others, table by table.
     """
 
-    def __init__(self, shards: Sequence[Shard], rank: int, world_size: int, width: int) -> None:
+    def __init__(self, shards: Sequence[Shard], rank: int, world_size: int) -> None:
         others = [peer for peer in range(world_size) if peer != rank]
-        self.width = width
+        width_of: dict[int, int] = {}
+        for shard in shards:
+            end = shard.first_column + shard.num_columns
+            width_of[shard.table] = max(width_of.get(shard.table, 0), end)
+        self.widest = max(width_of.values())
+
+        # Shards of one kind and width are kept together, and so stand together.
+        def order(shard: Shard) -> tuple[int, ...]:
+            return shard.kind, width_of[shard.table], *shard
+
         self.of_peer = [
-            sorted(s for s in shards if s.rank == peer and s.num_rows) for peer in (*others, rank)
+            sorted((s for s in shards if s.rank == peer and s.num_rows), key=order)
+            for peer in (*others, rank)
         ]
         self.shards = [shard for of_peer in self.of_peer for shard in of_peer]
         self.num_local = len(self.of_peer[-1])
         fits = max(s.num_rows for s in shards) < 2**31
         self.id_dtype = torch.int32 if others and fits else torch.int64
         self.columns_S = np.array([s.num_columns for s in self.shards])
-        self.is_cut_S = self.columns_S < width
+        self.is_cut_S = self.columns_S < [width_of[shard.table] for shard in self.shards]
         # Ids and values that travel between a peer and this rank for an id of a shard.
         ends = np.cumsum([len(of_peer) for of_peer in self.of_peer])
         peer_S = np.searchsorted(ends, np.arange(len(self.shards)), side="right")
@@ -69,7 +79,8 @@ class Routes:
         for shard in shards:
             end = shard.first_row + shard.num_rows
             num_rows_B[shard.table] = max(num_rows_B.get(shard.table, 0), end)
-        self.cut_tables = sorted({s.table for s in shards if s.num_columns < width})
+        self.cut_tables = sorted({s.table for s in shards if s.num_columns < width_of[s.table]})
+        self.is_even = min(width_of.values()) == self.widest
         # Rows of all tables numbered in one go; whole shards are ranges of them.
         self._first_B = np.cumsum([0] + [num_rows_B[table] for table in sorted(num_rows_B)])[:-1]
         self._start_S = np.array([self._first_B[s.table] + s.first_row for s in self.shards])

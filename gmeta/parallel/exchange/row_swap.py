@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gmeta.parallel.transport.transport import Swap, Transport
-from gmeta.tables.updates import FastGroup
+from gmeta.tables.updates import FastGroup, GivenRows
 
 FLOAT16_MAX = 65_504.0
 
@@ -21,49 +21,58 @@ FLOAT16_MAX = 65_504.0
 class RowSwap:
     """One step, as one rank sees it: rows are looked up and on their way once it is made.
 
-    `row_WG` are the rows that this rank gives to each rank, by their numbers within each group;
-    `num_given` and `num_asked` the values that it gives to each and asks of each; `saw_gradient` is
-    called with the gradient of all it asked for.
+    `given_G` are the rows of each group that this rank gives out, rank by rank, and `counts_WG` how
+    many of them go to each; `num_asked` the values that it asks of each; `saw_gradient` is called
+    with the gradient of all it asked for.
     """
 
     def __init__(
         self,
         transport: Transport,
         groups: Sequence[FastGroup],
+        device: torch.device,
         wire_dtype: torch.dtype | None,
-        row_WG: list[list[Tensor]],
-        num_given: list[int],
+        given_G: Sequence[GivenRows],
+        counts_WG: list[list[int]],
         num_asked: list[int],
         saw_gradient: Callable[[Tensor], None],
     ) -> None:
-        self.groups, self.row_WG = groups, row_WG
+        self.groups, self.given_G = groups, given_G
+        # The values of each group that go to each rank.
+        self.sizes_WG = [
+            [count * group.width for count, group in zip(counts_G, groups, strict=True)]
+            for counts_G in counts_WG
+        ]
+        self.num_given, self.num_asked = [sum(sizes_G) for sizes_G in self.sizes_WG], num_asked
         self.wire_dtype = wire_dtype  # None: as they are
-        self.num_given, self.num_asked = num_given, num_asked
         self.saw_gradient = saw_gradient
-        self._transport = transport
-        self.asked = torch.empty(sum(num_asked))
+        self._transport, self._device = transport, device
+        self.asked = torch.empty(sum(num_asked), device=device)
         self.taken, own = self.asked.split_with_sizes([sum(num_asked[:-1]), num_asked[-1]])
-        num_remote = sum(num_given[:-1])
+        num_remote = sum(self.num_given[:-1])
         if wire_dtype is None:
-            given = transport.outgoing(num_remote, torch.float32)
+            given = transport.outgoing(num_remote, torch.float32, device)
         else:
-            given = torch.empty(num_remote)
-        to_others = zip(given.split_with_sizes(num_given[:-1]), row_WG[:-1], strict=True)
-        for values, row_G in to_others:
-            self._look_up(row_G, values)
-        self.message = self.send(given, num_given, num_asked, self.taken)
+            given = torch.empty(num_remote, device=device)
+        cut = [
+            rows.row_N.split_with_sizes([rows.row_N.numel() - count, count])
+            for rows, count in zip(given_G, counts_WG[-1], strict=True)
+        ]
+        if num_remote:
+            self._look_up([remote_N for remote_N, _ in cut], self.sizes_WG[:-1], given)
+        self.message = self.send(given, self.num_given, num_asked, self.taken)
         # This rank's own rows are looked up while those of the others travel.
-        self._look_up(row_WG[-1], own)
+        self._look_up([own_N for _, own_N in cut], self.sizes_WG[-1:], own)
 
     def values(self, gradient_scale: float) -> Tensor:
         """Return all that this rank asks for, flat, rank by rank; backward leads into the tables.
 
         `gradient_scale` brings gradients to the middle of float16's range.
         """
-        # Where this rank holds no table, backward must join the AlltoAll nevertheless.
-        weights = [group.weights for group in self.groups]
-        roots = weights or [torch.zeros(0, requires_grad=True)]
-        asked: Tensor = _Swapped.apply(self, gradient_scale, *roots)
+        # No table is in the graph; backward must come here, also where this rank holds none and
+        # only joins the AlltoAll.
+        root = torch.zeros(0, device=self._device, requires_grad=True)
+        asked: Tensor = _Swapped.apply(self, gradient_scale, root)
         return asked
 
     def send(
@@ -81,9 +90,9 @@ class RowSwap:
             if self.wire_dtype == torch.float16:
                 values = (values * scale).clamp_(-FLOAT16_MAX, FLOAT16_MAX)
             # gloo does not know bfloat16: its bits travel as float16.
-            travelling = self._transport.outgoing(values.numel(), torch.float16)
-            travelling.view(self.wire_dtype).copy_(values)
-            values, taken = travelling, None
+            half = self._transport.outgoing(values.numel(), torch.float16, self._device)
+            half.view(self.wire_dtype).copy_(values)
+            values, taken = half, None
         return self._transport.swap(values, given[:-1], asked[:-1], taken)
 
     def received(self, swap: Swap, scale: float = 1.0) -> list[Tensor]:
@@ -96,27 +105,36 @@ class RowSwap:
         unscaled = 1 / scale if self.wire_dtype == torch.float16 else 1.0
         return [part.view(self.wire_dtype).float().mul_(unscaled) for part in parts]
 
-    def rows_G(self, values: Tensor, row_G: list[Tensor]) -> list[Tensor]:
-        """Return the flat values of these rows as [N, D] of each group."""
-        widths = [group.width for group in self.groups]
-        sizes = [row_N.numel() * width for row_N, width in zip(row_G, widths, strict=True)]
-        cut = zip(values.split_with_sizes(sizes), widths, strict=True)
-        return [part.view(-1, width) for part, width in cut]
+    def update(self, grad_W: list[Tensor]) -> None:
+        """Hand the groups the gradients of the rows that they gave to each rank, flat."""
+        parts_WG = [
+            values.split_with_sizes(sizes_G)
+            for values, sizes_G in zip(grad_W, self.sizes_WG, strict=True)
+        ]
+        for index, (group, given) in enumerate(zip(self.groups, self.given_G, strict=True)):
+            grad_ND = torch.cat([parts_G[index] for parts_G in parts_WG]).view(-1, group.width)
+            # As data-parallel averaging divides the layers' gradients.
+            group.take(given, grad_ND.div_(len(grad_W)))
 
-    def _look_up(self, row_G: list[Tensor], values: Tensor) -> None:
-        """Copy rows to where they are asked for."""
-        rows_G = self.rows_G(values, row_G)
-        for group, row_N, rows_ND in zip(self.groups, row_G, rows_G, strict=True):
-            group.look_up(row_N, rows_ND)
+    def _look_up(self, row_G: Sequence[Tensor], sizes_WG: list[list[int]], values: Tensor) -> None:
+        """Copy these rows of each group to where they travel from, rank by rank."""
+        if len(self.groups) == 1:
+            sizes_WG = [[values.numel()]]  # rows of no other group stand between those of two ranks
+        starts_G, first = [0] * len(self.groups), 0
+        for sizes_G in sizes_WG:
+            for index, (group, size) in enumerate(zip(self.groups, sizes_G, strict=True)):
+                count = size // group.width
+                rows = row_G[index].narrow(0, starts_G[index], count)
+                group.look_up(rows, values.narrow(0, first, size).view(-1, group.width))
+                starts_G[index] += count
+                first += size
 
 
 class _Swapped(torch.autograd.Function):
-    """Backward takes the gradients to the owners of the rows, which update them; each row's
-    gradient is divided by the number of ranks, as data-parallel averaging divides the layers'.
-    """
+    """Backward takes the gradients to the owners of the rows, which update them."""
 
     @staticmethod
-    def forward(ctx: Any, swap: RowSwap, gradient_scale: float, *_: Tensor) -> Tensor:
+    def forward(ctx: Any, swap: RowSwap, gradient_scale: float, _: Tensor) -> Tensor:
         parts = swap.received(swap.message)
         if swap.wire_dtype is not None:
             torch.cat([*parts, swap.taken[:0]], out=swap.taken)
@@ -131,10 +149,5 @@ class _Swapped(torch.autograd.Function):
         swap.saw_gradient(grad)
         to_others, own_grad = grad.split_with_sizes([swap.taken.numel(), swap.num_asked[-1]])
         message = swap.send(to_others, swap.num_asked, swap.num_given, scale=scale)
-        grad_W = [*swap.received(message, scale), own_grad]
-        grad_WG = [swap.rows_G(*of_rank) for of_rank in zip(grad_W, swap.row_WG, strict=True)]
-        for index, group in enumerate(swap.groups):
-            row_N = torch.cat([row_G[index] for row_G in swap.row_WG])
-            grad_ND = torch.cat([grad_G[index] for grad_G in grad_WG])
-            group.take(row_N, grad_ND.div_(len(grad_W)))
-        return None, None, *(None for _ in ctx.needs_input_grad[2:])
+        swap.update([*swap.received(message, scale), own_grad])
+        return None, None, None

@@ -21,13 +21,17 @@ if TYPE_CHECKING:
 class TorchRecExchange(Exchange):
     """See the top of the file."""
 
-    def __init__(self, tables: ShardedEmbeddingCollection, names: list[str]) -> None:
+    def __init__(
+        self, tables: ShardedEmbeddingCollection, names: list[str], device: torch.device
+    ) -> None:
         super().__init__()
         self._tables = tables
         self._names = names
+        self._device = device
 
     def announce(self, episodes: "Arranged") -> "Arranged":
         """Start TorchRec's distribution of the ids, and return the episodes with it under way."""
+        episodes = episodes.to(self._device)
         # Lengths of one id each and stride 1: every table's ids are one jagged sample.
         ids = KeyedJaggedTensor(
             keys=self._names,

@@ -1,10 +1,13 @@
-"""Our exchange, for the CPU: ids go out to the ranks that hold their rows, the rows come back, and
-their gradients go the same way again.
+"""Our exchange, on any device: ids go out to the ranks that hold their rows, the rows come back,
+and their gradients go the same way again.
 
 One AlltoAll each way a step, whatever the kinds of sharding: support and query together, each id
 once. A rank's own rows enter no collective. An id travels as its row number within the shard that
 holds it, in 4 bytes where that is enough. Who is to get how many ids is announced before: the ids
 of a step can then travel while another step computes.
+
+Ids travel and are sorted on the host, where a batch has them, and rows between the devices: every
+size is known before a kernel is launched, so that the host waits for none.
 
 Shape suffixes: U ids that a rank asks for, N rows that it gives out, W ranks: the others in order,
 then this one; S shards that it holds, G groups of tables that these are in, D embedding width.
@@ -15,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from gmeta.batches.accumulate import Arranged
 from gmeta.batches.episodes import RowFetch
+from gmeta.batches.transfer import moved
 from gmeta.internals import TableKernel, table_kernels
 from gmeta.parallel.exchange.exchange import Exchange
 from gmeta.parallel.exchange.routes import Asked, Ints, Routes, Shard
@@ -29,7 +32,8 @@ from gmeta.parallel.exchange.row_swap import RowSwap
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.transport.transport import Swap
 from gmeta.tables.sharding import WireDtype
-from gmeta.tables.updates import FastGroup
+from gmeta.tables.updates import FastGroup, GivenRows
+from gmeta_models.table_projections import filled_UD
 
 KINDS = ("row_wise", "table_wise", "column_wise")
 WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -40,9 +44,8 @@ class WireExchange(Exchange):
 
     def __init__(
         self,
-        tables: ShardedEmbeddingCollection,
+        tables: nn.Module,
         plan: EmbeddingModuleShardingPlan,
-        width: int,
         wire_dtype: WireDtype,
         ranks: Ranks,
     ) -> None:
@@ -61,12 +64,13 @@ class WireExchange(Exchange):
             for shard in sharding.sharding_spec.shards
         ]
         self.ranks = ranks
-        self.routes = Routes(shards, ranks.rank, ranks.world_size, width)
+        self.routes = Routes(shards, ranks.rank, ranks.world_size)
         self.wire_dtype = WIRE_DTYPES.get(wire_dtype)
         places = _places_of_shards(list(table_kernels(tables)), list(plan))
         own = self.routes.of_peer[-1]
         mine = [places[s.table, s.first_row, s.first_column] for s in own]
-        # Shards of one group stand together, because a group serves one kind of sharding.
+        # Shards of one group stand together, because a group serves one kind of sharding
+        # and one width.
         self.groups = list(dict.fromkeys(group for group, _ in mine))
         self.is_of_group_SG = np.array(
             [[group is other for other in self.groups] for group, _ in mine], np.int64
@@ -80,7 +84,7 @@ class WireExchange(Exchange):
         return the episodes with their rows on the way.
         """
         asked = self.routes.ask(episodes.unique_ids_U, episodes.unique_lengths_B)
-        return episodes.fetched_by(_WireFetch(self, asked))
+        return episodes.to(self.ranks.device).fetched_by(_WireFetch(self, asked))
 
 
 class _WireFetch(RowFetch):
@@ -93,6 +97,8 @@ class _WireFetch(RowFetch):
         self._swap: Swap | None = None  # what is under way: the counts, then the ids
         self._sent = False
         self._rows: RowSwap | None = None
+        # Where each id's row comes to stand, on the device once the rows are looked up.
+        self._place_U, self._id_U = asked.place_U, asked.id_U
         others = len(routes.of_peer) - 1
         remote_counts_S, own_counts_S = np.split(
             asked.counts_S, [len(asked.counts_S) - routes.num_local]
@@ -125,13 +131,16 @@ class _WireFetch(RowFetch):
         """Wait for the ids that the others ask for, look their rows up and let them travel."""
         if not self._sent:
             self.send()
-        exchange = self._exchange
+        exchange, device = self._exchange, self._exchange.ranks.device
+        numbers = self._rows_to_give_G(), self._asked.place_U, self._asked.id_U
+        given_G, self._place_U, self._id_U = moved(numbers, device)
         self._rows = RowSwap(
             exchange.ranks.transport,
             exchange.groups,
+            device,
             exchange.wire_dtype,
-            self._rows_to_give_WG(),
-            (self._counts_WS @ exchange.columns_S).tolist(),
+            given_G,
+            (self._counts_WS @ exchange.is_of_group_SG).tolist(),
             self._asked_of_rank(exchange.routes.columns_SW),
             exchange.saw_gradient,
         )
@@ -144,9 +153,9 @@ class _WireFetch(RowFetch):
         assert rows is not None
         # A power of two changes no digit.
         rows_UD = self._put_together(rows.values(2.0 ** -round(math.log2(gradient_unit))))
-        if self._asked.place_U is None:
+        if self._place_U is None:
             return rows_UD
-        in_order_UD: Tensor = _Permuted.apply(rows_UD, self._asked.place_U, self._asked.id_U)
+        in_order_UD: Tensor = _Permuted.apply(rows_UD, self._place_U, self._id_U)
         return in_order_UD
 
     def _asked_of_rank(self, values_of_id_SW: Ints) -> list[int]:
@@ -154,37 +163,48 @@ class _WireFetch(RowFetch):
         values_W: list[int] = (self._asked.counts_S @ values_of_id_SW).tolist()
         return values_W
 
-    def _rows_to_give_WG(self) -> list[list[Tensor]]:
-        """Return the rows that each rank asks of this one, by their numbers within each group."""
+    def _rows_to_give_G(self) -> tuple[GivenRows, ...]:
+        """Return the rows of each group that the ranks ask of this one, rank by rank."""
         exchange, ids = self._exchange, self._own_ids
         if self._swap is not None:
             ids = torch.cat([*self._swap.parts(), ids])
             self._swap = None
         row_N = np.repeat(exchange.first_row_WS, self._counts_WS.reshape(-1))
         row_N += ids.numpy()
-        counts_WG = self._counts_WS @ exchange.is_of_group_SG
-        rows = iter(torch.from_numpy(row_N).split_with_sizes(counts_WG.reshape(-1).tolist()))
-        return [[next(rows) for _ in counts_G] for counts_G in counts_WG]
+        num_ranks = len(self._counts_WS)
+        if len(exchange.groups) > 1:
+            counts_WG = self._counts_WS @ exchange.is_of_group_SG
+            group_N = np.repeat(
+                np.tile(np.arange(counts_WG.shape[1]), num_ranks), counts_WG.ravel()
+            )
+            row_GN = [row_N[group_N == index] for index in range(counts_WG.shape[1])]
+        else:
+            row_GN = [row_N] * len(exchange.groups)
+        # A rank asks for each row once.
+        pairs = zip(exchange.groups, row_GN, strict=True)
+        return tuple(group.given(rows, may_repeat=num_ranks > 1) for group, rows in pairs)
 
     def _put_together(self, flat: Tensor) -> Tensor:
-        """Return the fetched rows [U, D] from the values that the ranks gave."""
+        """Return the fetched rows [U, D] from the values that the ranks gave; behind those of
+        narrower tables are zeros, which did not travel.
+        """
         routes = self._exchange.routes
-        if not routes.cut_tables:
-            return flat.view(-1, routes.width)
+        if routes.is_even and not routes.cut_tables:
+            return flat.view(-1, routes.widest)
         values = flat.split_with_sizes((self._asked.counts_S * routes.columns_S).tolist())
         whole: list[Tensor] = []
         parts: dict[int, list[tuple[int, Tensor]]] = {table: [] for table in routes.cut_tables}
-        for shard, of_shard in zip(routes.shards, values, strict=True):
+        for shard, is_cut, of_shard in zip(routes.shards, routes.is_cut_S, values, strict=True):
             rows = of_shard.view(-1, shard.num_columns)
-            if shard.num_columns == routes.width:
-                whole.append(rows)
-            else:
+            if is_cut:
                 parts[shard.table].append((shard.first_column, rows))
+            else:
+                whole.append(rows)
         joined = [
             torch.cat([rows for _, rows in sorted(parts[table], key=lambda part: part[0])], dim=1)
             for table in routes.cut_tables
         ]
-        return torch.cat([*whole, *joined])
+        return torch.cat([filled_UD(rows, routes.widest) for rows in (*whole, *joined)])
 
 
 class _Permuted(torch.autograd.Function):
@@ -210,9 +230,9 @@ def _places_of_shards(
     places = {}
     for kernel in kernels:
         group = FastGroup(kernel.group)
-        first_value_B = kernel.group.weights_offsets.tolist()
-        for table, first_value in zip(kernel.tables, first_value_B, strict=True):
+        starts_B = kernel.group.first_row_of_table
+        for table, first_row_of_table in zip(kernel.tables, starts_B, strict=True):
             first_row, first_column = table.local_metadata.shard_offsets
             place = names.index(table.name), first_row, first_column
-            places[place] = group, first_value // table.local_cols
+            places[place] = group, first_row_of_table
     return places

@@ -218,7 +218,7 @@ class SharedMemory(Transport):
         self._next = 0
         self._open: dict[int, None] = {}  # messages that this rank will read
 
-    def outgoing(self, num_values: int, dtype: torch.dtype) -> Tensor:
+    def outgoing(self, num_values: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Reserve memory that all peers can read."""
         return self._outbox.reserve(num_values, dtype, self._read_by_all())
 

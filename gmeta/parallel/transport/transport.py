@@ -1,4 +1,5 @@
-"""What carries a step's messages between the ranks on a CPU: gloo, or memory that they share.
+"""What carries a step's messages between the ranks: gloo, or memory that they share; NCCL between
+GPUs.
 
 Every rank makes the same calls in the same order; what a call returns may be waited for in any
 order, or not at all.
@@ -33,11 +34,11 @@ class Swap(ABC):
 class Transport(ABC):
     """Swaps and sums between all ranks of the job."""
 
-    def outgoing(self, num_values: int, dtype: torch.dtype) -> Tensor:
+    def outgoing(self, num_values: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory [num_values] for values that the next call gives: from there they need not
         be copied. It keeps them while what that call returns lives.
         """
-        return torch.empty(num_values, dtype=dtype)
+        return torch.empty(num_values, dtype=dtype, device=device)
 
     @abstractmethod
     def swap(
@@ -60,7 +61,11 @@ class Transport(ABC):
 
 @final
 class Gloo(Transport):
-    """Over TCP, between any hosts. `rows` carries the swaps and `control` the sums."""
+    """Over TCP, between any hosts. `rows` carries the swaps and `control` the sums.
+
+    Values on a GPU go through the job's own group, NCCL: nothing here waits for them, only the
+    stream does.
+    """
 
     def __init__(self, rows: dist.ProcessGroup, control: dist.ProcessGroup) -> None:
         self._rows = rows
@@ -73,7 +78,7 @@ class Gloo(Transport):
         counts_taken: Sequence[int],
         taken: Tensor | None = None,
     ) -> "_GlooSwap":
-        """Start one AlltoAll over the `rows` group."""
+        """Start one AlltoAll."""
         own = self._rows.rank()
         taken = given.new_empty(sum(counts_taken)) if taken is None else taken
         work: dist.Work = dist.all_to_all_single(
@@ -82,7 +87,7 @@ class Gloo(Transport):
             # gloo counts every rank; what a rank keeps for itself does not travel.
             [*counts_taken[:own], 0, *counts_taken[own:]],
             [*counts_given[:own], 0, *counts_given[own:]],
-            group=self._rows,
+            group=self._rows if given.device.type == "cpu" else None,
             async_op=True,
         )
         return _GlooSwap(work, taken, counts_taken)

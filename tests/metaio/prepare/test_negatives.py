@@ -220,8 +220,9 @@ def test_a_task_with_nearly_all_items_gets_those_that_are_left_or_is_refused(
     [
         (
             {"item": "item", "columns": ["colour"]},
-            "negatives names the column colour, which is no [[single]], [[multi]] or [[dense]] "
-            "column: no input would change with the item. Add the column, or take the name out",
+            "negatives names the column colour, which is no [[single]], [[multi]], [[dense]] "
+            "or [[vector]] column: no input would change with the item. Add the column, or take "
+            "the name out",
         ),
         (
             {"item": "user"},

@@ -143,8 +143,9 @@ def test_a_file_that_was_altered_is_told(tmp_path: Path) -> None:
         ),
         (
             {"column": "film", "columns": ["director"]},
-            "item.columns names director, which is no [[single]], [[multi]] or [[dense]] column: "
-            "no input would change with the item. Add the column, or take the name out",
+            "item.columns names director, which is no [[single]], [[multi]], [[dense]] or "
+            "[[vector]] column: no input would change with the item. Add the column, or take the "
+            "name out",
         ),
     ],
 )

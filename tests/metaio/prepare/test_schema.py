@@ -47,7 +47,7 @@ def test_columns_are_listed_once() -> None:
         (
             {"single": [{"column": "a", "zzz": 1}]},
             "schema key single.zzz is unknown; allowed are column, table, hash, vocabulary, null, "
-            "separator, type",
+            "separator, type, width",
         ),
         (
             {"label": {}},
@@ -120,7 +120,8 @@ def test_columns_are_listed_once() -> None:
         ),
         (
             {"single": []},
-            "the schema has no [[single]], [[multi]] or [[dense]] column. Add at least one",
+            "the schema has no [[single]], [[multi]], [[dense]] or [[vector]] column. "
+            "Add at least one",
         ),
         (
             {"single": [{"column": "a", "hash": 9, "vocabulary": 1}]},
@@ -140,6 +141,20 @@ def test_columns_are_listed_once() -> None:
             {"single": [{"column": "a", "hash": 9}, {"column": "b", "table": "a", "hash": 8}]},
             "column b and another column of table a differ in hash or vocabulary. Columns that "
             "share a table must agree",
+        ),
+        (
+            {"single": [{"column": "a", "hash": 9, "width": 6}]},
+            "column a has width 6; multiples of 4 up to 65536 are allowed. Change it",
+        ),
+        (
+            {
+                "single": [
+                    {"column": "a", "hash": 9, "width": 8},
+                    {"column": "b", "table": "a", "hash": 9},
+                ]
+            },
+            "column b and another column of table a differ in width. Columns that share a table "
+            "must agree",
         ),
         (
             {"dense": [{"column": "a"}, {"column": "a"}]},

@@ -1,0 +1,57 @@
+"""Projections of narrow tables to the width that a model takes: mixed-dimension embeddings.
+
+Ginart et al., "Mixed Dimension Embeddings with Application to Memory-Efficient Recommendation
+Systems", ISIT 2021 (arXiv 1909.11810), section 3: e = P r for a row r, without a bias.
+
+Shape suffixes: U fetched rows of all tables, D the model's width, W a table's own.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+
+class TableProjections(nn.Module):
+    """A linear layer [D, W] for each narrow table; tables of the model's width stay as they are.
+
+    `width_of` are the widths of all tables in their order, by names that modules may have. Weights
+    start with the variance 1 / W: projected rows then vary as those of a wide table do.
+    """
+
+    def __init__(self, width_of: Mapping[str, int], dim: int) -> None:
+        super().__init__()
+        self._names = tuple(width_of)
+        self.narrow = tuple(place for place, width in enumerate(width_of.values()) if width < dim)
+        narrow = {name: width for name, width in width_of.items() if width < dim}
+        self.layers = nn.ModuleDict(
+            {name: nn.Linear(width, dim, bias=False) for name, width in narrow.items()}
+        )
+        for layer in self.layers.values():
+            weight = cast(nn.Linear, layer).weight
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+
+    def of_table(self, place: int, rows_UD: Tensor) -> Tensor:
+        """Return rows of one table, as a model takes them: [U, D]; behind a narrow table's own
+        values they hold anything.
+        """
+        name = self._names[place]
+        if name not in self.layers:
+            return rows_UD
+        layer = cast(nn.Linear, self.layers[name])
+        projected_UD: Tensor = layer(rows_UD[:, : layer.in_features])
+        return projected_UD
+
+    def forward(self, rows_UD: Tensor, rows_of_tables: Sequence[int]) -> Tensor:
+        """Return the rows of all tables, which stand table by table, as a model takes them."""
+        if not self.layers:
+            return rows_UD
+        parts = rows_UD.split(list(rows_of_tables))
+        return torch.cat([self.of_table(place, part) for place, part in enumerate(parts)])
+
+
+def filled_UD(rows_UD: Tensor, width: int) -> Tensor:
+    """Return rows of a table with zeros behind them, up to this width."""
+    return rows_UD if rows_UD.shape[1] == width else pad(rows_UD, (0, width - rows_UD.shape[1]))
