@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torchrec import EmbeddingCollection
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.sharding_plan import (
@@ -213,6 +214,8 @@ def _run_planner(
     constraints = {
         name: ParameterConstraints(
             sharding_types=[kind] if kind else list(choice),
+            # Of its own accord it would put rows into the host's memory, for fbgemm's kernels.
+            compute_kernels=[EmbeddingComputeKernel.FUSED.value] if exchange == "host" else None,
             min_partition=tables.embedding_dim() // ranks.world_size
             if kind == "column_wise"
             else None,
