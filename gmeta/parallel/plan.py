@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingCollection
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.sharding_plan import (
@@ -232,6 +233,8 @@ def _run_planner(
     constraints = {
         table.name: ParameterConstraints(
             sharding_types=[kind] if (kind := kinds[table.name]) else list(choice),
+            # Of its own accord it would put rows into the host's memory, for fbgemm's kernels.
+            compute_kernels=[EmbeddingComputeKernel.FUSED.value] if exchange == "host" else None,
             min_partition=table.embedding_dim // ranks.world_size
             if kinds[table.name] == "column_wise"
             else None,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.planner.types import PlannerError
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
@@ -18,7 +19,13 @@ from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.errors import ConfigError
 from gmeta.outer.optimizers import build_optimizer
-from gmeta.parallel.plan import check_clipping, make_plan, plan_lines, plan_of_tables
+from gmeta.parallel.plan import (
+    _run_planner,
+    check_clipping,
+    make_plan,
+    plan_lines,
+    plan_of_tables,
+)
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta.runs.progress import Progress
@@ -290,6 +297,18 @@ def test_the_short_form_of_a_plan_names_six_tables_and_what_each_rank_holds() ->
 def test_the_short_form_of_a_plan_of_no_shards_holds_nothing() -> None:
     copied = {"item": described("data_parallel")}
     assert plan_lines({"world_size": 1, "tables": copied}) == ["tables data_parallel: 1 (item)"]
+
+
+def test_the_planner_leaves_rows_of_our_exchange_in_the_gpus_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a table of 64 MB on a GPU of 40 MB: with fbgemm's kernels the host's memory takes it."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (40 << 20, 40 << 20))
+    arguments = tables_of(16, rows=1_000_000), {"item": None}
+    plan = _run_planner(*arguments, "torchrec", 16, ranks_on("cuda", 1))
+    assert "uvm" in plan["item"].compute_kernel
+    with pytest.raises(PlannerError):
+        _run_planner(*arguments, "host", 16, ranks_on("cuda", 1))
 
 
 def refusal_of_planner(ranks: Ranks) -> str:
