@@ -193,6 +193,11 @@ class RunConfig:
         True, "write while training goes on; costs a copy of the rank's state in host memory"
     )
     keep_last: int = key(2, "checkpoints kept", min=1)
+    mirror: str = key(
+        "",
+        "URL, as s3://bucket/run, that gets a copy of every checkpoint; --resume in an empty "
+        "run.dir goes on from there",
+    )
     keep_best: bool = key(True, "take and keep a checkpoint of the best validation as well")
     valid_every_steps: int = key(
         0, "score data.valid_split after so many steps; 0: every epoch", min=0

@@ -18,6 +18,7 @@ from gmeta.batches.labels import check_first_labels, labels_checked
 from gmeta.build import all_plugins_of, build
 from gmeta.checkpoints.beginning import beginning_of
 from gmeta.checkpoints.loader import restore_replaced
+from gmeta.checkpoints.mirror import fetch_run
 from gmeta.checkpoints.settled import settled_by_first
 from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import TrainConfig
@@ -58,6 +59,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     Raises:
         StoppedError: SIGTERM asked a rank to stop; a checkpoint holds every step that was done.
     """
+    by_first(lambda: fetch_run(config.run.mirror, Path(config.run.dir)), ranks)
     config = settled_by_first(config, ranks)
     if config.run.deterministic:
         make_deterministic()

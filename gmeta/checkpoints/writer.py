@@ -29,6 +29,7 @@ from gmeta.checkpoints.loader import (
     state_of,
     tied_config,
 )
+from gmeta.checkpoints.mirror import Mirror
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
 from gmeta.files.checksums import FileEntry, describe_file
@@ -52,7 +53,7 @@ class CheckpointWriter:
     has that name.
     `lineage` are the increments that the model is trained on, of which the last one goes on.
     Without `run.checkpoint_in_background` a step waits until its checkpoint is written, and no copy
-    is made.
+    is made. Where the config names a mirror, that gets what is committed.
     """
 
     def __init__(
@@ -66,6 +67,9 @@ class CheckpointWriter:
         lineage: Lineage = (),
     ) -> None:
         self._folder = folder
+        self._mirror: Mirror | None = None
+        if config.run.mirror and ranks.rank == 0:
+            self._mirror = Mirror(config.run.mirror, Path(config.run.dir))
         self._sharded = sharded
         self._optimizer = optimizer
         # Its own group: the thread's messages must not meet those of the steps.
@@ -142,6 +146,8 @@ class CheckpointWriter:
         # After an error a rank may be gone, and the thread would wait for it.
         if kind is None:
             self.finish()
+            if self._mirror is not None:
+                self._mirror.finish()
 
     def _conclude(self) -> None:
         if self._error is not None:
@@ -179,6 +185,8 @@ class CheckpointWriter:
             )
         else:
             self._error = None
+            if self._mirror is not None:
+                self._mirror.put(final)
 
     def _commit(
         self,

@@ -87,3 +87,7 @@ def _check_run_folder(config: TrainConfig, resume: bool) -> None:
             f"run.dir = {str(root)!r} is not empty: a new run needs a new folder. "
             "Choose another run.dir, or add --resume to go on from its newest checkpoint"
         )
+    if config.run.mirror and not (resume or restarted):
+        from gmeta.checkpoints.mirror import check_new_mirror
+
+        check_new_mirror(config.run.mirror, root)

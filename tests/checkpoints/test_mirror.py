@@ -1,0 +1,135 @@
+"""A run goes on from the copy that its mirror has, and from no half of one."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from gmeta.checkpoints.files import PROGRESS_FILE
+from gmeta.checkpoints.mirror import Mirror, check_new_mirror, fetch_run
+from gmeta.config import TrainConfig, config_from_dict
+from gmeta.errors import GMetaError, UserError
+from gmeta.parallel.ranks import Ranks
+from gmeta.runs.folder import CONFIG_FILE, RunFolder, list_checkpoints
+from gmeta.train import train
+from tests.commands import metrics
+from tests.distributed.harness import on_ranks
+
+URL = "memory://bucket/run"
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    store = fsspec.filesystem("memory")
+    yield store
+    if store.exists("/bucket"):
+        store.rm("/bucket", recursive=True)
+
+
+def run_at(root: Path, *steps: int) -> Path:
+    """A run folder with checkpoints of these steps, of three files each."""
+    for step in steps:
+        folder = root / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        for name in ("__0_0.distcp", "tables", PROGRESS_FILE):
+            (folder / name).write_text(f"{name} of {step}")
+    (root / CONFIG_FILE).write_text("{}")
+    return root
+
+
+def put(root: Path, url: str = URL) -> Mirror:
+    mirror = Mirror(url, root)
+    mirror.put(list_checkpoints(RunFolder(root).checkpoints)[-1])
+    return mirror
+
+
+def test_the_newest_checkpoint_comes_back_as_it_was(store: Any, tmp_path: Path) -> None:
+    root = run_at(tmp_path / "run", 10)
+    put(root)
+    run_at(root, 20)
+    put(root)
+    fetch_run(URL, tmp_path / "other")
+    there = sorted((root / "checkpoints" / "step-00000020").iterdir())
+    here = sorted((tmp_path / "other" / "checkpoints" / "step-00000020").iterdir())
+    assert [(p.name, p.read_bytes()) for p in there] == [(p.name, p.read_bytes()) for p in here]
+    assert (tmp_path / "other" / CONFIG_FILE).exists()
+
+
+def test_the_mirror_keeps_what_the_run_keeps(store: Any, tmp_path: Path) -> None:
+    root = run_at(tmp_path / "run", 10)
+    put(root)
+    shutil.rmtree(root / "checkpoints" / "step-00000010")
+    run_at(root, 20, 30)
+    mirror = put(root)
+    assert mirror.checkpoints() == ["step-00000030"]
+    assert not store.exists("/bucket/run/checkpoints/step-00000010")
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "tables", PROGRESS_FILE])
+def test_an_upload_that_breaks_off_leaves_the_checkpoint_before(
+    store: Any, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = run_at(tmp_path / "run", 10)
+    mirror = put(root)
+    run_at(root, 20)
+    upload = type(store).put_file
+
+    def broken(self: Any, lpath: str, rpath: str, **rest: Any) -> None:
+        if lpath.endswith(name):
+            raise OSError("no route to host")
+        upload(self, lpath, rpath, **rest)
+
+    monkeypatch.setattr(type(store), "put_file", broken)
+    mirror.put(root / "checkpoints" / "step-00000020")
+    assert mirror.checkpoints() == ["step-00000010"]
+    with pytest.raises(GMetaError) as caught:
+        mirror.finish()
+    assert str(caught.value) == (
+        "run.mirror = 'memory://bucket/run' cannot be reached: no route to host. Look at the "
+        "place and the credentials"
+    )
+    monkeypatch.undo()
+    mirror.finish()
+    assert mirror.checkpoints() == ["step-00000010", "step-00000020"]
+
+
+def test_a_new_run_finds_no_other_at_its_mirror(store: Any, tmp_path: Path) -> None:
+    check_new_mirror(URL, tmp_path / "new")
+    put(run_at(tmp_path / "run", 10))
+    with pytest.raises(UserError, match="holds a run already, up to step-00000010"):
+        check_new_mirror(URL, tmp_path / "new")
+
+
+def config_of(root: Path, data: Path, steps: int) -> TrainConfig:
+    return config_from_dict(
+        {
+            "data": {"path": str(data), "tasks_per_step": 16},
+            "model": {"hidden": [8], "embedding_dim": 4},
+            "run": {
+                "dir": str(root),
+                "max_steps": steps,
+                "checkpoint_every_steps": 2,
+                "mirror": URL,
+            },
+        }
+    )
+
+
+def lost_and_found(ranks: Ranks, root: Path, data: Path) -> list[str]:
+    """Train, lose the folder and train on, in one process: the store lives in its memory."""
+    train(config_of(root, data, 4), ranks)
+    shutil.rmtree(root)
+    train(config_of(root, data, 6), ranks)
+    return Mirror(URL, root).checkpoints()
+
+
+@pytest.mark.distributed
+def test_a_machine_that_lost_its_disk_trains_the_same_run(tmp_path: Path, click_logs: Path) -> None:
+    root = tmp_path / "run"
+    ((*_, newest),) = on_ranks(1, lost_and_found, root, click_logs)
+    assert newest == "step-00000006"
+    # The log came along, up to the checkpoint.
+    assert [line["step"] for line in metrics(root) if "loss" in line][-2:] == [4, 6]
