@@ -130,6 +130,32 @@ def batch_of(tasks: Sequence[Task], features: Features) -> TaskBatch:
     )
 
 
+def ids_twice(batch: TaskBatch) -> TaskBatch:
+    """The batch with every id standing twice, as where two blocks of a batch hold it: every other
+    task takes its rows from the second place.
+    """
+    ids_B = batch.unique_ids_U.split(batch.unique_lengths_B.tolist())
+    length_U = torch.repeat_interleave(batch.unique_lengths_B, batch.unique_lengths_B)
+    table_U = torch.repeat_interleave(batch.unique_lengths_B)
+    start_U = (batch.unique_lengths_B.cumsum(0) - batch.unique_lengths_B)[table_U]
+    is_second_N = torch.repeat_interleave(
+        torch.arange(batch.num_tasks) % 2, batch.row_offsets_T1.diff()
+    )
+    is_second_V = torch.repeat_interleave(is_second_N, batch.multi_lengths_NM.sum(dim=1))
+
+    def moved(position: Tensor, is_second: Tensor) -> Tensor:
+        there = position + start_U[position] + is_second * length_U[position]
+        return there.to(position.dtype)
+
+    return replace(
+        batch,
+        unique_ids_U=torch.cat([ids for of_table in ids_B for ids in (of_table, of_table)]),
+        unique_lengths_B=2 * batch.unique_lengths_B,
+        positions_NF=moved(batch.positions_NF, is_second_N[:, None]),
+        multi_positions_V=moved(batch.multi_positions_V, is_second_V),
+    )
+
+
 def rows_inputs(
     task: Task, features: Features, tables: dict[str, Tensor], rows: range
 ) -> RowInputs:

@@ -180,13 +180,12 @@ class FastGroup:
         # The last place of each row among those given out: written before it is read.
         self._last_R: npt.NDArray[np.int32] | None = None
 
-    def given(self, row_N: Ints, may_repeat: bool) -> GivenRows:
+    def given(self, row_N: Ints) -> GivenRows:
         """Return these rows as `update` takes them, on the host: there it is known without waiting
-        for a device which of them stand several times, if any may.
+        for a device which of them stand several times. One rank alone may ask so, too: the blocks
+        of a batch each bring their ids.
         """
         rows = torch.from_numpy(row_N)
-        if not may_repeat:
-            return GivenRows(rows, None)
         if self._last_R is None:
             self._last_R = np.empty(len(self.rows.values_RD), np.int32)
         # In a tenth of the time of `summed_by_row`, which sorts: again a fifth of a step.

@@ -59,7 +59,10 @@ def state_after(
         # A rank without a task takes part in every exchange.
         num_tasks = max(0, 3 - ranks.rank)
         tasks = [reference.random_task(features, 4, 3, rng) for _ in range(num_tasks)]
-        episodes = learner.arrange(reference.batch_of(tasks, features))
+        batch = reference.batch_of(tasks, features)
+        if step == 1:
+            batch = reference.ids_twice(batch)
+        episodes = learner.arrange(batch)
         optimizer.begin_step(step, 3)
         sharded(episodes, weight=1.0).backward()
         optimizer.step()

@@ -95,7 +95,7 @@ def test_rows_take_steps_with_the_sum_of_their_gradients(
             mine = {name: values[row] for name, values in state.items()}
             grad = grad_ND[rows == row].sum(dim=0)
             weights[row] = stepped(optimizer, step + 1, weights[row], grad, mine)
-        group.update(group.given(rows.numpy(), ranks > 1), grad_ND)
+        group.update(group.given(rows.numpy()), grad_ND)
         assert torch.equal(grad_ND, before)
     torch.testing.assert_close(tables.values_RD, weights, rtol=1e-12, atol=1e-12)
     for name, values in state.items():
@@ -121,7 +121,7 @@ def test_steps_on_all_rows_are_those_of_torchs_optimizer(
     for step in range(STEPS):
         tables.set_optimizer_step(step)
         grad_ND = random_gradients(row_N, step)
-        group.update(group.given(row_N.numpy(), may_repeat=False), grad_ND)
+        group.update(group.given(row_N.numpy()), grad_ND)
         dense.grad = torch.empty_like(grad_ND).index_copy_(0, row_N, grad_ND)
         expected.step()
     torch.testing.assert_close(tables.values_RD, dense.detach(), rtol=1e-12, atol=1e-12)
@@ -142,7 +142,7 @@ def test_an_update_without_rows_changes_nothing(optimizer: EmbOptimType) -> None
     tables = some_tables(optimizer)
     before = tables.values_RD.clone()
     group, nobody = FastGroup(tables), torch.zeros(0, dtype=torch.int64)
-    group.update(group.given(nobody.numpy(), may_repeat=True), random_gradients(nobody))
+    group.update(group.given(nobody.numpy()), random_gradients(nobody))
     assert torch.equal(tables.values_RD, before)
     assert not any(values.any() for values in tables.state.values())
 
@@ -162,7 +162,7 @@ def test_two_updates_of_one_step_both_move_the_rows() -> None:
     before = tables.values_RD.clone()
     # As in a step of several batches with clipping.
     for _ in range(2):
-        given = group.given(row_N.numpy(), may_repeat=True)
+        given = group.given(row_N.numpy())
         group.update(given, torch.ones(2, WIDTH, dtype=torch.float64))
     moved = before - tables.values_RD
     expected = torch.zeros_like(moved).index_fill_(0, row_N, 2 * RATE)

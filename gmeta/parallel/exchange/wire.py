@@ -180,9 +180,8 @@ class _WireFetch(RowFetch):
             row_GN = [row_N[group_N == index] for index in range(counts_WG.shape[1])]
         else:
             row_GN = [row_N] * len(exchange.groups)
-        # A rank asks for each row once.
         pairs = zip(exchange.groups, row_GN, strict=True)
-        return tuple(group.given(rows, may_repeat=num_ranks > 1) for group, rows in pairs)
+        return tuple(group.given(rows) for group, rows in pairs)
 
     def _put_together(self, flat: Tensor) -> Tensor:
         """Return the fetched rows [U, D] from the values that the ranks gave; behind those of
