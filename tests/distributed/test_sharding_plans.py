@@ -305,7 +305,7 @@ def test_the_planner_leaves_rows_of_our_exchange_in_the_gpus_memory(
     """Of a table of 64 MB on a GPU of 40 MB: with fbgemm's kernels the host's memory takes it."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (40 << 20, 40 << 20))
     arguments = tables_of(16, rows=1_000_000), {"item": None}
-    plan = _run_planner(*arguments, "torchrec", 16, ranks_on("cuda", 1))
+    plan = plan_of_tables(_run_planner(*arguments, "torchrec", 16, ranks_on("cuda", 1)))
     assert "uvm" in plan["item"].compute_kernel
     with pytest.raises(PlannerError):
         _run_planner(*arguments, "host", 16, ranks_on("cuda", 1))
