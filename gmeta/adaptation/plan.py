@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
 from gmeta.adaptation.config import AlgorithmConfig, InnerPath
-from gmeta_models.gated import row_layers
+from gmeta_models.gated import head_layers, row_layers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,7 +32,7 @@ class AdaptationPlan:
     config: AlgorithmConfig
     layers: Mapping[str, nn.Linear]  # those that adapt, by name
     paths: Mapping[str, InnerPath]  # of each of them, as the config says
-    head: str = ""  # the layer that makes the output, whether it adapts or not
+    heads: tuple[str, ...] = ()  # the layers that make the outputs, whether they adapt or not
 
     @classmethod
     def of(
@@ -51,18 +51,19 @@ class AdaptationPlan:
                 'nothing would adapt. Set one of them, or algorithm.name = "none" with any of '
                 "them for the plain baseline"
             )
-        head = list(row_layers(model))[-1]
-        if config.bias_rate != 1.0 and head not in layers:
+        heads = tuple(head_layers(model))
+        still = [head for head in heads if head not in layers]
+        if config.bias_rate != 1.0 and still:
             raise ValueError(
-                f"algorithm.bias_rate = {config.bias_rate}, but the last layer, {head}, does not "
-                "adapt. Add it to algorithm.adapt_layers, or leave bias_rate at 1"
+                f"algorithm.bias_rate = {config.bias_rate}, but the last layer, {still[0]}, does "
+                "not adapt. Add it to algorithm.adapt_layers, or leave bias_rate at 1"
             )
         paths = paths_of_layers(config, list(layers)) if takes_steps else {}
-        return cls(config, layers, paths, head)
+        return cls(config, layers, paths, heads)
 
     def bias_rate(self, name: str) -> float:
         """Return by how much faster than its weights the bias of this layer adapts."""
-        return self.config.bias_rate if name == self.head else 1.0
+        return self.config.bias_rate if name in self.heads else 1.0
 
     @property
     def adapts(self) -> bool:

@@ -64,7 +64,7 @@ class CBML(GatedModel):
     def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
         super().__init__()
         self.pooling = config.pooling
-        width = (sizes.num_single + sizes.num_multi) * config.embedding_dim + sizes.num_dense
+        width = sizes.side_by_side(config.embedding_dim)
         outputs = {
             f"decision.{2 * index}": width_out
             for index, width_out in enumerate([*config.hidden, 1])

@@ -14,8 +14,8 @@ class ModelConfig:
 
     name: str = key(
         "dlrm",
-        "dlrm, melu, cbml or din; or a model of your own, by an entry point of the group "
-        "gmeta.models or as package.module:Class",
+        "dlrm, melu, cbml, din, deepfm, dcnv2, mmoe or ple; or a model of your own, by an entry "
+        "point of the group gmeta.models or as package.module:Class",
     )
     # fbgemm's kernels read a row four values at a time.
     embedding_dim: int = key(
@@ -43,6 +43,19 @@ class ModelConfig:
     attention: tuple[int, ...] = key(
         (36,), "din: hidden widths of the MLP that weighs the history's entries", min=1
     )
+    cross_layers: int = key(3, "dcnv2: cross layers", min=1)
+    cross_rank: int = key(
+        0, "dcnv2: rank of the matrices of the cross layers; 0: they are whole", min=0
+    )
+    structure: Literal["stacked", "parallel"] = key(
+        "stacked", "dcnv2: the MLP above the cross layers, or beside them"
+    )
+    experts: int = key(4, "mmoe, ple: experts that all outputs share; ple: a level", min=1)
+    own_experts: int = key(2, "ple: experts of each output alone, a level", min=1)
+    expert: tuple[int, ...] = key(
+        (64,), "mmoe, ple: widths of the layers of an expert; hidden are those of a tower", min=1
+    )
+    levels: int = key(2, "ple: levels of experts", min=1)
     options: dict[str, Any] = key(dict, "settings of a model of your own, by its `Options`")
 
 
@@ -56,9 +69,11 @@ class SparseColumn:
 
 @dataclass(frozen=True)
 class InputSizes:
-    """How many columns of each kind a dataset has: F single-id, M multi-id, K dense.
+    """How many columns of each kind a dataset has: F single-id, M multi-id, K dense; and how many
+    outputs a row is to have.
 
-    What the sparse ones are called is for models that treat one of them in a way of its own.
+    What the sparse ones are called is for models that treat one of them in a way of its own. A
+    model returns [N] if there is one output, else [N, outputs].
     """
 
     num_single: int
@@ -66,3 +81,8 @@ class InputSizes:
     num_dense: int
     single: tuple[SparseColumn, ...] = ()
     multi: tuple[SparseColumn, ...] = ()
+    outputs: int = 1
+
+    def side_by_side(self, embedding_dim: int) -> int:
+        """Return the width of a row whose features and dense columns stand side by side."""
+        return (self.num_single + self.num_multi) * embedding_dim + self.num_dense

@@ -39,7 +39,7 @@ class DIN(DecisionModel):
         self.num_single = sizes.num_single
         width = config.embedding_dim
         self.attention = mlp([4 * width, *config.attention, 1], activate_last=False)
-        inputs = (sizes.num_single + sizes.num_multi) * width + sizes.num_dense
+        inputs = sizes.side_by_side(width)
         self.decision = mlp([inputs, *config.hidden, 1], activate_last=False)
 
     @property

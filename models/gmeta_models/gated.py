@@ -8,6 +8,7 @@ from abc import abstractmethod
 from torch import Tensor, nn
 
 from gmeta_models.decision import DecisionModel
+from gmeta_models.towers import TowerModel
 
 
 class GatedModel(DecisionModel):
@@ -35,3 +36,14 @@ def row_layers(model: nn.Module) -> dict[str, nn.Linear]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module not in of_tasks
     }
+
+
+def head_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the layers that make the outputs, by name: the last of each tower, or the model's last
+    one by order of definition.
+    """
+    layers = row_layers(model)
+    if not isinstance(model, TowerModel):
+        return dict([layers.popitem()])
+    heads = {list(tower.modules())[-1] for tower in model.towers}
+    return {name: layer for name, layer in layers.items() if layer in heads}

@@ -24,7 +24,7 @@ class MeLU(DecisionModel):
     def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
         super().__init__()
         self.pooling = config.pooling
-        width = (sizes.num_single + sizes.num_multi) * config.embedding_dim + sizes.num_dense
+        width = sizes.side_by_side(config.embedding_dim)
         self.decision = mlp([width, *config.hidden, 1], activate_last=False)
 
     @property

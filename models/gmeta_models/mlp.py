@@ -1,9 +1,12 @@
-"""The multilayer perceptron that all models share."""
+"""The multilayer perceptron that all models share.
+
+Shape suffixes: N rows, O outputs of a row.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def mlp(widths: Sequence[int], activate_last: bool) -> nn.Sequential:
@@ -16,3 +19,8 @@ def mlp(widths: Sequence[int], activate_last: bool) -> nn.Sequential:
         if activate_last or index + 2 < len(widths):
             layers.append(nn.ReLU())
     return nn.Sequential(*layers)
+
+
+def outputs_of_rows(output_NO: Tensor) -> Tensor:
+    """Return a model's outputs as its callers take them: [N] of one output a row, else [N, O]."""
+    return output_NO.squeeze(1) if output_NO.shape[1] == 1 else output_NO

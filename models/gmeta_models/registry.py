@@ -10,16 +10,24 @@ from gmeta_keys import Wording, parse
 from gmeta_keys.plugins import Registry
 from gmeta_models.cbml import CBML
 from gmeta_models.config import InputSizes, ModelConfig
+from gmeta_models.dcnv2 import dcnv2
+from gmeta_models.deepfm import DeepFM
 from gmeta_models.din import DIN
 from gmeta_models.dlrm import DLRM
-from gmeta_models.gated import row_layers
+from gmeta_models.gated import head_layers, row_layers
 from gmeta_models.melu import MeLU
+from gmeta_models.mmoe import MMoE
+from gmeta_models.ple import PLE
 
 MODELS: dict[str, Callable[[ModelConfig, InputSizes], nn.Module]] = {
     "cbml": CBML,
+    "dcnv2": dcnv2,
+    "deepfm": DeepFM,
     "din": DIN,
     "dlrm": DLRM,
     "melu": MeLU,
+    "mmoe": MMoE,
+    "ple": PLE,
 }
 
 _WORDING = Wording(
@@ -60,7 +68,8 @@ def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
         )
     with torch.no_grad():
         # Added to torch's draw, so that a bias of 0 changes nothing.
-        head(model).bias.add_(config.output_bias)
+        for head in head_layers(model).values():
+            head.bias.add_(config.output_bias)
     return model
 
 
@@ -75,8 +84,3 @@ def _options(config: ModelConfig, make: Any) -> tuple[Any, ...]:
             f"{config.name!r} has no options. Remove it"
         )
     return ()
-
-
-def head(model: nn.Module) -> nn.Linear:
-    """Return the layer that gives a row's output: the last linear one that works on rows."""
-    return list(row_layers(model).values())[-1]

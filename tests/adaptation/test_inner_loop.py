@@ -25,7 +25,12 @@ from tests.adaptation.agreement import assert_equals_loop
 # Those that the loop knows; a test of its own holds any other to one of these.
 ALGORITHMS = ("maml", "fomaml", "anil", "reptile", "metasgd", "none")
 # What ANIL adapts in models of two hidden layers.
-HEADS = {"dlrm": "top.4", "melu": "decision.4", "cbml": "decision.4", "din": "decision.4"}
+HEADS = {
+    "dlrm": "top.4",
+    **dict.fromkeys(("melu", "cbml", "din"), "decision.4"),
+    **dict.fromkeys(("deepfm", "dcnv2"), "deep.4"),
+    **dict.fromkeys(("mmoe", "ple"), "towers.0.4"),
+}
 
 
 def compare(
@@ -44,7 +49,7 @@ def compare(
     assert_equals_loop(sizes, columns, model, algorithm, slow, loss, seed, shared_table)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=5).filter(
         lambda sizes: any(support for support, _ in sizes) and any(query for _, query in sizes)
@@ -95,6 +100,12 @@ def test_any_shape_gives_the_loss_and_gradients_of_the_loop(
         clusters=3,
         history="m0",
         attention=(6,),
+        cross_layers=2,
+        cross_rank=2 if interaction == "cat" else 0,
+        structure="parallel" if interaction == "cat" else "stacked",
+        experts=2,
+        own_experts=1,
+        expert=(4,),
     )
     one_table = ("shared" if shared_table and model != "din" else "s0",)
     algorithm = AlgorithmConfig(

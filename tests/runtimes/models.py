@@ -26,6 +26,11 @@ MODELS_BY_CASE: dict[str, dict[str, Any]] = {
     "melu": {"name": "melu"},
     "cbml": {"name": "cbml"},
     "din": {"name": "din", "history": "seen"},
+    "deepfm": {"name": "deepfm"},
+    "dcnv2": {"name": "dcnv2"},
+    "dcnv2 parallel": {"name": "dcnv2", "structure": "parallel", "cross_rank": 2},
+    "mmoe": {"name": "mmoe"},
+    "ple": {"name": "ple", "expert": (8,), "own_experts": 1},
 }
 ALGORITHMS_BY_CASE: dict[str, dict[str, Any]] = {
     **{name: {"name": name} for name in ("maml", "fomaml", "anil", "reptile", "metasgd", "none")},

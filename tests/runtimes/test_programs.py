@@ -62,6 +62,9 @@ def test_the_cases_are_of_every_model_and_algorithm() -> None:
         ("melu", "metaemb"),
         ("cbml", "encoder_maml"),
         ("din", "metasgd"),
+        ("deepfm", "maml"),
+        ("dcnv2", "maml"),
+        ("ple", "maml"),
     ],
 )
 def test_onnxruntime_agrees_with_the_model(model: str, algorithm: str, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def support_encoder(model: nn.Module, config: AlgorithmConfig, tables: TableSize
             'gates for the layers named there. Name some, or "*" for all'
         )
     sizes = tables.inputs
-    width = (sizes.num_single + sizes.num_multi) * tables.width + sizes.num_dense
+    width = sizes.side_by_side(tables.width)
     if not width:
         raise ValueError(
             f'algorithm.name = "{config.name}" reads the support rows, and 0 columns are known: '

@@ -37,13 +37,17 @@ LAYERS = {
     model: [tuple(f"decision.{layer}" for layer in layers) for layers in OF_DECISION]
     for model in ("melu", "din", "cbml")
 } | {
+    "dcnv2": [
+        tuple(f"deep.{layer}" for layer in ("*" if layers == ("*",) else layers))
+        for layers in OF_DECISION
+    ],
     "dlrm": [
         *(tuple(f"top.{layer}" for layer in layers) for layers in OF_DECISION),
         *[("*",), ("bottom.*",), ("bottom.0", "top.*"), ("bottom.2",), ("bottom.2", "top.4")],
-    ]
+    ],
 }
 
-HEADS = ("*", *(f"{mlp}.{layer}" for mlp in ("decision", "top") for layer in ("*", "4")))
+HEADS = ("*", *(f"{mlp}.{layer}" for mlp in ("decision", "top", "deep") for layer in ("*", "4")))
 
 
 def learner_of(

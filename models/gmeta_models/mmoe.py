@@ -1,0 +1,63 @@
+"""MMoE: experts that all outputs share, mixed for each output by a gate of its own.
+
+Ma et al., "Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts",
+KDD 2018 (doi 10.1145/3219819.3220007), section 4.2. What the paper calls a task is an output here.
+
+Shape suffixes: N rows, X features and dense columns side by side, E experts, H an expert's outputs.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from gmeta_models.config import InputSizes, ModelConfig
+from gmeta_models.inputs import RowInputs
+from gmeta_models.mlp import mlp
+from gmeta_models.towers import TowerModel
+
+
+class MMoE(TowerModel):
+    """Logit (or rating) of every row for each output o: tower_o(sum_e g_oe expert_e(x)).
+
+    g_o = softmax(W_o x), without a bias, as in the paper. `model.expert` are the widths of an
+    expert, `model.hidden` those inside a tower. With one output it is a mixture of experts.
+    """
+
+    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+        super().__init__()
+        self.pooling = config.pooling
+        width = sizes.side_by_side(config.embedding_dim)
+        self.experts = experts(config.experts, width, config.expert)
+        self.gates = nn.ModuleList(
+            nn.Linear(width, config.experts, bias=False) for _ in range(sizes.outputs)
+        )
+        self.towers = towers(config, sizes.outputs)
+
+    def tower_inputs_NX(self, inputs: RowInputs) -> list[Tensor]:
+        """Return the experts' outputs as the gate of each tower mixes them: [N, H]."""
+        rows_NX = inputs.pooled(self.pooling).side_by_side_NX()
+        experts_NEH = torch.stack([expert(rows_NX) for expert in self.experts], dim=1)
+        return [mixed_NH(gate(rows_NX), experts_NEH) for gate in self.gates]
+
+
+def towers(config: ModelConfig, outputs: int) -> nn.ModuleList:
+    """Return a tower for each output, on what its gate makes of the experts.
+
+    Raises:
+        ValueError: model.expert has no layer.
+    """
+    if not config.expert:
+        raise ValueError(
+            "model.expert = []: an expert needs at least one layer. Write its width, e.g. [64]"
+        )
+    widths = [config.expert[-1], *config.hidden, 1]
+    return nn.ModuleList(mlp(widths, activate_last=False) for _ in range(outputs))
+
+
+def experts(count: int, width: int, hidden: tuple[int, ...]) -> nn.ModuleList:
+    """Return so many experts over inputs of this width: an MLP with a ReLU after each layer."""
+    return nn.ModuleList(mlp([width, *hidden], activate_last=True) for _ in range(count))
+
+
+def mixed_NH(score_NE: Tensor, experts_NEH: Tensor) -> Tensor:
+    """Return the experts' outputs, weighted by the softmax of their scores: [N, H]."""
+    return score_NE.softmax(dim=1).unsqueeze(1).bmm(experts_NEH).squeeze(1)

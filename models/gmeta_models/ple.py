@@ -1,0 +1,84 @@
+"""PLE: experts of each output's own beside shared ones, in levels.
+
+Tang et al., "Progressive Layered Extraction (PLE): A Novel Multi-Task Learning (MTL) Model for
+Personalized Recommendations", RecSys 2020 (doi 10.1145/3383313.3412236), section 4. What the paper
+calls a task is an output here.
+
+Shape suffixes: N rows, X inputs of a level, E experts, H an expert's outputs.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from gmeta_models.config import InputSizes, ModelConfig
+from gmeta_models.inputs import RowInputs
+from gmeta_models.mmoe import experts, mixed_NH, towers
+from gmeta_models.towers import TowerModel
+
+
+class ExtractionLevel(nn.Module):
+    """One level: what each output goes on with, and behind them what they share.
+
+    An output's gate mixes its own experts and the shared ones, the shared gate the experts of all.
+    A gate reads what its own experts read. The last level has no shared gate: nothing reads it.
+    """
+
+    def __init__(self, config: ModelConfig, outputs: int, width: int, is_last: bool) -> None:
+        super().__init__()
+        self.own = nn.ModuleList(
+            experts(config.own_experts, width, config.expert) for _ in range(outputs)
+        )
+        self.shared = experts(config.experts, width, config.expert)
+        both = config.own_experts + config.experts
+        self.gates = nn.ModuleList(nn.Linear(width, both, bias=False) for _ in range(outputs))
+        every = outputs * config.own_experts + config.experts
+        self.shared_gate = None if is_last else nn.Linear(width, every, bias=False)
+
+    def forward(self, seen: list[Tensor]) -> list[Tensor]:
+        """Return the mixtures of the outputs, then the shared one if there is a level above: each
+        [N, H]; `seen` are the inputs in the same order: each [N, X].
+        """
+        *own_seen, shared_seen_NX = seen
+        shared = [expert(shared_seen_NX) for expert in self.shared]
+        own = [
+            [expert(own_NX) for expert in cast(nn.ModuleList, mine)]
+            for mine, own_NX in zip(self.own, own_seen, strict=True)
+        ]
+        mixtures = [
+            mixed_NH(gate(own_NX), torch.stack([*mine, *shared], dim=1))
+            for gate, own_NX, mine in zip(self.gates, own_seen, own, strict=True)
+        ]
+        if self.shared_gate is not None:
+            every_NEH = torch.stack([*(made for mine in own for made in mine), *shared], dim=1)
+            mixtures.append(mixed_NH(self.shared_gate(shared_seen_NX), every_NEH))
+        return mixtures
+
+
+class PLE(TowerModel):
+    """Logit (or rating) of every row for each output o: tower_o of its mixture at the last level.
+
+    `model.levels` levels, each with `model.experts` shared experts and `model.own_experts` of each
+    output; `model.expert` are the widths of an expert, `model.hidden` those inside a tower. One
+    level is the paper's CGC.
+    """
+
+    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+        super().__init__()
+        self.pooling = config.pooling
+        self.towers = towers(config, sizes.outputs)
+        widths = [sizes.side_by_side(config.embedding_dim)]
+        widths += [config.expert[-1]] * (config.levels - 1)
+        self.levels = nn.ModuleList(
+            ExtractionLevel(config, sizes.outputs, width, is_last=level + 1 == config.levels)
+            for level, width in enumerate(widths)
+        )
+
+    def tower_inputs_NX(self, inputs: RowInputs) -> list[Tensor]:
+        """Return the mixture of each output at the last level: [N, H]."""
+        rows_NX = inputs.pooled(self.pooling).side_by_side_NX()
+        seen = [rows_NX] * (len(self.towers) + 1)
+        for level in self.levels:
+            seen = level(seen)
+        return seen
