@@ -12,8 +12,9 @@ import torch
 
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.algorithms.registry import NAMED_ALGORITHMS
-from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
 from gmeta.adaptation.losses import labels_taken_N
+from gmeta.adaptation.objectives import objectives_of
 from gmeta.batches.augment import check_augment
 from gmeta.batches.config import (
     NO_PRIOR,
@@ -28,10 +29,12 @@ from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.feeds.increment import open_data
 from gmeta.learner import MetaLearner
+from gmeta.metrics.catalogue import label_of
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.tables.sharding import check_sharding
 from gmeta_keys.plugins import Registry
 from gmeta_models.config import InputSizes, ModelConfig, SparseColumn
+from gmeta_models.gated import head_layers
 from gmeta_models.registry import NAMED_MODELS, build_model
 from metaio.format.dataset import Dataset
 from metaio.format.features import Features
@@ -60,7 +63,12 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             )
     check_source(config.data)
     # For what it refuses: the launcher must report it before any rank starts.
-    early_stop_of(config)
+    _, label = label_of(early_stop_of(config).metric)
+    if label and label not in dataset.features.labels:
+        raise ConfigError(
+            f"run.early_stop_metric is of {label!r}, which is no label of {config.data.path}: it "
+            f"has {', '.join(dataset.features.labels) or 'one without a name'}. Name one of them"
+        )
     if config.augment.resplit_support and dataset.manifest.support_is_past:
         raise ConfigError(
             f"augment.resplit_support is true, but the support rows of {config.data.path} are the "
@@ -90,6 +98,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             config.outer.huber_delta,
             _statistics(config, dataset),
             config.item_features,
+            config.labels,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -185,6 +194,7 @@ def _statistics(config: TrainConfig, dataset: Dataset) -> SupportStatistics:
 def prior_of(config: TrainConfig, dataset: Dataset) -> LabelPrior:
     """Return mean and deviation of the labels of the training split's first block."""
     label_N = dataset.read_block(config.data.train_split, 0).label_N
+    label_N = label_N.reshape(len(label_N), -1)[:, 0]
     # What the loss does not take is refused elsewhere, with its row.
     return LabelPrior.of(label_N[labels_taken_N(config.outer.loss, label_N)])
 
@@ -209,6 +219,7 @@ def build_learner(
     huber_delta: float = 1.0,
     statistics: SupportStatistics = NO_STATISTICS,
     item_features: ItemFeaturesConfig | None = None,
+    labels: LabelsConfig = LabelsConfig(),  # noqa: B008 - frozen
 ) -> MetaLearner:
     """Return the model of these columns, of what training rows say of their values and of the
     statistics of support rows, and the way it adapts, freshly initialised.
@@ -218,6 +229,9 @@ def build_learner(
             columns.
     """
     sizes = input_sizes(features)
+    objectives = objectives_of(loss, huber_delta, labels, features.labels)
+    if features.labels:
+        _check_one_label(features.labels, algorithm, statistics, item_features)
     items = None
     if item_features is not None and item_features.columns:
         items = ItemStatistics(item_features, features)
@@ -226,7 +240,33 @@ def build_learner(
     names = tuple(table.name for table in features.tables)
     tables = TableSizes(len(names), model.embedding_dim, names, sizes)
     built = build_model(model, sizes)
-    return MetaLearner(built, algorithm, loss, tables, huber_delta, statistics, items)
+    num_outputs = sum(head.out_features for head in head_layers(built).values())
+    if num_outputs != sizes.outputs:
+        raise ValueError(
+            f"model.name = {model.name!r} has {num_outputs} outputs and the dataset "
+            f"{sizes.outputs} labels: one each is needed. Give its last layer sizes.outputs"
+        )
+    return MetaLearner(built, algorithm, objectives, tables, statistics=statistics, items=items)
+
+
+def _check_one_label(
+    names: tuple[str, ...],
+    algorithm: AlgorithmConfig,
+    statistics: SupportStatistics,
+    items: ItemFeaturesConfig | None,
+) -> None:
+    """Raise ValueError for what reads the one label that every row has."""
+    asked = {
+        f"algorithm.name = {algorithm.name!r}": "encoder" in algorithm.name,
+        "support_features": statistics.width > 0,
+        "item_features": items is not None and bool(items.columns),
+    }
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise ValueError(
+                f"{what} reads one label that every row has, and the dataset's are "
+                f"{', '.join(names)}. Leave it out, or prepare the data with one [label]"
+            )
 
 
 def input_sizes(features: Features) -> InputSizes:
@@ -237,4 +277,5 @@ def input_sizes(features: Features) -> InputSizes:
         len(features.dense),
         tuple(SparseColumn(feature.name, feature.table) for feature in features.single),
         tuple(SparseColumn(feature.name, feature.table) for feature in features.multi),
+        features.num_labels,
     )

@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 from torchrec.distributed import DistributedModelParallel
 
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.config import PLAIN, AlgorithmConfig
-from gmeta.batches.labels import labels_checked
+from gmeta.batches.labels import kinds_of, labels_checked
 from gmeta.batches.views import Shown, View
 from gmeta.build import build, check_registered
 from gmeta.checkpoints.loader import check_config, checkpoint_to_use, load_checkpoint
@@ -24,12 +25,13 @@ from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.increment import open_named
 from gmeta.learner import MetaLearner
-from gmeta.metrics.catalogue import Scoring, evaluate_split
+from gmeta.metrics.catalogue import evaluate_split, label_of
+from gmeta.outer.early_stop import early_stop_of, scoring_of
 from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.sharding import local_learner, shard_learner
 from gmeta.parallel.stopping import Stop
 from gmeta.parallel.together import by_all
-from gmeta.predictions import gathered, predict_all, predict_split
+from gmeta.predictions import gathered, label_suffixes, predict_all, predict_split
 from gmeta.report.evaluation import FineTuning
 from gmeta.report.runs import PLACES, EvaluatedRun
 from gmeta.runs.folder import RunFolder
@@ -118,7 +120,7 @@ def evaluate_run(
         name=name,
         algorithm=config.algorithm.name,
         model=config.model.name,
-        loss=config.outer.loss,
+        loss=config.loss_of(),
         evaluation=config.evaluation,
         step=progress.step,
         predictions=with_raw_ids(
@@ -187,11 +189,10 @@ def adapt_with(
     inner.learner = MetaLearner(
         inner.learner.model,
         algorithm,
-        config.outer.loss,
+        inner.learner.objectives,
         tables,
-        config.outer.huber_delta,
-        inner.learner.statistics,
-        inner.learner.items,
+        statistics=inner.learner.statistics,
+        items=inner.learner.items,
     )
 
 
@@ -206,7 +207,7 @@ def choose_fine_tuning(
     setting, or, where it is not the validation split, one for each half of the tasks, the best of
     the other half. Collective."""
     # Not AUC: it does not see outputs that run away, as those of a rate do that is too high.
-    metric = "logloss" if config.outer.loss == "bce" else "mae"
+    metric = "logloss" if config.loss_of() == "bce" else "mae"
     is_halved = split != config.data.valid_split
     episodes = tuning_episodes(dataset, split, TUNING_TASKS * (1 + is_halved))
     mine = np.array_split(episodes, ranks.world_size)[ranks.rank]
@@ -219,7 +220,9 @@ def choose_fine_tuning(
 
     def read() -> None:
         with RangeReader(dataset, threads=config.data.threads) as reader:
-            stored = labels_checked(reader.batches(groups), config.outer.loss, dataset, split)
+            stored = labels_checked(
+                reader.batches(groups), kinds_of(config, dataset), dataset, split
+            )
             batches.extend(stored)
 
     by_all(read, ranks)
@@ -230,9 +233,11 @@ def choose_fine_tuning(
         adapt_with(algorithm, config, dataset, sharded)
         columns = predict_all(iter(batches), config, dataset, sharded, ranks, Stop())
         table = gathered(columns, ranks)
-        scoring = Scoring(config.outer.loss, config.evaluation)
+        scoring = scoring_of(config)
         found: list[float] = []
         if table is not None:
+            known_N = ~np.isnan(table["label"])
+            table = {name: column[known_N] for name, column in table.items()}
             second_N = half_of(table["task"])
             for kept_N in (np.ones(len(second_N), np.bool_), second_N == 0, second_N == 1):
                 label, after, task = (table[name][kept_N] for name in ("label", "after", "task"))
@@ -359,12 +364,28 @@ def score_split(
     table = predict_split(config, dataset, split, sharded, ranks)
     if table is None:
         return {}
-    label, after, task = (table[name].to_numpy() for name in ("label", "after", "task"))
-    scoring = Scoring(config.outer.loss, config.evaluation)
-    # What decides when to stop need not be what is reported.
-    asked = [*scoring.names, *filter(None, [config.run.early_stop_metric])]
-    # Candidates are sampled by gmeta evaluate alone.
-    names = dict.fromkeys(name for name in asked if not scoring.is_over_candidates(name))
-    values = evaluate_split(label, after, task, scoring, list(names))
-    # JSON has no NaN.
-    return {name: None if np.isnan(value.value) else value.value for name, value in values.items()}
+    found: dict[str, float | None] = {}
+    stops_by, label_of_stop = label_of(early_stop_of(config).metric)
+    for suffix in label_suffixes(config, dataset):
+        rows = known_rows(table, suffix)
+        scoring = scoring_of(config, suffix[1:])
+        # What decides when to stop need not be what is reported.
+        asked = [*scoring.names, *[stops_by][: label_of_stop == suffix[1:]]]
+        # Candidates are sampled by gmeta evaluate alone.
+        names = dict.fromkeys(name for name in asked if not scoring.is_over_candidates(name))
+        label, after, task = (rows[name].to_numpy() for name in ("label", "after", "task"))
+        for name, value in evaluate_split(label, after, task, scoring, list(names)).items():
+            # JSON has no NaN.
+            found[f"{name}{suffix}"] = None if np.isnan(value.value) else value.value
+    return found
+
+
+def known_rows(table: pa.Table, suffix: str = "") -> pa.Table:
+    """Return the rows whose label is known, with the columns of the label of this suffix as label,
+    before and after, and without those of others.
+    """
+    own = {f"{name}{suffix}": name for name in ("label", "before", "after")}
+    others = [name for name in table.column_names if name in own.values() or ":" in name]
+    kept = [name for name in table.column_names if name in own or name not in others]
+    table = table.select(kept).rename_columns([own.get(name, name) for name in kept])
+    return table.filter(pc.invert(pc.is_nan(table["label"])))

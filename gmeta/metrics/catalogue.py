@@ -63,6 +63,14 @@ def predicts_alike(loss: str, other: str) -> bool:
     return (loss == "bce") == (other == "bce")
 
 
+def label_of(metric: str) -> tuple[str, str]:
+    """Return a metric's own name and the label that it is of, which may stand behind it:
+    `auc:conversion`; "" for the one that headline metrics are of.
+    """
+    name, _, label = metric.partition(":")
+    return name, label
+
+
 @dataclass(frozen=True)
 class MetricInfo:
     """How a metric is named, read and compared."""

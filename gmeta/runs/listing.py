@@ -8,7 +8,7 @@ from typing import Any
 
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
-from gmeta.metrics.catalogue import Scoring
+from gmeta.metrics.catalogue import Scoring, label_of
 from gmeta.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE, RunFolder
 
 DEEPEST = 3  # folders below the one that is asked for: runs/DATA/NAME, and one more
@@ -92,9 +92,11 @@ def summarise_run(folder: RunFolder) -> RunSummary:
 
 def _judged_by(config: TrainConfig) -> tuple[str, bool]:
     """Return the metric that validation goes by, and whether more of it is better."""
-    scoring = Scoring(config.outer.loss, config.evaluation)
-    metric = config.run.early_stop_metric or scoring.names[0]
-    return metric, scoring.info(metric).higher_is_better
+    named, label = label_of(config.run.early_stop_metric)
+    scoring = Scoring(config.loss_of(label), config.evaluation)
+    name = named or scoring.names[0]
+    is_other = label not in ("", config.labels.judged)
+    return f"{name}:{label}" if is_other else name, scoring.info(name).higher_is_better
 
 
 def differing_keys(configs: Sequence[TrainConfig]) -> list[tuple[str, list[Any]]]:

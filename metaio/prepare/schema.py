@@ -159,6 +159,11 @@ class Schema:
         return tuple(label.name or label.column for label in self.labels)
 
     @property
+    def label_text(self) -> str:
+        """Return the columns of the labels, as a manifest names them."""
+        return ", ".join(label.column for label in self.labels)
+
+    @property
     def label_columns(self) -> list[str]:
         """Return the columns that labels, their masks and weights are read from, each once."""
         names = [label.column for label in self.labels]
