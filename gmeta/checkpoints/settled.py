@@ -21,7 +21,7 @@ from metaio.stream.chain import open_stream
 def settled(config: TrainConfig) -> TrainConfig:
     """Return the config of a run with what its stream decides filled in: the number of the
     increment, and, for the statistics of support rows, the label prior of the stream's first run:
-    of another day's labels it would change what the model's inputs mean. Of several labels the first
+    of another day's labels it would change what the inputs mean. Of several labels the first
     is judged, if none is named.
 
     Raises:
