@@ -5,9 +5,11 @@ from pathlib import Path
 from gmeta.commands.screen import progress_bars, screen
 from gmeta.errors import UserError
 from gmeta.serving.bulk.files import RowFiles, check_fits
-from gmeta.serving.bulk.predict import output_of, predict_files
+from gmeta.serving.bulk.predict import OUTPUT, output_of, predict_files
 from gmeta.serving.load import load
 from metaio.counted import counted
+
+OUTPUT_COLUMNS = tuple(OUTPUT.names)
 
 
 def predict_rows(
