@@ -12,8 +12,9 @@ import torch
 
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.algorithms.registry import NAMED_ALGORITHMS
-from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
 from gmeta.adaptation.losses import labels_taken_N
+from gmeta.adaptation.objectives import objectives_of
 from gmeta.batches.augment import check_augment
 from gmeta.batches.config import (
     NO_PRIOR,
@@ -29,7 +30,7 @@ from gmeta.errors import ConfigError, GMetaError
 from gmeta.feeds.increment import open_data
 from gmeta.hooks.registry import NAMED_CALLBACKS, NAMED_LOGGERS, find_hooks
 from gmeta.learner import MetaLearner
-from gmeta.metrics.catalogue import not_ours
+from gmeta.metrics.catalogue import label_of, not_ours
 from gmeta.metrics.own import NAMED_METRICS
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.tables.names import module_name
@@ -37,6 +38,7 @@ from gmeta.tables.sharding import check_sharding
 from gmeta.tables.widths import widths_of_tables
 from gmeta_keys.plugins import Registry, package_told
 from gmeta_models.config import InputSizes, ModelConfig, SparseColumn
+from gmeta_models.gated import head_layers
 from gmeta_models.registry import NAMED_MODELS, build_model
 from gmeta_models.table_projections import TableProjections
 from metaio.format.dataset import Dataset
@@ -71,6 +73,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
                 "split once"
             )
     check_source(config.data)
+    _check_label_of_stop(config, dataset)
     if config.augment.resplit_support and dataset.manifest.support_is_past:
         raise ConfigError(
             f"augment.resplit_support is true, but the support rows of {config.data.path} are the "
@@ -100,10 +103,21 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             config.outer.huber_delta,
             _statistics(config, dataset),
             config.item_features,
+            config.labels,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return dataset, learner
+
+
+def _check_label_of_stop(config: TrainConfig, dataset: Dataset) -> None:
+    """Raise ConfigError where the metric that decides is of a label that the dataset lacks."""
+    _, label = label_of(config.run.early_stop_metric)
+    if label and label not in dataset.features.labels:
+        raise ConfigError(
+            f"run.early_stop_metric is of {label!r}, which is no label of {config.data.path}: it "
+            f"has {', '.join(dataset.features.labels) or 'one without a name'}. Name one of them"
+        )
 
 
 def check_on_data(config: TrainConfig) -> None:
@@ -156,7 +170,7 @@ def plugins_of(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[str, dict
 def all_plugins_of(config: TrainConfig) -> dict[str, dict[str, str]]:
     """Return the same of all that a run needs: its metrics, loggers and callbacks too."""
     run = config.run
-    metrics = [*config.evaluation.metrics, run.early_stop_metric]
+    metrics = [*config.evaluation.metrics, label_of(run.early_stop_metric)[0]]
     named: list[tuple[Registry[Any], str]] = [
         *((NAMED_METRICS, name) for name in not_ours(metrics)),
         *((NAMED_LOGGERS, name) for name in run.loggers),
@@ -211,6 +225,7 @@ def _statistics(config: TrainConfig, dataset: Dataset) -> SupportStatistics:
 def prior_of(config: TrainConfig, dataset: Dataset) -> LabelPrior:
     """Return mean and deviation of the labels of the training split's first block."""
     label_N = dataset.read_block(config.data.train_split, 0).label_N
+    label_N = label_N.reshape(len(label_N), -1)[:, 0]
     # What the loss does not take is refused elsewhere, with its row.
     return LabelPrior.of(label_N[labels_taken_N(config.outer.loss, label_N)])
 
@@ -235,6 +250,7 @@ def build_learner(
     huber_delta: float = 1.0,
     statistics: SupportStatistics = NO_STATISTICS,
     item_features: ItemFeaturesConfig | None = None,
+    labels: LabelsConfig = LabelsConfig(),  # noqa: B008 - frozen
 ) -> MetaLearner:
     """Return the model of these columns, of what training rows say of their values and of the
     statistics of support rows, and the way it adapts, freshly initialised.
@@ -244,6 +260,9 @@ def build_learner(
             columns.
     """
     sizes = input_sizes(features)
+    objectives = objectives_of(loss, huber_delta, labels, features.labels)
+    if features.labels:
+        _check_one_label(features.labels, algorithm, statistics, item_features)
     items = None
     if item_features is not None and item_features.columns:
         items = ItemStatistics(item_features, features)
@@ -252,11 +271,45 @@ def build_learner(
     names = tuple(table.name for table in features.tables)
     tables = TableSizes(len(names), model.embedding_dim, names, sizes)
     built = build_model(model, sizes)
+    num_outputs = sum(head.out_features for head in head_layers(built).values())
+    if num_outputs != sizes.outputs:
+        raise ValueError(
+            f"model.name = {model.name!r} has {num_outputs} outputs and the dataset "
+            f"{sizes.outputs} labels: one each is needed. Give its last layer sizes.outputs"
+        )
     width_of = {
         module_name(name): width for name, width in widths_of_tables(features, model).items()
     }
     projections = TableProjections(width_of, model.embedding_dim)
-    return MetaLearner(built, algorithm, loss, tables, huber_delta, statistics, items, projections)
+    return MetaLearner(
+        built,
+        algorithm,
+        objectives,
+        tables,
+        statistics=statistics,
+        items=items,
+        projections=projections,
+    )
+
+
+def _check_one_label(
+    names: tuple[str, ...],
+    algorithm: AlgorithmConfig,
+    statistics: SupportStatistics,
+    items: ItemFeaturesConfig | None,
+) -> None:
+    """Raise ValueError for what reads the one label that every row has."""
+    asked = {
+        f"algorithm.name = {algorithm.name!r}": "encoder" in algorithm.name,
+        "support_features": statistics.width > 0,
+        "item_features": items is not None and bool(items.columns),
+    }
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise ValueError(
+                f"{what} reads one label that every row has, and the dataset's are "
+                f"{', '.join(names)}. Leave it out, or prepare the data with one [label]"
+            )
 
 
 def input_sizes(features: Features) -> InputSizes:
@@ -267,4 +320,5 @@ def input_sizes(features: Features) -> InputSizes:
         len(features.dense),
         tuple(SparseColumn(feature.name, feature.table) for feature in features.single),
         tuple(SparseColumn(feature.name, feature.table) for feature in features.multi),
+        features.num_labels,
     )

@@ -11,9 +11,9 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, cast, get_args, get_type_hints
 
-from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
 from gmeta.batches.config import AugmentConfig, ItemFeaturesConfig, SupportFeaturesConfig
 from gmeta.errors import ConfigError
 from gmeta.files.local import check_local
@@ -22,6 +22,8 @@ from gmeta.settings import describe_settings, read_toml, settings_from_dict
 from gmeta.tables.sharding import ShardingConfig
 from gmeta_keys import key
 from gmeta_models.config import ModelConfig
+
+Loss = Literal["bce", "mse", "huber", "mae"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class DataConfig:
 class OuterConfig:
     """The outer loop: loss and optimizers."""
 
-    loss: Literal["bce", "mse", "huber", "mae"] = key(
+    loss: Loss = key(
         "bce",
         "bce: labels 0 and 1 (clicks); mse, or huber and mae for a small absolute error: "
         "any number (ratings)",
@@ -225,10 +227,16 @@ class TrainConfig:
     item_features: ItemFeaturesConfig = field(default_factory=ItemFeaturesConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    labels: LabelsConfig = field(default_factory=LabelsConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    def loss_of(self, label: str = "") -> Loss:
+        """Return the loss of a label; of "", that of the one which headline metrics are of."""
+        # A dataset's own names are checked where it is opened: labels.loss by LabelsConfig.check.
+        return cast(Loss, self.labels.loss.get(label or self.labels.judged, self.outer.loss))
 
     @property
     def digest(self) -> str:

@@ -16,7 +16,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.config import PLAIN, AlgorithmConfig
-from gmeta.batches.labels import labels_checked
+from gmeta.batches.labels import kinds_of, labels_checked
 from gmeta.batches.views import Shown, View
 from gmeta.build import build, check_registered
 from gmeta.checkpoints.loader import check_config, checkpoint_to_use, load_checkpoint
@@ -24,7 +24,8 @@ from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.increment import open_named
 from gmeta.learner import MetaLearner
-from gmeta.metrics.catalogue import Scoring, evaluate_split
+from gmeta.metrics.catalogue import evaluate_split
+from gmeta.outer.early_stop import scoring_of
 from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.sharding import local_learner, shard_learner
 from gmeta.parallel.stopping import Stop
@@ -134,7 +135,7 @@ def evaluate_run(
         name=name,
         algorithm=config.algorithm.name,
         model=config.model.name,
-        loss=config.outer.loss,
+        loss=config.loss_of(),
         evaluation=config.evaluation,
         step=progress.step,
         predictions=with_raw_ids(
@@ -203,12 +204,11 @@ def adapt_with(
     inner.learner = MetaLearner(
         inner.learner.model,
         algorithm,
-        config.outer.loss,
+        inner.learner.objectives,
         tables,
-        config.outer.huber_delta,
-        inner.learner.statistics,
-        inner.learner.items,
-        inner.learner.projections,
+        statistics=inner.learner.statistics,
+        items=inner.learner.items,
+        projections=inner.learner.projections,
     )
 
 
@@ -223,7 +223,7 @@ def choose_fine_tuning(
     the mean over these: one setting, or, where they are not the validation splits, one for each
     half of the tasks, the best of the other half. Collective."""
     # Not AUC: it does not see outputs that run away, as those of a rate do that is too high.
-    metric = "logloss" if config.outer.loss == "bce" else "mae"
+    metric = "logloss" if config.loss_of() == "bce" else "mae"
     is_halved = tuple(splits) != config.data.valid_splits
     most = TUNING_TASKS * (1 + is_halved)
     read = [tuning_batches(config, dataset, split, most, ranks) for split in splits]
@@ -234,8 +234,10 @@ def choose_fine_tuning(
         table = gathered(predict_all(iter(batches), config, dataset, sharded, ranks, Stop()), ranks)
         if table is None:
             return []
+        known_N = ~np.isnan(table["label"])
+        table = {name: column[known_N] for name, column in table.items()}
         found, second_N = [], half_of(table["task"])
-        scoring = Scoring(config.outer.loss, config.evaluation)
+        scoring = scoring_of(config)
         for kept_N in (np.ones(len(second_N), np.bool_), second_N == 0, second_N == 1):
             label, after, task = (table[name][kept_N] for name in ("label", "after", "task"))
             found.append(evaluate_split(label, after, task, scoring, [metric])[metric].value)
@@ -278,7 +280,9 @@ def tuning_batches(
 
     def read() -> None:
         with RangeReader(dataset, threads=config.data.threads) as reader:
-            stored = labels_checked(reader.batches(groups), config.outer.loss, dataset, split)
+            stored = labels_checked(
+                reader.batches(groups), kinds_of(config, dataset), dataset, split
+            )
             batches.extend(stored)
 
     by_all(read, ranks)

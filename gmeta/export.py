@@ -214,6 +214,7 @@ def _describe(
         columns=Columns(dataset.task, dataset.label, schema, moments, recipe.get("kinds", {})),
         table_format=table_format,
         item_features=config.item_features,
+        labels=config.labels,
         source={
             "run": str(root),
             "step": step,

@@ -21,7 +21,7 @@ from gmeta.adaptation.config import PLAIN, AlgorithmConfig
 from gmeta.adaptation.fused.loop import FusedLoop
 from gmeta.adaptation.general_loop import GeneralLoop
 from gmeta.adaptation.learned import NOTHING_LEARNED
-from gmeta.adaptation.losses import LossFunction
+from gmeta.adaptation.objectives import Objectives
 from gmeta.adaptation.plan import AdaptationPlan
 from gmeta.adaptation.rows.ragged import RowLayout
 from gmeta.adaptation.rows.rectangles import (
@@ -52,9 +52,9 @@ class QueryPrediction:
     BCE).
     """
 
-    before_N: Tensor
+    before_N: Tensor  # of several labels [N, labels], as the next two
     after_N: Tensor
-    label_N: Tensor
+    label_N: Tensor  # NaN: not known
     layout: RowLayout
     support_lengths_T: Tensor
 
@@ -62,10 +62,11 @@ class QueryPrediction:
 class MetaLearner(nn.Module):
     """A model and the way it adapts; knows nothing of ranks, tables or optimizers.
 
-    `tables` tells how many rates to learn for embedding rows; other algorithms do without. Behind
-    the dense columns the model takes what training rows say of a row's values, if `items` are
-    given, and last the `statistics` of the task's support rows; `arrange` adds both. Rows of
-    narrow tables come to it through `projections`, and adapt as what these make of them.
+    `loss` is that of its one label, or the objectives of several, each of which has an output of
+    the model. `tables` tells how many rates to learn for embedding rows; other algorithms do
+    without. Behind the dense columns the model takes what training rows say of a row's values, if
+    `items` are given, and last the `statistics` of the task's support rows; `arrange` adds both.
+    Rows of narrow tables come to it through `projections`, and adapt as what these make of them.
 
     Raises:
         ValueError: the algorithm is unknown, or does not fit the model or the rest of its config.
@@ -75,7 +76,7 @@ class MetaLearner(nn.Module):
         self,
         model: nn.Module,
         config: AlgorithmConfig,
-        loss: str,
+        loss: str | Objectives,
         tables: TableSizes = TableSizes(0, 0),  # noqa: B008 - frozen
         huber_delta: float = 1.0,
         statistics: SupportStatistics = NO_STATISTICS,
@@ -87,7 +88,8 @@ class MetaLearner(nn.Module):
         self.projections = projections or TableProjections({}, tables.width)
         self.statistics = statistics
         self.items = items
-        loss_function = LossFunction(loss, huber_delta)
+        objectives = Objectives.of(loss, huber_delta) if isinstance(loss, str) else loss
+        self.objectives = objectives
         self._algorithm = find_algorithm(config.name)
         self._config = self._algorithm.preset(model, config)
         self._plan = AdaptationPlan.of(model, self._config, self._algorithm.takes_steps)
@@ -104,12 +106,12 @@ class MetaLearner(nn.Module):
                 )
             model.requires_grad_(False)
             self.projections.requires_grad_(False)
-        self.general_loop = GeneralLoop(model, self._plan, loss_function, self.rates, self._parts)
+        self.general_loop = GeneralLoop(model, self._plan, objectives, self.rates, self._parts)
         self._fused_loop: FusedLoop | None = None
         outer_loss = self._algorithm.loss_sum
         self._query_loss = outer_loss if isinstance(outer_loss, QueryLoss) else None
         if isinstance(model, DecisionModel) and FusedLoop.suits(model, self._plan, self.rates):
-            self._fused_loop = FusedLoop(model, self._plan, loss_function, self.rates)
+            self._fused_loop = FusedLoop(model, self._plan, objectives, self.rates)
 
     @property
     def generated_table(self) -> int:

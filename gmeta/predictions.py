@@ -1,6 +1,6 @@
 """What a learner predicts of a split's query rows, all ranks together, by a view of its tasks."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from torchrec.distributed import DistributedModelParallel
 
 from gmeta.batches.episodes import Episodes, with_query_items, with_sampled
-from gmeta.batches.labels import labels_checked
+from gmeta.batches.labels import kinds_of, labels_checked
 from gmeta.batches.views import STORED, View
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
@@ -48,12 +48,13 @@ def predict_split(
 
     Its columns are split, task, support_rows, task_rows (shown rows of the task), label, before and
     after, row_id where the dataset stores it, and item (the row of its table) where its schema
-    names one; before and after are probabilities for BCE,
-    ratings for other losses. `advance` is called with the tasks of each batch that is read.
+    names one; before and after are probabilities for BCE, ratings for other losses. Of several
+    labels they are of the judged one, and `label:NAME`, ... of each other; a label that is not
+    known is NaN. `advance` is called with the tasks of each batch that is read.
     """
     with open_reader(config, dataset, split, ranks.rank, ranks.world_size) as reader:
         stop = Stop()
-        stored = labels_checked(reader.batches(0), config.outer.loss, dataset, split)
+        stored = labels_checked(reader.batches(0), kinds_of(config, dataset), dataset, split)
         batches = map(view.of, _told(stopping_if_wrong(stored, dataset.features, stop), advance))
         if candidates is None:
             columns = predict_all(batches, config, dataset, sharded, ranks, stop)
@@ -114,7 +115,8 @@ def _predict_listed(
 
     idle = arrange((no_tasks(dataset.features), np.zeros(0, np.bool_)))
     steps = in_step(map(arrange, batches), idle, ranks, stop, sharded)
-    return [_predict(learner, episodes, config.outer.loss) for episodes, _ in steps]
+    names = label_suffixes(config, dataset)
+    return [_predict(learner, episodes, names) for episodes, _ in steps]
 
 
 def _listed(
@@ -155,7 +157,14 @@ def gathered(columns: list[Columns], ranks: Ranks) -> Columns | None:
     return table
 
 
-def _predict(learner: ShardedLearner, episodes: Episodes, loss: str) -> Columns:
+def label_suffixes(config: TrainConfig, dataset: Dataset) -> list[str]:
+    """Return what stands behind "label", "before" and "after" in the columns of each label."""
+    names = dataset.features.labels
+    judged = config.labels.judged_of(names)
+    return ["" if at == judged else f":{name}" for at, name in enumerate(names)] or [""]
+
+
+def _predict(learner: ShardedLearner, episodes: Episodes, suffixes: Sequence[str]) -> Columns:
     prediction = learner.predict(episodes)
     sampled_N = episodes.query_sampled_N.numpy()
     query_T = prediction.layout.lengths_T.cpu().numpy()
@@ -164,23 +173,29 @@ def _predict(learner: ShardedLearner, episodes: Episodes, loss: str) -> Columns:
     query_T = np.bincount(task_N[stored_N], minlength=len(query_T))
     support_T = prediction.support_lengths_T.cpu().numpy().astype(np.int32)
     # The loss works on logits, a reader on probabilities.
-    shown = torch.sigmoid if loss == "bce" else torch.clone
-    outputs = (prediction.before_N, prediction.after_N)
-    before_N, after_N = (shown(output_N).float().cpu().numpy() for output_N in outputs)
+    shown = learner.learner.objectives.outer.predictions
+    outputs = shown(prediction.before_N).float(), shown(prediction.after_N).float()
+    label_NL, before_NL, after_NL = (
+        values.cpu().numpy().reshape(len(task_N), len(suffixes))
+        for values in (prediction.label_N, *outputs)
+    )
     # Adds up to the rows of the task, also where several episodes are of one.
     share_T = (support_T + query_T) / np.maximum(query_T, 1).astype(np.float64)
     columns = {
         "task": np.repeat(episodes.task_T.numpy(), query_T),
         "task_rows": np.repeat(share_T, query_T),
         "support_rows": np.repeat(support_T, query_T),
-        "label": prediction.label_N.cpu().numpy()[stored_N],
-        "before": before_N[stored_N],
-        "after": after_N[stored_N],
     }
+    for at, suffix in enumerate(suffixes):
+        columns[f"label{suffix}"] = label_NL[stored_N, at]
+        columns[f"before{suffix}"] = before_NL[stored_N, at]
+        columns[f"after{suffix}"] = after_NL[stored_N, at]
     for name, of_row_N in (("row_id", episodes.query_row_id_N), ("item", episodes.query_item_N)):
         if of_row_N.numel():
             columns[name] = of_row_N.numpy()[stored_N]
     if sampled_N.size:
-        places = [places_N2(score_N, sampled_N) for score_N in (before_N, after_N)]
+        judged = suffixes.index("")
+        scores = before_NL[:, judged], after_NL[:, judged]
+        places = [places_N2(score_N, sampled_N) for score_N in scores]
         columns |= dict(zip(PLACES, np.concatenate(places, axis=1).T, strict=True))
     return columns

@@ -14,7 +14,7 @@ from torch import Tensor
 from gmeta.batches.accumulate import MicroBatches
 from gmeta.batches.augment import augmented
 from gmeta.batches.episodes import Episodes
-from gmeta.batches.labels import check_first_labels, labels_checked
+from gmeta.batches.labels import check_first_labels, kinds_of, labels_checked
 from gmeta.build import all_plugins_of, build
 from gmeta.checkpoints.beginning import beginning_of
 from gmeta.checkpoints.loader import restore_replaced
@@ -170,7 +170,9 @@ class TrainingRun:
         config, features, progress = self._config, self._dataset.features, self._progress
         stored = self.feed.batches(progress.epoch, progress.epoch_step)
         batches = augmented(
-            labels_checked(stored, config.outer.loss, self._dataset, config.data.train_split),
+            labels_checked(
+                stored, kinds_of(config, self._dataset), self._dataset, config.data.train_split
+            ),
             config.augment,
             features,
             config.run.seed,

@@ -3,7 +3,7 @@ from plain lists.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -21,6 +21,9 @@ from gmeta_models.inputs import RowInputs
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.read.batch import TaskBatch
 
+# (outputs of some rows of a task, the task, which rows, whether in the inner loop) -> the loss of
+# each row
+RowLoss = Callable[[Tensor, "Task", range, bool], Tensor]
 SECOND_ORDER = ("maml", "anil", "metasgd")
 
 
@@ -31,8 +34,9 @@ class Task:
     single: list[list[int]]  # [rows][F]
     multi: list[list[list[int]]]  # [rows][M][ids]
     dense: list[list[float]]  # [rows][K]
-    label: list[float]
+    label: list[float] | list[list[float]]  # of several labels a list a row; NaN: not known
     num_support: int
+    weight: list[float] | None = None
 
 
 def some_features(
@@ -127,6 +131,7 @@ def batch_of(tasks: Sequence[Task], features: Features) -> TaskBatch:
         multi_lengths_NM=torch.tensor(
             [[len(bag) for bag in multi] for _, multi in rows], dtype=torch.int32
         ).view(len(rows), len(features.multi)),
+        weight_N=torch.tensor([weight for task in tasks for weight in task.weight or []]),
     )
 
 
@@ -236,7 +241,7 @@ def adapt(
     features: Features,
     task: Task,
     algorithm: AlgorithmConfig,
-    loss: LossFunction,
+    row_loss: RowLoss,
     rates: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
     """Weights and tables after the inner loop, every adapted value written out, and Reptile's pull:
@@ -248,11 +253,10 @@ def adapt(
     weights, tables = start_of(model, tables, features, task)
     start = weights | tables
     moved = dict.fromkeys(start, 0.0)
-    label = torch.tensor(task.label, dtype=next(iter(tables.values())).dtype)
     for _ in range(algorithm.inner_steps if task.num_support else 0):
         inputs = rows_inputs(task, features, tables, range(task.num_support))
         output = functional_call(model, weights, (inputs,))
-        support_losses = row_losses_N(loss, output, label[: task.num_support])
+        support_losses = row_loss(output, task, range(task.num_support), True)
         support_loss = support_losses.sum() / (task.num_support + algorithm.support_prior)
         now = weights | tables
         grads = torch.autograd.grad(
@@ -278,6 +282,17 @@ def adapt(
     return weights, tables, pull
 
 
+def one_label(loss: str, huber_delta: float) -> RowLoss:
+    """The loss of rows that have one label, all of the same weight."""
+    function = LossFunction(loss, huber_delta)
+
+    def row_loss(output: Tensor, task: Task, rows: range, is_inner: bool) -> Tensor:
+        label = torch.tensor(task.label, dtype=output.dtype)
+        return row_losses_N(function, output, label[rows.start : rows.stop])
+
+    return row_loss
+
+
 def outer_loss(
     model: nn.Module,
     tables: dict[str, Tensor],
@@ -287,24 +302,25 @@ def outer_loss(
     loss: str,
     rates: Mapping[str, Tensor] = MappingProxyType({}),
     huber_delta: float = 1.0,
+    row_loss: RowLoss | None = None,
 ) -> Tensor:
     """Mean over the tasks with query rows of the mean query loss; over all rows if the algorithm is
-    none; Reptile's value and gradient, over the tasks with support rows.
+    none; Reptile's value and gradient, over the tasks with support rows. `row_loss` is that of
+    several labels, in place of `loss`.
     """
-    terms, loss_function = [], LossFunction(loss, huber_delta)
+    terms, row_loss = [], row_loss or one_label(loss, huber_delta)
     for task in tasks:
-        label = torch.tensor(task.label, dtype=next(iter(tables.values())).dtype)
         if algorithm.name == "none":
             nothing = replace(task, num_support=0)
             weights, _ = start_of(model, tables, features, nothing)
             inputs = rows_inputs(task, features, tables, range(len(task.label)))
             output = functional_call(model, weights, (inputs,))
-            terms.extend(row_losses_N(loss_function, output, label))
+            terms.extend(row_loss(output, task, range(len(task.label)), False))
             continue
-        weights, own, pull = adapt(model, tables, features, task, algorithm, loss_function, rates)
+        weights, own, pull = adapt(model, tables, features, task, algorithm, row_loss, rates)
         query = range(task.num_support, len(task.label))
         output = functional_call(model, weights, (rows_inputs(task, features, own, query),))
-        score = row_losses_N(loss_function, output, label[task.num_support :]).mean()
+        score = row_loss(output, task, query, False).mean()
         if algorithm.name == "reptile":
             if task.num_support:
                 shown = score.detach() if query else torch.zeros_like(score)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from gmeta.adaptation.adapted_layers import AdaptedLayers, Gates
 from gmeta.adaptation.layer_change import LayerChange
 from gmeta.adaptation.learned import NOTHING_LEARNED, LearnedParts
-from gmeta.adaptation.losses import LossFunction, errors_N, row_losses_N, weighted_sum
+from gmeta.adaptation.losses import weighted_sum
+from gmeta.adaptation.objectives import LabelLosses, Objectives, known_labels
 from gmeta.adaptation.plan import AdaptationPlan, TaskSize
 from gmeta.adaptation.rates import InnerRates, scaled
 from gmeta.adaptation.rows.ragged import RowLayout
@@ -47,7 +48,7 @@ class GeneralLoop:
         self,
         model: nn.Module,
         plan: AdaptationPlan,
-        loss: LossFunction,
+        objectives: Objectives,
         rates: InnerRates,
         learned: LearnedParts = NOTHING_LEARNED,
     ) -> None:
@@ -55,7 +56,7 @@ class GeneralLoop:
         self._model = model
         self._learned = learned
         self._plan = plan
-        self._loss = loss
+        self._objectives = objectives
         self._rates = rates
 
     def adapt(self, rows: WorkingRows, tasks: Sides, second_order: bool) -> Adapted:
@@ -115,14 +116,16 @@ class GeneralLoop:
         return Adapted(unmoved.moved_by(changes), rows_PD)
 
     def output_N(self, adapted: Adapted, side: Side) -> Tensor:
-        """Return the model's outputs on the rows of a side, at the adapted parameters."""
+        """Return the model's outputs on the rows of a side, at the adapted parameters: logits of
+        labels that are 0 or 1; [N, labels] of several.
+        """
         with adapted.layers.applied(side.layout):
             output: Tensor = self._model(self._inputs(side, adapted.rows_PD))
-        return output
+        return self._objectives.outer.logits(output)
 
     def losses_N(self, adapted: Adapted, side: Side) -> Tensor:
         """Return the loss of each row of a side, at the adapted parameters."""
-        return row_losses_N(self._loss, self.output_N(adapted, side), side.label_N)
+        return _losses_N(self._objectives.outer, self.output_N(adapted, side), side)
 
     def _inputs(self, side: Side, rows_PD: Tensor) -> RowInputs:
         """Return what the model sees of a side when the embedding rows have these values."""
@@ -147,7 +150,8 @@ class GeneralLoop:
         error_N = label_N
         if known:
             cold_N = self.output_N(self.unadapted(rows, side), side)
-            error_N = errors_N(self._loss, cold_N, label_N)
+            error_N = self._objectives.outer.errors(cold_N, label_N, side.weight)
+            label_N = known_labels(label_N, side.weight)
         pooling = model.pooling if isinstance(model, DecisionModel) else "mean"
         features_NX = inputs.pooled(pooling).side_by_side_NX()
         dtype = features_NX.dtype
@@ -176,7 +180,8 @@ class GeneralLoop:
             rows_PD.requires_grad_()
         with adapted.layers.applied(support.layout) as tape:
             output_N = self._model(self._inputs(support, rows_PD))
-        losses_N = row_losses_N(self._loss, output_N, support.label_N)
+        inner = self._objectives.inner
+        losses_N = _losses_N(inner, inner.logits(output_N), support)
         prior = self.config.support_prior
         loss_sum = weighted_sum(losses_N, support.layout.mean_weights_N(losses_N.dtype, prior))
         wanted = [*tape.outputs, rows_PD] if adapts_rows else tape.outputs
@@ -191,3 +196,8 @@ class GeneralLoop:
             rows_PD=before_PD - scaled(grads[-1], rate) if adapts_rows else before_PD,
             support_loss_sums=(*adapted.support_loss_sums, loss_sum),
         )
+
+
+def _losses_N(losses: LabelLosses, logits: Tensor, side: Side) -> Tensor:
+    """Return the loss of each row of a side."""
+    return losses.row_losses_N(logits, side.label_N, side.weight)

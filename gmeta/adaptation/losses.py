@@ -1,6 +1,7 @@
-"""The losses of single rows, and their first derivatives by the model's output.
+"""The losses of single rows by one output, and their first derivatives by it. Several labels are
+objectives.py's.
 
-Shape suffixes: N rows, O outputs of a layer.
+Shape suffixes: N rows.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class LossFunction(NamedTuple):
 
 def row_losses_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor:
     """Return the loss of each row, in float32 at least."""
-    output_N = _in_float32(output_N)
+    output_N = in_float32(output_N)
     label_N = label_N.to(output_N.dtype)
     if loss.kind == "bce":
         return F.binary_cross_entropy_with_logits(output_N, label_N, reduction="none")
@@ -65,33 +66,11 @@ def row_slopes_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tenso
 
 def errors_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor:
     """Return how far each label is above its prediction: a probability for `bce`."""
-    output_N = _in_float32(output_N)
+    output_N = in_float32(output_N)
     predicted_N = output_N.sigmoid() if loss.kind == "bce" else output_N
     return label_N.to(output_N.dtype) - predicted_N
 
 
-class RowLoss(NamedTuple):
-    """A weighted sum of the losses of rows, of the one output [N, 1] of a last layer."""
-
-    loss: LossFunction
-    label_N1: Tensor
-    weight_N1: Tensor  # in float32 at least
-
-    def sum(self, output_NO: Tensor) -> Tensor:
-        """Return the loss of these outputs: a scalar."""
-        losses_NO = row_losses_N(self.loss, output_NO, self.label_N1)
-        return torch.dot(losses_NO.flatten(), self.weight_N1.flatten())
-
-    def times(self, rate: float) -> RowLoss:
-        """Return the loss with all weights so many times as large."""
-        return self._replace(weight_N1=self.weight_N1 * rate)
-
-    def slope_NO(self, output_NO: Tensor) -> Tensor:
-        """Return the gradient of the loss at these outputs, differentiable once more."""
-        slope_NO = row_slopes_N(self.loss, _in_float32(output_NO), self.label_N1)
-        return (slope_NO * self.weight_N1).to(output_NO.dtype)
-
-
-def _in_float32(output_N: Tensor) -> Tensor:
+def in_float32(output_N: Tensor) -> Tensor:
     """Return it in float32 at least: a loss of autocast's 8 bits would move in steps of 0.4 %."""
     return output_N.float() if output_N.dtype in HALVES else output_N

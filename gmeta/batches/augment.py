@@ -150,6 +150,7 @@ def rearranged(batch: TaskBatch, order_N: Ints, support_T: Ints) -> TaskBatch:
         multi_positions_V=batch.multi_positions_V[torch.from_numpy(order_V)],
         multi_lengths_NM=batch.multi_lengths_NM[rows],
         row_id_N=batch.row_id_N[rows] if batch.row_id_N.numel() else batch.row_id_N,
+        weight_N=batch.weight_N[rows] if batch.weight_N.numel() else batch.weight_N,
     )
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gmeta.adaptation.objectives import label_weights
 from gmeta.adaptation.rows.ragged import RowLayout
 from gmeta.adaptation.rows.rectangles import PaddedTasks, group_tasks
 from gmeta.adaptation.rows.sides import Side, Sides, TaskGroups
@@ -242,9 +243,12 @@ def _side(
     values_N = batch.multi_lengths_NM.sum(dim=1)
     bag_positions_V = batch.multi_positions_V[torch.repeat_interleave(mask_N, values_N)]
     single_positions_V = batch.positions_NF.index_select(0, index).flatten()
+    label_N = batch.label_N.index_select(0, index)
+    weight_N = batch.weight_N[index] if batch.weight_N.numel() else batch.weight_N
     return Side(
         layout=RowLayout.of(lengths_T),
-        label_N=batch.label_N.index_select(0, index),
+        label_N=label_N,
+        weight=label_weights(label_N, weight_N),
         dense_NK=batch.dense_NK.index_select(0, index),
         num_single=batch.positions_NF.shape[1],
         single_rows=Bags.single(single_positions_V, num_rows, constant),

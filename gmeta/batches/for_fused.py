@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from gmeta.adaptation.objectives import label_weights
 from gmeta.adaptation.rows.common import CommonFeatures
 from gmeta.adaptation.rows.rectangles import (
     RECTANGLE_WORK,
@@ -126,9 +127,13 @@ def _padded_rows(
         first += len(tasks) * longest
     rows_R = np.concatenate(row_R)
     per_task = np.repeat([mine.rows for mine in rectangles], [mine.tasks for mine in rectangles])
+    stored_R = torch.from_numpy(np.maximum(rows_R, 0))
+    label_N = batch.label_N.index_select(0, stored_R)
+    weight_N = batch.weight_N[stored_R] if batch.weight_N.numel() else batch.weight_N
     rows = PaddedRows(
         rectangles=tuple(rectangles),
-        label_N=batch.label_N.index_select(0, torch.from_numpy(np.maximum(rows_R, 0))),
+        label_N=label_N,
+        weight=label_weights(label_N, weight_N),
         count_N=torch.from_numpy(np.concatenate(count_R).astype(np.float32)),
         task_N=torch.from_numpy(np.repeat(np.arange(len(per_task)), per_task)),
     )

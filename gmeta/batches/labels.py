@@ -1,12 +1,13 @@
 """Labels that a loss is not defined for are refused: ratings that are taken for clicks would train
 to the end, and mean nothing.
 
-Shape suffixes: N rows.
+Shape suffixes: N rows, L labels.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gmeta.adaptation.losses import labels_taken_N
@@ -14,6 +15,11 @@ from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError
 from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
+
+
+def kinds_of(config: TrainConfig, dataset: Dataset) -> tuple[str, ...]:
+    """Return the loss of each label."""
+    return config.labels.kinds(config.outer.loss, dataset.features.labels)
 
 
 def check_first_labels(config: TrainConfig, dataset: Dataset) -> None:
@@ -26,35 +32,61 @@ def check_first_labels(config: TrainConfig, dataset: Dataset) -> None:
         ConfigError: a label is none that the loss takes.
         FormatError: the block is damaged.
     """
-    split, loss = config.data.train_split, config.outer.loss
+    split = config.data.train_split
     label_N = dataset.read_block(split, 0).label_N
-    wrong_N = label_N[~labels_taken_N(loss, label_N)]
-    if wrong_N.size:
-        raise ConfigError(
-            f'outer.loss = "{loss}", but label column {dataset.label} of split {split} holds '
-            f"{wrong_N[0]:g}: {_remedy(loss)}"
-        )
+    kinds = kinds_of(config, dataset)
+    taken_NL = _taken_NL(kinds, label_N, dataset)
+    for at, loss in enumerate(kinds):
+        wrong_N = label_N.reshape(taken_NL.shape)[~taken_NL[:, at], at]
+        if wrong_N.size:
+            raise ConfigError(
+                f"{_loss_told(loss, at, dataset)}, but label column {_column(at, dataset)} of "
+                f"split {split} holds {wrong_N[0]:g}: {_remedy(loss)}"
+            )
 
 
 def labels_checked(
-    batches: Iterable[TaskBatch], loss: str, dataset: Dataset, split: str
+    batches: Iterable[TaskBatch], kinds: Sequence[str], dataset: Dataset, split: str
 ) -> Iterator[TaskBatch]:
-    """Yield the same batches, each checked before it is given out.
+    """Yield the same batches, each checked before it is given out; `kinds` are the labels' losses.
 
     Raises:
         ConfigError: a label is none that the loss takes; its row and task are named.
     """
     for batch in batches:
-        taken_N = labels_taken_N(loss, batch.label_N.numpy())
-        if not taken_N.all():
-            row = int(np.argmin(taken_N))
+        taken_NL = _taken_NL(kinds, batch.label_N.numpy(), dataset)
+        if not taken_NL.all():
+            row, at = divmod(int(np.argmin(taken_NL)), len(kinds))
             episode = int(torch.searchsorted(batch.row_offsets_T1, row, right=True)) - 1
             raise ConfigError(
-                f'outer.loss = "{loss}", but row {row - int(batch.row_offsets_T1[episode])} of '
+                f"{_loss_told(kinds[at], at, dataset)}, but row "
+                f"{row - int(batch.row_offsets_T1[episode])} of "
                 f"task {int(batch.task_T[episode])} in split {split} has label "
-                f"{batch.label_N[row].item():g} (column {dataset.label}): {_remedy(loss)}"
+                f"{batch.label_N[row].flatten()[at].item():g} (column {_column(at, dataset)}): "
+                f"{_remedy(kinds[at])}"
             )
         yield batch
+
+
+def _taken_NL(
+    kinds: Sequence[str], label_N: npt.NDArray[np.float32], dataset: Dataset
+) -> npt.NDArray[np.bool_]:
+    """Return where the labels' losses are defined: [N, labels]; a label with a name may be NaN,
+    which says that it is not known.
+    """
+    label_NL = label_N.reshape(len(label_N), len(kinds))
+    columns = [labels_taken_N(kind, label_NL[:, at]) for at, kind in enumerate(kinds)]
+    taken_NL = np.stack(columns, axis=1)
+    return taken_NL | np.isnan(label_NL) if dataset.features.labels else taken_NL
+
+
+def _loss_told(loss: str, at: int, dataset: Dataset) -> str:
+    names = dataset.features.labels
+    return f'outer.loss = "{loss}"' if not names else f'the loss of label {names[at]} is "{loss}"'
+
+
+def _column(at: int, dataset: Dataset) -> str:
+    return dataset.label.split(", ")[at]
 
 
 def _remedy(loss: str) -> str:

@@ -101,6 +101,7 @@ def tied_config(config: TrainConfig) -> dict[str, Any]:
     saved = config.to_json()
     sections = ("support_features", "item_features", "model", "algorithm")
     tied = {section: saved[section] for section in sections}
+    tied["labels"] = {key: saved["labels"][key] for key in ("loss", "adapt", "entire_space")}
     return {**tied, "outer": {key: saved["outer"][key] for key in ("loss", "huber_delta")}}
 
 

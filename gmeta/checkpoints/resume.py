@@ -9,8 +9,8 @@ from gmeta.checkpoints.loader import check_config, checkpoint_to_use
 from gmeta.config import OuterConfig, TrainConfig
 from gmeta.errors import UserError
 from gmeta.files.local import check_local
-from gmeta.metrics.catalogue import Scoring
-from gmeta.outer.early_stop import early_stop_of
+from gmeta.metrics.catalogue import label_of
+from gmeta.outer.early_stop import early_stop_of, scoring_of
 from gmeta.runs.folder import CONFIG_FILE, STEP_FOLDER, RunFolder
 from gmeta.runs.progress import Progress
 from metaio.counted import counted
@@ -111,8 +111,8 @@ def _judged_from(config: TrainConfig) -> float | None:
     """Return from which label on the metric that decides counts rows as positive; None: it asks
     for no such label.
     """
-    scoring = Scoring(config.outer.loss, config.evaluation)
-    return scoring.threshold_of(early_stop_of(config).metric)
+    name, label = label_of(early_stop_of(config).metric)
+    return scoring_of(config, label).threshold_of(name)
 
 
 def _check_order(

@@ -1,5 +1,5 @@
-"""What a stream decides of a config, settled before a run begins: the increment, and what its
-model's inputs are measured by.
+"""What the data decides of a config, settled before a run begins: the increment of a stream, what
+its model's inputs are measured by, and which of several labels headline metrics are of.
 """
 
 from dataclasses import replace
@@ -21,13 +21,16 @@ from metaio.stream.chain import open_stream
 def settled(config: TrainConfig) -> TrainConfig:
     """Return the config of a run with what its stream decides filled in: the number of the
     increment, and, for the statistics of support rows, the label prior of the stream's first run:
-    of another day's labels it would change what the model's inputs mean.
+    of another day's labels it would change what the inputs mean. Of several labels the first
+    is judged, if none is named.
 
     Raises:
         ConfigError, UserError, FormatError: the stream has no such increment, or is damaged.
     """
     data = replace(config.data, increment=_increment(config))
     config, inputs = replace(config, data=data), config.support_features
+    if (names := open_data(data).features.labels) and not config.labels.judged:
+        config = replace(config, labels=replace(config.labels, judged=names[0]))
     if not inputs.is_used or inputs.label_prior:
         return config
     dataset = open_data(data)
@@ -51,8 +54,11 @@ def settled_by_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
     found = [config]
     by_first(lambda: found.append(settled(config)), ranks)
     first = found[-1]
-    increment, inputs = value_of_first((first.data.increment, first.support_features), ranks)
-    return replace(config, data=replace(config.data, increment=increment), support_features=inputs)
+    increment, inputs, labels = value_of_first(
+        (first.data.increment, first.support_features, first.labels), ranks
+    )
+    data = replace(config.data, increment=increment)
+    return replace(config, data=data, support_features=inputs, labels=labels)
 
 
 def _increment(config: TrainConfig) -> str:

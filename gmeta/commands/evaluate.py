@@ -149,7 +149,7 @@ def _check_overrides(run: Path, config: TrainConfig, overrides: list[str]) -> No
                 "instead"
             )
     chosen = overridden(config, overrides)
-    Scoring(chosen.outer.loss, chosen.evaluation)
+    Scoring(chosen.loss_of(), chosen.evaluation)
 
 
 def _check_comparable(roots: list[Path], configs: list[TrainConfig]) -> None:
@@ -159,9 +159,9 @@ def _check_comparable(roots: list[Path], configs: list[TrainConfig]) -> None:
             raise UserError(
                 f"{root} is named twice: a run says nothing beside itself. Leave one out"
             )
-        if not predicts_alike(config.outer.loss, configs[0].outer.loss):
+        if not predicts_alike(config.loss_of(), configs[0].loss_of()):
             raise UserError(
-                f"run {root} was trained with loss {config.outer.loss}, {roots[0]} with "
-                f"{configs[0].outer.loss}: their predictions mean different things. "
+                f"run {root} was trained with loss {config.loss_of()}, {roots[0]} with "
+                f"{configs[0].loss_of()}: their predictions mean different things. "
                 "Compare runs of one loss"
             )

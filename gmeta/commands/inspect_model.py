@@ -73,8 +73,12 @@ def _columns(config: ExportedConfig) -> Iterator[tuple[str, str, str, str]]:
     """Yield what a row must hold: the name, role, table and values of each column."""
     given, features = config.columns, config.features
     yield given.task, "task", "", "integer or text; tells tasks apart in `gmeta predict`"
-    yield given.label, "label", "", "0 to 1" if config.loss == "bce" else "a number"
     schema = given.schema
+    names = [given.label] if schema is None else [label.column for label in schema.labels]
+    for name, loss in zip(names, config.losses, strict=True):
+        yield name, "label", "", "0 to 1" if loss == "bce" else "a number"
+    for name in [] if schema is None else [x for x in schema.label_columns if x not in names]:
+        yield name, "label", "", "a mask of 0 and 1, or a weight, of support rows"
     if schema is None:
         rows = {table.name: table.num_rows for table in features.tables}
         for role, sparse in (("single", features.single), ("multi", features.multi)):

@@ -33,7 +33,7 @@ _TASKS_PER_BATCH = 256
 
 @dataclass(frozen=True)
 class Predicted:
-    """One entry a query row of a split."""
+    """One entry a query row of a split whose label, of several the judged one, is known."""
 
     task_N: Array
     label_N: Array
@@ -63,13 +63,18 @@ def _predicted(
 ) -> Predicted:
     whole = [EpisodeRange(split, 0, dataset.splits[split].num_episodes)]
     batches = read_ranges(dataset, whole, tasks_per_batch=_TASKS_PER_BATCH)
-    tasks, labels, predictions = [], [], []
-    for batch in labels_checked(batches, served.config.loss, dataset, split):
+    tasks, labels, predictions, judged = [], [], [], served.config.judged
+    for batch in labels_checked(batches, served.config.losses, dataset, split):
         found = served.predict_batch(_as_known(batch, known))
-        tasks.append(torch.repeat_interleave(batch.task_T, found.layout.lengths_T))
-        labels.append(found.label_N)
-        is_click = served.config.loss == "bce"
-        predictions.append(torch.sigmoid(found.after_N) if is_click else found.after_N)
+        after = served.learner.objectives.outer.predictions(found.after_N)
+        label_N, after_N = (
+            values.reshape(len(found.label_N), -1)[:, judged] for values in (found.label_N, after)
+        )
+        is_known_N = ~label_N.isnan()
+        task_N = torch.repeat_interleave(batch.task_T, found.layout.lengths_T)
+        tasks.append(task_N[is_known_N])
+        labels.append(label_N[is_known_N])
+        predictions.append(after_N[is_known_N])
     joined = [torch.cat(parts).numpy() for parts in (tasks, labels, predictions)]
     return Predicted(*joined)
 

@@ -82,7 +82,8 @@ def judge(
         UserError: a dataset has no such split, or other columns.
         GMetaError: a model is damaged.
     """
-    loss: Loss = read_config(candidate).loss  # type: ignore[assignment]
+    config = read_config(candidate)
+    loss: Loss = config.losses[config.judged]  # type: ignore[assignment]
     metric = "logloss" if loss == "bce" else "mae"
     ours: list[Predicted] = []
     theirs: list[Predicted] = []

@@ -3,7 +3,7 @@
 import numpy as np
 
 from gmeta.batches.item_statistics import ItemStatistics
-from gmeta.batches.labels import labels_checked
+from gmeta.batches.labels import kinds_of, labels_checked
 from gmeta.config import TrainConfig
 from gmeta.parallel.ranks import Ranks, add_arrays_over_ranks
 from gmeta.parallel.together import by_all
@@ -29,7 +29,7 @@ def take_item_statistics(
         for block in range(ranks.rank, split.num_blocks, ranks.world_size):
             stored = dataset.read_block(split.name, block)
             batch = compose(dataset.features, [(stored, np.arange(stored.num_episodes))])
-            for checked in labels_checked([batch], config.outer.loss, dataset, split.name):
+            for checked in labels_checked([batch], kinds_of(config, dataset), dataset, split.name):
                 items.add(sums, checked)
 
     by_all(read, ranks)

@@ -64,6 +64,18 @@ def predicts_alike(loss: str, other: str) -> bool:
     return (loss == "bce") == (other == "bce")
 
 
+def label_of(metric: str) -> tuple[str, str]:
+    """Return a metric's own name and the label that it is of, which may stand behind it:
+    `auc:conversion`, `package.module:Name:conversion`; "" for the one that headline metrics are of.
+    """
+    name, _, label = metric.partition(":")
+    if name and label and not _parsed(name)[0] and name not in NAMED_METRICS.names():
+        # An import path has a colon of its own.
+        attribute, _, label = label.partition(":")
+        return f"{name}:{attribute}", label
+    return name, label
+
+
 @dataclass(frozen=True)
 class MetricInfo:
     """How a metric is named, read and compared."""
@@ -124,7 +136,7 @@ class Scoring:
             ConfigError: it is none.
         """
         family, at = _parsed(name)
-        if not family and is_own(name):
+        if not family and is_metric(name):
             try:
                 NAMED_METRICS.find(name)
             except ValueError as error:
@@ -241,8 +253,9 @@ _TEXTS: dict[str, tuple[str, bool, str]] = {
 
 
 def is_metric(name: str) -> bool:
-    """Return whether a metric of this release, or of a package of somebody's own, has that name."""
-    return bool(_parsed(name)[0]) or is_own(name)
+    """Return whether a metric of this release, or of a package of somebody's own, has that name;
+    no name with a label behind it is one."""
+    return bool(_parsed(name)[0]) or (not label_of(name)[1] and is_own(name))
 
 
 def not_ours(names: Iterable[str]) -> list[str]:

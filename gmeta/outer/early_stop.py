@@ -10,7 +10,7 @@ from typing import final
 
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError
-from gmeta.metrics.catalogue import Scoring
+from gmeta.metrics.catalogue import Scoring, label_of, predicts_alike
 from gmeta.runs.progress import Progress
 
 
@@ -55,6 +55,15 @@ class EarlyStop:
         )
 
 
+def scoring_of(config: TrainConfig, label: str = "") -> Scoring:
+    """Return what is measured of predictions of a label; of "", those of the judged one."""
+    loss, evaluation = config.loss_of(label), config.evaluation
+    if not predicts_alike(loss, config.loss_of()):
+        # What is asked of the judged label means nothing for this one.
+        evaluation = replace(evaluation, metrics=(), candidates=0)
+    return Scoring(loss, evaluation)
+
+
 def early_stop_of(config: TrainConfig) -> EarlyStop:
     """Return the early stopping that the config asks for.
 
@@ -70,18 +79,20 @@ def early_stop_of(config: TrainConfig) -> EarlyStop:
             raise ConfigError(
                 f"run.{key} = {value}, but there is no split to score. Set data.valid_split"
             )
-    scoring = Scoring(config.outer.loss, config.evaluation)
-    metric = run.early_stop_metric or scoring.names[0]
+    named, label = label_of(run.early_stop_metric)
+    scoring = scoring_of(config, label)
+    metric = named or scoring.names[0]
     scoring.check("run.early_stop_metric", metric)
     if scoring.is_over_candidates(metric):
         raise ConfigError(
             f"the metric of early stopping is {metric}, over evaluation.candidates = "
             f"{config.evaluation.candidates}: that takes as many predictions a row, which gmeta "
             "evaluate alone makes. Name another in run.early_stop_metric, e.g. "
-            f"{'auc' if config.outer.loss == 'bce' else 'mae'}"
+            f"{'auc' if scoring.loss == 'bce' else 'mae'}"
         )
+    is_other = label not in ("", config.labels.judged)
     return EarlyStop(
-        metric,
+        f"{metric}:{label}" if is_other else metric,
         scoring.info(metric).higher_is_better,
         run.early_stop_patience,
         run.early_stop_min_delta,

@@ -61,7 +61,11 @@ def stopping_if_wrong(
 def no_tasks(features: Features) -> TaskBatch:
     """Return a batch without tasks, which keeps the collectives of a rank's peers whole."""
     return empty_batch(
-        len(features.tables), len(features.single), len(features.multi), len(features.dense)
+        len(features.tables),
+        len(features.single),
+        len(features.multi),
+        len(features.dense),
+        features.num_labels,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
-from gmeta.metrics.catalogue import Scoring, not_ours
+from gmeta.metrics.catalogue import Scoring, label_of, not_ours
 from gmeta.metrics.own import check_trusted
 from gmeta.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE, RunFolder
 
@@ -72,7 +72,7 @@ def summarise_run(folder: RunFolder) -> RunSummary:
     """
     config, history = folder.read_config(), folder.read_metrics()
     # The first, or that of early stopping, decides; to know what is better its code is loaded.
-    asked = [*config.evaluation.metrics, config.run.early_stop_metric]
+    asked = [*config.evaluation.metrics, label_of(config.run.early_stop_metric)[0]]
     check_trusted(folder.root, not_ours(asked), folder.read_environment())
     metric, is_better = _judged_by(config)
     scored = [
@@ -100,9 +100,11 @@ def summarise_run(folder: RunFolder) -> RunSummary:
 
 def _judged_by(config: TrainConfig) -> tuple[str, bool]:
     """Return the metric that validation goes by, and whether more of it is better."""
-    scoring = Scoring(config.outer.loss, config.evaluation)
-    metric = config.run.early_stop_metric or scoring.names[0]
-    return metric, scoring.info(metric).higher_is_better
+    named, label = label_of(config.run.early_stop_metric)
+    scoring = Scoring(config.loss_of(label), config.evaluation)
+    name = named or scoring.names[0]
+    is_other = label not in ("", config.labels.judged)
+    return f"{name}:{label}" if is_other else name, scoring.info(name).higher_is_better
 
 
 def differing_keys(configs: Sequence[TrainConfig]) -> list[tuple[str, list[Any]]]:

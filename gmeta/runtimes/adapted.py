@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from gmeta.adaptation.rows.ragged import RowLayout
 from gmeta.adaptation.rows.sides import Side, WorkingRows
-from gmeta.runtimes.forward import Columns, KeyedTables, PaddedInputs, shown
+from gmeta.runtimes.forward import Columns, KeyedTables, PaddedInputs
 from gmeta.serving.model import ServedModel
 
 SUPPORT, QUERY, LABEL = "support.", "query.", "label"
@@ -34,6 +34,7 @@ class KeyedSide:
     place_NML: Tensor
     dense_NK: Tensor
     lengths_NM: Tensor
+    weight: Tensor | None = None
 
     def inputs(self, rows_PD: Tensor) -> PaddedInputs:
         """Return what the model sees when the embedding rows have these values."""
@@ -57,7 +58,7 @@ class AdaptAndPredict(nn.Module):
         self.columns = Columns(served)
         self.tables = KeyedTables(served)
         self.learner = learner
-        self._shown = shown(served)
+        self._losses = learner.objectives.outer
         # A rate for each table, or one for all.
         places_B = torch.arange(len(served.tables))
         self._rate = learner.rates.of_rows(torch.ones_like(places_B), places_B)
@@ -99,7 +100,8 @@ class AdaptAndPredict(nn.Module):
         )
         layers = adapted.layers
         asked = inner.adapted_before(layers.changes, layers.gates_TMO, fetched_QD)
-        return self._shown(inner.output_N(asked, cast(Side, query)).detach())
+        logits = inner.output_N(asked, cast(Side, query)).detach()
+        return self._losses.predictions(logits)
 
     def _rate_of(self, key_P: Tensor) -> float | Tensor:
         if not isinstance(self._rate, Tensor):

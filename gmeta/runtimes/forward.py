@@ -5,7 +5,7 @@ Shape suffixes: N rows, F single-id features, M multi-id features, L longest lis
 D embedding width, R rows of all tables, B tables.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -160,7 +160,7 @@ class UnadaptedForward(nn.Module):
         self.model = _gated(deepcopy(learner.model), served.unadapted.gates_1MO)
         self.generator = learner.generator
         self._num_statistics = learner.statistics.width
-        self._shown = shown(served)
+        self._losses = learner.objectives.outer
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return probabilities (bce) or ratings [N] of `ids` [N, F], `dense` columns [N, K], and
@@ -176,12 +176,7 @@ class UnadaptedForward(nn.Module):
         )
         if self.generator is not None:
             rows = self.generator(rows)
-        return self._shown(self.model(rows))
-
-
-def shown(served: ServedModel) -> Callable[[Tensor], Tensor]:
-    """Return what makes a prediction of the model's output."""
-    return torch.sigmoid if served.config.loss == "bce" else torch.clone
+        return self._losses.predictions(self._losses.logits(self.model(rows)))
 
 
 @torch.no_grad()

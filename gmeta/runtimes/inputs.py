@@ -28,11 +28,11 @@ def write_inputs(folder: Path, config: ExportedConfig, programs: dict[str, Any])
         "output": {
             "name": OUTPUT,
             "datatype": "FP32",
-            "kind": "probability" if config.loss == "bce" else "rating",
+            **_kinds(config),
         },
         "inputs": _described(config),
         "task": config.columns.task,
-        "label": _label(config),
+        **_labels(config),
         "source": config.source,
     }
     text = json.dumps(body, indent=1, allow_nan=False)
@@ -93,7 +93,20 @@ def _dense(config: ExportedConfig) -> list[dict[str, Any]]:
     return found + [{"name": v.column, "width": v.width, "fill": v.fill} for v in schema.vector]
 
 
-def _label(config: ExportedConfig) -> dict[str, Any]:
+def _labels(config: ExportedConfig) -> dict[str, Any]:
+    """Return what `label` is, or of several or one that may not be known each of `labels`."""
     schema = config.columns.schema
-    threshold = None if schema is None else schema.label.threshold
-    return {"name": config.columns.label, "threshold": threshold}
+    if schema is None:
+        return {"label": {"name": config.columns.label, "threshold": None}}
+    told = [{"name": label.column, "threshold": label.threshold} for label in schema.labels]
+    if not config.features.labels:
+        return {"label": told[0]}
+    for name, label, entry in zip(config.features.labels, schema.labels, told, strict=True):
+        entry |= {"label": name, "mask": label.mask, "null": label.null}
+    return {"labels": told}
+
+
+def _kinds(config: ExportedConfig) -> dict[str, Any]:
+    """Return what a prediction is: of several labels, in the order of `labels`."""
+    kinds = ["probability" if loss == "bce" else "rating" for loss in config.losses]
+    return {"kind": kinds[0]} if len(kinds) == 1 else {"kinds": kinds}

@@ -22,7 +22,7 @@ from gmeta.errors import GMetaError, UserError
 from gmeta.runtimes.adapted import LABEL, QUERY, SUPPORT, AdaptAndPredict, recorded
 from gmeta.runtimes.forward import DENSE, IDS, LENGTHS, LISTS, OUTPUT, UnadaptedForward
 from gmeta.serving.model import ServedModel
-from gmeta.serving.rows import EncodedColumns
+from gmeta.serving.rows import EncodedColumns, labels_shape
 
 FORWARD_FILE, ADAPTED_FILE, ONNX_FILE = "predict.pt2", "adapt_predict.pt2", "predict.onnx"
 # Twice what float32 leaves between two orders of summation in models of this size.
@@ -156,7 +156,7 @@ def draw_rows(
     lengths_NM = rng.integers(0, longest + 1, shape[:2])
     lengths_NM[0] = longest
     dense_NK = rng.standard_normal((num_rows, len(features.dense))).astype(np.float32)
-    label_N = rng.integers(0, 2, num_rows).astype(np.float32)
+    label_N = rng.integers(0, 2, labels_shape(features, num_rows)).astype(np.float32)
     is_there_NML = np.arange(longest) < lengths_NM[:, :, None]
     rows = EncodedColumns(
         np.zeros(num_rows, np.int64),
@@ -165,6 +165,7 @@ def draw_rows(
         dense_NK,
         lengths_NM.astype(np.int32),
         ids_NML[is_there_NML],
+        np.ones((num_rows, int(bool(features.weight))), np.float32),
     )
     groups: dict[str, npt.NDArray[Any]] = {
         IDS: ids_NF,

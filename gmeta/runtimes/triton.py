@@ -4,7 +4,7 @@ and the file that runs it.
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gmeta.server.columns import LENGTHS, SUPPORT, Column, columns_of
@@ -35,9 +35,9 @@ def config_text(name: str, config: ExportedConfig) -> str:
     """
     columns = columns_of(config)
     inputs = [each for column in columns.read for each in _inputs("", column)]
-    support = {column.name: column for column in (*columns.read, columns.label)}
+    support = {column.name: column for column in (*columns.read, *columns.labels)}
     inputs += [each for column in support.values() for each in _inputs(SUPPORT, column)]
-    outputs = [_tensor(output, "FP32") for output in OUTPUTS]
+    outputs = [_tensor(output, "FP32", shape=columns.output_shape) for output in OUTPUTS]
     return (
         f'name: {_quoted(name)}\nbackend: "python"\nmax_batch_size: 0\n'
         f"input [\n{_joined(inputs)}\n]\noutput [\n{_joined(outputs)}\n]\n"
@@ -53,8 +53,9 @@ def _inputs(prefix: str, column: Column) -> Iterator[str]:
         yield _tensor(prefix + column.name + LENGTHS, "INT64", optional)
 
 
-def _tensor(name: str, datatype: str, more: str = "") -> str:
-    return f"  {{ name: {_quoted(name)} data_type: {_DATATYPES[datatype]} dims: [ -1 ]{more} }}"
+def _tensor(name: str, datatype: str, more: str = "", shape: Sequence[int] = (-1,)) -> str:
+    dims = f"dims: [ {', '.join(map(str, shape))} ]"
+    return f"  {{ name: {_quoted(name)} data_type: {_DATATYPES[datatype]} {dims}{more} }}"
 
 
 def _joined(entries: list[str]) -> str:

@@ -39,15 +39,21 @@ class ModelColumns:
     """All columns of a model. `read` are those that query rows need, in order."""
 
     task: Column
-    label: Column
+    labels: tuple[Column, ...]  # and masks and weights: what support rows need beside `read`
     read: tuple[Column, ...]
     # Columns of the schema that no prediction needs: taken and left alone.
     ignored: frozenset[str]
+    num_labels: int = 1
+
+    @property
+    def output_shape(self) -> list[int]:
+        """Return the shape of an output: a number for each row, or one for each of its labels."""
+        return [-1] if self.num_labels == 1 else [-1, self.num_labels]
 
     @cached_property
     def known(self) -> dict[str, Column]:
         """Return every column by its name."""
-        return {column.name: column for column in (self.task, self.label, *self.read)}
+        return {column.name: column for column in (self.task, *self.labels, *self.read)}
 
     @property
     def signature(self) -> dict[str, tuple[str, bool]]:
@@ -87,12 +93,12 @@ def columns_of(config: ExportedConfig) -> ModelColumns:
             numbers = counted(vector.width, "number")
             read[vector.column] = Column(vector.column, "vector", "FP32", True, numbers)
         ignored = set(schema.columns) - read.keys()
-    label = "0 to 1" if config.loss == "bce" else "a number"
     found = ModelColumns(
         read.get(given.task, Column(given.task, "task", "INT64", False, "integer or text")),
-        read.get(given.label, Column(given.label, "label", "FP32", False, label)),
+        tuple(read.get(label.name, label) for label in _labels(config)),
         tuple(read.values()),
         frozenset(ignored),
+        features.num_labels,
     )
     for name in found.known:
         if name.startswith(SUPPORT) or (name.endswith(LENGTHS) and name[: -len(LENGTHS)] in read):
@@ -101,6 +107,18 @@ def columns_of(config: ExportedConfig) -> ModelColumns:
                 f"and NAME{LENGTHS} the lengths of lists. Rename the column before prepare"
             )
     return found
+
+
+def _labels(config: ExportedConfig) -> list[Column]:
+    """Return the columns of labels, then those of masks and weights."""
+    values = ["0 to 1" if loss == "bce" else "a number" for loss in config.losses]
+    schema = config.columns.schema
+    if schema is None:
+        return [Column(config.columns.label, "label", "FP32", False, values[0])]
+    found = dict.fromkeys(schema.label_columns, "a number")
+    for label, told in zip(schema.labels, values, strict=True):
+        found[label.column] = told + ("; null allowed" if label.null == "unknown" else "")
+    return [Column(name, "label", "FP32", False, told) for name, told in found.items()]
 
 
 def rows_of(

@@ -187,6 +187,6 @@ def _response(model: str, asked: Inference, answer: Answer) -> Any:
         setattr(response.parameters[name], kind, value)
     for name in asked.outputs:
         values = answer.outputs[name]
-        response.outputs.add(name=name, datatype="FP32", shape=[len(values)])
+        response.outputs.add(name=name, datatype="FP32", shape=values.shape)
         response.raw_output_contents.append(raw_bytes(values))
     return response

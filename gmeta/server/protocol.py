@@ -58,8 +58,9 @@ class Inference:
 
 @dataclass(frozen=True)
 class Answer:
-    """The outputs of a request, by name, each [N]; `version` is that of the model that computed all
-    of it, `cache` says hit, stored or restored where a task key was given."""
+    """The outputs of a request, by name, each [N], of several labels [N, labels]; `version` is that
+    of the model that computed all of it, `cache` says hit, stored or restored where a task key was
+    given."""
 
     version: str
     outputs: Mapping[str, npt.NDArray[np.float32]]
@@ -217,12 +218,12 @@ def render_http(model: str, request: Inference, answer: Answer) -> tuple[bytes, 
     outputs, behind = [], []
     for name in request.outputs:
         values = answer.outputs[name]
-        told: dict[str, Any] = {"name": name, "datatype": "FP32", "shape": [len(values)]}
+        told: dict[str, Any] = {"name": name, "datatype": "FP32", "shape": list(values.shape)}
         if name in request.binary:
             behind.append(raw_bytes(values))
             told["parameters"] = {"binary_data_size": len(behind[-1])}
         else:
-            told["data"] = values.tolist()
+            told["data"] = values.ravel().tolist()
         outputs.append(told)
     response = {
         "model_name": model,
@@ -243,9 +244,11 @@ def model_metadata(name: str, version: str, columns: ModelColumns) -> dict[str, 
     then the optional ones of support rows.
     """
     query = [_metadata(column.name, column) for column in columns.read]
-    support_columns = {column.name: column for column in (*columns.read, columns.label)}
+    support_columns = {column.name: column for column in (*columns.read, *columns.labels)}
     support = [_metadata(f"support.{name}", each) for name, each in support_columns.items()]
-    outputs = [{"name": output, "datatype": "FP32", "shape": [-1]} for output in OUTPUTS]
+    outputs = [
+        {"name": output, "datatype": "FP32", "shape": columns.output_shape} for output in OUTPUTS
+    ]
     return {
         "name": name,
         "versions": [version],

@@ -5,7 +5,7 @@ ids of all multi-id features.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -67,7 +67,7 @@ class RawColumns:
         self._encoder = Encoder(self._schema, fitted)
         # A column of nulls alone, or of no rows, says nothing of its type: the schema does.
         self._null_types = {
-            schema.label.column: pa.float64(),
+            **{name: pa.float64() for name in schema.label_columns},
             **{column.column: pa.float64() for column in schema.dense},
             **{column.column: pa.list_(pa.float32()) for column in schema.vector},
             **{c.column: pa.list_(pa.int64()) for c in schema.multi if c.separator is None},
@@ -76,9 +76,9 @@ class RawColumns:
     def names(self, with_label: bool) -> list[str]:
         """Return the raw columns that the schema encodes."""
         schema = self._schema
-        unused = {schema.task.column, schema.label.column} - set(schema.inputs)
-        label = [schema.label.column] if with_label else []
-        return [name for name in schema.columns if name not in unused] + label
+        unused = {schema.task.column, *schema.label_columns} - set(schema.inputs)
+        found = [name for name in schema.columns if name not in unused]
+        return list(dict.fromkeys([*found, *schema.label_columns])) if with_label else found
 
     def encode(self, batch: pa.RecordBatch, with_label: bool) -> EncodedColumns:
         """Return the rows hashed, looked up and standardised as prepare did."""
@@ -88,7 +88,13 @@ class RawColumns:
         batch = _typed(batch, self._null_types, pa.string())
         rows = self._encoder.encode(batch, with_label)
         return EncodedColumns(
-            rows.task_N, rows.label_N, rows.ids_NF, rows.dense_NK, rows.lengths_NM, rows.values_V
+            rows.task_N,
+            rows.label_N,
+            rows.ids_NF,
+            rows.dense_NK,
+            rows.lengths_NM,
+            rows.values_V,
+            rows.weight_NW,
         )
 
 
@@ -135,7 +141,8 @@ class IdColumns:
         for index, name in enumerate(features.dense):
             dense_NK[:, index] = _finite(name, batch, "dense")
         lengths_NM, values_V = self._multi(batch)
-        return EncodedColumns(task_N, label_N, ids_NF, dense_NK, lengths_NM, values_V)
+        weight_NW = np.zeros((num_rows, 0), np.float32)  # no dataset without a schema has weights
+        return EncodedColumns(task_N, label_N, ids_NF, dense_NK, lengths_NM, values_V, weight_NW)
 
     def _ids(self, feature: FeatureSpec, column: pa.Array) -> Int64:
         if kind_of(feature.name, column.type, "sparse") != "integer":
@@ -304,12 +311,17 @@ def _viewed(views: pa.Array) -> pa.Array:
     return pa.LargeListArray.from_arrays(ends, views.flatten(), mask=views.is_null())
 
 
-def check_labels(label_N: Float32, name: str, loss: str) -> None:
-    """Raise UserError for a label that the model's loss cannot take."""
-    wrong_N = label_N[~labels_taken_N(loss, label_N)]
-    if wrong_N.size:
-        allowed = "0 to 1, since it predicts clicks" if loss == "bce" else "finite numbers"
-        raise UserError(
-            f"label column {name} holds {wrong_N[0]:g}: this model takes {allowed}. Correct the "
-            "label"
-        )
+def check_labels(label_N: Float32, columns: str, kinds: Sequence[str], may_lack: bool) -> None:
+    """Raise UserError for a label that the model's loss cannot take; with `may_lack` NaN, which
+    says that it is not known, is taken by any.
+    """
+    label_NL = label_N.reshape(len(label_N), len(kinds))
+    names = columns.split(", ") if len(kinds) > 1 else [columns]
+    for label_N, name, loss in zip(label_NL.T, names, kinds, strict=True):
+        wrong_N = label_N[~labels_taken_N(loss, label_N) & ~(may_lack & np.isnan(label_N))]
+        if wrong_N.size:
+            allowed = "0 to 1, since it predicts clicks" if loss == "bce" else "finite numbers"
+            raise UserError(
+                f"label column {name} holds {wrong_N[0]:g}: this model takes {allowed}. Correct "
+                "the label"
+            )

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
 from gmeta.batches.config import ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
 from gmeta.config import config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
@@ -68,6 +68,17 @@ class ExportedConfig:
     huber_delta: float = 1.0
     support_features: SupportFeaturesConfig = field(default_factory=SupportFeaturesConfig)
     item_features: ItemFeaturesConfig = field(default_factory=ItemFeaturesConfig)
+    labels: LabelsConfig = field(default_factory=LabelsConfig)
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """Return the loss of each label."""
+        return self.labels.kinds(self.loss, self.features.labels)
+
+    @property
+    def judged(self) -> int:
+        """Return the place of the label that headline metrics are of."""
+        return self.labels.judged_of(self.features.labels)
 
 
 def table_file(index: int) -> str:
@@ -154,7 +165,7 @@ def _from_json(path: Path, body: dict[str, Any]) -> ExportedConfig:
         # A model of a release before them has none of these.
         outer = {"loss": body["loss"], "huber_delta": body.get("huber_delta", 1.0)}
         sections = {key: body[key] for key in ("model", "algorithm")}
-        inputs = {key: body.get(key, {}) for key in ("support_features", "item_features")}
+        inputs = {key: body.get(key, {}) for key in ("support_features", "item_features", "labels")}
         parts = config_from_dict({**sections, **inputs, "outer": outer})
         support = parts.support_features
         if LabelPrior.configured(support) is None and support.is_used:
@@ -164,6 +175,7 @@ def _from_json(path: Path, body: dict[str, Any]) -> ExportedConfig:
         features = typed(Features, body["features"], "features")
         features.check()
         widths_of_tables(features, parts.model)  # raises what is wrong with them
+        parts.labels.check(features.labels)
         columns, files = _columns(body["columns"]), entries_of(body["files"])
         for name in {LAYERS_FILE, *map(table_file, range(len(features.tables)))} - files.keys():
             raise ValueError(f"it lists no file {name}")
@@ -190,6 +202,7 @@ def _from_json(path: Path, body: dict[str, Any]) -> ExportedConfig:
         huber_delta=parts.outer.huber_delta,
         support_features=parts.support_features,
         item_features=parts.item_features,
+        labels=parts.labels,
     )
 
 
@@ -205,7 +218,7 @@ def _columns(told: dict[str, Any]) -> Columns:
     if told["schema"] is None:
         return Columns(task, label, None, moments, kinds)
     schema = parse_schema(told["schema"])
-    if (task, label) != (schema.task.column, schema.label.column):
+    if (task, label) != (schema.task.column, schema.label_text):
         raise ValueError("its schema has another task or label column")
     if not {column.column for column in schema.dense if column.standardise} <= moments.keys():
         raise ValueError("a dense column has no mean and deviation")

@@ -81,6 +81,7 @@ def _learner(folder: Path, config: ExportedConfig) -> MetaLearner:
             config.huber_delta,
             statistics_of(config.support_features, config.features, config.item_features),
             config.item_features,
+            config.labels,
         )
 
     try:

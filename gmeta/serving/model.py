@@ -130,7 +130,9 @@ class ServedModel:
 
     @on_the_cpu
     def predict(self, rows: object) -> Tensor:
-        """Return probabilities (bce) or ratings [N] by the meta-parameters, without adaptation."""
+        """Return probabilities (bce) or ratings [N] by the meta-parameters, without adaptation; of
+        several labels [N, labels], as `config.features.labels` names them.
+        """
         encoded = self.encode(rows, "query", with_label=False)
         return self.predict_encoded([self.unadapted], encoded, [encoded.num_rows])
 
@@ -312,7 +314,7 @@ class ServedModel:
         return first_U + batch.unique_ids_U
 
     def _shown_N(self, output_N: Tensor) -> Tensor:
-        return torch.sigmoid(output_N) if self.config.loss == "bce" else output_N
+        return self._learner.objectives.outer.predictions(output_N)
 
     def _as_support(self, rows: EncodedColumns, lengths: Sequence[int]) -> TaskBatch:
         """Return the rows of several tasks as their support sides alone."""
@@ -374,7 +376,8 @@ class ServedModel:
         batch = select(as_table(rows, what), names, [columns.task], what)
         encoded = self._encoder.encode(batch, with_label)
         if with_label:
-            check_labels(encoded.label_N, columns.label, self.config.loss)
+            may_lack = bool(self.config.features.labels)
+            check_labels(encoded.label_N, columns.label, self.config.losses, may_lack)
         return encoded
 
 
@@ -409,7 +412,8 @@ class AdaptedTask:
         return to_bytes(self._state, self._model.checksum)
 
     def predict(self, rows: object) -> Tensor:
-        """Return probabilities (bce) or ratings [N] of rows of the task; rows as ServedModel says.
+        """Return probabilities (bce) or ratings [N] of rows of the task, [N, labels] of several;
+        rows as ServedModel says.
 
         Raises:
             UserError: a column is missing.

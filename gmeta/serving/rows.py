@@ -21,7 +21,9 @@ from metaio.read.compose import compose
 
 @dataclass(frozen=True)
 class EncodedColumns:
-    """Rows as ids and numbers; `values_V` row by row and, within a row, feature by feature."""
+    """Rows as ids and numbers; `values_V` row by row and, within a row, feature by feature. Labels
+    are [N, labels] of several, NaN where one is not known; W is 1 where rows have weights, else 0.
+    """
 
     task_N: Int64
     label_N: Float32
@@ -29,6 +31,7 @@ class EncodedColumns:
     dense_NK: Float32
     lengths_NM: npt.NDArray[np.int32]
     values_V: npt.NDArray[np.integer[Any]]
+    weight_NW: Float32
 
     @property
     def num_rows(self) -> int:
@@ -48,6 +51,7 @@ def split_rows(rows: EncodedColumns, lengths: Sequence[int]) -> list[EncodedColu
             rows.dense_NK[first:stop],
             rows.lengths_NM[first:stop],
             rows.values_V[value_ends[first] : value_ends[stop]],
+            rows.weight_NW[first:stop],
         )
         for first, stop in pairwise(ends.tolist())
     ]
@@ -75,12 +79,18 @@ def no_rows(features: Features) -> EncodedColumns:
     """Return 0 rows of these features."""
     return EncodedColumns(
         np.zeros(0, np.int64),
-        np.zeros(0, np.float32),
+        np.zeros(labels_shape(features, 0), np.float32),
         np.zeros((0, len(features.single)), np.int64),
         np.zeros((0, len(features.dense)), np.float32),
         np.zeros((0, len(features.multi)), np.int32),
         np.zeros(0, np.int64),
+        np.zeros((0, int(bool(features.weight))), np.float32),
     )
+
+
+def labels_shape(features: Features, num_rows: int) -> tuple[int, ...]:
+    """Return the shape of the labels of so many rows."""
+    return (num_rows, features.num_labels) if features.num_labels > 1 else (num_rows,)
 
 
 def task_batch(
@@ -112,5 +122,6 @@ def task_batch(
         ids_NF=both.ids_NF[order_N],
         multi_ids_V=both.values_V[values],
         multi_lengths_NM=both.lengths_NM[order_N],
+        weight_N=both.weight_NW[order_N].ravel(),
     )
     return compose(features, [(build_block(features, rows), np.arange(len(support_T)))])

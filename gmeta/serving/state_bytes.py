@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gmeta.adaptation.layer_change import LayerChange, LowRankChange, MaterialisedChange
 from gmeta.errors import UserError
-from gmeta.serving.rows import EncodedColumns
+from gmeta.serving.rows import EncodedColumns, labels_shape
 from gmeta.serving.states import TaskState
 from metaio.format.block import multi_feature_of_values
 from metaio.format.features import Features
@@ -184,10 +184,13 @@ def _support(parts: _Arrays, shape: StateShape) -> EncodedColumns | None:
     if not parts:
         return None  # of a task of which nothing is known
     features = shape.features
+    num_rows = len(parts["label_N"])
+    # A state of a release before weights has none.
+    parts = {"weight_NW": np.zeros((num_rows, 0), np.float32), **parts}
     rows = EncodedColumns(**{own.name: parts[own.name] for own in fields(EncodedColumns)})
-    num_rows = len(rows.label_N)
     _check("task_N", rows.task_N, np.int64, (num_rows,))
-    _check("label_N", rows.label_N, np.float32, (num_rows,))
+    _check("label_N", rows.label_N, np.float32, labels_shape(features, num_rows))
+    _check("weight_NW", rows.weight_NW, np.float32, (num_rows, int(bool(features.weight))))
     _check("dense_NK", rows.dense_NK, np.float32, (num_rows, len(features.dense)))
     _check("lengths_NM", rows.lengths_NM, np.int32, (num_rows, len(features.multi)))
     _check("ids_NF", rows.ids_NF, np.integer, (num_rows, len(features.single)))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gmeta.errors import UserError
-from gmeta.serving.rows import EncodedColumns, task_batch
+from gmeta.serving.rows import EncodedColumns, labels_shape, task_batch
 from metaio.format.features import Features
 from metaio.ragged import Int64, offsets, ragged_indices
 from metaio.read.batch import TaskBatch
@@ -28,7 +28,9 @@ _PIECE_ROWS = 4_096
 
 @dataclass(frozen=True)
 class TaskPredictions:
-    """One entry a query row, in the order of the query rows: probabilities, or ratings."""
+    """One entry a query row, in the order of the query rows: probabilities, or ratings; of several
+    labels [N, labels].
+    """
 
     before_N: Tensor
     after_N: Tensor
@@ -68,7 +70,8 @@ def predict_tasks(
         first_rows_T = sides.query_order_N[sides.query_first_T]
         row = int(first_rows_T[sides.support_rows_T == 0].min())
         refuse_without_support(without, len(sides.query_rows_T), row)
-    before_N, after_N = torch.zeros(query.num_rows), torch.zeros(query.num_rows)
+    shape = labels_shape(features, query.num_rows)
+    before_N, after_N = torch.zeros(shape), torch.zeros(shape)
     for support_E, support_T, query_E, query_T in _batches(sides):
         batch = task_batch(features, support, query, (support_E, query_E), (support_T, query_T))
         before, after = predict(batch)

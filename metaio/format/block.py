@@ -30,12 +30,19 @@ def no_row_ids() -> Int64:
     return np.zeros(0, dtype=np.int64)
 
 
+def no_weights() -> Float32:
+    """Return the weights [0] of a dataset whose rows all weigh the same."""
+    return np.zeros(0, dtype=np.float32)
+
+
 @dataclass(frozen=True)
 class Rows:
     """Whole episodes with raw table ids, before deduplication: what a writer is given.
 
     `support_lengths_T` counts the first rows of each episode. `multi_ids_V` lists ids row by row
-    and, within a row, feature by feature. `row_id_N` is empty where rows have no ids of their own.
+    and, within a row, feature by feature. `label_N` is [N, labels] of several, NaN where one is not
+    known. `row_id_N` is empty where rows have no ids of their own, `weight_N` where they have no
+    weights.
     """
 
     task_T: Int64
@@ -47,13 +54,14 @@ class Rows:
     multi_ids_V: Ids
     multi_lengths_NM: Int32
     row_id_N: Int64 = field(default_factory=no_row_ids)
+    weight_N: Float32 = field(default_factory=no_weights)
 
 
 @dataclass(frozen=True)
 class Block:
     """What one row group decodes to. Read-only: batches may share its memory.
 
-    `row_id_N` is empty where rows have no ids of their own.
+    `label_N`, `row_id_N` and `weight_N` are as those of Rows.
     """
 
     task_T: Int64
@@ -68,6 +76,7 @@ class Block:
     unique_ids_U: Int64
     unique_offsets_B1: Int64
     row_id_N: Int64 = field(default_factory=no_row_ids)
+    weight_N: Float32 = field(default_factory=no_weights)
 
     @property
     def num_episodes(self) -> int:
@@ -154,6 +163,7 @@ def build_block(features: Features, rows: Rows) -> Block:
         unique_ids_U=np.concatenate(uniques),
         unique_offsets_B1=offsets([len(unique) for unique in uniques[1:]]),
         row_id_N=rows.row_id_N,
+        weight_N=rows.weight_N,
     )
 
 

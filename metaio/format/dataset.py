@@ -123,7 +123,13 @@ class Dataset:
         features, table = self.features, self.split(split).blocks
         # As Block holds them: 4 bytes for each number of a row, four times 8 for an episode, 8 for
         # an id.
-        per_row = 4 * (1 + len(features.dense) + len(features.single) + len(features.multi))
+        per_row = 4 * (
+            features.num_labels
+            + bool(features.weight)
+            + len(features.dense)
+            + len(features.single)
+            + len(features.multi)
+        )
         per_row += 8 if features.row_id else 0
         sizes: Int64 = (
             table.num_rows_X * per_row + table.num_episodes_X * 32 + table.num_values_X * 4

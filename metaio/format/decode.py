@@ -15,7 +15,7 @@ import xxhash
 
 from metaio.counted import counted
 from metaio.errors import REMEDY, FormatError, faulty
-from metaio.format.block import Block, no_row_ids
+from metaio.format.block import Block, no_row_ids, no_weights
 from metaio.format.features import Features
 from metaio.format.layout import Stream, chunk_ranges
 from metaio.format.storage import Window
@@ -172,7 +172,10 @@ def assemble(
         ValueError: they cannot be arranged, since their lengths contradict.
     """
     task_T, num_rows_T, num_support_T, num_values_T = columns["episodes"]
-    label_N, *length_columns = columns["rows"]
+    num_labels, of_rows = features.num_labels, columns["rows"]
+    labels, length_columns = of_rows[:num_labels], of_rows[num_labels:]
+    label_N = labels[0] if num_labels == 1 else np.stack(labels, axis=1)
+    weight_N = length_columns.pop(0) if features.weight else no_weights()
     num_rows = len(label_N)
     empty = np.zeros(0, dtype=np.int32)
 
@@ -197,4 +200,5 @@ def assemble(
         unique_ids_U=flat("unique", np.zeros(0, dtype=np.int64)),
         unique_offsets_B1=offsets(unique_lengths_B),
         row_id_N=flat("row_ids", no_row_ids()),
+        weight_N=weight_N.astype(np.float32, copy=False),
     )

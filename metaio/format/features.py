@@ -56,7 +56,8 @@ class Features:
     repeats kept, possibly empty). `dense` columns are float32; the numbers of a vector stand
     side by side behind the others, each with a name of its own. `tables` is the order of
     TaskBatch.unique_ids_U. `row_id` is the raw column by which a row can be found again, which no
-    model sees; "": none is stored.
+    model sees; "": none is stored. `labels` names the labels where there are several, or one that
+    not every row has; (): one that needs no name. `weight` is the raw column of the rows' weights.
     """
 
     tables: tuple[TableSpec, ...]
@@ -64,6 +65,13 @@ class Features:
     multi: tuple[FeatureSpec, ...]
     dense: tuple[str, ...]
     row_id: str = ""
+    labels: tuple[str, ...] = ()
+    weight: str = ""
+
+    @property
+    def num_labels(self) -> int:
+        """Return how many labels a row has."""
+        return max(len(self.labels), 1)
 
     @property
     def sparse(self) -> tuple[FeatureSpec, ...]:
@@ -79,8 +87,10 @@ class Features:
             "single": [{"name": feature.name, "table": feature.table} for feature in self.single],
             "multi": [{"name": feature.name, "table": feature.table} for feature in self.multi],
             "dense": list(self.dense),
-            # Left out where there is none: manifests without ids stay as they were.
+            # Left out where there is none: manifests without them stay as they were.
             **({"row_id": self.row_id} if self.row_id else {}),
+            **({"labels": list(self.labels)} if self.labels else {}),
+            **({"weight": self.weight} if self.weight else {}),
         }
 
     @classmethod
@@ -92,11 +102,15 @@ class Features:
             multi=tuple(FeatureSpec(**feature) for feature in value["multi"]),
             dense=tuple(value["dense"]),
             row_id=value.get("row_id", ""),
+            labels=tuple(value.get("labels", ())),
+            weight=value.get("weight", ""),
         )
 
     def check(self) -> None:
         """Raise ValueError unless each feature has its one table, of a size that there may be."""
         tables = {table.name: table.num_rows for table in self.tables}
+        if len(set(self.labels)) < len(self.labels):
+            raise ValueError("two labels have one name")
         if len(tables) < len(self.tables):
             raise ValueError("two tables have one name")
         for name, num_rows in tables.items():

@@ -105,15 +105,18 @@ def _summarise_split(dataset: Dataset, name: str, done: Callable[[], None]) -> S
         [np.zeros(0, np.int64)],
         [np.zeros(0, np.int64)],
     )
-    label_sum, low, high = 0.0, np.inf, -np.inf
+    label_sum, low, high, num_known = 0.0, np.inf, -np.inf, 0
     for block in _blocks(dataset, name, done):
         tasks.append(block.task_T)
         support.append(block.support_lengths_T)
         query.append(np.diff(block.row_offsets_T1) - block.support_lengths_T)
         # In float64: a billion labels of 0 and 1 are more than float32 can count.
-        label_sum += float(block.label_N.sum(dtype=np.float64))
-        low = min(low, float(block.label_N.min(initial=np.inf)))
-        high = max(high, float(block.label_N.max(initial=-np.inf)))
+        label_N = block.label_N.reshape(block.num_rows, -1)[:, 0]  # of several the first
+        label_N = label_N[~np.isnan(label_N)]
+        num_known += len(label_N)
+        label_sum += float(label_N.sum(dtype=np.float64))
+        low = min(low, float(label_N.min(initial=np.inf)))
+        high = max(high, float(label_N.max(initial=-np.inf)))
         # Positions are counted per block and carried to the ids once, not id by id.
         counts_U = np.bincount(block.positions_NF.ravel(), minlength=len(block.unique_ids_U))
         counts_U += np.bincount(block.multi_positions_V, minlength=len(block.unique_ids_U))
@@ -121,14 +124,13 @@ def _summarise_split(dataset: Dataset, name: str, done: Callable[[], None]) -> S
             own = slice(block.unique_offsets_B1[table], block.unique_offsets_B1[table + 1])
             # A table's ids are unique within a block, so plain indexing adds each count once.
             used_R[block.unique_ids_U[own]] += counts_U[own]
-    num_rows = dataset.split(name).num_rows
     return SplitSummary(
         name=name,
         num_tasks=len(np.unique(np.concatenate(tasks))),
         support_T=np.concatenate(support),
         query_T=np.concatenate(query),
-        label_mean=label_sum / num_rows if num_rows else 0.0,
-        label_range=(low, high) if num_rows else (0.0, 0.0),
+        label_mean=label_sum / num_known if num_known else 0.0,
+        label_range=(low, high) if num_known else (0.0, 0.0),
         tables=tuple(
             TableUse(t.name, t.num_rows, used_R) for t, used_R in zip(tables, uses, strict=True)
         ),

@@ -61,10 +61,12 @@ def streams(features: Features) -> tuple[Stream, ...]:
         ("num_support", pa.int32()),
         ("num_values", pa.int32()),
     )
+    names = [f"label_{name}" for name in features.labels] or ["label"]
+    labels = [(name, pa.float32()) for name in names + ["weight"] * bool(features.weight)]
     lengths = [(f"length_{feature.name}", pa.int32()) for feature in features.multi]
     found = [
         Stream("episodes", episodes),
-        Stream("rows", _required(("label", pa.float32()), *lengths)),
+        Stream("rows", _required(*labels, *lengths)),
         Stream("dense", _required(("value", pa.float32()))),
         Stream("positions", _required(("position", pa.int32()))),
         Stream("multi", _required(("position", pa.int32()))),

@@ -21,8 +21,8 @@ def _signed(unsigned: int) -> int:
     return unsigned - (1 << 64) if unsigned >= 1 << 63 else unsigned
 
 
-def _columns(block: Block, stream: str) -> list[Any]:
-    if stream == "episodes":
+def _columns(block: Block, stream: Stream) -> list[Any]:
+    if stream.name == "episodes":
         return [
             block.task_T,
             np.diff(block.row_offsets_T1),
@@ -30,8 +30,10 @@ def _columns(block: Block, stream: str) -> list[Any]:
             np.diff(block.value_offsets_T1),
         ]
     # One transposing copy makes each feature's lengths contiguous, which Arrow needs.
-    if stream == "rows":
-        return [block.label_N, *np.ascontiguousarray(block.multi_lengths_NM.T)]
+    if stream.name == "rows":
+        labels = [block.label_N] if block.label_N.ndim == 1 else block.label_N.T
+        weights = [block.weight_N] if "weight" in stream.schema.names else []
+        return [*labels, *weights, *np.ascontiguousarray(block.multi_lengths_NM.T)]
     flat: dict[str, Any] = {
         "dense": block.dense_NK,
         "positions": block.positions_NF,
@@ -39,11 +41,11 @@ def _columns(block: Block, stream: str) -> list[Any]:
         "unique": block.unique_ids_U,
         "row_ids": block.row_id_N,
     }
-    return [flat[stream].ravel()]
+    return [flat[stream.name].ravel()]
 
 
 def _table(block: Block, stream: Stream) -> pa.Table:
-    columns = _columns(block, stream.name)
+    columns = _columns(block, stream)
     arrays = [
         pa.array(column, type=kind)
         for column, kind in zip(columns, stream.schema.types, strict=True)

@@ -24,6 +24,7 @@ from metaio.ragged import Int64, offsets
 
 _REMEDY = "Prepare it by the schema of the other one, or choose another dataset"
 # Of a column's rule, what decides which value an id or a number stands for.
+_MEANING_OF_LABELS = ("threshold", "mask", "null")
 _MEANING = ("table", "hash", "log1p", "standardise", "fill")
 
 
@@ -115,7 +116,12 @@ def _rules(dataset: Dataset) -> dict[str, dict[str, Any]]:
     recipe = dataset.manifest.recipe
     schema = recipe.get("schema") or {}
     kinds = recipe.get("kinds", {})
-    found = {f"label {dataset.label}": {"threshold": (schema.get("label") or {}).get("threshold")}}
+    labels = schema.get("label") or {}
+    names = dataset.features.labels or [dataset.label]
+    found: dict[str, dict[str, Any]] = {
+        f"label {name}": {key: rule.get(key) for key in _MEANING_OF_LABELS}
+        for name, rule in zip(names, [labels] if isinstance(labels, dict) else labels, strict=False)
+    }
     features = (schema.get(kind, ()) for kind in ("single", "multi", "dense", "vector"))
     for one in chain.from_iterable(features):
         meaning = {key: one.get(key) for key in _MEANING}

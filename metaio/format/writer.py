@@ -202,6 +202,15 @@ def _check_rows(features: Features, rows: Rows) -> None:
             f"{len(rows.row_id_N):,} row ids for {len(rows.label_N):,} rows, and the features name "
             f"{features.row_id or 'no column of them'}. This is a fault of the recipe"
         )
+    labels = rows.label_N.shape[1:] or (1,)
+    if labels != (features.num_labels,) or len(rows.weight_N) != (
+        len(rows.label_N) if features.weight else 0
+    ):
+        raise DataError(
+            f"{labels[0]} labels and {len(rows.weight_N):,} weights for {len(rows.label_N):,} rows"
+            f", but the features have {features.num_labels} labels and "
+            f"{features.weight or 'no column'} of weights. This is a fault of the recipe"
+        )
     limits = {table.name: table.num_rows for table in features.tables}
     for index, feature in enumerate(features.single):
         _check_ids(feature.name, rows.ids_NF[:, index], limits[feature.table])

@@ -4,7 +4,8 @@ order.
 The same function serves DuckDB, Spark and prediction, so that all of them agree to the byte.
 
 Shape suffixes: N rows, F single-id features, M multi-id features, V ids of all multi-id features;
-S is 1 where sides are given, I where negatives are drawn, R where rows have ids, else 0.
+S is 1 where sides are given, I where negatives are drawn, R where rows have ids, W where they have
+weights, else 0.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from metaio.counted import counted
 from metaio.errors import DataError
 from metaio.hashing import UInt64, splitmix64
 from metaio.prepare.raw_columns import as_lists, dense_input, vector_input
-from metaio.prepare.schema import DenseColumn, Schema, SparseColumn
+from metaio.prepare.schema import DenseColumn, LabelColumn, Schema, SparseColumn
 from metaio.prepare.sides import SIDE_OF_FILE, side_values
 from metaio.prepare.splits import PLACE, Splits, split_of
 from metaio.prepare.values import (
@@ -65,7 +66,8 @@ class EncodedRows:
     row_hash_N: UInt64
     row_id_NR: Int64
     split_N: npt.NDArray[np.int32]
-    label_N: npt.NDArray[np.float32]
+    label_N: npt.NDArray[np.float32]  # [N, labels] of several; NaN: not known
+    weight_NW: npt.NDArray[np.float32]
     ids_NF: npt.NDArray[np.integer[Any]]  # int32 where all tables are that small
     dense_NK: npt.NDArray[np.float32]
     lengths_NM: npt.NDArray[np.int32]
@@ -93,7 +95,8 @@ def array_types(schema: Schema) -> dict[str, tuple[np.dtype[Any], int | None]]:
         "row_hash_N": (np.dtype("<u8"), None),
         "row_id_NR": (np.dtype("<i8"), 1 if schema.row_id else 0),
         "split_N": (np.dtype("<i4"), None),
-        "label_N": (np.dtype("<f4"), None),
+        "label_N": (np.dtype("<f4"), None if len(schema.labels) == 1 else len(schema.labels)),
+        "weight_NW": (np.dtype("<f4"), int(schema.weight is not None)),
         "ids_NF": (ids, len(schema.single)),
         "dense_NK": (np.dtype("<f4"), len(schema.dense_names)),
         "lengths_NM": (np.dtype("<i4"), len(schema.multi)),
@@ -125,7 +128,8 @@ def refuse_nulls(schema: Schema, nulls: dict[str, int]) -> None:
     numbers = {column.column: column.fill for column in schema.dense}
     numbers |= {column.column: column.fill for column in schema.vector}
     allowed |= {name for name, fill in numbers.items() if fill is not None}
-    required = {schema.task.column, schema.label.column}
+    allowed |= {label.column for label in schema.labels if not label.is_always_known}
+    required = {schema.task.column, *schema.label_columns} - allowed
     required |= {part.column for part in (schema.time, schema.row_id) if part is not None}
     required |= {schema.negatives.item} if schema.negatives else set()
     if schema.membership is not None and schema.membership.column is not None:
@@ -197,10 +201,12 @@ class Encoder:
         time_N = np.zeros(num_rows, dtype=np.int64)
         if schema.time is not None:
             time_N = time_values(schema.time.column, batch[schema.time.column])
-        split_N, label_N = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float32)
+        split_N = np.zeros(num_rows, np.int32)
+        label_N = np.zeros((num_rows, *[len(schema.labels)][: len(schema.labels) > 1]), np.float32)
+        weight_NW = np.ones((num_rows, int(schema.weight is not None)), np.float32)
         if with_label:
             split_N = split_of(schema, self.fitted.splits, batch, task_hash_N).astype(np.int32)
-            label_N = self._label(batch)
+            label_N, weight_NW = labels_of(schema, batch), weights_of(schema, batch)
         # Column by column into row-major arrays: rows are what is dealt to buckets and sorted.
         ids_NF = np.empty((num_rows, len(schema.single)), dtype=types["ids_NF"][0])
         for index, single in enumerate(schema.single):
@@ -217,8 +223,10 @@ class Encoder:
         lengths_NM = np.zeros((num_rows, len(schema.multi)), dtype=np.int32)
         values_V, sums_N = self._multi(batch, lengths_NM)
         row_id_NR = self._row_ids(batch)
-        bits_N = label_N.view(np.uint32) ^ sums_N
-        columns = (ids_NF, dense_NK.view(np.uint32), lengths_NM)
+        label_NL = label_N.reshape(num_rows, len(schema.labels)).view(np.uint32)
+        bits_N = label_NL[:, 0] ^ sums_N
+        inputs = ids_NF, dense_NK.view(np.uint32), lengths_NM
+        columns = *inputs, label_NL[:, 1:], weight_NW.view(np.uint32)
         return EncodedRows(
             task_hash_N,
             task_N,
@@ -227,6 +235,7 @@ class Encoder:
             row_id_NR,
             split_N,
             label_N,
+            weight_NW,
             ids_NF,
             dense_NK,
             lengths_NM,
@@ -280,15 +289,6 @@ class Encoder:
         return splitmix64(hash_values(column, kind_of(rule.item, column.type, "negatives")))[
             :, None
         ]
-
-    def _label(self, batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
-        rule = self.schema.label
-        numbers = as_numbers(rule.column, batch[rule.column], "label")
-        # Before the threshold: NaN is not above it, but no click of 0 either.
-        label_N = as_float32(rule.column, numbers, "label")
-        if rule.threshold is not None:
-            return (numbers >= rule.threshold).astype(np.float32)
-        return label_N
 
     def _ids(self, rule: SparseColumn, column: pa.Array) -> Int64:
         kind = kind_of(rule.column, column.type, "sparse")
@@ -365,6 +365,67 @@ class Encoder:
         # agree.
         sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(mixed, dtype=np.uint64)])
         return values, sums[row_offsets[1:]] - sums[row_offsets[:-1]]
+
+
+def labels_of(schema: Schema, batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
+    """Return the labels of raw rows, [N] of one, [N, labels] of several; NaN: not known.
+
+    Raises:
+        DataError: one is no finite number, or a mask neither 0 nor 1.
+    """
+    columns = [_label(rule, batch) for rule in schema.labels]
+    return columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
+
+
+def weights_of(schema: Schema, batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
+    """Return the weights of raw rows, [N, W].
+
+    Raises:
+        DataError: one is no finite number from 0 on.
+    """
+    if schema.weight is None:
+        return np.zeros((batch.num_rows, 0), np.float32)
+    name = schema.weight.column
+    weight_N = as_float32(name, as_numbers(name, batch[name], "weight"), "weight")
+    if (weight_N < 0).any():
+        raise DataError(
+            f"weight column {name} holds {weight_N[weight_N < 0][0]:g}; numbers from 0 on are "
+            "needed. Replace those values"
+        )
+    return weight_N[:, None]
+
+
+def _label(rule: LabelColumn, batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
+    column = batch[rule.column]
+    known_N = np.ones(len(column), np.bool_)
+    if rule.mask is not None:
+        mask_N = as_numbers(rule.mask, batch[rule.mask], "mask")
+        known_N = mask_N == 1
+        wrong_N = mask_N[~known_N & (mask_N != 0)]
+        if wrong_N.size:
+            raise DataError(
+                f"mask column {rule.mask} of label {rule.column} holds {wrong_N[0]:g}; 1 where the "
+                "label is known and 0 where not are allowed. Replace those values"
+            )
+    if rule.null == "unknown":
+        known_N &= column.is_valid().to_numpy(zero_copy_only=False)
+    if not known_N.all():
+        column = column.filter(pa.array(known_N))
+    if column.null_count:
+        raise DataError(
+            f"label column {rule.column} has {counted(column.null_count, 'null')} in rows whose "
+            f'mask {rule.mask} is 1. Correct the mask, or add null = "unknown"'
+        )
+    numbers = as_numbers(rule.column, column, "label")
+    # Before the threshold: NaN is not above it, but no click of 0 either.
+    found_N = as_float32(rule.column, numbers, "label")
+    if rule.threshold is not None:
+        found_N = (numbers >= rule.threshold).astype(np.float32)
+    if known_N.all():
+        return found_N
+    label_N = np.full(len(known_N), np.nan, np.float32)
+    label_N[known_N] = found_N
+    return label_N
 
 
 def hashed_rows(column: pa.Array, kind: Kind, num_rows: int) -> Int64:

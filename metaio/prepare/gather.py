@@ -69,6 +69,7 @@ class Episodes:
             multi_ids_V=rows.values_V[:0],
             multi_lengths_NM=lengths_NM,
             row_id_N=np.take(rows.row_id_NR, chosen_N, axis=0).ravel(),
+            weight_N=np.take(rows.weight_NW, chosen_N, axis=0).ravel(),
         )
         if sampler is not None and items_N is not None:
             _put_items(gathered, starts_NM, sampler, items_N, len(rows.values_V))

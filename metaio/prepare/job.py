@@ -86,7 +86,7 @@ class Job:
             self._check_kinds(out)
         provenance = Provenance(
             task=schema.task.column,
-            label=schema.label.column,
+            label=schema.label_text,
             seed=schema.seed,
             task_kind=self.task_kind,
             protocol=self.options.protocol or _protocol(schema),

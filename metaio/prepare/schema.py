@@ -6,7 +6,7 @@ docs/format.md shows a whole schema. Unknown keys are refused with the nearest k
 
 import tomllib
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -51,10 +51,29 @@ class TaskColumn:
 
 @dataclass(frozen=True)
 class LabelColumn:
-    """A number or truth value. With a threshold the label is 1 where value >= threshold, else 0."""
+    """A number or truth value. With a threshold the label is 1 where value >= threshold, else 0.
+
+    It is not known in the rows where `mask` is 0, nor, where `null` is "unknown", in those where it
+    is null.
+    """
 
     column: str
     threshold: float | None = None
+    name: str | None = None  # what config keys and metrics call it; absent: as its column
+    mask: str | None = None
+    null: Literal["unknown"] | None = None  # absent: nulls are refused
+
+    @property
+    def is_always_known(self) -> bool:
+        """Tell whether every row must have it."""
+        return self.mask is None and self.null is None
+
+
+@dataclass(frozen=True)
+class WeightColumn:
+    """What a row's loss is multiplied by: a number from 0 on."""
+
+    column: str
 
 
 @dataclass(frozen=True)
@@ -130,8 +149,9 @@ class Schema:
     """A whole description."""
 
     task: TaskColumn
-    label: LabelColumn
+    label: LabelColumn | tuple[LabelColumn, ...]
     time: TimeColumn | None = None
+    weight: WeightColumn | None = None
     row_id: RowIdColumn | None = None
     item: ItemRule | None = None
     single: tuple[SparseColumn, ...] = ()
@@ -165,9 +185,34 @@ class Schema:
         return names + [component(v.column, i) for v in self.vector for i in range(v.width)]
 
     @property
+    def labels(self) -> tuple[LabelColumn, ...]:
+        """Return what [label], or each [[label]], says."""
+        return (self.label,) if isinstance(self.label, LabelColumn) else self.label
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Return the names of the labels; none of one that every row has: it needs none."""
+        if len(self.labels) == 1 and self.labels[0].is_always_known:
+            return ()
+        return tuple(label.name or label.column for label in self.labels)
+
+    @property
+    def label_text(self) -> str:
+        """Return the columns of the labels, as a manifest names them."""
+        return ", ".join(label.column for label in self.labels)
+
+    @property
+    def label_columns(self) -> list[str]:
+        """Return the columns that labels, their masks and weights are read from, each once."""
+        names = [label.column for label in self.labels]
+        names += [label.mask for label in self.labels if label.mask is not None]
+        names += [self.weight.column] if self.weight is not None else []
+        return list(dict.fromkeys(names))
+
+    @property
     def columns(self) -> list[str]:
         """Return every raw column that is read, each once."""
-        names = [self.task.column, self.label.column]
+        names = [self.task.column, *self.label_columns]
         names += [part.column for part in (self.time, self.row_id) if part is not None]
         names += self.inputs
         names += [self.splits.column] if self.splits.column else []
@@ -234,6 +279,8 @@ def parse_schema(body: dict[str, Any]) -> Schema:
         SchemaError: a key is unknown or missing, or a value makes no sense.
     """
     schema = parse(Schema, body, WORDING)
+    if isinstance(schema.label, tuple) and len(schema.label) == 1:
+        schema = replace(schema, label=schema.label[0])  # [[label]] once is [label]
     _check(schema)
     return schema
 
@@ -251,6 +298,8 @@ def features_of(schema: Schema, vocabulary_sizes: dict[str, int]) -> Features:
         multi=tuple(FeatureSpec(column.column, column.table_name) for column in schema.multi),
         dense=tuple(schema.dense_names),
         row_id=schema.row_id.column if schema.row_id else "",
+        labels=schema.label_names,
+        weight=schema.weight.column if schema.weight else "",
     )
 
 
@@ -336,25 +385,12 @@ def _check(schema: Schema) -> None:
                 f"column {column.column} and another column of table {column.table_name} differ "
                 "in hash or vocabulary. Columns that share a table must agree"
             )
-    label = schema.label.column
     for columns in (schema.single, schema.multi, schema.dense, schema.vector):
         names = [column.column for column in columns]
         for name in names:
             if names.count(name) > 1:
                 raise SchemaError(f"column {name} is listed twice in one kind. Remove one of them")
-        if label in names:
-            raise SchemaError(
-                f"column {label} is the label and a feature: the model would be told the answer. "
-                "Remove the feature"
-            )
-    roles = ("task", "time", "row_id", "splits", "membership")
-    parts = {name: getattr(schema, name) for name in roles}
-    for role, part in parts.items():
-        if part is not None and part.column == label:
-            raise SchemaError(
-                f"column {label} is the label and the column of [{role}]: rows would be dealt by "
-                "the answer. Name another column"
-            )
+    _check_labels(schema)
     _check_vectors(schema)
     for column in schema.multi:
         if column.separator == "":
@@ -398,6 +434,43 @@ def _check_vectors(schema: Schema) -> None:
         raise SchemaError(
             f"dense column {twice[0]} is called like a number of vector {vector_of(twice[0])}. "
             "Rename one of the two columns"
+        )
+
+
+def _check_labels(schema: Schema) -> None:
+    roles = ("task", "time", "row_id", "splits", "membership")
+    parts = {name: getattr(schema, name) for name in roles}
+    if not schema.labels:
+        raise SchemaError("the schema has 0 labels: at least one is needed. Add a [label]")
+    for label in schema.labels:
+        if label.column in schema.inputs:
+            raise SchemaError(
+                f"column {label.column} is the label and a feature: the model would be told the "
+                "answer. Remove the feature"
+            )
+        if label.mask in schema.inputs:
+            raise SchemaError(
+                f"column {label.mask} is the mask of label {label.column} and a feature: rows to "
+                "predict have none. Remove the feature"
+            )
+        for role, part in parts.items():
+            if part is not None and part.column == label.column:
+                raise SchemaError(
+                    f"column {label.column} is the label and the column of [{role}]: rows would be "
+                    "dealt by the answer. Name another column"
+                )
+    for name in schema.label_names:
+        if schema.label_names.count(name) > 1:
+            raise SchemaError(f"two labels have the name {name}. Give one of them another name")
+        if not is_name(name):
+            raise SchemaError(
+                f"label {name!r} becomes a column of the shards; allowed are {NAME_RULE}. Give it "
+                "a name of these"
+            )
+    if schema.negatives is not None and schema.label_names:
+        raise SchemaError(
+            f"[negatives] and the labels {', '.join(schema.label_names)}: a row that is added has "
+            "label 0, of one label that every row has. Remove [negatives], or the other labels"
         )
 
 

@@ -185,7 +185,7 @@ class DuckSource:
             self._spelled = {part["name"]: part["type"] for part in columns}
 
     def _check_columns(self, name: str) -> None:
-        numbers = {self._schema.label.column, *(column.column for column in self._schema.dense)}
+        numbers = {*self._schema.label_columns, *(column.column for column in self._schema.dense)}
         for column in self._schema.columns:
             if column not in self._types:
                 self._look_for_ragged_rows(name)

@@ -29,7 +29,7 @@ def asked_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
     """
     asked = {column: guessed[column] for column in schema.columns}
     ids = {schema.task.column, schema.splits.column, *(c.column for c in schema.sparse)}
-    numbers = {schema.label.column, *(c.column for c in schema.dense)}
+    numbers = {*schema.label_columns, *(c.column for c in schema.dense)}
     time = None if schema.time is None else schema.time.column
     for column, kind in asked.items():
         if column in numbers - ids - {time} and kind in (*_WHOLE, "JSON"):

@@ -28,7 +28,7 @@ class TaskBatch:
     support_lengths_T: (
         Tensor  # int64, support rows of each episode; the rest of its rows are query rows
     )
-    label_N: Tensor  # float32
+    label_N: Tensor  # float32; [N, labels] where there are several, NaN: not known
     dense_NK: Tensor  # float32
     unique_ids_U: Tensor  # int64
     unique_lengths_B: Tensor  # int64
@@ -39,6 +39,8 @@ class TaskBatch:
     multi_lengths_NM: Tensor  # int32
     # int64, how the raw data names each row; empty where the dataset stores no row ids
     row_id_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    # float32, what each row's loss is multiplied by; empty where the dataset stores no weights
+    weight_N: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     @property
     def num_tasks(self) -> int:
@@ -48,7 +50,7 @@ class TaskBatch:
     @property
     def num_rows(self) -> int:
         """Return the number of support and query rows together."""
-        return self.label_N.numel()
+        return len(self.label_N)
 
     def tasks(self, begin: int, end: int) -> "TaskBatch":
         """Return episodes `begin` to `end` (not included), with all unique ids of the batch."""
@@ -68,6 +70,7 @@ class TaskBatch:
             multi_positions_V=self.multi_positions_V[values],
             multi_lengths_NM=self.multi_lengths_NM[first:last],
             row_id_N=self.row_id_N[first:last],
+            weight_N=self.weight_N[first:last],
         )
 
     def map(self, move: Callable[[Tensor], Tensor]) -> "TaskBatch":
@@ -88,7 +91,9 @@ class TaskBatch:
             getattr(self, own.name).record_stream(stream)
 
 
-def empty_batch(num_tables: int, num_single: int, num_multi: int, num_dense: int) -> TaskBatch:
+def empty_batch(
+    num_tables: int, num_single: int, num_multi: int, num_dense: int, num_labels: int = 1
+) -> TaskBatch:
     """Return a batch of no episode, which a rank without work feeds so that its peers' collectives
     complete.
     """
@@ -100,7 +105,7 @@ def empty_batch(num_tables: int, num_single: int, num_multi: int, num_dense: int
         task_T=zeros(0),
         row_offsets_T1=zeros(1),
         support_lengths_T=zeros(0),
-        label_N=zeros(0, dtype=torch.float32),
+        label_N=zeros(0, *[num_labels][: num_labels > 1], dtype=torch.float32),
         dense_NK=zeros(0, num_dense, dtype=torch.float32),
         unique_ids_U=zeros(0),
         unique_lengths_B=zeros(num_tables),

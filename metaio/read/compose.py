@@ -48,6 +48,7 @@ def compose(features: Features, parts: Sequence[tuple[Block, Int64]]) -> TaskBat
             len(features.single),
             len(features.multi),
             len(features.dense),
+            features.num_labels,
         )
         return empty_batch(*sizes)
     # What BlockOrder asks for all the time, at the cost of ten views.
@@ -76,6 +77,7 @@ def _whole_block(block: Block) -> TaskBatch:
         multi_positions_V=_tensor(block.multi_positions_V),
         multi_lengths_NM=_tensor(block.multi_lengths_NM),
         row_id_N=_tensor(block.row_id_N),
+        weight_N=_tensor(block.weight_N),
     )
 
 
@@ -133,16 +135,16 @@ def _join(parts: list[_Part]) -> TaskBatch:
         multi_lengths_NM=torch.from_numpy(
             _gather([p.block.multi_lengths_NM for p in parts], rows, row_counts)
         ),
-        row_id_N=torch.from_numpy(_row_ids(parts)),
+        row_id_N=torch.from_numpy(_stored([p.block.row_id_N for p in parts], rows, row_counts)),
+        weight_N=torch.from_numpy(_stored([p.block.weight_N for p in parts], rows, row_counts)),
     )
 
 
-def _row_ids(parts: list[_Part]) -> Int64:
-    """Return the rows' own ids; none where the dataset stores none."""
-    if not any(len(part.block.row_id_N) for part in parts):
-        return np.zeros(0, dtype=np.int64)
-    ids = [part.block.row_id_N for part in parts]
-    return _gather(ids, [part.rows for part in parts], [part.num_rows for part in parts])
+def _stored(
+    arrays: list[npt.NDArray[Scalar]], rows: list[Int64 | slice], counts: list[int]
+) -> npt.NDArray[Scalar]:
+    """Return what the rows have of a column that not every dataset stores; nothing of none."""
+    return _gather(arrays, rows, counts) if any(map(len, arrays)) else arrays[0]
 
 
 def _gather(

@@ -10,12 +10,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from metaio.errors import DataError
-from metaio.prepare.encode import task_keys
+from metaio.prepare.encode import labels_of, task_keys
 from metaio.prepare.rules import StreamRule
 from metaio.prepare.schema import Schema
 from metaio.prepare.splits import Splits, rows_of_splits, split_of
 from metaio.prepare.survey import joined_moments, moments_of, values_of_rows
-from metaio.prepare.values import as_float32, as_numbers, time_values
+from metaio.prepare.values import time_values
 from metaio.ragged import Int64
 from metaio.stream.numbering import Occurrences, merged
 
@@ -142,11 +142,9 @@ def look_at(
         return found
     found.num_late = int(clock.is_late(time_N).sum())
     found.least_time, found.most_time = int(time_N.min()), int(time_N.max())
-    label = schema.label.column
-    numbers = as_numbers(label, batch[label], "label")
-    label_N = as_float32(label, numbers, "label").astype(np.float64)
-    if schema.label.threshold is not None:
-        label_N = (numbers >= schema.label.threshold).astype(np.float64)
+    # Of several labels the first: what is not known counts as 0, in every window alike.
+    label_N = labels_of(schema, batch).reshape(found.num_rows, -1)[:, 0].astype(np.float64)
+    label_N = np.nan_to_num(label_N)
     found.label_sum, found.label_squares = float(label_N.sum()), float((label_N**2).sum())
     found.nulls = {name: batch[name].null_count for name in batch.schema.names}
     task_hash_N, _ = task_keys(schema, batch)

@@ -67,11 +67,11 @@ class CBML(GatedModel):
         width = sizes.side_by_side(config.embedding_dim)
         outputs = {
             f"decision.{2 * index}": width_out
-            for index, width_out in enumerate([*config.hidden, 1])
+            for index, width_out in enumerate([*config.hidden, sizes.outputs])
         }
         # The decision layers come last: a model's last linear layer is its head.
         self.gate = ClusterGate(width, config.embedding_dim, config.clusters, outputs)
-        self.decision = mlp([width, *config.hidden, 1], activate_last=False)
+        self.decision = mlp([width, *config.hidden, sizes.outputs], activate_last=False)
 
     @property
     def decision_layers(self) -> nn.Sequential:

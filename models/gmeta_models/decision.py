@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from gmeta_models.mlp import outputs_of_rows
+
 if TYPE_CHECKING:
     from gmeta_models.config import Pooling
     from gmeta_models.inputs import RowFeatures, RowInputs
@@ -19,7 +21,7 @@ class DecisionModel(nn.Module, ABC):
     """A model whose output is its decision layers on something made of pooled features.
 
     It sees the ids of a multi-id feature only as their pooled vector, those of `history` aside, and
-    applies its decision layers, an `mlp` with one output, to a row once; so too an `mlp` over its
+    applies its decision layers, an `mlp`, to a row once; so too an `mlp` over its
     dense columns, if it has one.
     """
 
@@ -32,7 +34,7 @@ class DecisionModel(nn.Module, ABC):
     @property
     @abstractmethod
     def decision_layers(self) -> nn.Sequential:
-        """Linear layers with ReLU between them; the last has one output and no ReLU."""
+        """Linear layers with ReLU between them; the last makes the outputs, without one."""
 
     @property
     def dense_layers(self) -> nn.Sequential | None:
@@ -60,6 +62,5 @@ class DecisionModel(nn.Module, ABC):
         return self.decision_inputs_NX(rows)
 
     def forward(self, inputs: RowInputs) -> Tensor:
-        """Return one output a row: [N]."""
-        output_N: Tensor = self.decision_layers(self.seen_NX(inputs)).squeeze(1)
-        return output_N
+        """Return one output a row: [N]; [N, outputs] of several."""
+        return outputs_of_rows(self.decision_layers(self.seen_NX(inputs)))

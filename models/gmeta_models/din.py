@@ -40,7 +40,7 @@ class DIN(DecisionModel):
         width = config.embedding_dim
         self.attention = mlp([4 * width, *config.attention, 1], activate_last=False)
         inputs = sizes.side_by_side(width)
-        self.decision = mlp([inputs, *config.hidden, 1], activate_last=False)
+        self.decision = mlp([inputs, *config.hidden, sizes.outputs], activate_last=False)
 
     @property
     def decision_layers(self) -> nn.Sequential:

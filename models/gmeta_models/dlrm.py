@@ -49,7 +49,7 @@ class DLRM(DecisionModel):
             self.dots = PairwiseDots(num_vectors)
         else:
             self.features_from = 0 if self.bottom is None else width
-        self.top = mlp([top_width, *config.hidden, 1], activate_last=False)
+        self.top = mlp([top_width, *config.hidden, sizes.outputs], activate_last=False)
 
     @property
     def decision_layers(self) -> nn.Sequential:

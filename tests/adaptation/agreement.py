@@ -1,17 +1,23 @@
 """Holds a learner's step to the loop over tasks: the same loss and gradients, float64, 1e-10."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
 from gmeta.batches.config import LabelPrior, SupportFeaturesConfig
 from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta.build import build_learner
 from gmeta_models import ModelConfig
+from metaio.format.features import Features
 from tests import reference
+
+Labelled = Callable[
+    [Features, list[reference.Task], random.Random], tuple[Features, list[reference.Task]]
+]
 
 
 def assert_equals_loop(
@@ -25,25 +31,31 @@ def assert_equals_loop(
     shared_table: bool = False,
     huber_delta: float = 1.0,
     support_features: SupportFeaturesConfig | None = None,
+    labels: tuple[LabelsConfig, Labelled, reference.RowLoss] | None = None,
 ) -> None:
     """Loss and every gradient of a step of `algorithm` equal those of the loop running `slow`.
 
     `sizes` are the support and query rows of each task, `columns` the numbers of single-id,
     multi-id and dense ones. DIN gets its history; learned rates are made to differ. The loop sees
-    statistics of support rows as dense columns.
+    statistics of support rows as dense columns. `labels` are the config of several labels, what
+    gives tasks theirs, and the slow loss of a row.
     """
     rng = random.Random(seed)
     torch.manual_seed(seed)
     history = model_config.name == "din"
     features = reference.some_features(*columns, shared_table and not history, history)
     tasks = [reference.random_task(features, support, query, rng) for support, query in sizes]
+    config, row_loss = LabelsConfig(), None
+    if labels is not None:
+        config, labelled, row_loss = labels
+        features, tasks = labelled(features, tasks, rng)
     batch = reference.batch_of(tasks, features)
     statistics = NO_STATISTICS
     if support_features is not None:
         statistics = SupportStatistics.of(support_features, features, LabelPrior(0.4, 0.5))
-    learner = build_learner(features, model_config, algorithm, loss, huber_delta, statistics).to(
-        torch.float64
-    )
+    learner = build_learner(
+        features, model_config, algorithm, loss, huber_delta, statistics, labels=config
+    ).to(torch.float64)
     model = learner.model
     tables = {
         table.name: torch.randn(
@@ -59,7 +71,7 @@ def assert_equals_loop(
     seen = [replace(task, dense=rows.tolist()) for task, rows in zip(tasks, dense, strict=True)]
     columns_seen = replace(features, dense=(*features.dense, *statistics.names))
     expected = reference.outer_loss(
-        model, tables, columns_seen, seen, slow, loss, by_name, huber_delta
+        model, tables, columns_seen, seen, slow, loss, by_name, huber_delta, row_loss
     )
     parameters = [*model.parameters(), *tables.values(), *rates]
     expected_grads = torch.autograd.grad(expected, parameters, allow_unused=True)

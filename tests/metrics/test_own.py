@@ -7,7 +7,14 @@ import pytest
 
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.metrics import own
-from gmeta.metrics.catalogue import Scoring, evaluate_split, is_metric, not_ours, split_terms
+from gmeta.metrics.catalogue import (
+    Scoring,
+    evaluate_split,
+    is_metric,
+    label_of,
+    not_ours,
+    split_terms,
+)
 from gmeta.metrics.config import EvaluationConfig
 from gmeta.metrics.own import NUM_GROUPS, Metric, check_trusted
 from gmeta.metrics.terms import Floats, Ints
@@ -106,6 +113,22 @@ def test_what_is_no_number_has_a_reason_and_what_fails_a_line() -> None:
         f"evaluation.metrics = '{HERE}:FAILING' failed on {label_N.size} rows: IndexError: no "
         "rows. Mend it, or leave it out"
     )
+
+
+@pytest.mark.parametrize(
+    ("metric", "name", "label"),
+    [
+        ("auc", "auc", ""),
+        ("ndcg@3:rating", "ndcg@3", "rating"),
+        (":rating", "", "rating"),
+        (f"{HERE}:MEAN_ERROR", f"{HERE}:MEAN_ERROR", ""),
+        (f"{HERE}:MEAN_ERROR:rating", f"{HERE}:MEAN_ERROR", "rating"),
+        ("", "", ""),
+    ],
+)
+def test_a_label_may_stand_behind_any_metric(metric: str, name: str, label: str) -> None:
+    assert label_of(metric) == (name, label)
+    assert is_metric(metric) == bool(name and not label)
 
 
 def test_a_name_of_something_else_is_refused() -> None:

@@ -30,7 +30,7 @@ from gmeta_models.gated import GatedModel
 
 if TYPE_CHECKING:
     from gmeta.adaptation.fused.mlp import AdaptedMlp
-    from gmeta.adaptation.losses import LossFunction, RowLoss
+    from gmeta.adaptation.objectives import Objectives, RowLoss
     from gmeta.adaptation.plan import AdaptationPlan
     from gmeta.adaptation.rates import InnerRates
     from gmeta.adaptation.rows.rectangles import PaddedFeatures, PaddedRows, PaddedTasks
@@ -55,12 +55,16 @@ class FusedLoop:
     """k SGD steps on every task's support set and the query loss after them; owns no parameters."""
 
     def __init__(
-        self, model: DecisionModel, plan: AdaptationPlan, loss: LossFunction, rates: InnerRates
+        self,
+        model: DecisionModel,
+        plan: AdaptationPlan,
+        objectives: Objectives,
+        rates: InnerRates,
     ) -> None:
         self._model = model
         self._plan = plan
         self._config = plan.config
-        self._loss = loss
+        self._objectives = objectives
         self._rates = rates
         names: dict[nn.Module, str] = {layer: name for name, layer in plan.layers.items()}
         self._decision = _Layers.of(model.decision_layers, names)
@@ -108,7 +112,7 @@ class FusedLoop:
         dtype = _precision(rows.values_PD)
         start = self._moving if self._moves_inputs else self._still
         adapted = start(rows.values_PD, tasks, second_order)
-        loss = tasks.support.row_loss(self._loss, dtype, self._config.support_prior)
+        loss = tasks.support.row_loss(self._objectives.inner, dtype, self._config.support_prior)
         rates = self._decision.rates(self._rates)
         if isinstance(adapted, StillMlp) and (rate := self._decision.one_rate(rates)):
             # A step's gradients are linear in the loss: its rate can stand there, once for all.
@@ -124,13 +128,13 @@ class FusedLoop:
         """Return the sum over the tasks of the mean query loss at the adapted parameters."""
         if isinstance(adapted, StillMlp):
             dtype = adapted.query.outputs_NO.dtype
-            return adapted.query_loss(tasks, tasks.query.row_loss(self._loss, dtype))
+            return adapted.query_loss(tasks, tasks.query.row_loss(self._objectives.outer, dtype))
         features, dense_NO = tasks.features[1].values(adapted.rows_PD), None
         if adapted.dense is not None:
             dense_NO = adapted.dense.forward(_in_autocast(features.dense_NK), tasks.query)[-1]
         inputs_NX = self._decision_inputs_NX(features, dense_NO)
         outputs_NO = adapted.decision.forward(inputs_NX, tasks.query)[-1]
-        return tasks.query.row_loss(self._loss, outputs_NO.dtype).sum(outputs_NO)
+        return tasks.query.row_loss(self._objectives.outer, outputs_NO.dtype).sum(outputs_NO)
 
     def _moving(self, rows_PD: Tensor, tasks: PaddedTasks, second_order: bool) -> MovingInputs:
         gates: Sequence[Tensor | None] = ()

@@ -26,7 +26,7 @@ from gmeta_models.ops.matmul import linear
 if TYPE_CHECKING:
     from gmeta.adaptation.fused.layer_update import Rectangles
     from gmeta.adaptation.fused.mlp import AdaptedMlp
-    from gmeta.adaptation.losses import RowLoss
+    from gmeta.adaptation.objectives import RowLoss
     from gmeta.adaptation.rates import LayerRate
     from gmeta.adaptation.rows.rectangles import PaddedTasks
 

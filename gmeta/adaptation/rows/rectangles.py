@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gmeta.adaptation.losses import HALVES, LossFunction, RowLoss
+from gmeta.adaptation.losses import HALVES
+from gmeta.adaptation.objectives import LabelLosses, RowLoss, known_labels
 from gmeta.adaptation.rows.sparse_matrix import Bags
 from gmeta_models.inputs import History, RowFeatures
 
@@ -74,14 +75,16 @@ class PaddedRows:
     """
 
     rectangles: tuple[Rectangle, ...]
-    label_N: Tensor
+    label_N: Tensor  # [N, labels] of several
     count_N: Tensor  # float32: rows of the row's task
     task_N: Tensor  # int64: the row's task, counted rectangle by rectangle
+    # Of each label in its row's loss: objectives.label_weights.
+    weight: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
         """Count the rows, those that pad included."""
-        return self.label_N.numel()
+        return len(self.label_N)
 
     def split(self, rows_NX: Tensor) -> list[Tensor]:
         """Return views of the rectangles: [tasks, rows, X] each."""
@@ -99,12 +102,16 @@ class PaddedRows:
         count_N = self.count_N.to(dtype)
         return (count_N + prior if prior else count_N).reciprocal()
 
-    def row_loss(self, loss: LossFunction, dtype: torch.dtype, prior: float = 0.0) -> RowLoss:
+    def row_loss(self, losses: LabelLosses, dtype: torch.dtype, prior: float = 0.0) -> RowLoss:
         """Return the sum over the tasks of the (shrunken) mean loss of their rows, for outputs of
         this dtype.
         """
         weight_N = self.mean_weights_N(torch.float32 if dtype in HALVES else dtype, prior)
-        return RowLoss(loss, self.label_N.unsqueeze(1), weight_N.unsqueeze(1))
+        weight_NL, shape_NL = weight_N.unsqueeze(1), (self.num_rows, len(losses.losses))
+        label_NL = known_labels(self.label_N, self.weight).view(shape_NL)
+        if self.weight is not None:
+            weight_NL = weight_NL * self.weight.view(shape_NL)
+        return RowLoss(losses, label_NL, losses.scaled(weight_NL))
 
 
 @dataclass(frozen=True)

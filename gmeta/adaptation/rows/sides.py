@@ -30,17 +30,19 @@ class Side:
     """Rows task by task, reading from a block of embedding rows [P, D] that is fetched later."""
 
     layout: RowLayout
-    label_N: Tensor
+    label_N: Tensor  # [N, labels] of several
     dense_NK: Tensor
     num_single: int  # F
     single_rows: Bags  # row n's single-id features are n * F to (n + 1) * F
     bag_rows: Bags  # of the V ids of all bags
     bag_index_V: Tensor
     longest_M: tuple[int, ...]  # of each multi-id feature, the longest bag
+    # Of each label in its row's loss: objectives.label_weights.
+    weight: Tensor | None = None
 
     def inputs(self, rows_PD: Tensor) -> RowInputs:
         """Return what the model sees when the embedding rows have these values."""
-        num_rows, width = self.label_N.numel(), rows_PD.shape[1]
+        num_rows, width = len(self.label_N), rows_PD.shape[1]
         return RowInputs(
             single_NFD=self.single_rows.pool(rows_PD).view(num_rows, self.num_single, width),
             bag_values_VD=self.bag_rows.pool(rows_PD),

@@ -9,6 +9,7 @@ from gmeta.checkpoints.loader import best_not_kept
 from gmeta.commands.screen import first_progress, print_result, screen, show_table
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig, overridden
+from gmeta.errors import UserError
 from gmeta.evaluate import (
     checkpoint_of,
     data_of,
@@ -56,6 +57,12 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
         for root in roots:
             checkpoint_of(RunFolder(root))
         dataset = open_data(config.data)
+        if names := dataset.features.labels:
+            raise UserError(
+                f"{dataset.url} has the labels {', '.join(names)}: gmeta evaluate scores one label "
+                "that every row has. The scores of each are those of data.valid_split, in "
+                "metrics.jsonl; or score what gmeta predict writes"
+            )
         if asked.item_column:  # what is wrong with it is told before minutes are spent
             item_index(dataset, asked.item_column)
         on = translated(open_named(asked.on), dataset) if asked.on else None
@@ -118,7 +125,7 @@ def _candidates(
     found: list[Candidates] = []
 
     def sample() -> None:
-        scoring = Scoring(config.outer.loss, config.evaluation)
+        scoring = Scoring(config.loss_of(), config.evaluation)
         splits = splits_to_score(config, dataset, asked.splits)
         made = candidates_of(
             dataset, splits, config.evaluation.candidates, scoring.threshold, asked.item_column

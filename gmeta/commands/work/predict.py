@@ -5,7 +5,7 @@ from pathlib import Path
 from gmeta.commands.screen import print_result, progress_bars, screen
 from gmeta.errors import UserError
 from gmeta.serving.bulk.files import RowFiles, check_fits
-from gmeta.serving.bulk.predict import OUTPUT, predict_files
+from gmeta.serving.bulk.predict import OUTPUT, output_of, predict_files
 from gmeta.serving.load import load
 from metaio.counted import counted
 
@@ -23,7 +23,7 @@ def predict_rows(
             raise UserError(
                 f"--out = {str(out)!r} is {what}, whose rows would be replaced. Name another file"
             )
-    for name in OUTPUT_COLUMNS:
+    for name in output_of(served.config.features.labels).names:
         if name in query_rows.schema.names:
             raise UserError(
                 f"{query} has a column {name} already: the output would have two of them. "

@@ -6,13 +6,14 @@ Shape suffixes: N rows.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from torch import Tensor
 
 from gmeta.serving.bulk.files import RowFiles, writer_of
 from gmeta.serving.bulk.spool import TaskSpool
@@ -28,6 +29,20 @@ OUTPUT = pa.schema(
         ("support_rows", pa.int64()),
     ]
 )
+
+
+def output_of(labels: Sequence[str]) -> pa.Schema:
+    """Return the columns that are written beside the query's: OUTPUT, or of several labels its
+    first two once for each, with the label's name behind them.
+    """
+    if len(labels) < 2:
+        return OUTPUT
+    fields = [
+        pa.field(f"{name}_{label}", pa.float32()) for name in OUTPUT.names[:2] for label in labels
+    ]
+    return pa.schema([*fields, OUTPUT.field(2)])
+
+
 # Of both sides, in memory at once: encoded rows of 39 columns are 300 bytes each.
 PART_ROWS = 1 << 20
 # Of the spool; more of them would make it files of a few rows each batch.
@@ -93,13 +108,14 @@ def predict_files(
         queries = _spooled(served, query, "query", folder / "query", num_parts, clock)
         if not allow_no_support:
             _check_support(supports, queries)
-        kinds = np.dtype([(field.name, field.type.to_pandas_dtype()) for field in OUTPUT])
+        output = output_of(served.config.features.labels)
+        kinds = np.dtype([(field.name, field.type.to_pandas_dtype()) for field in output])
         # A file of no byte cannot be mapped.
         shape = (max(query.num_rows, 1),)
         found_N = np.memmap(folder / "predictions", kinds, "w+", shape=shape)
         without = _predict(served, supports, queries, found_N, clock)
         written = folder / "rows"
-        _write(query, found_N, written, out.suffix, clock)
+        _write(query, output, found_N, written, out.suffix, clock)
         flush_to_disk([written])
         written.replace(out)
         flush_to_disk([out.parent])
@@ -150,25 +166,35 @@ def _predict(
             continue
         with clock:
             found = served.predict_tasks_encoded(support.rows(part), query.rows(part), True)
-        values = (found.after_N, found.before_N, found.support_rows_N)
-        for name, value_N in zip(OUTPUT.names, values, strict=True):
+        values = [*_columns(found.after_N), *_columns(found.before_N), found.support_rows_N]
+        for name, value_N in zip(found_N.dtype.names or (), values, strict=True):
             found_N[name][place_N] = value_N.numpy()
         without += int((found.support_rows_N == 0).sum())
         clock.did(len(place_N))
     return without
 
 
+def _columns(predicted: Tensor) -> tuple[Tensor, ...]:
+    """Return the predictions of each label: [N]."""
+    return predicted.unbind(1) if predicted.dim() > 1 else (predicted,)
+
+
 def _write(
-    query: RowFiles, found_N: npt.NDArray[np.void], path: Path, suffix: str, clock: _Clock
+    query: RowFiles,
+    output: pa.Schema,
+    found_N: npt.NDArray[np.void],
+    path: Path,
+    suffix: str,
+    clock: _Clock,
 ) -> None:
     schema, first = query.schema, 0
-    for field in OUTPUT:
+    for field in output:
         schema = schema.append(field)
     with writer_of(path, schema, suffix) as writer:
         for batch in query.batches():
             stop = first + batch.num_rows
             predicted = [
-                pa.array(np.ascontiguousarray(found_N[name][first:stop])) for name in OUTPUT.names
+                pa.array(np.ascontiguousarray(found_N[name][first:stop])) for name in output.names
             ]
             columns = [*batch.columns, *predicted]
             writer.write_batch(pa.record_batch(columns, schema=schema))

@@ -1,0 +1,226 @@
+"""What is learnt of each label of a row, and what a row's loss is made of.
+
+    loss of row n = w_n sum_l weight_l known_nl loss_l(z_nl, y_nl)
+
+A label that is not known adds nothing, and means over a task's rows stay means over all of them: so
+few known labels move a task as little as few rows do. w_n is the row's own weight.
+
+A label of the entire space, a purchase after a click, is learnt as p = p(click) p(buy | click) over
+all rows, so that rows without a click teach it too: ESMM (Ma et al., "Entire Space Multi-Task
+Model", SIGIR 2018, arXiv 1804.07931). With z the logit of the click and b the model's own output,
+the logit of the product is
+
+    z' = b - softplus(softplus(b) - z)
+
+Shape suffixes: N rows, L labels, O outputs of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gmeta.adaptation.losses import (
+    LossFunction,
+    errors_N,
+    in_float32,
+    row_losses_N,
+    row_slopes_N,
+)
+
+if TYPE_CHECKING:
+    from gmeta.adaptation.config import LabelsConfig
+
+
+class LabelLosses(NamedTuple):
+    """The losses of a row's labels, and how much each counts.
+
+    The outputs, labels and weights of one label are [N] or [N, 1], of several [N, L].
+    """
+
+    losses: tuple[LossFunction, ...]
+    weights: tuple[float, ...]
+    before: tuple[int, ...]  # the label that each takes place among, an earlier one; -1: all rows
+
+    def logits(self, output: Tensor) -> Tensor:
+        """Return what the losses are taken of: the model's outputs, of labels of the entire space
+        the logit of the product.
+        """
+        if max(self.before) < 0:
+            return output
+        own = in_float32(output).unbind(dim=1)
+        return torch.stack(self._entire_space(own), dim=1)
+
+    def row_losses_N(self, logits: Tensor, label: Tensor, weight: Tensor | None) -> Tensor:
+        """Return the loss of each row, in float32 at least; see `known_labels`."""
+        losses = self._of_each(row_losses_N, logits, known_labels(label, weight))
+        losses = losses if weight is None else losses * weight.to(losses.dtype)
+        losses = self.scaled(losses)
+        return losses if len(self.losses) == 1 else losses.sum(dim=1)
+
+    def predictions(self, logits: Tensor) -> Tensor:
+        """Return a probability for each label of bce, else what the label is predicted to be."""
+
+        def shown(loss: LossFunction, logit: Tensor, _: Tensor) -> Tensor:
+            return logit.sigmoid() if loss.kind == "bce" else logit.clone()
+
+        return self._of_each(shown, logits, logits)
+
+    def errors(self, logits: Tensor, label: Tensor, weight: Tensor | None) -> Tensor:
+        """Return how far each label is above its prediction; 0 where it is not known."""
+        errors = self._of_each(errors_N, logits, known_labels(label, weight))
+        return errors if weight is None else torch.where(weight > 0, errors, 0.0)
+
+    def scaled(self, values: Tensor) -> Tensor:
+        """Return them times the weights of the labels: [N, L] of several, also of [N, 1]."""
+        if len(self.weights) > 1:
+            return values * _tensor(self.weights, values.dtype, values.device)
+        return values if self.weights == (1.0,) else values * self.weights[0]
+
+    def losses_NL(self, output_NL: Tensor, label_NL: Tensor) -> Tensor:
+        """Return the loss of each label at the outputs of a last layer, in float32 at least."""
+        return self._of_each(row_losses_N, self.logits(output_NL), label_NL)
+
+    def slopes_NL(self, output_NL: Tensor, label_NL: Tensor, weight_NL: Tensor) -> Tensor:
+        """Return the gradient of the weighted sum of these losses at the outputs of a last layer,
+        differentiable once more.
+        """
+        output_NL = in_float32(output_NL)
+        if max(self.before) < 0:
+            return self._of_each(row_slopes_N, output_NL, label_NL) * weight_NL
+        own = output_NL.unbind(dim=1)
+        joint = self._entire_space(own)
+        slopes_NL = self._of_each(row_slopes_N, torch.stack(joint, dim=1), label_NL) * weight_NL
+        slopes = list(slopes_NL.unbind(dim=1))
+        # From the last label to the first: what a label takes place among stands before it.
+        for at in reversed(range(len(slopes))):
+            if (before := self.before[at]) >= 0:
+                share_N = torch.sigmoid(_softplus(own[at]) - joint[before])
+                slopes[before] = slopes[before] + slopes[at] * share_N
+                slopes[at] = slopes[at] * (1.0 - share_N * torch.sigmoid(own[at]))
+        return torch.stack(slopes, dim=1)
+
+    def _entire_space(self, own: tuple[Tensor, ...]) -> list[Tensor]:
+        """Return the logit of each label's probability among all rows, from the model's outputs."""
+        joint = list(own)
+        for at, before in enumerate(self.before):
+            if before >= 0:
+                joint[at] = own[at] - _softplus(_softplus(own[at]) - joint[before])
+        return joint
+
+    def _of_each(
+        self,
+        function: Callable[[LossFunction, Tensor, Tensor], Tensor],
+        output: Tensor,
+        label: Tensor,
+    ) -> Tensor:
+        """Return the function's value of each label by its own loss."""
+        if len(set(self.losses)) == 1:
+            return function(self.losses[0], output, label)
+        columns = zip(self.losses, output.unbind(dim=1), label.unbind(dim=1), strict=True)
+        return torch.stack([function(*column) for column in columns], dim=1)
+
+
+class Objectives(NamedTuple):
+    """The losses of the labels in the inner loop, which may leave some out, and the outer one."""
+
+    inner: LabelLosses
+    outer: LabelLosses
+
+    @classmethod
+    def of(cls, loss: str, huber_delta: float = 1.0) -> Objectives:
+        """Return those of one label that has this loss."""
+        losses = LabelLosses((LossFunction(loss, huber_delta),), (1.0,), (-1,))
+        return cls(losses, losses)
+
+    @property
+    def num_labels(self) -> int:
+        """Return L."""
+        return len(self.outer.losses)
+
+
+class RowLoss(NamedTuple):
+    """A weighted sum of the losses of rows, of the outputs [N, L] of a last layer."""
+
+    losses: LabelLosses
+    label_NL: Tensor  # any number where it is not known
+    weight_NL: Tensor  # in float32 at least
+
+    def sum(self, output_NO: Tensor) -> Tensor:
+        """Return the loss of these outputs: a scalar."""
+        losses_NO = self.losses.losses_NL(output_NO, self.label_NL)
+        return torch.dot(losses_NO.flatten(), self.weight_NL.flatten())
+
+    def times(self, rate: float) -> RowLoss:
+        """Return the loss with all weights so many times as large."""
+        return self._replace(weight_NL=self.weight_NL * rate)
+
+    def slope_NO(self, output_NO: Tensor) -> Tensor:
+        """Return the gradient of the loss at these outputs, differentiable once more."""
+        slopes_NO = self.losses.slopes_NL(output_NO, self.label_NL, self.weight_NL)
+        return slopes_NO.to(output_NO.dtype)
+
+
+def label_weights(label: Tensor, weight_N: Tensor) -> Tensor | None:
+    """Return what each label counts in its row's loss, in the shape of the labels: the row's
+    weight (all 1 if there are none), 0 where the label is NaN; None where all count 1.
+    """
+    known = ~label.isnan()
+    if not weight_N.numel() and bool(known.all()):
+        return None
+    if not weight_N.numel():
+        return known.to(label.dtype)
+    return known * (weight_N.unsqueeze(1) if label.dim() > 1 else weight_N)
+
+
+def known_labels(label: Tensor, weight: Tensor | None) -> Tensor:
+    """Return the labels with 0 for those that count nothing, among them all that are not known."""
+    # NaN times a weight of 0 would still be NaN.
+    return label if weight is None else torch.where(weight > 0, label, 0.0)
+
+
+def objectives_of(
+    loss: str, huber_delta: float, config: LabelsConfig, names: tuple[str, ...]
+) -> Objectives:
+    """Return the objectives of a dataset's labels, `names`; of one without a name, those of `loss`.
+
+    Raises:
+        ValueError: the config names a label that there is not, or asks for what cannot be.
+    """
+    config.check(names)
+    if not names:
+        return Objectives.of(loss, huber_delta)
+    losses = tuple(LossFunction(config.loss.get(name, loss), huber_delta) for name in names)
+    before = tuple(
+        names.index(config.entire_space[name]) if name in config.entire_space else -1
+        for name in names
+    )
+    for name, own, at in zip(names, losses, before, strict=True):
+        if at >= 0 and {own.kind, losses[at].kind} != {"bce"}:
+            raise ValueError(
+                f"labels.entire_space has {name} among {names[at]}, of losses {own.kind} and "
+                f"{losses[at].kind}: a product is of probabilities. Give both the loss bce"
+            )
+    weights = tuple(config.weight.get(name, 1.0) for name in names)
+    adapts = config.adapt or names
+    inner = tuple(
+        weight if name in adapts else 0.0 for name, weight in zip(names, weights, strict=True)
+    )
+    return Objectives(LabelLosses(losses, inner, before), LabelLosses(losses, weights, before))
+
+
+def _softplus(values: Tensor) -> Tensor:
+    # torch's own threshold of 20 would be seen in float64.
+    return F.softplus(values, threshold=50.0)
+
+
+@lru_cache(maxsize=64)
+def _tensor(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Kept: made anew, a copy to CUDA would be waited for in every step.
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=dtype, device=device)
