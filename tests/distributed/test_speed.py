@@ -32,7 +32,7 @@ def speeds(ranks: Ranks, config: TrainConfig) -> list[float]:
 
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + later_s)
     with (
-        mock.patch("gmeta.runs.log.time", clock),
+        mock.patch("gmeta.runs.meter.time", clock),
         mock.patch("gmeta.train.score_validation", taking_long(score_validation)),
         mock.patch.object(CheckpointWriter, "save", taking_long(CheckpointWriter.save)),
     ):
