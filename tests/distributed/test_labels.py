@@ -97,7 +97,7 @@ def test_a_rating_that_is_no_number_is_named_with_its_row(tmp_path: Path, loss: 
         BatchReader(dataset, "train", tasks_per_step=8, shuffle=False) as reader,
         pytest.raises(ConfigError) as caught,
     ):
-        list(labels_checked(reader.batches(0), loss, dataset, "train"))
+        list(labels_checked(reader.batches(0), [loss], dataset, "train"))
     assert str(caught.value) == (
         f'outer.loss = "{loss}", but row {ROW} of task {1000 + TASK} in split train has label nan '
         f"(column stars): {loss} takes finite numbers. Mend the column and prepare again"
@@ -173,7 +173,7 @@ def test_a_loss_takes_what_it_is_defined_for(
     dataset = open_dataset(written(tmp_path, train=clicks(wrong)))
     with BatchReader(dataset, "train", tasks_per_step=8, seed=3) as reader:
         stored = list(reader.batches(0))
-    checked = labels_checked(iter(stored), loss, dataset, "train")
+    checked = labels_checked(iter(stored), [loss], dataset, "train")
     if not is_refused:
         assert [a is b for a, b in zip(checked, stored, strict=True)] == [True] * len(stored)
         return
