@@ -66,8 +66,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     choose_products(config.run.precision, ranks.device)
     with ExitStack() as held:
         run = TrainingRun(config, ranks, held)
-        # Left from right to left: the last checkpoint is committed before the feed, which hears of
-        # it, closes.
+        # Left from right to left: the feed hears of the last checkpoint before it closes.
         with run.hooks, run.feed, run.writer, run.profiler, stop_on_sigterm() as stop:
             run.work(stop)
     return run.folder
@@ -169,10 +168,9 @@ class TrainingRun:
         """
         config, features, progress = self._config, self._dataset.features, self._progress
         stored = self.feed.batches(progress.epoch, progress.epoch_step)
+        kinds = kinds_of(config, self._dataset)
         batches = augmented(
-            labels_checked(
-                stored, kinds_of(config, self._dataset), self._dataset, config.data.train_split
-            ),
+            labels_checked(stored, kinds, self._dataset, config.data.train_split),
             config.augment,
             features,
             config.run.seed,
