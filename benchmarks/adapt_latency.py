@@ -25,7 +25,8 @@ from gmeta.export import write_model
 from gmeta.serving.folder import Columns, ExportedConfig, TableFormat, vocabulary_file
 from gmeta.serving.model import ServedModel
 from gmeta_models import ModelConfig
-from metaio.prepare.schema import Schema, features_of, parse_schema
+from metaio.prepare.schema import Schema, features_of
+from metaio.prepare.schema_file import parse_schema
 
 INTEGERS, TEXTS, VOCABULARIES, DENSE = 16, 8, 2, 13
 VOCABULARY_VALUES, WIDTH = 1_000, 32

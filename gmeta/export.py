@@ -39,7 +39,7 @@ from gmeta.serving.tables import store_table
 from gmeta.tables.names import weight_name
 from gmeta.tables.widths import widths_of_tables
 from metaio.format.dataset import Dataset, verify_file
-from metaio.prepare.schema import parse_schema
+from metaio.prepare.schema_file import parse_schema
 
 # How ShardedLearner names its parts in the state dict of a checkpoint.
 _LAYER_KEY = "model.learner.{}"

@@ -9,7 +9,7 @@ from gmeta.build import build
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import ConfigError
 from metaio.prepare.local import prepare
-from metaio.prepare.schema import parse_schema
+from metaio.prepare.schema_file import parse_schema
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
-from metaio.prepare.schema import parse_schema
+from metaio.prepare.schema_file import parse_schema
 from tests.commands import SMALL_MODEL, gmeta, write_config
 
 SCHEMA: dict[str, Any] = {

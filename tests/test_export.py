@@ -32,7 +32,7 @@ from gmeta.serving.folder import LAYERS_FILE, read_config
 from gmeta_models import MODELS
 from metaio import FormatError, open_dataset
 from metaio.prepare.local import prepare
-from metaio.prepare.schema import parse_schema
+from metaio.prepare.schema_file import parse_schema
 from tests.commands import SMALL_MODEL, write_config
 from tests.commands import gmeta as run_gmeta
 from tests.exported import evaluated, rows_of_split

@@ -16,7 +16,7 @@ import pytest
 from rich.text import Text
 
 from gmeta.cli import COMMANDS, load_command
-from metaio.prepare.schema import parse_schema
+from metaio.prepare.schema_file import parse_schema
 from tests.antdt.faults.mutants import MUTANTS, mutated
 from tests.config_page import config_page
 

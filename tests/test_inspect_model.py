@@ -11,7 +11,7 @@ from gmeta.commands.inspect import inspect
 from gmeta.commands.inspect_model import is_model
 from gmeta.errors import GMetaError, UserError
 from gmeta.serving.folder import LAYERS_FILE, Columns, read_config, write_config
-from metaio.prepare.schema import parse_schema
+from metaio.prepare.schema_file import parse_schema
 from tests.exported import write_random_model
 
 SCHEMA: dict[str, Any] = {

@@ -5,7 +5,7 @@ from pathlib import Path
 from gmeta.commands.screen import phases, print_result, screen
 from metaio.counted import counted
 from metaio.prepare.job import PrepareOptions
-from metaio.prepare.schema import load_schema
+from metaio.prepare.schema_file import load_schema
 from metaio.stream.chain import IncrementRecord
 from metaio.stream.extend import extend
 

@@ -18,7 +18,7 @@ from metaio.format.dataset import Dataset, open_dataset
 from metaio.format.destination import unfinished
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare as prepare_on_one_machine
-from metaio.prepare.schema import load_schema
+from metaio.prepare.schema_file import load_schema
 from metaio.recipes.amazon import prepare_amazon
 from metaio.recipes.by_time import ByTimeConfig
 from metaio.recipes.metaemb import MetaEmbConfig, prepare_metaemb

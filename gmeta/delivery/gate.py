@@ -24,7 +24,7 @@ from gmeta.serving.folder import ExportedConfig, vocabulary_file
 from gmeta.serving.load import load
 from gmeta.serving.model import ServedModel
 from metaio.format.dataset import Dataset, verify_file
-from metaio.prepare.schema import parse_schema
+from metaio.prepare.schema_file import parse_schema
 from metaio.read.batch import TaskBatch
 from metaio.read.reader import EpisodeRange, read_ranges
 

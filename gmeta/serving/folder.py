@@ -25,7 +25,8 @@ from metaio.format.features import Features
 from metaio.format.manifest import canonical_json, xxh3_hex
 from metaio.format.names import is_name
 from metaio.format.typed import typed
-from metaio.prepare.schema import Schema, parse_schema
+from metaio.prepare.schema import Schema
+from metaio.prepare.schema_file import parse_schema
 from metaio.prepare.values import Kind
 
 FORMAT_NAME = "gmeta-model"

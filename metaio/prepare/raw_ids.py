@@ -19,7 +19,8 @@ from metaio.format.layout import RAW_IDS_FOLDER, VOCABULARY_FOLDER
 from metaio.format.manifest import FileEntry
 from metaio.prepare.encode import hashed_rows
 from metaio.prepare.rules import ItemRule
-from metaio.prepare.schema import Schema, parse_schema
+from metaio.prepare.schema import Schema
+from metaio.prepare.schema_file import parse_schema
 from metaio.prepare.survey import Survey, columns_of_raw_ids, merged
 from metaio.prepare.values import hash_values, kind_of
 from metaio.ragged import Int64

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from metaio.errors import DataError
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
-from metaio.prepare.schema import parse_schema
+from metaio.prepare.schema_file import parse_schema
 
 _WORD = re.compile(r"[a-z0-9']+")
 

@@ -12,7 +12,8 @@ from metaio.errors import DataError
 from metaio.format.layout import MANIFEST_NAME
 from metaio.prepare.job import kind_of_column
 from metaio.prepare.rules import StreamRule
-from metaio.prepare.schema import Schema, parse_schema
+from metaio.prepare.schema import Schema
+from metaio.prepare.schema_file import parse_schema
 from metaio.prepare.values import Kind, kind_of
 from metaio.stream.chain import FIRST_INCREMENT, increment_numbers, open_stream
 from metaio.stream.state import State, load_state

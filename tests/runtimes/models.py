@@ -16,7 +16,7 @@ from gmeta.serving.folder import Columns, ExportedConfig
 from gmeta.serving.model import ServedModel
 from gmeta_models import ModelConfig
 from metaio import Dataset
-from metaio.prepare.schema import parse_schema
+from metaio.prepare.schema_file import parse_schema
 from tests.exported import write_random_model
 
 SMALL = {"embedding_dim": 4, "hidden": (8,), "bottom": (6,)}

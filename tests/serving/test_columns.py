@@ -11,7 +11,7 @@ from gmeta.serving.columns import RawColumns, as_table, select
 from gmeta.serving.folder import Columns
 from gmeta.serving.rows import task_batch
 from metaio import DataError, Dataset
-from metaio.prepare.schema import parse_schema
+from metaio.prepare.schema_file import parse_schema
 from tests.metaio.conftest import episodes_of_batch, whole_split
 from tests.metaio.prepare.test_local import changed, prepared, raw_table
 

@@ -22,7 +22,7 @@ from gmeta.yardstick.reading import read_rows
 from gmeta.yardstick.rows import EpisodeRows
 from metaio import Dataset, open_dataset
 from metaio.prepare.local import prepare
-from metaio.prepare.schema import parse_schema
+from metaio.prepare.schema_file import parse_schema
 from tests.commands import SMALL_MODEL, gmeta, write_config
 
 FILMS = 25

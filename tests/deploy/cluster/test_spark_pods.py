@@ -10,7 +10,7 @@ import pytest
 
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
-from metaio.prepare.schema import load_schema
+from metaio.prepare.schema_file import load_schema
 from tests.deploy.cluster.cluster import Cluster, running
 from tests.deploy.network import NoNamespacesError
 from tests.deploy.rendering import ROOT, Manifest, render

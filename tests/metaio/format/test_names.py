@@ -10,7 +10,7 @@ from gmeta.cli import app
 from metaio import DataError, FormatError, SchemaError, open_dataset
 from metaio.format.names import is_name, is_path_below
 from metaio.prepare.local import prepare
-from metaio.prepare.schema import parse_schema
+from metaio.prepare.schema_file import parse_schema
 from tests.metaio.conftest import WriteFn, make_rows
 from tests.metaio.format.test_format import rewrite_manifest
 

@@ -11,7 +11,7 @@ import pytest
 from metaio import open_dataset
 from metaio.format.inspection import damage, summarise
 from metaio.prepare.local import prepare
-from metaio.prepare.schema import load_schema
+from metaio.prepare.schema_file import load_schema
 from tests.metaio.damage import whole_content
 
 PREVIOUS = Path(__file__).with_name("previous")

@@ -10,7 +10,7 @@ import pytest
 from metaio import BatchReader, DataError, SchemaError
 from metaio.format.features import Features
 from metaio.format.names import NAME_RULE
-from metaio.prepare.schema import parse_schema
+from metaio.prepare.schema_file import parse_schema
 from tests.metaio.conftest import whole_split
 from tests.metaio.prepare.test_local import BASE, changed, prepared, raw_table
 

@@ -16,7 +16,8 @@ from metaio import DataError, Dataset, open_dataset
 from metaio.errors import UrlError
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
-from metaio.prepare.schema import Schema, parse_schema
+from metaio.prepare.schema import Schema
+from metaio.prepare.schema_file import parse_schema
 from metaio.prepare.vocabulary import TextIndex
 from tests.metaio.conftest import Episode, episodes_of_batch, whole_split
 

@@ -14,7 +14,7 @@ import pytest
 from metaio import DataError, open_dataset
 from metaio.prepare import parquet_files
 from metaio.prepare.local import prepare
-from metaio.prepare.schema import parse_schema
+from metaio.prepare.schema_file import parse_schema
 from metaio.prepare.source import DuckSource
 from tests.metaio.prepare.test_local import changed, raw_table
 

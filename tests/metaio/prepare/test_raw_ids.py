@@ -16,7 +16,7 @@ from metaio.format.inspection import damage
 from metaio.format.manifest import encode_manifest
 from metaio.prepare.local import prepare
 from metaio.prepare.raw_ids import item_place, lacking, raw_items, raw_tasks, with_raw_ids
-from metaio.prepare.schema import parse_schema
+from metaio.prepare.schema_file import parse_schema
 
 SCHEMA: dict[str, Any] = {
     "task": {"column": "user"},

@@ -13,7 +13,7 @@ from metaio.format.inspection import damage, summarise
 from metaio.format.picture import drawn
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
-from metaio.prepare.schema import parse_schema
+from metaio.prepare.schema_file import parse_schema
 from tests.metaio.conftest import (
     FEATURES,
     WriteFn,

@@ -18,7 +18,7 @@ from gmeta.commands.spark import prepare_on_spark
 from gmeta.errors import UserError
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
-from metaio.prepare.schema import load_schema, parse_schema
+from metaio.prepare.schema_file import load_schema, parse_schema
 from tests.antdt.faults.service_process import free_port
 from tests.commands import environment
 from tests.metaio.prepare.test_local import raw_table

@@ -9,7 +9,8 @@ import numpy.typing as npt
 import pytest
 
 from metaio.prepare.encode import EncodedRows, allocate, joined
-from metaio.prepare.schema import Schema, parse_schema
+from metaio.prepare.schema import Schema
+from metaio.prepare.schema_file import parse_schema
 from metaio.prepare.spool import BucketPlan, Spool, split_by_bucket
 
 SCHEMA: Schema = parse_schema(

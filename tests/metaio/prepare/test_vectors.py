@@ -10,7 +10,7 @@ import pytest
 
 from metaio import BatchReader, DataError, SchemaError
 from metaio.format.features import Features, vector_of
-from metaio.prepare.schema import parse_schema
+from metaio.prepare.schema_file import parse_schema
 from tests.metaio.prepare.test_local import BASE, changed, prepared, raw_table
 
 WIDTH = 64

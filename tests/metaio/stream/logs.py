@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 
 from metaio import Dataset
 from metaio.prepare.job import PrepareOptions
-from metaio.prepare.schema import Schema, parse_schema
+from metaio.prepare.schema import Schema
+from metaio.prepare.schema_file import parse_schema
 from metaio.stream.chain import IncrementRecord
 from metaio.stream.extend import extend
 

@@ -14,7 +14,7 @@ from metaio import DataError, Dataset, FormatError, SchemaError
 from metaio.errors import QuarantinedError
 from metaio.format.inspection import damage
 from metaio.prepare.encode import Encoder, Fitted
-from metaio.prepare.schema import parse_schema
+from metaio.prepare.schema_file import parse_schema
 from metaio.stream.chain import open_stream, reset_rows
 from metaio.stream.state import load_state
 from tests.metaio.stream.logs import (
