@@ -1,6 +1,9 @@
 """What a schema must be beyond the types of its keys."""
 
+from __future__ import annotations
+
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from metaio.errors import SchemaError
 from metaio.format.features import MAX_TABLE_WIDTH, vector_of
@@ -12,7 +15,9 @@ from metaio.prepare.rules import (
     check_splits,
     check_stream,
 )
-from metaio.prepare.schema import Schema
+
+if TYPE_CHECKING:
+    from metaio.prepare.schema import Schema
 
 MOST_NUMBERS = 65_536  # of one vector
 
