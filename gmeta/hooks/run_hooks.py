@@ -92,21 +92,23 @@ class RunHooks:
 
     def log(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
         """Write a reading wherever readings go."""
-        reading = Reading(step, epoch, values)
-        for name in list(self._loggers):
-            self._guarded(name, lambda logger: logger.log(reading))
+        reading = self._written(Reading(step, epoch, values))
         self._call_or_stop(lambda each: each.on_log(self._run, reading))
 
     def validated(self, step: int, epoch: int, scores: Mapping[str, float | None]) -> None:
         """Write the metrics of the validation split; all ranks know them."""
-        reading = Reading(step, epoch, {"valid": scores})
-        for name in list(self._loggers):
-            self._guarded(name, lambda logger: logger.log(reading))
+        self._written(Reading(step, epoch, {"valid": scores}))
         self._call_or_stop(lambda each: each.on_validation_end(self._run, scores))
 
     def checkpointed(self, checkpoint: Path) -> None:
         """Take note that a checkpoint is whole."""
         self._call_or_stop(lambda each: each.on_checkpoint(self._run, checkpoint))
+
+    def _written(self, reading: Reading) -> Reading:
+        """Write a reading to all loggers, and return it."""
+        for name in list(self._loggers):
+            self._guarded(name, lambda logger: logger.log(reading))
+        return reading
 
     def _open_loggers(self) -> None:
         assert self._screen is not None  # rank 0 has one
