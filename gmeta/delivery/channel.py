@@ -314,7 +314,7 @@ def _check_requests(before: ExportedConfig, after: ExportedConfig, root: Path) -
     old, new = before.columns, after.columns
     names = [[feature.name for feature in one.features.sparse] for one in (before, after)]
     changed = {
-        "another loss": before.loss != after.loss,
+        "another loss": before.losses != after.losses,
         "another task or label column": (old.task, old.label) != (new.task, new.label),
         "another schema": old.schema != new.schema,
         "other columns": names[0] != names[1] or before.features.dense != after.features.dense,

@@ -82,8 +82,7 @@ def judge(
         UserError: a dataset has no such split, or other columns.
         GMetaError: a model is damaged.
     """
-    config = read_config(candidate)
-    loss: Loss = config.losses[config.judged]  # type: ignore[assignment]
+    loss = read_config(candidate).judged_loss
     metric = "logloss" if loss == "bce" else "mae"
     ours: list[Predicted] = []
     theirs: list[Predicted] = []

@@ -9,7 +9,7 @@ import numpy as np
 from gmeta.delivery.gate import predict_gate
 from gmeta.delivery.versions import is_delta, read_version
 from gmeta.errors import UserError
-from gmeta.metrics.catalogue import Loss, Scoring, evaluate_split
+from gmeta.metrics.catalogue import Scoring, evaluate_split
 from gmeta.serving.folder import read_config
 from metaio.format.dataset import Dataset
 
@@ -29,8 +29,7 @@ def score_model(model: Path, dataset: Dataset, splits: Sequence[str] = ()) -> di
             f"{model} is a delta, which predicts nothing alone. Score a version that is full, or "
             "an export"
         )
-    loss: Loss = read_config(model).loss  # type: ignore[assignment]
-    scoring = Scoring(loss)
+    scoring = Scoring(read_config(model).judged_loss)
     names = [name for name in scoring.names if not scoring.is_over_candidates(name)]
     chosen = splits or [name for name, split in dataset.splits.items() if split.num_episodes]
     found = {}

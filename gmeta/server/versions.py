@@ -51,7 +51,7 @@ def check_successor(before: Loaded, config: ExportedConfig, version: str) -> Non
     """Raise UserError for a version that does not take the requests of the one before."""
     old, new = before.columns.signature, columns_of(config).signature
     changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    if changed or before.model.config.loss != config.loss:
+    if changed or before.model.config.losses != config.losses:
         what = f"column {changed[0]}" if changed else "loss"
         raise UserError(
             f"version {version} has another {what} than version {before.version}, which serves: "

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
 from gmeta.batches.config import ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
-from gmeta.config import config_from_dict
+from gmeta.config import Loss, config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.files.checked_json import read_json
 from gmeta.files.checksums import FileEntry, differences, entries_of
@@ -80,6 +80,11 @@ class ExportedConfig:
     def judged(self) -> int:
         """Return the place of the label that headline metrics are of."""
         return self.labels.judged_of(self.features.labels)
+
+    @property
+    def judged_loss(self) -> Loss:
+        """Return the loss of that label."""
+        return cast(Loss, self.losses[self.judged])
 
 
 def table_file(index: int) -> str:

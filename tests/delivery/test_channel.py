@@ -3,16 +3,19 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from gmeta.adaptation.config import LabelsConfig
 from gmeta.delivery import channel as channel_module
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.packing import pack
 from gmeta.delivery.whole import whole_version
 from gmeta.errors import GMetaError, UserError
+from gmeta.serving.folder import read_config
 from metaio.errors import DataError
 from tests.commands import gmeta
 from tests.delivery.models import Model, content
@@ -181,6 +184,18 @@ def test_a_model_that_takes_other_requests_is_not_promoted(tmp_path: Path) -> No
         f"the candidate has another columns than the model that {channel.root} serves: requests of "
         "its callers would fail or mean something else. Promote it to a channel of its own"
     ).replace("another columns", "other columns")
+
+
+def test_a_label_with_another_loss_is_another_request(tmp_path: Path) -> None:
+    one = read_config(Model.of(SIZES).write(tmp_path / "m"))
+    features = replace(one.features, labels=("click", "price"))
+    before = replace(one, features=features, labels=LabelsConfig(loss={"price": "mse"}))
+    after = replace(before, labels=LabelsConfig(loss={"price": "mae"}))
+    channel_module._check_requests(before, before, tmp_path)
+    with pytest.raises(UserError, match="the candidate has another loss than the model"):
+        channel_module._check_requests(before, after, tmp_path)
+    judged = replace(before, labels=LabelsConfig(loss={"price": "mse"}, judged="price"))
+    assert (before.judged_loss, judged.judged_loss) == ("bce", "mse")
 
 
 def test_a_damaged_pointer_is_named(tmp_path: Path) -> None:
