@@ -140,7 +140,7 @@ class TrainingRun:
         Raises:
             StoppedError: SIGTERM asked a rank to stop.
         """
-        self.hooks.begin(self._progress, self._total_steps, stop)
+        self.hooks.begin(self._progress, self._total_steps, stop, self.feed.loggers)
         self.hooks.tell(self._told_at_start)
         if self._beginning.how == "continued" and self._config.run.prequential:
             self._forecast()

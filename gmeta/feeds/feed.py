@@ -6,7 +6,9 @@ over, and what a checkpoint must hold so that no episode is trained twice or nev
 
 import abc
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
+from gmeta.hooks.logger import Logger
 from metaio.read.batch import TaskBatch
 
 
@@ -14,6 +16,9 @@ class Feed(abc.ABC):
     """A rank's batches, epoch by epoch. Every rank makes one and calls it in the same places."""
 
     num_steps: int  # of an epoch; with leased shards the last ones may be smaller and a few more
+    loggers: Mapping[str, Logger] = MappingProxyType(
+        {}
+    )  # of whoever watches the feed, by name; rank 0's are asked
 
     @abc.abstractmethod
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:

@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import final
 
+from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.stream import UnitStream
 from gmeta.antdt.errors import AntdtError, RefusedError
 from gmeta.antdt.manifests.manifest import MANIFEST_FILE_NAME, ShardManifest, load_manifest
@@ -20,6 +21,7 @@ from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.feed import Feed
 from gmeta.feeds.service import connect, own_service, service_address
+from gmeta.hooks.logger import Logger, Reading
 from gmeta.parallel.ranks import Ranks, barrier, value_of_first
 from gmeta.parallel.together import by_all, by_first
 from metaio.format.dataset import Dataset
@@ -50,6 +52,18 @@ def tasks_per_shard(config: TrainConfig, dataset: Dataset) -> int:
     if int(dataset.block_bytes(split.name).sum()) <= DEFAULT_CACHE_BYTES:
         return max(1, min(SMALL_SHARD_TASKS, split.num_episodes // MIN_SHARDS))
     return max(1, split.num_episodes // split.num_blocks)
+
+
+@final
+class LivePage(Logger):
+    """The readings that the live page of the data-shard service draws."""
+
+    def __init__(self, client: ShardClient) -> None:
+        self._client = client
+
+    def log(self, reading: Reading) -> None:
+        """Hand the reading to the next heartbeat."""
+        self._client.read(reading.step, reading.scalars())
 
 
 @final
@@ -110,6 +124,7 @@ class ServiceFeed(Feed):
             # Behind the roll-back: who registers before it is of the generation that it ends.
             address = value_of_first(address, ranks)
             by_all(join if ranks.rank else lambda: None, ranks)
+            self.loggers = {"the data-shard service": LivePage(self.client)}
             self._closing = undo.pop_all()
 
     @staticmethod

@@ -4,7 +4,7 @@ names."""
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar, final
 
 from torch import Tensor
@@ -65,9 +65,15 @@ class RunHooks:
             for name in list(self._loggers):
                 self._guarded(name, lambda logger: logger.end(status))
 
-    def begin(self, progress: Progress, total_steps: int, stop: Stop) -> None:
-        """Open the loggers, and tell the callbacks that training begins; they may ask `stop` from
-        here on. Collective.
+    def begin(
+        self,
+        progress: Progress,
+        total_steps: int,
+        stop: Stop,
+        also: Mapping[str, Logger] = MappingProxyType({}),
+    ) -> None:
+        """Open the loggers, `also` those that the config does not name, and tell the callbacks that
+        training begins; they may ask `stop` from here on. Collective.
 
         Raises:
             GMetaError: a logger or a callback failed.
@@ -75,7 +81,7 @@ class RunHooks:
         self._info = replace(self._info, done_steps=progress.step, total_steps=total_steps)
         self._stop, self._run = stop, Run(self._info, self._ranks, stop)
         self._run.epoch = progress.epoch
-        by_first(self._open_loggers, self._ranks)
+        by_first(lambda: self._open_loggers(also), self._ranks)
         by_all(self._begin_callbacks, self._ranks)
 
     def tell(self, lines: Sequence[str]) -> None:
@@ -110,10 +116,11 @@ class RunHooks:
             self._guarded(name, lambda logger: logger.log(reading))
         return reading
 
-    def _open_loggers(self) -> None:
+    def _open_loggers(self, also: Mapping[str, Logger]) -> None:
         assert self._screen is not None  # rank 0 has one
         made = {name: _made("logger", name, kind) for name, kind in self._named_loggers.items()}
-        for name, logger in {SCREEN: self._screen, METRICS_FILE: JsonLines(), **made}.items():
+        own = {SCREEN: self._screen, METRICS_FILE: JsonLines()}
+        for name, logger in {**own, **also, **made}.items():
             try:
                 logger.begin(self._info)
             except (GMetaError, OSError):

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -292,6 +292,11 @@ class ShardClient:
         """Set what the next heartbeat tells the monitor; from the first report on there is one as
         often as the service asks for. `share`: tasks that this worker takes in each step now."""
         self._heartbeat.report(report, share)
+
+    def read(self, step: int, values: Mapping[str, float]) -> None:
+        """Tell who watches what the model's loss and scores are behind a step; the next heartbeat
+        brings it."""
+        self._heartbeat.read(step, values)
 
     def hurry(self) -> None:
         """Report at once, and look soon after what the controller decided."""

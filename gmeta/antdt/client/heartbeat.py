@@ -9,9 +9,12 @@ import time
 from typing import TYPE_CHECKING, Any, final
 
 from gmeta.antdt.errors import AntdtError, FencedError
+from gmeta.antdt.readings import MAX_READINGS_PER_CALL
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from gmeta.antdt.client.held import HeldLeases
     from gmeta.antdt.client.session import Session
     from gmeta.antdt.reports import Report
@@ -29,9 +32,10 @@ class Heartbeat:
         self._session = session
         self._leases = leases
         self._report: Any = None
+        self._readings: list[Any] = []  # that no heartbeat has brought yet
         self._beat_again_s = 0.0  # the pause behind a hurried heartbeat
         self._actions: list[Any] = []
-        self._actions_lock = threading.Lock()
+        self._lock = threading.Lock()
         self._due = threading.Event()  # the next one is due now
         self._thread = threading.Thread(target=self._beat_on, name="antdt-heartbeat", daemon=True)
         self._thread.start()
@@ -44,6 +48,12 @@ class Heartbeat:
         if is_first:
             self._due.set()
 
+    def read(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a reading to the next heartbeat. Of more than one call may bring, the newest."""
+        with self._lock:
+            self._readings.append(pb.Reading(step=step, values=values))
+            del self._readings[:-MAX_READINGS_PER_CALL]
+
     def hurry(self) -> None:
         """Wake the thread, so that it beats now and again soon."""
         self._beat_again_s = DECIDED_AFTER_S
@@ -51,7 +61,7 @@ class Heartbeat:
 
     def take_actions(self) -> list[Any]:
         """Return the actions that came since the last call."""
-        with self._actions_lock:
+        with self._lock:
             actions, self._actions = self._actions, []
         return actions
 
@@ -64,7 +74,7 @@ class Heartbeat:
         while not self._session.closed.is_set():
             self._due.wait(self._pause_s())
             self._due.clear()
-            if self._session.closed.is_set():
+            if self._session.closed.is_set() and not self._readings:
                 return
             try:
                 self.beat()
@@ -87,13 +97,18 @@ class Heartbeat:
         """Send one heartbeat now. Raise FencedError, RefusedError or ServiceUnavailableError."""
         # From before the call: the service counts the ttl from a moment that lies behind it.
         report, sent_s, tokens = self._report, time.monotonic(), self._leases.tokens()
+        with self._lock:
+            readings = list(self._readings)
         response = self._session.call(
             "Heartbeat",
-            lambda caller: pb.HeartbeatRequest(caller=caller, tokens=tokens, report=report),
-            budget_s=self._session.ttl_s / 3,
+            lambda caller: pb.HeartbeatRequest(
+                caller=caller, tokens=tokens, report=report, readings=readings
+            ),
+            budget_s=None if self._session.closed.is_set() else self._session.ttl_s / 3,
         )
         self._session.renewed(sent_s, tokens & set(response.revoked_tokens))
-        with self._actions_lock:
+        with self._lock:
+            self._readings = [reading for reading in self._readings if reading not in readings]
             # An action comes with every beat until it is answered.
             known = {action.action_id for action in self._actions}
             self._actions += [a for a in response.actions if a.action_id not in known]

@@ -14,6 +14,7 @@ from gmeta.antdt.manifests.audit import audit_manifest
 from gmeta.antdt.manifests.manifest import parse_manifest
 from gmeta.antdt.model import Checkpoint
 from gmeta.antdt.monitor import STRAGGLERS, WorkerHealth
+from gmeta.antdt.readings import Curves
 from gmeta.antdt.rpc import views
 from gmeta.antdt.storage.request import Read, Request
 from gmeta.antdt.stragglers.governor import Governor, Spoken
@@ -80,7 +81,7 @@ class Dashboard:
     def document(self) -> dict[str, Any]:
         """Return all that the page shows. Raise nothing: a service that cannot answer says so."""
         try:
-            status, newest = self._ask(Read(_read))
+            status, newest, curves = self._ask(Read(_read))
         except RefusedError as error:
             return {"trouble": str(error)}
         governor = self._governor
@@ -112,6 +113,8 @@ class Dashboard:
                 for c in reversed(status.checkpoints)
             ],
             "audit": self._audit(newest),
+            # Speed and rates are left out: a second's worth of the page stays small.
+            "curves": {name: c for name, c in curves.items() if name == "loss" or "/" in name},
         }
 
     def _audit(self, newest: Checkpoint | None) -> dict[str, Any] | None:
@@ -173,9 +176,9 @@ class Dashboard:
         return rows[:MAX_WORKERS]
 
 
-def _read(ledger: Ledger, now_s: float) -> tuple[Any, Checkpoint | None]:
+def _read(ledger: Ledger, now_s: float) -> tuple[Any, Checkpoint | None, Curves]:
     newest = next(reversed(ledger.state.checkpoints.values()), None)
-    return views.status(ledger, now_s), newest
+    return views.status(ledger, now_s), newest, ledger.readings.curves()
 
 
 def _newest(spoken: Iterable[Spoken]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from gmeta.antdt.model import Caller, DatasetSpec, Grant, Outcome
+    from gmeta.antdt.readings import Reading
 
 
 class StartService(NamedTuple):
@@ -52,6 +53,7 @@ class Heartbeat(NamedTuple):
     caller: Caller
     tokens: tuple[int, ...]
     report: tuple[float, ...]
+    readings: tuple[Reading, ...] = ()
 
 
 class Progress(NamedTuple):

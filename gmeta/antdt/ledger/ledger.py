@@ -18,6 +18,7 @@ from gmeta.antdt.ledger.numbers import CallNumbers, crc_of
 from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.ledger.table import find_table
 from gmeta.antdt.model import Grant, Outcome, Worker
+from gmeta.antdt.readings import Readings
 
 # What a dead worker held, whose agent is silent too, is handed out again within this time.
 DEFAULT_LEASE_TTL_S = 30.0
@@ -54,6 +55,7 @@ class Ledger:
         self.num_events = num_events
         self.head = head
         self.seen: dict[str, WorkerSeen] = {}
+        self.readings = Readings()
         self.started_s = 0.0  # when this process's service began, on the same clock
         self.numbers = CallNumbers(state)
         self._next_deadline_s = float("inf")
@@ -212,6 +214,7 @@ class Ledger:
     def _heartbeat(self, command: cmd.Heartbeat, now_s: float) -> cmd.Reply:
         worker = check_caller(self.state, command.caller)
         self._saw(worker.worker_id, now_s, command.report)
+        self.readings.take(command.readings, self.state.generation)
         # Only what it names: a grant that never reached it must be able to expire.
         live = [token for token in command.tokens if token in worker.tokens]
         self._renew(live, now_s)

@@ -27,6 +27,7 @@ from gmeta.antdt.model import (
     check_range,
     check_text,
 )
+from gmeta.antdt.readings import MAX_READINGS_PER_CALL, MAX_VALUES, Reading
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 MAX_REPORTED_MS = 1e15  # 30,000 years
@@ -125,7 +126,20 @@ def _heartbeat(request: Any) -> cmd.Command:
             )
         # In nanoseconds: neither a sum nor a ratio of such numbers leaves the range of a float.
         report = (r.step, r.tasks_done, *(round(ms, 6) for ms in times), r.share)
-    return cmd.Heartbeat(caller_from(request.caller), _items("tokens", request.tokens), report)
+    _items("readings", request.readings, MAX_READINGS_PER_CALL)
+    return cmd.Heartbeat(
+        caller_from(request.caller),
+        _items("tokens", request.tokens),
+        report,
+        tuple(map(_reading, request.readings)),
+    )
+
+
+def _reading(message: Any) -> Reading:
+    _items("values", message.values, MAX_VALUES)
+    for name in message.values:
+        check_text("the name of a value", name, MAX_NAME_CHARS)
+    return Reading(message.step, dict(message.values))
 
 
 def _progress(request: Any) -> cmd.Command:

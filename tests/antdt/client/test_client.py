@@ -22,6 +22,7 @@ from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.model import Grant
 from gmeta.antdt.reports import Report
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
+from gmeta.antdt.storage.request import Read
 from tests.antdt.faults.service_process import free_port
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -308,3 +309,17 @@ def test_a_lease_that_was_not_renewed_in_time_stays_lost() -> None:
     with pytest.raises(LeaseLostError) as again:
         lease.check()
     assert (str(again.value), lease.units_done) == (str(caught.value), 0)
+
+
+def test_readings_come_with_the_next_heartbeat_and_the_last_ones_with_the_end(
+    server: ShardServer, address: str
+) -> None:
+    def curves() -> Any:
+        return server.edge.ask(Read(lambda ledger, now_s: ledger.readings.curves()))
+
+    with ShardClient(address, "a") as client:
+        client.read(1, {"loss": 0.5})
+        client.hurry()
+        wait_until(lambda: curves() == {"loss": [(1, 0.5)]})
+        client.read(2, {"loss": 0.25})
+    assert curves() == {"loss": [(1, 0.5), (2, 0.25)]}

@@ -19,6 +19,7 @@ from gmeta.antdt.dashboard import _newest
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import Caller, DatasetSpec
 from gmeta.antdt.policies.interface import ControllerConfig
+from gmeta.antdt.readings import Reading
 from gmeta.antdt.reports import MonitorConfig
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.antdt.stragglers.settings import StragglerConfig
@@ -77,6 +78,9 @@ class FakeJob:
             if number in (8, 16):
                 prepared = self.ask(cmd.PrepareCheckpoint(self.callers[0], f"step-{number}0", 1))
                 self.ask(cmd.CommitCheckpoint(self.callers[0], f"step-{number}0", prepared.digest))
+        readings = [Reading(step, {"loss": 1.0 / step, "samples_per_s": 9.0}) for step in (40, 80)]
+        readings += [Reading(80, {"valid/auc": 0.75})]
+        self.ask(cmd.Heartbeat(self.callers[0], (), (*self.totals[0], SHARE), tuple(readings)))
         self.score()
 
     def score(self) -> None:
@@ -136,6 +140,7 @@ def test_the_stream_tells_shards_workers_actions_checkpoints_and_audit(
     assert "rank3 (transient, compute)" in seen["decisions"][-1]["reason"]
     assert [c["id"] for c in seen["checkpoints"]] == ["step-160", "step-80"]
     assert seen["audit"]["ok"]
+    assert seen["curves"] == {"loss": [[40, 1 / 40], [80, 1 / 80]], "valid/auc": [[80, 0.75]]}
 
 
 def test_a_path_that_is_none_gets_an_answer(server: ShardServer) -> None:
@@ -216,6 +221,12 @@ def test_a_browser_draws_the_page(
         ),
         ({"phase": "gone", "tasks_per_s": 0.0}, ["no worker is heard of", "look at the trainers"]),
         ({"phase": "ended", "tasks_per_s": 0.0}, ["ended", "Everything is trained"]),
+        (
+            {},
+            ["loss 0.0125 ", "0.0125 to 0.0250, step 40 to 80", "validation auc 0.7500 at step 80"],
+        ),
+        ({"curves": {"loss": [[1, 0.5], [2, None]]}}, ["loss not a number"]),
+        ({"curves": {}}, ["loss and validation come with the trainer\u2019s first reading"]),
         ({"trouble": "the store is full"}, ["the store is full"]),
     ],
 )

@@ -111,15 +111,28 @@ def test_malformed_and_foreign_tokens_are_fenced_one_by_one(stub: Any) -> None:
 
 
 def test_lists_are_bounded(stub: Any) -> None:
-    request = pb.CompleteRequest(caller=caller(stub), seq=1, tokens=range(5000))
+    who = caller(stub)
+    request = pb.CompleteRequest(caller=who, seq=1, tokens=range(5000))
     assert refused(lambda: stub.Complete(request)) == (
         "INVALID_ARGUMENT",
         "BAD_ARGUMENT",
         "tokens has 5000 entries; allowed are 0 to 4096. Split the call.",
     )
-    lease = pb.LeaseRequest(caller=caller(stub), seq=1, dataset="d", max_shards=257)
+    lease = pb.LeaseRequest(caller=who, seq=1, dataset="d", max_shards=257)
     assert refused(lambda: stub.Lease(lease))[2] == (
         "max_shards is 257; allowed is 1 to 256. Correct the request."
+    )
+    many = pb.HeartbeatRequest(caller=who, readings=[pb.Reading()] * 65)
+    assert refused(lambda: stub.Heartbeat(many))[2] == (
+        "readings has 65 entries; allowed are 0 to 64. Split the call."
+    )
+    wide = pb.Reading(values={f"loss-{number}": 1.0 for number in range(65)})
+    assert refused(lambda: stub.Heartbeat(pb.HeartbeatRequest(caller=who, readings=[wide])))[2] == (
+        "values has 65 entries; allowed are 0 to 64. Split the call."
+    )
+    long = pb.Reading(values={"l" * 129: 1.0})
+    assert refused(lambda: stub.Heartbeat(pb.HeartbeatRequest(caller=who, readings=[long])))[2] == (
+        "the name of a value has 129 characters; at most 128 are allowed. Shorten it."
     )
 
 
@@ -422,7 +435,8 @@ def test_no_report_puts_a_number_on_the_page_that_json_does_not_have(
             report = pb.WorkerReport(
                 step=number, tasks_done=(1 << 63) + number, compute_ms=ms, share=4
             )
-            stub.Heartbeat(pb.HeartbeatRequest(caller=each, report=report))
+            nothing = pb.Reading(step=number, values={"loss": math.nan, "valid/auc": math.inf})
+            stub.Heartbeat(pb.HeartbeatRequest(caller=each, report=report, readings=[nothing]))
         clock.advance(2 * server.config.stragglers.monitor.window_s)
         server.governor.tick()
     document = server._dashboard.document()

@@ -1,0 +1,65 @@
+"""What a trainer read of the model - its loss, its validation - kept for people who watch the job.
+
+Volatile, and nothing is decided by it: after a restart of the service the curves begin anew.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, final
+
+MAX_READINGS_PER_CALL = 64
+MAX_VALUES = 64  # of a reading
+MAX_POINTS = 200  # of a curve
+
+Curves = dict[str, list[tuple[int, float | None]]]
+
+
+class Reading(NamedTuple):
+    """Numbers by name, such as "loss" and "valid/auc", behind so many steps."""
+
+    step: int
+    values: Mapping[str, float]
+
+
+@final
+class Readings:
+    """The readings of the present generation of a job, and of those before it up to where it was
+    rolled back to."""
+
+    def __init__(self) -> None:
+        self._generation = 0
+        self._by_step: dict[int, dict[str, float]] = {}
+
+    def take(self, readings: Iterable[Reading], generation: int) -> None:
+        """Take in what a worker of that generation brings. One that came before changes nothing."""
+        for step, values in readings:
+            if generation > self._generation:
+                self._generation = generation
+                # What came later is of a model that is gone.
+                self._by_step = {at: old for at, old in self._by_step.items() if at < step}
+            self._by_step.setdefault(step, {}).update(values)
+        if len(self._by_step) > MAX_POINTS:
+            self._thin_out()
+
+    def curves(self) -> Curves:
+        """Return name -> [(step, value), ...] by step; None for what is no finite number, which
+        JSON does not know."""
+        found: Curves = {}
+        for step in sorted(self._by_step):
+            for name, value in self._by_step[step].items():
+                point = step, value if math.isfinite(value) else None
+                found.setdefault(name, []).append(point)
+        return found
+
+    def _thin_out(self) -> None:
+        """Leave every second point of each name, and always its newest, so that a curve keeps its
+        whole length."""
+        seen: dict[str, int] = {}
+        kept: dict[int, dict[str, float]] = {}
+        for step in sorted(self._by_step, reverse=True):
+            for name, value in self._by_step[step].items():
+                seen[name] = seen.get(name, 0) + 1
+                if seen[name] % 2:
+                    kept.setdefault(step, {})[name] = value
+        # A name at each step of its own is no curve: then the newest stay.
+        self._by_step = dict(list(kept.items())[:MAX_POINTS])
