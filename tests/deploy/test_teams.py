@@ -60,11 +60,7 @@ def test_a_jobset_is_its_jobs_in_order(tmp_path: Path) -> None:
         tmp_path / "job", "ads", "ctr", "../../components/jobset, ../../components/queue"
     )
     plain = {name_of(each): each for each in render(TEAM_JOB)}
-    path = folder / "kustomization.yaml"
-    back = re.search(r"transformers: \[(.*)/names\]", path.read_text())
-    assert back is not None
-    text = path.read_text().replace(back[0], f"transformers: [{back[1]}/names, {back[1]}/jobset]")
-    path.write_text(text)
+    _add_transformer(folder, "jobset")
     made = {name_of(each): each for each in render(folder)}
     assert manifest_problems(list(made.values())) == []
     assert plain.keys() - made.keys() == {
@@ -82,6 +78,36 @@ def test_a_jobset_is_its_jobs_in_order(tmp_path: Path) -> None:
     (place,) = [e for e in _environment(job) if e["name"] == "RDZV_ENDPOINT"]
     place["value"] = "$(TRAIN)-node-0-0.$(TRAIN):29400"
     assert node["template"]["spec"] == job
+
+
+@needs_kubectl
+@pytest.mark.parametrize(("nodes", "gang"), [("2", "2"), ("1:2", "1")])
+def test_volcano_places_all_nodes_or_none(nodes: str, gang: str, tmp_path: Path) -> None:
+    folder = copy_of_team_job(tmp_path / "job", "ads", "ctr")
+    size = folder / "size.yaml"
+    size.write_text(size.read_text().replace('NNODES, value: "2"', f'NNODES, value: "{nodes}"'))
+    plain = {name_of(each): each for each in render(folder)}
+    _add_transformer(folder, "volcano")
+    made = {name_of(each): each for each in render(folder)}
+    assert manifest_problems(list(made.values())) == []
+    train = made["Job/ctr-gmeta-train"]
+    template = train["spec"]["template"]
+    assert train["metadata"]["annotations"].pop("scheduling.volcano.sh/group-min-member") == gang
+    assert template["metadata"]["annotations"].pop("scheduling.volcano.sh/queue-name") == "default"
+    assert template["spec"].pop("schedulerName") == "volcano"
+    for holder in (train, template):
+        if not holder["metadata"]["annotations"]:
+            del holder["metadata"]["annotations"]
+    assert made == plain  # nothing else is another
+
+
+def _add_transformer(folder: Path, name: str) -> None:
+    """Name one more in the overlay, behind the others."""
+    path = folder / "kustomization.yaml"
+    back = re.search(r"transformers: \[(.*)/names\]", path.read_text())
+    assert back is not None
+    text = path.read_text().replace(back[0], f"transformers: [{back[1]}/names, {back[1]}/{name}]")
+    path.write_text(text)
 
 
 def _environment(job: Manifest) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.config import TrainConfig, load_config
 from gmeta.errors import GMetaError
 from gmeta.hooks.callback import Callback, Run
@@ -129,3 +130,17 @@ def test_readings_have_the_rates_and_the_norms_of_one_rank_at_any_number(
     for one, other in zip(clipped, both, strict=True):
         assert one["grad_norm"] > one["dense_grad_norm"] > 0.0
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+
+
+def test_the_live_page_has_what_is_logged(tmp_path: Path, click_logs: Path) -> None:
+    server = ShardServer(ServiceConfig("127.0.0.1:0", metrics_listen="127.0.0.1:0"))
+    overrides = ["data.source=service", f"data.service={server.address}", "run.valid_every_steps=4"]
+    try:
+        assert on_ranks(1, trained, config_of(tmp_path, click_logs, *overrides)) == [""]
+        curves = server._dashboard.document()["curves"]
+    finally:
+        server.stop(0.0)
+    lines = metrics(tmp_path / "run")
+    assert curves["loss"] == [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    scored = [(line["step"], line["valid"]["auc"]) for line in lines if "valid" in line]
+    assert curves["valid/auc"] == scored
