@@ -143,6 +143,8 @@ COMMANDS = {
         "Decide once more from the logged inputs, and say where it comes out differently.",
     ),
 }
+# What other tools call these.
+ELSEWHERE = {"sweep": "tune", "fit": "train", "publish": "promote"}
 
 
 def load_command(name: str) -> Any:
@@ -190,8 +192,9 @@ class _Subcommands(typer.core.TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
-            near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "`gmeta --help` lists all commands"
+            near = difflib.get_close_matches(cmd_name, [*COMMANDS, *ELSEWHERE], n=1)
+            meant = ELSEWHERE.get(near[0], near[0]) if near else ""
+            hint = f"did you mean {meant!r}?" if near else "`gmeta --help` lists all commands"
             ctx.fail(f"no such command {cmd_name!r}: {hint}")
         return _Unloaded(cmd_name, help=COMMANDS[cmd_name].line, rich_markup_mode="rich")
 
