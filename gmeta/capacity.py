@@ -220,7 +220,7 @@ def counted_flops(
         support_lengths_T=torch.full((COUNTED_TASKS,), support_rows),
         label_N=torch.zeros(num_rows, *[features.num_labels][: features.num_labels > 1]),
         dense_NK=torch.zeros(num_rows, len(features.dense)),
-        unique_ids_U=torch.arange(num_ids),
+        unique_ids_U=torch.zeros(num_ids, dtype=torch.int64),  # which row it is costs the same
         unique_lengths_B=torch.tensor(
             [len(part) for part in np.array_split(np.arange(num_ids), len(features.tables))]
         ),
@@ -229,6 +229,8 @@ def counted_flops(
         multi_lengths_NM=torch.ones(num_rows, num_multi, dtype=torch.int32),
     )
     rows_UD = torch.zeros(num_ids, width, requires_grad=True)
+    if learner.items is not None:
+        learner.items.take(learner.items.no_sums())
     # torch's counter knows the product, and not its form that adds to what is there.
     in_place = {torch.ops.aten.baddbmm_: _batched_product}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
