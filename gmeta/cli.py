@@ -50,6 +50,12 @@ COMMANDS = {
         "train",
         "Train a model; on several ranks with --nproc-per-node, or under torchrun.",
     ),
+    "plan": Place(
+        "gmeta.commands.plan",
+        "plan",
+        "Show where training would put tables on GPUs that are not here, and what a step would "
+        "cost.",
+    ),
     "tune": Place(
         "gmeta.commands.tune",
         "tune",

@@ -107,7 +107,7 @@ def test_own_modules_are_imported_late_only_to_start_without_torch() -> None:
         inside = (node for function in functions for node in ast.walk(function))
         if any(map(is_own_import, inside)):
             late.add(str(path.relative_to(ROOT)))
-    own = "adapt config delivery evaluate export follow inspect score serve train tune"
+    own = "adapt config delivery evaluate export follow inspect plan score serve train tune"
     assert late == {"gmeta/__init__.py", *(f"gmeta/commands/{name}.py" for name in own.split())}
 
 
@@ -122,6 +122,7 @@ def test_own_modules_are_imported_late_only_to_start_without_torch() -> None:
             (f"gmeta.commands.{name}", ("torch", "metaio", "matplotlib", "duckdb"))
             for name in (
                 "train",
+                "plan",
                 "adapt",
                 "evaluate",
                 "export",

@@ -9,7 +9,18 @@ from gmeta.verbosity import JSON_VARIABLE, QUIET, VARIABLE, VERBOSE
 
 # Those that print what they found, made or decided; `runs` and `shards` have a --json of their own.
 WITH_JSON = (
-    *("prepare", "inspect", "train", "tune", "evaluate", "export", "adapt", "predict", "judge"),
+    *(
+        "prepare",
+        "inspect",
+        "train",
+        "plan",
+        "tune",
+        "evaluate",
+        "export",
+        "adapt",
+        "predict",
+        "judge",
+    ),
     *("promote", "rollback", "antdt-sim"),
 )
 

@@ -7,16 +7,12 @@ planner where the config leaves a table to it.
 import heapq
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec import EmbeddingCollection
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
     column_wise,
@@ -28,13 +24,18 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from gmeta.errors import ConfigError
+from gmeta.parallel.planner import KERNELS, PLACES, Cluster, NoPlaceError, collections_in, planned
 from gmeta.parallel.ranks import Ranks
 from gmeta.tables.names import module_name, table_of
-from gmeta.tables.sharding import ExchangeKind, Kind, ShardingConfig, kinds_of_tables
+from gmeta.tables.sharding import (
+    IN_HOST_MEMORY,
+    Kind,
+    Placement,
+    ShardingConfig,
+    kinds_of_tables,
+    placements_of_tables,
+)
 
-# What the planner may choose from: by columns only where the config says so.
-PLANNED = ("row_wise", "table_wise")
-PLANNED_ON_CUDA = (*PLANNED, "data_parallel")
 # fbgemm's kernels read a row in vectors of four values, and TorchRec cuts no thinner columns.
 WIDTH_MULTIPLE = 4
 # Names of a kind, and ranks, that the short form of a plan spells out.
@@ -50,27 +51,51 @@ def make_plan(
     Raises:
         ConfigError: a kind does not fit the device, the width or the number of ranks.
     """
-    collections = _collections(tables)
-    configs = {t.name: t for one in collections.values() for t in one.embedding_configs()}
-    kinds: dict[str, Kind | None] = {}
-    for table, kind in kinds_of_tables(config, [table_of(name) for name in configs]).items():
-        name = module_name(table)
-        _check_kind(table, kind, configs[name].embedding_dim, config.exchange, ranks)
-        kinds[name] = kind
-    if any(kind is None for kind in kinds.values()):
-        return _planned(tables, kinds, config.exchange, tasks_per_step, ranks)
+    cluster = Cluster(ranks.world_size, _local_size(), ranks.device.type)
+    if None not in _checked_kinds(tables, config, cluster).values():
+        return plan_on(tables, config, tasks_per_step, cluster)
+    # By rank 0 for all: ranks that planned for themselves might differ.
+    result: list[Any] = [None]
+    if ranks.rank == 0:
+        try:
+            result[0] = plan_on(tables, config, tasks_per_step, _measured(cluster, ranks.device))
+        except NoPlaceError as error:
+            result[0] = error
+    dist.broadcast_object_list(result, src=0, group=ranks.control)
+    if isinstance(result[0], NoPlaceError):
+        raise result[0]
+    plans: dict[str, EmbeddingModuleShardingPlan] = result[0]
+    return plans
+
+
+def plan_on(
+    tables: nn.Module, config: ShardingConfig, tasks_per_step: int, cluster: Cluster
+) -> dict[str, EmbeddingModuleShardingPlan]:
+    """Return the sharding plan of each collection, as `make_plan`, for ranks that need not be here.
+
+    Raises:
+        ConfigError: a kind does not fit the device, the width or the number of ranks.
+        NoPlaceError: TorchRec's planner finds no place for the tables.
+    """
+    kinds = _checked_kinds(tables, config, cluster)
+    placements = _placements(config, list(kinds))
+    if None in kinds.values():
+        return planned(tables, kinds, placements, config.exchange, tasks_per_step, cluster)
+    collections = collections_in(tables)
+    configs = [table for one in collections.values() for table in one.embedding_configs()]
     placed = _by_hand(
         {name: kind for name, kind in kinds.items() if kind},
-        {name: table.num_embeddings * table.embedding_dim for name, table in configs.items()},
-        ranks.world_size,
+        placements,
+        {table.name: table.num_embeddings * table.embedding_dim for table in configs},
+        cluster.world_size,
     )
     return {
         path: construct_module_sharding_plan(
             one,
             {table.name: placed[table.name] for table in one.embedding_configs()},
-            local_size=_local_size(),
-            world_size=ranks.world_size,
-            device_type=ranks.device.type,
+            local_size=cluster.ranks_per_host,
+            world_size=cluster.world_size,
+            device_type=cluster.device,
         )
         for path, one in collections.items()
     }
@@ -109,6 +134,7 @@ def describe_plan(plan: EmbeddingModuleShardingPlan, world_size: int) -> dict[st
         shards = [] if spec is None else spec.shards
         tables[table_of(name)] = {
             "kind": sharding.sharding_type,
+            "placement": PLACES.get(sharding.compute_kernel, "device"),
             "shards": [
                 {
                     "rank": shard.placement.rank(),
@@ -152,126 +178,91 @@ def _local_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def _measured(cluster: Cluster, device: torch.device) -> Cluster:
+    """Return the cluster with the memory of a rank like this one."""
+    # The ranks of a host share its memory.
+    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // cluster.ranks_per_host
+    is_cuda = cluster.device == "cuda"
+    device_bytes = torch.cuda.mem_get_info(device)[0] if is_cuda else 0
+    return replace(cluster, device_bytes=device_bytes, host_bytes=host_bytes)
+
+
+def _checked_kinds(
+    tables: nn.Module, config: ShardingConfig, cluster: Cluster
+) -> dict[str, Kind | None]:
+    """Return the kind of each table by its module's name; None: the planner is to choose.
+
+    Raises:
+        ConfigError: a kind or a placement does not fit the device, the width or the ranks.
+    """
+    configs = {
+        t.name: t for one in collections_in(tables).values() for t in one.embedding_configs()
+    }
+    names = [table_of(name) for name in configs]
+    placements = placements_of_tables(config, names)
+    kinds: dict[str, Kind | None] = {}
+    for table, kind in kinds_of_tables(config, names).items():
+        name = module_name(table)
+        _check_kind(table, kind, configs[name].embedding_dim, config, cluster)
+        if placements[table] in IN_HOST_MEMORY and cluster.device == "cpu":
+            raise ConfigError(
+                f'table {table!r} is to be placed in "{placements[table]}" on the CPU, where all '
+                'tables are in the host\'s memory. Set placement "auto", or run on CUDA'
+            )
+        kinds[name] = kind
+    return kinds
+
+
+def _placements(config: ShardingConfig, names: Sequence[str]) -> dict[str, Placement]:
+    """Return the placement of each table by its module's name."""
+    placements = placements_of_tables(config, [table_of(name) for name in names])
+    return {module_name(table): placement for table, placement in placements.items()}
+
+
 def _check_kind(
-    name: str, kind: Kind | None, width: int, exchange: ExchangeKind, ranks: Ranks
+    name: str, kind: Kind | None, width: int, config: ShardingConfig, cluster: Cluster
 ) -> None:
     """Raise ConfigError where a table cannot be sharded this way here."""
-    on_cuda = ranks.device.type == "cuda"
+    on_cuda = cluster.device == "cuda"
     if kind == "data_parallel" and not on_cuda:
         raise ConfigError(
             f"table {name!r} is to be data_parallel on the CPU: TorchRec's kernel for it corrupts "
             "memory there. Choose row_wise, table_wise or column_wise, or run on CUDA"
         )
-    if kind == "data_parallel" and exchange == "host":
+    if kind == "data_parallel" and config.exchange == "host":
         raise ConfigError(
             f"table {name!r} is to be data_parallel, which only TorchRec's exchange does. Choose "
             'row_wise, table_wise or column_wise, or set sharding.exchange = "torchrec"'
         )
-    multiple = ranks.world_size * WIDTH_MULTIPLE
-    if kind == "column_wise" and ranks.world_size > 1 and width % multiple:
+    multiple = cluster.world_size * WIDTH_MULTIPLE
+    if kind == "column_wise" and cluster.world_size > 1 and width % multiple:
         raise ConfigError(
-            f"table {name!r} is to be column_wise over {ranks.world_size} ranks, but "
+            f"table {name!r} is to be column_wise over {cluster.world_size} ranks, but "
             f"its width is {width}, which is no multiple of {multiple}. "
             "Choose another width, or another kind of sharding"
         )
 
 
 def _by_hand(
-    kinds: dict[str, Kind], num_values: dict[str, int], world_size: int
+    kinds: dict[str, Kind],
+    placements: dict[str, Placement],
+    num_values: dict[str, int],
+    world_size: int,
 ) -> dict[str, ParameterShardingGenerator]:
     """Place whole tables, largest first, on the rank that holds the least of such tables so far."""
     held = [(0, rank) for rank in range(world_size)]
     placed: dict[str, ParameterShardingGenerator] = {}
     for name in sorted(kinds, key=lambda name: -num_values[name]):
+        kernel = KERNELS.get(placements[name])
         if kinds[name] == "table_wise":
             values, rank = held[0]
             heapq.heapreplace(held, (values + num_values[name], rank))
-            placed[name] = table_wise(rank=rank)
+            placed[name] = table_wise(rank=rank, compute_kernel=kernel)
         elif kinds[name] == "column_wise":
-            placed[name] = column_wise(ranks=list(range(world_size)))
+            placed[name] = column_wise(ranks=list(range(world_size)), compute_kernel=kernel)
+        elif kinds[name] == "row_wise":
+            placed[name] = row_wise(compute_kernel=kernel)
         else:
-            placed[name] = row_wise() if kinds[name] == "row_wise" else data_parallel()
+            placed[name] = data_parallel()
     # In the order of the tables again.
     return {name: placed[name] for name in kinds}
-
-
-def _planned(
-    tables: nn.Module,
-    kinds: dict[str, Kind | None],
-    exchange: ExchangeKind,
-    tasks_per_step: int,
-    ranks: Ranks,
-) -> dict[str, EmbeddingModuleShardingPlan]:
-    """Return TorchRec's plan, made by rank 0 for all: ranks that planned for themselves might
-    differ.
-    """
-    result: list[Any] = [None]
-    if ranks.rank == 0:
-        try:
-            result[0] = _run_planner(tables, kinds, exchange, tasks_per_step, ranks)
-        except PlannerError as error:
-            result[0] = str(error).strip().splitlines()[0].rstrip(" .")
-    dist.broadcast_object_list(result, src=0, group=ranks.control)
-    if isinstance(result[0], str):
-        raise ConfigError(
-            f"TorchRec's planner finds no place for the tables: {result[0]}. Add ranks or memory, "
-            'make model.embedding_dim smaller, or set sharding.default = "row_wise"'
-        )
-    plans: dict[str, EmbeddingModuleShardingPlan] = result[0]
-    return plans
-
-
-def _run_planner(
-    tables: nn.Module,
-    kinds: dict[str, Kind | None],
-    exchange: ExchangeKind,
-    tasks_per_step: int,
-    ranks: Ranks,
-) -> dict[str, EmbeddingModuleShardingPlan]:
-    on_cuda = ranks.device.type == "cuda"
-    choice = PLANNED_ON_CUDA if on_cuda and exchange == "torchrec" else PLANNED
-    constraints = {
-        table.name: ParameterConstraints(
-            sharding_types=[kind] if (kind := kinds[table.name]) else list(choice),
-            # Of its own accord it would put rows into the host's memory, for fbgemm's kernels.
-            compute_kernels=[EmbeddingComputeKernel.FUSED.value] if exchange == "host" else None,
-            min_partition=table.embedding_dim // ranks.world_size
-            if kinds[table.name] == "column_wise"
-            else None,
-        )
-        for one in _collections(tables).values()
-        for table in one.embedding_configs()
-    }
-    # The ranks of a host share its memory.
-    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _local_size()
-    topology = Topology(
-        world_size=ranks.world_size,
-        local_world_size=_local_size(),
-        compute_device=ranks.device.type,
-        ddr_cap=host_bytes,
-        **({"hbm_cap": torch.cuda.mem_get_info(ranks.device)[0]} if on_cuda else {}),
-    )
-    planner = EmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=-(-tasks_per_step // ranks.world_size),
-        constraints=constraints,
-        debug=False,
-    )
-    sharders = [EmbeddingCollectionSharder()]
-    plans = planner.plan(nn.ModuleDict({"tables": tables}), sharders).plan
-    # In the order of the tables, which the planner need not keep.
-    return {
-        path: EmbeddingModuleShardingPlan(
-            {table.name: plans[path][table.name] for table in one.embedding_configs()}
-        )
-        for path, one in _collections(tables).items()
-    }
-
-
-def _collections(tables: nn.Module) -> dict[str, EmbeddingCollection]:
-    """Return the collections in the `tables` of a ShardedLearner, by their names in the learner."""
-    return {
-        f"tables.{name}".removesuffix("."): module
-        for name, module in tables.named_modules()
-        if isinstance(module, EmbeddingCollection)
-    }

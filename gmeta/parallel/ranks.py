@@ -52,7 +52,7 @@ def start_ranks(
     Raises:
         UserError: cuda is asked for where no GPU is visible.
     """
-    _quieten()
+    quieten()
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(
             'run.device = "cuda", but torch sees no GPU. '
@@ -92,7 +92,7 @@ def with_shared_memory(ranks: Ranks, timeout_s: int) -> Ranks:
     return replace(ranks, transport=transport)
 
 
-def _quieten() -> None:
+def quieten() -> None:
     """Hide what TorchRec's own calls set off and no user of ours can act on."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torchrec|torch\.distributed")
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torchrec.optim
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
-from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import (
@@ -26,7 +24,6 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
 )
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from gmeta.batches.accumulate import Arranged, MicroBatches, accumulated_loss
 from gmeta.batches.episodes import Episodes
@@ -42,30 +39,20 @@ from gmeta.parallel.plan import check_clipping, describe_plan, make_plan, plan_o
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.threads import ThreadChoice
 from gmeta.parallel.transport.shared_memory import SharedMemory
+from gmeta.parallel.unplaced import SPARSE_OPTIMIZERS, tables_to_place
 from gmeta.tables.names import module_name
 from gmeta.tables.plain import PlainTables
 from gmeta.tables.sharding import WireDtype
-from gmeta.tables.widths import collections_of_tables, widths_of_tables
-from gmeta_models.config import ModelConfig
 from metaio.format.features import Features
 
 if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business
     from gmeta.learner import MetaLearner, QueryPrediction
 
-SPARSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-    "rowwise_adagrad": torchrec.optim.RowWiseAdagrad,
-    "adam": torch.optim.Adam,
-    "partial_rowwise_adam": torchrec.optim.PartialRowWiseAdam,
-}
 CUDA_SPARSE_OPTIMIZERS = ("adam", "partial_rowwise_adam")
 # Of the tables' weights in a state dict.
 TABLES_PREFIX = "tables."
 # Rows of a table that share one random stream: any sharding then starts from the same values.
 INIT_BLOCK_ROWS = 65_536
-# The default of fbgemm's kernels, named so that other implementations can match it.
-ADAGRAD_EPSILON = 1e-8
 
 
 class Clock(Protocol):
@@ -172,13 +159,7 @@ def shard_learner(
     is_ours = config.sharding.exchange == "host"
     if not is_ours:
         check_sparse_optimizer(outer.sparse_optimizer, ranks.device)
-    tables = _collections(features, config.model)
-    epsilon = {} if outer.sparse_optimizer == "sgd" else {"eps": ADAGRAD_EPSILON}
-    apply_optimizer_in_backward(
-        SPARSE_OPTIMIZERS[outer.sparse_optimizer],
-        tables.parameters(),
-        {"lr": outer.sparse_lr, **epsilon},
-    )
+    tables = tables_to_place(features, config)
     modules = [module_name(table.name) for table in features.tables]
     plans = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks)
     plan = plan_of_tables(plans, modules)
@@ -215,30 +196,6 @@ def shard_learner(
         inner.exchange = TorchRecExchange(inner.tables, list(plan), ranks.device)
     initialise_tables(sharded, outer.embedding_init_std, config.run.seed)
     return sharded
-
-
-def _collections(features: Features, model: ModelConfig) -> nn.Module:
-    """Return the tables in a collection of TorchRec's, or in one for each width that they have.
-
-    They have no values yet: each rank makes those of its own shards, see initialise_tables.
-    """
-    widths = widths_of_tables(features, model)
-    num_rows = {table.name: table.num_rows for table in features.tables}
-    found: dict[str, nn.Module] = {}
-    for path, names in collections_of_tables(widths).items():
-        configs = [
-            EmbeddingConfig(
-                name=module_name(name),
-                embedding_dim=widths[name],
-                num_embeddings=num_rows[name],
-                feature_names=[module_name(name)],
-            )
-            for name in names
-        ]
-        found[path] = EmbeddingCollection(tables=configs, device=torch.device("meta"))
-    if len(found) == 1:
-        return found.popitem()[1]
-    return nn.ModuleDict({path.rpartition(".")[2]: tables for path, tables in found.items()})
 
 
 def _data_parallel(sharded: DistributedModelParallel) -> DistributedDataParallel:

@@ -6,7 +6,7 @@ where rows live and what travels, never what is trained.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from gmeta.errors import ConfigError
 from gmeta_keys import key
@@ -15,6 +15,8 @@ Kind = Literal["row_wise", "table_wise", "column_wise", "data_parallel"]
 DefaultKind = Literal["row_wise", "table_wise", "column_wise", "data_parallel", "planner"]
 WireDtype = Literal["float32", "bfloat16", "float16"]
 ExchangeKind = Literal["host", "torchrec"]
+Placement = Literal["auto", "device", "uvm", "uvm_cached"]
+IN_HOST_MEMORY = ("uvm", "uvm_cached")
 # Optimizers that keep one number a row, made from all of its values.
 ROW_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam")
 
@@ -34,6 +36,15 @@ class ShardingConfig:
         "device; torchrec: TorchRec's exchange and fbgemm's kernels",
     )
     tables: tuple[str, ...] = key((), 'exceptions, e.g. ["city=table_wise", "item=column_wise"]')
+    placement: Placement = key(
+        "auto",
+        "memory that holds the tables. device: the GPU's, or on a CPU the host's; uvm: the host's, "
+        "which the GPU reads (CUDA with TorchRec's exchange only); uvm_cached: the same behind a "
+        "cache on the GPU; auto: device, or what TorchRec's planner chooses",
+    )
+    placements: tuple[str, ...] = key(
+        (), 'exceptions to placement by table, e.g. ["item=uvm_cached"]'
+    )
     wire_dtype: WireDtype = key(
         "float32", "precision of embedding rows and their gradients between ranks"
     )
@@ -56,20 +67,46 @@ def kinds_of_tables(config: ShardingConfig, tables: list[str]) -> dict[str, Kind
     default: Kind | None = None if config.default == "planner" else config.default
     kinds: dict[str, Kind | None] = {}
     kinds |= dict.fromkeys(tables, default)
-    for entry in config.tables:
-        name, _, kind = entry.rpartition("=")  # a table may have one in its name
-        if kind not in get_args(Kind):
+    kinds |= _exceptions("sharding.tables", "kind", config.tables, get_args(Kind), tables)
+    return kinds
+
+
+def placements_of_tables(config: ShardingConfig, tables: list[str]) -> dict[str, Placement]:
+    """Return the memory that is to hold each table, in their order.
+
+    Raises:
+        ConfigError: an entry of `sharding.placements` names no table or no placement.
+    """
+    placements: dict[str, Placement] = {}
+    placements |= dict.fromkeys(tables, config.placement)
+    known = get_args(Placement)
+    placements |= _exceptions("sharding.placements", "placement", config.placements, known, tables)
+    return placements
+
+
+def _exceptions(
+    key: str, what: str, entries: tuple[str, ...], known: tuple[str, ...], tables: list[str]
+) -> dict[str, Any]:
+    """Return what the entries, each table=value, say of tables.
+
+    Raises:
+        ConfigError: an entry names no table, or none of the known values.
+    """
+    found = {}
+    for entry in entries:
+        name, _, value = entry.rpartition("=")  # a table may have one in its name
+        if value not in known:
             raise ConfigError(
-                f"sharding.tables has {entry!r}: write table=kind with one of the kinds "
-                f"{', '.join(get_args(Kind))}"
+                f"{key} has {entry!r}: write table={what} with one of the {what}s "
+                f"{', '.join(known)}"
             )
-        if name not in kinds:
+        if name not in tables:
             raise ConfigError(
-                f"sharding.tables names {name!r}, which is no table: the dataset has "
+                f"{key} names {name!r}, which is no table: the dataset has "
                 f"{', '.join(tables)}. Name one of them"
             )
-        kinds[name] = kind  # type: ignore[assignment]
-    return kinds
+        found[name] = value
+    return found
 
 
 def check_sharding(config: ShardingConfig, tables: list[str], sparse_optimizer: str) -> None:
@@ -87,3 +124,17 @@ def check_sharding(config: ShardingConfig, tables: list[str], sparse_optimizer: 
             "row, of which each rank would see only some columns, and train another model. "
             'Set outer.sparse_optimizer = "adagrad", or another kind of sharding'
         )
+    for name, placement in placements_of_tables(config, tables).items():
+        if placement not in IN_HOST_MEMORY:
+            continue
+        if config.exchange == "host":
+            raise ConfigError(
+                f'table {name!r} is to be placed in "{placement}", which needs fbgemm\'s kernels, '
+                'and sharding.exchange = "host" has tables of its own. Set sharding.exchange = '
+                '"torchrec", or placement "device"'
+            )
+        if kinds[name] == "data_parallel":
+            raise ConfigError(
+                f'table {name!r} is to be data_parallel and placed in "{placement}": every GPU '
+                'holds its own copy of such a table. Choose another kind, or placement "device"'
+            )

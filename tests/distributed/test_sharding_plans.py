@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torchrec import EmbeddingCollection, EmbeddingConfig
-from torchrec.distributed.planner.types import PlannerError
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
@@ -20,16 +19,24 @@ from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.errors import ConfigError
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.plan import (
-    _run_planner,
     check_clipping,
+    describe_plan,
     make_plan,
     plan_lines,
     plan_of_tables,
+    plan_on,
 )
+from gmeta.parallel.planner import Cluster, NoPlaceError
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta.runs.progress import Progress
-from gmeta.tables.sharding import ShardingConfig, check_sharding, kinds_of_tables
+from gmeta.tables.sharding import (
+    DefaultKind,
+    Placement,
+    ShardingConfig,
+    check_sharding,
+    kinds_of_tables,
+)
 from gmeta_models import ModelConfig
 from metaio.read.batch import TaskBatch
 from tests import reference
@@ -299,16 +306,58 @@ def test_the_short_form_of_a_plan_of_no_shards_holds_nothing() -> None:
     assert plan_lines({"world_size": 1, "tables": copied}) == ["tables data_parallel: 1 (item)"]
 
 
-def test_the_planner_leaves_rows_of_our_exchange_in_the_gpus_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def cluster_of(world_size: int, device_bytes: int, host_bytes: int = 1 << 40) -> Cluster:
+    return Cluster(world_size, min(world_size, 8), "cuda", device_bytes, host_bytes)
+
+
+def test_the_planner_leaves_rows_of_our_exchange_in_the_gpus_memory() -> None:
     """Of a table of 64 MB on a GPU of 40 MB: with fbgemm's kernels the host's memory takes it."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (40 << 20, 40 << 20))
-    arguments = tables_of(16, rows=1_000_000), {"item": None}
-    plan = plan_of_tables(_run_planner(*arguments, "torchrec", 16, ranks_on("cuda", 1)))
+    tables, small = tables_of(16, rows=1_000_000), cluster_of(1, 40 << 20)
+    chosen = ShardingConfig(default="planner", exchange="torchrec")
+    plan = plan_of_tables(plan_on(tables, chosen, 16, small))
     assert "uvm" in plan["item"].compute_kernel
-    with pytest.raises(PlannerError):
-        _run_planner(*arguments, "host", 16, ranks_on("cuda", 1))
+    for kept in (replace(chosen, exchange="host"), replace(chosen, placement="device")):
+        with pytest.raises(NoPlaceError):
+            plan_on(tables, kept, 16, small)
+
+
+@pytest.mark.parametrize("default", ["row_wise", "table_wise", "column_wise", "planner"])
+@pytest.mark.parametrize(
+    ("placement", "kernel"), [("uvm", "fused_uvm"), ("uvm_cached", "fused_uvm_caching")]
+)
+def test_a_placement_in_the_hosts_memory_becomes_a_kernel_of_fbgemms(
+    default: DefaultKind, placement: Placement, kernel: str
+) -> None:
+    config = ShardingConfig(default=default, exchange="torchrec", placement=placement)
+    plan = plan_of_tables(plan_on(tables_of(16), config, 16, cluster_of(2, 1 << 30)))
+    assert plan["item"].compute_kernel == kernel
+    assert describe_plan(plan, 2)["tables"]["item"]["placement"] == placement
+    alone = replace(config, placement="auto", placements=(f"item={placement}",))
+    plan = plan_of_tables(plan_on(tables_of(16), alone, 16, cluster_of(2, 1 << 30)))
+    assert plan["item"].compute_kernel == kernel
+
+
+def test_a_placement_that_cannot_be_had_is_refused() -> None:
+    there = ShardingConfig(placement="uvm", exchange="torchrec")
+    assert refused(replace(there, exchange="host")) == (
+        "table 'user' is to be placed in \"uvm\", which needs fbgemm's kernels, and "
+        'sharding.exchange = "host" has tables of its own. Set sharding.exchange = "torchrec", or '
+        'placement "device"'
+    )
+    assert refused(replace(there, default="data_parallel")) == (
+        "table 'user' is to be data_parallel and placed in \"uvm\": every GPU holds its own copy "
+        'of such a table. Choose another kind, or placement "device"'
+    )
+    assert refused(replace(there, placements=("item=hbm",))) == (
+        "sharding.placements has 'item=hbm': write table=placement with one of the placements "
+        "auto, device, uvm, uvm_cached"
+    )
+    with pytest.raises(ConfigError) as caught:
+        make_plan(tables_of(4), there, 16, ranks_on("cpu", 1))
+    assert str(caught.value) == (
+        "table 'item' is to be placed in \"uvm\" on the CPU, where all tables are in the host's "
+        'memory. Set placement "auto", or run on CUDA'
+    )
 
 
 def refusal_of_planner(ranks: Ranks) -> str:

@@ -1,0 +1,247 @@
+"""A run's plan on GPUs that are not here: which table goes where, and what a step costs.
+
+Nothing is allocated: tables have no values, whatever their number of rows. T tasks, N rows, V ids.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from gmeta.build import build, build_learner
+from gmeta.config import TrainConfig
+from gmeta.errors import ConfigError, UserError
+from gmeta.learner import MetaLearner
+from gmeta.parallel.estimate import RESERVED, Estimate, Speeds, Step, estimate, what_would_fit
+from gmeta.parallel.plan import check_clipping, describe_plan, plan_of_tables, plan_on
+from gmeta.parallel.planner import Cluster, NoPlaceError
+from gmeta.parallel.unplaced import tables_to_place
+from gmeta.tables.widths import WIDTH_MULTIPLE, widths_of_tables
+from metaio.format.dataset import Dataset
+from metaio.format.features import Features, FeatureSpec, TableSpec
+from metaio.read.batch import TaskBatch
+from metaio.read.reader import BatchReader
+
+# Batches whose distinct ids are counted, and tasks whose operations are.
+MEASURED_BATCHES, COUNTED_TASKS = 4, 8
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is stated where the dataset does not say it: rows of tables, rows of a task (support and
+    query), and the distinct share of the ids that a rank's rows have of a table; 0: as measured.
+    """
+
+    rows: Mapping[str, int]
+    rows_per_task: float = 0.0
+    unique_share: float = 0.0
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """A plan, what it asks of each rank, and the step that it was asked for."""
+
+    estimate: Estimate
+    step: Step
+    measured: bool  # the distinct ids are the dataset's, not stated
+
+
+def capacity(config: TrainConfig, asked: Asked, cluster: Cluster, speeds: Speeds) -> Capacity:
+    """Return where training would put the tables, and what a step would cost.
+
+    Raises:
+        ConfigError: the config does not fit its dataset or the cluster, or the tables do not fit
+            into the memory; the message says what would.
+        UserError: there is no dataset, and not all is stated that it would say.
+    """
+    features, learner, dataset = _model(config, asked)
+    step = _step(config, asked, features, learner, dataset, cluster.world_size)
+    widths = widths_of_tables(features, config.model)
+    sizes = {table.name: (table.num_rows, widths[table.name]) for table in features.tables}
+
+    def estimated(chosen: TrainConfig) -> Estimate:
+        tables = tables_to_place(features, chosen)
+        placed = plan_on(tables, chosen.sharding, chosen.data.tasks_per_step, cluster)
+        plan = plan_of_tables(placed)
+        check_clipping(plan, chosen.outer.clip_norm)
+        described = describe_plan(plan, cluster.world_size)
+        return estimate(described, sizes, chosen.sharding, chosen.outer, step, cluster, speeds)
+
+    told = ""
+    try:
+        found = estimated(config)
+    except NoPlaceError:
+        told = "TorchRec's planner finds no place for the tables"
+        by_rows = replace(config.sharding, default="row_wise", tables=(), placement="device")
+        found = estimated(replace(config, sharding=replace(by_rows, placements=())))
+    device, host = found.device_bytes_W.max(), found.host_bytes_W.max()
+    usable = cluster.device_bytes * (1 - RESERVED)
+    if not told and device > usable:
+        told = (
+            f"GPU {int(found.device_bytes_W.argmax())} would hold {device / 1e9:,.1f} GB, and "
+            f"{usable / 1e9:,.1f} GB of {cluster.device_bytes / 1e9:,.1f} GB are for that"
+        )
+    elif not told and host > cluster.host_bytes:
+        told = (
+            f"the host would hold {host / 1e9:,.1f} GB for a GPU, and has "
+            f"{cluster.host_bytes / 1e9:,.1f} GB for each"
+        )
+    if told:
+        narrower = range(WIDTH_MULTIPLE, config.model.embedding_dim, WIDTH_MULTIPLE)
+        ways = what_would_fit(found, narrower, config.outer, config.sharding, cluster)
+        raise ConfigError(
+            f"the tables do not fit on {cluster.world_size} GPUs: {told}. What would fit: "
+            f"{', or '.join(ways) or 'GPUs with more memory (--gpu-memory)'}"
+        )
+    return Capacity(found, step, dataset is not None and not asked.unique_share)
+
+
+def _model(config: TrainConfig, asked: Asked) -> tuple[Features, MetaLearner, Dataset | None]:
+    """Return the columns with the rows that are stated, and the model of them."""
+    if Path(config.data.path).exists() or "://" in config.data.path:
+        dataset, learner = build(config)
+        features = _with_rows(dataset.features, asked.rows)
+        statistics = learner.statistics
+        items = config.item_features
+        learner = build_learner(
+            features,
+            config.model,
+            config.algorithm,
+            config.outer.loss,
+            config.outer.huber_delta,
+            statistics,
+            items,
+            config.labels,
+        )
+        return features, learner, dataset
+    if not (asked.rows and asked.rows_per_task):
+        raise UserError(
+            f"data.path = {config.data.path!r} holds no dataset: name every table and the rows of "
+            "a task, as --rows item=1e9 --rows user=1e8 --rows-per-task 40, or prepare the data"
+        )
+    features = Features(
+        tables=tuple(TableSpec(name, rows) for name, rows in asked.rows.items()),
+        single=tuple(FeatureSpec(name, name) for name in asked.rows),
+        multi=(),
+        dense=(),
+    )
+    try:
+        features.check()
+        outer = config.outer
+        learner = build_learner(
+            features, config.model, config.algorithm, outer.loss, outer.huber_delta
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return features, learner, None
+
+
+def _with_rows(features: Features, rows: Mapping[str, int]) -> Features:
+    names = [table.name for table in features.tables]
+    if unknown := [name for name in rows if name not in names]:
+        raise UserError(
+            f"--rows names {unknown[0]!r}, which is no table: the dataset has {', '.join(names)}. "
+            "Name one of them"
+        )
+    tables = (replace(t, num_rows=rows.get(t.name, t.num_rows)) for t in features.tables)
+    return replace(features, tables=tuple(tables))
+
+
+def _step(
+    config: TrainConfig,
+    asked: Asked,
+    features: Features,
+    learner: MetaLearner,
+    dataset: Dataset | None,
+    world_size: int,
+) -> Step:
+    """Return what one rank has to do in a step."""
+    tasks = -(-config.data.tasks_per_step // world_size)
+    ids: dict[str, float] = {}
+    support = query = asked.rows_per_task / 2
+    if dataset is not None:
+        support, query, ids = _measured(dataset, config.data.train_split, tasks)
+        if asked.rows_per_task:
+            scale = asked.rows_per_task / (support + query)
+            support, query = support * scale, query * scale
+            ids = {name: count * scale for name, count in ids.items()}
+    rows = tasks * (support + query)
+    if dataset is None or asked.unique_share:
+        share = asked.unique_share or 1.0
+        of_table = {table.name: 0 for table in features.tables}
+        for feature in features.sparse:
+            of_table[feature.table] += 1
+        ids = {name: share * rows * count for name, count in of_table.items()}
+    ids = {t.name: min(ids[t.name], float(t.num_rows)) for t in features.tables}
+    sides = max(round(support), 1), max(round(query), 1)
+    flops = counted_flops(learner, features, config.model.embedding_dim, *sides)
+    num_weights = sum(weight.numel() for weight in learner.parameters())
+    return Step(tasks, rows, ids, flops * rows / sum(sides), num_weights)
+
+
+def _measured(dataset: Dataset, split: str, tasks: int) -> tuple[float, float, dict[str, float]]:
+    """Return support and query rows of a task, and the distinct ids of each table in a batch of so
+    many tasks, as the first shuffled batches have them.
+    """
+    names = [table.name for table in dataset.features.tables]
+    support = rows = num_tasks = 0
+    counted: list[list[int]] = []
+    with BatchReader(dataset, split, tasks_per_step=tasks) as reader:
+        for batch in itertools.islice(reader.batches(0), MEASURED_BATCHES):
+            if counted and batch.num_tasks < tasks:
+                break  # an epoch's last
+            support += int(batch.support_lengths_T.sum())
+            rows, num_tasks = rows + batch.num_rows, num_tasks + batch.num_tasks
+            ends = np.cumsum(batch.unique_lengths_B.numpy())[:-1]
+            by_table = np.split(batch.unique_ids_U.numpy(), ends)
+            counted.append([len(np.unique(ids)) for ids in by_table])
+    ids = np.mean(counted, axis=0).tolist()
+    return support / num_tasks, (rows - support) / num_tasks, dict(zip(names, ids, strict=True))
+
+
+def counted_flops(
+    learner: MetaLearner, features: Features, width: int, support_rows: int, query_rows: int
+) -> float:
+    """Return the floating-point operations of a task's rows in forward and backward, of the matrix
+    products alone: counted while a few tasks are computed.
+    """
+    rows_T = torch.full((COUNTED_TASKS,), support_rows + query_rows)
+    num_rows = int(rows_T.sum())
+    num_single, num_multi = len(features.single), len(features.multi)
+    num_ids = max(num_rows, len(features.tables))
+    batch = TaskBatch(
+        task_T=torch.arange(COUNTED_TASKS),
+        row_offsets_T1=torch.cat([torch.zeros(1, dtype=torch.int64), rows_T.cumsum(0)]),
+        support_lengths_T=torch.full((COUNTED_TASKS,), support_rows),
+        label_N=torch.zeros(num_rows, *[features.num_labels][: features.num_labels > 1]),
+        dense_NK=torch.zeros(num_rows, len(features.dense)),
+        unique_ids_U=torch.zeros(num_ids, dtype=torch.int64),  # which row it is costs the same
+        unique_lengths_B=torch.tensor(
+            [len(part) for part in np.array_split(np.arange(num_ids), len(features.tables))]
+        ),
+        positions_NF=torch.arange(num_rows, dtype=torch.int32)[:, None].repeat(1, num_single),
+        multi_positions_V=torch.arange(num_rows, dtype=torch.int32).repeat_interleave(num_multi),
+        multi_lengths_NM=torch.ones(num_rows, num_multi, dtype=torch.int32),
+    )
+    rows_UD = torch.zeros(num_ids, width, requires_grad=True)
+    if learner.items is not None:
+        learner.items.take(learner.items.no_sums())
+    # torch's counter knows the product, and not its form that adds to what is there.
+    in_place = {torch.ops.aten.baddbmm_: _batched_product}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        episodes = learner.arrange(batch)
+        learner(rows_UD, episodes, 1.0).backward()
+    learner.zero_grad()
+    total: int = counter.get_total_flops()
+    return total / COUNTED_TASKS
+
+
+def _batched_product(_: Any, left_BMK: Sequence[int], right_BKN: Sequence[int], **__: Any) -> int:
+    """Return the operations of a batched product, from the shapes of its factors."""
+    batch, rows, inner = left_BMK
+    return 2 * batch * rows * inner * right_BKN[-1]

@@ -1,0 +1,108 @@
+"""What `gmeta plan` prints."""
+
+from gmeta.capacity import Asked, Capacity, capacity
+from gmeta.commands.screen import print_result, screen, show_table, table_of
+from gmeta.config import TrainConfig
+from gmeta.parallel.estimate import RESERVED, Speeds
+from gmeta.parallel.planner import Cluster
+from gmeta.parallel.ranks import quieten
+
+
+def show_plan(config: TrainConfig, asked: Asked, cluster: Cluster, speeds: Speeds) -> None:
+    """Print where training would put the tables, and what a step costs."""
+    quieten()
+    found = capacity(config, asked, cluster, speeds)
+    _result(found, cluster)
+    _tables(found)
+    _memory(found, cluster)
+    _step(found, config, cluster)
+
+
+def _result(found: Capacity, cluster: Cluster) -> None:
+    estimate, step = found.estimate, found.step
+    print_result(
+        {
+            "gpus": cluster.world_size,
+            "gpus_per_host": cluster.ranks_per_host,
+            "gpu_memory": cluster.device_bytes,
+            "tables": estimate.tables,
+            "gpu_bytes": estimate.device_bytes_W.tolist(),
+            "host_bytes_per_gpu": estimate.host_bytes_W.tolist(),
+            "step": {
+                "tasks_per_gpu": step.tasks,
+                "rows_per_gpu": step.rows,
+                "ids_measured": found.measured,
+                "flop_per_gpu": step.flops,
+                "seconds": estimate.step_s,
+                "parts": {
+                    name: {"bytes": num_bytes, "seconds": seconds}
+                    for name, (num_bytes, seconds) in estimate.parts.items()
+                },
+            },
+        }
+    )
+
+
+def _tables(found: Capacity) -> None:
+    heads = ("table", "rows", "width", "sharded", "memory", "GPUs", "bytes")
+    placed = table_of("Tables", *heads, text=("table", "sharded", "memory"))
+    sent_heads = ("table", "distinct ids", "bytes of ids", "of rows and gradients")
+    sent = table_of("What a GPU sends in a step", *sent_heads, text=("table",))
+    for name, table in found.estimate.tables.items():
+        ranks = table["ranks"]
+        where = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}"
+        placed.add_row(
+            name,
+            f"{table['rows']:,}",
+            str(table["width"]),
+            table["kind"],
+            table["placement"],
+            where,
+            _bytes(table["bytes"]),
+        )
+        sent.add_row(
+            name,
+            f"{table['ids_per_step']:,.0f}",
+            _bytes(table["id_bytes_per_step"]),
+            _bytes(table["row_bytes_per_step"]),
+        )
+    show_table(screen(), placed)
+    show_table(screen(), sent)
+
+
+def _memory(found: Capacity, cluster: Cluster) -> None:
+    estimate = found.estimate
+    device_W, host_W = estimate.device_bytes_W, estimate.host_bytes_W
+    lines = [
+        f"memory of a GPU: {_bytes(device_W.min())} to {_bytes(device_W.max())} of "
+        f"{_bytes(cluster.device_bytes)}; tables with their optimizer, layers, rows of a step",
+        f"  kept free for activations: {RESERVED:.0%}",
+    ]
+    if host_W.any():
+        lines.append(f"memory of the host for a GPU: up to {_bytes(host_W.max())}")
+    screen().print("\n".join(lines))
+
+
+def _step(found: Capacity, config: TrainConfig, cluster: Cluster) -> None:
+    estimate, step = found.estimate, found.step
+    how = "counted in the dataset" if found.measured else "as stated"
+    screen().print(
+        f"\nstep: {config.data.tasks_per_step:,} tasks, {step.tasks:,.0f} on a GPU with "
+        f"{step.rows:,.0f} rows; ids {how}"
+    )
+    table = table_of("Time of a step", "part", "bytes", "ms", text=("part",))
+    for name, (num_bytes, seconds) in estimate.parts.items():
+        if seconds:
+            table.add_row(name, _bytes(num_bytes) if num_bytes else "", f"{seconds * 1e3:.3f}")
+    table.add_row("all, one after the other", "", f"{estimate.step_s * 1e3:.3f}")
+    show_table(screen(), table)
+    screen().print("Launches of kernels and reading of data are not in it: docs/gpu.md")
+
+
+def _bytes(num_bytes: float) -> str:
+    """Return bytes in powers of 1,000, as memory and networks are sold."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:,.0f} B" if unit == "B" else f"{num_bytes:,.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.1f} TB"

@@ -1,0 +1,182 @@
+"""`gmeta plan`: on a dataset, on stated rows alone, and what it says of tables that do not fit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gmeta.build import build
+from gmeta.capacity import Asked, capacity, counted_flops
+from gmeta.config import TrainConfig, config_from_dict
+from gmeta.parallel.estimate import Speeds
+from gmeta.parallel.planner import Cluster
+from metaio.read.reader import BatchReader
+from tests.commands import gmeta, write_config
+
+GB = 10**9
+SPEEDS = Speeds(hbm=4e12, pcie=5e10, nvlink=3e11, network=5e10, flops=6e13)
+HUGE = ("--rows", "item=1e9", "--rows", "user=3e8", "--rows", "city=64000", "--rows-per-task", "40")
+
+
+def config_of(dataset: Path, **sections: dict[str, Any]) -> TrainConfig:
+    data = {"path": str(dataset), "tasks_per_step": 64}
+    model = {"name": "melu", "embedding_dim": 8, "hidden": [16]}
+    return config_from_dict({"data": data, "model": model, **sections})
+
+
+def cluster_of(gpus: int) -> Cluster:
+    return Cluster(gpus, min(gpus, 8), "cuda", 80 * GB, 125 * GB)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {},
+        {
+            "support_features": {"task": True, "columns": ["*"]},
+            "item_features": {"columns": ["item"]},
+        },
+    ],
+)
+def test_the_ids_of_a_step_are_those_of_the_dataset(
+    click_logs: Path, inputs: dict[str, Any]
+) -> None:
+    config = config_of(click_logs, **inputs)
+    found = capacity(config, Asked({}), cluster_of(4), SPEEDS)
+    dataset, _ = build(config)
+    with BatchReader(dataset, "train", tasks_per_step=16) as reader:
+        batches = [next(batches) for batches in [reader.batches(0)] for _ in range(4)]
+    assert found.measured
+    assert found.step.tasks == 16
+    assert found.step.rows == pytest.approx(sum(batch.num_rows for batch in batches) / 4)
+    for place, table in enumerate(dataset.features.tables):
+        counts = []
+        for batch in batches:
+            first = int(batch.unique_lengths_B[:place].sum())
+            own = batch.unique_ids_U[first : first + int(batch.unique_lengths_B[place])]
+            counts.append(len(set(own.tolist())))
+        assert found.step.ids[table.name] == pytest.approx(np.mean(counts))
+        rows = found.estimate.tables[table.name]["rows"]
+        assert rows == table.num_rows
+
+
+def test_stated_rows_and_shares_take_the_place_of_the_datasets(click_logs: Path) -> None:
+    config = config_of(click_logs)
+    (item, *_) = (t.name for t in build(config)[0].features.tables if t.name == "item")
+    asked = Asked({item: 10**9}, rows_per_task=30, unique_share=0.5)
+    found = capacity(config, asked, cluster_of(64), SPEEDS)
+    assert found.estimate.tables[item]["rows"] == 10**9
+    assert found.estimate.tables[item]["bytes"] == 10**9 * (8 * 4 + 4)
+    assert found.step.rows == pytest.approx(30)  # one task a GPU
+    assert found.step.ids[item] == pytest.approx(15)
+    assert not found.measured
+
+
+@pytest.mark.parametrize(("support", "query"), [(5, 5), (3, 9)])
+def test_operations_of_plain_training_are_six_a_weight_and_row(
+    click_logs: Path, support: int, query: int
+) -> None:
+    config = config_of(click_logs, algorithm={"name": "none"})
+    dataset, learner = build(config)
+    weights = sum(weight.numel() for weight in learner.parameters() if weight.dim() == 2)
+    flops = counted_flops(learner, dataset.features, 8, support, query)
+    assert flops == pytest.approx(6 * weights * (support + query), rel=0.05)
+
+
+def test_more_inner_steps_and_second_order_cost_more(click_logs: Path) -> None:
+    def flops(name: str, steps: int) -> float:
+        config = config_of(click_logs, algorithm={"name": name, "inner_steps": steps})
+        dataset, learner = build(config)
+        return counted_flops(learner, dataset.features, 8, 10, 10)
+
+    assert flops("fomaml", 1) < flops("fomaml", 3)
+    assert flops("fomaml", 3) < flops("maml", 3)
+    assert flops("maml", 1) < flops("maml", 3)
+
+
+@pytest.mark.parametrize("gpus", [8, 64])
+def test_the_command_needs_no_data_for_a_billion_rows(tmp_path: Path, gpus: int) -> None:
+    config = write_config(tmp_path / "c.toml", tmp_path / "nothing", tmp_path / "run")
+    done = gmeta("plan", config, "--gpus", str(gpus), *HUGE, "model.embedding_dim=64", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    by_hand = (10**9 + 3 * 10**8 + 64_000) * (64 * 4 + 4)
+    assert sum(table["bytes"] for table in found["tables"].values()) == by_hand
+    held = np.array(found["gpu_bytes"])
+    assert len(held) == gpus
+    assert held.sum() - by_hand < 0.01 * by_hand
+    assert "gmeta" not in done.stderr
+    assert "Tables" in done.stderr
+
+
+def test_the_tables_fit_into_80_columns(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "c.toml", tmp_path / "nothing", tmp_path / "run")
+    done = gmeta("plan", config, "--gpus", "64", *HUGE, "sharding.default=column_wise",
+                 "model.embedding_dim=256", "outer.sparse_optimizer=adagrad")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    tables = [line for line in done.stdout.splitlines() if line.startswith(" ")]
+    assert max(map(len, tables)) <= 80
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("default", ["row_wise", "planner"])
+def test_tables_that_do_not_fit_are_told_with_what_would(tmp_path: Path, default: str) -> None:
+    config = write_config(tmp_path / "c.toml", tmp_path / "nothing", tmp_path / "run")
+    huge = (
+        "--rows",
+        "item=8e9",
+        "--rows",
+        "city=8e3",
+        "--rows-per-task",
+        "40",
+        "model.embedding_dim=32",
+    )
+    done = gmeta("plan", config, *huge, f"sharding.default={default}")
+    why = {
+        "row_wise": "GPU 0 would hold 132.0 GB, and 68.0 GB of 80.0 GB are for that",
+        "planner": "TorchRec's planner finds no place for the tables",
+    }[default]
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: the tables do not fit on 8 GPUs: {why}. What would fit: --gpus 16, or "
+        "model.embedding_dim = 12\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            (),
+            "data.path = {data!r} holds no dataset: name every table and the rows of a task, as "
+            "--rows item=1e9 --rows user=1e8 --rows-per-task 40, or prepare the data",
+        ),
+        (
+            ("--rows", "item=many"),
+            "--rows has 'item=many': write TABLE=ROWS with 1 to 2^40 rows, such as item=1e9",
+        ),
+        (
+            ("--nvlink", "300"),
+            "--nvlink is '300': a number and a unit are needed, such as 80GB/s. Correct it",
+        ),
+        (
+            ("--gpus", "12"),
+            "--gpus 12 are no whole number of hosts with 8 GPUs each. Give a multiple, or another "
+            "--gpus-per-host",
+        ),
+    ],
+)
+def test_wrong_options_get_one_line(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
+    config = write_config(tmp_path / "c.toml", tmp_path / "nothing", tmp_path / "run")
+    done = gmeta("plan", config, *arguments)
+    data = str(tmp_path / "nothing")
+    assert (done.returncode, done.stderr) == (2, f"error: {told.format(data=data)}\n")
+
+
+def test_rows_of_no_table_are_refused(tmp_path: Path, click_logs: Path) -> None:
+    config = write_config(tmp_path / "c.toml", click_logs, tmp_path / "run")
+    done = gmeta("plan", config, "--rows", "town=5")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --rows names 'town', which is no table: the dataset has ")
