@@ -4,7 +4,7 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -114,6 +114,15 @@ class Scoring:
                 f"nothing: {', '.join(self.names)}. Name metrics such as hr@10, ndcg@10 and mrr, "
                 "or leave it 0"
             )
+
+    def beside(self, loss: Loss) -> "Scoring":
+        """Return what is measured of another label of the same rows, by its loss: the same metrics
+        where they mean something for it, none of them over candidates, which are sampled beside the
+        positive rows of one label.
+        """
+        alike = predicts_alike(loss, self.loss)
+        kept = [name for name in self.config.metrics if alike and not self.is_over_candidates(name)]
+        return Scoring(loss, replace(self.config, metrics=tuple(kept), candidates=0))
 
     def is_over_candidates(self, name: str) -> bool:
         """Return whether a metric ranks each positive row among sampled items."""
@@ -288,15 +297,18 @@ def split_terms(
     names: Sequence[str] = (),
     places_N2: Array | None = None,
     resampled: bool = True,
+    tasks: Array | None = None,
 ) -> dict[str, Terms]:
-    """Return the metrics of a split as sums over its tasks, by rising id; `names` picks some.
+    """Return the metrics of a split as sums over its tasks, by rising id, or over `tasks`, rising
+    ones of which some may have no row; `names` picks some.
 
     `places_N2` has of each positive row how many sampled candidates score above it and how many the
     same, -1 of other rows: what metrics over candidates are made of. Without `resampled` metrics of
     somebody's own have their value alone, for a fiftieth of the time: see own_terms.
     """
     label_N, score_N, task_N = _checked(label, prediction, task)
-    ids_T, code_N = np.unique(task_N, return_inverse=True)
+    ids_T = np.unique(task_N) if tasks is None else tasks
+    code_N = np.searchsorted(ids_T, task_N)
     chosen = tuple(names) or scoring.names
     reason = unusable(score_N)
     if reason:
