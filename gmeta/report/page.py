@@ -91,7 +91,7 @@ def _infos(evaluation: Evaluation) -> dict[str, MetricInfo]:
     """Return what is said of the metrics: of each once, as it is read for the first label that has
     it."""
     infos: dict[str, MetricInfo] = {}
-    for one in (evaluation, *evaluation.labels):
+    for one in (evaluation, *map(evaluation.of, evaluation.labels)):
         infos |= {name: info for name, info in one.metrics.items() if name not in infos}
     return infos
 

@@ -18,9 +18,12 @@ from tests.report.sample import baseline_of, run_of, with_column
 
 
 def refusal(*runs: EvaluatedRun) -> str:
-    with pytest.raises(UserError) as caught:
+    def check() -> None:
         check_runs(runs)
-        runs_of(runs, "")
+        runs_of(runs, runs[0].label)
+
+    with pytest.raises(UserError) as caught:
+        check()
     return str(caught.value)
 
 
