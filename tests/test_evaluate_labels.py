@@ -163,3 +163,23 @@ def test_a_label_that_there_is_not_is_refused(folder: Path) -> None:
 def test_validation_scores_each_label_and_the_rate_of_the_clicked(folder: Path) -> None:
     scores = metrics(folder / "run")[-1]["valid"]
     assert {"auc", "auc:click", "mae:stars", "auc:buy|click"} <= set(scores)
+
+
+def test_validation_on_several_splits_has_each_label_of_each_and_their_mean(
+    folder: Path, tmp_path: Path
+) -> None:
+    run, splits = tmp_path / "run", ("valid", "cold")
+    chosen = ('data.valid_split=["valid","cold"]', "run.early_stop_metric=auc:click")
+    done("train", folder / "train.toml", *chosen, "run.epochs=1", f"run.dir={run}")
+    scores = metrics(run)[-1]["valid"]
+    asked = [word for split in splits for word in ("--split", split)]
+    done("evaluate", run, "--no-trees", "--item-column", "item", *asked, "--out", tmp_path / "out")
+    found = evaluation_of(tmp_path / "out")
+    for label, measured in MEASURED.items():
+        groups = {group["name"]: group for group in found[label]["groups"]}
+        for metric in measured:
+            name = metric if label == "buy" else f"{metric}:{label}"
+            by_split = [groups[split]["results"][1]["metrics"][metric]["value"] for split in splits]
+            logged = [scores[f"{name}/{split}"] for split in splits]
+            assert logged == pytest.approx(by_split, rel=1e-6)
+            assert scores[name] == pytest.approx(sum(by_split) / 2, rel=1e-6)

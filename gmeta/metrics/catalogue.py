@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import importlib.util
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,11 +70,26 @@ def label_of(metric: str) -> tuple[str, str]:
     `auc:conversion`, `package.module:Name:conversion`; "" for the one that headline metrics are of.
     """
     name, _, label = metric.partition(":")
-    if name and label and not _parsed(name)[0] and name not in NAMED_METRICS.names():
+    is_ours = bool(_parsed(name)[0]) or name in NAMED_METRICS.names() or _is_mistyped(name)
+    if name and label and not is_ours:
         # An import path has a colon of its own.
         attribute, _, label = label.partition(":")
         return f"{name}:{attribute}", label
     return name, label
+
+
+def _known_names() -> list[str]:
+    return [*WHOLE_NAMES, *(f"{one}@K" for one in CUT_NAMES), *NAMED_METRICS.names()]
+
+
+def _is_mistyped(name: str) -> bool:
+    """Return whether a name in front of a colon is meant for a metric, and not for a module."""
+    if "." in name or not difflib.get_close_matches(name, _known_names(), n=1):
+        return False
+    try:
+        return importlib.util.find_spec(name) is None
+    except ValueError:  # a module that was made without a file
+        return False
 
 
 @dataclass(frozen=True)
@@ -152,7 +168,7 @@ class Scoring:
                 raise ConfigError(str(error)) from error
             return
         if not family or (at is not None and not 1 <= at <= MOST_K):
-            known = [*WHOLE_NAMES, *(f"{one}@K" for one in CUT_NAMES), *NAMED_METRICS.names()]
+            known = _known_names()
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}? Else " if near else ""
             raise ConfigError(
