@@ -23,7 +23,7 @@ from gmeta.batches.config import (
     SupportFeaturesConfig,
 )
 from gmeta.batches.item_statistics import ItemStatistics
-from gmeta.batches.labels import check_first_labels
+from gmeta.batches.labels import check_first_labels, scored_labels
 from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import ConfigError, GMetaError
@@ -113,7 +113,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
 def _check_label_of_stop(config: TrainConfig, dataset: Dataset) -> None:
     """Raise ConfigError where the metric that decides is of a label that the dataset lacks."""
     _, label = label_of(config.run.early_stop_metric)
-    if label and label not in dataset.features.labels:
+    if label and label not in [one.name for one in scored_labels(config, dataset)]:
         raise ConfigError(
             f"run.early_stop_metric is of {label!r}, which is no label of {config.data.path}: it "
             f"has {', '.join(dataset.features.labels) or 'one without a name'}. Name one of them"

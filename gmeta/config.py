@@ -234,9 +234,12 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def loss_of(self, label: str = "") -> Loss:
-        """Return the loss of a label; of "", that of the one which headline metrics are of."""
+        """Return the loss of a label, or of one given another (`buy|click`); of "", that of the one
+        which headline metrics are of.
+        """
+        name = label.partition("|")[0] or self.labels.judged
         # A dataset's own names are checked where it is opened: labels.loss by LabelsConfig.check.
-        return cast(Loss, self.labels.loss.get(label or self.labels.judged, self.outer.loss))
+        return cast(Loss, self.labels.loss.get(name, self.outer.loss))
 
     @property
     def digest(self) -> str:

@@ -16,7 +16,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.config import PLAIN, AlgorithmConfig
-from gmeta.batches.labels import kinds_of, labels_checked
+from gmeta.batches.labels import kinds_of, labels_checked, scored_labels
 from gmeta.batches.views import Shown, View
 from gmeta.build import build, check_registered
 from gmeta.checkpoints.loader import check_config, checkpoint_to_use, load_checkpoint
@@ -32,7 +32,7 @@ from gmeta.parallel.stopping import Stop
 from gmeta.parallel.together import by_all
 from gmeta.predictions import gathered, predict_all, predict_split
 from gmeta.report.evaluation import FineTuning
-from gmeta.report.runs import PLACES, EvaluatedRun
+from gmeta.report.runs import EvaluatedRun
 from gmeta.runs.folder import RunFolder
 from gmeta.tables.sharding import ShardingConfig
 from gmeta.yardstick.candidates import Candidates
@@ -55,6 +55,7 @@ def evaluate_run(
     on: str = "",
     candidates: Candidates | None = None,
     advance: Callable[[int, int], None] = lambda done, total: None,
+    label: str = "",
 ) -> EvaluatedRun | None:
     """Predict `splits` with a run's checkpoint (see checkpoint_to_use) and return them on rank 0,
     None elsewhere; without `splits` those that its config names. `on` names another dataset (see
@@ -63,12 +64,13 @@ def evaluate_run(
 
     `adapting` takes the place of the config's algorithm. Without it a plain run is fine-tuned at
     the rate and steps that are best on its validation split, or else on the other half of the tasks
-    of the split that is predicted. Beside positive rows stand `candidates`, if any.
+    of the split that is predicted: by its predictions of the judged label, which is `label` in
+    place of the config's, if that is not "". Beside positive rows stand `candidates`, if any.
     `advance` hears how many of this rank's tasks are read, of how many about; every view and
     fine-tuning of one counts as a task.
 
     Raises:
-        UserError: no run folder, no checkpoint yet, an unknown split.
+        UserError: no run folder, no checkpoint yet, an unknown split or label.
         GMetaError: the dataset is not the one that was trained on.
         DataError: the one that `on` names has other columns.
     """
@@ -79,6 +81,7 @@ def evaluate_run(
     check_registered(root, config.model, config.algorithm, folder.read_environment())
     own, adapting = config.algorithm, adapting or config.algorithm
     dataset, learner = build(replace(config, algorithm=adapting))
+    config = judged_by(label, config, dataset)
     folder.check_dataset(dataset.url, dataset.fingerprint)
     # Nothing is trained from here: the tables need no state of an optimizer, nor the plan of the
     # ranks that trained, which may have had GPUs.
@@ -131,6 +134,7 @@ def evaluate_run(
     limited = {most: predicted(View(max_support=most)) for most in shown.support_sizes}
     if ranks.rank != 0:
         return None
+    labels = scored_labels(config, dataset)
     return EvaluatedRun(
         name=name,
         algorithm=config.algorithm.name,
@@ -154,7 +158,27 @@ def evaluate_run(
         evaluated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         adapts_with=told_adapting(own, adapting, tunings),
         fine_tuning=tuple(tunings),
+        label=next(one.name for one in labels if one.is_judged),
+        other_losses={one.name: config.loss_of(one.name) for one in labels if not one.is_judged},
     )
+
+
+def judged_by(label: str, config: TrainConfig, dataset: Dataset) -> TrainConfig:
+    """Return the config with `label` as the judged one, if that is not "" and the dataset's labels
+    have names.
+
+    Raises:
+        UserError: there is no such label.
+    """
+    names = dataset.features.labels
+    if not label or not names:
+        return config
+    if label not in names:
+        raise UserError(
+            f"label {label!r} is not in {dataset.url}: it has {', '.join(names)}. Name one of them "
+            "with --label"
+        )
+    return replace(config, labels=replace(config.labels, judged=label))
 
 
 def data_of(data: DataConfig, dataset: Dataset) -> DataConfig:
@@ -315,7 +339,8 @@ def predict_tuned(
         return None
     # Both hold the same rows in the same order.
     in_last_N = half_of(first["task"].to_numpy()) == len(tables) - 1
-    for name in [one for one in first.column_names if one == "after" or one in PLACES[2:]]:
+    # `after` of every label, and the places that follow from it.
+    for name in [one for one in first.column_names if one.startswith("after")]:
         chosen_N = np.where(in_last_N, last[name].to_numpy(), first[name].to_numpy())
         first = first.set_column(first.column_names.index(name), name, pa.array(chosen_N))
     return first

@@ -1,6 +1,7 @@
 """What a learner predicts of a split's query rows, all ranks together, by a view of its tasks."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torchrec.distributed import DistributedModelParallel
 
 from gmeta.batches.episodes import Episodes, with_query_items, with_sampled
-from gmeta.batches.labels import kinds_of, labels_checked
+from gmeta.batches.labels import ScoredLabel, kinds_of, labels_checked, scored_labels
 from gmeta.batches.views import STORED, View
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
@@ -49,8 +50,8 @@ def predict_split(
     Its columns are split, task, support_rows, task_rows (shown rows of the task), label, before and
     after, row_id where the dataset stores it, and item (the row of its table) where its schema
     names one; before and after are probabilities for BCE, ratings for other losses. Of several
-    labels they are of the judged one, and `label:NAME`, ... of each other; a label that is not
-    known is NaN. `advance` is called with the tasks of each batch that is read.
+    labels they are of the judged one, and `label:NAME`, ... of each other of scored_labels; a label
+    that is not known is NaN. `advance` is called with the tasks of each batch that is read.
     """
     with open_reader(config, dataset, split, ranks.rank, ranks.world_size) as reader:
         stop = Stop()
@@ -115,8 +116,8 @@ def _predict_listed(
 
     idle = arrange((no_tasks(dataset.features), np.zeros(0, np.bool_)))
     steps = in_step(map(arrange, batches), idle, ranks, stop, sharded)
-    names = label_suffixes(config, dataset)
-    return [_predict(learner, episodes, names) for episodes, _ in steps]
+    labels = scored_labels(config, dataset)
+    return [_predict(learner, episodes, labels) for episodes, _ in steps]
 
 
 def _listed(
@@ -131,10 +132,12 @@ def _listed(
         if not batch.num_tasks:
             yield batch, np.zeros(0, np.bool_)
         for listed in candidates.parts(rows, view):
-            row_id_N = batch.row_id_N.numpy()
-            if len(row_id_N):
-                row_id_N = row_id_N[listed.source_M]
-            block = build_block(dataset.features, raw_rows(listed.rows, row_id_N))
+            row_id_N, weight_N = (
+                of_row_N[listed.source_M] if len(of_row_N) else of_row_N
+                for of_row_N in (batch.row_id_N.numpy(), batch.weight_N.numpy())
+            )
+            rows_M = replace(raw_rows(listed.rows, row_id_N), weight_N=weight_N)
+            block = build_block(dataset.features, rows_M)
             yield (
                 compose(dataset.features, [(block, np.arange(block.num_episodes))]),
                 listed.is_sampled_M,
@@ -157,14 +160,7 @@ def gathered(columns: list[Columns], ranks: Ranks) -> Columns | None:
     return table
 
 
-def label_suffixes(config: TrainConfig, dataset: Dataset) -> list[str]:
-    """Return what stands behind "label", "before" and "after" in the columns of each label."""
-    names = dataset.features.labels
-    judged = config.labels.judged_of(names)
-    return ["" if at == judged else f":{name}" for at, name in enumerate(names)] or [""]
-
-
-def _predict(learner: ShardedLearner, episodes: Episodes, suffixes: Sequence[str]) -> Columns:
+def _predict(learner: ShardedLearner, episodes: Episodes, labels: Sequence[ScoredLabel]) -> Columns:
     prediction = learner.predict(episodes)
     sampled_N = episodes.query_sampled_N.numpy()
     query_T = prediction.layout.lengths_T.cpu().numpy()
@@ -176,7 +172,7 @@ def _predict(learner: ShardedLearner, episodes: Episodes, suffixes: Sequence[str
     shown = learner.learner.objectives.outer.predictions
     outputs = shown(prediction.before_N).float(), shown(prediction.after_N).float()
     label_NL, before_NL, after_NL = (
-        values.cpu().numpy().reshape(len(task_N), len(suffixes))
+        values.cpu().numpy().reshape(len(task_N), learner.learner.objectives.num_labels)
         for values in (prediction.label_N, *outputs)
     )
     # Adds up to the rows of the task, also where several episodes are of one.
@@ -186,16 +182,16 @@ def _predict(learner: ShardedLearner, episodes: Episodes, suffixes: Sequence[str
         "task_rows": np.repeat(share_T, query_T),
         "support_rows": np.repeat(support_T, query_T),
     }
-    for at, suffix in enumerate(suffixes):
-        columns[f"label{suffix}"] = label_NL[stored_N, at]
-        columns[f"before{suffix}"] = before_NL[stored_N, at]
-        columns[f"after{suffix}"] = after_NL[stored_N, at]
+    for label in labels:
+        columns[f"label{label.suffix}"] = label.label_N(label_NL[stored_N])
+        columns[f"before{label.suffix}"] = label.prediction_N(before_NL[stored_N])
+        columns[f"after{label.suffix}"] = label.prediction_N(after_NL[stored_N])
     for name, of_row_N in (("row_id", episodes.query_row_id_N), ("item", episodes.query_item_N)):
         if of_row_N.numel():
             columns[name] = of_row_N.numpy()[stored_N]
     if sampled_N.size:
-        judged = suffixes.index("")
-        scores = before_NL[:, judged], after_NL[:, judged]
+        (judged,) = (label for label in labels if label.is_judged)
+        scores = judged.prediction_N(before_NL), judged.prediction_N(after_NL)
         places = [places_N2(score_N, sampled_N) for score_N in scores]
         columns |= dict(zip(PLACES, np.concatenate(places, axis=1).T, strict=True))
     return columns

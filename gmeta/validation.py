@@ -1,15 +1,15 @@
 """The scores of whole splits while a run trains: what early stopping and tuning go by."""
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from torchrec.distributed import DistributedModelParallel
 
+from gmeta.batches.labels import scored_labels
 from gmeta.config import TrainConfig
 from gmeta.metrics.catalogue import evaluate_split, label_of
 from gmeta.outer.early_stop import early_stop_of, scoring_of
 from gmeta.parallel.ranks import Ranks
-from gmeta.predictions import label_suffixes, predict_split
+from gmeta.predictions import predict_split
+from gmeta.report.runs import known_rows
 from metaio.format.dataset import Dataset
 
 
@@ -28,29 +28,18 @@ def score_split(
         return {}
     found: dict[str, float | None] = {}
     stops_by, label_of_stop = label_of(early_stop_of(config).metric)
-    for suffix in label_suffixes(config, dataset):
-        rows = known_rows(table, suffix)
-        scoring = scoring_of(config, suffix[1:])
+    for label in scored_labels(config, dataset):
+        rows, name_of_label = known_rows(table, label.suffix), label.suffix[1:]
+        scoring = scoring_of(config, name_of_label)
         # What decides when to stop need not be what is reported.
-        asked = [*scoring.names, *[stops_by][: label_of_stop == suffix[1:]]]
+        asked = [*scoring.names, *[stops_by][: label_of_stop == name_of_label]]
         # Candidates are sampled by gmeta evaluate alone.
         names = dict.fromkeys(name for name in asked if not scoring.is_over_candidates(name))
-        label, after, task = (rows[name].to_numpy() for name in ("label", "after", "task"))
-        for name, value in evaluate_split(label, after, task, scoring, list(names)).items():
+        known_N, after_N, task_N = (rows[name].to_numpy() for name in ("label", "after", "task"))
+        for name, value in evaluate_split(known_N, after_N, task_N, scoring, list(names)).items():
             # JSON has no NaN.
-            found[f"{name}{suffix}"] = None if np.isnan(value.value) else value.value
+            found[f"{name}{label.suffix}"] = None if np.isnan(value.value) else value.value
     return found
-
-
-def known_rows(table: pa.Table, suffix: str = "") -> pa.Table:
-    """Return the rows whose label is known, with the columns of the label of this suffix as label,
-    before and after, and without those of others.
-    """
-    own = {f"{name}{suffix}": name for name in ("label", "before", "after")}
-    others = [name for name in table.column_names if name in own.values() or ":" in name]
-    kept = [name for name in table.column_names if name in own or name not in others]
-    table = table.select(kept).rename_columns([own.get(name, name) for name in kept])
-    return table.filter(pc.invert(pc.is_nan(table["label"])))
 
 
 def score_validation(

@@ -17,6 +17,8 @@ from hypothesis import HealthCheck, settings
 
 from gmeta.antdt.log import LOGGER_NAME
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
+from tests.commands import gmeta
+from tests.labelled import prepare as prepare_labelled
 from tests.processes import remove_sockets, skipping_what_may_not_start
 
 # Until the tests are collected: a million objects are imported, and none of them is garbage.
@@ -67,6 +69,15 @@ def click_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = SyntheticConfig(num_tasks=200, num_items=60, min_rows=12, max_rows=16, query_rows=5)
     prepare_synthetic(str(out), config)
     return out
+
+
+@pytest.fixture(scope="session")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the log, dataset, config and run of tests/labelled.py: three labels."""
+    folder = tmp_path_factory.mktemp("labelled")
+    done = gmeta("train", prepare_labelled(folder))
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 @pytest.fixture(autouse=True)

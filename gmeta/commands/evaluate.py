@@ -59,6 +59,13 @@ def evaluate(
     trees: Annotated[
         bool, typer.Option("--trees/--no-trees", help="also grow gradient-boosted trees to compare")
     ] = True,
+    label: Annotated[
+        str,
+        typer.Option(
+            help="of several labels the one whose tables and pictures are shown in full; default: "
+            "labels.judged"
+        ),
+    ] = "",
     on: Annotated[
         str,
         typer.Option(
@@ -92,11 +99,11 @@ def evaluate(
     for root, each in zip(roots, configs, strict=True):
         foreign = not_ours(each.evaluation.metrics)
         check_trusted(root, foreign, RunFolder(root).read_environment())
-    _check_comparable(roots, configs)
+    _check_comparable(roots, configs, label)
     if out.exists() and not out.is_dir():
         raise UserError(f"--out = {str(out)!r} is a file: a folder is needed. Choose another")
     config, overrides = configs[0], overrides or []
-    _check_overrides(run, config, overrides)
+    _check_overrides(run, config, overrides, label)
     if on_ranks.starts_ranks(nproc_per_node):
         arguments = ["evaluate", str(run), *overrides]
         arguments += [word for path in against or [] for word in ("--against", str(path))]
@@ -104,13 +111,14 @@ def evaluate(
         arguments += ["--out", str(out), "--trees" if trees else "--no-trees"]
         arguments += ["--item-column", item_column] if item_column else []
         arguments += ["--draws", str(draws), "--support-sizes", support_sizes, "--on", on]
+        arguments += ["--label", label]
         # No restarts: an evaluation keeps nothing that a second try could go on from.
         on_ranks.start(arguments, nproc_per_node, master_port=0, max_restarts=0)
         return
     # Loading torch takes seconds: not before the folders are known to be right.
     with on_ranks.importing():
         from gmeta.commands.work.evaluate import Asked, evaluate_on_rank
-    asked = Asked(splits or [], overrides, item_column, trees, draws, sizes, on)
+    asked = Asked(splits or [], overrides, item_column, trees, draws, sizes, on, label)
     evaluate_on_rank(roots, asked, out, config)
 
 
@@ -131,7 +139,7 @@ def _support_sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def _check_overrides(run: Path, config: TrainConfig, overrides: list[str]) -> None:
+def _check_overrides(run: Path, config: TrainConfig, overrides: list[str], label: str) -> None:
     """Refuse what evaluation cannot adapt with or measure, before torch is loaded."""
     keys: tuple[str, ...] = FREE_KEYS
     if config.algorithm.name == "anil":  # what adapts is its head
@@ -149,19 +157,20 @@ def _check_overrides(run: Path, config: TrainConfig, overrides: list[str]) -> No
                 "instead"
             )
     chosen = overridden(config, overrides)
-    Scoring(chosen.loss_of(), chosen.evaluation)
+    Scoring(chosen.loss_of(label), chosen.evaluation)
 
 
-def _check_comparable(roots: list[Path], configs: list[TrainConfig]) -> None:
+def _check_comparable(roots: list[Path], configs: list[TrainConfig], label: str) -> None:
     """Refuse runs that cannot be compared, before minutes are spent on scoring one of them."""
+    loss = configs[0].loss_of(label)
     for root, config in zip(roots[1:], configs[1:], strict=True):
         if roots.count(root) > 1:
             raise UserError(
                 f"{root} is named twice: a run says nothing beside itself. Leave one out"
             )
-        if not predicts_alike(config.loss_of(), configs[0].loss_of()):
+        own = config.loss_of(label or configs[0].labels.judged)
+        if not predicts_alike(own, loss):
             raise UserError(
-                f"run {root} was trained with loss {config.loss_of()}, {roots[0]} with "
-                f"{configs[0].loss_of()}: their predictions mean different things. "
-                "Compare runs of one loss"
+                f"run {root} was trained with loss {own}, {roots[0]} with {loss}: their "
+                "predictions mean different things. Compare runs of one loss"
             )

@@ -27,7 +27,7 @@ def inspect_model(folder: Path, verify: bool) -> None:
     source, console = config.source, screen()
     console.print(
         f"model {folder}: {config.algorithm.name} with {config.model.name}, predicts "
-        f"{'clicks' if config.loss == 'bce' else 'ratings'}; step {source.get('step', '?')} of "
+        f"{_predicts(config)}; step {source.get('step', '?')} of "
         f"{source.get('run', '?')}, exported {source.get('exported_at', '?')}"
     )
     heads = ("column", "used as", "table", "values")
@@ -55,7 +55,8 @@ def inspect_model(folder: Path, verify: bool) -> None:
             "path": folder,
             "algorithm": config.algorithm.name,
             "model": config.model.name,
-            "loss": config.loss,
+            "loss": config.judged_loss,
+            "losses": dict(zip(config.features.labels, config.losses, strict=False)),
             "source": config.source,
             "columns": [dict(zip(heads, row, strict=True)) for row in _columns(config)],
             "tables": {table.name: table.num_rows for table in config.features.tables},
@@ -67,6 +68,19 @@ def inspect_model(folder: Path, verify: bool) -> None:
         if verify
         else "complete: every file is there in full; --verify reads them and checks checksums"
     )
+
+
+def _predicts(config: ExportedConfig) -> str:
+    """Return what is predicted, in words: of several labels each with its loss."""
+    names, losses = config.features.labels, config.losses
+    if not names:
+        return "clicks" if losses[0] == "bce" else "ratings"
+    among = config.labels.entire_space
+    told = [
+        f"{name} ({loss}{f', among {among[name]}' if name in among else ''})"
+        for name, loss in zip(names, losses, strict=True)
+    ]
+    return f"{', '.join(told)}, judged by {names[config.judged]}"
 
 
 def _columns(config: ExportedConfig) -> Iterator[tuple[str, str, str, str]]:

@@ -2,9 +2,10 @@
 
 import difflib
 import functools
+import importlib.util
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -69,11 +70,26 @@ def label_of(metric: str) -> tuple[str, str]:
     `auc:conversion`, `package.module:Name:conversion`; "" for the one that headline metrics are of.
     """
     name, _, label = metric.partition(":")
-    if name and label and not _parsed(name)[0] and name not in NAMED_METRICS.names():
+    is_ours = bool(_parsed(name)[0]) or name in NAMED_METRICS.names() or _is_mistyped(name)
+    if name and label and not is_ours:
         # An import path has a colon of its own.
         attribute, _, label = label.partition(":")
         return f"{name}:{attribute}", label
     return name, label
+
+
+def _known_names() -> list[str]:
+    return [*WHOLE_NAMES, *(f"{one}@K" for one in CUT_NAMES), *NAMED_METRICS.names()]
+
+
+def _is_mistyped(name: str) -> bool:
+    """Return whether a name in front of a colon is meant for a metric, and not for a module."""
+    if "." in name or not difflib.get_close_matches(name, _known_names(), n=1):
+        return False
+    try:
+        return importlib.util.find_spec(name) is None
+    except ValueError:  # a module that was made without a file
+        return False
 
 
 @dataclass(frozen=True)
@@ -115,6 +131,15 @@ class Scoring:
                 "or leave it 0"
             )
 
+    def beside(self, loss: Loss) -> "Scoring":
+        """Return what is measured of another label of the same rows, by its loss: the same metrics
+        where they mean something for it, none of them over candidates, which are sampled beside the
+        positive rows of one label.
+        """
+        alike = predicts_alike(loss, self.loss)
+        kept = [name for name in self.config.metrics if alike and not self.is_over_candidates(name)]
+        return Scoring(loss, replace(self.config, metrics=tuple(kept), candidates=0))
+
     def is_over_candidates(self, name: str) -> bool:
         """Return whether a metric ranks each positive row among sampled items."""
         return bool(self.config.candidates) and _parsed(name)[0] in _OF_CANDIDATES
@@ -143,7 +168,7 @@ class Scoring:
                 raise ConfigError(str(error)) from error
             return
         if not family or (at is not None and not 1 <= at <= MOST_K):
-            known = [*WHOLE_NAMES, *(f"{one}@K" for one in CUT_NAMES), *NAMED_METRICS.names()]
+            known = _known_names()
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}? Else " if near else ""
             raise ConfigError(
@@ -288,15 +313,18 @@ def split_terms(
     names: Sequence[str] = (),
     places_N2: Array | None = None,
     resampled: bool = True,
+    tasks: Array | None = None,
 ) -> dict[str, Terms]:
-    """Return the metrics of a split as sums over its tasks, by rising id; `names` picks some.
+    """Return the metrics of a split as sums over its tasks, by rising id, or over `tasks`, rising
+    ones of which some may have no row; `names` picks some.
 
     `places_N2` has of each positive row how many sampled candidates score above it and how many the
     same, -1 of other rows: what metrics over candidates are made of. Without `resampled` metrics of
     somebody's own have their value alone, for a fiftieth of the time: see own_terms.
     """
     label_N, score_N, task_N = _checked(label, prediction, task)
-    ids_T, code_N = np.unique(task_N, return_inverse=True)
+    ids_T = np.unique(task_N) if tasks is None else tasks
+    code_N = np.searchsorted(ids_T, task_N)
     chosen = tuple(names) or scoring.names
     reason = unusable(score_N)
     if reason:

@@ -10,7 +10,7 @@ from typing import final
 
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError
-from gmeta.metrics.catalogue import Scoring, label_of, predicts_alike
+from gmeta.metrics.catalogue import Scoring, label_of
 from gmeta.runs.progress import Progress
 
 
@@ -57,11 +57,8 @@ class EarlyStop:
 
 def scoring_of(config: TrainConfig, label: str = "") -> Scoring:
     """Return what is measured of predictions of a label; of "", those of the judged one."""
-    loss, evaluation = config.loss_of(label), config.evaluation
-    if not predicts_alike(loss, config.loss_of()):
-        # What is asked of the judged label means nothing for this one.
-        evaluation = replace(evaluation, metrics=(), candidates=0)
-    return Scoring(loss, evaluation)
+    judged = Scoring(config.loss_of(), config.evaluation)
+    return judged if label in ("", config.labels.judged) else judged.beside(config.loss_of(label))
 
 
 def early_stop_of(config: TrainConfig) -> EarlyStop:

@@ -9,8 +9,11 @@ from gmeta.report.evaluation import Caution, Comparison, Group
 TRIVIAL = "bias model"
 
 
-def cautions_of(group: Group, run: str, infos: Mapping[str, MetricInfo]) -> list[Caution]:
-    """Return what is wrong with the adapted run in a group, by the verdicts of its metrics."""
+def cautions_of(
+    group: Group, run: str, infos: Mapping[str, MetricInfo], label: str
+) -> list[Caution]:
+    """Return what is wrong with the adapted run in a group, by the verdicts of the metrics of a
+    label."""
     pairs = (
         (run, group.comparison(run, "after", run, "before"), "adapting makes it worse"),
         (TRIVIAL, group.comparison(run, "after", TRIVIAL, "after"), f"it is below the {TRIVIAL}"),
@@ -20,8 +23,9 @@ def cautions_of(group: Group, run: str, infos: Mapping[str, MetricInfo]) -> list
         worse = _worse(comparison)
         if worse:
             named = ", ".join(infos[name].label for name in worse)
-            text = f"{group.name}: {what}, by {named}"
-            found.append(Caution(group.name, minus_run, tuple(worse), text))
+            of_label = f" of {label}" if label else ""
+            text = f"{group.name}: {what}, by {named}{of_label}"
+            found.append(Caution(group.name, minus_run, tuple(worse), text, label))
     return found
 
 

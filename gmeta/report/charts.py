@@ -37,17 +37,25 @@ NUM_CHARTED = 3
 def charts_of(evaluation: Evaluation, curves: Sequence[Curve]) -> list[Chart]:
     """Return every chart that there is data for, in the order of the page."""
     series = series_of(evaluation.runs, evaluation.yardsticks)
+    own = [one for one in series if one.run == evaluation.runs[0].name]
     charts = [
         _groups_chart(evaluation, series),
         _support_chart(evaluation, series),
         support_limit_chart(evaluation, series, charted_metrics(evaluation)),
         activity_chart(evaluation, series),
-        _calibration_chart(
-            evaluation, [one for one in series if one.run == evaluation.runs[0].name]
-        ),
+        _calibration_chart(evaluation, own),
         _curve_chart(curves),
     ]
     return [chart for chart in charts if chart.panels]
+
+
+def label_charts(evaluation: Evaluation) -> list[Chart]:
+    """Return the charts of a label that is not the judged one: whether its probabilities come
+    true."""
+    series = series_of(evaluation.runs, evaluation.yardsticks)
+    own = [one for one in series if one.run == evaluation.runs[0].name]
+    chart = _calibration_chart(evaluation, own)
+    return [chart] if chart.panels else []
 
 
 def charted_metrics(evaluation: Evaluation) -> list[str]:

@@ -32,13 +32,16 @@ UP, DOWN = "\N{UPWARDS ARROW}", "\N{DOWNWARDS ARROW}"
 # Fixed, so that the tables of all groups line up; four differences fill 80 columns.
 METRIC_WIDTH, VALUE_WIDTH, NAMED_WIDTH, VERDICT_WIDTH = 19, 7, 10, 14
 VALUES_A_TABLE, DIFFERENCES_A_TABLE = 6, 4
+# Of each label that is not judged.
+LABEL_GROUP_WIDTH, LABEL_DIFFERENCES_A_TABLE = 17, 3
 
 
 def console_table(evaluation: Evaluation) -> RenderableType:
     """Return a heading, the tables of each group, what was chosen here, how to read all that, and
     in red what must not be missed."""
     run = evaluation.runs[0]
-    parts: list[RenderableType] = [Text(f"{run.name}, step {run.step:,}", style="bold")]
+    of_label = f", label {evaluation.label}" if evaluation.label else ""
+    parts: list[RenderableType] = [Text(f"{run.name}, step {run.step:,}{of_label}", style="bold")]
     for group in evaluation.groups:
         parts += [
             Text(""),
@@ -46,6 +49,8 @@ def console_table(evaluation: Evaluation) -> RenderableType:
             *_value_tables(evaluation, group),
             *_difference_tables(evaluation, group),
         ]
+    for other in evaluation.labels:
+        parts += [Text(""), *_label_tables(evaluation.of(other))]
     parts.append(Text(""))
     parts += [Text.assemble((f"{name}: ", "bold"), line) for name, line in told_of(evaluation)]
     parts.append(Text(_legend(evaluation), style="dim"))
@@ -89,6 +94,36 @@ def _difference_tables(evaluation: Evaluation, group: Group) -> list[Table]:
     return tables
 
 
+def _label_tables(evaluation: Evaluation) -> list[RenderableType]:
+    """Return a heading and the headline metric of one of the labels that are not judged, a row a
+    group, in as many tables as the models need."""
+    info = evaluation.metrics[evaluation.headline]
+    tables: list[RenderableType] = [
+        Text.assemble((f"label {evaluation.label}", "bold"), f", {_metric(info)}")
+    ]
+    lines = [line_of(evaluation, group, evaluation.headline) for group in evaluation.groups]
+    headings = ["minus before", *(f"minus {rival.short_name}" for rival in lines[0].rivals)]
+    chosen = list(enumerate(headings))
+    for part in _parts(chosen, LABEL_DIFFERENCES_A_TABLE):
+        table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+        table.add_column("", width=LABEL_GROUP_WIDTH, overflow="fold")
+        is_first = part[0] == chosen[0]
+        for heading in ("before", "adapted") if is_first else ():
+            table.add_column(heading, justify="right", width=VALUE_WIDTH)
+        for _, heading in part:
+            table.add_column(heading, justify="right", width=VERDICT_WIDTH, overflow="fold")
+        for group, line in zip(evaluation.groups, lines, strict=True):
+            values = [line.before, line.after] if is_first else []
+            differences = [line.change, *(rival.difference for rival in line.rivals)]
+            table.add_row(
+                group.name,
+                *(number(one.value) for one in values),
+                *(_verdict(differences[index]) for index, _ in part),
+            )
+        tables.append(table)
+    return tables
+
+
 def _parts(items: list[Item], most: int) -> list[list[Item]]:
     return [items[first : first + most] for first in range(0, len(items), most)]
 
@@ -121,6 +156,8 @@ def _legend(evaluation: Evaluation) -> str:
     shown = [
         line_of(evaluation, group, m) for group in evaluation.groups for m in evaluation.metrics
     ]
+    for other in map(evaluation.of, evaluation.labels):
+        shown += [line_of(other, group, other.headline) for group in other.groups]
     differences = [line.change for line in shown]
     differences += [rival.difference for line in shown for rival in line.rivals]
     if any(one.verdict == "unknown" for one in differences):

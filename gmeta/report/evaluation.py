@@ -252,6 +252,7 @@ class Caution:
     minus_run: str
     metrics: tuple[str, ...]
     text: str
+    label: str = ""  # as Evaluation.label
 
 
 @dataclass(frozen=True)
@@ -266,10 +267,26 @@ class IntervalMethod:
 
 
 @dataclass(frozen=True)
+class LabelEvaluation:
+    """What an Evaluation says of another label of the same rows, of those where it is known.
+
+    `label` may be one given another, `buy|click`: its rows are those where the other is 1.
+    """
+
+    label: str
+    loss: Loss
+    headline: str
+    metrics: dict[str, MetricInfo]
+    groups: tuple[Group, ...]
+    yardsticks: tuple[YardstickFacts, ...]
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """A run, the first of `runs`, and its baselines, the others; `headline` names a metric.
 
-    `notes` are lines about a yardstick that is not there.
+    `notes` are lines about a yardstick that is not there. Of several labels all is said of `label`,
+    "" for one without a name; `labels` are the others.
     """
 
     schema: str
@@ -282,6 +299,12 @@ class Evaluation:
     yardsticks: tuple[YardstickFacts, ...] = ()
     cautions: tuple[Caution, ...] = ()
     notes: tuple[str, ...] = ()
+    label: str = ""
+    labels: tuple[LabelEvaluation, ...] = ()
+
+    def of(self, other: LabelEvaluation) -> "Evaluation":
+        """Return the evaluation of another label, as if it were the only one."""
+        return dataclasses.replace(self, **vars(other), cautions=(), notes=(), labels=())
 
 
 def to_json(evaluation: Evaluation) -> dict[str, Any]:

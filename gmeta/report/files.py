@@ -51,7 +51,10 @@ def write(
         OSError: the folder cannot be written; a file that stood there before is left as it was.
     """
     evaluation = summarise(runs, yardsticks, notes)
-    charts = charts_of(evaluation, curves_of(runs[0].history, runs[0].scoring))
+    charts = charts_of(
+        evaluation,
+        curves_of(runs[0].history, runs[0].scoring, runs[0].label_logged, len(runs[0].labels)),
+    )
     chart_folder = folder / "charts"
     pictures = {chart_folder / f"{chart.name}.png": png_sheet(chart) for chart in charts}
     json_path, html_path = folder / "evaluation.json", folder / "report.html"
@@ -78,9 +81,14 @@ def _predictions(runs: Sequence[EvaluatedRun], yardsticks: Sequence[EvaluatedYar
     `before` a yardstick has nulls."""
     found = {run.name: run.predictions for run in runs}
     for one in yardsticks:
+        suffix = "" if one.label == runs[0].label else f":{one.label}"
+        own = {"label": f"label{suffix}", "prediction": f"after{suffix}"}
         table = one.predictions
-        names = ["after" if name == "prediction" else name for name in table.column_names]
-        found[one.name] = table.rename_columns(names)
+        table = table.rename_columns([own.get(name, name) for name in table.column_names])
+        for name in own.values() if one.name in found else ():
+            # Of another label, it predicts the same rows in the same order.
+            found[one.name] = found[one.name].append_column(name, table[name])
+        found.setdefault(one.name, table)
     tables = [
         table.add_column(0, "run", pa.array([name] * table.num_rows))
         for name, table in found.items()

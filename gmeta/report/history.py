@@ -35,16 +35,18 @@ class Curve:
     smooth: Floats
 
 
-def curves_of(history: Sequence[dict[str, Any]], scoring: Scoring) -> list[Curve]:
-    """Return the curves of the training loss and of the headline metric on the validation split, or
-    the first metric logged."""
+def curves_of(
+    history: Sequence[dict[str, Any]], scoring: Scoring, label: str = "", num_labels: int = 1
+) -> list[Curve]:
+    """Return the curves of the training loss and of the headline metric on the validation split, of
+    a label if one stands behind it in the log, or the first metric logged."""
     curves = []
     if points := _without_short_end(_points(history, "loss")):
         steps, values = _thinned(points)
         curves.append(
             Curve(
                 "Training loss",
-                f"query loss ({LOSS_NAMES[scoring.loss]})",
+                f"query loss ({LOSS_NAMES[scoring.loss] if num_labels == 1 else 'of all labels'})",
                 "series-0",
                 steps,
                 values,
@@ -56,7 +58,8 @@ def curves_of(history: Sequence[dict[str, Any]], scoring: Scoring) -> list[Curve
         for line in history
         if isinstance(line.get("valid"), dict)
     ]
-    name = _validation_metric(valid, scoring.names[0])
+    headline = scoring.names[0]
+    name = _validation_metric(valid, f"{headline}:{label}" if label else headline)
     if points := _points(valid, name):
         label = scoring.info(name).label if is_metric(name) else name
         steps, values = _thinned(points)

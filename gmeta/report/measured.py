@@ -61,11 +61,19 @@ def measure(
     """
     made: list[dict[str, Terms]] = []
     values_MB = np.zeros(0)
+    # Of a label that is not always known, a task may have rows in some draws alone.
+    tasks_T = np.unique(np.concatenate([rows.task_N for rows in draws]))
     # Draw by draw: of a million tasks the sums of all draws at once would be gigabytes.
     for rows in draws:
         places_N2 = rows.places_N2(stage)
         terms = split_terms(
-            rows.label_N, rows.prediction_N(stage), rows.task_N, scoring, names, places_N2
+            rows.label_N,
+            rows.prediction_N(stage),
+            rows.task_N,
+            scoring,
+            names,
+            places_N2,
+            tasks=tasks_T,
         )
         drawn_MB = bootstrap_values(list(terms.values()), RESAMPLES, SEED) / len(draws)
         values_MB = values_MB + drawn_MB if made else drawn_MB

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from gmeta.metrics.catalogue import MetricInfo
+from gmeta.report.charts import label_charts
 from gmeta.report.evaluation import (
     STAGES,
     Comparison,
@@ -15,9 +17,10 @@ from gmeta.report.evaluation import (
     Group,
     RunFacts,
 )
-from gmeta.report.render import PALETTE, Chart, svg_panel
+from gmeta.report.render import PALETTE, Chart, Panel, svg_panel
 from gmeta.report.wording import (
     NOT_RECORDED,
+    Line,
     between,
     differing_settings,
     flattened,
@@ -53,14 +56,6 @@ def page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
         loader=PackageLoader("gmeta.report", "."), autoescape=True, undefined=StrictUndefined
     )
     environment.filters.update(number=number, signed=signed)
-    drawn = [
-        (
-            chart,
-            # Drawn here: not to be escaped.
-            [(panel, Markup(svg_panel(chart, index))) for index, panel in enumerate(chart.panels)],
-        )
-        for chart in charts
-    ]
     return environment.get_template("page.html").render(
         evaluation=evaluation,
         run=evaluation.runs[0],
@@ -68,12 +63,15 @@ def page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
         told=told_of(evaluation),
         facts=_facts(evaluation),
         headline=evaluation.metrics[evaluation.headline],
-        headlines=[
-            (group, line_of(evaluation, group, evaluation.headline)) for group in evaluation.groups
-        ],
-        charts=drawn,
+        charts=list(map(_drawn, charts)),
         notes=_notes(evaluation, charts),
-        tables={group.name: _table(evaluation, group) for group in evaluation.groups},
+        labels=[
+            (one, list(map(_drawn, label_charts(one))))
+            for one in map(evaluation.of, evaluation.labels)
+        ],
+        infos=_infos(evaluation),
+        headlines_of=_headlines,
+        table_of=_table,
         settings=differing_settings(evaluation) if len(evaluation.runs) > 1 else [],
         palette=PALETTE,
         marks=MARKS,
@@ -83,12 +81,33 @@ def page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
     )
 
 
+def _drawn(chart: Chart) -> tuple[Chart, list[tuple[Panel, Markup]]]:
+    # Drawn here: not to be escaped.
+    pictures = [Markup(svg_panel(chart, index)) for index in range(len(chart.panels))]
+    return chart, list(zip(chart.panels, pictures, strict=True))
+
+
+def _infos(evaluation: Evaluation) -> dict[str, MetricInfo]:
+    """Return what is said of the metrics: of each once, as it is read for the first label that has
+    it."""
+    infos: dict[str, MetricInfo] = {}
+    for one in (evaluation, *map(evaluation.of, evaluation.labels)):
+        infos |= {name: info for name, info in one.metrics.items() if name not in infos}
+    return infos
+
+
+def _headlines(evaluation: Evaluation) -> list[tuple[Group, Line]]:
+    """Return the headline metric of every group."""
+    return [(group, line_of(evaluation, group, evaluation.headline)) for group in evaluation.groups]
+
+
 def _facts(evaluation: Evaluation) -> list[tuple[str, str]]:
     run = evaluation.runs[0]
     facts = [
         ("dataset", run.dataset or NOT_RECORDED),
         ("algorithm", run.algorithm),
         ("model", run.model),
+        *([("label", evaluation.label)] if evaluation.label else []),
         ("loss", evaluation.loss),
         ("checkpoint step", f"{run.step:,}"),
         ("evaluated", run.evaluated_at or NOT_RECORDED),

@@ -1,7 +1,7 @@
 """What a report is made from: evaluated runs and the checks that their predictions must pass."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,9 @@ class EvaluatedRun:
     With sampled candidates those of PLACES: how many score above a positive row before and after
     adapting, and how many the same; -1 of other rows. `limited` holds the predictions after
     adapting on no more than so many support rows.
+
+    Of several labels `label` is the judged one, NaN where it is not known, and `other_losses` has
+    the others, each with the columns `label:NAME`, `before:NAME` and `after:NAME`.
     """
 
     name: str
@@ -63,11 +66,42 @@ class EvaluatedRun:
     fine_tuning: tuple[FineTuning, ...] = field(default=())
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     limited: dict[int, pa.Table] = field(default_factory=dict)
+    label: str = field(default="")
+    other_losses: dict[str, Loss] = field(default_factory=dict)
 
     @property
     def scoring(self) -> Scoring:
         """Return what of its predictions is measured."""
         return Scoring(self.loss, self.evaluation)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Return the labels that it predicts, the judged one first; "" if that has no name."""
+        return (self.label, *self.other_losses)
+
+    @property
+    def label_logged(self) -> str:
+        """Return what its log has behind the metrics of its label: "" if the config judges by it,
+        too."""
+        is_own = self.label == self.config.get("labels", {}).get("judged", self.label)
+        return "" if is_own else self.label
+
+    def of(self, label: str) -> "EvaluatedRun":
+        """Return the run as if one of its labels were the only one, with the rows where it is
+        known.
+        """
+        scoring, suffix = self.scoring, ""
+        if label != self.label:
+            scoring, suffix = scoring.beside(self.other_losses[label]), f":{label}"
+        return replace(
+            self,
+            label=label,
+            loss=scoring.loss,
+            evaluation=scoring.config,
+            predictions=known_rows(self.predictions, suffix),
+            limited={most: known_rows(table, suffix) for most, table in self.limited.items()},
+            other_losses={},
+        )
 
 
 @dataclass(frozen=True)
@@ -76,7 +110,8 @@ class EvaluatedYardstick:
 
     `predictions` has the columns split, task, support_rows, label and prediction, as those of
     EvaluatedRun, and draw where those have it; so have those `limited` to few support rows. `told`
-    and `chosen` say what the model is.
+    and `chosen` say what the model is. Each is of one label, `label`, and has the rows where that
+    is not known too.
     """
 
     name: str
@@ -85,6 +120,15 @@ class EvaluatedYardstick:
     chosen: dict[str, Any]
     predictions: pa.Table
     limited: dict[int, pa.Table] = field(default_factory=dict)
+    label: str = field(default="")
+
+    def known(self) -> "EvaluatedYardstick":
+        """Return it with the rows alone where its label is known."""
+        return replace(
+            self,
+            predictions=known_rows(self.predictions),
+            limited={most: known_rows(table) for most, table in self.limited.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -117,7 +161,7 @@ def check_runs(runs: Sequence[EvaluatedRun], taken: Sequence[str] = ()) -> None:
     names `taken`.
 
     Raises:
-        UserError: no runs, equal names, different losses, or a table that breaks its contract.
+        UserError: no runs, equal names, or a table that breaks its contract.
     """
     if not runs:
         raise UserError(
@@ -137,12 +181,39 @@ def check_runs(runs: Sequence[EvaluatedRun], taken: Sequence[str] = ()) -> None:
                 "tell them apart. Give the run another name"
             )
     for run in runs:
-        if not predicts_alike(run.loss, runs[0].loss):
-            raise UserError(
-                f"run '{run.name}' was trained with loss {run.loss}, '{runs[0].name}' with "
-                f"{runs[0].loss}: their predictions mean different things. Compare runs of one loss"
-            )
         _check_table(run)
+
+
+def runs_of(runs: Sequence[EvaluatedRun], label: str) -> list[EvaluatedRun]:
+    """Return the first run and the others as if one of its labels were the only one; without those
+    that do not predict it, if it is not the judged one. A label without a name is compared with
+    what others are judged by.
+
+    Raises:
+        UserError: a run lacks the judged one, or has another loss for it, or no probabilities.
+    """
+    views = []
+    for run in runs:
+        own = run.label if label == runs[0].label and "" in (label, run.label) else label
+        if own in run.labels:
+            views.append(run.of(own))
+        elif label == runs[0].label:
+            raise UserError(
+                f"run '{run.name}' has no label {label}, which '{runs[0].name}' is judged by: it "
+                f"has {', '.join(run.labels)}. Compare runs of one label, or name one that both "
+                "have with --label"
+            )
+    of_label = f" of label {label}" if label else ""
+    for run in views:
+        if not predicts_alike(run.loss, views[0].loss):
+            raise UserError(
+                f"run '{run.name}' was trained with loss {run.loss}{of_label}, '{views[0].name}' "
+                f"with {views[0].loss}: their predictions mean different things. Compare runs of "
+                "one loss"
+            )
+        if run.loss == "bce":
+            _check_probabilities(run)
+    return views
 
 
 def split_names(predictions: pa.Table) -> list[str]:
@@ -161,6 +232,17 @@ def rows_of_split(predictions: pa.Table, split: str) -> SplitRows:
         for name in PLACES
     ]
     return SplitRows(*[rows[name].to_numpy() for name in names] + [np.stack(places, axis=1)])
+
+
+def known_rows(table: pa.Table, suffix: str = "") -> pa.Table:
+    """Return the rows whose label is known, with the columns of the label of this suffix as label,
+    before and after, and without those of others.
+    """
+    own = {f"{name}{suffix}": name for name in ("label", "before", "after")}
+    others = [name for name in table.column_names if name in own.values() or ":" in name]
+    kept = [name for name in table.column_names if name in own or name not in others]
+    table = table.select(kept).rename_columns([own.get(name, name) for name in kept])
+    return table.filter(pc.invert(pc.is_nan(table["label"])))
 
 
 def num_draws(predictions: pa.Table) -> int:
@@ -229,8 +311,6 @@ def _check_table(run: EvaluatedRun) -> None:
             f"the predictions of run '{run.name}' hold 0 rows: at least one is needed. "
             "Choose a split that has query rows"
         )
-    if run.loss == "bce":
-        _check_probabilities(run)
 
 
 def _check_probabilities(run: EvaluatedRun) -> None:

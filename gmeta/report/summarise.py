@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 
+from gmeta.errors import UserError
 from gmeta.metrics.catalogue import Scoring, metric_infos
 from gmeta.metrics.terms import Array, Ints, Terms
 from gmeta.report.cautions import cautions_of
@@ -21,6 +22,7 @@ from gmeta.report.evaluation import (
     Evaluation,
     Group,
     IntervalMethod,
+    LabelEvaluation,
     Result,
     RunFacts,
     Stage,
@@ -47,6 +49,7 @@ from gmeta.report.runs import (
     draws_of_split,
     num_draws,
     rows_of_split,
+    runs_of,
     same_rows,
     split_names,
     task_rows_of,
@@ -70,10 +73,20 @@ def summarise(
         UserError: the runs cannot be reported or compared; see check_runs.
     """
     check_runs(runs, [one.name for one in yardsticks])
-    scoring = runs[0].scoring
-    infos = metric_infos(scoring)
-    names = split_names(runs[0].predictions)
-    groups = tuple(_Group(name, runs, yardsticks, scoring).summary() for name in names)
+    splits = split_names(runs[0].predictions)
+    scored = [_of_label(runs, yardsticks, label) for label in runs[0].labels]
+    unknown = [
+        f"{one.label}: not known in any query row of {split}"
+        for one in scored
+        for split in splits
+        if split not in [group.name for group in one.groups]
+    ]
+    judged, *others = scored
+    if not judged.groups:
+        raise UserError(
+            f"label {judged.label} is not known in any query row of {', '.join(splits)}: there is "
+            "nothing to score. Name other splits with --split, or another label with --label"
+        )
     draws = num_draws(runs[0].predictions)
     over = "tasks, each with all its draws" if draws > 1 else "tasks"
     method = IntervalMethod(
@@ -81,15 +94,40 @@ def summarise(
     )
     return Evaluation(
         SCHEMA,
-        scoring.loss,
-        scoring.names[0],
-        infos,
+        judged.loss,
+        judged.headline,
+        judged.metrics,
         method,
         tuple(map(_facts, runs)),
-        groups,
-        tuple(YardstickFacts(one.name, one.short_name, one.told, one.chosen) for one in yardsticks),
-        tuple(one for group in groups for one in cautions_of(group, runs[0].name, infos)),
-        tuple(notes),
+        judged.groups,
+        judged.yardsticks,
+        tuple(
+            caution
+            for one in scored
+            for group in one.groups
+            for caution in cautions_of(group, runs[0].name, one.metrics, one.label)
+        ),
+        (*notes, *unknown),
+        judged.label,
+        tuple(one for one in others if one.groups),
+    )
+
+
+def _of_label(
+    runs: Sequence[EvaluatedRun], yardsticks: Sequence[EvaluatedYardstick], label: str
+) -> LabelEvaluation:
+    """Return what is said of one label; no groups where it is not known in any row."""
+    views = runs_of(runs, label)
+    simple = [one.known() for one in yardsticks if one.label == label]
+    scoring = views[0].scoring
+    names = split_names(views[0].predictions)
+    return LabelEvaluation(
+        label,
+        scoring.loss,
+        scoring.names[0],
+        metric_infos(scoring),
+        tuple(_Group(name, views, simple, scoring).summary() for name in names),
+        tuple(YardstickFacts(one.name, one.short_name, one.told, one.chosen) for one in simple),
     )
 
 
@@ -132,7 +170,8 @@ class _Group:
 
     def summary(self) -> Group:
         """Return all that the report says about this split."""
-        rows = self._draws[self._first][0]  # every draw has as many of each task
+        # Every draw has as many of each task, if the label is always known.
+        rows = self._draws[self._first][0]
         support_E = _episode_support_rows(rows)
         return Group(
             name=self._name,

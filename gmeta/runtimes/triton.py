@@ -4,7 +4,7 @@ and the file that runs it.
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from gmeta.server.columns import LENGTHS, SUPPORT, Column, columns_of
@@ -14,7 +14,6 @@ from gmeta.serving.folder import ExportedConfig
 CONFIG_FILE = "config.pbtxt"
 BACKEND_FILE = Path("1") / "model.py"
 MODEL_FOLDER = Path("1") / "model"
-OUTPUTS = ("prediction", "prediction_before")
 _DATATYPES = {"BYTES": "TYPE_STRING", "INT64": "TYPE_INT64", "FP32": "TYPE_FP32"}
 
 
@@ -37,7 +36,7 @@ def config_text(name: str, config: ExportedConfig) -> str:
     inputs = [each for column in columns.read for each in _inputs("", column)]
     support = {column.name: column for column in (*columns.read, *columns.labels)}
     inputs += [each for column in support.values() for each in _inputs(SUPPORT, column)]
-    outputs = [_tensor(output, "FP32", shape=columns.output_shape) for output in OUTPUTS]
+    outputs = [_tensor(output.name, "FP32") for output in columns.outputs]
     return (
         f'name: {_quoted(name)}\nbackend: "python"\nmax_batch_size: 0\n'
         f"input [\n{_joined(inputs)}\n]\noutput [\n{_joined(outputs)}\n]\n"
@@ -53,9 +52,8 @@ def _inputs(prefix: str, column: Column) -> Iterator[str]:
         yield _tensor(prefix + column.name + LENGTHS, "INT64", optional)
 
 
-def _tensor(name: str, datatype: str, more: str = "", shape: Sequence[int] = (-1,)) -> str:
-    dims = f"dims: [ {', '.join(map(str, shape))} ]"
-    return f"  {{ name: {_quoted(name)} data_type: {_DATATYPES[datatype]} {dims}{more} }}"
+def _tensor(name: str, datatype: str, more: str = "") -> str:
+    return f"  {{ name: {_quoted(name)} data_type: {_DATATYPES[datatype]} dims: [ -1 ]{more} }}"
 
 
 def _joined(entries: list[str]) -> str:

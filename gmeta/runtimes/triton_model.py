@@ -17,9 +17,8 @@ from gmeta.errors import GMetaError
 from gmeta.server.columns import columns_of, rows_of
 from gmeta.server.errors import RequestError, bad
 from gmeta.server.tensors import Tensor
+from gmeta.serving.outputs import BEFORE, PREDICTION
 from metaio.errors import MetaIOError
-
-PREDICTION, BEFORE = "prediction", "prediction_before"
 
 
 class TritonPythonModel:
@@ -53,7 +52,8 @@ class TritonPythonModel:
         after_N = before_N
         if support is not None:
             after_N = self.model.adapt(support).predict(query).numpy()
-        return {PREDICTION: after_N, BEFORE: before_N}
+        found = {PREDICTION: after_N, BEFORE: before_N}
+        return {one.name: one.values_N(found[one.of]) for one in self.columns.outputs}
 
 
 def _tensor(given: Any) -> Tensor:

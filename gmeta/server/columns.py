@@ -16,6 +16,7 @@ from gmeta.errors import UserError
 from gmeta.server.errors import bad
 from gmeta.server.tensors import Tensor
 from gmeta.serving.folder import ExportedConfig
+from gmeta.serving.outputs import PREDICTION, Output, outputs_of
 from metaio.counted import counted
 
 SUPPORT = "support."
@@ -43,12 +44,12 @@ class ModelColumns:
     read: tuple[Column, ...]
     # Columns of the schema that no prediction needs: taken and left alone.
     ignored: frozenset[str]
-    num_labels: int = 1
+    outputs: tuple[Output, ...]
 
-    @property
-    def output_shape(self) -> list[int]:
-        """Return the shape of an output: a number for each row, or one for each of its labels."""
-        return [-1] if self.num_labels == 1 else [-1, self.num_labels]
+    @cached_property
+    def unasked(self) -> tuple[Output, ...]:
+        """Return what is answered where no output is asked for: each label after adaptation."""
+        return tuple(output for output in self.outputs if output.of == PREDICTION)
 
     @cached_property
     def known(self) -> dict[str, Column]:
@@ -98,7 +99,7 @@ def columns_of(config: ExportedConfig) -> ModelColumns:
         tuple(read.get(label.name, label) for label in _labels(config)),
         tuple(read.values()),
         frozenset(ignored),
-        features.num_labels,
+        outputs_of(config),
     )
     for name in found.known:
         if name.startswith(SUPPORT) or (name.endswith(LENGTHS) and name[: -len(LENGTHS)] in read):

@@ -18,7 +18,8 @@ import pyarrow as pa
 from gmeta.errors import UserError
 from gmeta.server.cache import Entry, TaskCache
 from gmeta.server.errors import RequestError, bad
-from gmeta.server.protocol import BEFORE, PREDICTION, Answer, Inference, Placed
+from gmeta.server.protocol import Answer, Inference, Placed
+from gmeta.serving.outputs import BEFORE, PREDICTION
 from gmeta.serving.rows import EncodedColumns, join_rows, no_rows, split_rows
 from gmeta.serving.states import AdaptedTensors, TaskState, split, stacked, stretch
 from gmeta.serving.tasks import cuts

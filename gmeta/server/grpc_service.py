@@ -96,11 +96,7 @@ class _Servicer:
 
         async def respond() -> Any:
             self._service.check_model(request.name, request.version)
-            told = self._service.model_metadata()
-            kind = pb.ModelMetadataResponse.TensorMetadata
-            for side in ("inputs", "outputs"):
-                told[side] = [kind(**tensor) for tensor in told[side]]
-            return pb.ModelMetadataResponse(**told)
+            return _metadata(self._service.model_metadata())
 
         return await self._answered(context, Right.METADATA, respond)
 
@@ -139,6 +135,19 @@ class _Servicer:
                 pushback = ("grpc-retry-pushback-ms", str(error.retry_after_s * 1000))
                 context.set_trailing_metadata((pushback,))
             await context.abort(getattr(grpc.StatusCode, error.grpc_code), str(error))
+
+
+def _metadata(told: dict[str, Any]) -> Any:
+    """Return a model's metadata as the protocol's message, from its JSON."""
+    kind = pb.ModelMetadataResponse.TensorMetadata
+    for side in ("inputs", "outputs"):
+        for tensor in told[side]:
+            given = tensor.pop("parameters", {})
+            tensor["parameters"] = {
+                name: pb.InferParameter(string_param=value) for name, value in given.items()
+            }
+        told[side] = [kind(**tensor) for tensor in told[side]]
+    return pb.ModelMetadataResponse(**told)
 
 
 async def _read(request: Any, service: Service) -> Inference:
@@ -185,8 +194,7 @@ def _response(model: str, asked: Inference, answer: Answer) -> Any:
     for name, value in answer.parameters.items():
         kind = "int64_param" if isinstance(value, int) else "string_param"
         setattr(response.parameters[name], kind, value)
-    for name in asked.outputs:
-        values = answer.outputs[name]
+    for name, values in answer.named(asked):
         response.outputs.add(name=name, datatype="FP32", shape=values.shape)
         response.raw_output_contents.append(raw_bytes(values))
     return response

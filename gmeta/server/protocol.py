@@ -4,7 +4,7 @@ grpc_service.py.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,8 @@ from gmeta.server.tensors import (
     tensor_from_json,
     tensor_from_raw,
 )
+from gmeta.serving.outputs import PREDICTION, Output
 
-PREDICTION = "prediction"
-BEFORE = "prediction_before"  # without adaptation; only where it is asked for
-OUTPUTS = (PREDICTION, BEFORE)
 TASK_KEY = "task_key"
 MAX_KEY_CHARS = 256
 MAX_ID_CHARS = 256
@@ -40,12 +38,14 @@ PLATFORM = "gmeta_export"
 @dataclass(frozen=True)
 class Inference:
     """What a request asks for: rows to adapt by, the name of a task whose state is kept, rows to
-    predict; each may be missing."""
+    predict; each may be missing. `outputs` are to be computed, each for all labels, `named` to be
+    answered with."""
 
     support: pa.Table | None
     query: pa.Table | None
     task_key: str | None = None
     outputs: tuple[str, ...] = (PREDICTION,)
+    named: tuple[Output, ...] = ()
     request_id: str = ""
     # The outputs that travel as bytes behind the JSON.
     binary: frozenset[str] = frozenset()
@@ -58,9 +58,9 @@ class Inference:
 
 @dataclass(frozen=True)
 class Answer:
-    """The outputs of a request, by name, each [N], of several labels [N, labels]; `version` is that
-    of the model that computed all of it, `cache` says hit, stored or restored where a task key was
-    given."""
+    """What was computed for a request, by name, each [N], of several labels [N, labels]; `version`
+    is that of the model that computed all of it, `cache` says hit, stored or restored where a task
+    key was given."""
 
     version: str
     outputs: Mapping[str, npt.NDArray[np.float32]]
@@ -72,6 +72,11 @@ class Answer:
         """Return what stands beside the outputs."""
         cache: dict[str, str | int] = {"task_cache": self.cache} if self.cache else {}
         return {"support_rows": self.support_rows, **cache}
+
+    def named(self, request: Inference) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+        """Yield the name and the values [N] of each output that was asked for."""
+        for output in request.named:
+            yield output.name, output.values_N(self.outputs[output.of])
 
 
 Outcome = Answer | RequestError
@@ -88,11 +93,10 @@ def make_inference(
     binary: frozenset[str] = frozenset(),
 ) -> Inference:
     """Return a request as its parts say. Raise RequestError."""
+    known = {output.name: output for output in columns.outputs}
     for name in outputs:
-        if name not in OUTPUTS:
-            raise bad(
-                f"output {name[:80]!r} is unknown; there are {', '.join(OUTPUTS)}. Correct it"
-            )
+        if name not in known:
+            raise bad(f"output {name[:80]!r} is unknown; there are {', '.join(known)}. Correct it")
     key = parameters.get(TASK_KEY)
     if key is not None and not (
         isinstance(key, str) and 0 < len(key) <= MAX_KEY_CHARS and key.isprintable()
@@ -109,8 +113,9 @@ def make_inference(
             "the request has no rows to predict: send the model's columns as inputs; or support "
             f"rows alone with the parameter {TASK_KEY}, to keep the adapted task"
         )
-    asked = tuple(dict.fromkeys(outputs)) or (PREDICTION,)
-    made = Inference(support, query, key, asked, request_id, binary)
+    asked = tuple(known[name] for name in dict.fromkeys(outputs)) or columns.unasked
+    computed = tuple(dict.fromkeys(output.of for output in asked))
+    made = Inference(support, query, key, computed, asked, request_id, binary)
     if made.num_rows > limits.rows:
         raise RequestError(
             413,
@@ -138,7 +143,7 @@ def parse_http(
     request = _object(body[:size])
     parameters = _mapping(request, "parameters")
     tensors = _tensors(_items(request, "inputs"), memoryview(body)[size:])
-    names, binary = _outputs(request, parameters)
+    names, binary = _outputs(columns, request, parameters)
     request_id = request.get("id", "")
     if not isinstance(request_id, str):
         raise bad(f"id is {request_id!r:.80}; a text is needed. Correct it")
@@ -196,7 +201,7 @@ def _tensors(inputs: Sequence[Mapping[str, Any]], rest: memoryview) -> list[Tens
 
 
 def _outputs(
-    request: Mapping[str, Any], parameters: Mapping[str, Any]
+    columns: ModelColumns, request: Mapping[str, Any], parameters: Mapping[str, Any]
 ) -> tuple[list[str], frozenset[str]]:
     """Return the names of the outputs asked for, and those that are to travel as bytes."""
     names, binary = [], set()
@@ -204,20 +209,20 @@ def _outputs(
     for each in _items(request, "outputs"):
         name = each.get("name")
         if not isinstance(name, str):
-            raise bad(f"an output's name is {name!r:.40}; there are {', '.join(OUTPUTS)}")
+            known = ", ".join(output.name for output in columns.outputs)
+            raise bad(f"an output's name is {name!r:.40}; there are {known}")
         names.append(name)
         if _mapping(each, "parameters").get("binary_data", everywhere) is True:
             binary.add(name)
     if not names and everywhere:
-        binary.add(PREDICTION)
+        binary.update(output.name for output in columns.unasked)
     return names, frozenset(binary)
 
 
 def render_http(model: str, request: Inference, answer: Answer) -> tuple[bytes, dict[str, str]]:
     """Return the body of a response and its headers."""
     outputs, behind = [], []
-    for name in request.outputs:
-        values = answer.outputs[name]
+    for name, values in answer.named(request):
         told: dict[str, Any] = {"name": name, "datatype": "FP32", "shape": list(values.shape)}
         if name in request.binary:
             behind.append(raw_bytes(values))
@@ -246,9 +251,12 @@ def model_metadata(name: str, version: str, columns: ModelColumns) -> dict[str, 
     query = [_metadata(column.name, column) for column in columns.read]
     support_columns = {column.name: column for column in (*columns.read, *columns.labels)}
     support = [_metadata(f"support.{name}", each) for name, each in support_columns.items()]
-    outputs = [
-        {"name": output, "datatype": "FP32", "shape": columns.output_shape} for output in OUTPUTS
-    ]
+    outputs = []
+    for output in columns.outputs:
+        named = {"label": output.label} if output.label else {}
+        parameters = {**named, "loss": output.loss}
+        told = {"name": output.name, "datatype": "FP32", "shape": [-1], "parameters": parameters}
+        outputs.append(told)
     return {
         "name": name,
         "versions": [version],

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from gmeta.batches.labels import ONE_LABEL, ScoredLabel
 from gmeta.batches.views import View
 from gmeta.errors import UserError
 from gmeta.yardstick.describing import describing_columns
@@ -48,6 +49,7 @@ class Candidates:
     """
 
     per_positive: int
+    label: ScoredLabel
     threshold: float  # the least label of a positive row
     item: int
     sparse: tuple[bool, ...]  # which sparse columns change with the item
@@ -57,7 +59,7 @@ class Candidates:
 
     def parts(self, rows: EpisodeRows, view: View) -> Iterator[Listed]:
         """Yield the episodes with sampled rows, as many at a time as fit."""
-        is_positive_N = (rows.label_N >= self.threshold) & ~rows.is_support_N
+        is_positive_N = self._is_positive_N(rows)
         size_N = 1 + self.per_positive * is_positive_N.astype(np.int64)
         size_T = np.bincount(rows.episode_N, size_N, len(rows.task_T))
         chunk_T = (np.cumsum(size_T) - 1) // MOST_ROWS
@@ -66,8 +68,12 @@ class Candidates:
             listed = self._listed(rows.episodes(chosen), view.draw)
             yield replace(listed, source_M=listed.source_M + rows.row_offsets_T1[chosen[0]])
 
+    def _is_positive_N(self, rows: EpisodeRows) -> Bools:
+        # A label that is not known is NaN, which is at least nothing.
+        return (self.label.label_N(rows.label_N) >= self.threshold) & ~rows.is_support_N
+
     def _listed(self, rows: EpisodeRows, draw: int) -> Listed:
-        is_positive_N = (rows.label_N >= self.threshold) & ~rows.is_support_N
+        is_positive_N = self._is_positive_N(rows)
         repeats_N = 1 + self.per_positive * is_positive_N.astype(np.int64)
         source_M = np.repeat(np.arange(rows.num_rows), repeats_N)
         is_sampled_M = np.ones(len(source_M), np.bool_)
@@ -111,6 +117,7 @@ def candidates_of(
     per_positive: int,
     threshold: float,
     item_column: str = "",
+    label: ScoredLabel = ONE_LABEL,
 ) -> Candidates:
     """Return what is sampled for the tasks of `splits`, from the rows of the whole dataset: each is
     read once.
@@ -170,7 +177,7 @@ def candidates_of(
                 f"evaluation.candidates = {per_positive}, but task {task} has no row of "
                 f"{items.num_rows - len(own):,} of the {items.num_rows:,} items alone. Lower it"
             )
-    return Candidates(per_positive, threshold, item, sparse, dense, items, of_task)
+    return Candidates(per_positive, label, threshold, item, sparse, dense, items, of_task)
 
 
 def places_N2(score_M: npt.NDArray[np.floating], is_sampled_M: Bools) -> npt.NDArray[np.int32]:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from gmeta.batches.labels import ONE_LABEL, ScoredLabel
 from gmeta.batches.views import Shown, View
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
@@ -69,29 +70,39 @@ def measure(
     shown: Shown = Shown(),  # noqa: B008 - frozen
     on: Dataset | None = None,
     candidates: Candidates | None = None,
+    label: ScoredLabel = ONE_LABEL,
 ) -> Yardsticks:
-    """Return the predictions of the bias model and of the trees, made from `dataset`, for the query
-    rows of `splits` of `on` (None: of the same dataset), as the runs were shown them.
+    """Return the predictions of the bias model and of the trees, made from the rows of `dataset`
+    where the label is known, for the query rows of `splits` of `on` (None: of the same dataset), as
+    the runs were shown them.
 
     Raises:
         UserError: there is no such item column.
         FormatError: a file is missing or damaged.
     """
     item = item_index(dataset, item_column)
-    loss, train_split = config.outer.loss, config.data.train_split
+    loss, train_split = config.loss_of(label.name), config.data.train_split
     valid_splits = config.data.valid_splits
     scored = [split for split in splits if on is not None or split != train_split]
     if not scored:
         return Yardsticks((), (f"no yardstick: it is made from {train_split}, which is scored",))
-    sums = sum_training_rows(read_rows(dataset, train_split), dataset.features, SEED)
-    train = sample_rows(dataset, train_split, SAMPLE_ROWS, SEED)
-    valid = [sample_rows(dataset, split, SAMPLE_ROWS, SEED) for split in valid_splits]
+    read = (rows.of_label(label) for rows in read_rows(dataset, train_split))
+    sums = sum_training_rows(read, dataset.features, SEED)
+    train = sample_rows(dataset, train_split, SAMPLE_ROWS, SEED).of_label(label)
+    valid = [
+        sample_rows(dataset, split, SAMPLE_ROWS, SEED).of_label(label) for split in valid_splits
+    ]
     judges = [some_of(rows, CHOOSING_ROWS, SEED) for rows in valid or [train]]
+    of_label = f" of {label.name}" if label.name else ""
+    if not sums.num_rows or any(rows.is_support_N.all() for rows in judges):
+        told_on = ", ".join(valid_splits or (train_split,))
+        lacking = f"no yardstick{of_label}: {train_split} or {told_on} has no row to learn from"
+        return Yardsticks((), (lacking,))
     bias = choose_bias(loss, sums, judges, item, SEED)
     told = _told_bias(dataset, bias, item is None, train, valid_splits)
-    asked = _Asked(dataset if on is None else on, dataset, scored, shown, candidates)
-    rows = _predicted(asked, lambda rows: bias.predict(sums, rows)[~rows.is_support_N])
-    found = (EvaluatedYardstick(*told, *rows),)
+    asked = _Asked(dataset if on is None else on, dataset, scored, shown, candidates, label)
+    tables = _predicted(asked, lambda rows: bias.predict(sums, rows)[~rows.is_support_N])
+    found = (EvaluatedYardstick(*told, *tables, label.name),)
     if not with_trees:
         return Yardsticks(found, ("boosted trees: left out, as --no-trees asks",))
     if not trees.available():
@@ -100,10 +111,11 @@ def measure(
     known = Known(sums, dataset.features, bias, describing)
     grown = trees.grow(loss, known, train, valid, dataset.manifest.support_is_past, SEED)
     if grown is None:
-        return Yardsticks(found, ("boosted trees: none, there are too few training tasks",))
+        few = f"boosted trees{of_label}: none, there are too few training tasks"
+        return Yardsticks(found, (few,))
     told = _told_trees(grown, valid_splits)
-    rows = _predicted(asked, lambda rows: grown.predict(known, rows))
-    return Yardsticks((*found, EvaluatedYardstick(*told, *rows)))
+    tables = _predicted(asked, lambda rows: grown.predict(known, rows))
+    return Yardsticks((*found, EvaluatedYardstick(*told, *tables, label.name)))
 
 
 class _Asked(NamedTuple):
@@ -114,15 +126,20 @@ class _Asked(NamedTuple):
     splits: Sequence[str]
     shown: Shown
     candidates: Candidates | None
+    label: ScoredLabel
 
 
 def _predicted(
     asked: _Asked, predict: Callable[[EpisodeRows], Floats]
 ) -> tuple[pa.Table, dict[int, pa.Table]]:
-    """Return a row for each query row of each draw, and the same of each number of support rows."""
+    """Return a row for each query row of each draw, and the same of each number of support rows;
+    `predict` is told of the support rows those where the label is known."""
+
+    def by_known(rows: EpisodeRows) -> Floats:
+        return predict(rows.of_label(asked.label, is_predicted=True))
 
     def of(view: View) -> pa.Table:
-        return with_raw_ids(_predicted_view(asked, view, predict), asked.dataset, asked.known)
+        return with_raw_ids(_predicted_view(asked, view, by_known), asked.dataset, asked.known)
 
     limited = {most: of(View(max_support=most)) for most in asked.shown.support_sizes}
     return pa.concat_tables([of(View(draw)) for draw in range(asked.shown.draws)]), limited
@@ -143,7 +160,7 @@ def _predicted_view(
                 "split": pa.array([split] * int(np.count_nonzero(query_N)), pa.string()),
                 "task": rows.task_T[episode_N][query_N],
                 "support_rows": rows.support_lengths_T[episode_N][query_N].astype(np.int32),
-                "label": rows.label_N[query_N].astype(np.float32),
+                "label": asked.label.label_N(rows.label_N)[query_N].astype(np.float32),
                 "draw": np.full(np.count_nonzero(query_N), view.draw, np.int32),
                 **_outputs(rows, view, asked.candidates, predict),
             }

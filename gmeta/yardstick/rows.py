@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from gmeta.batches.labels import ScoredLabel
 from gmeta.batches.views import STORED, View
 from metaio.format.block import Block, Rows, multi_feature_of_values
 from metaio.hashing import splitmix64
@@ -44,7 +45,9 @@ class Lists:
 
 @dataclass(frozen=True)
 class EpisodeRows:
-    """Whole episodes, rows of an episode together, support rows before query rows."""
+    """Whole episodes, rows of an episode together, support rows before query rows; of several
+    labels `label_N` is [N, L], NaN where one is not known.
+    """
 
     task_T: Int64
     row_offsets_T1: Int64
@@ -86,6 +89,19 @@ class EpisodeRows:
         """Return the rows that an evaluation shows by a view."""
         stored = (self.task_T, self.row_offsets_T1, self.support_lengths_T)
         return self if view == STORED else self.arranged(*view.arrangement(*stored))
+
+    def of_label(self, label: ScoredLabel, is_predicted: bool = False) -> "EpisodeRows":
+        """Return the rows where a label is known, with it alone; if they are predicted, all query
+        rows, and NaN where it is not known.
+        """
+        label_N = label.label_N(self.label_N)
+        known_N = ~np.isnan(label_N)
+        kept_N = known_N | (~self.is_support_N & is_predicted)
+        support_T = np.bincount(
+            self.episode_N, known_N & self.is_support_N, minlength=len(self.task_T)
+        )
+        rows = replace(self, label_N=label_N)
+        return rows.arranged(np.flatnonzero(kept_N), support_T.astype(np.int64))
 
     def _with_rows(self, rows_N: Int64, support_lengths_T: Int64) -> "EpisodeRows":
         return replace(

@@ -120,6 +120,7 @@ def test_what_is_no_number_has_a_reason_and_what_fails_a_line() -> None:
     [
         ("auc", "auc", ""),
         ("ndcg@3:rating", "ndcg@3", "rating"),
+        ("ac:rating", "ac", "rating"),  # a mistyped metric, as there is no such module
         (":rating", "", "rating"),
         (f"{HERE}:MEAN_ERROR", f"{HERE}:MEAN_ERROR", ""),
         (f"{HERE}:MEAN_ERROR:rating", f"{HERE}:MEAN_ERROR", "rating"),
@@ -129,6 +130,15 @@ def test_what_is_no_number_has_a_reason_and_what_fails_a_line() -> None:
 def test_a_label_may_stand_behind_any_metric(metric: str, name: str, label: str) -> None:
     assert label_of(metric) == (name, label)
     assert is_metric(metric) == bool(name and not label)
+
+
+def test_a_module_that_is_named_nearly_as_a_metric_is_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "aucs.py").touch()
+    assert label_of("aucs:rating") == ("aucs:rating", "")
+    assert label_of("aucz:rating") == ("aucz", "rating")
 
 
 def test_a_name_of_something_else_is_refused() -> None:

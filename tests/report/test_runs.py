@@ -6,19 +6,31 @@ import numpy as np
 import pytest
 
 from gmeta.errors import UserError
-from gmeta.report.runs import EvaluatedRun, check_runs, rows_of_split, same_rows, split_names
+from gmeta.report.runs import (
+    EvaluatedRun,
+    check_runs,
+    rows_of_split,
+    runs_of,
+    same_rows,
+    split_names,
+)
 from tests.report.sample import baseline_of, run_of, with_column
 
 
 def refusal(*runs: EvaluatedRun) -> str:
-    with pytest.raises(UserError) as caught:
+    def check() -> None:
         check_runs(runs)
+        runs_of(runs, runs[0].label)
+
+    with pytest.raises(UserError) as caught:
+        check()
     return str(caught.value)
 
 
 def test_good_runs_pass() -> None:
     check_runs([run_of("mse"), baseline_of("mse")])
     check_runs([run_of("bce"), baseline_of("bce")])
+    runs_of([run_of("bce"), baseline_of("bce")], "")
 
 
 def test_no_runs_are_refused() -> None:
@@ -42,7 +54,7 @@ def test_another_loss_is_refused() -> None:
 
 
 def test_runs_of_two_losses_of_ratings_compare() -> None:
-    check_runs([run_of("mse"), baseline_of("huber"), run_of("mae", "third")])
+    runs_of([run_of("mse"), baseline_of("huber"), run_of("mae", "third")], "")
 
 
 def test_a_missing_column_is_named() -> None:

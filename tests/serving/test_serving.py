@@ -23,7 +23,6 @@ from gmeta.adaptation.algorithms.registry import ALGORITHMS
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.config import SupportFeaturesConfig
 from gmeta.cli import app
-from gmeta.commands.work.predict import OUTPUT_COLUMNS
 from gmeta.errors import UserError
 from gmeta.serving import tasks
 from gmeta.serving.folder import TableFormat
@@ -475,7 +474,12 @@ def test_predict_says_what_is_wrong_with_its_files(exported: Path, tmp_path: Pat
     )
     out = tmp_path / "out.parquet"
     found, written = pq.read_table(out), out.read_bytes()
-    assert found.column_names == [*query_names(query), *OUTPUT_COLUMNS]
+    assert found.column_names == [
+        *query_names(query),
+        "prediction",
+        "prediction_before",
+        "support_rows",
+    ]
     assert found["prediction"].equals(found["prediction_before"])
     assert set(found["support_rows"].to_pylist()) == {0}
     for name, message in (

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gmeta.batches.labels import scored_labels
 from gmeta.batches.views import Shown
 from gmeta.checkpoints.loader import best_not_kept
 from gmeta.commands.screen import first_progress, print_result, screen, show_table
@@ -15,6 +16,7 @@ from gmeta.evaluate import (
     data_of,
     drawn_once,
     evaluate_run,
+    judged_by,
     splits_to_score,
 )
 from gmeta.feeds.increment import open_data, open_named
@@ -44,25 +46,23 @@ class Asked:
     draws: int = 1
     support_sizes: tuple[int, ...] = ()
     on: str = ""
+    label: str = ""
 
 
 def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainConfig) -> None:
     """Score the runs at `roots` together with the other ranks, by the first run's `config`."""
-    chosen = overridden(config, asked.overrides)
-    adapting, wanted = chosen.algorithm, Shown(asked.draws, asked.support_sizes)
+    wanted = Shown(asked.draws, asked.support_sizes)
 
     def work(ranks: Ranks) -> None:
         # Folders of the same name in different places are told apart by their paths.
         short = len({root.name for root in roots}) == len(roots)
+        dataset = open_data(config.data)
+        label = _label(dataset, asked.label) or config.labels.judged
         for root in roots:
             checkpoint_of(RunFolder(root))
-        dataset = open_data(config.data)
-        if names := dataset.features.labels:
-            raise UserError(
-                f"{dataset.url} has the labels {', '.join(names)}: gmeta evaluate scores one label "
-                "that every row has. The scores of each are those of data.valid_split, in "
-                "metrics.jsonl; or score what gmeta predict writes"
-            )
+            own = RunFolder(root).read_config()
+            judged_by(label, own, open_data(own.data))
+        chosen = judged_by(label, overridden(config, asked.overrides), dataset)
         if asked.item_column:  # what is wrong with it is told before minutes are spent
             item_index(dataset, asked.item_column)
         on = translated(open_named(asked.on), dataset) if asked.on else None
@@ -83,11 +83,12 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
                         name,
                         asked.splits,
                         ranks,
-                        adapting if root == roots[0] else None,
+                        chosen.algorithm if root == roots[0] else None,
                         shown,
                         asked.on,
                         candidates,
                         advance,
+                        label,
                     )
                 )
         if ranks.rank == 0:
@@ -97,10 +98,23 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
             console = screen()
             screen(stderr=True).print("the runs are scored; now the yardstick, from training rows")
             splits = split_names(evaluated[0].predictions)
-            found = measure(
-                config, dataset, splits, asked.item_column, asked.trees, shown, on, candidates
-            )
-            paths = write(out, evaluated, found.models, [*found.notes, *notes])
+            yardsticks = [
+                measure(
+                    chosen,
+                    dataset,
+                    splits,
+                    asked.item_column,
+                    asked.trees,
+                    shown,
+                    on,
+                    candidates if one.is_judged else None,
+                    one,
+                )
+                for one in scored_labels(chosen, dataset)
+            ]
+            models = [model for found in yardsticks for model in found.models]
+            told = dict.fromkeys(note for found in yardsticks for note in found.notes)
+            paths = write(out, evaluated, models, [*told, *notes])
             show_table(console, console_table(paths.evaluation))
             evaluation = json.loads(Path(paths.evaluation_json).read_text())
             print_result({"report": paths.html, "evaluation": evaluation})
@@ -115,6 +129,19 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
     be_rank(device, config.run.collective_timeout_s, told, work)
 
 
+def _label(dataset: Dataset, label: str) -> str:
+    """Return the label asked for, "" for none.
+
+    Raises:
+        UserError: the dataset has one label without a name.
+    """
+    if label and not dataset.features.labels:
+        raise UserError(
+            f"--label = {label!r}, but {dataset.url} has one label, which has no name. Leave it out"
+        )
+    return label
+
+
 def _candidates(
     config: TrainConfig, dataset: Dataset, asked: Asked, ranks: Ranks
 ) -> Candidates | None:
@@ -127,8 +154,14 @@ def _candidates(
     def sample() -> None:
         scoring = Scoring(config.loss_of(), config.evaluation)
         splits = splits_to_score(config, dataset, asked.splits)
+        (judged,) = (one for one in scored_labels(config, dataset) if one.is_judged)
         made = candidates_of(
-            dataset, splits, config.evaluation.candidates, scoring.threshold, asked.item_column
+            dataset,
+            splits,
+            config.evaluation.candidates,
+            scoring.threshold,
+            asked.item_column,
+            judged,
         )
         found.append(made)
 

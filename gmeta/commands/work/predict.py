@@ -5,11 +5,10 @@ from pathlib import Path
 from gmeta.commands.screen import print_result, progress_bars, screen
 from gmeta.errors import UserError
 from gmeta.serving.bulk.files import RowFiles, check_fits
-from gmeta.serving.bulk.predict import OUTPUT, output_of, predict_files
+from gmeta.serving.bulk.predict import predict_files, schema_of
 from gmeta.serving.load import load
+from gmeta.serving.outputs import outputs_of
 from metaio.counted import counted
-
-OUTPUT_COLUMNS = tuple(OUTPUT.names)
 
 
 def predict_rows(
@@ -23,7 +22,7 @@ def predict_rows(
             raise UserError(
                 f"--out = {str(out)!r} is {what}, whose rows would be replaced. Name another file"
             )
-    for name in output_of(served.config.features.labels).names:
+    for name in schema_of(outputs_of(served.config)).names:
         if name in query_rows.schema.names:
             raise UserError(
                 f"{query} has a column {name} already: the output would have two of them. "

@@ -13,34 +13,24 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from torch import Tensor
 
 from gmeta.serving.bulk.files import RowFiles, writer_of
 from gmeta.serving.bulk.spool import TaskSpool
 from gmeta.serving.columns import check_task_kinds
 from gmeta.serving.model import ServedModel
+from gmeta.serving.outputs import BEFORE, PREDICTION, Output, outputs_of
 from gmeta.serving.tasks import refuse_without_support
 from metaio.format.destination import flush_to_disk, folder_of_one_writer
 
-OUTPUT = pa.schema(
-    [
-        ("prediction", pa.float32()),
-        ("prediction_before", pa.float32()),
-        ("support_rows", pa.int64()),
-    ]
-)
+SUPPORT_ROWS = "support_rows"
 
 
-def output_of(labels: Sequence[str]) -> pa.Schema:
-    """Return the columns that are written beside the query's: OUTPUT, or of several labels its
-    first two once for each, with the label's name behind them.
+def schema_of(outputs: Sequence[Output]) -> pa.Schema:
+    """Return the columns that are written beside the query's: the outputs, and how many support
+    rows the row's task had.
     """
-    if len(labels) < 2:
-        return OUTPUT
-    fields = [
-        pa.field(f"{name}_{label}", pa.float32()) for name in OUTPUT.names[:2] for label in labels
-    ]
-    return pa.schema([*fields, OUTPUT.field(2)])
+    fields = [(output.name, pa.float32()) for output in outputs]
+    return pa.schema([*fields, (SUPPORT_ROWS, pa.int64())])
 
 
 # Of both sides, in memory at once: encoded rows of 39 columns are 300 bytes each.
@@ -87,7 +77,7 @@ def predict_files(
     advance: Advance,
     part_rows: int = PART_ROWS,
 ) -> Predicted:
-    """Write the query's rows in their order, with the columns of OUTPUT, to `out`, which appears
+    """Write the query's rows in their order, with the columns of schema_of, to `out`, which appears
     whole or not at all. About `part_rows` rows, at least those of the longest task, are in memory.
 
     Raises:
@@ -108,7 +98,7 @@ def predict_files(
         queries = _spooled(served, query, "query", folder / "query", num_parts, clock)
         if not allow_no_support:
             _check_support(supports, queries)
-        output = output_of(served.config.features.labels)
+        output = schema_of(outputs_of(served.config))
         kinds = np.dtype([(field.name, field.type.to_pandas_dtype()) for field in output])
         # A file of no byte cannot be mapped.
         shape = (max(query.num_rows, 1),)
@@ -166,17 +156,13 @@ def _predict(
             continue
         with clock:
             found = served.predict_tasks_encoded(support.rows(part), query.rows(part), True)
-        values = [*_columns(found.after_N), *_columns(found.before_N), found.support_rows_N]
-        for name, value_N in zip(found_N.dtype.names or (), values, strict=True):
-            found_N[name][place_N] = value_N.numpy()
+        of = {PREDICTION: found.after_N, BEFORE: found.before_N}
+        for output in outputs_of(served.config):
+            found_N[output.name][place_N] = output.values_N(of[output.of]).numpy()
+        found_N[SUPPORT_ROWS][place_N] = found.support_rows_N.numpy()
         without += int((found.support_rows_N == 0).sum())
         clock.did(len(place_N))
     return without
-
-
-def _columns(predicted: Tensor) -> tuple[Tensor, ...]:
-    """Return the predictions of each label: [N]."""
-    return predicted.unbind(1) if predicted.dim() > 1 else (predicted,)
 
 
 def _write(

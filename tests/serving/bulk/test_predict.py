@@ -18,10 +18,12 @@ from gmeta.cli import app
 from gmeta.errors import UserError
 from gmeta.serving.bulk import files, predict
 from gmeta.serving.bulk.files import RowFiles
-from gmeta.serving.bulk.predict import OUTPUT, predict_files
+from gmeta.serving.bulk.predict import predict_files
 from gmeta.serving.model import ServedModel
 from gmeta.serving.rows import EncodedColumns
 from tests.exported import FEATURES, random_rows, write_random_model
+
+OUTPUT = ["prediction", "prediction_before", "support_rows"]
 
 NUM_TASKS = 60
 
@@ -95,9 +97,9 @@ def test_rows_of_many_parts_are_predicted_as_all_at_once(
     )
     assert (found.num_rows, found.rows_without_support) == (900, 0)
     written = pq.read_table(tmp_path / "out.parquet")
-    assert written.drop_columns(OUTPUT.names).equals(query)
+    assert written.drop_columns(OUTPUT).equals(query)
     values = (expected.after_N, expected.before_N, expected.support_rows_N)
-    for name, wanted in zip(OUTPUT.names, values, strict=True):
+    for name, wanted in zip(OUTPUT, values, strict=True):
         np.testing.assert_allclose(written[name], wanted, rtol=0, atol=1e-6)
     assert sum(sizes) == 1_500
     # Tasks have 25 rows; of parts of 100 rows some get a few tasks more than others.

@@ -1,0 +1,39 @@
+"""What predictions are called, in files and in answers alike: of several labels one each.
+
+Shape suffixes: N rows, L labels.
+"""
+
+from typing import NamedTuple, TypeVar
+
+from gmeta.serving.folder import ExportedConfig
+
+PREDICTION = "prediction"
+BEFORE = "prediction_before"  # without adaptation
+
+# A tensor or an array, [N] or [N, L].
+Values = TypeVar("Values")
+
+
+class Output(NamedTuple):
+    """One column of predictions, such as `prediction_buy`: `of` is PREDICTION or BEFORE."""
+
+    name: str
+    of: str
+    label: str  # "" where the model's one label has no name
+    loss: str
+    at: int | None  # its place among the labels; None where predictions are [N]
+
+    def values_N(self, found: Values) -> Values:
+        """Return the values of it among predictions of all labels."""
+        return found if self.at is None else found[:, self.at]  # type: ignore[index, no-any-return]
+
+
+def outputs_of(config: ExportedConfig) -> tuple[Output, ...]:
+    """Return the outputs of a model: first those after adaptation, in the order of its labels."""
+    labels = config.features.labels or ("",)
+    several = len(labels) > 1
+    return tuple(
+        Output(f"{of}_{label}" if several else of, of, label, loss, at if several else None)
+        for of in (PREDICTION, BEFORE)
+        for at, (label, loss) in enumerate(zip(labels, config.losses, strict=True))
+    )
