@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gmeta.commands.screen import print_result, screen, show_table, size_text, table_of
+from gmeta.metrics.catalogue import predicted_by
 from gmeta.serving.folder import ExportedConfig, check_files, read_config, table_file
 from gmeta.tables.widths import widths_of_tables
 from metaio.counted import counted
@@ -17,6 +18,9 @@ def is_model(path: Path) -> bool:
         return False
 
 
+_PREDICTED = {"probability": "clicks", "rating": "ratings", "score": "scores"}
+
+
 def inspect_model(folder: Path, verify: bool) -> None:
     """Show the columns and tables of an exported model.
 
@@ -27,7 +31,7 @@ def inspect_model(folder: Path, verify: bool) -> None:
     source, console = config.source, screen()
     console.print(
         f"model {folder}: {config.algorithm.name} with {config.model.name}, predicts "
-        f"{'clicks' if config.loss == 'bce' else 'ratings'}; step {source.get('step', '?')} of "
+        f"{_PREDICTED[predicted_by(config.judged_loss)]}; step {source.get('step', '?')} of "
         f"{source.get('run', '?')}, exported {source.get('exported_at', '?')}"
     )
     heads = ("column", "used as", "table", "values")

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from gmeta.metrics.catalogue import Scoring, metric_infos
+from gmeta.metrics.catalogue import Scoring, metric_infos, predicted_by
 from gmeta.metrics.terms import Array, Ints, Terms
 from gmeta.report.cautions import cautions_of
 from gmeta.report.evaluation import (
@@ -72,6 +72,8 @@ def summarise(
     check_runs(runs, [one.name for one in yardsticks])
     scoring = runs[0].scoring
     infos = metric_infos(scoring)
+    if predicted_by(scoring.loss) == "score":
+        notes = (*notes, "calibration: -, scores of a ranking loss tell an order and no level")
     names = split_names(runs[0].predictions)
     groups = tuple(_Group(name, runs, yardsticks, scoring).summary() for name in names)
     draws = num_draws(runs[0].predictions)
