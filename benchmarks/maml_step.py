@@ -8,6 +8,7 @@ take turns in one process:
   plain        the same model without an inner loop, on support and query rows together
   maml, fomaml ours, second and first order
   common       as maml, but half of the features are the task's: the same on all of its rows
+  two_labels   as maml, with two labels a row, half of the second not known
   loop         a loop over tasks with explicit weights
   vmap         torch.func: every task gets its own copy of each weight
   bmm          per-task weights written out, one batched product a layer
@@ -37,7 +38,8 @@ from _synthetic import even_sizes, ragged_sizes, random_batch, single_id_feature
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
+from gmeta.adaptation.objectives import objectives_of
 from gmeta.learner import MetaLearner
 from gmeta_models import InputSizes, ModelConfig, build_model
 from metaio.read.batch import TaskBatch
@@ -47,11 +49,11 @@ CALLS = 2  # of a variant in a round
 MODELS = {"832-256-128-1": (256, 128), "832-512-256-1": (512, 256)}
 
 
-def model_of(hidden: tuple[int, ...]) -> nn.Module:
+def model_of(hidden: tuple[int, ...], num_labels: int = 1) -> nn.Module:
     """The MLP of the benchmark, initialised the same in every variant."""
     torch.manual_seed(0)
     config = ModelConfig(name="melu", embedding_dim=WIDTH, hidden=hidden)
-    return build_model(config, InputSizes(NUM_FEATURES, 0, 0))
+    return build_model(config, InputSizes(NUM_FEATURES, 0, 0, outputs=num_labels))
 
 
 def equal_batch(rows: int) -> TaskBatch:
@@ -81,12 +83,22 @@ def with_common(batch: TaskBatch) -> TaskBatch:
     return replace(batch, positions_NF=positions_NF)
 
 
+def with_second_label(batch: TaskBatch) -> TaskBatch:
+    """The batch with a second label, which every other row has: the first of the row before."""
+    second_N = batch.label_N.roll(1).masked_fill(torch.arange(batch.num_rows) % 2 == 0, torch.nan)
+    return replace(batch, label_N=torch.stack([batch.label_N, second_N], dim=1))
+
+
 def ours(batches: list[TaskBatch], hidden: tuple[int, ...], name: str, steps: int) -> Step:
     """A step of the engine's learner; arranging the batch is the host's work and not in it."""
     algorithm = AlgorithmConfig(
         name=name, inner_steps=steps, inner_lr=INNER_LR, adapt_embeddings=False
     )
-    return learner_step(MetaLearner(model_of(hidden), algorithm, "bce"), batches, WIDTH)
+    num_labels = 1 if batches[0].label_N.dim() == 1 else 2
+    names = ("click", "buy")[: num_labels if num_labels > 1 else 0]
+    objectives = objectives_of("bce", 1.0, LabelsConfig(), names)
+    learner = MetaLearner(model_of(hidden, num_labels), algorithm, objectives)
+    return learner_step(learner, batches, WIDTH)
 
 
 def by_hand(batch: TaskBatch, hidden: tuple[int, ...], kind: str, steps: int) -> Step:
@@ -171,6 +183,8 @@ def variant(name: str, batches: list[TaskBatch], hidden: tuple[int, ...], steps:
         return by_hand(batches[0], hidden, name, steps)
     if name == "common":
         return ours([with_common(batch) for batch in batches], hidden, "maml", steps)
+    if name == "two_labels":
+        return ours([with_second_label(batch) for batch in batches], hidden, "maml", steps)
     return ours(batches, hidden, {"plain": "none"}.get(name, name), steps)
 
 
@@ -181,7 +195,7 @@ def measure_sizes(
     results = {}
     for size in sizes:
         model, rows, ragged, steps = size
-        names = ["plain", "maml", "fomaml", "common"]
+        names = ["plain", "maml", "fomaml", "common", "two_labels"]
         if peers and not ragged and steps == 1:
             # They stack the tasks, which must be of one size.
             names += ["loop", "vmap", "bmm"]
@@ -241,7 +255,7 @@ def main() -> None:
             for steps in (1, 3)
         ]
     results = measure_sizes(sizes, options.rounds or (4 if options.quick else 9), peers=True)
-    lines, second, one, common, speedup = [], [], [], [], {}
+    lines, second, one, common, two, speedup = [], [], [], [], [], {}
     for (model, rows, ragged, steps), seconds in results.items():
         to_plain = {name: seconds[name] / seconds["plain"] for name in RATIOS}
         peers = {name: s for name, s in seconds.items() if name in ("loop", "vmap", "bmm")}
@@ -249,6 +263,7 @@ def main() -> None:
             second.append(to_plain["maml"])
             one.append(to_plain["fomaml"])
             common.append(to_plain["common"])
+            two.append(seconds["two_labels"] / seconds["maml"])
         if peers and model == first:
             speedup[rows] = min(peers.values()) / seconds["maml"]
         samples = 2 * rows * TASKS / 1e3
@@ -266,6 +281,7 @@ def main() -> None:
             "ratio_to_plain": max(second),
             "ratio_to_plain_first_order": max(one),
             "ratio_to_plain_common": max(common),
+            "two_labels_ratio": max(two),
             "peak_memory_ratio": memory,
             **{f"speedup_s{rows}": value for rows, value in speedup.items()},
             "threads": options.threads,
@@ -274,8 +290,8 @@ def main() -> None:
     )
 
 
-COLUMNS = ("plain", "fomaml", "maml", "common", "loop", "vmap", "bmm")
-RATIOS = ("maml", "fomaml", "common")
+COLUMNS = ("plain", "fomaml", "maml", "common", "two_labels", "loop", "vmap", "bmm")
+RATIOS = ("maml", "fomaml", "common", "two_labels")
 
 if __name__ == "__main__":
     main()

@@ -23,7 +23,7 @@ from gmeta.tables.sharding import ShardingConfig
 from gmeta_keys import key
 from gmeta_models.config import ModelConfig
 
-Loss = Literal["bce", "mse", "huber", "mae"]
+Loss = Literal["bce", "mse", "huber", "mae", "softmax", "pairwise"]
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class OuterConfig:
     loss: Loss = key(
         "bce",
         "bce: labels 0 and 1 (clicks); mse, or huber and mae for a small absolute error: "
-        "any number (ratings)",
+        "any number (ratings); softmax, pairwise: the order of a task's rows",
     )
     huber_delta: float = key(1.0, "huber: the error up to which its loss is squared", min=1e-6)
     dense_optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = key(

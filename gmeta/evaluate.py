@@ -24,7 +24,7 @@ from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.increment import open_named
 from gmeta.learner import MetaLearner
-from gmeta.metrics.catalogue import evaluate_split
+from gmeta.metrics.catalogue import evaluate_split, loss_metric
 from gmeta.outer.early_stop import scoring_of
 from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.sharding import local_learner, shard_learner
@@ -247,7 +247,7 @@ def choose_fine_tuning(
     the mean over these: one setting, or, where they are not the validation splits, one for each
     half of the tasks, the best of the other half. Collective."""
     # Not AUC: it does not see outputs that run away, as those of a rate do that is too high.
-    metric = "logloss" if config.loss_of() == "bce" else "mae"
+    metric = loss_metric(config.loss_of())
     is_halved = tuple(splits) != config.data.valid_splits
     most = TUNING_TASKS * (1 + is_halved)
     read = [tuning_batches(config, dataset, split, most, ranks) for split in splits]

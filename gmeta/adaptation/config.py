@@ -8,7 +8,8 @@ from gmeta_keys import key
 InnerPath = Literal["auto", "low_rank", "materialised"]
 LearnedRates = Literal["layer", "output", "weight"]
 PLAIN = "none"
-LOSSES = ("bce", "mse", "huber", "mae")
+RANKING = ("softmax", "pairwise")
+LOSSES = ("bce", "mse", "huber", "mae", *RANKING)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class LabelsConfig:
     """What is learnt of each label of a dataset that has several; docs/training.md."""
 
     loss: dict[str, str] = key(
-        dict, "by label: bce, mse, huber or mae; outer.loss of those not named here"
+        dict,
+        "by label: bce, mse, huber, mae, softmax or pairwise; outer.loss of those not named here",
     )
     weight: dict[str, float] = key(dict, "by label: what its loss is multiplied by; else 1")
     adapt: tuple[str, ...] = key((), "labels that the inner loop adapts on; []: all")

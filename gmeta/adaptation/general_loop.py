@@ -150,7 +150,7 @@ class GeneralLoop:
         error_N = label_N
         if known:
             cold_N = self.output_N(self.unadapted(rows, side), side)
-            error_N = self._objectives.outer.errors(cold_N, label_N, side.weight)
+            error_N = self._objectives.outer.errors(cold_N, label_N, side.weight, layout)
             label_N = known_labels(label_N, side.weight)
         pooling = model.pooling if isinstance(model, DecisionModel) else "mean"
         features_NX = inputs.pooled(pooling).side_by_side_NX()
@@ -200,4 +200,4 @@ class GeneralLoop:
 
 def _losses_N(losses: LabelLosses, logits: Tensor, side: Side) -> Tensor:
     """Return the loss of each row of a side."""
-    return losses.row_losses_N(logits, side.label_N, side.weight)
+    return losses.row_losses_N(logits, side.label_N, side.weight, side.layout)

@@ -14,13 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gmeta.adaptation.config import RANKING
+
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def labels_taken_N(kind: str, label_N: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """Return where the loss is defined: for `bce` from 0 to 1, else wherever it is finite."""
+    """Return where the loss is defined: for `bce` from 0 to 1, for `softmax` from 0 on, else
+    wherever it is finite.
+    """
     # NaN is neither below nor above anything.
-    return (label_N >= 0) & (label_N <= 1) if kind == "bce" else np.isfinite(label_N)
+    if kind == "bce":
+        return (label_N >= 0) & (label_N <= 1)
+    return np.isfinite(label_N) & (label_N >= 0) if kind == "softmax" else np.isfinite(label_N)
 
 
 class LossFunction(NamedTuple):
@@ -28,11 +34,17 @@ class LossFunction(NamedTuple):
 
     `bce` on logits; of the error e, `mse`: e^2, without a factor 1/2; `mae`: |e|; `huber`, Huber's
     loss (1964): e^2 / 2 up to an error of d = `huber_delta`, then d (|e| - d / 2). The minimiser of
-    `mae` is the median, that of `huber` lies between it and the mean.
+    `mae` is the median, that of `huber` lies between it and the mean. `softmax` and `pairwise` are
+    of a task's rows together: ranking.py.
     """
 
     kind: str
     huber_delta: float = 1.0
+
+    @property
+    def ranks(self) -> bool:
+        """Tell whether it is of a task's rows together, of which outputs give the order alone."""
+        return self.kind in RANKING
 
 
 def row_losses_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor:
@@ -74,3 +86,9 @@ def errors_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor:
 def in_float32(output_N: Tensor) -> Tensor:
     """Return it in float32 at least: a loss of autocast's 8 bits would move in steps of 0.4 %."""
     return output_N.float() if output_N.dtype in HALVES else output_N
+
+
+def softplus(values: Tensor) -> Tensor:
+    """Return log(1 + e^x), exact in float64 too."""
+    # torch's own threshold of 20 would be seen there.
+    return F.softplus(values, threshold=50.0)

@@ -5,6 +5,8 @@
 A label that is not known adds nothing, and means over a task's rows stay means over all of them: so
 few known labels move a task as little as few rows do. w_n is the row's own weight.
 
+A ranking loss is one too, of a row among those of its task (ranking.py).
+
 A label of the entire space, a purchase after a click, is learnt as p = p(click) p(buy | click) over
 all rows, so that rows without a click teach it too: ESMM (Ma et al., "Entire Space Multi-Task
 Model", SIGIR 2018, arXiv 1804.07931). With z the logit of the click and b the model's own output,
@@ -22,7 +24,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gmeta.adaptation.losses import (
@@ -31,10 +32,13 @@ from gmeta.adaptation.losses import (
     in_float32,
     row_losses_N,
     row_slopes_N,
+    softplus,
 )
+from gmeta.adaptation.ranking import list_losses, list_slopes
 
 if TYPE_CHECKING:
     from gmeta.adaptation.config import LabelsConfig
+    from gmeta.adaptation.ranking import Lists
 
 
 class LabelLosses(NamedTuple):
@@ -56,25 +60,38 @@ class LabelLosses(NamedTuple):
         own = in_float32(output).unbind(dim=1)
         return torch.stack(self._entire_space(own), dim=1)
 
-    def row_losses_N(self, logits: Tensor, label: Tensor, weight: Tensor | None) -> Tensor:
+    def row_losses_N(
+        self, logits: Tensor, label: Tensor, weight: Tensor | None, lists: Lists
+    ) -> Tensor:
         """Return the loss of each row, in float32 at least; see `known_labels`."""
-        losses = self._of_each(row_losses_N, logits, known_labels(label, weight))
+        counted = torch.ones_like(label) if weight is None else weight
+        losses = self._losses(logits, known_labels(label, weight), counted, lists)
         losses = losses if weight is None else losses * weight.to(losses.dtype)
         losses = self.scaled(losses)
         return losses if len(self.losses) == 1 else losses.sum(dim=1)
 
     def predictions(self, logits: Tensor) -> Tensor:
-        """Return a probability for each label of bce, else what the label is predicted to be."""
+        """Return a probability for each label of bce, a score of a ranking loss, else what the
+        label is predicted to be.
+        """
 
-        def shown(loss: LossFunction, logit: Tensor, _: Tensor) -> Tensor:
+        def shown(loss: LossFunction, logit: Tensor) -> Tensor:
             return logit.sigmoid() if loss.kind == "bce" else logit.clone()
 
-        return self._of_each(shown, logits, logits)
+        return self._of_each(shown, logits)
 
-    def errors(self, logits: Tensor, label: Tensor, weight: Tensor | None) -> Tensor:
-        """Return how far each label is above its prediction; 0 where it is not known."""
-        errors = self._of_each(errors_N, logits, known_labels(label, weight))
-        return errors if weight is None else torch.where(weight > 0, errors, 0.0)
+    def errors(self, logits: Tensor, label: Tensor, weight: Tensor | None, lists: Lists) -> Tensor:
+        """Return how far each label is above its prediction, of a ranking loss the way in which it
+        pulls the output; 0 where it is not known.
+        """
+        known = (torch.ones_like(label) if weight is None else weight > 0).to(label.dtype)
+
+        def error(loss: LossFunction, logit: Tensor, label: Tensor, known: Tensor) -> Tensor:
+            if loss.ranks:
+                return -list_slopes(loss.kind, logit, label, known, lists)
+            return torch.where(known > 0, errors_N(loss, logit, label), 0.0)
+
+        return self._of_each(error, logits, known_labels(label, weight), known)
 
     def scaled(self, values: Tensor) -> Tensor:
         """Return them times the weights of the labels: [N, L] of several, also of [N, 1]."""
@@ -82,47 +99,62 @@ class LabelLosses(NamedTuple):
             return values * _tensor(self.weights, values.dtype, values.device)
         return values if self.weights == (1.0,) else values * self.weights[0]
 
-    def losses_NL(self, output_NL: Tensor, label_NL: Tensor) -> Tensor:
+    def losses_NL(
+        self, output_NL: Tensor, label_NL: Tensor, weight_NL: Tensor, lists: Lists
+    ) -> Tensor:
         """Return the loss of each label at the outputs of a last layer, in float32 at least."""
-        return self._of_each(row_losses_N, self.logits(output_NL), label_NL)
+        return self._losses(self.logits(output_NL), label_NL, weight_NL, lists)
 
-    def slopes_NL(self, output_NL: Tensor, label_NL: Tensor, weight_NL: Tensor) -> Tensor:
+    def slopes_NL(
+        self, output_NL: Tensor, label_NL: Tensor, weight_NL: Tensor, lists: Lists
+    ) -> Tensor:
         """Return the gradient of the weighted sum of these losses at the outputs of a last layer,
         differentiable once more.
         """
+
+        def slopes(loss: LossFunction, output: Tensor, label: Tensor, weight: Tensor) -> Tensor:
+            if loss.ranks:
+                return list_slopes(loss.kind, output, label, weight, lists)
+            return row_slopes_N(loss, output, label) * weight
+
         output_NL = in_float32(output_NL)
         if max(self.before) < 0:
-            return self._of_each(row_slopes_N, output_NL, label_NL) * weight_NL
+            return self._of_each(slopes, output_NL, label_NL, weight_NL)
         own = output_NL.unbind(dim=1)
         joint = self._entire_space(own)
-        slopes_NL = self._of_each(row_slopes_N, torch.stack(joint, dim=1), label_NL) * weight_NL
-        slopes = list(slopes_NL.unbind(dim=1))
+        of_joint = self._of_each(slopes, torch.stack(joint, dim=1), label_NL, weight_NL)
+        found = list(of_joint.unbind(dim=1))
         # From the last label to the first: what a label takes place among stands before it.
-        for at in reversed(range(len(slopes))):
+        for at in reversed(range(len(found))):
             if (before := self.before[at]) >= 0:
-                share_N = torch.sigmoid(_softplus(own[at]) - joint[before])
-                slopes[before] = slopes[before] + slopes[at] * share_N
-                slopes[at] = slopes[at] * (1.0 - share_N * torch.sigmoid(own[at]))
-        return torch.stack(slopes, dim=1)
+                share_N = torch.sigmoid(softplus(own[at]) - joint[before])
+                found[before] = found[before] + found[at] * share_N
+                found[at] = found[at] * (1.0 - share_N * torch.sigmoid(own[at]))
+        return torch.stack(found, dim=1)
+
+    def _losses(self, logits: Tensor, label: Tensor, weight: Tensor, lists: Lists) -> Tensor:
+        """Return the loss of each label; one that weighs 0 is in no list."""
+
+        def losses(loss: LossFunction, logit: Tensor, label: Tensor, weight: Tensor) -> Tensor:
+            if loss.ranks:
+                return list_losses(loss.kind, logit, label, weight, lists)
+            return row_losses_N(loss, logit, label)
+
+        return self._of_each(losses, logits, label, weight)
 
     def _entire_space(self, own: tuple[Tensor, ...]) -> list[Tensor]:
         """Return the logit of each label's probability among all rows, from the model's outputs."""
         joint = list(own)
         for at, before in enumerate(self.before):
             if before >= 0:
-                joint[at] = own[at] - _softplus(_softplus(own[at]) - joint[before])
+                joint[at] = own[at] - softplus(softplus(own[at]) - joint[before])
         return joint
 
-    def _of_each(
-        self,
-        function: Callable[[LossFunction, Tensor, Tensor], Tensor],
-        output: Tensor,
-        label: Tensor,
-    ) -> Tensor:
+    def _of_each(self, function: Callable[..., Tensor], *of_labels: Tensor) -> Tensor:
         """Return the function's value of each label by its own loss."""
         if len(set(self.losses)) == 1:
-            return function(self.losses[0], output, label)
-        columns = zip(self.losses, output.unbind(dim=1), label.unbind(dim=1), strict=True)
+            return function(self.losses[0], *of_labels)
+        columns = zip(self.losses, *(each.unbind(dim=1) for each in of_labels), strict=True)
         return torch.stack([function(*column) for column in columns], dim=1)
 
 
@@ -150,10 +182,11 @@ class RowLoss(NamedTuple):
     losses: LabelLosses
     label_NL: Tensor  # any number where it is not known
     weight_NL: Tensor  # in float32 at least
+    lists: Lists
 
     def sum(self, output_NO: Tensor) -> Tensor:
         """Return the loss of these outputs: a scalar."""
-        losses_NO = self.losses.losses_NL(output_NO, self.label_NL)
+        losses_NO = self.losses.losses_NL(output_NO, self.label_NL, self.weight_NL, self.lists)
         return torch.dot(losses_NO.flatten(), self.weight_NL.flatten())
 
     def times(self, rate: float) -> RowLoss:
@@ -162,7 +195,7 @@ class RowLoss(NamedTuple):
 
     def slope_NO(self, output_NO: Tensor) -> Tensor:
         """Return the gradient of the loss at these outputs, differentiable once more."""
-        slopes_NO = self.losses.slopes_NL(output_NO, self.label_NL, self.weight_NL)
+        slopes_NO = self.losses.slopes_NL(output_NO, self.label_NL, self.weight_NL, self.lists)
         return slopes_NO.to(output_NO.dtype)
 
 
@@ -212,11 +245,6 @@ def objectives_of(
         weight if name in adapts else 0.0 for name, weight in zip(names, weights, strict=True)
     )
     return Objectives(LabelLosses(losses, inner, before), LabelLosses(losses, weights, before))
-
-
-def _softplus(values: Tensor) -> Tensor:
-    # torch's own threshold of 20 would be seen in float64.
-    return F.softplus(values, threshold=50.0)
 
 
 @lru_cache(maxsize=64)

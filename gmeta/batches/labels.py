@@ -154,4 +154,9 @@ def _remedy(loss: str) -> str:
             'bce takes 0 to 1. Set outer.loss = "mse" or "huber" for ratings, or give the label a '
             "threshold in the schema and prepare again"
         )
+    if loss == "softmax":
+        return (
+            "softmax takes numbers from 0 on, as it shares 1 among the rows of a task. Set "
+            'outer.loss = "pairwise", or mend the column and prepare again'
+        )
     return f"{loss} takes finite numbers. Mend the column and prepare again"

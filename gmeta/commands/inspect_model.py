@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gmeta.commands.screen import print_result, screen, show_table, size_text, table_of
+from gmeta.metrics.catalogue import predicted_by
 from gmeta.serving.folder import ExportedConfig, check_files, read_config, table_file
 from gmeta.tables.widths import widths_of_tables
 from metaio.counted import counted
@@ -15,6 +16,9 @@ def is_model(path: Path) -> bool:
         return '"gmeta-model"' in (path / "config.json").read_text(encoding="utf-8")[:100]
     except (OSError, UnicodeDecodeError):
         return False
+
+
+_PREDICTED = {"probability": "clicks", "rating": "ratings", "score": "scores"}
 
 
 def inspect_model(folder: Path, verify: bool) -> None:
@@ -74,7 +78,7 @@ def _predicts(config: ExportedConfig) -> str:
     """Return what is predicted, in words: of several labels each with its loss."""
     names, losses = config.features.labels, config.losses
     if not names:
-        return "clicks" if losses[0] == "bce" else "ratings"
+        return _PREDICTED[predicted_by(config.judged_loss)]
     among = config.labels.entire_space
     told = [
         f"{name} ({loss}{f', among {among[name]}' if name in among else ''})"

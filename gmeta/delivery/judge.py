@@ -2,10 +2,11 @@
 was trained on, the difference paired task by task.
 
 A candidate is promoted where its predictions are finite, their mean is the labels' within 10 %, or
-nearer to it than the champion's, and its loss is at most a margin worse at 95 %: a test of
-non-inferiority (Walker & Nowacki 2011, Understanding Equivalence and Noninferiority Testing). Of
-equal models 5 % are refused at most where the interval is 0.54 of the margin to either side:
-P(N(0, 1) < 1.96 - 1.96 / 0.54) = 0.05; so earlier windows are added until it is.
+nearer to it than the champion's (scores of a ranking loss have no such mean), and its loss is at
+most a margin worse at 95 %: a test of non-inferiority (Walker & Nowacki 2011, Understanding
+Equivalence and Noninferiority Testing). Of equal models 5 % are refused at most where the interval
+is 0.54 of the margin to either side: P(N(0, 1) < 1.96 - 1.96 / 0.54) = 0.05; so earlier windows are
+added until it is.
 
 Shape suffixes: N rows, T tasks, B resamples.
 """
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from gmeta.delivery.gate import Predicted, predict_gate
-from gmeta.metrics.catalogue import Loss, Scoring, split_terms
+from gmeta.metrics.catalogue import Loss, Scoring, loss_metric, predicted_by, split_terms
 from gmeta.metrics.terms import Terms, sum_T
 from gmeta.report.intervals import Interval, bootstrap_values, percentile_interval
 from gmeta.serving.folder import read_config
@@ -83,7 +84,7 @@ def judge(
         GMetaError: a model is damaged.
     """
     loss = read_config(candidate).judged_loss
-    metric = "logloss" if loss == "bce" else "mae"
+    metric = loss_metric(loss)
     ours: list[Predicted] = []
     theirs: list[Predicted] = []
     compared = _Compared(loss, metric, margin)
@@ -133,7 +134,11 @@ class _Compared:
         return percentile_interval(difference_B, champion.num_tasks), champion
 
     def _terms(self, predicted: list[Predicted]) -> dict[str, Terms]:
-        names = ["auc", "logloss"] if self.loss == "bce" else ["mae", "rmse"]
+        names = {
+            "probability": ["auc", "logloss"],
+            "rating": ["mae", "rmse"],
+            "score": ["ndcg@10", "gauc", self.metric],
+        }[predicted_by(self.loss)]
         return split_terms(*_joined(predicted), Scoring(self.loss), names)
 
     def verdict(self, ours: list[Predicted], theirs: list[Predicted]) -> Verdict:

@@ -11,7 +11,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from gmeta.errors import ConfigError
-from gmeta.metrics.config import EvaluationConfig
+from gmeta.metrics.config import LIKED, EvaluationConfig
+from gmeta.metrics.list_losses import list_loss_terms
 from gmeta.metrics.own import NAMED_METRICS, is_own, own_terms
 from gmeta.metrics.pooled import (
     ECE_BINS,
@@ -49,20 +50,38 @@ from gmeta.metrics.terms import (
 
 # N rows, T tasks
 
-Loss: TypeAlias = Literal["bce", "mse", "huber", "mae"]
+Loss: TypeAlias = Literal["bce", "mse", "huber", "mae", "softmax", "pairwise"]
+Predicted: TypeAlias = Literal["probability", "rating", "score"]  # a score ranks, no more
 
 OF_CLICKS = ("auc", "gauc", "logloss")
 OF_RATINGS = ("mae", "rmse", "ndcg@1", "ndcg@3", "auc", "gauc")
-WHOLE_NAMES = ("auc", "gauc", "pr_auc", "logloss", "ece", "mae", "rmse", "mrr")
+OF_SCORES = ("ndcg@10", "auc", "gauc")
+LIST_LOSSES = ("softmax", "pairwise")
+WHOLE_NAMES = ("auc", "gauc", "pr_auc", "logloss", "ece", "mae", "rmse", "mrr", *LIST_LOSSES)
 CUT_NAMES = ("ndcg", "hr", "p", "recall")  # of the K best rows of a task
 # More than any list that somebody looks at; discounts are tabled up to it.
 MOST_K = 10_000
 OF_PROBABILITIES = ("logloss", "ece")
+OF_VALUES = ("mae", "rmse")
+
+
+def predicted_by(loss: str) -> Predicted:
+    """Return what a model of this loss predicts: a probability, a label, or a score that tells the
+    order of a task's rows and nothing of their level.
+    """
+    if loss in LIST_LOSSES:
+        return "score"
+    return "probability" if loss == "bce" else "rating"
 
 
 def predicts_alike(loss: str, other: str) -> bool:
-    """Return whether models of two losses predict the same: both a probability, or both a label."""
-    return (loss == "bce") == (other == "bce")
+    """Return whether models of two losses predict the same."""
+    return predicted_by(loss) == predicted_by(other)
+
+
+def loss_metric(loss: str) -> str:
+    """Return the metric that says how far predictions of this loss are from the labels."""
+    return {"probability": "logloss", "rating": "mae", "score": loss}[predicted_by(loss)]
 
 
 def label_of(metric: str) -> tuple[str, str]:
@@ -147,12 +166,16 @@ class Scoring:
     @property
     def names(self) -> tuple[str, ...]:
         """Return the metrics in the order of a report, the headline first."""
-        return self.config.metrics or (OF_CLICKS if self.loss == "bce" else OF_RATINGS)
+        usual = {"probability": OF_CLICKS, "rating": OF_RATINGS, "score": OF_SCORES}
+        return self.config.metrics or usual[predicted_by(self.loss)]
 
     @property
     def threshold(self) -> float:
         """Return the least label that counts as positive."""
-        return 0.5 if self.loss == "bce" else self.config.positive_rating
+        if self.loss == "bce":
+            return 0.5
+        usual = LIKED if predicted_by(self.loss) == "rating" else 0.5
+        return self.config.positive_rating or usual
 
     def check(self, key: str, name: str) -> None:
         """Check that `name`, the value of `key`, is a metric of this loss.
@@ -176,10 +199,23 @@ class Scoring:
                 f"with a whole number from 1 to {MOST_K:,} for K, or name yours as "
                 "package.module:Name (docs/extending.md)"
             )
-        if family in OF_PROBABILITIES and self.loss != "bce":
+        predicted = predicted_by(self.loss)
+        if family in OF_PROBABILITIES and predicted == "rating":
             raise ConfigError(
                 f"{key} = {name!r} is of probabilities, but with outer.loss = {self.loss!r} the "
                 "model predicts ratings. Choose mae or rmse"
+            )
+        if family in OF_PROBABILITIES + OF_VALUES and predicted == "score":
+            raise ConfigError(
+                f"{key} = {name!r} is of probabilities or ratings, but with outer.loss = "
+                f"{self.loss!r} the model predicts scores, which tell the order of a task's rows "
+                f"alone. Choose ndcg@10, gauc or {self.loss}"
+            )
+        if family in LIST_LOSSES and predicted != "score":
+            raise ConfigError(
+                f"{key} = {name!r} is of scores, but with outer.loss = {self.loss!r} the model "
+                f"predicts a {predicted}. Choose {loss_metric(self.loss)}, or train with "
+                f"outer.loss = {name!r}"
             )
 
     def threshold_of(self, name: str) -> float | None:
@@ -193,12 +229,12 @@ class Scoring:
             own = NAMED_METRICS.find(name)
             return MetricInfo(own.label, own.higher_is_better, own.unit, own.explanation)
         label, higher_is_better, explanation = _TEXTS[family]
-        is_rating = self.loss != "bce"
-        if is_rating and family in _OF_POSITIVES:
-            at_least = f"\N{GREATER-THAN OR EQUAL TO} {self.config.positive_rating:g}"
+        is_rating = predicted_by(self.loss) == "rating"
+        if (is_rating or self.threshold != 0.5) and family in _OF_POSITIVES:
+            at_least = f"\N{GREATER-THAN OR EQUAL TO} {self.threshold:g}"
             label += f" (rating {at_least})" if family in ("auc", "gauc") else f" ({at_least})"
         unit = "nats" if family == "logloss" else ""
-        if family in ("mae", "rmse") and is_rating:
+        if family in OF_VALUES and is_rating:
             unit = self.config.unit
         gain = "rating" if is_rating else "label"
         if self.is_over_candidates(name):
@@ -257,6 +293,18 @@ _TEXTS: dict[str, tuple[str, bool, str]] = {
     ),
     "mae": ("MAE", False, "Mean absolute error over all rows."),
     "rmse": ("RMSE", False, "Root of the mean squared error over all rows."),
+    "softmax": (
+        "Softmax loss",
+        False,
+        "Cross-entropy of the softmax of a task's scores against its labels over their sum; mean "
+        "over the tasks whose labels differ.",
+    ),
+    "pairwise": (
+        "Pairwise loss",
+        False,
+        "Mean of log(1 + exp(lower - higher)) over a task's pairs of rows with different labels, "
+        "of their scores; mean over the tasks that have such.",
+    ),
     "mrr": ("MRR", True, f"1 / the rank of a task's best positive row; {_OVER_TASKS}."),
     "ndcg": (
         "nDCG@{k}",
@@ -448,6 +496,10 @@ def _maker(
             "ece": lambda: ece_terms(label_N, score_N, code_N, num_tasks),
             "mae": lambda: mean_over_rows(np.abs(error_N), code_N, num_tasks),
             "rmse": lambda: mean_over_rows(np.square(error_N), code_N, num_tasks, is_root=True),
+            **{
+                loss: functools.partial(list_loss_terms, loss, label_N, score_N, code_N, num_tasks)
+                for loss in LIST_LOSSES
+            },
             "mrr": lambda: mrr_terms(ties()),
             "ndcg": lambda: ndcg_terms(ranked(), ideal(), k or 0, "linear"),
             "hr": lambda: hit_terms(ties(), k or 0),

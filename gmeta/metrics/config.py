@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from gmeta_keys import key
 
+# 4 or 5 of 5 counts as liked, as in the MovieLens ranking literature.
+LIKED = 4.0
+
 
 @dataclass(frozen=True)
 class EvaluationConfig:
@@ -12,11 +15,15 @@ class EvaluationConfig:
     metrics: tuple[str, ...] = key(
         (),
         "metrics to report, the first one is the headline: auc, gauc, pr_auc, logloss, ece, mae, "
-        "rmse, mrr, ndcg@K, hr@K, p@K, recall@K; []: auc, gauc, logloss of clicks, mae, rmse, "
-        "ndcg@1, ndcg@3, auc, gauc of ratings. Your own: package.module:Name",
+        "rmse, mrr, ndcg@K, hr@K, p@K, recall@K, softmax, pairwise; []: auc, gauc, logloss of "
+        "clicks, mae, rmse, ndcg@1, ndcg@3, auc, gauc of ratings, ndcg@10, auc, gauc of ranking "
+        "losses. Your own: package.module:Name",
     )
-    # 4 or 5 of 5 counts as liked, as in the MovieLens ranking literature.
-    positive_rating: float = key(4.0, "ratings from here on count as liked, by auc, hr@K and such")
+    positive_rating: float = key(
+        0.0,
+        "ratings from here on count as liked, by auc, hr@K and such; 0: from 4 on, with a ranking "
+        "loss all labels above 0",
+    )
     candidates: int = key(
         0,
         "rank metrics (mrr, ndcg@K, hr@K, p@K, recall@K) of gmeta evaluate: of each positive query "

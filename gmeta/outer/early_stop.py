@@ -10,7 +10,7 @@ from typing import final
 
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError
-from gmeta.metrics.catalogue import Scoring, label_of
+from gmeta.metrics.catalogue import Scoring, label_of, predicted_by
 from gmeta.runs.progress import Progress
 
 
@@ -85,7 +85,7 @@ def early_stop_of(config: TrainConfig) -> EarlyStop:
             f"the metric of early stopping is {metric}, over evaluation.candidates = "
             f"{config.evaluation.candidates}: that takes as many predictions a row, which gmeta "
             "evaluate alone makes. Name another in run.early_stop_metric, e.g. "
-            f"{'auc' if scoring.loss == 'bce' else 'mae'}"
+            f"{'mae' if predicted_by(scoring.loss) == 'rating' else 'auc'}"
         )
     is_other = label not in ("", config.labels.judged)
     return EarlyStop(

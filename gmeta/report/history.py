@@ -20,6 +20,8 @@ LOSS_NAMES = {
     "mse": "squared error",
     "huber": "Huber's loss",
     "mae": "absolute error",
+    "softmax": "softmax of a task's rows, nats",
+    "pairwise": "pairs of a task's rows, nats",
 }
 
 

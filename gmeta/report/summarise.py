@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from gmeta.errors import UserError
-from gmeta.metrics.catalogue import Scoring, metric_infos
+from gmeta.metrics.catalogue import Scoring, metric_infos, predicted_by
 from gmeta.metrics.terms import Array, Ints, Terms
 from gmeta.report.cautions import cautions_of
 from gmeta.report.evaluation import (
@@ -81,6 +81,12 @@ def summarise(
         for split in splits
         if split not in [group.name for group in one.groups]
     ]
+    uncalibrated = [
+        f"calibration{one.label and f' of {one.label}'}: -, scores of a ranking loss tell an order "
+        "and no level"
+        for one in scored
+        if predicted_by(one.loss) == "score"
+    ]
     judged, *others = scored
     if not judged.groups:
         raise UserError(
@@ -107,7 +113,7 @@ def summarise(
             for group in one.groups
             for caution in cautions_of(group, runs[0].name, one.metrics, one.label)
         ),
-        (*notes, *unknown),
+        (*notes, *uncalibrated, *unknown),
         judged.label,
         tuple(one for one in others if one.groups),
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gmeta.files.checked_json import read_json
+from gmeta.metrics.catalogue import predicted_by
 from gmeta.runtimes.forward import DENSE, IDS, LENGTHS, LISTS, OUTPUT
 from gmeta.serving.folder import ExportedConfig, vocabulary_file
 from metaio.format.features import FeatureSpec
@@ -108,5 +109,5 @@ def _labels(config: ExportedConfig) -> dict[str, Any]:
 
 def _kinds(config: ExportedConfig) -> dict[str, Any]:
     """Return what a prediction is: of several labels, in the order of `labels`."""
-    kinds = ["probability" if loss == "bce" else "rating" for loss in config.losses]
+    kinds = [predicted_by(loss) for loss in config.losses]
     return {"kind": kinds[0]} if len(kinds) == 1 else {"kinds": kinds}

@@ -311,6 +311,9 @@ def _viewed(views: pa.Array) -> pa.Array:
     return pa.LargeListArray.from_arrays(ends, views.flatten(), mask=views.is_null())
 
 
+_ALLOWED = {"bce": "0 to 1, since it predicts clicks", "softmax": "numbers from 0 on"}
+
+
 def check_labels(label_N: Float32, columns: str, kinds: Sequence[str], may_lack: bool) -> None:
     """Raise UserError for a label that the model's loss cannot take; with `may_lack` NaN, which
     says that it is not known, is taken by any.
@@ -320,7 +323,7 @@ def check_labels(label_N: Float32, columns: str, kinds: Sequence[str], may_lack:
     for label_N, name, loss in zip(label_NL.T, names, kinds, strict=True):
         wrong_N = label_N[~labels_taken_N(loss, label_N) & ~(may_lack & np.isnan(label_N))]
         if wrong_N.size:
-            allowed = "0 to 1, since it predicts clicks" if loss == "bce" else "finite numbers"
+            allowed = _ALLOWED.get(loss, "finite numbers")
             raise UserError(
                 f"label column {name} holds {wrong_N[0]:g}: this model takes {allowed}. Correct "
                 "the label"

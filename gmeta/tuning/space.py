@@ -12,6 +12,7 @@ from typing import Any, Protocol, final, get_args, get_type_hints
 
 from gmeta.config import OuterConfig, TrainConfig, config_from_dict
 from gmeta.errors import ConfigError, UserError
+from gmeta.metrics.catalogue import predicted_by
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.settings import read_toml
 
@@ -276,7 +277,7 @@ def default_space(config: TrainConfig) -> Space:
 
 FORWARD_ONLY = ("encoder",)  # they take no inner step
 RATING_LOSSES = tuple(
-    loss for loss in get_args(get_type_hints(OuterConfig)["loss"]) if loss != "bce"
+    loss for loss in get_args(get_type_hints(OuterConfig)["loss"]) if predicted_by(loss) == "rating"
 )
 
 

@@ -17,6 +17,7 @@ from gmeta.batches.labels import ONE_LABEL, ScoredLabel
 from gmeta.batches.views import Shown, View
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
+from gmeta.metrics.catalogue import Loss, predicted_by
 from gmeta.report.runs import PLACES, EvaluatedYardstick
 from gmeta.yardstick import trees
 from gmeta.yardstick.bias import BiasModel, choose_bias
@@ -81,7 +82,9 @@ def measure(
         FormatError: a file is missing or damaged.
     """
     item = item_index(dataset, item_column)
-    loss, train_split = config.loss_of(label.name), config.data.train_split
+    own, train_split = config.loss_of(label.name), config.data.train_split
+    # Predictions of the label rank as scores do.
+    loss: Loss = "mse" if predicted_by(own) == "score" else own
     valid_splits = config.data.valid_splits
     scored = [split for split in splits if on is not None or split != train_split]
     if not scored:

@@ -15,6 +15,7 @@ from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
 from gmeta.adaptation.fused.mlp import AdaptedMlp
 from gmeta.adaptation.fused.plain_mlp import PlainMlp
 from gmeta.adaptation.objectives import LabelLosses, Objectives, label_weights, objectives_of
+from gmeta.adaptation.rows.ragged import RowLayout
 from gmeta.build import build_learner
 from gmeta_models import ModelConfig
 from metaio.format.features import Features
@@ -52,8 +53,15 @@ HEADS = {
 class Labelled:
     """Gives tasks labels of these names, of which a share is not known, and weights."""
 
-    def __init__(self, names: tuple[str, ...], unknown: float, weighted: bool) -> None:
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        unknown: float,
+        weighted: bool,
+        levels: tuple[float, ...] = (0.0, 1.0),
+    ) -> None:
         self.names, self.unknown, self.weighted = names, unknown, weighted
+        self.levels = levels
 
     def __call__(
         self, features: Features, tasks: list[reference.Task], rng: random.Random
@@ -63,7 +71,7 @@ class Labelled:
 
     def _of(self, task: reference.Task, rng: random.Random) -> reference.Task:
         def label() -> float:
-            return math.nan if rng.random() < self.unknown else float(rng.random() < 0.5)
+            return math.nan if rng.random() < self.unknown else rng.choice(self.levels)
 
         num_rows, num_labels = len(task.label), len(self.names)
         labels = [[label() for _ in self.names] for _ in range(num_rows)]
@@ -175,12 +183,12 @@ def test_the_logit_of_the_entire_space_holds_where_probabilities_do_not() -> Non
     expected = torch.tensor([[90.0, 80.0, 80.0], [-90.0, -90.05, -90.05], [200.0, -150.0, -150.7]])
     torch.testing.assert_close(logits, expected, rtol=0, atol=0.06)
     label_NL = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    ones_NL, lists = torch.ones_like(label_NL), RowLayout.of(torch.tensor([3]))
     (slopes,) = torch.autograd.grad(
-        losses.losses_NL(output_NL, label_NL).sum(), output_NL, create_graph=True
+        losses.losses_NL(output_NL, label_NL, ones_NL, lists).sum(), output_NL, create_graph=True
     )
     (curvatures,) = torch.autograd.grad(slopes.sum(), output_NL)
-    ones_NL = torch.ones_like(label_NL)
-    torch.testing.assert_close(losses.slopes_NL(output_NL, label_NL, ones_NL), slopes)
+    torch.testing.assert_close(losses.slopes_NL(output_NL, label_NL, ones_NL, lists), slopes)
     assert slopes.isfinite().all()
     assert curvatures.isfinite().all()
 
@@ -202,7 +210,7 @@ def test_what_is_always_known_and_weighs_the_same_needs_no_weights() -> None:
         (LabelsConfig(judged="click"), (), "labels.judged names 'click', which is no label of the "
          "dataset: it has one without a name. Name one of them, or take it out"),
         (LabelsConfig(loss={"buy": "bse"}), NAMES, "labels.loss.buy = 'bse' is not allowed: choose "
-         "one of bce, mse, huber, mae"),
+         "one of bce, mse, huber, mae, softmax, pairwise"),
         (LabelsConfig(weight={"buy": -1.0}), NAMES, "labels.weight.buy = -1.0 is too small: at "
          "least 0 is allowed. Correct the value"),
         (LabelsConfig(weight=dict.fromkeys(NAMES, 0.0)), NAMES, "labels.weight is 0 for every "

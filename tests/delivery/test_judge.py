@@ -69,6 +69,18 @@ def test_too_few_tasks_are_no_proof() -> None:
     assert few.reasons[-1].startswith("logloss cannot be compared: only 5 tasks to count")
 
 
+def test_scores_of_a_ranking_loss_are_judged_by_it_and_have_no_calibration() -> None:
+    champion, wild = predicted(400, 1, noise=0.1), predicted(400, 2, noise=2.0)
+    judge_of_scores = _Compared("pairwise", "pairwise", None)
+    # Probabilities are scores too; in other units they are still judged by their order.
+    high = replace(champion, prediction_N=champion.prediction_N + 5.0)
+    kept = judge_of_scores.verdict([high], [champion])
+    assert (kept.promote, kept.calibration) == (True, None)
+    assert list(kept.candidate) == ["ndcg@10", "gauc", "pairwise"]
+    refused = judge_of_scores.verdict([wild], [champion])
+    assert refused.reasons[-1].startswith("pairwise may be worse by ")
+
+
 def test_earlier_windows_are_added_until_the_rows_tell(tmp_path: Path) -> None:
     paths = write_increments(tmp_path, (60, 60, 60), num_tasks=80)
     model = Model.of({"item": 60, "city": 60}).write(tmp_path / "model", stream="shop")

@@ -1,16 +1,16 @@
 """1, 2 and 4 gloo ranks = a plain PyTorch loop, after several outer steps, with unequal tasks per
-rank.
+rank; of several labels too.
 """
 
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
 from gmeta.batches.accumulate import in_parts
 from gmeta.build import build_learner
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
@@ -20,6 +20,10 @@ from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta_models import ModelConfig
 from metaio.format.features import Features
 from tests import reference
+from tests.adaptation.test_objectives import CONFIGS, NAMES, Labelled, slow_loss
+from tests.adaptation.test_ranking import CONFIGS as RANKED
+from tests.adaptation.test_ranking import LEVELS, slow_row_loss
+from tests.adaptation.test_ranking import NAMES as RANKED_NAMES
 from tests.distributed.harness import on_ranks, steps_of
 
 MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(6,), bottom=(5,))
@@ -67,6 +71,23 @@ CASES = {
         "rowwise_adagrad",
     ),
 }
+SEVERAL = {
+    "maml of three labels, sgd": (AlgorithmConfig(name="maml", inner_lr=0.1), "entire space"),
+    "metasgd of three labels, layers only, in parts, sgd": (
+        AlgorithmConfig(name="metasgd", inner_steps=2, inner_lr=0.1, adapt_embeddings=False),
+        "own losses",
+    ),
+    "fomaml, layers only, of ranked labels, sgd": (
+        AlgorithmConfig(name="fomaml", inner_lr=0.1, adapt_embeddings=False),
+        "mixed",
+    ),
+    "maml of ranked labels, in parts, sgd": (
+        AlgorithmConfig(name="maml", inner_lr=0.1),
+        "pairwise",
+    ),
+    "none of ranked labels, sgd": (AlgorithmConfig(name="none"), "softmax"),
+}
+CASES |= {case: (algorithm, "sgd") for case, (algorithm, _) in SEVERAL.items()}
 # The gradients' norms stand around 0.3 in these cases: some steps are clipped, some are not.
 OUTER = {
     "maml, clipped, sgd": {"dense_optimizer": "sgd", "dense_lr": 0.2, "clip_norm": 0.3},
@@ -81,6 +102,15 @@ OUTER = {
         "clip_norm": 0.2,
     },
     "metasgd in parts, rowwise adagrad": {"accumulate_steps": 3},
+    "metasgd of three labels, layers only, in parts, sgd": {"accumulate_steps": 2},
+    # Ranking losses have no gradient at the last bias: Adam would take its rounding for one.
+    "fomaml, layers only, of ranked labels, sgd": {"dense_optimizer": "sgd", "dense_lr": 0.2},
+    "none of ranked labels, sgd": {"dense_optimizer": "sgd", "dense_lr": 0.2},
+    "maml of ranked labels, in parts, sgd": {
+        "dense_optimizer": "sgd",
+        "dense_lr": 0.2,
+        "accumulate_steps": 2,
+    },
     "none, clipped, adam": {"clip_norm": 0.2},
     "none, momentum, sgd": {"dense_optimizer": "sgd", "dense_lr": 0.2, "momentum": 0.9},
 }
@@ -95,10 +125,34 @@ def model_of(case: str) -> ModelConfig:
     return replace(MODEL, name="cbml") if "cbml" in case else MODEL
 
 
-def tasks_of_step(features: Features) -> list[list[list[reference.Task]]]:
-    """[4 ranks][steps] -> tasks."""
-    rng = random.Random(5)
-    return [
+class Labels(NamedTuple):
+    """What is learnt of the labels of a case: of one, the click of every row."""
+
+    config: LabelsConfig = LabelsConfig()
+    labelled: Labelled | None = None
+    slow: reference.RowLoss | None = None
+
+
+def labels_of(case: str) -> Labels:
+    if case not in SEVERAL:
+        return Labels()
+    kind = SEVERAL[case][1]
+    if kind in RANKED:
+        labelled = Labelled(RANKED_NAMES, 0.3, True, LEVELS)
+        return Labels(RANKED[kind], labelled, slow_row_loss(RANKED[kind], RANKED_NAMES, "bce"))
+    labelled = Labelled(NAMES, 0.4, True)
+    return Labels(CONFIGS[kind], labelled, slow_loss(CONFIGS[kind], NAMES))
+
+
+def tasks_of_step(case: str) -> tuple[Features, list[list[list[reference.Task]]]]:
+    """The columns, and [4 ranks][steps] -> tasks."""
+    rng, features, labelled = (
+        random.Random(5),
+        reference.some_features(*COLUMNS),
+        labels_of(case)[1],
+    )
+
+    tasks = [
         [
             [
                 reference.random_task(features, rng.randrange(0, 5), rng.randrange(1, 4), rng)
@@ -107,6 +161,11 @@ def tasks_of_step(features: Features) -> list[list[list[reference.Task]]]:
             for count in counts
         ]
         for counts in TASKS_PER_RANK
+    ]
+    if labelled is None:
+        return features, tasks
+    return labelled(features, [], rng)[0], [
+        [labelled(features, of_step, rng)[1] for of_step in of_rank] for of_rank in tasks
     ]
 
 
@@ -118,15 +177,14 @@ def train_config(case: str) -> TrainConfig:
 
 def train_on_rank(ranks: Ranks, cases: list[str]) -> dict[str, dict[str, Any]]:
     """Train these cases; this rank's rows of the tables, the layers and the losses of each."""
-    features = reference.some_features(*COLUMNS)
-    tasks = tasks_of_step(features)
     share = range(4 * ranks.rank // ranks.world_size, 4 * (ranks.rank + 1) // ranks.world_size)
     results = {}
     for case in cases:
         algorithm, _ = CASES[case]
-        config = train_config(case)
+        features, tasks = tasks_of_step(case)
+        config, labels = train_config(case), labels_of(case).config
         torch.manual_seed(3)
-        learner = build_learner(features, model_of(case), algorithm, "bce")
+        learner = build_learner(features, model_of(case), algorithm, "bce", labels=labels)
         sharded = shard_learner(learner, features, config, ranks)
         start = local_rows(sharded)
         optimizer = build_optimizer(sharded, config.outer)
@@ -181,10 +239,10 @@ def train_by_loop(
     algorithm, sparse = CASES[case]
     if algorithm.name == "anil":
         algorithm = replace(algorithm, adapt_layers=("top.2",), adapt_embeddings=False)
-    features = reference.some_features(*COLUMNS)
-    tasks = tasks_of_step(features)
+    features, tasks = tasks_of_step(case)
+    labels, _, slow = labels_of(case)
     torch.manual_seed(3)
-    learner = build_learner(features, model_of(case), algorithm, "bce").double()
+    learner = build_learner(features, model_of(case), algorithm, "bce", labels=labels).double()
     model = learner.model
     tables = {name: rows.double().requires_grad_() for name, rows in start.items()}
     outer = train_config(case).outer
@@ -199,7 +257,9 @@ def train_by_loop(
     for step in range(STEPS):
         now = [task for of_rank in tasks for task in (of_rank[step : step + 1] or [[]])[0]]
         rates = reference.rates_by_name(learner, features)
-        loss = reference.outer_loss(model, tables, features, now, algorithm, "bce", rates)
+        loss = reference.outer_loss(
+            model, tables, features, now, algorithm, "bce", rates, row_loss=slow
+        )
         for value in everything:
             value.grad = None
         loss.backward()

@@ -275,9 +275,9 @@ def test_ranking_where_nothing_can_be_gained_has_no_score() -> None:
             "bce",
             ("auc", "map@5"),
             "evaluation.metrics[1] = 'map@5' is no metric: choose one of auc, "
-            "gauc, pr_auc, logloss, ece, mae, rmse, mrr, ndcg@K, hr@K, p@K, recall@K, with a whole "
-            "number from 1 to 10,000 for K, or name yours as package.module:Name "
-            "(docs/extending.md)",
+            "gauc, pr_auc, logloss, ece, mae, rmse, mrr, softmax, pairwise, ndcg@K, "
+            "hr@K, p@K, recall@K, with a whole number from 1 to 10,000 for K, or name yours as "
+            "package.module:Name (docs/extending.md)",
         ),
         (
             "mse",

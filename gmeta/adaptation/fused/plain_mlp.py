@@ -37,8 +37,10 @@ class PlainMlp(AdaptedMlp):
             out_NO = F.linear(passed[-1], self.weights_OI[at], self.biases_O[at])
             out_NO = out_NO if gate_NO is None else out_NO * gate_NO
             if change := self._changes_of(at):
-                blocks = zip(change, rows.split(passed[-1]), strict=True)
-                out_NO = out_NO - _joined([mine.of_outputs_TLO(block) for mine, block in blocks])
+                blocks = zip(change, rows.blocks(passed[-1]), strict=True)
+                out_NO = out_NO - rows.joined(
+                    [mine.of_outputs_TLO(block) for mine, block in blocks]
+                )
         return (*passed, out_NO)
 
     def gradients(
@@ -51,10 +53,9 @@ class PlainMlp(AdaptedMlp):
             gated_SO = grad_SO if gate_SO is None else grad_SO * gate_SO
             below_SI = gated_SO @ self.weights_OI[at]
             if change := self._changes_of(at):
-                blocks = zip(change, self.support.split(grad_SO), strict=True)
-                below_SI = below_SI - _joined(
-                    [mine.of_gradients_TLI(block) for mine, block in blocks]
-                )
+                blocks = zip(change, self.support.blocks(grad_SO), strict=True)
+                moved = [mine.of_gradients_TLI(block) for mine, block in blocks]
+                below_SI = below_SI - self.support.joined(moved)
             grads.insert(0, torch.where(hidden[at - 1] > 0, below_SI, 0.0) if at else below_SI)
         return tuple(grads)
 
@@ -62,7 +63,7 @@ class PlainMlp(AdaptedMlp):
         return self.changes[at] if self.changes else ()
 
     def _moved(self, at: int, activations_SI: Tensor, grads_SO: Tensor, rate: LayerRate) -> Self:
-        blocks = self.support.split(activations_SI), self.support.split(grads_SO)
+        blocks = self.support.blocks(activations_SI), self.support.blocks(grads_SO)
         before = self._changes_of(at) or [None] * len(self.paths[at])
         after = tuple(
             after_step(change, one_step(path, activations, grads, rate, self.bias_rates[at]))
@@ -73,8 +74,3 @@ class PlainMlp(AdaptedMlp):
         changes = list(self.changes or [()] * len(self.paths))
         changes[at] = after
         return replace(self, changes=tuple(changes))
-
-
-def _joined(blocks: Sequence[Tensor]) -> Tensor:
-    """Return [T, L, X] of each rectangle as rows [N, X]."""
-    return torch.cat([block.flatten(0, 1) for block in blocks])

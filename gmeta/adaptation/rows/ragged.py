@@ -4,6 +4,7 @@ task.
 Shape suffixes: T tasks, N rows of all tasks (task by task), L longest task.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,14 @@ class RowLayout:
         """Return blocks [T, L, ...] as rows [N, ...], the inverse of `pad`."""
         flat = block.reshape(self.num_tasks * self.longest, *block.shape[2:])
         return flat if self.padded_index_N is None else flat.index_select(0, self.padded_index_N)
+
+    def blocks(self, rows_NX: Tensor) -> list[Tensor]:
+        """Return the rows padded, as the one block that they are."""
+        return [self.pad(rows_NX)]
+
+    def joined(self, blocks: Sequence[Tensor]) -> Tensor:
+        """Return the one block as rows [N, X]."""
+        return self.unpad(blocks[0])
 
     def spread(self, values: Tensor) -> Tensor:
         """Return the value of each row's task: [T, ...] -> [N, ...]."""

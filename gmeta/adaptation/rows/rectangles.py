@@ -8,7 +8,7 @@ columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -86,14 +86,18 @@ class PaddedRows:
         """Count the rows, those that pad included."""
         return len(self.label_N)
 
-    def split(self, rows_NX: Tensor) -> list[Tensor]:
+    def blocks(self, rows_NX: Tensor) -> list[Tensor]:
         """Return views of the rectangles: [tasks, rows, X] each."""
         return [rectangle.of(rows_NX) for rectangle in self.rectangles]
+
+    def joined(self, blocks: Sequence[Tensor]) -> Tensor:
+        """Return [tasks, rows, X] of each rectangle as rows [N, X]."""
+        return torch.cat([block.flatten(0, 1) for block in blocks])
 
     def mean_TX(self, rows_NX: Tensor) -> Tensor:
         """Return the mean of each task's rows, rectangle by rectangle; 0 of none."""
         weighted_NX = rows_NX * self.mean_weights_N(rows_NX.dtype).unsqueeze(1)
-        return torch.cat([rows.sum(dim=1) for rows in self.split(weighted_NX)])
+        return torch.cat([rows.sum(dim=1) for rows in self.blocks(weighted_NX)])
 
     def mean_weights_N(self, dtype: torch.dtype, prior: float = 0.0) -> Tensor:
         """Return the weight of each row in a sum over the tasks of the (shrunken) mean of their
@@ -111,7 +115,7 @@ class PaddedRows:
         label_NL = known_labels(self.label_N, self.weight).view(shape_NL)
         if self.weight is not None:
             weight_NL = weight_NL * self.weight.view(shape_NL)
-        return RowLoss(losses, label_NL, losses.scaled(weight_NL))
+        return RowLoss(losses, label_NL, losses.scaled(weight_NL), self)
 
 
 @dataclass(frozen=True)

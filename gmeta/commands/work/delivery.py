@@ -22,6 +22,7 @@ from gmeta.errors import NotFiniteError, UserError
 from gmeta.export import export_run
 from gmeta.feeds.increment import open_data, open_named
 from gmeta.files.checked_json import read_json
+from gmeta.metrics.catalogue import LIST_LOSSES
 from gmeta.runs.folder import RunFolder, write_json
 from gmeta.serving.folder import TableFormat, read_config
 from metaio.counted import counted
@@ -158,6 +159,8 @@ def show_verdict(verdict: Verdict) -> None:
         if one is not None and one.value is not None:
             ends = "no interval" if one.low is None else f"95 % {one.low:.4g} to {one.high:.4g}"
             console.print(f"{what} {one.value:.4g} ({ends})")
+    if verdict.metric in LIST_LOSSES:
+        console.print("predictions over labels - (scores of a ranking loss have no level)")
     console.print(
         f"over {verdict.num_rows:,} rows of {counted(verdict.num_tasks, 'task')} of "
         f"{counted(verdict.windows, 'window')}"

@@ -1,0 +1,51 @@
+"""The losses that order the rows of a task, of its scores: what is compared where a model trained
+with one of them is judged, as it also sees outputs that run away.
+
+Shape suffixes: N rows, T tasks, R rows of one task.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from gmeta.metrics.terms import Floats, Ints, Terms, mean_over_tasks, undefined
+
+MOST_PAIRS = 1 << 20  # of a task, at once in memory
+
+
+def list_loss_terms(
+    name: str, label_N: Floats, score_N: Floats, code_N: Ints, num_tasks: int
+) -> Terms:
+    """Return the mean over the tasks whose labels differ of `softmax`, the cross-entropy of the
+    softmax of its scores against its labels over their sum, or of `pairwise`, the mean of
+    log(1 + e^(z_j - z_i)) over its rows with y_i > y_j; see adaptation/ranking.py. code_N are dense
+    task codes in [0, num_tasks).
+    """
+    of_task: Callable[[Floats, Floats], float] = _softmax if name == "softmax" else _pairwise
+    order_N = np.argsort(code_N, kind="stable")
+    ends_T = np.cumsum(np.bincount(code_N, minlength=num_tasks))
+    loss_T, counts_T = np.zeros(num_tasks), np.zeros(num_tasks, np.bool_)
+    for task, rows in enumerate(np.split(order_N, ends_T[:-1])):
+        label_R = label_N[rows]
+        if rows.size and label_R.min() < label_R.max():
+            loss_T[task], counts_T[task] = of_task(label_R, score_N[rows]), True
+    if not counts_T.any():
+        return undefined(num_tasks, "no task holds two different labels")
+    return mean_over_tasks(loss_T, counts_T)
+
+
+def _softmax(label_R: Floats, score_R: Floats) -> float:
+    above_R = score_R - score_R.max()
+    return float(np.log(np.exp(above_R).sum()) - above_R @ label_R / label_R.sum())
+
+
+def _pairwise(label_R: Floats, score_R: Floats) -> float:
+    """Return the mean over the pairs, a block of rows at a time."""
+    total, count, step = 0.0, 0, max(1, MOST_PAIRS // label_R.size)
+    for first in range(0, label_R.size, step):
+        rows = slice(first, first + step)
+        is_pair = label_R[rows, None] > label_R[None, :]
+        gaps = score_R[None, :] - score_R[rows, None]
+        total += float(np.logaddexp(0.0, gaps[is_pair]).sum())
+        count += int(np.count_nonzero(is_pair))
+    return total / count
