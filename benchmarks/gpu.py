@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ def check(device: torch.device, quick: bool) -> dict[str, Any]:
     cases = list(all_cases())[:: 8 if quick else 1]
     wrong = []
     for case in cases:
-        expected, _, _ = step_of(case, HOST)
+        expected, _, _ = step_of(replace(case, buckets=False), HOST)
         with _warning_of_waits(device) as waits:
             found, _, _ = step_of(case, device)
         far = distance(expected, found)

@@ -76,6 +76,8 @@ class Episodes:
     query_item_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     # Which query rows are candidates that were sampled beside the stored ones; as above.
     query_sampled_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    # How many rows shapes are made for, where sizes are rounded up to few (buckets.py); else 0.
+    num_fetched: int = 0
     fetch: RowFetch | None = None  # None: no rank was told yet which rows are needed
 
     @classmethod

@@ -6,7 +6,7 @@ import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -45,6 +45,7 @@ class Case:
     rates: str = "output"
     path: str = "auto"
     tables: tuple[str, ...] = ()  # those whose rows adapt, with `everything`
+    buckets: bool = False  # arranged in few shapes
 
     @property
     def name(self) -> str:
@@ -76,6 +77,10 @@ def all_cases() -> Iterator[Case]:
         for general in (False, True):
             yield Case(model, "maml", general, mode="parts")
             yield Case(model, "maml", general, precision="bf16")
+        for algorithm, everything in product(("maml", "fomaml"), (False, True)):
+            yield Case(model, algorithm, everything=everything, buckets=True)
+        yield Case(model, "maml", mode="parts", buckets=True)
+        yield Case(model, "maml", precision="bf16", buckets=True)
         yield Case(model, "maml", mode="predict")
         yield Case(model, "maml", everything=True, mode="predict")
         yield Case(model, "maml", everything=True, precision="bf16")
@@ -119,6 +124,7 @@ def learner_of(case: Case) -> MetaLearner:
     learner = build_learner(features, model, algorithm, "bce")
     if case.general:
         learner.use_general_loop()
+    learner.in_buckets = case.buckets
     return learner
 
 
@@ -185,7 +191,7 @@ def readings(numbers: list[int]) -> list[dict[str, Any]]:
     for number in numbers:
         case = cases[number]
         try:
-            expected, _, _ = step_of(case, HOST)
+            expected, _, _ = step_of(replace(case, buckets=False), HOST)
             values, moving, stepping = step_of(case, CUDA, PretendedDevice)
             far = distance(expected, values)
         except Exception as error:  # noqa: BLE001 - each case has its own test
