@@ -60,7 +60,9 @@ class DataConfig:
         0, "above 0: a step is so many stored blocks, shuffled whole: the fastest", min=0
     )
     drop_last: bool = key(False, "drop an epoch's last, smaller step")
-    threads: int = key(1, "decoding threads per rank", min=1, max=1024)
+    threads: int = key(
+        1, "threads per rank that decode, and as many that arrange for a GPU", min=1, max=1024
+    )
     source: Literal["static", "service"] = key(
         "static",
         "static: every rank its share of each step, from the seed; "

@@ -405,8 +405,18 @@ def start() -> None:
         "mem_get_info": lambda *_: (140 << 30, 141 << 30),
     }.items():
         setattr(torch.cuda, name, value)
+    torch.empty = _empty  # threads that arrange batches are not inside PretendedDevice
     # Module.to replaces parameters: torch cannot swap the memory of tensors of different kinds.
     torch.__future__.set_overwrite_module_params_on_conversion(True)
+
+
+_empty_of_torch = torch.empty
+
+
+def _empty(*size: Any, pin_memory: bool = False, **rest: Any) -> Tensor:
+    """torch.empty, with the pinned memory that a CPU build of torch has none of."""
+    made = _empty_of_torch(*size, **rest)
+    return _Pinned.add(made) if pin_memory else made
 
 
 def to_device(module: nn.Module) -> nn.Module:

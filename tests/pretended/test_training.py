@@ -58,8 +58,10 @@ def test_a_step_waits_once_and_copies_twice(runs: dict[str, Any], name: str) -> 
 
 def test_a_step_of_a_shape_that_came_before_is_a_graph_of_each_part(runs: dict[str, Any]) -> None:
     graphs = {name: [step["graphs"] for step in run["steps"]] for name, run in runs.items()}
-    assert graphs["graphs"] == [0, 1, 1, 1, 1]
-    assert sum(graphs["graphs of parts"]) >= 6  # of ten parts; those of a shape that is new are not
+    # Five steps, ten parts; the first two of a shape that is new are eager, and captured.
+    assert graphs["graphs"][0] == graphs["graphs of parts"][0] == 0
+    assert (max(graphs["graphs"]), max(graphs["graphs of parts"])) == (1, 2)
+    assert min(sum(graphs["graphs"]), sum(graphs["graphs of parts"])) >= 3
     assert not any(sum(taken) for name, taken in graphs.items() if "graphs" not in name)
     eager, replayed = (runs[name]["steps"][-1]["launches"] for name in ("as it comes", "graphs"))
     assert replayed < 0.6 * eager
