@@ -198,7 +198,7 @@ def shard_learner(
         and config.sharding.dense_wire_dtype == "float32"
         and is_ours
     )
-    _choose_shapes(learner, config, ranks)
+    _choose_shapes(learner, config, ranks.device, ranks.rank)
     with tables_kept_by(PlainTables) if is_ours else nullcontext():
         sharded = DistributedModelParallel(
             ShardedLearner(tables, learner.to(ranks.device), config.run.precision),
@@ -222,16 +222,18 @@ def shard_learner(
     return sharded
 
 
-def _choose_shapes(learner: "MetaLearner", config: TrainConfig, ranks: Ranks) -> None:
+def _choose_shapes(
+    learner: "MetaLearner", config: TrainConfig, device: torch.device, rank: int
+) -> None:
     """Have the learner arrange batches in few shapes, and take them as graphs, as the config says;
     tell why where it cannot.
     """
-    buckets, on_cuda = config.run.shape_buckets, ranks.device.type == "cuda"
+    buckets, on_cuda = config.run.shape_buckets, device.type == "cuda"
     learner.in_buckets = buckets == "on" or (buckets == "auto" and on_cuda)
     if config.run.cuda_graphs == "off":
         return
     why_not = learner.use_graphs(CudaCapture()) if on_cuda else "this run computes on the CPU"
-    if why_not and ranks.rank == 0:
+    if why_not and rank == 0:
         _log.warning("run.cuda_graphs: steps are taken eagerly, as %s", why_not)
 
 

@@ -13,7 +13,7 @@ from gmeta.build import build_learner
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import shard_learner
+from gmeta.parallel.sharding import _choose_shapes, shard_learner
 from gmeta_models import ModelConfig
 from tests import reference
 from tests.distributed.harness import on_ranks, steps_of
@@ -83,3 +83,25 @@ def test_runs_in_few_shapes_train_the_same_model(world_size: int) -> None:
             for one, other in zip(on["layers"].values(), off["layers"].values(), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(on["tables"], off["tables"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("buckets", "expected"), [("auto", False), ("off", False), ("on", True)])
+def test_on_a_cpu_shapes_are_as_asked_and_steps_eager_and_the_log_says_why(
+    buckets: str, expected: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner = build_learner(FEATURES, MODEL, ALGORITHMS["maml"], "bce")
+    config = TrainConfig(run=RunConfig(shape_buckets=buckets, cuda_graphs="auto"))
+    _choose_shapes(learner, config, torch.device("cpu"), rank=0)
+    assert (learner.in_buckets, learner._graphs) == (expected, None)
+    assert caplog.messages == [
+        "run.cuda_graphs: steps are taken eagerly, as this run computes on the CPU"
+    ]
+
+
+def test_steps_are_eager_and_nothing_is_told_unless_graphs_are_asked_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    learner = build_learner(FEATURES, MODEL, ALGORITHMS["maml"], "bce")
+    _choose_shapes(learner, TrainConfig(), torch.device("cuda"), rank=0)
+    assert (learner.in_buckets, learner._graphs) == (True, None)
+    assert caplog.messages == []
