@@ -2,10 +2,11 @@
 
   counts    launches, waits, copies, FLOPs and bytes of a step, and of a step of `gmeta train`, on a
             GPU that only pretends (--device pretend): tensors that say cuda:0 and hold their values
-            on the CPU. Beside them the floors that they set, at stated speeds
+            on the CPU. Beside them the floors that they set, at stated speeds, and how few shapes
+            the batches of a ragged run have
   check     loss and gradients of every model, algorithm and loop against the CPU's
-  time      a step, eager, by tasks, shape, inner steps, rectangles and precision, and torch.func's
-            vmap
+  time      a step, eager and as a CUDA graph, by tasks, shape, inner steps, rectangles and
+            precision, and torch.func's vmap
   profile   where a step's time goes
 
 counts is the default without a GPU, check with one. The last three need a GPU; --device cpu tries
@@ -15,6 +16,7 @@ the scripts themselves. Each ends within 8 minutes and needs no network.
 import itertools
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +41,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.adaptation.rows import rectangles
+from gmeta.batches.graphs import CudaCapture, shape_of
 from gmeta.learner import MetaLearner
 from gmeta.numerics import autocast, choose_products
 from metaio.read.batch import TaskBatch
@@ -46,7 +49,7 @@ from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 
 sys.path.insert(0, str(REPOSITORY))
 from tests.pretended import device as pretended
-from tests.pretended.learner_steps import HOST, all_cases, distance, step_of
+from tests.pretended.learner_steps import HOST, all_cases, distance, of_cpu, step_of
 from tests.pretended.process import built_guard, call_pretended, missing_for_guard
 
 ROWS, HIDDEN = 10, (512, 256)
@@ -72,10 +75,18 @@ def learner_of(algorithm: str, steps: int) -> MetaLearner:
 
 
 def step_on(
-    device: torch.device, batch: TaskBatch, algorithm: str, steps: int, precision: str = "float32"
+    device: torch.device,
+    batch: TaskBatch,
+    algorithm: str,
+    steps: int,
+    precision: str = "float32",
+    as_graph: bool = False,
 ) -> Step:
-    """A step, its batch on the device already."""
+    """A step, its batch on the device already; as a graph, the first two make it ready."""
     learner = learner_of(algorithm, steps).to(device)
+    if as_graph:
+        learner.in_buckets = True
+        assert learner.use_graphs(CudaCapture()) == ""
     episodes = learner.arrange(batch).to(device)
     rows_UD = (torch.randn(batch.unique_ids_U.numel(), WIDTH) * 0.1).to(device).requires_grad_()
 
@@ -100,6 +111,7 @@ def counted() -> list[dict[str, Any]]:
             learner.to(pretended.CUDA)
             rows_UD = torch.randn(batch.unique_ids_U.numel(), WIDTH).to(pretended.CUDA)
             rows_UD.requires_grad_()
+            learner.in_buckets = True  # as a run on CUDA is by default
             with pretended.counting() as counts:
                 episodes = learner.arrange(batch).to(pretended.CUDA)
                 learner(rows_UD, episodes, 1 / episodes.num_terms).backward()
@@ -116,7 +128,28 @@ def counted() -> list[dict[str, Any]]:
     return found
 
 
-def counts() -> dict[str, Any]:
+def ragged_run(num_batches: int) -> dict[str, Any]:
+    """How many shapes the batches of a run have that arranges them in buckets, how many of the
+    batches have the twelve most frequent, and what share of the rows pads.
+    """
+    learner, shapes, shares = learner_of("maml", 1), Counter[Any](), []
+    learner.in_buckets = True
+    features = single_id_features(NUM_FEATURES, 100_000)
+    for number in range(num_batches):
+        sizes = [ragged_sizes(128, ROWS, 2 * number + side) for side in (1, 2)]
+        episodes = learner.arrange(random_batch(features, *sizes, seed=number))
+        assert isinstance(episodes.rows, rectangles.PaddedTasks)
+        shapes[shape_of(episodes)] += 1
+        shares.append(episodes.rows.padded_share)
+    return {
+        "batches": num_batches,
+        "shapes": len(shapes),
+        "in_twelve": sum(count for _, count in shapes.most_common(12)) / num_batches,
+        "padded_share": round(sum(shares) / num_batches, 3),
+    }
+
+
+def counts(quick: bool) -> dict[str, Any]:
     """Print what steps ask of a GPU; return it."""
     if missing := missing_for_guard():
         raise SystemExit(f"a pretended GPU needs {missing}")
@@ -129,6 +162,7 @@ def counts() -> dict[str, Any]:
             "maml": [],
             "maml, clipped": ["outer.clip_norm=0.1"],
             "maml, Adam": ["outer.sparse_optimizer=adam"],
+            "maml, graphs": ["run.cuda_graphs=auto"],
             "maml, TorchRec's exchange": ["sharding.exchange=torchrec"],
         }
         trained = call_pretended(guard, *training, f"{folder}/runs", f"{folder}/data", runs)
@@ -147,7 +181,8 @@ def counts() -> dict[str, Any]:
     print_table([*header, "launches ms", "float32 ms", "tf32 ms", "bytes ms"], rows)
     whole = {}
     for name, run in trained.items():
-        step = run["steps"][1]  # the first makes ready
+        # The first two make ready, graphs too; behind a checkpoint the guard has its answer.
+        step = run["steps"][3]
         whole[name] = {
             "launches": step["launches"],
             "waits": len(step["waits"]),
@@ -156,15 +191,24 @@ def counts() -> dict[str, Any]:
     print()
     table = [[name, *map(str, step.values())] for name, step in whole.items()]
     print_table(["step of gmeta train", "launches", "waits", "copies"], table)
-    return {"learner": {step.pop("case"): step for step in steps}, "train": whole}
+    run = ragged_run(20 if quick else 100)
+    print()
+    print_table(list(run), [list(map(str, run.values()))])
+    return {
+        "learner": {step.pop("case"): step for step in steps},
+        "train": whole,
+        "ragged_run": run,
+    }
 
 
 def check(device: torch.device, quick: bool) -> dict[str, Any]:
     """Hold the device's steps to the CPU's; return how many are right."""
-    cases = list(all_cases())[:: 8 if quick else 1]
+    # A graph of the CPU there is not: --device cpu leaves those out.
+    cases = [case for case in all_cases() if device.type == "cuda" or not case.graph]
+    cases = cases[:: 8 if quick else 1]
     wrong = []
     for case in cases:
-        expected, _, _ = step_of(case, HOST)
+        expected, _, _ = step_of(of_cpu(case), HOST)
         with _warning_of_waits(device) as waits:
             found, _, _ = step_of(case, device)
         far = distance(expected, found)
@@ -206,6 +250,8 @@ def timed(device: torch.device, quick: bool, rounds: int) -> dict[str, Any]:
                     measures[f"{most} rectangles"] = step_on(
                         device, batch, algorithm, steps, precision
                     )
+            if on_gpu and algorithm != "none":
+                measures["graph"] = step_on(device, batch, algorithm, steps, precision, True)
             if algorithm == "maml" and steps == 1 and not ragged:
                 measures["vmap"] = vmap_step(device, batch)
             seconds = {
@@ -309,7 +355,7 @@ def main() -> None:
     device = torch.device("cuda", 0) if kind == "cuda" else HOST
     figures: dict[str, Any]
     if what == "counts":
-        figures = counts()
+        figures = counts(options.quick)
     elif what == "check":
         figures = check(device, options.quick)
     elif what == "time":

@@ -60,7 +60,9 @@ class DataConfig:
         0, "above 0: a step is so many stored blocks, shuffled whole: the fastest", min=0
     )
     drop_last: bool = key(False, "drop an epoch's last, smaller step")
-    threads: int = key(1, "decoding threads per rank", min=1, max=1024)
+    threads: int = key(
+        1, "threads per rank that decode, and as many that arrange for a GPU", min=1, max=1024
+    )
     source: Literal["static", "service"] = key(
         "static",
         "static: every rank its share of each step, from the seed; "
@@ -172,6 +174,16 @@ class RunConfig:
         "float32",
         "of training's matrix products; all else is in float32. tf32: inputs of 11 bits, on CUDA; "
         "bf16: bfloat16",
+    )
+    shape_buckets: Literal["auto", "on", "off"] = key(
+        "auto",
+        "round up the sizes of a batch, so that ragged data has few shapes in the fast inner loop; "
+        "auto: on CUDA (docs/gpu.md)",
+    )
+    cuda_graphs: Literal["off", "auto"] = key(
+        "off",
+        "auto: forward and backward of the fast inner loop are one CUDA graph a shape, where that "
+        "is safe; needs shape_buckets. No GPU has run it yet (docs/gpu.md)",
     )
     deterministic: bool = key(
         False, "use deterministic torch kernels only; an operation that has none is refused"

@@ -39,6 +39,7 @@ from gmeta.batches.episodes import (
     task_groups,
 )
 from gmeta.batches.for_fused import padded_tasks, similar_tasks
+from gmeta.batches.graphs import Capture, Graphs
 from gmeta.batches.item_statistics import ItemStatistics
 from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta_models.decision import DecisionModel
@@ -107,6 +108,8 @@ class MetaLearner(nn.Module):
             model.requires_grad_(False)
             self.projections.requires_grad_(False)
         self.general_loop = GeneralLoop(model, self._plan, objectives, self.rates, self._parts)
+        self.in_buckets = False  # whether batches are arranged in few shapes: batches/buckets.py
+        self._graphs: Graphs | None = None
         self._fused_loop: FusedLoop | None = None
         outer_loss = self._algorithm.loss_sum
         self._query_loss = outer_loss if isinstance(outer_loss, QueryLoss) else None
@@ -118,9 +121,29 @@ class MetaLearner(nn.Module):
         """Return the place of the table whose embeddings the generator makes; -1 without one."""
         return self._parts.generated_table
 
+    @property
+    def has_fused_loop(self) -> bool:
+        """Return whether it trains in the fused inner loop."""
+        has_loop = self._fused_loop is not None and self._query_loss is not None
+        return has_loop and self._config.name != PLAIN
+
     def use_general_loop(self) -> None:
         """Give up the fused inner loop: what it computes, the general one does step by step."""
         self._fused_loop = None
+
+    def use_graphs(self, capture: Capture) -> str:
+        """Take steps as graphs from now on (batches/graphs.py), if that is safe; return why it is
+        not, or "".
+        """
+        own = [part for part in (*self.model.modules(), self.rates) if not _is_ours(part)]
+        if not self.has_fused_loop:
+            return f"{self._config.name} adapts this model in the general loop"
+        if own:
+            return f"{type(own[0]).__name__} is no part of gmeta, and may read values or draw them"
+        if not self.in_buckets:
+            return "batches are not arranged in few shapes (run.shape_buckets)"
+        self._graphs = Graphs(self, self._loss_sum, capture)
+        return ""
 
     def arrange(self, batch: TaskBatch) -> Episodes:
         """Return what `forward` takes, from a batch on the host."""
@@ -130,7 +153,7 @@ class MetaLearner(nn.Module):
         if self._config.name == PLAIN:
             return plain_rows(batch)
         if self._fused_loop is not None and self._query_loss is not None:
-            layout = self._fused_loop.layout(self._query_loss.second_order)
+            layout = self._fused_loop.layout(self._query_loss.second_order, self.in_buckets)
             groups = similar_tasks(batch, layout)
             if any(group.support_rows for group in groups):
                 return padded_tasks(batch, groups, layout)
@@ -163,24 +186,34 @@ class MetaLearner(nn.Module):
         if episodes.num_terms == 0:
             return self._zero(rows_UD)
         trained_UD = rows_UD if self._config.train_base else rows_UD.detach()
-        rows, general = self._working_rows(trained_UD, episodes), self.general_loop
+        take = self._loss_sum if self._graphs is None else self._graphs.loss_sum
+        loss_sum = take(self._started_UD(trained_UD, episodes), episodes)
+        if not self._config.train_base:
+            # A rank whose rows learn nothing still sends their gradients of 0.
+            loss_sum = loss_sum + rows_UD.sum() * 0.0
+        return loss_sum * weight
+
+    def _started_UD(self, rows_UD: Tensor, episodes: Episodes) -> Tensor:
+        """Return the fetched rows as `starting_rows_UD` makes them."""
+        lengths_B = episodes.unique_lengths_B
+        return self.starting_rows_UD(rows_UD, lengths_B, episodes.rows_of_tables)
+
+    def _loss_sum(self, started_UD: Tensor, episodes: Episodes) -> Tensor:
+        """Return the sum of the loss terms: a scalar."""
+        rows, general = self._working_rows(started_UD, episodes), self.general_loop
         match episodes.rows:
             case Side() as query:
-                loss_sum = general.losses_N(general.unadapted(rows, query), query).sum()
+                return general.losses_N(general.unadapted(rows, query), query).sum()
             case Sides() as sides:
-                loss_sum = self._general_loss_sum(rows, [sides])
+                return self._general_loss_sum(rows, [sides])
             case TaskGroups(groups):
-                loss_sum = self._general_loss_sum(rows, groups)
+                return self._general_loss_sum(rows, groups)
             case PaddedTasks() as tasks:
                 if self._fused_loop is None:
                     raise ValueError(
                         "padded tasks, but this learner has no fused loop: use its own arrange"
                     )
-                loss_sum = self._algorithm.loss_sum(self._fused_loop, rows, tasks)
-        if not self._config.train_base:
-            # A rank whose rows learn nothing still sends their gradients of 0.
-            loss_sum = loss_sum + rows_UD.sum() * 0.0
-        return loss_sum * weight
+                return self._algorithm.loss_sum(self._fused_loop, rows, tasks)
 
     def _general_loss_sum(self, rows: WorkingRows, groups: Sequence[Sides]) -> Tensor:
         """Return the algorithm's loss terms of all groups, added up: a scalar."""
@@ -200,7 +233,7 @@ class MetaLearner(nn.Module):
                 "episodes arranged for training have no sides of all tasks: use arrange_to_predict"
             )
         inner, (support, query) = self.general_loop, episodes.rows
-        rows = self._working_rows(rows_UD.detach(), episodes)
+        rows = self._working_rows(self._started_UD(rows_UD.detach(), episodes), episodes)
         # Adapting takes gradients, also where the caller has turned them off.
         with torch.enable_grad():
             adapted = inner.adapt(rows, episodes.rows, second_order=False)
@@ -233,16 +266,20 @@ class MetaLearner(nn.Module):
         dense_NK[:, -self.statistics.width :] = 0.0
         return replace(query, dense_NK=dense_NK)
 
-    def _working_rows(self, rows_UD: Tensor, episodes: Episodes) -> WorkingRows:
+    def _working_rows(self, started_UD: Tensor, episodes: Episodes) -> WorkingRows:
         """Return the rows that the sides index, with their rates where they adapt."""
-        rows_UD = self.starting_rows_UD(rows_UD, episodes.unique_lengths_B, episodes.rows_of_tables)
         if episodes.fetched_row_P is None:
-            return WorkingRows(rows_UD, 0.0)
+            return WorkingRows(started_UD, 0.0)
         rate = self.rates.of_rows(episodes.unique_lengths_B, episodes.fetched_row_P)
-        return WorkingRows(episodes.working_rows_PD(rows_UD), rate)
+        return WorkingRows(episodes.working_rows_PD(started_UD), rate)
 
     def _zero(self, rows_UD: Tensor) -> Tensor:
         """Return a loss of 0 that reaches every parameter: a rank without work still joins every
         collective.
         """
         return sum((parameter.sum() * 0.0 for parameter in self.parameters()), rows_UD.sum() * 0.0)
+
+
+def _is_ours(part: object) -> bool:
+    """Tell whether something is torch's, or of gmeta's own packages."""
+    return type(part).__module__.split(".")[0] in ("torch", "gmeta", "gmeta_models")

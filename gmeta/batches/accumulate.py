@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gmeta.batches.episodes import Episodes, RowFetch, episodes_moved
+from gmeta.batches.episodes import Episodes, RowFetch, episodes_moved, episodes_packed
 from metaio.read.batch import TaskBatch
 
 
@@ -70,6 +70,10 @@ class MicroBatches:
     def to(self, device: torch.device) -> "MicroBatches":
         """Copy them to a device."""
         return MicroBatches(episodes_moved(self.parts, device))
+
+    def packed(self) -> "MicroBatches":
+        """Return them in the memory that `to` copies to a GPU at once."""
+        return MicroBatches(episodes_packed(self.parts))
 
 
 Arranged = TypeVar("Arranged", Episodes, Episodes | MicroBatches)

@@ -8,8 +8,9 @@ single-id features, M multi-id features, V ids of all bags, K dense columns.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +22,12 @@ from gmeta.adaptation.rows.ragged import RowLayout
 from gmeta.adaptation.rows.rectangles import PaddedTasks, group_tasks
 from gmeta.adaptation.rows.sides import Side, Sides, TaskGroups
 from gmeta.adaptation.rows.sparse_matrix import Bags
-from gmeta.batches.transfer import moved
+from gmeta.batches.transfer import moved, packed
 from metaio.read.batch import TaskBatch
 from metaio.read.task_rows import task_rows
 
 Ints = npt.NDArray[np.int64]
+Tensors = tuple[tuple[Any, ...], ...]  # what a device needs of each episodes
 ArrangedRows = Side | Sides | TaskGroups | PaddedTasks
 
 
@@ -76,6 +78,8 @@ class Episodes:
     query_item_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     # Which query rows are candidates that were sampled beside the stored ones; as above.
     query_sampled_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    # How many rows shapes are made for, where sizes are rounded up to few (buckets.py); else 0.
+    num_fetched: int = 0
     fetch: RowFetch | None = None  # None: no rank was told yet which rows are needed
 
     @classmethod
@@ -113,6 +117,11 @@ class Episodes:
         (there,) = episodes_moved((self,), device)
         return there
 
+    def packed(self) -> "Episodes":
+        """Return them in the memory that `to` copies to a GPU at once."""
+        (there,) = episodes_packed((self,))
+        return there
+
     def working_rows_PD(self, rows_UD: Tensor) -> Tensor:
         """Return the rows that the sides index: each task's own copy where embeddings adapt."""
         return rows_UD if self.copies is None else self.copies.pool(rows_UD)
@@ -120,8 +129,20 @@ class Episodes:
 
 def episodes_moved(parts: tuple[Episodes, ...], device: torch.device) -> tuple[Episodes, ...]:
     """Return episodes on a device, all in one copy; what several of them index goes once."""
+    return _with_tensors(parts, lambda tensors: moved(tensors, device))
+
+
+def episodes_packed(parts: tuple[Episodes, ...]) -> tuple[Episodes, ...]:
+    """Return episodes in one block of pinned memory."""
+    return _with_tensors(parts, packed)
+
+
+def _with_tensors(
+    parts: tuple[Episodes, ...], change: Callable[[Tensors], Tensors]
+) -> tuple[Episodes, ...]:
+    """Return episodes with what a device needs of them changed, all of it at once."""
     names = ("unique_ids_U", "unique_lengths_B", "fetched_row_P", "copies", "rows")
-    there = moved(tuple(tuple(getattr(part, name) for name in names) for part in parts), device)
+    there = change(tuple(tuple(getattr(part, name) for name in names) for part in parts))
     return tuple(
         replace(part, **dict(zip(names, mine, strict=True)))
         for part, mine in zip(parts, there, strict=True)

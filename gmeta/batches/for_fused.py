@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from gmeta.adaptation.objectives import label_weights
 from gmeta.adaptation.rows.common import CommonFeatures
@@ -26,8 +27,9 @@ from gmeta.adaptation.rows.rectangles import (
     least_gain,
 )
 from gmeta.adaptation.rows.sparse_matrix import Bags
-from gmeta.batches.episodes import Episodes, Ints, reading_copies, side_lengths
-from gmeta_models.config import Pooling
+from gmeta.batches import buckets
+from gmeta.batches.buckets import FETCHED, LONG_TASKS, ROWS, TASKS, VALUES, Ints
+from gmeta.batches.episodes import Episodes, reading_copies, side_lengths
 from metaio.read.batch import TaskBatch
 
 # Multiply-adds of a product of rows below which to take what tasks share apart, once a task, costs
@@ -41,6 +43,8 @@ def similar_tasks(batch: TaskBatch, layout: FusedLayout) -> list[TaskGroup]:
     support_T, query_T = side_lengths(batch)
     with_query = np.flatnonzero(query_T)
     gain = least_gain(RECTANGLE_WORK, layout.device, layout.num_weights)
+    if layout.in_buckets:
+        return _groups_in_buckets(support_T, query_T, with_query, layout)
     groups = [
         with_query[group] for group in group_tasks(support_T[with_query], query_T[with_query], gain)
     ]
@@ -49,20 +53,45 @@ def similar_tasks(batch: TaskBatch, layout: FusedLayout) -> list[TaskGroup]:
     ]
 
 
+def _groups_in_buckets(
+    support_T: Ints, query_T: Ints, with_query: Ints, layout: FusedLayout
+) -> list[TaskGroup]:
+    """Return one group of these tasks, or two where the second has few that are long, in sizes of
+    buckets.py.
+    """
+    support_T, query_T = ROWS.of_all(support_T), ROWS.of_all(query_T)
+    # As on CUDA, on any device: what is there for graphs has a graph's few rectangles.
+    gain = least_gain(RECTANGLE_WORK, "cuda", layout.num_weights)
+    sides = support_T[with_query], query_T[with_query]
+    groups = [with_query[group] for group in group_tasks(*sides, gain, buckets.MOST_RECTANGLES)]
+    groups.sort(key=lambda tasks: int(support_T[tasks].max() + query_T[tasks].max()))
+    found = []
+    for place, tasks in enumerate(groups):
+        # The first as if it held them all: how many the second has varies from batch to batch.
+        number = LONG_TASKS.of(len(tasks)) if place else TASKS.of(len(with_query))
+        padded = np.pad(tasks, (0, number - len(tasks)), constant_values=-1)
+        found.append(TaskGroup(padded, int(support_T[tasks].max()), int(query_T[tasks].max())))
+    return found
+
+
 def padded_tasks(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedLayout) -> Episodes:
     """Return both sides of these groups of tasks, as the fused loop takes them.
 
     Features that all rows of a task share stand apart where that pays.
     """
     batch, fetched_row_P, num_rows = reading_copies(batch, layout.rows_per_task)
+    num_fetched = batch.unique_ids_U.numel()
+    if layout.in_buckets:
+        num_rows, num_fetched = FETCHED.of(num_rows), FETCHED.of(num_fetched)
     whole, common_F = batch, _common_features(batch, layout)
     if common_F is not None:
         batch = replace(batch, positions_NF=batch.positions_NF[:, ~common_F])
     starts_T, ends_T = batch.row_offsets_T1[:-1].numpy(), batch.row_offsets_T1[1:].numpy()
     middles_T = starts_T + batch.support_lengths_T.numpy()
     tasks = [group.tasks for group in groups]
-    support, support_R = _padded_rows(batch, starts_T, middles_T, tasks)
-    query, query_R = _padded_rows(batch, middles_T, ends_T, tasks)
+    sides = [group.support_rows for group in groups], [group.query_rows for group in groups]
+    support, support_R = _padded_rows(batch, starts_T, middles_T, tasks, sides[0])
+    query, query_R = _padded_rows(batch, middles_T, ends_T, tasks, sides[1])
     features: tuple[PaddedFeatures, ...]
     if layout.stacked:
         both_R = np.concatenate([support_R, query_R])
@@ -74,9 +103,20 @@ def padded_tasks(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedLay
         )
     common = None
     if common_F is not None:
-        common = _common_block(whole, common_F, np.concatenate(tasks), num_rows)
+        in_order_T = np.concatenate(tasks)
+        common = _common_block(whole, common_F, in_order_T, num_rows, layout.in_buckets)
     rows = PaddedTasks(support, query, features, common)
-    return Episodes.of(batch, fetched_row_P, rows, sum(map(len, tasks)))
+    num_terms = sum(int(np.count_nonzero(group >= 0)) for group in tasks)
+    if not layout.in_buckets:
+        return Episodes.of(batch, fetched_row_P, rows, num_terms)
+    episodes = Episodes.of(batch, None, rows, num_terms)
+    if fetched_row_P is not None:
+        missing = num_rows - fetched_row_P.numel()
+        lengths = pad(torch.ones_like(fetched_row_P), (0, missing))
+        copies = Bags.of(fetched_row_P, lengths, None, num_fetched, num_entries=num_rows)
+        fetched_row_P = pad(fetched_row_P, (0, missing))
+        episodes = replace(episodes, fetched_row_P=fetched_row_P, copies=copies)
+    return replace(episodes, num_fetched=num_fetched)
 
 
 def _common_features(batch: TaskBatch, layout: FusedLayout) -> torch.Tensor | None:
@@ -98,27 +138,29 @@ def _common_features(batch: TaskBatch, layout: FusedLayout) -> torch.Tensor | No
 
 
 def _common_block(
-    batch: TaskBatch, common_F: torch.Tensor, tasks: Ints, num_rows: int
+    batch: TaskBatch, common_F: torch.Tensor, tasks: Ints, num_rows: int, in_buckets: bool
 ) -> CommonFeatures:
-    """Return these features of these tasks, group by group."""
-    first_rows = batch.row_offsets_T1[torch.from_numpy(tasks)]
-    positions = batch.positions_NF[first_rows][:, common_F]
+    """Return these features of these tasks, group by group; nothing of those that pad."""
+    is_there_T = torch.from_numpy(tasks >= 0)
+    first_rows = batch.row_offsets_T1[torch.from_numpy(tasks)[is_there_T]]
+    positions = batch.positions_NF[first_rows][:, common_F].flatten()
+    features = tuple(common_F.nonzero().squeeze(1).tolist())
+    lengths = is_there_T.to(torch.int64).repeat_interleave(len(features))
+    num_entries = len(lengths) if in_buckets else 0
     return CommonFeatures(
-        features=tuple(common_F.nonzero().squeeze(1).tolist()),
-        bags=Bags.single(positions.flatten(), num_rows),
+        features, Bags.of(positions, lengths, None, num_rows, num_entries=num_entries)
     )
 
 
 def _padded_rows(
-    batch: TaskBatch, start_T: Ints, end_T: Ints, groups: list[Ints]
+    batch: TaskBatch, start_T: Ints, end_T: Ints, groups: list[Ints], rows_of_groups: list[int]
 ) -> tuple[PaddedRows, Ints]:
     """Return rows start to end of each task, group by group, and which rows of the batch they are:
     [R], -1 for one that pads.
     """
     rectangles, row_R, count_R, first = [], [], [], 0
-    for tasks in groups:
-        lengths = (end_T - start_T)[tasks]
-        longest = int(lengths.max(initial=0))
+    for tasks, longest in zip(groups, rows_of_groups, strict=True):
+        lengths = np.where(tasks >= 0, (end_T - start_T)[tasks], 0)
         within = np.arange(longest)
         there = within < lengths[:, None]
         row_R.append(np.where(there, start_T[tasks, None] + within, -1).ravel())
@@ -144,24 +186,19 @@ def _padded_features(
     batch: TaskBatch, rows_R: Ints, layout: FusedLayout, num_rows: int, constant: bool = False
 ) -> PaddedFeatures:
     """Return the features of these rows; of `constant` ones nobody asks for the gradient."""
-    history = layout.history
     there_R1 = torch.from_numpy(rows_R >= 0).unsqueeze(1)
     dense_NK = batch.dense_NK.index_select(0, torch.from_numpy(np.maximum(rows_R, 0)))
+    has_history = layout.history is not None
     return PaddedFeatures(
-        bags=_pooled(batch, rows_R, layout.pooling, history, num_rows, constant),
+        bags=_pooled(batch, rows_R, layout, num_rows, constant),
         num_features=batch.positions_NF.shape[1] + batch.multi_lengths_NM.shape[1],
-        history=None if history is None else _history(batch, rows_R, history, num_rows, constant),
+        history=_history(batch, rows_R, layout, num_rows, constant) if has_history else None,
         dense_NK=dense_NK * there_R1,
     )
 
 
 def _pooled(
-    batch: TaskBatch,
-    rows_R: Ints,
-    pooling: Pooling,
-    history: int | None,
-    num_rows: int,
-    constant: bool,
+    batch: TaskBatch, rows_R: Ints, layout: FusedLayout, num_rows: int, constant: bool
 ) -> Bags:
     """Return bags of each row's features, single then multi-id; empty ones for a row of -1 and for
     the history.
@@ -169,7 +206,8 @@ def _pooled(
     num_single, num_multi = batch.positions_NF.shape[1], batch.multi_lengths_NM.shape[1]
     there_N = np.flatnonzero(rows_R >= 0)
     rows_N = rows_R[there_N]
-    pooled_M = np.flatnonzero(np.arange(num_multi) != (-1 if history is None else history))
+    history = -1 if layout.history is None else layout.history
+    pooled_M = np.flatnonzero(np.arange(num_multi) != history)
     values_V, lengths_NM = _values(batch, rows_N, pooled_M)
     lengths_NC = np.zeros((len(rows_N), num_single + num_multi), np.int64)
     lengths_NC[:, :num_single] = 1
@@ -178,8 +216,13 @@ def _pooled(
     lengths_RC[there_N] = lengths_NC
     lengths = torch.from_numpy(lengths_RC.ravel())
     single_NF = batch.positions_NF.numpy()[rows_N]
+    num_entries = 0
+    if layout.in_buckets:
+        num_values = VALUES.of(max(values_V.size, 1)) if pooled_M.size else 0
+        num_entries = len(rows_R) * num_single + num_values
     if not num_multi:
-        return Bags.of(torch.from_numpy(single_NF.ravel()), lengths, None, num_rows, constant)
+        single_V = torch.from_numpy(single_NF.ravel())
+        return Bags.of(single_V, lengths, None, num_rows, constant, num_entries)
     # Entries in the order of rows: each row's single ids, then its multi-id values.
     values_N = lengths_NM.sum(axis=1)
     row_starts_N = _starts(num_single + values_N)
@@ -188,25 +231,28 @@ def _pooled(
     entries[row_starts_N[:, None] + np.arange(num_single)] = single_NF
     entries[place_V] = values_V
     weight_V = None
-    if pooling == "mean":
+    if layout.pooling == "mean":
         weights = np.ones(entries.size)
         taken = lengths_NM.ravel()
         weights[place_V] = np.repeat(1.0 / np.maximum(taken, 1), taken)
         weight_V = torch.from_numpy(weights)
-    return Bags.of(torch.from_numpy(entries), lengths, weight_V, num_rows, constant)
+    return Bags.of(torch.from_numpy(entries), lengths, weight_V, num_rows, constant, num_entries)
 
 
 def _history(
-    batch: TaskBatch, rows_R: Ints, feature: int, num_rows: int, constant: bool
+    batch: TaskBatch, rows_R: Ints, layout: FusedLayout, num_rows: int, constant: bool
 ) -> PaddedHistory:
-    """Return the values of one multi-id feature, one by one; none for a row of -1."""
+    """Return the values of the layout's history, one by one; none for a row of -1."""
     there_R = rows_R >= 0
-    values_V, lengths_N1 = _values(batch, rows_R[there_R], np.array([feature]))
+    values_V, lengths_N1 = _values(batch, rows_R[there_R], np.array([layout.history]))
     lengths_R = np.zeros(len(rows_R), np.int64)
     lengths_R[there_R] = lengths_N1[:, 0]
-    there_RH = torch.from_numpy(np.arange(lengths_R.max(initial=0)) < lengths_R[:, None])
+    longest, num_entries = int(lengths_R.max(initial=0)), 0
+    if layout.in_buckets:
+        longest, num_entries = ROWS.of(max(longest, 1)), VALUES.of(max(values_V.size, 1))
+    there_RH = torch.from_numpy(np.arange(longest) < lengths_R[:, None])
     lengths = there_RH.flatten().to(torch.int64)
-    bags = Bags.of(torch.from_numpy(values_V), lengths, None, num_rows, constant)
+    bags = Bags.of(torch.from_numpy(values_V), lengths, None, num_rows, constant, num_entries)
     return PaddedHistory(bags, there_RH)
 
 

@@ -2,8 +2,9 @@
 
 A step has a dozen to forty tensors, and a copy of each would cost more in calls than in bytes. They
 travel as one block of pinned memory, on a stream of its own: the host waits for nothing, and the
-copy runs beside the step before. torch's allocator of pinned memory gives a block out again when
-its copy is done.
+copy runs beside the step before. The thread that arranges a batch may fill the block (`packed`).
+torch's allocator of pinned memory gives a block out again when its copy is done, which it learns
+from an event: as many blocks are in turn as batches are under way.
 """
 
 from collections.abc import Callable
@@ -23,14 +24,16 @@ def moved(tree: T, device: torch.device) -> T:
     """Return dataclasses and tuples of tensors, however deep, with the tensors on a device."""
     if device.type != "cuda":
         return mapped(tree, lambda tensor: tensor.to(device))
-    found: dict[int, Tensor] = {}
+    tensors = _tensors_of(tree)
+    there = dict(zip(tensors, _in_one_copy(list(tensors.values()), device), strict=True))
+    return mapped(tree, lambda tensor: there[id(tensor)])
 
-    def find(tensor: Tensor) -> Tensor:
-        found[id(tensor)] = tensor
-        return tensor
 
-    mapped(tree, find)
-    there = dict(zip(found, _in_one_copy(list(found.values()), device), strict=True))
+def packed(tree: T) -> T:
+    """Return the same with the tensors in one block of pinned memory, as `moved` copies it."""
+    tensors = _tensors_of(tree)
+    places = _packed(list(tensors.values()))
+    there = dict(zip(tensors, places, strict=True))
     return mapped(tree, lambda tensor: there[id(tensor)])
 
 
@@ -51,28 +54,53 @@ def mapped(tree: T, function: Callable[[Tensor], Tensor]) -> T:
     return result
 
 
-def _in_one_copy(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return tensors of the host on a device, as views of one block there."""
+def _tensors_of(tree: Any) -> dict[int, Tensor]:
+    """Return each tensor once, by its identity."""
+    found: dict[int, Tensor] = {}
+
+    def find(tensor: Tensor) -> Tensor:
+        found[id(tensor)] = tensor
+        return tensor
+
+    mapped(tree, find)
+    return found
+
+
+def _packed(tensors: list[Tensor]) -> list[Tensor]:
+    """Return copies of tensors, one behind the other in one block of pinned memory."""
     starts, end = [], 0
     for tensor in tensors:
         starts.append(end)
         end += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-    def places(block: Tensor) -> list[Tensor]:
-        return [
-            block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip(starts, tensors, strict=True)
-        ]
-
-    packed = torch.empty(end, dtype=torch.uint8, pin_memory=True)
-    for place, tensor in zip(places(packed), tensors, strict=True):
+    places = _views(torch.empty(end, dtype=torch.uint8, pin_memory=True), starts, tensors)
+    for place, tensor in zip(places, tensors, strict=True):
         place.copy_(tensor)
+    return places
+
+
+def _views(block: Tensor, starts: list[int], like: list[Tensor]) -> list[Tensor]:
+    """Return what stands at these bytes of a block."""
+    return [
+        block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip(starts, like, strict=True)
+    ]
+
+
+def _in_one_copy(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Return tensors of the host on a device, as views of one block there."""
+    if not tensors:
+        return []
+    memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    if len(memory) != 1 or not tensors[0].is_pinned():
+        tensors = _packed(tensors)
+    starts = [int(tensor.storage_offset()) * tensor.element_size() for tensor in tensors]
+    on_host = torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage())
     computing, copying = torch.cuda.current_stream(device), _copy_stream(device)
     with torch.cuda.stream(copying):
-        block = packed.to(device, non_blocking=True)
+        block = on_host.to(device, non_blocking=True)
     computing.wait_stream(copying)
     block.record_stream(computing)  # or its memory would be given out while a step reads it
-    return places(block)
+    return _views(block, starts, tensors)
 
 
 @cache

@@ -20,6 +20,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from gmeta.antdt.client.agent import Plan, WorkerAgent
 from gmeta.batches.accumulate import MicroBatches, in_parts
+from gmeta.batches.ahead import mapped_ahead
 from gmeta.batches.episodes import Episodes
 from gmeta.config import TrainConfig
 from gmeta.feeds.feed import Feed
@@ -67,12 +68,19 @@ class Agent(abc.ABC):
 class NoAgent(Agent):
     """Shares are fixed and nobody watches."""
 
-    def __init__(self, sharded: DistributedModelParallel, micro_batches: int) -> None:
+    def __init__(self, sharded: DistributedModelParallel, micro_batches: int, threads: int) -> None:
+        """Arrange by so many threads for a GPU; 0: where batches are asked for."""
         self._arrange = in_parts(local_learner(sharded).learner.arrange, micro_batches)
+        self._threads = threads
 
     def arranged(self, batches: Iterator[TaskBatch]) -> Iterator[Episodes | MicroBatches]:
         """Yield each batch arranged, always in as many parts as the config says."""
-        return map(self._arrange, batches)
+        if not self._threads:
+            return map(self._arrange, batches)
+        return mapped_ahead(self._arrange_packed, batches, self._threads)
+
+    def _arrange_packed(self, batch: TaskBatch) -> Episodes | MicroBatches:
+        return self._arrange(batch).packed()
 
     def stepped(self, num_tasks: int) -> None:
         """Do nothing: nobody asks."""
@@ -89,7 +97,9 @@ def open_agent(
     of a step.
     """
     if not isinstance(feed, ServiceFeed):
-        return NoAgent(sharded, config.outer.accumulate_steps)
+        # Cores that compute have no time to arrange beside it.
+        threads = config.data.threads if ranks.device.type == "cuda" else 0
+        return NoAgent(sharded, config.outer.accumulate_steps, threads)
     return ServiceAgent(config, feed, sharded, ranks, stop)
 
 

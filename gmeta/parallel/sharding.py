@@ -6,6 +6,7 @@ Tables are spread over the ranks (AlltoAll of ids and rows), dense layers are re
 Shape suffixes: U fetched rows, B tables, D embedding width.
 """
 
+import logging
 import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,6 +28,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from gmeta.batches.accumulate import Arranged, MicroBatches, accumulated_loss
 from gmeta.batches.episodes import Episodes
+from gmeta.batches.graphs import CudaCapture
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError
 from gmeta.internals import ShardedTensor, tables_kept_by
@@ -44,6 +46,8 @@ from gmeta.tables.names import module_name
 from gmeta.tables.plain import PlainTables
 from gmeta.tables.sharding import WireDtype
 from metaio.format.features import Features
+
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business
     from gmeta.learner import MetaLearner, QueryPrediction
@@ -175,6 +179,7 @@ def shard_learner(
         and config.sharding.dense_wire_dtype == "float32"
         and is_ours
     )
+    _choose_shapes(learner, config, ranks.device, ranks.rank)
     with tables_kept_by(PlainTables) if is_ours else nullcontext():
         sharded = DistributedModelParallel(
             ShardedLearner(tables, learner.to(ranks.device), config.run.precision),
@@ -196,6 +201,21 @@ def shard_learner(
         inner.exchange = TorchRecExchange(inner.tables, list(plan), ranks.device)
     initialise_tables(sharded, outer.embedding_init_std, config.run.seed)
     return sharded
+
+
+def _choose_shapes(
+    learner: "MetaLearner", config: TrainConfig, device: torch.device, rank: int
+) -> None:
+    """Have the learner arrange batches in few shapes, and take them as graphs, as the config says;
+    tell why where it cannot.
+    """
+    buckets, on_cuda = config.run.shape_buckets, device.type == "cuda"
+    learner.in_buckets = buckets == "on" or (buckets == "auto" and on_cuda)
+    if config.run.cuda_graphs == "off":
+        return
+    why_not = learner.use_graphs(CudaCapture()) if on_cuda else "this run computes on the CPU"
+    if why_not and rank == 0:
+        _log.warning("run.cuda_graphs: steps are taken eagerly, as %s", why_not)
 
 
 def _data_parallel(sharded: DistributedModelParallel) -> DistributedDataParallel:

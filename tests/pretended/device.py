@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tests.pretended.process import load_guard
+from tests.tape import Tape
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = tuple(str(ROOT / folder) + "/" for folder in ("gmeta", "models", "metaio"))
@@ -157,7 +158,29 @@ class _Pinned:
         return found is not None and not found.expired()
 
 
+class _Capturing:
+    """What is captured now, if anything is."""
+
+    tape: ClassVar[Tape | None] = None
+
+
 def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do an operation as `_called` does; while a graph is captured, onto its tape, and refuse what
+    CUDA refuses then.
+    """
+    if _Capturing.tape is None:
+        return _called(func, args, kwargs)
+    now = counts()
+    before = len(now.waits) + len(now.to_device) + len(now.to_host)
+    result = _called(func, args, kwargs)
+    if before != len(now.waits) + len(now.to_device) + len(now.to_host):
+        raise RuntimeError(f"operation not permitted when stream is capturing: {func} at {place()}")
+    on_host = kwargs if kwargs.get("device") is None else {**kwargs, "device": HOST}
+    _Capturing.tape.note(func, *tree_map(held, (args, on_host, result)))
+    return result
+
+
+def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do an operation of torch as CUDA would: on the values, where the result belongs, counted."""
     name = func._schema.name
     given = tensors_in((args, kwargs))
@@ -321,6 +344,29 @@ class _Event:
         return 1.0
 
 
+class _Graph:
+    """A CUDA graph: the operations of its capture, called again as one launch."""
+
+    def __init__(self) -> None:
+        self.tape = Tape()
+
+    def replay(self) -> None:
+        counts().launches["a graph"] += 1
+        self.tape.replay()
+
+    def pool(self) -> None: ...
+
+
+@contextmanager
+def _capturing(graph: _Graph, **_: Any) -> Iterator[None]:
+    """Capture what is launched inside."""
+    _Capturing.tape = graph.tape
+    try:
+        yield
+    finally:
+        _Capturing.tape = None
+
+
 class PretendedDevice(TorchDispatchMode):
     """Inside, what is made on cuda without a tensor of it is there, too."""
 
@@ -351,14 +397,26 @@ def start() -> None:
         "default_stream": lambda *_: _Stream(),
         "Stream": _Stream,
         "Event": _Event,
+        "CUDAGraph": _Graph,
+        "graph": _capturing,
         "stream": lambda stream: _Stream(),
         "device": _Stream,
         "synchronize": lambda *_: counts().waits.append(f"{place()} cuda.synchronize"),
         "mem_get_info": lambda *_: (140 << 30, 141 << 30),
     }.items():
         setattr(torch.cuda, name, value)
+    torch.empty = _empty  # threads that arrange batches are not inside PretendedDevice
     # Module.to replaces parameters: torch cannot swap the memory of tensors of different kinds.
     torch.__future__.set_overwrite_module_params_on_conversion(True)
+
+
+_empty_of_torch = torch.empty
+
+
+def _empty(*size: Any, pin_memory: bool = False, **rest: Any) -> Tensor:
+    """torch.empty, with the pinned memory that a CPU build of torch has none of."""
+    made = _empty_of_torch(*size, **rest)
+    return _Pinned.add(made) if pin_memory else made
 
 
 def to_device(module: nn.Module) -> nn.Module:

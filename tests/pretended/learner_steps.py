@@ -6,7 +6,7 @@ import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches import transfer
 from gmeta.batches.accumulate import accumulated_loss, in_parts
+from gmeta.batches.graphs import CudaCapture
 from gmeta.build import build_learner
 from gmeta.learner import MetaLearner
 from gmeta.numerics import autocast
@@ -45,6 +46,8 @@ class Case:
     rates: str = "output"
     path: str = "auto"
     tables: tuple[str, ...] = ()  # those whose rows adapt, with `everything`
+    buckets: bool = False  # arranged in few shapes
+    graph: bool = False  # the third of three equal steps, replayed
 
     @property
     def name(self) -> str:
@@ -76,6 +79,12 @@ def all_cases() -> Iterator[Case]:
         for general in (False, True):
             yield Case(model, "maml", general, mode="parts")
             yield Case(model, "maml", general, precision="bf16")
+        for algorithm, everything in product(("maml", "fomaml"), (False, True)):
+            yield Case(model, algorithm, everything=everything, buckets=True)
+        yield Case(model, "maml", mode="parts", buckets=True)
+        yield Case(model, "maml", buckets=True, graph=True)
+        yield Case(model, "fomaml", everything=True, buckets=True, graph=True)
+        yield Case(model, "maml", precision="bf16", buckets=True)
         yield Case(model, "maml", mode="predict")
         yield Case(model, "maml", everything=True, mode="predict")
         yield Case(model, "maml", everything=True, precision="bf16")
@@ -119,6 +128,9 @@ def learner_of(case: Case) -> MetaLearner:
     learner = build_learner(features, model, algorithm, "bce")
     if case.general:
         learner.use_general_loop()
+    learner.in_buckets = case.buckets
+    if case.graph:
+        assert learner.use_graphs(CudaCapture()) == ""
     return learner
 
 
@@ -146,20 +158,26 @@ def step_of(
     with inside():
         with counting() as moving:
             episodes = arranged.to(device)
-        with counting() as stepping:
-            with autocast(case.precision, device):
-                if case.mode == "predict":
-                    predicted = learner.predict(rows_UD, episodes)
-                    found = [predicted.before_N, predicted.after_N]
-                else:
-                    take = accumulated_loss if case.mode == "parts" else MetaLearner.__call__
-                    loss = take(learner, rows_UD, episodes, 1.0)
-            if case.mode != "predict":
-                loss.backward()
-                grads = [one.grad for one in learner.parameters() if one.grad is not None]
-                found = [loss.detach(), rows_UD.grad, *grads]
+        for _ in range(3 if case.graph else 1):
+            rows_UD.grad = None
+            learner.zero_grad()
+            with counting() as stepping:
+                found = _step(learner, rows_UD, episodes, case)
     assert all(one.device == device for one in found), "a result is on another device"
     return [held(one).detach() for one in found], moving, stepping
+
+
+def _step(learner: MetaLearner, rows_UD: Tensor, episodes: Any, case: Case) -> list[Tensor]:
+    """Return loss and gradients, or predictions."""
+    with autocast(case.precision, rows_UD.device):
+        if case.mode == "predict":
+            predicted = learner.predict(rows_UD, episodes)
+            return [predicted.before_N, predicted.after_N]
+        take = accumulated_loss if case.mode == "parts" else MetaLearner.__call__
+        loss = take(learner, rows_UD, episodes, 1.0)
+    loss.backward()
+    grads = [one.grad for one in (rows_UD, *learner.parameters()) if one.grad is not None]
+    return [loss.detach(), *grads]
 
 
 def batch_of(case: Case, dtype: torch.dtype) -> TaskBatch:
@@ -177,6 +195,11 @@ def distance(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
     return max(float((a - b.to(HOST)).norm() / (a.norm() + 1e-30)) for a, b in pairs)
 
 
+def of_cpu(case: Case) -> Case:
+    """Return the case that a case's values are those of, on the CPU."""
+    return replace(case, buckets=False, graph=False)
+
+
 def readings(numbers: list[int]) -> list[dict[str, Any]]:
     """Compare the steps of these cases: how far the GPU's values are from the CPU's, relative to
     their norm, and the counts.
@@ -185,7 +208,7 @@ def readings(numbers: list[int]) -> list[dict[str, Any]]:
     for number in numbers:
         case = cases[number]
         try:
-            expected, _, _ = step_of(case, HOST)
+            expected, _, _ = step_of(of_cpu(case), HOST)
             values, moving, stepping = step_of(case, CUDA, PretendedDevice)
             far = distance(expected, values)
         except Exception as error:  # noqa: BLE001 - each case has its own test

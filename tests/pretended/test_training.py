@@ -17,6 +17,8 @@ RUNS = {
     "resumed": ["run.max_steps=3", "model.name=cbml"],
     "adam": ["outer.sparse_optimizer=partial_rowwise_adam", "sharding.wire_dtype=bfloat16"],
     "torchrec": ["sharding.exchange=torchrec"],
+    "graphs": ["run.cuda_graphs=auto"],
+    "graphs of parts": ["run.cuda_graphs=auto", "outer.accumulate_steps=2", "outer.clip_norm=0.1"],
 }
 # The second step of an epoch has one task: rank 1 has none.
 UNEVEN = {"uneven": ["data.tasks_per_step=199", "run.epochs=2", "run.valid_every_steps=0"]}
@@ -52,6 +54,17 @@ def test_a_step_waits_once_and_copies_twice(runs: dict[str, Any], name: str) -> 
     for step in runs[name]["steps"][1:]:  # the first makes ready
         check_waits(step)
         assert len(step["to_device"]) <= 2  # the batch, and the rows to look up
+
+
+def test_a_step_of_a_shape_that_came_before_is_a_graph_of_each_part(runs: dict[str, Any]) -> None:
+    graphs = {name: [step["graphs"] for step in run["steps"]] for name, run in runs.items()}
+    # Five steps, ten parts; the first two of a shape that is new are eager, and captured.
+    assert graphs["graphs"][0] == graphs["graphs of parts"][0] == 0
+    assert (max(graphs["graphs"]), max(graphs["graphs of parts"])) == (1, 2)
+    assert min(sum(graphs["graphs"]), sum(graphs["graphs of parts"])) >= 3
+    assert not any(sum(taken) for name, taken in graphs.items() if "graphs" not in name)
+    eager, replayed = (runs[name]["steps"][-1]["launches"] for name in ("as it comes", "graphs"))
+    assert replayed < 0.6 * eager
 
 
 def check_waits(step: dict[str, Any]) -> None:

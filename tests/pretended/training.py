@@ -88,7 +88,10 @@ def trained(
 
 
 def _as_json(steps: list[Counts]) -> list[dict[str, Any]]:
-    return [asdict(one) | {"launches": one.num_launches} for one in steps]
+    return [
+        asdict(one) | {"launches": one.num_launches, "graphs": one.launches["a graph"]}
+        for one in steps
+    ]
 
 
 def _run(

@@ -85,8 +85,8 @@ class FusedLoop:
             and not any(isinstance(rates.of_layer(name), WeightRates) for name in plan.layers)
         )
 
-    def layout(self, second_order: bool) -> FusedLayout:
-        """Return how a batch is to be arranged for this loop."""
+    def layout(self, second_order: bool, in_buckets: bool = False) -> FusedLayout:
+        """Return how a batch is to be arranged for this loop; `in_buckets`: in few shapes."""
         still, first = not self._moves_inputs, self._decision.layers[0].weight
         gated = isinstance(self._model, GatedModel)
         may_split = still and self._model.features_from is not None
@@ -99,6 +99,7 @@ class FusedLoop:
             first_layer_weights=first.numel() if may_split else 0,
             num_weights=self._plan.num_weights,
             device=kind_of_device(self._model),
+            in_buckets=in_buckets,
         )
 
     def adapt(

@@ -8,6 +8,7 @@ columns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -147,6 +148,12 @@ class PaddedTasks:
     features: tuple[PaddedFeatures, ...]
     common: CommonFeatures | None = None  # those that `features` are without
 
+    @property
+    def padded_share(self) -> float:
+        """Return the share of the rows that pad; asked of tensors on the host."""
+        count_N = torch.cat([self.support.count_N, self.query.count_N])
+        return float(count_N.isinf().float().mean())
+
 
 @dataclass(frozen=True)
 class FusedLayout:
@@ -161,22 +168,25 @@ class FusedLayout:
     first_layer_weights: int
     num_weights: int  # of the layers that adapt
     device: str  # the kind that the loop runs on: sizes that suit a CPU drown CUDA in launches
+    in_buckets: bool = False  # sizes are rounded up to few: batches/buckets.py
 
 
 class TaskGroup(NamedTuple):
-    """Tasks of similar size, and the rows of the longest."""
+    """Tasks of similar size, and the rows of the longest, or more."""
 
-    tasks: Ints
+    tasks: Ints  # -1: one without rows, that pads
     support_rows: int
     query_rows: int
 
 
-def group_tasks(support_T: Ints, query_T: Ints, least_gain: float = 1) -> list[Ints]:
+def group_tasks(
+    support_T: Ints, query_T: Ints, least_gain: float = 1, most: float = math.inf
+) -> list[Ints]:
     """Group tasks of similar sizes; return their indices.
 
     The group that gains most is cut in two, by support or by query rows, until rows that pad are at
-    most PADDING_SHARE of the true ones, there are MOST_RECTANGLES groups or a cut saves fewer rows
-    than `least_gain`.
+    most PADDING_SHARE of the true ones, there are MOST_RECTANGLES groups (or `most`) or a cut saves
+    fewer rows than `least_gain`.
 
     >>> groups = group_tasks(np.array([9, 2, 9, 2]), np.array([5, 5, 5, 5]))
     >>> [group.tolist() for group in groups]
@@ -186,7 +196,8 @@ def group_tasks(support_T: Ints, query_T: Ints, least_gain: float = 1) -> list[I
         return []
     groups = [_Group.of(np.arange(len(support_T)), support_T, query_T)]
     allowed = (1 + PADDING_SHARE) * (support_T.sum() + query_T.sum())
-    while len(groups) < MOST_RECTANGLES and sum(group.cost for group in groups) > allowed:
+    most = min(most, MOST_RECTANGLES)
+    while len(groups) < most and sum(group.cost for group in groups) > allowed:
         best = max(groups, key=lambda group: group.gain)
         if best.gain < least_gain:
             break

@@ -16,6 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+# Entries that pad are spread over bags of so many: a bag is summed one entry after the other.
+ENTRIES_OF_PADDING = 64
 
 
 class SparseRows(NamedTuple):
@@ -24,10 +28,11 @@ class SparseRows(NamedTuple):
     index_V: Tensor  # int32
     offsets_C1: Tensor  # int32
     weight_V: Tensor | None  # None: all 1
+    padding: int = 0  # bags behind the C, of entries that pad; nobody sees their sums
 
     def times(self, rows_PD: Tensor) -> Tensor:
         """Return the product with a dense matrix: [C, D]."""
-        num_bags = self.offsets_C1.numel() - 1
+        num_bags = self.offsets_C1.numel() - 1 - self.padding
         if not self.index_V.numel():
             return rows_PD.new_zeros(num_bags, rows_PD.shape[1])
         weight_V = None if self.weight_V is None else self.weight_V.to(rows_PD.dtype)
@@ -40,7 +45,23 @@ class SparseRows(NamedTuple):
             per_sample_weights=weight_V,
             include_last_offset=True,
         )[0]
-        return sums_CD
+        return sums_CD[:num_bags] if self.padding else sums_CD
+
+    def padded(self, num_entries: int) -> "SparseRows":
+        """Return it with at least as many entries, for shapes that do not depend on how many there
+        are.
+        """
+        missing = num_entries - self.index_V.numel()
+        padding = -(-num_entries // ENTRIES_OF_PADDING)
+        ends = torch.arange(1, padding + 1) * missing // max(padding, 1)
+        more = (self.offsets_C1[-1] + ends).to(self.offsets_C1.dtype)
+        weight_V = self.weight_V
+        return SparseRows(
+            pad(self.index_V, (0, missing)),
+            torch.cat([self.offsets_C1, more]),
+            None if weight_V is None else pad(weight_V, (0, missing)),
+            padding,
+        )
 
     def transposed(self, num_columns: int) -> "SparseRows":
         """Return the [P, C] matrix, made on the host."""
@@ -67,10 +88,17 @@ class Bags:
         weight_V: Tensor | None,
         num_rows: int,
         constant: bool = False,
+        num_entries: int = 0,
     ) -> "Bags":
-        """Make bags of these lengths over a block of `num_rows` rows."""
+        """Make bags of these lengths over a block of `num_rows` rows, or of fewer; with
+        `num_entries`, which hold all, shapes depend on these, on the bags and on the rows alone.
+        """
         forward = SparseRows(index_V.to(torch.int32), _offsets(lengths_C), weight_V)
-        return cls(forward, None if constant else forward.transposed(num_rows))
+        backward = None if constant else forward.transposed(num_rows)
+        if num_entries:
+            forward = forward.padded(num_entries)
+            backward = None if backward is None else backward.padded(num_entries)
+        return cls(forward, backward)
 
     @classmethod
     def single(cls, index_V: Tensor, num_rows: int, constant: bool = False) -> "Bags":
@@ -97,15 +125,18 @@ class Bags:
 class _Pool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_PD: Tensor, matrix: SparseRows, transposed: SparseRows) -> Tensor:
-        ctx.matrices = transposed, matrix
+        ctx.matrices, ctx.num_rows = (transposed, matrix), len(rows_PD)
         return matrix.times(rows_PD)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         # Linear: its derivative is the transpose, whose derivative is this again.
         if not torch.is_grad_enabled():
-            return ctx.matrices[0].times(grads[0]), None, None
-        return _Pool.apply(grads[0], *ctx.matrices), None, None
+            found_PD = ctx.matrices[0].times(grads[0])
+        else:
+            found_PD = _Pool.apply(grads[0], *ctx.matrices)
+        # The transpose may have rows more, which pad, than were pooled.
+        return found_PD if len(found_PD) == ctx.num_rows else found_PD[: ctx.num_rows], None, None
 
 
 def _stable_order(values: npt.NDArray[np.int32], below: int) -> npt.NDArray[np.int64]:

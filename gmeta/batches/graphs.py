@@ -1,0 +1,256 @@
+"""Forward and backward of a learner as one CUDA graph for each shape of its batches: launched in
+one call, where eager steps spend 5 us a kernel on the host.
+
+What is captured is a pure function of tensors that stay where they are: the embedding rows of a
+step, what its batch is made of, and the layers. A step copies its rows and its batch there, replays
+the graph and reads loss and gradients. Exchange, averaging over ranks and optimizers stay outside.
+
+A shape's first batch is taken eagerly, which also makes ready what a capture may not; its second is
+captured. Batches must be arranged in buckets (buckets.py), or hardly a shape would come twice.
+
+No GPU has run this yet: tests replay by calling the function again.
+
+Shape suffixes: U fetched rows, D embedding width.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+
+from gmeta.batches.episodes import Episodes
+from gmeta.batches.transfer import mapped
+from gmeta.errors import GMetaError
+
+_log = logging.getLogger(__name__)
+
+Results = tuple[Tensor | None, ...]
+# Records what a function launches; returns what launches it again, and the tensors it fills then.
+Capture = Callable[[Callable[[], Results]], tuple[Callable[[], None], Results]]
+# Each keeps its inputs on the device: a run with more shapes takes the others eagerly.
+MOST_GRAPHS = 16
+
+
+@final
+class CudaCapture:
+    """Captures on the current GPU, all graphs in one pool of memory: one replays at a time, and
+    what it found is used before the next.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, work: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
+        """Return the graph's replay and its results, which hold nothing before the first."""
+        graph = torch.cuda.CUDAGraph()
+        # Only this thread's calls: others pin memory, or ask NCCL's events, meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            results = work()
+        self._pool = graph.pool()
+        return graph.replay, results
+
+
+class _LossSum(nn.Module):
+    """A learner whose forward is the function that is captured."""
+
+    def __init__(self, learner: nn.Module, loss_sum: Callable[[Tensor, Episodes], Tensor]) -> None:
+        super().__init__()
+        self.learner = learner
+        self.loss_sum = loss_sum
+
+    def forward(self, rows_UD: Tensor, episodes: Episodes) -> Tensor:
+        """Return the sum of the loss terms."""
+        return self.loss_sum(rows_UD, episodes)
+
+
+@final
+class Graphs:
+    """The graphs of a learner, whose `loss_sum` takes rows and padded episodes on its device."""
+
+    def __init__(
+        self,
+        learner: nn.Module,
+        loss_sum: Callable[[Tensor, Episodes], Tensor],
+        capture: Capture,
+    ) -> None:
+        self._module = _LossSum(learner, loss_sum)
+        self._capture = capture
+        self._seen: Counter[Hashable] = Counter()
+        self._graphs: dict[Hashable, _Graph] = {}
+        self.replays = 0  # of all graphs
+
+    def loss_sum(self, rows_UD: Tensor, episodes: Episodes) -> Tensor:
+        """Return `loss_sum`, differentiable once by rows and layers; eagerly where it has no graph.
+
+        Raises:
+            GMetaError: it cannot be captured.
+        """
+        if not (episodes.num_fetched and rows_UD.requires_grad and torch.is_grad_enabled()):
+            return self._module.loss_sum(rows_UD, episodes)
+        in_half = torch.is_autocast_enabled(rows_UD.device.type)
+        shape = shape_of(episodes), rows_UD.shape[1], rows_UD.dtype, in_half
+        graph = self._graphs.get(shape)
+        if graph is None:
+            self._seen[shape] += 1
+            if self._seen[shape] == 1 or not self._has_room():
+                return self._module.loss_sum(rows_UD, episodes)
+            graph = self._graphs[shape] = self._captured(rows_UD, episodes)
+        loss: Tensor = _Replayed.apply(self, graph, _tensors_of(episodes), rows_UD, *graph.layers)
+        return loss
+
+    @property
+    def num_graphs(self) -> int:
+        """Count the shapes that have one."""
+        return len(self._graphs)
+
+    def _has_room(self) -> bool:
+        if len(self._graphs) < MOST_GRAPHS:
+            return True
+        if len(self._graphs) == MOST_GRAPHS and "told" not in self._seen:
+            self._seen["told"] = 1
+            _log.warning(
+                "run.cuda_graphs: %d shapes have a graph, and batches of more come twice: the "
+                "others are taken eagerly",
+                MOST_GRAPHS,
+            )
+        return False
+
+    def _captured(self, rows_UD: Tensor, episodes: Episodes) -> "_Graph":
+        try:
+            return _Graph(self._module, rows_UD, episodes, self._capture)
+        except RuntimeError as error:
+            raise GMetaError(
+                'run.cuda_graphs = "auto", but CUDA cannot capture the step: '
+                f'{str(error).splitlines()[0][:200]}. Set it to "off"'
+            ) from error
+
+
+class _Graph:
+    """Loss and gradients of the batches of one shape."""
+
+    def __init__(
+        self, module: _LossSum, rows_UD: Tensor, episodes: Episodes, capture: Capture
+    ) -> None:
+        self.layers = [layer for layer in module.parameters() if layer.requires_grad]
+        self._rows_UD = rows_UD.new_zeros(episodes.num_fetched, rows_UD.shape[1])
+        self._episodes = _with_inputs(episodes, mapped(_inputs(episodes), torch.clone))
+        self._inputs = _tensors_of(self._episodes)
+        self._replay, (loss, *self._grads) = capture(
+            lambda: _loss_and_gradients(module, self._rows_UD, self._episodes)
+        )
+        assert loss is not None
+        self._loss = loss
+
+    def replay(self, rows_UD: Tensor, tensors: list[Tensor]) -> Tensor:
+        """Return the loss of these rows and this batch."""
+        self._rows_UD[: len(rows_UD)].copy_(rows_UD)
+        # One launch for all of a kind.
+        for dtype in dict.fromkeys(one.dtype for one in tensors):
+            pairs = [
+                pair for pair in zip(self._inputs, tensors, strict=True) if pair[0].dtype == dtype
+            ]
+            torch._foreach_copy_([there for there, _ in pairs], [here for _, here in pairs])
+        self._replay()
+        return self._loss.clone()
+
+    def gradients(self, outer: Tensor, num_rows: int) -> list[Tensor | None]:
+        """Return the gradients of so many rows and of the layers, `outer` times: new tensors, as
+        the next replay fills these.
+        """
+        known = [grad for grad in self._grads if grad is not None]
+        multiplied = iter(torch._foreach_mul(known, outer))
+        rows_grad, *layers = [None if g is None else next(multiplied) for g in self._grads]
+        return [None if rows_grad is None else rows_grad[:num_rows], *layers]
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        graphs: Graphs,
+        graph: _Graph,
+        tensors: list[Tensor],
+        rows_UD: Tensor,
+        *layers: Tensor,
+    ) -> Tensor:
+        loss = graph.replay(rows_UD, tensors)
+        graphs.replays += 1
+        ctx.graphs, ctx.graph, ctx.replay = graphs, graph, graphs.replays
+        ctx.num_rows = len(rows_UD)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Any, ...]:
+        if ctx.replay != ctx.graphs.replays:
+            raise RuntimeError(
+                f"the gradients of replay {ctx.replay} are gone: replay {ctx.graphs.replays} has "
+                "taken their place. Call backward before the next forward"
+            )
+        return None, None, None, *ctx.graph.gradients(outer[0], ctx.num_rows)
+
+
+def _loss_and_gradients(module: _LossSum, rows_UD: Tensor, episodes: Episodes) -> Results:
+    """Return the loss, and its gradients by the rows and by each layer that learns: a function of
+    what these hold alone.
+    """
+    # Leaves of its own: autograd ties a layer to the stream that first used it, which is not the
+    # one that captures.
+    layers = {name: layer.detach() for name, layer in module.named_parameters()}
+    wanted = [rows_UD.detach().requires_grad_()]
+    for name, layer in module.named_parameters():
+        if layer.requires_grad:
+            wanted.append(layers[name].requires_grad_())
+    with torch.enable_grad():
+        loss = functional_call(module, layers, (wanted[0], episodes))
+    # Outside of autocast, as a step's own backward is.
+    with torch.autocast(rows_UD.device.type, enabled=False):
+        grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+    return loss.detach(), *grads
+
+
+def _inputs(episodes: Episodes) -> tuple[Any, ...]:
+    """Return all that the captured function reads of a batch."""
+    return episodes.unique_lengths_B, episodes.fetched_row_P, episodes.copies, episodes.rows
+
+
+def _with_inputs(episodes: Episodes, inputs: tuple[Any, ...]) -> Episodes:
+    lengths_B, fetched_row_P, copies, rows = inputs
+    return replace(
+        episodes,
+        unique_lengths_B=lengths_B,
+        fetched_row_P=fetched_row_P,
+        copies=copies,
+        rows=rows,
+        fetch=None,
+    )
+
+
+def _tensors_of(episodes: Episodes) -> list[Tensor]:
+    """Return the tensors of its inputs, in an order that depends on their shape alone."""
+    found: list[Tensor] = []
+
+    def noted(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(_inputs(episodes), noted)
+    return found
+
+
+def shape_of(episodes: Episodes) -> Hashable:
+    """Return what two batches have alike that share a graph: every shape, and every number that is
+    no tensor.
+    """
+
+    def told(tensor: Tensor) -> Any:
+        return tuple(tensor.shape), tensor.dtype
+
+    shapes: Hashable = mapped(_inputs(episodes), told)
+    return shapes, episodes.num_fetched

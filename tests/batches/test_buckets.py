@@ -1,0 +1,139 @@
+"""Batches arranged in few shapes: the step of the others, and how few the shapes are."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.rows.rectangles import RECTANGLE_WORK, PaddedTasks
+from gmeta.batches.buckets import ROWS, TASKS, Series
+from gmeta.batches.episodes import Episodes
+from gmeta.batches.graphs import shape_of
+from gmeta.build import build_learner
+from gmeta.learner import MetaLearner
+from gmeta_models import ModelConfig
+from tests import reference
+from tests.pretended.learner_steps import HOST, Case, all_cases, distance, learner_of, step_of
+
+# Those that the fast loop takes, each in buckets and not.
+CASES = [
+    case
+    for case in all_cases()
+    if case.mode != "predict" and case.precision == "float32" and not case.buckets
+    if learner_of(case).has_fused_loop
+]
+SMALL = ModelConfig(name="melu", embedding_dim=4, hidden=(6, 5), bottom=(3,))
+
+
+@given(
+    size=st.integers(1, 10**9),
+    series=st.builds(Series, st.sampled_from([1, 8, 4096]), st.sampled_from([1, 2, 4])),
+)
+def test_a_size_goes_up_to_the_next_of_a_geometric_series(size: int, series: Series) -> None:
+    rounded = series.of(size)
+    assert size <= rounded == series.of(rounded)
+    if size > series.least:
+        assert rounded < size * (1 + 1 / series.steps) + 1
+    # The slow way: all that there are around it, and none lies between.
+    octave = 2 ** (rounded.bit_length() - 1)
+    there = {
+        max(of + of * step // series.steps, series.least)
+        for of in (octave // 2, octave)
+        for step in range(series.steps + 1)
+    }
+    assert rounded == min(one for one in there if one >= size)
+
+
+def test_nothing_stays_nothing_and_many_are_rounded_as_one() -> None:
+    sizes = np.array([0, 1, 8, 9, 1000])
+    assert ROWS.of_all(sizes).tolist() == [0, 8, 8, 16, 1024]
+    assert [TASKS.of(size) for size in (100, 128, 129)] == [112, 128, 160]
+
+
+@pytest.fixture(params=["apart", "not apart"])
+def _common_features(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What tasks share stands apart, or nothing does."""
+    work = {"cpu": 1 if request.param == "apart" else 10**18}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gmeta.batches.for_fused.LEAST_COMMON_WORK", work)
+        yield
+
+
+@pytest.mark.usefixtures("_common_features")
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_a_step_in_buckets_is_the_step(case: Case) -> None:
+    expected, _, _ = step_of(case, HOST)
+    found, _, _ = step_of(replace(case, buckets=True), HOST)
+    assert 0 < distance(expected, found) < 1e-12  # exactly 0: nothing was padded
+
+
+def test_a_step_in_buckets_is_the_step_in_float32_too() -> None:
+    learner = learner_of(Case("dlrm", "maml")).float()
+    batch = batch_of(learner, sizes(seed=0)).map(
+        lambda one: one.float() if one.is_floating_point() else one
+    )
+    rows_UD = torch.randn(batch.unique_ids_U.numel(), 8, requires_grad=True)
+    wanted, grads = [rows_UD, *learner.parameters()], []
+    for learner.in_buckets in (False, True):
+        episodes = learner.arrange(batch)
+        loss = learner(rows_UD, episodes, 1 / episodes.num_terms)
+        grads.append([loss, *torch.autograd.grad(loss, wanted)])
+    assert distance(*grads) < 1e-6
+
+
+def sizes(seed: int, num_tasks: int = 24) -> list[tuple[int, int]]:
+    """Support and query rows of ragged tasks; some have no query row, and count in no batch."""
+    rng = random.Random(seed)
+    return [(rng.randint(0, 15), rng.choice([0, *range(2, 17)])) for _ in range(num_tasks)]
+
+
+def batch_of(learner: MetaLearner, of_tasks: list[tuple[int, int]]) -> reference.TaskBatch:
+    rng = random.Random(len(of_tasks))
+    features = reference.some_features(3, 2, 2)
+    return reference.batch_of(
+        [reference.random_task(features, *one, rng) for one in of_tasks], features
+    )
+
+
+def arranged_run(in_buckets: bool) -> list[Episodes]:
+    """Forty ragged batches, the last of each epoch of ten a smaller one."""
+    torch.manual_seed(0)
+    algorithm = AlgorithmConfig(name="maml", adapt_embeddings=True)
+    learner = build_learner(reference.some_features(3, 2, 2), SMALL, algorithm, "bce")
+    learner.in_buckets = in_buckets
+    return [
+        learner.arrange(batch_of(learner, sizes(step, 24 if step % 10 else 7)))
+        for step in range(40)
+    ]
+
+
+def test_a_ragged_run_has_at_most_a_dozen_shapes() -> None:
+    shapes = Counter(shape_of(episodes) for episodes in arranged_run(in_buckets=True))
+    assert len(shapes) <= 12
+    assert len({shape_of(episodes) for episodes in arranged_run(in_buckets=False)}) == 40
+    # What few shapes cost: this many rows pad.
+    shares = [
+        episodes.rows.padded_share
+        for episodes in arranged_run(in_buckets=True)
+        if isinstance(episodes.rows, PaddedTasks)
+    ]
+    assert len(shares) == 40
+    assert sum(shares) / len(shares) < 0.6
+
+
+def test_few_long_tasks_stand_in_a_rectangle_of_their_own() -> None:
+    learner = learner_of(Case("melu", "maml", buckets=True))
+    batch = batch_of(learner, [(4, 4)] * 30 + [(3000, 2000)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RECTANGLE_WORK, "cuda", 1)
+        rows = learner.arrange(batch).rows
+    assert isinstance(rows, PaddedTasks)
+    assert [mine[1:] for mine in rows.support.rectangles] == [(32, 8), (8, 4096)]
+    assert [mine[1:] for mine in rows.query.rectangles] == [(32, 8), (8, 2048)]
