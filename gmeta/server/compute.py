@@ -195,10 +195,9 @@ def _encode(
     """Return the rows of each table, or why they cannot be read. Tables of one schema are encoded
     together, and one by one where one of them is wrong."""
     found: dict[int, EncodedColumns | RequestError] = {}
-    alike: dict[tuple[object, ...], list[int]] = {}
+    alike: dict[str, list[int]] = {}
     for place, table in enumerate(tables):
-        key = (*table.column_names, *table.schema.types)
-        alike.setdefault(key, []).append(place)
+        alike.setdefault(table.schema.to_string(), []).append(place)
     for places in alike.values():
         try:
             together = pa.concat_tables([tables[place] for place in places])
