@@ -10,7 +10,7 @@ import torch
 from gmeta.server.memory import keep_freed_memory
 from tests.processes import with_imports_ready
 
-ROUNDS, TENSORS, FLOATS = 10, 6, 3 << 20  # 12 MiB each
+ROUNDS, TENSORS, FLOATS = 10, 6, 1 << 18  # 1 MiB each
 PAGES = TENSORS * FLOATS * 4 // resource.getpagesize()
 MMAP_THRESHOLD = -3
 
@@ -32,7 +32,7 @@ def new_pages(prepare: Callable[[], object]) -> int:
     for number in range(ROUNDS + 1):
         if number == 1:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        tensors = [torch.zeros(FLOATS) for _ in range(TENSORS)]
+        tensors = [torch.ones(FLOATS) for _ in range(TENSORS)]
         del tensors
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
