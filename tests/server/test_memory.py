@@ -1,17 +1,16 @@
-"""What a worker's tensors give back is there for the next batch."""
+"""What a worker gives back is there for the next batch."""
 
 import ctypes
+import multiprocessing as mp
 import resource
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from gmeta.server.memory import keep_freed_memory
-from tests.processes import with_imports_ready
 
-ROUNDS, TENSORS, FLOATS = 10, 6, 1 << 18  # 1 MiB each
-PAGES = TENSORS * FLOATS * 4 // resource.getpagesize()
+ROUNDS, BLOCKS, BYTES = 10, 6, 1 << 20
+PAGES = BLOCKS * BYTES // resource.getpagesize()
 MMAP_THRESHOLD = -3
 
 
@@ -32,8 +31,8 @@ def new_pages(prepare: Callable[[], object]) -> int:
     for number in range(ROUNDS + 1):
         if number == 1:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        tensors = [torch.ones(FLOATS) for _ in range(TENSORS)]
-        del tensors
+        used = [bytearray(BYTES) for _ in range(BLOCKS)]
+        del used
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
@@ -42,7 +41,7 @@ def test_freed_memory_is_kept_for_the_next_batch() -> None:
         assert not keep_freed_memory()
         pytest.skip("this C library is not glibc")
     # Each in a process of its own: the setting is one of the process, and cannot be taken back.
-    with with_imports_ready().Pool(2, maxtasksperchild=1) as pool:
+    with mp.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
         anew, again = pool.map(new_pages, [as_at_first, kept], chunksize=1)
     assert anew >= ROUNDS * PAGES
     assert again < PAGES
