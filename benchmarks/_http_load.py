@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,8 +29,15 @@ class Connection:
         self._port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def post(self, head: bytes, body: bytes) -> tuple[int, bytes]:
-        """The status and the body of an answer."""
+    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """The status and the body of an answer; status 0 where none came."""
+        try:
+            return await self._answer(head_of(path, body), body)
+        except (OSError, asyncio.IncompleteReadError):
+            self.close()
+            return 0, b"{}"
+
+    async def _answer(self, head: bytes, body: bytes) -> tuple[int, bytes]:
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 22)
         reader, writer = self._streams
@@ -58,6 +64,12 @@ def head_of(path: str, body: bytes) -> bytes:
     ).encode()
 
 
+def for_seconds(seconds: float) -> Callable[[], bool]:
+    """Until so much time is over."""
+    until_s = time.perf_counter() + seconds
+    return lambda: time.perf_counter() < until_s
+
+
 async def closed_loop(
     port: int,
     path: str,
@@ -74,11 +86,7 @@ async def closed_loop(
         while go_on():
             index = next(turn) % len(bodies)
             body, began_s = bodies[index], time.perf_counter()
-            try:
-                status, content = await connection.post(head_of(path, body), body)
-            except (OSError, asyncio.IncompleteReadError):
-                status, content = 0, b"{}"
-                connection.close()
+            status, content = await connection.post(path, body)
             answers.seconds.append(time.perf_counter() - began_s)
             answers.failed += status != 200
             if keep and status == 200:
@@ -91,30 +99,46 @@ async def closed_loop(
     return answers
 
 
-async def open_loop(
-    port: int, path: str, bodies: Sequence[bytes], per_s: float, for_s: float, seed: int
+async def paced_loop(
+    port: int, path: str, bodies: Sequence[bytes], clients: int, due_s: Sequence[float]
 ) -> Answers:
-    """Requests at random times, however long answers take; each is timed from when it was due."""
-    rng, answers, idle = random.Random(seed), Answers(), list[Connection]()
-    began_s = time.perf_counter()
+    """Requests that are due at these times, dealt out to so many callers in turn. Each is timed
+    from when it was due, also where its caller still waited for the answer before it.
+    """
+    answers, began_s = Answers(), time.perf_counter()
 
-    async def one(body: bytes, due_s: float) -> None:
+    async def caller(number: int) -> None:
+        connection = Connection(port)
+        for index in range(number, len(due_s), clients):
+            await asyncio.sleep(max(0.0, began_s + due_s[index] - time.perf_counter()))
+            body = bodies[index % len(bodies)]
+            status, _ = await connection.post(path, body)
+            answers.seconds.append(time.perf_counter() - began_s - due_s[index])
+            answers.failed += status != 200
+        connection.close()
+
+    await asyncio.gather(*map(caller, range(clients)))
+    answers.spent_s = time.perf_counter() - began_s
+    return answers
+
+
+async def open_loop(
+    port: int, path: str, bodies: Sequence[bytes], due_s: Sequence[float]
+) -> Answers:
+    """Requests that are sent at these times, however long answers take; each is timed from when it
+    was due.
+    """
+    answers, idle, began_s = Answers(), list[Connection](), time.perf_counter()
+
+    async def one(index: int) -> None:
+        await asyncio.sleep(max(0.0, began_s + due_s[index] - time.perf_counter()))
         connection = idle.pop() if idle else Connection(port)
-        try:
-            status, _ = await connection.post(head_of(path, body), body)
-            idle.append(connection)
-        except (OSError, asyncio.IncompleteReadError):
-            status = 0
-        answers.seconds.append(time.perf_counter() - due_s)
+        status, _ = await connection.post(path, bodies[index % len(bodies)])
+        idle.append(connection)
+        answers.seconds.append(time.perf_counter() - began_s - due_s[index])
         answers.failed += status != 200
 
-    tasks, due_s, index = [], began_s, 0
-    while due_s < began_s + for_s:
-        due_s += rng.expovariate(per_s)
-        await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
-        tasks.append(asyncio.create_task(one(bodies[index % len(bodies)], due_s)))
-        index += 1
-    await asyncio.gather(*tasks)
+    await asyncio.gather(*map(one, range(len(due_s))))
     for connection in idle:
         connection.close()
     answers.spent_s = time.perf_counter() - began_s

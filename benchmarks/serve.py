@@ -3,9 +3,11 @@
 Two models of random values: the demo's (everything adapts) with 16 support and 10 query rows, and
 26 columns 32 wide with tables of 100,000 rows (of adapt_latency.py) with 20 and 100. 16 callers in
 a closed loop, JSON both ways, all on the same cores. The servers take turns, and in each round ours
-answers single calls too, then calls at random times at 60 % of the most that it answered in that
-round; figures are medians over rounds, rates by the clock and by the servers' CPU time. At last,
-with the demo's model, 20 newer versions under load.
+answers single calls too, then calls at 60 % of the most that it answered in that round: of the 16
+callers, each at a steady pace (as wrk2 does it), and at random times, however many are under way.
+Beside both stands the least that they could be (_latency.py). Figures are medians over rounds,
+rates by the clock and by the servers' CPU time. At last, with the demo's model, 20 newer versions
+under load.
 """
 
 import asyncio
@@ -34,7 +36,8 @@ from _common import (
     positive_int,
     print_table,
 )
-from _http_load import Answers, closed_loop, open_loop
+from _http_load import Answers, closed_loop, for_seconds
+from _latency import Latencies, latencies, latency_figures
 
 import gmeta
 from gmeta.adaptation.config import AlgorithmConfig
@@ -46,7 +49,7 @@ from gmeta_models import ModelConfig
 from metaio.format.destination import replace_folder
 from metaio.recipes.synthetic import SyntheticConfig, features
 
-CLIENTS, TASKS, RELOADS, LOAD = 16, 64, 20, 0.6
+CLIENTS, TASKS, RELOADS = 16, 64, 20
 WIDE_ROWS = adapt_latency.SUPPORT_ROWS, adapt_latency.QUERY_ROWS
 INFER = "/v2/models/model/infer"
 Rows = dict[str, list[Any]]
@@ -194,11 +197,6 @@ def serving(folder: Path, workers: int) -> Any:
     )  # fmt: skip
 
 
-def for_seconds(seconds: float) -> Callable[[], bool]:
-    until_s = time.perf_counter() + seconds
-    return lambda: time.perf_counter() < until_s
-
-
 def load(
     port: int, path: str, bodies: list[bytes], seconds: float, clients: int = CLIENTS
 ) -> Answers:
@@ -210,7 +208,7 @@ def measure(work: Workload, workers: int, rounds: int, seconds: float) -> dict[s
     """All figures of one model but those of newer versions."""
     lock_port = free_port()
     script = str(Path(__file__).with_name("_lock_server.py"))
-    failed, single_ms, p99_ms = 0, list[float](), list[float]()
+    failed, per_round = 0, list[Latencies]()
     with (
         server(script, str(work.folder), str(lock_port), port=lock_port) as locked,
         serving(work.folder, workers) as ours,
@@ -227,16 +225,14 @@ def measure(work: Workload, workers: int, rounds: int, seconds: float) -> dict[s
             return answers.per_s
 
         def serve_rate() -> float:
-            """Also the latencies of the same seconds: of one call at a time, and under load."""
+            """Also the latencies of the same seconds."""
             nonlocal failed
             most = rate("serve", ours, INFER, work.protocol)
-            single = load(ours.port, INFER, work.protocol, seconds / 2, clients=1)
-            at_load = asyncio.run(
-                open_loop(ours.port, INFER, work.protocol, LOAD * most, 2 * seconds, len(p99_ms))
+            found = latencies(
+                ours.port, INFER, work.protocol, CLIENTS, most, seconds, len(per_round)
             )
-            failed += single.failed + at_load.failed
-            single_ms.append(1_000 * float(np.median(single.seconds)))
-            p99_ms.append(1_000 * float(np.quantile(at_load.seconds, 0.99)))
+            per_round.append(found)
+            failed += found.failed
             return most
 
         for path, bodies in (("/predict", work.plain), (INFER, work.storing), (INFER, work.hits)):
@@ -272,9 +268,7 @@ def measure(work: Workload, workers: int, rounds: int, seconds: float) -> dict[s
         "hits_ratio": ratios["hits"],
         "serve_cpu_ratio": cpu_ratios["serve"],
         "hits_cpu_ratio": cpu_ratios["hits"],
-        "single_ms": float(np.median(single_ms)),
-        "p99_ms_at_60_percent": float(np.median(p99_ms)),
-        "p99_ratio": float(np.median(np.array(p99_ms) / np.array(single_ms))),
+        **latency_figures(per_round),
         "failed": failed,
         "largest_difference": largest_difference(work, kept),
     }

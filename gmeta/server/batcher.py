@@ -1,9 +1,9 @@
 """Requests that wait, and the batches that answer all of them together.
 
 A batch is computed on the event loop itself unless it is long: two threads of one interpreter only
-wait for each other. Its answers leave in parts, as they are done. What comes meanwhile makes the
-next batch: one begins when a turn of the event loop has brought nothing new. The busier the server,
-the larger its batches.
+wait for each other. What comes meanwhile waits in the sockets, and all of it makes the next batch:
+one begins when a turn of the event loop has brought nothing new. The busier the server, the larger
+its batches.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,10 +20,9 @@ from typing import final
 from gmeta.antdt.log import LOGGER_NAME
 from gmeta.server.errors import RequestError
 from gmeta.server.limits import BatchLimits
-from gmeta.server.protocol import Answer, Inference, Outcome, Placed
+from gmeta.server.protocol import Answer, Inference, Outcome
 
-# Yields what is answered, in parts; what it does between two of them holds up the event loop.
-Run = Callable[[Sequence[Inference]], Iterator[list[Placed]]]
+Run = Callable[[Sequence[Inference]], list[Outcome]]
 _RATE_MEMORY = 0.8  # of the rows a second, from batch to batch
 # So long a batch waits for requests whose bytes have begun to come.
 _UNDER_WAY_S = 0.002
@@ -60,7 +59,7 @@ class Batcher:
         self._closing = False
         self._has_come = False  # a request, since the last look
         self._next_look: asyncio.Handle | None = None
-        self._batch: asyncio.Task[None] | None = None  # that is being computed
+        self._long: asyncio.Future[None] | None = None  # the batch that a thread computes
         self._rows_per_s = 0.0
         self._threads = ThreadPoolExecutor(1, "serve-batches")  # for what takes long
 
@@ -156,49 +155,47 @@ class Batcher:
         began_s = time.perf_counter()
         for ticket in batch:
             self._observe("queue", began_s - ticket.arrived_s)
-        num_rows = sum(ticket.request.num_rows for ticket in batch)
-        self._observe("tasks", len(batch))
+        requests = [ticket.request for ticket in batch]
+        num_rows = sum(request.num_rows for request in requests)
+        self._observe("tasks", len(requests))
         self._observe("rows", num_rows)
         self._busy = True
         likely_s = num_rows / self._rows_per_s if self._rows_per_s else 0.0
-        is_short = likely_s <= self._limits.inline_s
-        answering = self._on_the_loop if is_short else self._in_thread
-        # Kept: the loop itself holds no task.
-        self._batch = asyncio.create_task(self._finish(answering(batch), began_s, num_rows))
+        if likely_s <= self._limits.inline_s:
+            self._end(batch, self._outcomes(requests), began_s, num_rows)
+        else:
+            # Kept: the loop itself holds no task.
+            self._long = asyncio.ensure_future(self._in_thread(batch, requests, began_s, num_rows))
 
-    async def _finish(self, answered: Awaitable[None], began_s: float, num_rows: int) -> None:
-        """Wait until a batch is answered, and look for the next."""
-        await answered
-        spent_s = max(time.perf_counter() - began_s, 1e-6)
+    async def _in_thread(
+        self, batch: list[_Ticket], requests: list[Inference], began_s: float, num_rows: int
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        outcomes = await loop.run_in_executor(self._threads, self._outcomes, requests)
+        self._end(batch, outcomes, began_s, num_rows)
+
+    def _end(
+        self, batch: list[_Ticket], outcomes: list[Outcome], began_s: float, num_rows: int
+    ) -> None:
+        """Hand out the answers of a batch, and look for the next."""
+        now_s = time.perf_counter()
+        spent_s = max(now_s - began_s, 1e-6)
         before = self._rows_per_s or num_rows / spent_s
         self._rows_per_s = _RATE_MEMORY * before + (1 - _RATE_MEMORY) * num_rows / spent_s
         self._busy = False
+        for ticket, outcome in zip(batch, outcomes, strict=True):
+            if not ticket.future.done():
+                ticket.future.set_result(outcome)
         if self._waiting:
             self._look_later()
 
-    async def _on_the_loop(self, batch: list[_Ticket]) -> None:
-        for part in self._parts(batch):
-            _hand_out(batch, part)
-            # Callers go on in the next turn, and what they write is sent in the one after it.
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-
-    async def _in_thread(self, batch: list[_Ticket]) -> None:
-        loop = asyncio.get_running_loop()
-
-        def work() -> None:
-            for part in self._parts(batch):
-                loop.call_soon_threadsafe(_hand_out, batch, part)
-
-        await loop.run_in_executor(self._threads, work)
-
-    def _parts(self, batch: list[_Ticket]) -> Iterator[list[Placed]]:
+    def _outcomes(self, requests: Sequence[Inference]) -> list[Outcome]:
         try:
-            yield from self._run([ticket.request for ticket in batch])
+            return self._run(requests)
         except Exception as error:  # one batch must not end the server
             logging.getLogger(LOGGER_NAME).error("batch_failed", exc_info=error)
             failed = RequestError(500, "the server failed on this request; its log says why")
-            yield [(place, failed) for place in range(len(batch))]  # that have no answer yet
+            return [failed] * len(requests)
 
     def _next_batch(self) -> list[_Ticket]:
         """Return what waits, as much as one batch may hold."""
@@ -213,9 +210,3 @@ class Batcher:
             if not ticket.future.done():
                 batch.append(ticket)
         return batch
-
-
-def _hand_out(batch: list[_Ticket], part: list[Placed]) -> None:
-    for place, outcome in part:
-        if not batch[place].future.done():
-            batch[place].future.set_result(outcome)

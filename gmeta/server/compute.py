@@ -1,14 +1,12 @@
 """All requests that wait, answered together by one version of the model: encoded at once, adapted
-at once, scored a few at a time, so that who came first is answered first. A request that is wrong
-gets its own error and holds up nobody else's.
+at once, scored at once. A request that is wrong gets its own error and holds up nobody else's.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,10 +16,10 @@ import pyarrow as pa
 from gmeta.errors import UserError
 from gmeta.server.cache import Entry, TaskCache
 from gmeta.server.errors import RequestError, bad
-from gmeta.server.protocol import Answer, Inference, Placed
+from gmeta.server.protocol import Answer, Inference, Outcome
 from gmeta.serving.outputs import BEFORE, PREDICTION
 from gmeta.serving.rows import EncodedColumns, join_rows, no_rows, split_rows
-from gmeta.serving.states import AdaptedTensors, TaskState, split, stacked, stretch
+from gmeta.serving.states import AdaptedTensors, TaskState, split, stacked
 from gmeta.serving.tasks import cuts
 from metaio.errors import MetaIOError
 
@@ -30,15 +28,11 @@ if TYPE_CHECKING:
 
 Observe = Callable[[str, float], None]  # a stage, and how many seconds it took
 
-# That are scored at once. Ten times as many take longer a row: their activations leave the cache.
-_PIECE_ROWS = 512
-
 
 @dataclass
 class _Share:
     """One request of a batch, as far as it has come."""
 
-    place: int  # in the batch
     request: Inference
     support: pa.Table | None = None  # rows to adapt by now
     entry: Entry | None = None  # where they come from, if not from the request
@@ -57,38 +51,33 @@ def answer_all(
     cache: TaskCache,
     requests: Sequence[Inference],
     observe: Observe,
-) -> Iterator[list[Placed]]:
-    """Yield the answer or the error of each request with its place, a few at a time as they are
-    done, all from this version of the model.
-    """
-    shares = [_Share(place, request) for place, request in enumerate(requests)]
+) -> list[Outcome]:
+    """Return the answer or the error of each request, all from this version of the model."""
+    shares = [_Share(request) for request in requests]
     for share in shares:
         _find_state(share, model, version, cache)
     began_s = time.perf_counter()
     _encode_sides(shares, model)
     observe("encode", time.perf_counter() - began_s)
-    yield [(share.place, share.error) for share in shares if share.error is not None]
     right = [share for share in shares if share.error is None]
+    fresh = [share for share in right if share.state is None]
+    for chosen in _cut([(_rows(share.known), _rows(share.asked)) for share in fresh]):
+        _adapt_and_predict([fresh[place] for place in chosen], model, version, cache, observe)
+    began_s = time.perf_counter()
     known = [share for share in right if share.state is not None]
-    predict_s = 0.0
-    for some, tasks in chain(
-        _stored(known),
-        _adapted([share for share in right if share.state is None], model, version, cache, observe),
-    ):
-        began_s = time.perf_counter()
-        _predict(some, PREDICTION, model, tasks)
-        comparing = [share for share in some if BEFORE in share.request.outputs]
-        if comparing:
-            _predict(comparing, BEFORE, model, stacked([model.unadapted] * len(comparing)))
-        predict_s += time.perf_counter() - began_s
-        yield [
-            (
-                share.place,
-                share.error or Answer(version, share.outputs, share.support_rows, share.cache),
-            )
-            for share in some
-        ]
-    observe("predict", predict_s)
+    for chosen in _cut([(0, _rows(share.asked)) for share in known]):
+        some = [known[place] for place in chosen]
+        states = [share.state for share in some if share.state is not None]
+        _predict(some, PREDICTION, model, stacked(states))
+    comparing = [share for share in right if BEFORE in share.request.outputs]
+    for chosen in _cut([(0, _rows(share.asked)) for share in comparing]):
+        some = [comparing[place] for place in chosen]
+        _predict(some, BEFORE, model, stacked([model.unadapted] * len(some)))
+    observe("predict", time.perf_counter() - began_s)
+    return [
+        share.error or Answer(version, share.outputs, share.support_rows, share.cache)
+        for share in shares
+    ]
 
 
 def _find_state(share: _Share, model: ServedModel, version: str, cache: TaskCache) -> None:
@@ -147,45 +136,29 @@ def _rows(rows: EncodedColumns | None) -> int:
     return 0 if rows is None else rows.num_rows
 
 
-def _stored(shares: Sequence[_Share]) -> Iterator[tuple[list[_Share], AdaptedTensors]]:
-    """Yield the requests whose tasks have adapted before, piece by piece, with these tasks."""
-    for piece in _pieces(shares):
-        yield piece, stacked([share.state for share in piece if share.state is not None])
-
-
-def _adapted(
+def _adapt_and_predict(
     shares: Sequence[_Share],
     model: ServedModel,
     version: str,
     cache: TaskCache,
     observe: Observe,
-) -> Iterator[tuple[list[_Share], AdaptedTensors]]:
-    """Adapt to these requests' tasks, keep those with a key, and yield the same of them."""
-    for chosen in _cut([(_rows(share.known), _rows(share.asked)) for share in shares]):
-        began_s = time.perf_counter()
-        some = [shares[place] for place in chosen]
-        supports = [share.known for share in some if share.known is not None]
-        lengths = [rows.num_rows for rows in supports]
-        tasks = model.adapt_together(join_rows(supports), lengths)
-        if any(share.request.task_key is not None for share in some):
-            for share, state in zip(some, split(tasks, len(some)), strict=True):
-                key = share.request.task_key
-                if key is not None and share.entry is not None:
-                    cache.restore(key, share.entry, state, version)
-                elif key is not None and share.support is not None:
-                    cache.put(key, share.support, state, version)
-        observe("adapt", time.perf_counter() - began_s)
-        first = 0
-        for piece in _pieces(some):
-            yield piece, stretch(tasks, first, first + len(piece))
-            first += len(piece)
-
-
-def _pieces(shares: Sequence[_Share]) -> Iterator[list[_Share]]:
-    """Yield the requests in their order, a few at a time: so many query rows."""
-    rows_T = np.array([max(1, _rows(share.asked)) for share in shares], np.int64)
-    for chosen in cuts(np.arange(len(shares)), rows_T, _PIECE_ROWS):
-        yield [shares[place] for place in chosen.tolist()]
+) -> None:
+    """Adapt to these requests' tasks and predict their query rows, and keep those with a key."""
+    began_s = time.perf_counter()
+    supports = [share.known for share in shares if share.known is not None]
+    lengths = [rows.num_rows for rows in supports]
+    tasks = model.adapt_together(join_rows(supports), lengths)
+    if any(share.request.task_key is not None for share in shares):
+        for share, state in zip(shares, split(tasks, len(shares)), strict=True):
+            key = share.request.task_key
+            if key is not None and share.entry is not None:
+                cache.restore(key, share.entry, state, version)
+            elif key is not None and share.support is not None:
+                cache.put(key, share.support, state, version)
+    adapted_s = time.perf_counter()
+    observe("adapt", adapted_s - began_s)
+    _predict(shares, PREDICTION, model, tasks)
+    observe("predict", time.perf_counter() - adapted_s)
 
 
 def _predict(
@@ -223,10 +196,9 @@ def _encode(
     """Return the rows of each table, or why they cannot be read. Tables of one schema are encoded
     together, and one by one where one of them is wrong."""
     found: dict[int, EncodedColumns | RequestError] = {}
-    alike: dict[tuple[object, ...], list[int]] = {}
+    alike: dict[str, list[int]] = {}
     for place, table in enumerate(tables):
-        key = (*table.column_names, *table.schema.types)
-        alike.setdefault(key, []).append(place)
+        alike.setdefault(table.schema.to_string(), []).append(place)
     for places in alike.values():
         try:
             together = pa.concat_tables([tables[place] for place in places])

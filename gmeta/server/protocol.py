@@ -80,7 +80,6 @@ class Answer:
 
 
 Outcome = Answer | RequestError
-Placed = tuple[int, Outcome]  # with the request's place in its batch
 
 
 def make_inference(

@@ -5,7 +5,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, final
@@ -19,7 +19,7 @@ from gmeta.server.compute import answer_all
 from gmeta.server.config import ServeConfig
 from gmeta.server.errors import RequestError
 from gmeta.server.metrics import ServerMetrics
-from gmeta.server.protocol import EXTENSIONS, Answer, Inference, Placed, model_metadata
+from gmeta.server.protocol import EXTENSIONS, Answer, Inference, Outcome, model_metadata
 from gmeta.server.tracing import Tracing
 from gmeta.server.versions import Loaded, check_successor, version_in
 from metaio.errors import MetaIOError
@@ -62,19 +62,19 @@ class Service:
         """Take no more requests."""
         self._batcher.stop()
 
-    def _run(self, requests: Sequence[Inference]) -> Iterator[list[Placed]]:
+    def _run(self, requests: Sequence[Inference]) -> list[Outcome]:
         # Taken once: a batch is answered by one version, whatever comes meanwhile.
         loaded = self.loaded
-        for part in answer_all(
+        outcomes = answer_all(
             loaded.model, loaded.version, self._cache, requests, self.metrics.stage
-        ):
-            for place, outcome in part:
-                if requests[place].task_key is not None:
-                    if isinstance(outcome, Answer):
-                        self.metrics.cached(outcome.cache)
-                    elif outcome.status == 404:
-                        self.metrics.cached("miss")
-            yield part
+        )
+        for request, outcome in zip(requests, outcomes, strict=True):
+            if request.task_key is not None:
+                if isinstance(outcome, Answer):
+                    self.metrics.cached(outcome.cache)
+                elif outcome.status == 404:
+                    self.metrics.cached("miss")
+        return outcomes
 
     async def infer(
         self,

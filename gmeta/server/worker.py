@@ -23,6 +23,7 @@ from gmeta.server.grpc_service import SERVICE_NAME, inference_handler
 from gmeta.server.http_app import http_app
 from gmeta.server.http_edge import http_server, rotate
 from gmeta.server.loading import load_version
+from gmeta.server.memory import keep_freed_memory
 from gmeta.server.metrics import ServerMetrics, count_together
 from gmeta.server.service import Service
 from gmeta.server.shared_support import SharedSupport
@@ -41,6 +42,7 @@ def run_worker(config: ServeConfig, tell: Callable[[], None]) -> None:
         GMetaError: the model is damaged.
     """
     torch.set_num_threads(config.threads)
+    keep_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, tell))
 

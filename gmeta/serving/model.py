@@ -229,27 +229,20 @@ class ServedModel:
         with self._exclusive(), torch.no_grad():
             asked = self._as_query(rows, lengths, tasks.supports)
             batch, fetched_row_P, num_rows = reading_copies(asked, adapts_rows)
-            values_PD = self._fetch_UD(batch)
+            rows_PD = self._fetch_UD(batch)
             if fetched_row_P is not None:
                 # Both ascending. Rows that the support did not use are as they were trained.
                 key_P = self._key_U(batch)[fetched_row_P]
                 key_P += _task_of_rows(batch, num_rows) * self._num_keys
+                rows_PD = rows_PD[fetched_row_P]
                 known_K = tasks.key_P + tasks.task_P * self._num_keys
                 place_P = torch.searchsorted(known_K, key_P).clamp_(max=known_K.numel() - 1)
                 is_known_P = known_K[place_P] == key_P
-                # Nothing is copied for a task's own rows: they are read where they lie.
-                source_P = torch.where(is_known_P, place_P + len(values_PD), fetched_row_P)
-                values_PD = torch.cat([values_PD, tasks.rows_PD])
-                batch = replace(
-                    batch,
-                    positions_NF=source_P[batch.positions_NF],
-                    multi_positions_V=source_P[batch.multi_positions_V],
-                )
-                num_rows = len(values_PD)
+                rows_PD[is_known_P] = tasks.rows_PD[place_P[is_known_P]]
             query, rows_PD, changes, gates = self._there(
                 (
                     every_row(batch, constant=True, num_rows=num_rows),
-                    values_PD,
+                    rows_PD,
                     tuple(tasks.changes.values()),
                     tuple(tasks.gates_TMO.values()),
                 )

@@ -96,26 +96,6 @@ def stacked(states: Sequence[TaskState]) -> AdaptedTensors:
     )
 
 
-def stretch(adapted: AdaptedTensors, first: int, stop: int) -> AdaptedTensors:
-    """Return the tasks from `first` up to `stop`, as views."""
-    begin, end = torch.searchsorted(adapted.task_P, torch.tensor([first, stop])).tolist()
-    return AdaptedTensors(
-        {name: _stretch(change, first, stop) for name, change in adapted.changes.items()},
-        {name: gate_TMO[first:stop] for name, gate_TMO in adapted.gates_TMO.items()},
-        adapted.rows_PD[begin:end],
-        adapted.key_P[begin:end],
-        adapted.task_P[begin:end] - first,
-        adapted.supports[first:stop],
-    )
-
-
-def _stretch(change: LayerChange, first: int, stop: int) -> LayerChange:
-    one, other = (tensor[first:stop] for tensor in _tensors(change))
-    if isinstance(change, LowRankChange):
-        return LowRankChange(one, other, change.bias_rate)
-    return MaterialisedChange(one, other)
-
-
 def _copied(rows: EncodedColumns | None) -> EncodedColumns | None:
     if rows is None:
         return None

@@ -123,12 +123,12 @@ def _batches(sides: _Sides) -> Iterator[tuple[Int64, Int64, Int64, Int64]]:
         yield sides.support_order_S[support], support_T, sides.query_order_N[query], query_T
 
 
-def cuts(order: Int64, rows_E: Int64, most_rows: int = _BATCH_ROWS) -> Iterator[Int64]:
-    """Yield runs of `order` whose number times their largest `rows_E` is at most `most_rows`."""
+def cuts(order: Int64, rows_E: Int64) -> Iterator[Int64]:
+    """Yield runs of `order` whose number times their largest `rows_E` stays within a batch."""
     first, longest = 0, 0
     for index, piece in enumerate(order):
         longest = max(longest, int(rows_E[piece]))
-        if index > first and (index - first + 1) * longest > most_rows:
+        if index > first and (index - first + 1) * longest > _BATCH_ROWS:
             yield order[first:index]
             first, longest = index, int(rows_E[piece])
     if first < len(order):

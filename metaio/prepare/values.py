@@ -82,9 +82,7 @@ def hash_values(column: pa.Array, kind: Kind) -> UInt64:
     # Hashing is a Python call a word, so each distinct word of the batch is hashed once.
     encoded = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
     words = encoded.dictionary.cast(pa.binary()).to_pylist()  # UTF-8 as it is
-    hashes = np.fromiter(
-        (xxhash.xxh3_64_intdigest(word) for word in words), dtype=np.uint64, count=len(words)
-    )
+    hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, words), np.uint64, len(words))
     spread: UInt64 = hashes[encoded.indices.to_numpy(zero_copy_only=False)]
     return spread
 

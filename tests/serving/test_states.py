@@ -15,7 +15,7 @@ from gmeta.adaptation.layer_change import LowRankChange, MaterialisedChange
 from gmeta.batches.config import SupportFeaturesConfig
 from gmeta.serving.model import ServedModel
 from gmeta.serving.rows import join_rows, split_rows
-from gmeta.serving.states import AdaptedTensors, TaskState, split, stacked, stretch
+from gmeta.serving.states import AdaptedTensors, TaskState, split, stacked
 from gmeta_models import MODELS, ModelConfig
 from tests.exported import metaemb_rate, random_rows, write_random_model
 
@@ -159,19 +159,3 @@ def test_rows_are_cut_and_joined(tmp_path: Path) -> None:
 def test_nothing_adapted_is_a_batch_of_nothing() -> None:
     none = torch.zeros(0, dtype=torch.int64)
     assert split(AdaptedTensors({}, {}, torch.zeros(0, 4), none, none, []), 0) == []
-
-
-@pytest.mark.parametrize("inner_steps", [1, 2])
-def test_a_stretch_of_tasks_predicts_as_all_of_them(tmp_path: Path, inner_steps: int) -> None:
-    algorithm = AlgorithmConfig(inner_steps=inner_steps, inner_lr=0.3, adapt_embeddings=True)
-    statistics = SupportFeaturesConfig(task=True, label_prior=(0.5, 0.5))
-    model = served(tmp_path / "model", algorithm, statistics=statistics)
-    support = model.encode(random_rows(sum(SIZES), seed=1), "support", with_label=True)
-    tasks = model.adapt_together(support, SIZES)
-    query = model.encode(random_rows(4 * len(SIZES), seed=2), "query", with_label=False)
-    lengths = [4] * len(SIZES)
-    together_N = model.predict_together(tasks, query, lengths)
-    for first, stop in ((0, 2), (1, 4), (2, 5)):
-        rows = split_rows(query, [4 * first, 4 * (stop - first)])[1]
-        some_N = model.predict_together(stretch(tasks, first, stop), rows, lengths[first:stop])
-        torch.testing.assert_close(some_N, together_N[4 * first : 4 * stop], rtol=0, atol=1e-6)
