@@ -106,6 +106,11 @@ COMMANDS = {
         "rollback",
         "Let a channel serve an earlier version again.",
     ),
+    "publish": Place(
+        "gmeta.commands.delivery",
+        "publish",
+        "Copy a channel to a URL, from where servers on other machines follow it.",
+    ),
     "follow": Place(
         "gmeta.commands.follow",
         "follow",

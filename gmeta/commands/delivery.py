@@ -1,4 +1,4 @@
-"""`gmeta judge`, `gmeta promote` and `gmeta rollback`."""
+"""`gmeta judge`, `gmeta promote`, `gmeta rollback` and `gmeta publish`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -69,6 +69,26 @@ def rollback(
     from gmeta.commands.work.delivery import roll_back
 
     roll_back(channel, to)
+
+
+def publish(
+    channel: ChannelAt,
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="any URL of fsspec: s3://bucket/clicks")
+    ],
+) -> None:
+    """Copy a channel to a URL, from where servers on other machines follow it.
+
+    gmeta publish channels/clicks s3://bucket/clicks/channel
+
+    Versions that are not there yet go up whole, then the pointer: gmeta serve URL and
+    gmeta.follow(URL) have the version before or the new one, wherever this is stopped. Run it after
+    each promotion and rollback; `follow.mirror` of `gmeta follow` does.
+    """
+    check_local("CHANNEL", channel)
+    from gmeta.commands.work.delivery import publish_channel
+
+    publish_channel(channel, url)
 
 
 def judge(

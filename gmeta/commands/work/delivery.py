@@ -1,5 +1,5 @@
-"""`gmeta export --since`, `promote`, `rollback` and `judge`, once their options are known to be
-right."""
+"""`gmeta export --since`, `judge`, `promote`, `rollback` and `publish`, once their options are
+known to be right."""
 
 import os
 import shutil
@@ -12,9 +12,10 @@ from typing import Any
 
 from gmeta.commands.inspect import is_run
 from gmeta.commands.screen import print_result, screen, show_table, size_text, table_of
-from gmeta.delivery.channel import Channel
+from gmeta.delivery.channel import POINTER, Channel, is_channel
 from gmeta.delivery.judge import Verdict, judge, not_finite, windows_before
 from gmeta.delivery.packing import pack
+from gmeta.delivery.remote import publish
 from gmeta.delivery.retention import prune
 from gmeta.delivery.versions import Version, is_delta, read_version
 from gmeta.delivery.whole import whole_version
@@ -185,6 +186,22 @@ def roll_back(root: Path, to: int | None) -> None:
     print_result({"channel": root, "serves": current.number, "checksum": current.checksum})
     screen(stderr=True).print(
         f"served: version {current.number}-{current.checksum[:12]} of {root} again"
+    )
+
+
+def publish_channel(root: Path, url: str) -> None:
+    """Copy a channel to a URL, and print what went there."""
+    channel = Channel(root)
+    if not is_channel(root):
+        raise UserError(
+            f"{root} is no channel: there is no {POINTER}. Give a folder that `gmeta promote` wrote"
+        )
+    copied = publish(channel, url)
+    served = channel.served()
+    print_result({"channel": root, "url": url, "copied": copied, "serves": served.number})
+    screen(stderr=True).print(
+        f"published: version {served.number}-{served.checksum[:12]} of {root} at {url}  "
+        f"({counted(len(copied), 'version')} copied)"
     )
 
 
