@@ -109,7 +109,7 @@ COMMANDS = {
     "publish": Place(
         "gmeta.commands.delivery",
         "publish",
-        "Copy a channel to a URL, from where servers on other machines follow it.",
+        "Copy a channel, or a stream, to a URL, from where other machines follow it.",
     ),
     "follow": Place(
         "gmeta.commands.follow",

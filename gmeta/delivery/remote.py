@@ -59,7 +59,7 @@ def channel_at(place: str | Path, cache: Path | None = None) -> Channel:
     with alone((cache or cache_folder()) / "channels" / xxh3_hex(url.encode())) as root:
         copy = Channel(root)
         content, current = _pointer(url)
-        with _reached(url):
+        with reached(url):
             chain = _chain(url, current)
             for parent, name, described in reversed(chain):
                 _bring(url, copy, parent, name, described)
@@ -79,7 +79,7 @@ def publish(channel: Channel, url: str) -> list[int]:
     """
     url = url.rstrip("/")
     fs, root = file_system(url)
-    with channel.changing() as current, _reached(url):
+    with channel.changing() as current, reached(url):
         if current is None:
             raise UserError(
                 f"{channel.root} has no version yet: there is nothing to publish. "
@@ -108,7 +108,7 @@ def publish(channel: Channel, url: str) -> list[int]:
 def _pointer(url: str) -> tuple[bytes, Current]:
     fs, root = file_system(url)
     name = f"{url}/{POINTER}"
-    with _reached(url):
+    with reached(url):
         try:
             content: bytes = fs.cat_file(f"{root.rstrip('/')}/{POINTER}")
         except FileNotFoundError:
@@ -223,8 +223,12 @@ def _sizes_here(folder: Path) -> dict[str, int]:
 
 
 @contextmanager
-def _reached(url: str) -> Iterator[None]:
-    """Say in one line what went wrong at a URL."""
+def reached(url: str) -> Iterator[None]:
+    """Say in one line what goes wrong at a URL.
+
+    Raises:
+        GMetaError: anything did that is no error of ours.
+    """
     try:
         yield
     except (GMetaError, MetaIOError):

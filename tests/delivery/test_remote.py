@@ -328,8 +328,8 @@ def test_the_command_publishes_and_refuses_what_is_no_channel(
     for arguments, expected in (
         (
             ("publish", empty, url),
-            f"{empty} is no channel: there is no current.json. Give a folder "
-            "that `gmeta promote` wrote",
+            f"{empty} is no channel and no stream: there is neither current.json nor stream.json. "
+            "Give a folder that `gmeta promote` or `gmeta prepare --extend` wrote",
         ),
         (
             ("publish", channel.root, "nil://x"),
@@ -338,7 +338,7 @@ def test_the_command_publishes_and_refuses_what_is_no_channel(
         ),
         (
             ("publish", "s3://bucket/clicks", url),
-            "CHANNEL = 's3://bucket/clicks' is a URL: a path of this machine is needed, "
+            "CHANNEL|STREAM = 's3://bucket/clicks' is a URL: a path of this machine is needed, "
             "where nothing is left half-written. Write to a path, then copy",
         ),
         (

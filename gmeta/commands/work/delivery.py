@@ -15,7 +15,7 @@ from gmeta.commands.screen import print_result, screen, show_table, size_text, t
 from gmeta.delivery.channel import POINTER, Channel, is_channel
 from gmeta.delivery.judge import Verdict, judge, not_finite, windows_before
 from gmeta.delivery.packing import pack
-from gmeta.delivery.remote import publish
+from gmeta.delivery.remote import publish, reached
 from gmeta.delivery.retention import prune
 from gmeta.delivery.versions import Version, is_delta, read_version
 from gmeta.delivery.whole import whole_version
@@ -27,6 +27,8 @@ from gmeta.runs.folder import RunFolder, write_json
 from gmeta.serving.folder import TableFormat, read_config
 from metaio.counted import counted
 from metaio.format.dataset import Dataset, open_dataset
+from metaio.stream.chain import STREAM_FILE, is_stream, open_stream
+from metaio.stream.publish import publish_stream
 
 
 def export_changes(
@@ -189,19 +191,26 @@ def roll_back(root: Path, to: int | None) -> None:
     )
 
 
-def publish_channel(root: Path, url: str) -> None:
-    """Copy a channel to a URL, and print what went there."""
-    channel = Channel(root)
-    if not is_channel(root):
+def publish_to(root: Path, url: str) -> None:
+    """Copy a channel or a stream to a URL, and print what went there."""
+    url = url.rstrip("/")
+    if is_channel(root):
+        channel = Channel(root)
+        copied, noun = publish(channel, url), "version"
+        current = channel.served()
+        newest = f"version {current.number}-{current.checksum[:12]}"
+    elif is_stream(str(root)):
+        with reached(url):
+            copied, noun = publish_stream(root, url), "increment"
+        newest = f"increment {open_stream(str(root)).numbers[-1]}"
+    else:
         raise UserError(
-            f"{root} is no channel: there is no {POINTER}. Give a folder that `gmeta promote` wrote"
+            f"{root} is no channel and no stream: there is neither {POINTER} nor {STREAM_FILE}. "
+            "Give a folder that `gmeta promote` or `gmeta prepare --extend` wrote"
         )
-    copied = publish(channel, url)
-    served = channel.served()
-    print_result({"channel": root, "url": url, "copied": copied, "serves": served.number})
+    print_result({"path": root, "url": url, "copied": copied})
     screen(stderr=True).print(
-        f"published: version {served.number}-{served.checksum[:12]} of {root} at {url}  "
-        f"({counted(len(copied), 'version')} copied)"
+        f"published: {newest} of {root} at {url}  ({counted(len(copied), noun)} copied)"
     )
 
 
