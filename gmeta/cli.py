@@ -112,6 +112,11 @@ COMMANDS = {
         "rollback",
         "Let a channel serve an earlier version again.",
     ),
+    "publish": Place(
+        "gmeta.commands.delivery",
+        "publish",
+        "Copy a channel, or a stream, to a URL, from where other machines follow it.",
+    ),
     "follow": Place(
         "gmeta.commands.follow",
         "follow",

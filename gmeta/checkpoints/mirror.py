@@ -26,6 +26,7 @@ from gmeta.runs.folder import (
     list_checkpoints,
     step_of,
 )
+from metaio.format.destination import put_file, put_folder, remove_folder
 from metaio.format.storage import file_system
 
 _log = logging.getLogger(__name__)
@@ -113,23 +114,16 @@ class Mirror:
 
     def _put(self, checkpoint: Path) -> None:
         there = f"{self._root}/checkpoints/{checkpoint.name}"
-        self._remove(there)  # of a step that was saved before: its files are others now
-        for path in sorted(checkpoint.iterdir(), key=lambda path: path.name == PROGRESS_FILE):
-            self._fs.put_file(str(path), f"{there}/{path.name}")
+        # Of a step that was saved before: its files are others now.
+        remove_folder(self._fs, there, PROGRESS_FILE)
+        put_folder(self._fs, checkpoint, there, PROGRESS_FILE)
         for name in _DESCRIBING:
             if (self._folder.root / name).exists():
-                self._fs.put_file(str(self._folder.root / name), f"{self._root}/{name}")
+                put_file(self._fs, self._folder.root / name, f"{self._root}/{name}")
         kept = {path.name for path in list_checkpoints(self._folder.checkpoints)}
         for name in self.checkpoints():
             if name not in kept:
-                self._remove(f"{self._root}/checkpoints/{name}")
-
-    def _remove(self, there: str) -> None:
-        """Remove a checkpoint: first what makes it one."""
-        with suppress(FileNotFoundError):
-            self._fs.rm_file(f"{there}/{PROGRESS_FILE}")
-        with suppress(FileNotFoundError):
-            self._fs.rm(there, recursive=True)
+                remove_folder(self._fs, f"{self._root}/checkpoints/{name}", PROGRESS_FILE)
 
     def _unreachable(self, error: OSError) -> GMetaError:
         reason = re.sub(r"\s+", " ", str(error)) or type(error).__name__

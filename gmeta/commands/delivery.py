@@ -1,4 +1,4 @@
-"""`gmeta judge`, `gmeta promote` and `gmeta rollback`."""
+"""`gmeta judge`, `gmeta promote`, `gmeta rollback` and `gmeta publish`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -69,6 +69,29 @@ def rollback(
     from gmeta.commands.work.delivery import roll_back
 
     roll_back(channel, to)
+
+
+def publish(
+    path: Annotated[
+        Path, typer.Argument(metavar="CHANNEL|STREAM", help="folder of the versions or increments")
+    ],
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="any URL of fsspec: s3://bucket/clicks")
+    ],
+) -> None:
+    """Copy a channel, or a stream, to a URL, from where other machines follow it.
+
+    gmeta publish channels/clicks s3://bucket/clicks
+
+    Of a channel the versions go up whole that are not there yet, then the pointer: gmeta serve URL
+    and gmeta.follow(URL) have the version before or the new one, wherever this is stopped. Run it
+    after each promotion and rollback; `follow.mirror` of `gmeta follow` does. Of a stream the
+    increments go up, and what the next one needs to know.
+    """
+    check_local("CHANNEL|STREAM", path)
+    from gmeta.commands.work.delivery import publish_to
+
+    publish_to(path, url)
 
 
 def judge(

@@ -2,6 +2,7 @@
 
 import re
 from importlib.util import find_spec
+from pathlib import Path
 
 import typer
 
@@ -37,6 +38,7 @@ from gmeta.commands.service_options import (
     TokenFolder,
 )
 from gmeta.errors import UserError
+from gmeta.files.local import is_url
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # it stands in paths and in metrics
 
@@ -75,10 +77,13 @@ def serve(
 
     gmeta serve clicks --listen 0.0.0.0:8080 --tls-cert tls.crt --tls-key tls.key --tokens tokens/
 
-    A newer export in the same folder is served as it comes. Runs until SIGTERM, then answers the
-    requests under way and exits 0. Logs JSON lines to stderr.
+    gmeta serve s3://bucket/clicks/channel --listen 0.0.0.0:8080 --behind-proxy
+
+    A newer export in the same folder, or version of the channel, is served as it comes. Runs until
+    SIGTERM, then answers the requests under way and exits 0. Logs JSON lines to stderr.
     """
-    name = name or model.absolute().name
+    folder = model if is_url(model) else Path(model)
+    name = name or Path(model).absolute().name
     _check(name, log_level)
     # Loading torch takes seconds: not before the options are known to be right.
     from gmeta.server.config import ServeConfig
@@ -87,7 +92,7 @@ def serve(
     from gmeta.server.worker import run_worker
 
     config = ServeConfig(
-        folder=model,
+        folder=folder,
         name=name,
         listen=listen,
         grpc_listen=grpc,

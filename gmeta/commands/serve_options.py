@@ -1,11 +1,16 @@
 """The options of `gmeta serve` alone, each with its bounds and its line of help."""
 
-from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
 
-Model: TypeAlias = Annotated[Path, typer.Argument(help="folder that `gmeta export` wrote")]
+Model: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        help="folder that `gmeta export` wrote, a channel, or the URL of one that `gmeta publish` "
+        "wrote"
+    ),
+]
 Listen: TypeAlias = Annotated[str, typer.Option(help="HOST:PORT for HTTP; port 0 takes a free one")]
 Grpc: TypeAlias = Annotated[str, typer.Option(help="HOST:PORT for gRPC; empty for none")]
 Name: TypeAlias = Annotated[

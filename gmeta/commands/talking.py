@@ -9,19 +9,8 @@ from gmeta.verbosity import JSON_VARIABLE, QUIET, VARIABLE, VERBOSE
 
 # Those that print what they found, made or decided; `runs` and `shards` have a --json of their own.
 WITH_JSON = (
-    *(
-        "prepare",
-        "inspect",
-        "train",
-        "plan",
-        "tune",
-        "evaluate",
-        "export",
-        "adapt",
-        "predict",
-        "judge",
-    ),
-    *("promote", "rollback", "antdt-sim"),
+    *("prepare", "inspect", "train", "plan", "tune", "evaluate", "export", "adapt", "predict"),
+    *("judge", "promote", "rollback", "publish", "antdt-sim"),
 )
 
 

@@ -19,9 +19,9 @@ from gmeta.delivery.versions import (
     Parent,
     Version,
     check_version,
+    checked_content,
     model_checksum,
     model_config,
-    read_checked,
     read_version,
 )
 from gmeta.errors import GMetaError, UserError
@@ -59,6 +59,24 @@ class Current:
         return datetime.fromisoformat(self.at).timestamp()
 
 
+def current_of(content: bytes, name: str, channel: str) -> Current:
+    """Return what a pointer says, of its content and its name.
+
+    Raises:
+        GMetaError: it was altered.
+    """
+    body = checked_content(content, name, POINTER_FORMAT)
+    try:
+        at, action, verdict = str(body["at"]), str(body["action"]), body["verdict"]
+        found = Current(int(body["number"]), str(body["checksum_of"]), action, at, verdict)
+        datetime.fromisoformat(at)
+    except (LookupError, TypeError, ValueError) as error:
+        raise GMetaError(
+            f"{name} names no version ({error!r:.100}). Run: gmeta rollback {channel} --to N"
+        ) from error
+    return found
+
+
 def is_channel(path: Path) -> bool:
     """Return whether a folder is a channel, be it one whose pointer is damaged."""
     return (path / POINTER).is_file() or (path / VERSIONS).is_dir()
@@ -78,18 +96,9 @@ class Channel:
         """
         path = self.root / POINTER
         try:
-            body = read_checked(path, POINTER_FORMAT)
+            return current_of(path.read_bytes(), str(path), str(self.root))
         except FileNotFoundError:
             return None
-        try:
-            at, action, verdict = str(body["at"]), str(body["action"]), body["verdict"]
-            found = Current(int(body["number"]), str(body["checksum_of"]), action, at, verdict)
-            datetime.fromisoformat(at)
-        except (LookupError, TypeError, ValueError) as error:
-            raise GMetaError(
-                f"{path} names no version ({error!r:.100}). Run: gmeta rollback {self.root} --to N"
-            ) from error
-        return found
 
     def served(self) -> Current:
         """Return what is served. Raise UserError where there is nothing."""

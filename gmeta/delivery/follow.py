@@ -9,12 +9,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import final
 
-from gmeta.delivery.channel import Channel, Current
+from gmeta.delivery.remote import channel_at, served_at
 from gmeta.delivery.whole import whole_version
 from gmeta.errors import GMetaError
 from gmeta.serving.load import load
 from gmeta.serving.model import ServedModel
 from metaio.errors import MetaIOError
+
+RETRY_S = 60.0  # between two tries of a version that could not be loaded
 
 
 @dataclass(frozen=True)
@@ -27,15 +29,16 @@ class Served:
     since_s: float  # when it was promoted, in seconds since 1970
 
 
-def load_current(
-    channel: Channel, current: Current, verify: bool = True, cache: Path | None = None
-) -> Served:
-    """Return the version that a pointer names, computed with once: what fails, fails here.
+def load_current(place: str | Path, verify: bool = True, cache: Path | None = None) -> Served:
+    """Return the version that the channel at a path or URL serves, computed with once: what fails,
+    fails here.
 
     Raises:
-        UserError: the cache cannot be written.
-        GMetaError: a version of its chain is missing or damaged.
+        UserError: there is none, or the cache cannot be written.
+        GMetaError: a version of its chain is missing or damaged, or cannot be reached.
     """
+    channel = channel_at(place, cache)
+    current = channel.served()
     folder = whole_version(channel, current.number, cache)
     model = load(folder, verify)
     _ = model.unadapted
@@ -66,11 +69,10 @@ class Follower:
             UserError: the channel has no version yet.
             GMetaError: its version is damaged.
         """
-        self._channel = Channel(channel)
-        self._verify, self._told = verify, told
+        self._place, self._verify, self._told = channel, verify, told
         self._cache = None if cache is None else Path(cache)
-        self._served = load_current(self._channel, self._channel.served(), verify, self._cache)
-        self._refused: tuple[str, str] | None = None
+        self._served = load_current(channel, verify, self._cache)
+        self._refused: tuple[str, str, float] | None = None
         self._checking, self._ended = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         if every_s > 0:
@@ -98,7 +100,7 @@ class Follower:
             return ""
         served = self._served
         return (
-            f"{refused[1]} (version {served.number} of {self._channel.root} serves on, promoted "
+            f"{refused[1]} (version {served.number} of {self._place} serves on, promoted "
             f"{self.age_s:,.0f} s ago)"
         )
 
@@ -111,19 +113,21 @@ class Follower:
         """Look for another version now; return whether it serves from here on."""
         with self._checking:
             try:
-                current = self._channel.served()
+                current = served_at(self._place)
                 if current.checksum == self._served.checksum:
                     self._refused = None
                     return False
-                if self._refused is not None and self._refused[0] == current.checksum:
+                refused, now_s = self._refused, time.monotonic()
+                if refused and refused[0] == current.checksum and now_s < refused[2]:
                     return False
             except GMetaError as error:
-                self._refused = ("", str(error))
+                self._refused = ("", str(error), 0.0)
                 return False
             try:
-                served = load_current(self._channel, current, self._verify, self._cache)
+                served = load_current(self._place, self._verify, self._cache)
             except (GMetaError, MetaIOError, OSError) as error:
-                self._refused = (current.checksum, str(error))
+                # A disk or a network may have failed: the same version is tried again, not at once.
+                self._refused = (current.checksum, str(error), time.monotonic() + RETRY_S)
                 return False
             # One assignment: a thread has the old version or the new one, never parts of both. The
             # old tables go with the last request that uses them; a collection of the cycles among
@@ -160,10 +164,11 @@ def follow(
     verify: bool = True,
     cache: str | Path | None = None,
 ) -> Follower:
-    """Return an object whose `model` is the one that a channel serves, always a whole version.
+    """Return an object whose `model` is the one that a channel serves, always a whole version; the
+    channel is a path, or a URL that `gmeta publish` writes.
 
-    Versions that are deltas are made whole in `cache` (default: GMETA_CACHE, or gmeta's folder in
-    the user's cache), once a machine.
+    Versions of a URL are held, and deltas made whole, in `cache` (default: GMETA_CACHE, or gmeta's
+    folder in the user's cache), once a machine.
 
     Raises:
         UserError: the channel has no version yet.

@@ -1,6 +1,7 @@
 """Which versions of a channel stay: the newest few, and what somebody may still need."""
 
 import shutil
+from collections.abc import Collection
 
 from gmeta.delivery.channel import VERSIONS, Channel, Current
 from metaio.format.destination import flush_to_disk
@@ -27,17 +28,22 @@ def prune(channel: Channel, keep: int) -> list[int]:
         for number in _kept(channel, current, keep):
             chain = channel.chain(number)
             stay |= {version.number for version in (chain.base, *chain.deltas)}
-        # From the newest: killed half-way, no version is left without what it builds on.
-        gone = [number for number in reversed(channel.numbers()) if number not in stay]
-        folder = channel.root / VERSIONS
-        for number in gone:
-            # Under another name first: what is half removed must not look like a version.
-            path = channel.folder_of(number)
-            path.rename(path.with_name(_GOING.format(path.name)))
-        if gone:
-            flush_to_disk([folder])
-        for path in folder.glob(_GOING.format("*")):  # also what a killed process left
-            shutil.rmtree(path, ignore_errors=True)
+        return remove_others(channel, stay)
+
+
+def remove_others(channel: Channel, stay: Collection[int]) -> list[int]:
+    """Remove all versions but these; return what was removed, newest first."""
+    # From the newest: killed half-way, no version is left without what it builds on.
+    gone = [number for number in reversed(channel.numbers()) if number not in stay]
+    folder = channel.root / VERSIONS
+    for number in gone:
+        # Under another name first: what is half removed must not look like a version.
+        path = channel.folder_of(number)
+        path.rename(path.with_name(_GOING.format(path.name)))
+    if gone:
+        flush_to_disk([folder])
+    for path in folder.glob(_GOING.format("*")):  # also what a killed process left
+        shutil.rmtree(path, ignore_errors=True)
     return gone
 
 

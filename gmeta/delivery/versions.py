@@ -2,7 +2,7 @@
 parent version. Each delta's checksum covers its parent's, so the newest names its whole chain.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,11 +130,19 @@ def check_version(version: Version) -> None:
     Raises:
         GMetaError: a file is missing, cut short or altered.
     """
-    delta = version.delta
-    files = read_config(version.folder).files if delta is None else delta.files
-    listed_in = CONFIG_FILE if delta is None else DELTA_FILE
-    for difference in differences(version.folder, files, listed_in, contents=True):
+    listed_in = description_of(version.folder)
+    for difference in differences(version.folder, files_of(version), listed_in, contents=True):
         raise GMetaError(f"{difference}. {_REMEDY}")
+
+
+def description_of(folder: Path) -> str:
+    """Return the name of the file that describes the version in a folder, and lists all others."""
+    return DELTA_FILE if is_delta(folder) else CONFIG_FILE
+
+
+def files_of(version: Version) -> Mapping[str, FileEntry]:
+    """Return what a version lists: all of its files but the description itself."""
+    return read_config(version.folder).files if version.delta is None else version.delta.files
 
 
 def _delta(folder: Path, body: dict[str, Any]) -> DeltaConfig:
@@ -165,8 +173,12 @@ def read_checked(path: Path, kind: str) -> dict[str, Any]:
         FileNotFoundError: there is none.
         GMetaError: it was altered, is of another kind, or another release wrote it.
     """
-    remedy = "Bring the file back from a copy, or make it anew"
+    return checked_content(path.read_bytes(), str(path), kind)
+
+
+def checked_content(content: bytes, name: str, kind: str) -> dict[str, Any]:
+    """Return what `read_checked` does, of the content of the file `name`."""
     try:
-        return checked(path.read_bytes(), str(path), kind, remedy)
+        return checked(content, name, kind, "Bring the file back from a copy, or make it anew")
     except FormatError as error:
         raise GMetaError(str(error)) from error

@@ -39,14 +39,14 @@ def whole_version(channel: Channel, number: int, cache: Path | None = None) -> P
     chain = channel.chain(number)
     if not chain.deltas:
         return chain.base.folder
-    with _alone(channel, cache) as own:
+    with alone(_own(channel, cache)) as own:
         return _made(chain, own)
 
 
 def keep_whole(channel: Channel, checksum: str, model: Path) -> None:
     """Move an exported folder into the cache as what the delta of this checksum leads to, so that
     nobody on this machine makes it again."""
-    with _alone(channel, None) as own:
+    with alone(_own(channel, None)) as own:
         if not (own / checksum).exists():
             shutil.move(model, own / checksum)
 
@@ -87,18 +87,22 @@ def _drop_oldest(cache: Path) -> None:
         shutil.rmtree(config.parent, ignore_errors=True)
 
 
+def _own(channel: Channel, cache: Path | None) -> Path:
+    """Return a channel's folder of the cache: another's versions are not this one's to drop."""
+    return (cache or cache_folder()) / xxh3_hex(str(channel.root.absolute()).encode())
+
+
 @contextmanager
-def _alone(channel: Channel, cache: Path | None) -> Iterator[Path]:
-    """Wait until no other process makes a version of the channel here, and yield its folder of the
-    cache: another channel's versions are not this one's to drop.
+def alone(own: Path) -> Iterator[Path]:
+    """Wait until no other process works in a folder of the cache, which is made if need be, and
+    yield it.
 
     Raises:
         UserError: it cannot be written.
     """
-    own = (cache or cache_folder()) / xxh3_hex(str(channel.root.absolute()).encode())
     try:
         own.mkdir(parents=True, exist_ok=True)
-        lock = (own / ".lock").open("a")
+        lock = (own / ".cache.lock").open("a")
     except (PermissionError, NotADirectoryError, FileExistsError) as error:
         raise UserError(
             f"the cache {own} cannot be written: {error.strerror}. "

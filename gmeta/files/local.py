@@ -10,13 +10,18 @@ from gmeta.errors import UserError
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:)/+")
 
 
+def is_url(place: str | Path) -> bool:
+    """Return whether a place is a URL rather than a path of this machine."""
+    return _URL.match(str(place)) is not None
+
+
 def check_local(what: str, place: str | Path) -> None:
     """Refuse a URL where a path of this machine is needed; `what` names the option.
 
     Raises:
         UserError: `place` is a URL.
     """
-    if _URL.match(str(place)):
+    if is_url(place):
         given = _URL.sub(r"\1//", str(place), count=1)
         raise UserError(
             f"{what} = {given!r} is a URL: a path of this machine is needed, where nothing is "

@@ -8,6 +8,7 @@ from gmeta.errors import ConfigError
 from gmeta.files.local import check_local
 from gmeta.settings import read_toml, settings_from_dict
 from gmeta_keys import key
+from metaio.format.storage import file_system
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class FollowSection:
         "what is served, what it builds on and what a rollback goes back to stay too; 0: all",
         min=0,
     )
+    mirror: str = key(
+        "",
+        "URL that every promotion and rollback is copied to: servers elsewhere follow it; empty: "
+        "none",
+    )
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,7 @@ def load_follow_config(path: Path) -> FollowConfig:
 
     Raises:
         ConfigError: no such file, no TOML, an unknown key, a bad value, a required key left empty.
+        UrlError: no installed package of fsspec reads follow.mirror.
     """
     config = settings_from_dict(FollowConfig, read_toml("config", path))
     for name in ("inputs", "schema", "stream", "train", "runs", "channel"):
@@ -92,4 +99,6 @@ def load_follow_config(path: Path) -> FollowConfig:
             raise ConfigError(f"follow.{name} is empty: it is required. Set it in {path}")
     for name in ("stream", "runs", "channel", "best"):
         check_local(f"follow.{name}", getattr(config.follow, name))
+    if config.follow.mirror:
+        file_system(config.follow.mirror)  # raises UrlError before anything is trained
     return config

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from gmeta.delivery.channel import PROMOTED, PROMOTIONS, Channel
+from gmeta.delivery.channel import PROMOTED, PROMOTIONS, Channel, Current
 from gmeta.delivery.retention import kept_versions, prune
 from gmeta.delivery.versions import Version
 from gmeta.errors import GMetaError, NotFiniteError, UserError
@@ -30,7 +30,7 @@ from metaio.errors import MetaIOError
 from metaio.stream.chain import folder_of, increment_numbers, open_stream
 from metaio.stream.quarantine import list_quarantine
 
-STAGES = ("prepare", "train", "export", "judge", "promote", "score")
+STAGES = ("prepare", "train", "export", "judge", "promote", "publish", "score")
 FROZEN_FILE, ENDED_FILE = "frozen.json", "stages.jsonl"
 SET_ASIDE = 3  # exit code of a verdict, and of `gmeta prepare` for rows that are quarantined
 RunStage = Callable[[list[str], Path], int]
@@ -72,6 +72,7 @@ class Loop:
         self._files = TakenFiles(self._stream)
         self._verdicts: dict[int, dict[str, Any]] = {}
         self._promoted: tuple[object, dict[str, int]] = (None, {})
+        self._published = ""  # when what the mirror serves was promoted; at the start nobody knows
 
     def step(self) -> Done | None:
         """Take the next stage there is and return what came of it; None where there is none.
@@ -90,6 +91,9 @@ class Loop:
         return done
 
     def _step(self) -> Done | None:
+        current = self.channel.current()
+        if self.config.follow.mirror and current is not None and current.at != self._published:
+            return self._publish(current)  # what a person promoted or rolled back, too
         number = self.unfinished()
         if number is None:
             waiting = self.waiting()
@@ -262,6 +266,14 @@ class Loop:
         version = self.channel.version(self.channel.served().number)
         told = f"version {version.name}, {version.kind}{self._removed()}"
         return Done("promote", number, took_s, told)
+
+    def _publish(self, current: Current) -> Done:
+        mirror, name = self.config.follow.mirror, f"{current.number}-{current.checksum[:12]}"
+        log = self._runs / "logs" / "publish.log"
+        code, took_s = self._timed(0, ["publish", str(self.channel.root), mirror], log)
+        self._check("publish", f"version {name}", code, log)
+        self._published = current.at
+        return Done("publish", 0, took_s, f"version {name} is at {mirror}")
 
     def _removed(self) -> str:
         """Remove the versions and checkpoints that nobody needs, and return what is told of it."""

@@ -15,7 +15,7 @@ DEFAULT_ADDRESS = "127.0.0.1:8080"
 class ServeConfig:
     """Everything that a worker process needs to know; it travels to it as a pickle."""
 
-    folder: Path
+    folder: Path | str  # an export or a channel; text is the URL of a channel
     name: str
     listen: str = DEFAULT_ADDRESS
     grpc_listen: str = ""

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
-from gmeta.delivery.channel import Channel, is_channel
+from gmeta.delivery.channel import is_channel
+from gmeta.delivery.remote import channel_at
 from gmeta.delivery.whole import whole_version
 from gmeta.errors import GMetaError
+from gmeta.files.local import is_url
 from gmeta.server.columns import columns_of
 from gmeta.server.versions import Loaded, version_in
 from gmeta.serving.load import load
@@ -12,20 +14,21 @@ from gmeta.serving.load import load
 _TRIES = 3
 
 
-def model_folder(folder: Path) -> Path:
-    """Return the exported folder to serve: this one, or of a channel what its newest version is.
+def model_folder(folder: Path | str) -> Path:
+    """Return the exported folder to serve: this one, or of a channel what its newest version is; a
+    URL's is a channel.
 
     Raises:
         UserError: the channel has no version.
-        GMetaError: a version of it is damaged.
+        GMetaError: a version of it is damaged, or cannot be reached.
     """
-    if not is_channel(folder):
-        return folder
-    channel = Channel(folder)
+    if not is_url(folder) and not is_channel(Path(folder)):
+        return Path(folder)
+    channel = channel_at(folder)
     return whole_version(channel, channel.served().number)
 
 
-def load_version(folder: Path, verify: bool = True) -> Loaded:
+def load_version(folder: Path | str, verify: bool = True) -> Loaded:
     """Return the model in a folder, or that a channel serves, all of its files from one export even
     while the folder is being replaced.
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, final
 
 from gmeta.antdt.log import event
+from gmeta.delivery.follow import RETRY_S
 from gmeta.errors import GMetaError
+from gmeta.files.local import is_url
 from gmeta.server.access import Access
 from gmeta.server.batcher import Batcher
 from gmeta.server.cache import TaskCache
@@ -35,7 +37,7 @@ class Service:
     def __init__(
         self,
         config: ServeConfig,
-        load: Callable[[Path, bool], Loaded],
+        load: Callable[[Path | str, bool], Loaded],
         cache: TaskCache,
         metrics: ServerMetrics,
         access: Access,
@@ -48,6 +50,7 @@ class Service:
         self.ready = True
         self.loaded = load(config.folder, config.verify)
         self.refused: tuple[str, str] | None = None  # a version, and why it does not serve
+        self._retry_at_s = 0.0  # when it may be tried again
         self._load = load
         self._cache = cache
         self._batcher = Batcher(self._run, config.batch, metrics.batched)
@@ -175,12 +178,15 @@ class Service:
         folder, before = self.config.folder, self.loaded
         try:
             version = version_in(folder)
-        except GMetaError:
-            return False  # between the old folder and the new
+        except GMetaError as error:
+            if is_url(folder):  # a folder may be between the old one and the new
+                self._refuse("", error)
+            return False
         if version == before.version:
             self.refused = None  # the old one was put back
             self.metrics.refused.set(0)
-        if version in (before.version, self.refused and self.refused[0]):
+        is_refused = self.refused is not None and self.refused[0] == version
+        if version == before.version or (is_refused and time.monotonic() < self._retry_at_s):
             return False
         try:
             loaded = self._load(folder, self.config.verify)
@@ -188,17 +194,9 @@ class Service:
             # Computes once, with all of its layers: what fails here fails before anybody asks.
             _ = loaded.model.unadapted
         except (GMetaError, MetaIOError) as error:
-            self.refused = (version, str(error))
-            self.metrics.reloads.labels("refused").inc()
-            self.metrics.refused.set(1)
-            event(
-                logging.ERROR,
-                "model_refused",
-                version=version,
-                serving=before.version,
-                folder=str(folder),
-                message=str(error),
-            )
+            # A disk or a network may have failed: the same version is tried again, not at once.
+            self._retry_at_s = time.monotonic() + RETRY_S
+            self._refuse(version, error)
             return False
         self.loaded, self.refused = loaded, None
         self._cache.forget_states(loaded.version)
@@ -210,6 +208,22 @@ class Service:
         gc.unfreeze()
         _settle()
         return True
+
+    def _refuse(self, version: str, error: Exception) -> None:
+        refused, before = (version, str(error)), self.refused
+        self.refused = refused
+        self.metrics.refused.set(1)
+        if refused == before:
+            return
+        self.metrics.reloads.labels("refused").inc()
+        event(
+            logging.ERROR,
+            "model_refused",
+            version=version,
+            serving=self.loaded.version,
+            folder=str(self.config.folder),
+            message=str(error),
+        )
 
     def _tell_version(self) -> None:
         loaded = self.loaded

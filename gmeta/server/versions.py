@@ -8,8 +8,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gmeta.delivery.channel import Channel, is_channel
+from gmeta.delivery.channel import is_channel
+from gmeta.delivery.remote import served_at
 from gmeta.errors import UserError
+from gmeta.files.local import is_url
 from gmeta.server.columns import ModelColumns, columns_of
 from gmeta.serving.folder import ExportedConfig, checksum_in
 
@@ -39,12 +41,12 @@ class Loaded:
             return self.loaded_at_s
 
 
-def version_in(folder: Path) -> str:
-    """Return the version that stands in a folder now, or that a channel serves. Raise UserError
-    where there is none."""
-    if is_channel(folder):
-        return Channel(folder).served().checksum[:VERSION_CHARS]
-    return checksum_in(folder)[:VERSION_CHARS]
+def version_in(folder: Path | str) -> str:
+    """Return the version that stands in a folder now, or that a channel at a path or URL serves.
+    Raise UserError where there is none, GMetaError where a URL cannot be reached."""
+    if is_url(folder) or is_channel(Path(folder)):
+        return served_at(folder).checksum[:VERSION_CHARS]
+    return checksum_in(Path(folder))[:VERSION_CHARS]
 
 
 def check_successor(before: Loaded, config: ExportedConfig, version: str) -> None:

@@ -1,4 +1,8 @@
-"""Makes a dataset appear at once or not at all, on a local disk or an object store."""
+"""Makes a dataset, or any folder, appear at once or not at all, on a local disk or an object store.
+
+Where files appear whole and folders file by file, one file that is put last, and removed first,
+says that the others are there.
+"""
 
 import errno
 import fcntl
@@ -7,7 +11,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,7 +57,7 @@ def destination(out: str, overwrite: bool) -> Iterator[tuple[Path, bool]]:
         if local:
             replace_folder(folder, Path(root))
         else:
-            _upload(fs, root, folder, exists)
+            put_folder(fs, folder, root, MANIFEST_NAME)
 
 
 def flush_to_disk(paths: Iterable[Path]) -> None:
@@ -142,16 +146,30 @@ def one_writer(lock_file: Path, name: str) -> Iterator[None]:
             lock_file.unlink(missing_ok=True)
 
 
-def _upload(fs: Any, root: str, folder: Path, exists: bool) -> None:
-    manifest = folder / MANIFEST_NAME
-    # Without its manifest the old dataset is gone before its files are overwritten: a reader sees
-    # the old one, none, or the new one, never a mixture.
-    if exists:
-        fs.rm_file(f"{root}/{MANIFEST_NAME}")
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path != manifest:
-            fs.put_file(str(path), f"{root}/{path.relative_to(folder).as_posix()}")
-    fs.put_file(str(manifest), f"{root}/{MANIFEST_NAME}")
+def put_folder(fs: Any, folder: Path, there: str, last: str) -> None:
+    """Copy a local folder to the path `there` of a file system of fsspec, its file `last` at the
+    end: whoever looks for that one first sees all of the old folder, none, or all of the new one.
+    """
+    if fs.exists(f"{there}/{last}"):
+        fs.rm_file(f"{there}/{last}")
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in sorted(files, key=lambda path: path == folder / last):
+        put_file(fs, path, f"{there}/{path.relative_to(folder).as_posix()}")
+
+
+def put_file(fs: Any, path: Path, there: str) -> None:
+    """Copy a local file, into a folder that there may not be yet."""
+    if is_local(fs):  # object stores have no folders
+        fs.makedirs(there.rpartition("/")[0], exist_ok=True)
+    fs.put_file(str(path), there)
+
+
+def remove_folder(fs: Any, there: str, last: str) -> None:
+    """Remove what `put_folder` copied, if it is there."""
+    with suppress(FileNotFoundError):
+        fs.rm_file(f"{there}/{last}")
+    with suppress(FileNotFoundError):
+        fs.rm(there, recursive=True)
 
 
 def _lock(lock: IO[str], name: str) -> None:

@@ -19,7 +19,7 @@ from metaio.format.checked_json import checked
 from metaio.format.dataset import Dataset, open_dataset, verify_file
 from metaio.format.layout import MANIFEST_NAME, RESET_FOLDER
 from metaio.format.manifest import Manifest, decode_manifest
-from metaio.format.storage import Storage, file_system
+from metaio.format.storage import Storage, file_system, is_local
 from metaio.ragged import Int64
 
 STREAM_FILE = "stream.json"
@@ -188,7 +188,13 @@ def increment_numbers(url: str) -> list[int]:
         return []
     names = (str(path).rstrip("/").rsplit("/", 1)[-1] for path in listed)
     # Others begin with a dot: they are being written, or were when their writer was killed.
-    return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
+    numbers = sorted(int(name) for name in names if _NUMBER.fullmatch(name))
+    if numbers and not is_local(fs):
+        # Elsewhere than on a disk a folder comes file by file, and its manifest last.
+        newest = f"{root.rstrip('/')}/{INCREMENTS}/{folder_of(numbers[-1])}/{MANIFEST_NAME}"
+        if not fs.exists(newest):
+            numbers.pop()
+    return numbers
 
 
 def increment_before(dataset: Dataset, back: int = 1) -> Dataset | None:

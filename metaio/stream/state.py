@@ -23,7 +23,7 @@ from metaio.stream.numbering import Numbering
 from metaio.stream.task_rows import TaskRows
 
 STATES = "state"
-_FILE, _FORMAT = "state.json", "gmeta-stream-state"
+STATE_FILE, _FORMAT = "state.json", "gmeta-stream-state"
 _INPUTS = pa.schema([("name", pa.string()), ("xxh3", pa.string()), ("increment", pa.int64())])
 # The newest, and the one before: an operator may take back the newest increment.
 _KEPT = 2
@@ -58,7 +58,7 @@ def load_state(stream: Path, number: int) -> State:
         FormatError: it is missing, or a file of it was altered.
     """
     folder = stream / STATES / folder_of(number)
-    body = read_of_stream(Storage(str(folder)), _FILE, _FORMAT)
+    body = read_of_stream(Storage(str(folder)), STATE_FILE, _FORMAT)
     for name, (num_bytes, xxh3) in body["files"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != num_bytes or xxh3_hex(mapped(path)) != xxh3:
@@ -107,7 +107,7 @@ def commit_state(partial: Path, state: State) -> None:
         "windows": state.windows,
         "end": state.end,
     }
-    write_checked(partial / _FILE, _FORMAT, body)
+    write_checked(partial / STATE_FILE, _FORMAT, body)
     target = partial.parent / partial.name.strip(".").removesuffix(".partial")
     shutil.rmtree(target, ignore_errors=True)  # of an increment that was never committed
     partial.rename(target)

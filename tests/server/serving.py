@@ -34,7 +34,7 @@ INFER = "/v2/models/model/infer"
 
 @contextmanager
 def service_of(
-    folder: Path,
+    folder: Path | str,
     access: Access | None = None,
     tracing: Tracing | None = None,
     cache_bytes: int = CACHE_BYTES,

@@ -1,5 +1,5 @@
-"""`gmeta export --since`, `promote`, `rollback` and `judge`, once their options are known to be
-right."""
+"""`gmeta export --since`, `judge`, `promote`, `rollback` and `publish`, once their options are
+known to be right."""
 
 import os
 import shutil
@@ -12,9 +12,10 @@ from typing import Any
 
 from gmeta.commands.inspect import is_run
 from gmeta.commands.screen import print_result, screen, show_table, size_text, table_of
-from gmeta.delivery.channel import Channel
+from gmeta.delivery.channel import POINTER, Channel, is_channel
 from gmeta.delivery.judge import Verdict, judge, not_finite, windows_before
 from gmeta.delivery.packing import pack
+from gmeta.delivery.remote import publish, reached
 from gmeta.delivery.retention import prune
 from gmeta.delivery.versions import Version, is_delta, read_version
 from gmeta.delivery.whole import whole_version
@@ -27,6 +28,8 @@ from gmeta.runs.folder import RunFolder, write_json
 from gmeta.serving.folder import TableFormat, read_config
 from metaio.counted import counted
 from metaio.format.dataset import Dataset, open_dataset
+from metaio.stream.chain import STREAM_FILE, is_stream, open_stream
+from metaio.stream.publish import publish_stream
 
 
 def export_changes(
@@ -188,6 +191,29 @@ def roll_back(root: Path, to: int | None) -> None:
     print_result({"channel": root, "serves": current.number, "checksum": current.checksum})
     screen(stderr=True).print(
         f"served: version {current.number}-{current.checksum[:12]} of {root} again"
+    )
+
+
+def publish_to(root: Path, url: str) -> None:
+    """Copy a channel or a stream to a URL, and print what went there."""
+    url = url.rstrip("/")
+    if is_channel(root):
+        channel = Channel(root)
+        copied, noun = publish(channel, url), "version"
+        current = channel.served()
+        newest = f"version {current.number}-{current.checksum[:12]}"
+    elif is_stream(str(root)):
+        with reached(url):
+            copied, noun = publish_stream(root, url), "increment"
+        newest = f"increment {open_stream(str(root)).numbers[-1]}"
+    else:
+        raise UserError(
+            f"{root} is no channel and no stream: there is neither {POINTER} nor {STREAM_FILE}. "
+            "Give a folder that `gmeta promote` or `gmeta prepare --extend` wrote"
+        )
+    print_result({"path": root, "url": url, "copied": copied})
+    screen(stderr=True).print(
+        f"published: {newest} of {root} at {url}  ({counted(len(copied), noun)} copied)"
     )
 
 

@@ -1,0 +1,57 @@
+"""A stream at a URL: a copy to train from on other machines, and to bring back what a disk lost."""
+
+from pathlib import Path
+
+from metaio.errors import DataError
+from metaio.format.destination import put_file, put_folder, remove_folder
+from metaio.format.layout import MANIFEST_NAME
+from metaio.format.storage import file_system
+from metaio.stream.chain import (
+    INCREMENTS,
+    STREAM_FILE,
+    folder_of,
+    increment_numbers,
+    is_stream,
+    open_stream,
+)
+from metaio.stream.state import STATE_FILE, STATES
+
+
+def publish_stream(stream: Path, url: str) -> list[int]:
+    """Copy the increments of a stream that are not at a URL yet, each of them whole or not at all,
+    and the newest one's state; return their numbers.
+
+    Raises:
+        NoDatasetError: the stream has no increment.
+        DataError: another stream is there.
+        FormatError: a manifest is damaged, here or there.
+    """
+    own = open_stream(str(stream))
+    fs, root = file_system(url.rstrip("/"))
+    fs.invalidate_cache()
+    there = increment_numbers(url)
+    newest = there[-1] if there else 0
+    # Each names its parent's fingerprint: where the newest is ours, so are those before it.
+    if there and (
+        newest not in own.numbers or open_stream(url).record(newest) != own.record(newest)
+    ):
+        raise DataError(
+            f"{url} has an increment {newest} that {stream} has not: it is of another stream, or "
+            "was taken back here. Choose another URL, or remove it there"
+        )
+    if not is_stream(url):
+        put_file(fs, stream / STREAM_FILE, f"{root}/{STREAM_FILE}")
+    last = folder_of(own.numbers[-1])
+    # As on a disk: a state counts once its increment is there.
+    if not fs.exists(f"{root}/{STATES}/{last}/{STATE_FILE}"):
+        put_folder(fs, stream / STATES / last, f"{root}/{STATES}/{last}", STATE_FILE)
+    copied = [number for number in own.numbers if number > newest]
+    for number in copied:
+        place = f"{INCREMENTS}/{folder_of(number)}"
+        put_folder(fs, stream / place, f"{root}/{place}", MANIFEST_NAME)
+    fs.invalidate_cache()
+    for path in fs.ls(f"{root}/{STATES}", detail=False):
+        name = str(path).rstrip("/").rsplit("/", 1)[-1]
+        if name != last:
+            remove_folder(fs, f"{root}/{STATES}/{name}", STATE_FILE)
+    return copied

@@ -1,0 +1,57 @@
+"""follow.mirror: what is promoted, or rolled back by hand, is at the URL before anything else."""
+
+from pathlib import Path
+
+import pytest
+
+from gmeta.delivery.channel import Channel
+from gmeta.delivery.remote import served_at
+from gmeta.errors import GMetaError
+from gmeta.loop.config import load_follow_config
+from metaio.errors import UrlError
+from tests.delivery.models import Model
+from tests.loop.days import write_loop
+from tests.loop.following import loop_of, stages_of
+
+
+@pytest.fixture
+def channel(tmp_path: Path) -> Channel:
+    channel = Channel(tmp_path / "channel")
+    for number in (1, 2):
+        channel.promote(Model.of({"item": 40}, seed=number).write(tmp_path / str(number)))
+    return channel
+
+
+def config_with(root: Path, mirror: str) -> Path:
+    config = write_loop(root, margin=9)
+    config.write_text(config.read_text().replace("[follow]", f'[follow]\nmirror = "{mirror}"'))
+    return config
+
+
+def test_every_move_of_the_pointer_is_published_once(channel: Channel, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    config = config_with(tmp_path, url)
+    loop = loop_of(config)
+    for number in (2, 1):
+        channel.rollback(number)
+        assert stages_of(loop) == [("publish", 0)]
+        assert served_at(url) == channel.served()
+    # Another loop does not know: it looks once, and copies nothing.
+    assert stages_of(loop_of(config)) == [("publish", 0)]
+
+
+def test_a_place_that_cannot_be_written_is_told_and_tried_again(
+    channel: Channel, tmp_path: Path
+) -> None:
+    (tmp_path / "store").write_text("a file")
+    loop = loop_of(config_with(tmp_path, f"file://{tmp_path}/store/clicks"))
+    name = f"2-{channel.served().checksum[:12]}"
+    with pytest.raises(GMetaError, match=rf"^publish of version {name} ended with 1: .*directory"):
+        loop.step()
+    (tmp_path / "store").unlink()
+    assert stages_of(loop) == [("publish", 0)]
+
+
+def test_a_url_that_nothing_reads_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(UrlError, match=r"^nil://x cannot be opened: Protocol not known: nil\. "):
+        load_follow_config(config_with(tmp_path, "nil://x"))
