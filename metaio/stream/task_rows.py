@@ -36,6 +36,21 @@ def newest_rows(schema: Schema, rows: EncodedRows, most: int) -> EncodedRows:
     return take_rows(rows, order_N[left_N < most])
 
 
+def rows_of_tasks(rows: EncodedRows, task_hashes: UInt64) -> tuple[EncodedRows, EncodedRows]:
+    """Return the rows of these tasks and all others; in their order."""
+    is_theirs_N = np.isin(rows.task_hash_N, task_hashes)
+    return (
+        take_rows(rows, np.flatnonzero(is_theirs_N)),
+        take_rows(rows, np.flatnonzero(~is_theirs_N)),
+    )
+
+
+def in_task_order(schema: Schema, waiting: EncodedRows, newest: EncodedRows) -> EncodedRows:
+    """Return the rows of two lots of tasks, each in the order of the hashes, in that order."""
+    both = joined(schema, [waiting, newest])
+    return take_rows(both, np.argsort(both.task_hash_N, kind="stable"))
+
+
 class TaskRowsWriter:
     """Writes the rows of a split, handed over in the order of the tasks' hashes."""
 
@@ -86,7 +101,9 @@ class TaskRows:
         """
         # bucket_of is hash >> 32 times num_buckets >> 32: the least hash of a bucket follows.
         first, stop = (-(-(b << 32) // num_buckets) << 32 for b in (bucket, bucket + 1))
-        return joined(self._schema, list(self._between(first, stop)))
+        parts = list(self._between(first, stop))
+        # Mapped rows of one batch need no copy.
+        return parts[0] if len(parts) == 1 else joined(self._schema, parts)
 
     def _between(self, first: int, stop: int) -> Iterator[EncodedRows]:
         for batch in self._batches:
