@@ -68,9 +68,8 @@ def write_shards(
             window = spool.take(bucket)
             # Most tasks of a long history are not in the window: their rows pass as they stand.
             touched = np.unique(window.task_hash_N)
-            past, waiting = rows_of_tasks(
-                past_rows(name, bucket - buckets.start, len(buckets)), touched
-            )
+            old = past_rows(name, bucket - buckets.start, len(buckets))
+            past, waiting = rows_of_tasks(old, touched)
             late_N = window.side_NS[:, 0] == SUPPORT
             if late_N.any():  # they are from before the window, as all support is
                 late = take_rows(window, np.flatnonzero(late_N))
@@ -83,7 +82,7 @@ def write_shards(
                 past, _ = rows_of_tasks(past, present)
                 episodes = joined(schema, [past, window])
             returning = len(np.unique(past.task_hash_N))
-            newest = in_task_order(schema, waiting, newest)
+            newest = in_task_order(schema, old, waiting, newest)
             shard = job.write_shard(writer.folder, bucket, episodes, use)
             return shard, newest, window.num_rows, len(present) - returning, returning
 

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 
 from metaio.hashing import UInt64
-from metaio.prepare.encode import EncodedRows, array_types, joined, take_rows
+from metaio.prepare.encode import EncodedRows, allocate, array_types, joined, take_rows
 from metaio.prepare.row_order import row_identity, total_order
 from metaio.prepare.schema import Schema
-from metaio.ragged import Int64, offsets, row_sums
+from metaio.ragged import Int64, offsets, ragged_indices, row_sums
 
 
 def newest_rows(schema: Schema, rows: EncodedRows, most: int) -> EncodedRows:
@@ -36,19 +36,36 @@ def newest_rows(schema: Schema, rows: EncodedRows, most: int) -> EncodedRows:
     return take_rows(rows, order_N[left_N < most])
 
 
-def rows_of_tasks(rows: EncodedRows, task_hashes: UInt64) -> tuple[EncodedRows, EncodedRows]:
-    """Return the rows of these tasks and all others; in their order."""
+def rows_of_tasks(rows: EncodedRows, task_hashes: UInt64) -> tuple[EncodedRows, Int64]:
+    """Return the rows of these tasks, in their order, and the places of all others."""
     is_theirs_N = np.isin(rows.task_hash_N, task_hashes)
-    return (
-        take_rows(rows, np.flatnonzero(is_theirs_N)),
-        take_rows(rows, np.flatnonzero(~is_theirs_N)),
-    )
+    return take_rows(rows, np.flatnonzero(is_theirs_N)), np.flatnonzero(~is_theirs_N)
 
 
-def in_task_order(schema: Schema, waiting: EncodedRows, newest: EncodedRows) -> EncodedRows:
-    """Return the rows of two lots of tasks, each in the order of the hashes, in that order."""
-    both = joined(schema, [waiting, newest])
-    return take_rows(both, np.argsort(both.task_hash_N, kind="stable"))
+def in_task_order(
+    schema: Schema, old: EncodedRows, waiting: Int64, newest: EncodedRows
+) -> EncodedRows:
+    """Return the rows of `old` at the places `waiting` and all of `newest`, which are of other
+    tasks, in the order of the tasks' hashes, in which each of both stands.
+    """
+    hash_N = np.concatenate([old.task_hash_N[waiting], newest.task_hash_N])
+    is_new_N = np.argsort(hash_N, kind="stable") >= len(waiting)
+    old_offsets, new_offsets = (offsets(row_sums(one.lengths_NM)) for one in (old, newest))
+    lengths_N = np.empty(len(hash_N), np.int64)
+    lengths_N[~is_new_N] = lengths = np.diff(old_offsets)[waiting]
+    lengths_N[is_new_N] = np.diff(new_offsets)
+    is_new_V = np.repeat(is_new_N, lengths_N)
+    found = allocate(schema, len(hash_N), len(is_new_V))
+    places_N, places_V = (np.zeros(len(each), np.int64) for each in (is_new_N, is_new_V))
+    places_N[~is_new_N] = waiting
+    places_V[~is_new_V] = ragged_indices(old_offsets[waiting], lengths)
+    for name, array in vars(found).items():
+        is_new, places = (is_new_V, places_V) if name == "values_V" else (is_new_N, places_N)
+        if len(waiting):
+            # All of it is copied once: most tasks wait. "clip" alone writes straight to `out`.
+            np.take(getattr(old, name), places, axis=0, out=array, mode="clip")
+        array[is_new] = getattr(newest, name)
+    return found
 
 
 class TaskRowsWriter:
