@@ -16,7 +16,7 @@ from gmeta.loop.config import load_follow_config
 from gmeta.loop.loop import Loop
 from gmeta.loop.stages import last_line, run_stage
 from metaio.recipes.synthetic_days import DaysConfig, write_days
-from metaio.stream.chain import folder_of, open_stream
+from metaio.stream.chain import Stream, folder_of, open_stream
 from metaio.stream.numbering import Admission, Numbering, Occurrences, advanced
 
 _EARLY = 5  # the increment that later ones are held against
@@ -67,15 +67,17 @@ def _compared(root: Path, increments: int, loop: Loop) -> dict[str, Any]:
     stages[0].append(files[0])
     stages.append(["prepare", "--extend", root / "anew", *files[1:]])
     train = ["train", REPOSITORY / "examples/stream/train.toml", "run.prequential=false"]
-    for number, before in ((1, ""), (2, root / "retrained-1")):
-        run = [f"data.path={root}/anew", f"data.increment={number}"]
-        run += [f"run.dir={root}/retrained-{number}", f"run.continue_from={before}"]
-        stages.append([*train, *run])
-    stages.append(["export", root / "retrained-2", root / "retrained"])
     for arguments in stages:
-        log = root / "retrain.log"
-        if run_stage([str(one) for one in arguments], log):
-            sys.exit(f"{arguments}: {last_line(log)}")
+        _run(root, arguments)
+    # As many rows for each row of the log as the increments train, in whole epochs.
+    ours, theirs = (open_stream(str(root / name)) for name in ("stream", "anew"))
+    increments_rows = sum(_train_rows(ours, one) for one in range(2, increments + 1))
+    epochs = {1: 1, 2: max(1, increments_rows // _train_rows(theirs, 2))}
+    for number, before in ((1, ""), (2, root / "retrained-1")):
+        run = [f"data.path={root}/anew", f"data.increment={number}", f"run.epochs={epochs[number]}"]
+        run += [f"run.dir={root}/retrained-{number}", f"run.continue_from={before}"]
+        _run(root, [*train, *run])
+    _run(root, ["export", root / "retrained-2", root / "retrained"])
     windows = windows_before(open_stream(str(root / "stream")).dataset(increments))
     model = root / "runs" / folder_of(served) / "model"
     frozen = root / "frozen"
@@ -93,7 +95,17 @@ def _compared(root: Path, increments: int, loop: Loop) -> dict[str, Any]:
         found[f"auc_minus_{name}"] = round(ours - theirs, 4)
         ends = (verdict.difference.low, verdict.difference.high)
         found[f"logloss_better_than_{name}_95"] = [one and round(one, 5) for one in ends]
-    return found | {"gate_tasks": verdict.num_tasks}
+    return found | {"gate_tasks": verdict.num_tasks, "retrain_epochs": epochs[2]}
+
+
+def _run(root: Path, arguments: list[Any]) -> None:
+    log = root / "retrain.log"
+    if run_stage([str(one) for one in arguments], log):
+        sys.exit(f"{arguments}: {last_line(log)}")
+
+
+def _train_rows(stream: Stream, number: int) -> int:
+    return stream.dataset(number).splits["train"].num_rows
 
 
 def numbered(num_ids: int) -> dict[str, Any]:

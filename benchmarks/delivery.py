@@ -4,6 +4,8 @@ A log of equal partitions (the recipe synthetic-days). `speedup`: the last parti
 served (prepare --extend, train, export, judge, promote, taken up by gmeta.follow) against
 preparing, training and exporting all partitions and loading the model; both by the processes of
 `gmeta follow`, whose imports neither side pays for, once each; `increment_stages_s` has the stages.
+Both train as many rows for each row of the log: an increment's episodes hold rows from before it,
+so what is trained anew takes `anew_epochs` of its own; `speedup_one_epoch` is against one epoch.
 `cost_growth`: a late increment of the loop over increment 5, all stages; `auc_minus_retrain` and
 `auc_minus_frozen`: its model on gate tasks of the last increments against one trained on the first
 partition and then on all others at once, and one trained on the first alone, with the paired 95 %
@@ -11,15 +13,20 @@ interval of the loss. `numbering_speedup`: ids of an increment numbered against 
 `delta_over_touched`: bytes of a delta over those of the full model, over the share of rows that
 changed, of a table of a million rows. `gate_caught`: candidates trained on flipped labels, with
 rates x100, and with NaN, that the gate refuses; `aa_refused`: noisy copies of the champion that
-it refuses. `swap_p99_ratio`: the p99 of predictions while versions are
-swapped over that without, in turns; `failed_requests` of all.
+it refuses. `swap_p99_ratio`: the p99 of predictions while a follower takes up another version, from
+the moment the pointer moves until it serves, over that of as long without, in turns;
+`beside_p99_ratio`: the same while another process loads that version instead, which is what the
+machine's cores make of it; `failed_requests` of all.
 """
 
+import multiprocessing as mp
 import shutil
+import statistics
 import sys
 import tempfile
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +43,10 @@ import gmeta
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.judge import judge, windows_before
 from gmeta.delivery.packing import pack
+from gmeta.delivery.whole import whole_version
 from gmeta.files.checksums import describe_file
 from gmeta.loop.stages import last_line, run_stage
+from gmeta.runs.folder import RunFolder, list_checkpoints
 from gmeta.serving.folder import read_config, table_file, write_config
 from metaio.format.dataset import open_dataset
 from metaio.recipes.synthetic_days import DaysConfig, write_days
@@ -108,8 +117,8 @@ def delivered(root: Path, sizes: Sizes) -> dict[str, Any]:
     stream, runs = root / "stream", root / "runs"
     # Cut anywhere a log becomes the same stream, so all partitions but one may come at once.
     stage(root, "prepare", "--schema", schema, "--extend", stream, *files[:-1])
-    # What was before is no part of the figure: a few hundred of its steps are as good.
-    train(root, stream, 1, runs / "1", None, "run.max_steps=300")
+    # What was before is no part of the figure: some of its steps are as good.
+    train(root, stream, 1, runs / "1", None, "run.max_steps=150")
     stage(root, "promote", runs / "1", channel.root)
     shutil.copytree(stream, root / "flipped")  # for `gate`
     follower = gmeta.follow(channel.root, every_s=0)
@@ -134,21 +143,50 @@ def delivered(root: Path, sizes: Sizes) -> dict[str, Any]:
     one_s = time.perf_counter() - began_s
     if follower.served.number != 2:
         sys.exit(f"version 2 does not serve: {follower.refused}")
-    began_s = time.perf_counter()
-    stage(root, "prepare", "--schema", schema, "--extend", root / "anew", *files)
-    train(root, root / "anew", 1, root / "anew-run")
-    stage(root, "export", root / "anew-run", root / "anew-model")
-    gmeta.load(root / "anew-model")
-    all_s = time.perf_counter() - began_s
+    anew = retrained(root, schema, files, rows_of(stream, 2) * len(files))
     newest = channel.version(2)
     return {
-        "speedup": round(all_s / one_s, 2),
+        "speedup": round(anew.took_s / one_s, 2),
+        "speedup_one_epoch": round(anew.one_epoch_s / one_s, 2),
         "increment_s": round(one_s, 2),
         "increment_stages_s": stages_s,
-        "anew_s": round(all_s, 2),
+        "anew_s": round(anew.took_s, 2),
+        "anew_epochs": anew.epochs,
         "last_promoted": code == 0,
         "last_kind": newest.kind,
     }
+
+
+@dataclass(frozen=True)
+class Anew:
+    """What everything anew costs, and what it would with one epoch."""
+
+    took_s: float
+    one_epoch_s: float
+    epochs: int
+
+
+def retrained(root: Path, schema: Path, files: list[Path], most_rows: int) -> Anew:
+    """Prepare, train, export and load everything anew: in as many whole epochs as train no more
+    than `most_rows`."""
+    began_s, began_at_s = time.perf_counter(), time.time()
+    stage(root, "prepare", "--schema", schema, "--extend", root / "anew", *files)
+    epochs = max(1, most_rows // rows_of(root / "anew", 1))
+    run = root / "anew-run"
+    # A checkpoint an epoch, as an increment has one.
+    train(root, root / "anew", 1, run, None, f"run.epochs={epochs}", "run.keep_last=100")
+    trained_s = time.perf_counter() - began_s
+    stage(root, "export", run, root / "anew-model")
+    gmeta.load(root / "anew-model")
+    took_s = time.perf_counter() - began_s
+    first = list_checkpoints(RunFolder(run).checkpoints)[0]
+    one_epoch_s = first.stat().st_mtime - began_at_s + took_s - trained_s
+    return Anew(took_s, one_epoch_s, epochs)
+
+
+def rows_of(stream: Path, number: int) -> int:
+    """The rows of the episodes that an increment trains in an epoch."""
+    return open_dataset(str(increment(stream, number))).splits["train"].num_rows
 
 
 def files_of(root: Path) -> list[Path]:
@@ -174,7 +212,6 @@ def train(
         EXAMPLE / "train.toml",
         *places,
         "run.prequential=false",
-        "run.epochs=1",
         *more,
     )
 
@@ -230,22 +267,30 @@ def noisy(model: Path, folder: Path, seed: int, noise: float) -> Path:
 
 
 def swapped(root: Path, sizes: Sizes) -> dict[str, Any]:
-    """Latencies of two threads that predict, with and without swaps, in turns."""
+    """Latencies of two threads that predict while nothing else happens, while a follower takes up
+    another version, and while another process loads that version, in turns."""
     channel = Channel(root / "swaps")
     channel.promote(root / "model-2")
     packed = root / "swap.packed"
     pack(channel, noisy(root / "model-2", root / "swap.model", 1, 0.02), packed, False)
     channel.promote(packed)
+    folders = {number: whole_version(channel, number) for number in (1, 2)}
     # Of the rows of one user as a server is asked: it knows no row's identity.
     rows = pq.read_table(files_of(root)[0]).slice(0, 120).drop_columns(["user", "row", "p_click"])
     support, query = rows.slice(0, 20), rows.slice(20)
     failed = 0
-    taken: dict[bool, list[float]] = {False: [], True: []}
-    with gmeta.follow(channel.root, every_s=0) as follower, ThreadPoolExecutor(2) as pool:
+    taken: dict[str, list[float]] = {"still": [], "swap": [], "beside": []}
+    swap_s = []
+    with (
+        gmeta.follow(channel.root, every_s=0.01) as follower,
+        ThreadPoolExecutor(2) as pool,
+        ProcessPoolExecutor(1, mp.get_context("forkserver")) as other,
+    ):
+        other.submit(load_whole, folders[1]).result()
 
-        def ask(until_s: float) -> tuple[list[float], int]:
+        def ask(until: threading.Event) -> tuple[list[float], int]:
             found, wrong = [], 0
-            while time.perf_counter() < until_s:
+            while not until.is_set():
                 began_s = time.perf_counter()
                 try:
                     follower.model.adapt(support).predict(query)
@@ -254,23 +299,38 @@ def swapped(root: Path, sizes: Sizes) -> dict[str, Any]:
                 found.append(time.perf_counter() - began_s)
             return found, wrong
 
-        for turn in range(2 * sizes.swaps):
-            is_swapping = bool(turn % 2)
-            asking = [pool.submit(ask, time.perf_counter() + 1.0) for _ in range(2)]
-            if is_swapping:
-                channel.rollback(1 + turn // 2 % 2)
-                follower.check()
-            for each in asking:
-                found, wrong = each.result()
-                taken[is_swapping] += found
-                failed += wrong
-    still, moving = (float(np.percentile(taken[one], 99)) for one in (False, True))
+        for turn in range(sizes.swaps):
+            number = 1 + turn % 2
+            for what, each in taken.items():
+                over = threading.Event()
+                asking = [pool.submit(ask, over) for _ in range(2)]
+                began_s = time.perf_counter()
+                if what == "swap":
+                    channel.rollback(number)
+                    while follower.served.number != number:
+                        time.sleep(0.01)
+                    swap_s.append(time.perf_counter() - began_s)
+                elif what == "beside":
+                    other.submit(load_whole, folders[number]).result()
+                time.sleep(max(0.0, began_s + max(swap_s, default=1.0) - time.perf_counter()))
+                over.set()
+                for found, wrong in (one.result() for one in asking):
+                    each += found
+                    failed += wrong
+    still, swap, beside = (float(np.percentile(each, 99)) for each in taken.values())
     return {
-        "swap_p99_ratio": round(moving / still, 3),
+        "swap_p99_ratio": round(swap / still, 3),
+        "beside_p99_ratio": round(beside / still, 3),
         "p99_ms": round(1e3 * still, 2),
-        "requests": len(taken[False]) + len(taken[True]),
+        "swap_s": round(statistics.median(swap_s), 2),
+        "requests": {what: len(each) for what, each in taken.items()},
         "failed_requests": failed,
     }
+
+
+def load_whole(folder: Path) -> None:
+    """Load a model as a follower does: to its first computation."""
+    _ = gmeta.load(folder).unadapted
 
 
 def touched(root: Path, sizes: Sizes) -> dict[str, Any]:

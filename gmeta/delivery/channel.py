@@ -26,6 +26,7 @@ from gmeta.delivery.versions import (
 )
 from gmeta.errors import GMetaError, UserError
 from gmeta.files.checked_json import json_object
+from gmeta.files.local import link_or_copy
 from gmeta.files.whole import write_whole
 from gmeta.serving.folder import ExportedConfig, new_folder
 from metaio.format.checked_json import write_checked
@@ -167,9 +168,16 @@ class Channel:
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         return [entry for entry in map(_entry, lines) if entry]
 
-    def promote(self, candidate: Path, verdict: Mapping[str, Any] | None = None) -> Current:
+    def promote(
+        self,
+        candidate: Path,
+        verdict: Mapping[str, Any] | None = None,
+        *,
+        is_own: bool = False,
+    ) -> Current:
         """Make the model in a folder that `gmeta export` wrote the one that is served, and return
-        what the pointer says; the folder is copied. Once it is, nothing happens.
+        what the pointer says. The folder is copied; one that nobody else has (`is_own`), and whose
+        files never change, is linked. Once it serves, nothing happens.
 
         Raises:
             UserError: the folder holds no model, a delta over another version than is served, or a
@@ -187,7 +195,8 @@ class Channel:
             check_version(offered)
             if not self.folder_of(number).exists():
                 with new_folder(self.folder_of(number), overwrite=False) as partial:
-                    shutil.copytree(candidate, partial, dirs_exist_ok=True)
+                    copied = link_or_copy if is_own else shutil.copy2
+                    shutil.copytree(candidate, partial, dirs_exist_ok=True, copy_function=copied)
             return self._point(self.version(number), PROMOTED, verdict)
 
     def serves(self, offered: Version) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import final
 
+from gmeta.delivery.pieces import in_small_pieces
 from gmeta.delivery.remote import channel_at, served_at
 from gmeta.delivery.whole import whole_version
 from gmeta.errors import GMetaError
@@ -73,6 +74,7 @@ class Follower:
         self._cache = None if cache is None else Path(cache)
         self._served = load_current(channel, verify, self._cache)
         self._refused: tuple[str, str, float] | None = None
+        self._retired: Served | None = None
         self._checking, self._ended = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         if every_s > 0:
@@ -112,6 +114,7 @@ class Follower:
     def check(self) -> bool:
         """Look for another version now; return whether it serves from here on."""
         with self._checking:
+            self._retired = None
             try:
                 current = served_at(self._place)
                 if current.checksum == self._served.checksum:
@@ -130,9 +133,10 @@ class Follower:
                 self._refused = (current.checksum, str(error), time.monotonic() + RETRY_S)
                 return False
             # One assignment: a thread has the old version or the new one, never parts of both. The
-            # old tables go with the last request that uses them; a collection of the cycles among
-            # its layers, a fifth of a second in which nobody predicts, is left to Python.
-            self._served, self._refused = served, None
+            # old one goes at the next look, in this thread: not with the last request that uses it.
+            # A collection of the cycles among its layers, a fifth of a second in which nobody
+            # predicts, is left to Python.
+            self._retired, self._served, self._refused = self._served, served, None
         self._told(served)
         return True
 
@@ -155,7 +159,8 @@ class Follower:
 
     def _watch(self, every_s: float) -> None:
         while not self._ended.wait(every_s):
-            self.check()
+            with in_small_pieces():
+                self.check()
 
 
 def follow(

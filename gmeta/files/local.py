@@ -1,6 +1,8 @@
 """Places that are written to: folders and files of this machine, not URLs."""
 
+import os
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -46,3 +48,11 @@ def check_replaces(out: Path, inputs: Iterable[tuple[str, str]], overwrite: bool
             f"--out = {str(out)!r} exists already. Name another file, or pass --overwrite to "
             "replace it"
         )
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """Link a file that nobody changes, or copy it where the file systems differ."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -3,6 +3,7 @@
 It ends with the process that asked for it, however that dies.
 """
 
+import atexit
 import multiprocessing as mp
 import os
 import runpy
@@ -11,7 +12,9 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 # Imported once, not by every stage: seconds of the commands, and tenths of a second of what they
@@ -34,32 +37,77 @@ _PRELOADED = [
     "numpy.ma",
     "pyarrow.dataset",
     "pydantic.fields",
+    "pydantic.plugin._loader",
     "pydantic.type_adapter",
+    "rich._emoji_codes",
     "torch.distributed.optim",
     "torch.profiler",
+    "torch.utils.serialization",
+    "torch.utils.tensorboard",
+    "typer._adapters",
+    "typer._click.decorators",
     "zoneinfo",
     "gmeta.loop.hidden_from_gc",
 ]
 
 
+@dataclass(frozen=True)
+class _Process:
+    """A process that waits for one command; `orders` brings it, and its end tells the process that
+    whoever started it has died."""
+
+    process: BaseProcess
+    orders: Connection
+
+    @staticmethod
+    def started() -> "_Process":
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        stages_side, own_side = context.Pipe(duplex=False)
+        process = context.Process(target=_wait, args=(stages_side,))
+        process.start()
+        stages_side.close()
+        return _Process(process, own_side)
+
+
+_waiting: list[_Process] = []  # at most one, for the next stage
+
+
 def run_stage(arguments: Sequence[str], log: Path) -> int:
     """Run `gmeta ARGUMENTS` with its output in the file `log`, and return its exit code."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
     log.parent.mkdir(parents=True, exist_ok=True)
-    # Nothing is ever sent: its end tells the stage that this process has died.
-    stages_side, own_side = context.Pipe(duplex=False)
-    process = context.Process(target=_become, args=(tuple(arguments), str(log), stages_side))
-    process.start()
-    stages_side.close()
+    stage = _told((tuple(arguments), str(log)))
+    process = stage.process
     try:
+        # That of the next stage comes up while this one works: 25 ms that nobody waits for.
+        _waiting.append(_Process.started())
         process.join()
     finally:
         if process.is_alive():  # Ctrl-C
             process.terminate()
             process.join()
-        own_side.close()
+        stage.orders.close()
     return process.exitcode or 0
+
+
+def _told(order: tuple[tuple[str, ...], str]) -> _Process:
+    """Return the process that was given a command: the one that waits, or a new one where it has
+    died since."""
+    while True:
+        stage = _waiting.pop() if _waiting else _Process.started()
+        try:
+            stage.orders.send(order)
+        except BrokenPipeError:
+            stage.orders.close()
+            continue
+        return stage
+
+
+@atexit.register
+def _dismiss() -> None:
+    """End the process that waits: multiprocessing would wait for it, too."""
+    while _waiting:
+        _waiting.pop().orders.close()
 
 
 def last_line(log: Path) -> str:
@@ -67,6 +115,14 @@ def last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     told = [line.strip() for line in lines if line.strip()]
     return told[-1] if told else "it said nothing"
+
+
+def _wait(orders: Connection) -> None:
+    try:
+        arguments, log = orders.recv()
+    except (EOFError, OSError, KeyboardInterrupt):
+        os._exit(0)  # nothing is to be done any more
+    _become(arguments, log, orders)
 
 
 def _become(arguments: tuple[str, ...], log: str, parent: Connection) -> None:

@@ -18,7 +18,9 @@ from metaio.stream.task_rows import (
     TaskRows,
     TaskRowsWriter,
     forget_rows,
+    in_task_order,
     newest_rows,
+    rows_of_tasks,
     without_freed,
 )
 from metaio.stream.window import Clock, rule_of
@@ -64,18 +66,23 @@ def write_shards(
             bucket: int, name: str = name, buckets: range = buckets
         ) -> tuple[WrittenShard, EncodedRows, int, int, int]:
             window = spool.take(bucket)
-            past = past_rows(name, bucket - buckets.start, len(buckets))
+            # Most tasks of a long history are not in the window: their rows pass as they stand.
+            touched = np.unique(window.task_hash_N)
+            old = past_rows(name, bucket - buckets.start, len(buckets))
+            past, waiting = rows_of_tasks(old, touched)
             late_N = window.side_NS[:, 0] == SUPPORT
             if late_N.any():  # they are from before the window, as all support is
                 late = take_rows(window, np.flatnonzero(late_N))
                 past = newest_rows(schema, joined(schema, [past, late]), most)
                 window = take_rows(window, np.flatnonzero(~late_N))
-            newest = newest_rows(schema, joined(schema, [past, window]), most)
-            present = np.unique(window.task_hash_N)
-            # What is known of who is absent waits for him.
-            past = take_rows(past, np.flatnonzero(np.isin(past.task_hash_N, present)))
-            returning = len(np.unique(past.task_hash_N))
             episodes = joined(schema, [past, window])
+            newest = newest_rows(schema, episodes, most)
+            present = np.unique(window.task_hash_N)
+            if len(present) < len(touched):  # all rows of the others were late
+                past, _ = rows_of_tasks(past, present)
+                episodes = joined(schema, [past, window])
+            returning = len(np.unique(past.task_hash_N))
+            newest = in_task_order(schema, old, waiting, newest)
             shard = job.write_shard(writer.folder, bucket, episodes, use)
             return shard, newest, window.num_rows, len(present) - returning, returning
 

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 
 from metaio.hashing import UInt64
-from metaio.prepare.encode import EncodedRows, array_types, joined, take_rows
+from metaio.prepare.encode import EncodedRows, allocate, array_types, joined, take_rows
 from metaio.prepare.row_order import row_identity, total_order
 from metaio.prepare.schema import Schema
-from metaio.ragged import Int64, offsets, row_sums
+from metaio.ragged import Int64, offsets, ragged_indices, row_sums
 
 
 def newest_rows(schema: Schema, rows: EncodedRows, most: int) -> EncodedRows:
@@ -34,6 +34,38 @@ def newest_rows(schema: Schema, rows: EncodedRows, most: int) -> EncodedRows:
     lengths = np.diff(ends, prepend=-1)
     left_N = np.repeat(ends, lengths) - np.arange(len(task_N))  # rows of the task behind this one
     return take_rows(rows, order_N[left_N < most])
+
+
+def rows_of_tasks(rows: EncodedRows, task_hashes: UInt64) -> tuple[EncodedRows, Int64]:
+    """Return the rows of these tasks, in their order, and the places of all others."""
+    is_theirs_N = np.isin(rows.task_hash_N, task_hashes)
+    return take_rows(rows, np.flatnonzero(is_theirs_N)), np.flatnonzero(~is_theirs_N)
+
+
+def in_task_order(
+    schema: Schema, old: EncodedRows, waiting: Int64, newest: EncodedRows
+) -> EncodedRows:
+    """Return the rows of `old` at the places `waiting` and all of `newest`, which are of other
+    tasks, in the order of the tasks' hashes, in which each of both stands.
+    """
+    hash_N = np.concatenate([old.task_hash_N[waiting], newest.task_hash_N])
+    is_new_N = np.argsort(hash_N, kind="stable") >= len(waiting)
+    old_offsets, new_offsets = (offsets(row_sums(one.lengths_NM)) for one in (old, newest))
+    lengths_N = np.empty(len(hash_N), np.int64)
+    lengths_N[~is_new_N] = lengths = np.diff(old_offsets)[waiting]
+    lengths_N[is_new_N] = np.diff(new_offsets)
+    is_new_V = np.repeat(is_new_N, lengths_N)
+    found = allocate(schema, len(hash_N), len(is_new_V))
+    places_N, places_V = (np.zeros(len(each), np.int64) for each in (is_new_N, is_new_V))
+    places_N[~is_new_N] = waiting
+    places_V[~is_new_V] = ragged_indices(old_offsets[waiting], lengths)
+    for name, array in vars(found).items():
+        is_new, places = (is_new_V, places_V) if name == "values_V" else (is_new_N, places_N)
+        if len(waiting):
+            # All of it is copied once: most tasks wait. "clip" alone writes straight to `out`.
+            np.take(getattr(old, name), places, axis=0, out=array, mode="clip")
+        array[is_new] = getattr(newest, name)
+    return found
 
 
 class TaskRowsWriter:
@@ -86,7 +118,9 @@ class TaskRows:
         """
         # bucket_of is hash >> 32 times num_buckets >> 32: the least hash of a bucket follows.
         first, stop = (-(-(b << 32) // num_buckets) << 32 for b in (bucket, bucket + 1))
-        return joined(self._schema, list(self._between(first, stop)))
+        parts = list(self._between(first, stop))
+        # Mapped rows of one batch need no copy.
+        return parts[0] if len(parts) == 1 else joined(self._schema, parts)
 
     def _between(self, first: int, stop: int) -> Iterator[EncodedRows]:
         for batch in self._batches:

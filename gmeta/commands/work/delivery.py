@@ -1,7 +1,6 @@
 """`gmeta export --since`, `judge`, `promote`, `rollback` and `publish`, once their options are
 known to be right."""
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from gmeta.errors import NotFiniteError, UserError
 from gmeta.export import export_run
 from gmeta.feeds.increment import open_data, open_named
 from gmeta.files.checked_json import read_json
+from gmeta.files.local import link_or_copy
 from gmeta.metrics.catalogue import LIST_LOSSES
 from gmeta.runs.folder import RunFolder, write_json
 from gmeta.serving.folder import TableFormat, read_config
@@ -87,9 +87,9 @@ def promote_candidate(
         else:
             with _beside(root / "model") as model:
                 # Links: what pack moves away is not the caller's folder.
-                shutil.copytree(candidate, model, copy_function=_link)
+                shutil.copytree(candidate, model, copy_function=link_or_copy)
                 pack(channel, model, packed, overwrite=True)
-        current = channel.promote(packed, kept)
+        current = channel.promote(packed, kept, is_own=packed != candidate)
     version = channel.version(current.number)
     print_result({"channel": root, "serves": version.number, "checksum": version.checksum})
     screen(stderr=True).print(f"served: version {version.name} of {root}  ({told(version)})")
@@ -226,14 +226,6 @@ def _beside(out: Path) -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _link(source: str, target: str) -> None:
-    """Link a file that nobody changes, or copy it where the file systems differ."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def _verdict(path: Path) -> dict[str, Any]:
