@@ -170,8 +170,8 @@ def check_space(space: Space, config: TrainConfig) -> None:
 
 
 def plain_config(config: TrainConfig) -> TrainConfig:
-    """Return the same config without an inner loop: the same model, inputs and data, in a run folder
-    of its own.
+    """Return the same config without an inner loop: model, inputs and data as they are, in a run
+    folder of its own.
 
     Raises:
         UserError: it has none.
