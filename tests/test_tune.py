@@ -91,6 +91,56 @@ def test_a_study_finds_a_config_that_trains_to_its_score(
     assert last_auc(tmp_path / "run") == pytest.approx(ranked[0]["score"], abs=1e-6)
 
 
+def test_plain_training_is_tuned_by_as_many_whole_runs(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "space.toml").write_text(
+        SPACE + '["algorithm.name"]\nchoices = ["maml", "metasgd"]\n'
+    )
+    result = tuned(config, "--trials", "2", "--with-plain", "--json")
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    for side, found in (("", told), ("-plain", told["plain"])):
+        assert found["best"] == str(tmp_path / f"run-tune{side}" / "best.toml")
+        assert [trial["state"] for trial in found["trials"]] == ["complete"] * 2
+        # Whole runs: each has both validations.
+        assert [len(trial["scores"]) for trial in found["trials"]] == [2, 2]
+        assert load_config(Path(found["best"])).run.dir == str(tmp_path / f"run{side}")
+    adapted, plain = (load_config(Path(one["best"])) for one in (told, told["plain"]))
+    assert (plain.algorithm.name, adapted.algorithm.name != "none") == ("none", True)
+    assert "algorithm.name" not in told["plain"]["trials"][0]["values"]
+    again = (plain.data, plain.augment, plain.support_features, plain.model)
+    assert again == (adapted.data, adapted.augment, adapted.support_features, adapted.model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--pruner", "median"),
+            "--pruner = 'median' with --with-plain: it ends more runs of one side than of the "
+            "other, and as many trials would not be as much work. Leave --pruner out",
+        ),
+        (
+            ("algorithm.name=none",),
+            "--with-plain tunes plain training beside the config, and algorithm.name = 'none' is "
+            "plain training. Leave --with-plain out",
+        ),
+        (
+            ("--space", "algorithms.toml"),
+            "--space names algorithm.name alone: nothing is left to tune plain training by. Add "
+            'e.g. ["outer.dense_lr"], or leave --with-plain out',
+        ),
+    ],
+)
+def test_sides_that_could_not_be_tuned_alike_are_refused(
+    config: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    space = config.with_name("algorithms.toml")
+    space.write_text('["algorithm.name"]\nchoices = ["maml", "metasgd"]\n')
+    words = [str(space) if word == space.name else word for word in arguments]
+    assert refused(config, "--parallel", "1", "--with-plain", *words) == f"error: {message}"
+    assert not config.with_name("run-tune").exists()
+
+
 def test_a_killed_study_goes_on(config: Path, tmp_path: Path) -> None:
     space = str(tmp_path / "space.toml")
     command = ("tune", str(config), "--parallel", "1", "--space", space, "--trials", "3")

@@ -41,7 +41,7 @@ def test_the_tutorial_runs_and_shows_what_it_says(tmp_path: Path) -> None:
         elif language == "bash":
             printed.update({line: run(line, tmp_path) for line in text.splitlines()})
     assert "user-cold" in printed["gmeta inspect data/clicks"]
-    table = printed["gmeta evaluate runs/maml --against runs/plain"]
+    table = printed["gmeta evaluate runs/maml --against runs/maml-plain"]
     # The values of each model, then what adapted is ahead of the others by.
     values, differences = re.findall(r"^AUC.*$", table, flags=re.MULTILINE)
     before, after = map(float, re.findall(r"0\.\d{4}", values)[:2])

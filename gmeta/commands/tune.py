@@ -32,7 +32,14 @@ from gmeta.tuning.outcome import (
     told_counts,
     trial_line,
 )
-from gmeta.tuning.space import Space, check_metric, default_space, read_space
+from gmeta.tuning.space import (
+    Space,
+    check_metric,
+    default_space,
+    plain_config,
+    plain_space,
+    read_space,
+)
 from gmeta.tuning.study import (
     STUDY_FILE,
     VALIDATIONS,
@@ -69,15 +76,24 @@ def tune(
         int, typer.Option(min=0, help="runs at a time; 0: 2, or 1 on a single core")
     ] = 0,
     pruner: Annotated[
-        PrunerName, typer.Option(help="which runs end early: median, hyperband, none")
-    ] = "median",
+        PrunerName | None,
+        typer.Option(
+            help="which runs end early: median, hyperband, none; default: median, none --with-plain"
+        ),
+    ] = None,
+    with_plain: Annotated[
+        bool,
+        typer.Option(
+            "--with-plain", help="tune plain training too, by as many runs, none cut short"
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="of what is tried")] = 0,
 ) -> None:
     """Choose settings by short runs that are scored on the validation split.
 
     gmeta tune train.toml --trials 20
 
-    gmeta tune train.toml algorithm.name=none --study runs/tune-plain
+    gmeta tune train.toml --trials 20 --with-plain
 
     Each trial is a run in the study's folder; the same command goes on where it was stopped. Writes
     best.toml, a config for `gmeta train`.
@@ -89,17 +105,28 @@ def tune(
     folder = study or Path(f"{base.run.dir}-tune")
     check_local("--study", folder)
     dataset = open_data(base.data)
-    chosen = read_space(space, base) if space else default_space(base)
-    check_metric(chosen, base)
     base = _with_validations(base, dataset)
-    _check_folder(folder)
-    with held_alone(folder), trial_processes(at_a_time, WORK) as context:
-        _check_on_data(base, folder, context)
-        plan = Plan(base, chosen, pruner, seed, dataset.fingerprint)
-        opened = Study(folder, plan, decides)
-        runner = TrialRunner(opened, folder, decides.metric, _train_trial, context)
-        _try(opened, runner, chosen, decides, trials, at_a_time)
-        _conclude(opened, runner, folder, plan, decides)
+    chosen = read_space(space, base) if space else default_space(base)
+    ends_early = _pruner_of(pruner, with_plain)
+    sides = {"": (folder, Plan(base, chosen, ends_early, seed, dataset.fingerprint))}
+    if with_plain:
+        plain = plain_config(base)
+        of_plain = plain_space(chosen, plain) if space else default_space(plain)
+        beside = folder.with_name(f"{folder.name}-plain")
+        sides["plain"] = (beside, Plan(plain, of_plain, ends_early, seed, dataset.fingerprint))
+    for place, plan in sides.values():
+        check_metric(plan.space, plan.base)
+        _check_folder(place)
+    found = {}
+    for side, (place, plan) in sides.items():
+        with held_alone(place), trial_processes(at_a_time, WORK) as context:
+            _check_on_data(plan.base, place, context)
+            opened = Study(place, plan, decides)
+            runner = TrialRunner(opened, place, decides.metric, _train_trial, context)
+            _try(opened, runner, plan.space, decides, trials, at_a_time)
+            found[side] = _conclude(opened, runner, place, plan, decides)
+    first = found.pop("")
+    print_result({**first, **found})
 
 
 def _train_trial(config: dict[str, Any], log: str, failures: Connection) -> None:
@@ -113,6 +140,20 @@ def _check_trial(config: dict[str, Any], log: str, failures: Connection) -> None
     from gmeta.commands.work.tune import check_trial
 
     check_trial(config, log, failures)
+
+
+def _pruner_of(asked: PrunerName | None, with_plain: bool) -> PrunerName:
+    """Return which runs end early.
+
+    Raises:
+        UserError: runs of both sides would be ended, of one side more than of the other.
+    """
+    if with_plain and asked not in (None, "none"):
+        raise UserError(
+            f"--pruner = {asked!r} with --with-plain: it ends more runs of one side than of the "
+            "other, and as many trials would not be as much work. Leave --pruner out"
+        )
+    return "none" if with_plain else asked or "median"
 
 
 def _check_tunable(config: TrainConfig) -> EarlyStop:
@@ -226,12 +267,11 @@ def _try(
 
 def _conclude(
     study: Study, runner: TrialRunner, folder: Path, plan: Plan, decides: EarlyStop
-) -> None:
-    """Print all trials, the best first, and write what was found."""
+) -> dict[str, Any]:
+    """Print all trials, the best first, write what was found and return it."""
     write_whole(folder / RESULTS_FILE, results_json(study, decides).encode())
     best = check_any_complete(study, folder)
     splits, path = " + ".join(plan.base.data.valid_splits), folder / BEST_FILE
-    print_result({"best": path, **json.loads(results_json(study, decides))})
     write_whole(path, best_toml(study, best, splits, decides.metric, path).encode())
     show_table(screen(), _table(study, plan.space, decides))
     lines = [
@@ -242,6 +282,7 @@ def _conclude(
         f"or take that trial as it is: gmeta evaluate {runner.folder_of(best.number).root}",
     ]
     screen(stderr=True).print("\n".join(lines))
+    return {"best": path, **json.loads(results_json(study, decides))}
 
 
 def _table(study: Study, space: Space, decides: EarlyStop) -> Table:

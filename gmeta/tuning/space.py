@@ -170,6 +170,38 @@ def check_space(space: Space, config: TrainConfig) -> None:
             config_with(config, {dimension.key: value})
 
 
+def plain_config(config: TrainConfig) -> TrainConfig:
+    """Return the same config without an inner loop: model, inputs and data as they are, in a run
+    folder of its own.
+
+    Raises:
+        UserError: it has none.
+    """
+    if config.algorithm.name == PLAIN:
+        raise UserError(
+            f"--with-plain tunes plain training beside the config, and algorithm.name = {PLAIN!r} "
+            "is plain training. Leave --with-plain out"
+        )
+    values = {"algorithm.name": PLAIN, "run.dir": f"{config.run.dir}-plain"}
+    return config_with(config, values)
+
+
+def plain_space(space: Space, plain: TrainConfig) -> Space:
+    """Return the space for a plain config: all of it but the choice of the algorithm.
+
+    Raises:
+        UserError: nothing else is in it.
+    """
+    kept = tuple(dimension for dimension in space if dimension.key != "algorithm.name")
+    if not kept:
+        raise UserError(
+            "--space names algorithm.name alone: nothing is left to tune plain training by. Add "
+            'e.g. ["outer.dense_lr"], or leave --with-plain out'
+        )
+    check_space(kept, plain)
+    return kept
+
+
 def check_metric(space: Space, config: TrainConfig) -> None:
     """Refuse a space in which trials would be compared by different metrics, such as by the AUC
     of clicks and the MAE of ratings.
@@ -275,6 +307,7 @@ def default_space(config: TrainConfig) -> Space:
     return tuple(space)
 
 
+PLAIN = "none"  # the algorithm without an inner loop
 FORWARD_ONLY = ("encoder",)  # they take no inner step
 RATING_LOSSES = tuple(
     loss for loss in get_args(get_type_hints(OuterConfig)["loss"]) if predicted_by(loss) == "rating"
