@@ -197,11 +197,9 @@ def serving(folder: Path, workers: int) -> Any:
     )  # fmt: skip
 
 
-def load(
-    port: int, path: str, bodies: list[bytes], seconds: float, clients: int = CLIENTS
-) -> Answers:
+def load(port: int, path: str, bodies: list[bytes], seconds: float) -> Answers:
     """A closed loop of so many seconds."""
-    return asyncio.run(closed_loop(port, path, bodies, clients, for_seconds(seconds)))
+    return asyncio.run(closed_loop(port, path, bodies, CLIENTS, for_seconds(seconds)))
 
 
 def measure(work: Workload, workers: int, rounds: int, seconds: float) -> dict[str, float]:
