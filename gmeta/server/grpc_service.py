@@ -96,7 +96,13 @@ class _Servicer:
 
         async def respond() -> Any:
             self._service.check_model(request.name, request.version)
-            return _metadata(self._service.model_metadata())
+            told = self._service.model_metadata()
+            kind = pb.ModelMetadataResponse.TensorMetadata
+            for side in ("inputs", "outputs"):
+                # The message has no field for an output's parameters: its label and loss.
+                fields = ("name", "datatype", "shape")
+                told[side] = [kind(**{key: one[key] for key in fields}) for one in told[side]]
+            return pb.ModelMetadataResponse(**told)
 
         return await self._answered(context, Right.METADATA, respond)
 
@@ -135,19 +141,6 @@ class _Servicer:
                 pushback = ("grpc-retry-pushback-ms", str(error.retry_after_s * 1000))
                 context.set_trailing_metadata((pushback,))
             await context.abort(getattr(grpc.StatusCode, error.grpc_code), str(error))
-
-
-def _metadata(told: dict[str, Any]) -> Any:
-    """Return a model's metadata as the protocol's message, from its JSON."""
-    kind = pb.ModelMetadataResponse.TensorMetadata
-    for side in ("inputs", "outputs"):
-        for tensor in told[side]:
-            given = tensor.pop("parameters", {})
-            tensor["parameters"] = {
-                name: pb.InferParameter(string_param=value) for name, value in given.items()
-            }
-        told[side] = [kind(**tensor) for tensor in told[side]]
-    return pb.ModelMetadataResponse(**told)
 
 
 async def _read(request: Any, service: Service) -> Inference:

@@ -69,7 +69,7 @@ class Candidates:
             yield replace(listed, source_M=listed.source_M + rows.row_offsets_T1[chosen[0]])
 
     def _is_positive_N(self, rows: EpisodeRows) -> Bools:
-        # A label that is not known is NaN, which is at least nothing.
+        # A label that is not known is NaN, which is no positive one: NaN >= x is false.
         return (self.label.label_N(rows.label_N) >= self.threshold) & ~rows.is_support_N
 
     def _listed(self, rows: EpisodeRows, draw: int) -> Listed:
