@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -200,11 +200,17 @@ class Channel:
             return self._point(self.version(number), PROMOTED, verdict)
 
     def serves(self, offered: Version) -> bool:
-        """Return whether the channel serves the model of this version now."""
+        """Return whether the channel serves the model of this version now, whenever that was
+        exported."""
         current = self.current()
-        return current is not None and (
-            model_checksum(self.version(current.number)) == model_checksum(offered)
+        if current is None:
+            return False
+        configs = [model_config(version) for version in (self.version(current.number), offered)]
+        sources = [{**config.source, "exported_at": None} for config in configs]
+        first, second = (
+            replace(config, source=source) for config, source in zip(configs, sources, strict=True)
         )
+        return first == second
 
     def rollback(self, to: int | None = None) -> Current:
         """Serve an earlier version again, or version `to`; return what the pointer says.

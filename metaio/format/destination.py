@@ -161,12 +161,21 @@ def one_writer(lock_file: Path, name: str) -> Iterator[None]:
 def put_folder(fs: Any, folder: Path, there: str, last: str) -> None:
     """Copy a local folder to the path `there` of a file system of fsspec, its file `last` at the
     end: whoever looks for that one first sees all of the old folder, none, or all of the new one.
+    On a disk the folder gets its name once it is whole.
     """
+    if is_local(fs):
+        target = Path(there)
+        partial = target.with_name(f".{target.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(folder, partial)
+        flush_to_disk((*partial.rglob("*"), partial))
+        replace_folder(partial, target)
+        return
     if fs.exists(f"{there}/{last}"):
         fs.rm_file(f"{there}/{last}")
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in sorted(files, key=lambda path: path == folder / last):
-        put_file(fs, path, f"{there}/{path.relative_to(folder).as_posix()}")
+        fs.put_file(str(path), f"{there}/{path.relative_to(folder).as_posix()}")
 
 
 def put_file(fs: Any, path: Path, there: str) -> None:

@@ -15,7 +15,7 @@ from gmeta.delivery.channel import Channel
 from gmeta.delivery.packing import pack
 from gmeta.delivery.whole import whole_version
 from gmeta.errors import GMetaError, UserError
-from gmeta.serving.folder import read_config
+from gmeta.serving.folder import read_config, write_config
 from metaio.errors import DataError
 from tests.commands import gmeta
 from tests.delivery.models import Model, content
@@ -222,6 +222,38 @@ def test_what_cannot_be_rolled_back_to_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         channel.rollback(8)
     assert message(caught) == f"{channel.root} has no version 8: it has 1. Choose one of them"
+
+
+def test_what_is_no_channel_is_left_as_it_is(tmp_path: Path) -> None:
+    channel, _ = versions(tmp_path, 1)
+    model, other, none = channel.folder_of(1), tmp_path / "other", tmp_path / "none"
+    (other / "increments").mkdir(parents=True)
+    told = f"error: {other} is no channel: there is no current.json, but something else. Give the "
+    told += "folder of a channel, or one that does not exist yet\n"
+    for arguments, expected in (
+        (("promote", model, other), told),
+        (("judge", model, "--champion", other), told),
+        (
+            ("rollback", none),
+            f"error: {none} is no channel: there is no current.json. Give a folder that `gmeta "
+            "promote` wrote\n",
+        ),
+    ):
+        done = gmeta(*arguments)
+        assert (done.returncode, done.stderr) == (2, expected)
+    assert [path.name for path in other.iterdir()] == ["increments"]
+    assert not none.exists()
+
+
+def test_a_model_that_was_exported_again_is_served_already(tmp_path: Path) -> None:
+    channel, _ = versions(tmp_path, 1)
+    again = shutil.copytree(channel.folder_of(1), tmp_path / "again")
+    config = read_config(again)
+    write_config(again, replace(config, source={**config.source, "exported_at": "later"}))
+    before = channel.served()
+    assert channel.promote(again) == before
+    write_config(again, replace(config, source={**config.source, "step": 7}))
+    assert channel.promote(again).number == 2
 
 
 def test_two_promotions_at_once_are_one_and_a_refusal(tmp_path: Path) -> None:

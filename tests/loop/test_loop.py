@@ -81,6 +81,7 @@ def test_runs_are_promoted_and_exported_as_what_changed(
         ["promote", runs / "000001" / "run", channel.root],
         ["export", runs / "000002" / "run", out, "--since", channel.root],
         ["promote", out, channel.root],
+        ["promote", runs / "000002" / "run", channel.root],  # of the same checkpoint: it serves
     ):
         done = run_gmeta(*arguments)
         assert done.returncode == 0, done.stderr

@@ -51,7 +51,7 @@ def export_since(
     """Return what was written, and why it is whole ("" of a delta)."""
     with _beside(out) as whole:
         export_run(run, whole, tables, step, overwrite=True)
-        return pack(Channel(since), whole, out, overwrite)
+        return pack(_channel(since), whole, out, overwrite)
 
 
 def told(version: Version) -> str:
@@ -76,7 +76,7 @@ def promote_candidate(
 ) -> None:
     """Promote a run or an export, and print what is served from here on; with `keep`, remove the
     versions that nobody needs."""
-    channel = Channel(root)
+    channel = _channel(root)
     kept = None if verdict is None else _verdict(verdict)
     with _beside(root / "candidate") as packed:
         if is_run(candidate):
@@ -109,7 +109,7 @@ def judge_candidate(
 ) -> bool:
     """Judge a run or an export against what a channel serves, print the verdict, write it to `out`
     and keep a refusal in the channel; return whether it is to be promoted."""
-    channel = Channel(root)
+    channel = _channel(root)
     with _beside(root.parent / f"{root.name}.judged") as whole:
         try:
             model, own = _model_and_data(candidate, whole)
@@ -187,6 +187,10 @@ def _model_and_data(candidate: Path, whole: Path) -> tuple[Path, Callable[[], Da
 
 def roll_back(root: Path, to: int | None) -> None:
     """Serve an earlier version, and print which."""
+    if not is_channel(root):
+        raise UserError(
+            f"{root} is no channel: there is no {POINTER}. Give a folder that `gmeta promote` wrote"
+        )
     current = Channel(root).rollback(to)
     print_result({"channel": root, "serves": current.number, "checksum": current.checksum})
     screen(stderr=True).print(
@@ -215,6 +219,19 @@ def publish_to(root: Path, url: str) -> None:
     screen(stderr=True).print(
         f"published: {newest} of {root} at {url}  ({counted(len(copied), noun)} copied)"
     )
+
+
+def _channel(root: Path) -> Channel:
+    """Return the channel at a path, or one that is to be made there. Raise UserError where
+    something else is."""
+    # What begins with a dot is what a killed promotion left.
+    found = root.iterdir() if root.is_dir() else [root] if root.exists() else []
+    if not is_channel(root) and any(not path.name.startswith(".") for path in found):
+        raise UserError(
+            f"{root} is no channel: there is no {POINTER}, but something else. Give the folder of "
+            "a channel, or one that does not exist yet"
+        )
+    return Channel(root)
 
 
 @contextmanager

@@ -13,11 +13,13 @@ from metaio import DataError
 from metaio.format.inspection import damage
 from metaio.stream.chain import increment_numbers, open_stream
 from metaio.stream.publish import publish_stream
+from tests.commands import gmeta
 from tests.metaio.stream.logs import append, log, schema
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
+    """An empty place on an object store."""
     store, bucket = fsspec.filesystem("memory"), uuid.uuid4().hex
     yield f"memory://{bucket}/clicks"
     store.rm(f"/{bucket}", recursive=True)
@@ -85,3 +87,14 @@ def test_another_stream_is_refused(tmp_path: Path, url: str) -> None:
         "was taken back here. Choose another URL, or remove it there"
     )
     assert increment_numbers(url) == [1]
+
+
+def test_the_command_copies_a_stream_to_a_disk_too(tmp_path: Path) -> None:
+    stream, url = tmp_path / "s", f"file://{tmp_path}/copy"
+    append(stream, log(0, rows=150), schema=schema())
+    done = gmeta("publish", stream, url)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == f"published: increment 1 of {stream} at {url}  (1 increment copied)\n"
+    assert open_stream(url).records == open_stream(str(stream)).records
+    done = gmeta("inspect", url)
+    assert done.returncode == 0, done.stderr
