@@ -146,15 +146,16 @@ PROTOCOLS = (
         about=_BY_TIME,
         tuned=(32, 30),
         by_hand=(18, 13),
-        judged_by="`valid`, `valid-cold` for the last 10 trials of each, none cut short, and the "
-        "last 8 and 9 by hand; before, `valid`",
+        judged_by="`valid`, `valid-cold` for the last 10 trials of each, none cut short, and "
+        "the last by hand; before, `valid`",
         why=(
             "there is little to learn beyond the means of user and item: the trees, which start "
             "from the bias model, are best with a single tree, and a matrix factorisation of the "
             "training rows is no better than the bias model on the validation window (logloss "
             ".483 and .480). Equal trials brought both networks nearer to it on validation, "
-            "adapted .4465 to .4457 and plain .4442 to .4435; on the test window plain training "
-            "gained by it and adapting lost (logloss .4547 after .4523). For new users plain "
+            "adapted .4465 to .4457 and plain .4442 to .4435; of the test window's "
+            "known users plain training gained by it (logloss .4560 after .4573) and adapting "
+            "lost (.4547 after .4523). For new users plain "
             "training, which learns from all rows, fine-tunes best. Tried on "
             "validation without a gain: support that is the past in training too, the mean of a "
             "user's newest rows as an input, support labels above their items' means, plain's "
