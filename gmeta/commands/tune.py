@@ -118,13 +118,15 @@ def tune(
         check_metric(plan.space, plan.base)
         _check_folder(place)
     found = {}
-    for side, (place, plan) in sides.items():
-        with held_alone(place), trial_processes(at_a_time, WORK) as context:
-            _check_on_data(plan.base, place, context)
-            opened = Study(place, plan, decides)
-            runner = TrialRunner(opened, place, decides.metric, _train_trial, context)
-            _try(opened, runner, plan.space, decides, trials, at_a_time)
-            found[side] = _conclude(opened, runner, place, plan, decides)
+    # One context for both: processes are forked from a server that is started once.
+    with trial_processes(at_a_time, WORK) as context:
+        for side, (place, plan) in sides.items():
+            with held_alone(place):
+                _check_on_data(plan.base, place, context)
+                opened = Study(place, plan, decides)
+                runner = TrialRunner(opened, place, decides.metric, _train_trial, context)
+                _try(opened, runner, plan.space, decides, trials, at_a_time)
+                found[side] = _conclude(opened, runner, place, plan, decides)
     first = found.pop("")
     print_result({**first, **found})
 

@@ -27,7 +27,7 @@ FEWEST_IDS_APART = 0.3  # of the rows of a text column hold a separator: a list
 SEPARATORS = {"|": 1.0, ";": 1.0, ",": 0.5, " ": 0.5}
 LABELS = r"click(ed|s)?|label|rating|stars|score|target|y|convert(ed)?|conversion|is_click|purchase"
 TASKS = r"user(_?id)?|uid|customer(_?id)?|member(_?id)?|visitor(_?id)?|advertiser(_?id)?|account"
-TIMES = r"time(_?stamp)?|ts|date(_?time)?|event_time|unix_?time|created_?at"
+TIMES = r"time(_?stamp)?|ts|date(_?time)?|event_time|unix_?time|created_?at|when"
 
 Role = Literal["task", "label", "time", "single", "multi", "dense", "left out"]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gmeta.config import TrainConfig, config_from_dict
+from gmeta.config import TrainConfig, config_from_dict, load_config
 from gmeta.errors import UserError
 from gmeta.tuning.space import (
     Choices,
@@ -13,11 +13,14 @@ from gmeta.tuning.space import (
     check_metric,
     config_with,
     default_space,
+    plain_config,
+    plain_space,
     read_space,
     value_of,
 )
 
 CONFIG = TrainConfig()
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def space_of(path: Path, text: str) -> Any:
@@ -50,6 +53,18 @@ def test_a_file_names_ranges_and_choices(tmp_path: Path) -> None:
         Range("algorithm.inner_steps", 1, 5, False, True),
         Choices("model.hidden", ([64], [128, 64])),
     )
+
+
+@pytest.mark.parametrize("name", ["amazon", "movielens-100k"])
+def test_the_space_of_the_examples_suits_both_sides(name: str) -> None:
+    adapted = load_config(EXAMPLES / f"{name}.toml", [])
+    space = read_space(EXAMPLES / "tune" / "by-time.toml", adapted)
+    plain = plain_config(adapted)
+    assert plain_space(space, plain) == space
+    # What the other side's example was found to be lies in it, too.
+    found = load_config(EXAMPLES / "plain" / f"{name}.toml", [])
+    for config in (adapted, found):
+        assert all(each.held(value_of(config, each.key)) is not None for each in space)
 
 
 def test_a_value_is_rounded_but_never_out_of_its_range() -> None:
