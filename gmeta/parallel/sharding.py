@@ -51,10 +51,10 @@ from gmeta.tables.widths import collections_of_tables, widths_of_tables
 from gmeta_models.config import ModelConfig
 from metaio.format.features import Features
 
-_log = logging.getLogger(__name__)
-
 if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business
     from gmeta.learner import MetaLearner, QueryPrediction
+
+_log = logging.getLogger(__name__)
 
 SPARSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
