@@ -81,6 +81,9 @@ def padded_tasks(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedLay
     """
     batch, fetched_row_P, num_rows = reading_copies(batch, layout.rows_per_task)
     num_fetched = batch.unique_ids_U.numel()
+    if not num_fetched:
+        # Entries that pad would read the first row, though nobody sees what.
+        layout = replace(layout, in_buckets=False)
     if layout.in_buckets:
         num_rows, num_fetched = FETCHED.of(num_rows), FETCHED.of(num_fetched)
     whole, common_F = batch, _common_features(batch, layout)

@@ -47,10 +47,10 @@ from gmeta.tables.plain import PlainTables
 from gmeta.tables.sharding import WireDtype
 from metaio.format.features import Features
 
-_log = logging.getLogger(__name__)
-
 if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business
     from gmeta.learner import MetaLearner, QueryPrediction
+
+_log = logging.getLogger(__name__)
 
 CUDA_SPARSE_OPTIMIZERS = ("adam", "partial_rowwise_adam")
 # Of the tables' weights in a state dict.

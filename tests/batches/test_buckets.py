@@ -88,6 +88,23 @@ def test_a_step_in_buckets_is_the_step_in_float32_too() -> None:
     assert distance(*grads) < 1e-6
 
 
+@pytest.mark.parametrize("everything", [True, False])
+def test_a_batch_without_any_id_is_taken_as_it_is(everything: bool) -> None:
+    """As where all features are lists, and all of these empty."""
+    features = reference.some_features(0, 2, 1)
+    config = AlgorithmConfig(name="maml", adapt_embeddings=everything)
+    learner = build_learner(features, SMALL, config, "bce").double()
+    tasks = [
+        replace(task, multi=[[[], []] for _ in task.multi])
+        for task in (reference.random_task(features, *one, random.Random(0)) for one in [(3, 2)])
+    ]
+    batch = reference.batch_of(tasks, features)
+    rows_UD, losses = torch.zeros(0, 4, dtype=torch.float64, requires_grad=True), []
+    for learner.in_buckets in (False, True):
+        losses.append(learner(rows_UD, learner.arrange(batch), 1.0))
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-12)
+
+
 def sizes(seed: int, num_tasks: int = 24) -> list[tuple[int, int]]:
     """Support and query rows of ragged tasks; some have no query row, and count in no batch."""
     rng = random.Random(seed)

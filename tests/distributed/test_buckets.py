@@ -73,7 +73,8 @@ def trained(ranks: Ranks, algorithm: str, buckets: str) -> dict[str, Any]:
     return {"tables": local_rows(sharded), "layers": layers, "sizes": sizes}
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.distributed)])
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_runs_in_few_shapes_train_the_same_model(world_size: int) -> None:
     for of_rank in on_ranks(world_size, train_on_rank):
         for name in ALGORITHMS:

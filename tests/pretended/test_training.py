@@ -20,8 +20,15 @@ RUNS = {
     "graphs": ["run.cuda_graphs=auto"],
     "graphs of parts": ["run.cuda_graphs=auto", "outer.accumulate_steps=2", "outer.clip_norm=0.1"],
 }
-# The second step of an epoch has one task: rank 1 has none.
-UNEVEN = {"uneven": ["data.tasks_per_step=199", "run.epochs=2", "run.valid_every_steps=0"]}
+# The second step of an epoch has one task: rank 1 has none. The second epoch's are graphs.
+UNEVEN = {
+    "uneven": [
+        "data.tasks_per_step=199",
+        "run.epochs=2",
+        "run.valid_every_steps=0",
+        "run.cuda_graphs=auto",
+    ]
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +65,8 @@ def test_a_step_waits_once_and_copies_twice(runs: dict[str, Any], name: str) -> 
 
 def test_a_step_of_a_shape_that_came_before_is_a_graph_of_each_part(runs: dict[str, Any]) -> None:
     graphs = {name: [step["graphs"] for step in run["steps"]] for name, run in runs.items()}
-    # Five steps, ten parts; the first two of a shape that is new are eager, and captured.
-    assert graphs["graphs"][0] == graphs["graphs of parts"][0] == 0
+    # Five steps, ten parts; a shape's first is eager.
+    assert graphs["graphs"][0] == 0
     assert (max(graphs["graphs"]), max(graphs["graphs of parts"])) == (1, 2)
     assert min(sum(graphs["graphs"]), sum(graphs["graphs of parts"])) >= 3
     assert not any(sum(taken) for name, taken in graphs.items() if "graphs" not in name)
@@ -98,6 +105,7 @@ def test_two_ranks_train_alike_and_start_collectives_in_one_order(
         # As on one rank; and the batches without a task that an epoch's last steps announce.
         epochs = 2
         assert sum(len(step["to_device"]) for step in steps) <= 2 * len(steps) + 2 * epochs
+    assert sum(step["graphs"] for step in first["uneven"]["steps"]) > 0
     orders = [collectives(one["uneven"]) for one in (first, second)]
     assert orders[0] == orders[1]
     assert {"alltoall_base", "allreduce"} <= set(orders[0][1])
