@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gmeta.adaptation import ranking
-from gmeta.adaptation.config import RANKING, AlgorithmConfig, LabelsConfig
+from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
+from gmeta.adaptation.losses import RANKING
 from gmeta.adaptation.objectives import Objectives
 from gmeta.adaptation.ranking import list_losses, list_slopes
 from gmeta.adaptation.rows.ragged import RowLayout
