@@ -8,8 +8,7 @@ from gmeta_keys import key
 InnerPath = Literal["auto", "low_rank", "materialised"]
 LearnedRates = Literal["layer", "output", "weight"]
 PLAIN = "none"
-RANKING = ("softmax", "pairwise")
-LOSSES = ("bce", "mse", "huber", "mae", *RANKING)
+LOSSES = ("bce", "mse", "huber", "mae", "softmax", "pairwise")
 
 
 @dataclass(frozen=True)

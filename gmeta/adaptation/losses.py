@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gmeta.adaptation.config import RANKING
-
 HALVES = (torch.bfloat16, torch.float16)
+RANKING = ("softmax", "pairwise")
 
 
 def labels_taken_N(kind: str, label_N: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
@@ -86,9 +85,3 @@ def errors_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor:
 def in_float32(output_N: Tensor) -> Tensor:
     """Return it in float32 at least: a loss of autocast's 8 bits would move in steps of 0.4 %."""
     return output_N.float() if output_N.dtype in HALVES else output_N
-
-
-def softplus(values: Tensor) -> Tensor:
-    """Return log(1 + e^x), exact in float64 too."""
-    # torch's own threshold of 20 would be seen there.
-    return F.softplus(values, threshold=50.0)

@@ -24,6 +24,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gmeta.adaptation.losses import (
@@ -32,7 +33,6 @@ from gmeta.adaptation.losses import (
     in_float32,
     row_losses_N,
     row_slopes_N,
-    softplus,
 )
 from gmeta.adaptation.ranking import list_losses, list_slopes
 
@@ -88,7 +88,7 @@ class LabelLosses(NamedTuple):
 
         def error(loss: LossFunction, logit: Tensor, label: Tensor, known: Tensor) -> Tensor:
             if loss.ranks:
-                return -list_slopes(loss.kind, logit, label, known, lists)
+                return -list_slopes(loss.kind, in_float32(logit), label, known, lists)
             return torch.where(known > 0, errors_N(loss, logit, label), 0.0)
 
         return self._of_each(error, logits, known_labels(label, weight), known)
@@ -127,7 +127,7 @@ class LabelLosses(NamedTuple):
         # From the last label to the first: what a label takes place among stands before it.
         for at in reversed(range(len(found))):
             if (before := self.before[at]) >= 0:
-                share_N = torch.sigmoid(softplus(own[at]) - joint[before])
+                share_N = torch.sigmoid(_softplus(own[at]) - joint[before])
                 found[before] = found[before] + found[at] * share_N
                 found[at] = found[at] * (1.0 - share_N * torch.sigmoid(own[at]))
         return torch.stack(found, dim=1)
@@ -137,7 +137,7 @@ class LabelLosses(NamedTuple):
 
         def losses(loss: LossFunction, logit: Tensor, label: Tensor, weight: Tensor) -> Tensor:
             if loss.ranks:
-                return list_losses(loss.kind, logit, label, weight, lists)
+                return list_losses(loss.kind, in_float32(logit), label, weight, lists)
             return row_losses_N(loss, logit, label)
 
         return self._of_each(losses, logits, label, weight)
@@ -147,7 +147,7 @@ class LabelLosses(NamedTuple):
         joint = list(own)
         for at, before in enumerate(self.before):
             if before >= 0:
-                joint[at] = own[at] - softplus(softplus(own[at]) - joint[before])
+                joint[at] = own[at] - _softplus(_softplus(own[at]) - joint[before])
         return joint
 
     def _of_each(self, function: Callable[..., Tensor], *of_labels: Tensor) -> Tensor:
@@ -245,6 +245,11 @@ def objectives_of(
         weight if name in adapts else 0.0 for name, weight in zip(names, weights, strict=True)
     )
     return Objectives(LabelLosses(losses, inner, before), LabelLosses(losses, weights, before))
+
+
+def _softplus(values: Tensor) -> Tensor:
+    # torch's own threshold of 20 would be seen in float64.
+    return F.softplus(values, threshold=50.0)
 
 
 @lru_cache(maxsize=64)

@@ -24,8 +24,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gmeta.adaptation.losses import in_float32, softplus
-
 # Pairs that are in memory at once: 1 MB in float32, a few times.
 MOST_PAIRS = 1 << 18
 NO_SCORE = -1e30  # its share of a softmax is 0, also in float32
@@ -42,12 +40,12 @@ class Lists(Protocol):
 
 
 def list_losses(kind: str, output: Tensor, label: Tensor, weight: Tensor, lists: Lists) -> Tensor:
-    """Return l_n of each row, in float32 at least and the shape of the outputs, [N] or [N, L].
+    """Return l_n of each row, in the shape and the precision of the outputs: [N] or [N, L].
 
     The weights only say, by 0, which labels are not known.
     """
     of_block = _softmax_losses if kind == "softmax" else _pair_losses
-    return _by_list(of_block, lists, in_float32(output), label, weight)
+    return _by_list(of_block, lists, output, label, weight)
 
 
 def list_slopes(kind: str, output: Tensor, label: Tensor, weight: Tensor, lists: Lists) -> Tensor:
@@ -55,7 +53,7 @@ def list_slopes(kind: str, output: Tensor, label: Tensor, weight: Tensor, lists:
     more.
     """
     of_block = _softmax_slopes if kind == "softmax" else _pair_slopes
-    return _by_list(of_block, lists, in_float32(output), label, weight)
+    return _by_list(of_block, lists, output, label, weight)
 
 
 def _by_list(
@@ -116,7 +114,7 @@ class _PairLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output_TR: Tensor, label_TR: Tensor) -> Tensor:
         ctx.save_for_backward(output_TR, label_TR)
-        above, below = _sums_over_pairs(output_TR, label_TR, lambda pairs: softplus(pairs.gap_TrR))
+        above, below = _sums_over_pairs(output_TR, label_TR, lambda pairs: pairs.losses_TrR)
         return above + below
 
     @staticmethod
@@ -167,6 +165,11 @@ class _Pairs(NamedTuple):
     rows: slice
     is_pair_TrR: Tensor  # whether the first has the larger label
     gap_TrR: Tensor  # by how much the second scores more
+
+    @property
+    def losses_TrR(self) -> Tensor:
+        """Return log(1 + e^gap)."""
+        return torch.logaddexp(self.gap_TrR, self.gap_TrR.new_zeros(()))
 
     def both(self, values_TR: Tensor) -> Tensor:
         """Return the sum of the values of the two rows."""

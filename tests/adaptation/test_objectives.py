@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
-from gmeta.adaptation.fused.mlp import AdaptedMlp
-from gmeta.adaptation.fused.plain_mlp import PlainMlp
 from gmeta.adaptation.objectives import LabelLosses, Objectives, label_weights, objectives_of
 from gmeta.adaptation.rows.ragged import RowLayout
 from gmeta.build import build_learner
@@ -113,13 +111,6 @@ def slow_loss(config: LabelsConfig, names: tuple[str, ...]) -> reference.RowLoss
         return torch.stack(losses) if losses else output.new_zeros(0)
 
     return row_loss
-
-
-@pytest.fixture(params=["fast", "plain"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "plain":
-        plain: type[AdaptedMlp] = PlainMlp
-        monkeypatch.setattr("gmeta.adaptation.fused.loop.MLP_KERNEL", plain)
 
 
 def compare(

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gmeta.adaptation import ranking
-from gmeta.adaptation.config import RANKING, AlgorithmConfig, LabelsConfig
-from gmeta.adaptation.fused.mlp import AdaptedMlp
-from gmeta.adaptation.fused.plain_mlp import PlainMlp
+from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
+from gmeta.adaptation.losses import RANKING
 from gmeta.adaptation.objectives import Objectives
 from gmeta.adaptation.ranking import list_losses, list_slopes
 from gmeta.adaptation.rows.ragged import RowLayout
@@ -82,13 +81,6 @@ def slow_row_loss(config: LabelsConfig, names: tuple[str, ...], loss: str) -> re
         return torch.stack(losses) if losses else output.new_zeros(0)
 
     return row_loss
-
-
-@pytest.fixture(params=["fast", "plain"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "plain":
-        plain: type[AdaptedMlp] = PlainMlp
-        monkeypatch.setattr("gmeta.adaptation.fused.loop.MLP_KERNEL", plain)
 
 
 def compare(
@@ -230,3 +222,9 @@ def test_what_an_encoder_reads_of_a_row_is_the_way_in_which_the_loss_pulls_it(ki
     loss = list_losses(kind, output_N, label_N, weight_N, layout).sum()
     (slopes_N,) = torch.autograd.grad(loss, output_N)
     torch.testing.assert_close(losses.errors(output_N, label_N, weight_N, layout), -slopes_N)
+
+
+@pytest.mark.parametrize("kind", RANKING)
+def test_the_prediction_of_a_ranking_loss_is_the_score_as_it_is(kind: str) -> None:
+    scores_N = torch.tensor([-3.0, 0.5, 40.0])
+    assert torch.equal(Objectives.of(kind).outer.predictions(scores_N), scores_N)

@@ -165,6 +165,9 @@ def test_a_wrong_label_of_a_split_that_is_scored_is_refused(tmp_path: Path) -> N
         ("mse", 4.0, False),
         ("mse", np.nan, True),
         ("huber", np.inf, True),
+        ("softmax", -1.0, True),
+        ("softmax", 4.0, False),
+        ("pairwise", -1.0, False),
     ],
 )
 def test_a_loss_takes_what_it_is_defined_for(
