@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from gmeta.adaptation.config import LabelsConfig
+from gmeta.batches.support_statistics import NO_STATISTICS
 from gmeta.build import build, build_learner
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError, UserError
@@ -21,6 +23,7 @@ from gmeta.parallel.estimate import RESERVED, Estimate, Speeds, Step, estimate, 
 from gmeta.parallel.plan import check_clipping, describe_plan, plan_of_tables, plan_on
 from gmeta.parallel.planner import Cluster, NoPlaceError
 from gmeta.parallel.unplaced import tables_to_place
+from gmeta.tables.sharding import check_sharding
 from gmeta.tables.widths import WIDTH_MULTIPLE, widths_of_tables
 from metaio.format.dataset import Dataset
 from metaio.format.features import Features, FeatureSpec, TableSpec
@@ -103,11 +106,26 @@ def capacity(config: TrainConfig, asked: Asked, cluster: Cluster, speeds: Speeds
 
 def _model(config: TrainConfig, asked: Asked) -> tuple[Features, MetaLearner, Dataset | None]:
     """Return the columns with the rows that are stated, and the model of them."""
+    dataset, statistics = None, NO_STATISTICS
     if Path(config.data.path).exists() or "://" in config.data.path:
-        dataset, learner = build(config)
-        features = _with_rows(dataset.features, asked.rows)
-        statistics = learner.statistics
-        items = config.item_features
+        dataset, built = build(config)
+        features, statistics = _with_rows(dataset.features, asked.rows), built.statistics
+    elif asked.rows and asked.rows_per_task:
+        features = Features(
+            tables=tuple(TableSpec(name, rows) for name, rows in asked.rows.items()),
+            single=tuple(FeatureSpec(name, name) for name in asked.rows),
+            multi=(),
+            dense=(),
+        )
+    else:
+        raise UserError(
+            f"data.path = {config.data.path!r} holds no dataset: name every table and the rows of "
+            "a task, as --rows item=1e9 --rows user=1e8 --rows-per-task 40, or prepare the data"
+        )
+    names = [table.name for table in features.tables]
+    check_sharding(config.sharding, names, config.outer.sparse_optimizer)
+    try:
+        features.check()
         learner = build_learner(
             features,
             config.model,
@@ -115,30 +133,12 @@ def _model(config: TrainConfig, asked: Asked) -> tuple[Features, MetaLearner, Da
             config.outer.loss,
             config.outer.huber_delta,
             statistics,
-            items,
-            config.labels,
-        )
-        return features, learner, dataset
-    if not (asked.rows and asked.rows_per_task):
-        raise UserError(
-            f"data.path = {config.data.path!r} holds no dataset: name every table and the rows of "
-            "a task, as --rows item=1e9 --rows user=1e8 --rows-per-task 40, or prepare the data"
-        )
-    features = Features(
-        tables=tuple(TableSpec(name, rows) for name, rows in asked.rows.items()),
-        single=tuple(FeatureSpec(name, name) for name in asked.rows),
-        multi=(),
-        dense=(),
-    )
-    try:
-        features.check()
-        outer = config.outer
-        learner = build_learner(
-            features, config.model, config.algorithm, outer.loss, outer.huber_delta
+            config.item_features if dataset is not None else None,
+            config.labels if dataset is not None else LabelsConfig(),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return features, learner, None
+    return features, learner, dataset
 
 
 def _with_rows(features: Features, rows: Mapping[str, int]) -> Features:

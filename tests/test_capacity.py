@@ -180,3 +180,35 @@ def test_rows_of_no_table_are_refused(tmp_path: Path, click_logs: Path) -> None:
     done = gmeta("plan", config, "--rows", "town=5")
     assert done.returncode == 2
     assert done.stderr.startswith("error: --rows names 'town', which is no table: the dataset has ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ["sharding.exchange=torchrec", 'model.widths=["item=4"]', "model.embedding_dim=8"],
+            'sharding.exchange = "torchrec" fetches rows of one width, and these tables have 2 '
+            'widths. Set sharding.exchange = "host", or model.width = "equal" and '
+            "model.widths = []",
+        ),
+        (
+            ["sharding.placement=uvm"],
+            "table 'item' is to be placed in \"uvm\", which needs fbgemm's kernels, and "
+            'sharding.exchange = "host" has tables of its own. Set sharding.exchange = "torchrec", '
+            'or placement "device"',
+        ),
+    ],
+)
+def test_what_training_refuses_is_refused(tmp_path: Path, overrides: list[str], told: str) -> None:
+    config = write_config(tmp_path / "c.toml", tmp_path / "nothing", tmp_path / "run")
+    done = gmeta("plan", config, *HUGE, *overrides)
+    assert (done.returncode, done.stderr) == (2, f"error: {told}\n")
+
+
+def test_items_of_a_table_that_is_too_large_for_their_statistics_are_told(
+    tmp_path: Path, click_logs: Path
+) -> None:
+    config = write_config(tmp_path / "c.toml", click_logs, tmp_path / "run")
+    done = gmeta("plan", config, "--rows", "item=1e12", 'item_features.columns=["item"]')
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: item_features.columns: item has a table of 1,000,0")

@@ -193,11 +193,17 @@ def _checked_kinds(
     """Return the kind of each table by its module's name; None: the planner is to choose.
 
     Raises:
-        ConfigError: a kind or a placement does not fit the device, the width or the ranks.
+        ConfigError: a kind or a placement does not fit the device, the width or the ranks, or
+            there are several widths and TorchRec's exchange.
     """
-    configs = {
-        t.name: t for one in collections_in(tables).values() for t in one.embedding_configs()
-    }
+    collections = collections_in(tables)
+    if config.exchange == "torchrec" and len(collections) > 1:
+        raise ConfigError(
+            'sharding.exchange = "torchrec" fetches rows of one width, and these tables have '
+            f'{len(collections)} widths. Set sharding.exchange = "host", or model.width = "equal" '
+            "and model.widths = []"
+        )
+    configs = {t.name: t for one in collections.values() for t in one.embedding_configs()}
     names = [table_of(name) for name in configs]
     placements = placements_of_tables(config, names)
     kinds: dict[str, Kind | None] = {}

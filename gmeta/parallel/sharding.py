@@ -168,12 +168,6 @@ def shard_learner(
     plans = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks)
     plan = plan_of_tables(plans, modules)
     check_clipping(plan, outer.clip_norm)
-    if not is_ours and len(plans) > 1:
-        raise ConfigError(
-            'sharding.exchange = "torchrec" fetches rows of one width, and these tables have '
-            f'{len(plans)} widths. Set sharding.exchange = "host", or model.width = "equal" and '
-            "model.widths = []"
-        )
     through_memory = (
         isinstance(ranks.transport, SharedMemory)
         and config.sharding.dense_wire_dtype == "float32"

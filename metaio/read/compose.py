@@ -34,6 +34,11 @@ class _Part:
     num_rows: int
     num_values: int
 
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether all episodes of the block are chosen."""
+        return len(self.episodes_E) == self.block.num_episodes
+
 
 def compose(features: Features, parts: Sequence[tuple[Block, Int64]]) -> TaskBatch:
     """Return the batch of the episodes [E] of each block, in the order given.
@@ -54,7 +59,7 @@ def compose(features: Features, parts: Sequence[tuple[Block, Int64]]) -> TaskBat
     # What BlockOrder asks for all the time, at the cost of ten views.
     if len(chosen) == 1 and len(chosen[0][1]) == chosen[0][0].num_episodes:
         return _whole_block(chosen[0][0])
-    return _join([_part(block, episodes_E) for block, episodes_E in chosen])
+    return _join(features, [_part(block, episodes_E) for block, episodes_E in chosen])
 
 
 def _tensor(array: npt.NDArray[np.generic]) -> Tensor:
@@ -103,7 +108,7 @@ def _part(block: Block, episodes_E: Int64) -> _Part:
     )
 
 
-def _join(parts: list[_Part]) -> TaskBatch:
+def _join(features: Features, parts: list[_Part]) -> TaskBatch:
     # An id may stand once for each block that it comes from: no episode spans two blocks, so the
     # promise of TaskBatch holds, and merging them would need a sort of all ids.
     rows = [part.rows for part in parts]
@@ -116,6 +121,7 @@ def _join(parts: list[_Part]) -> TaskBatch:
         value_counts,
     )
     unique_ids_U, unique_lengths_B = _renumber(
+        features,
         parts,
         np.split(positions_NF, np.cumsum(row_counts)[:-1]),
         np.split(multi_V, np.cumsum(value_counts)[:-1]),
@@ -165,27 +171,36 @@ def _gather(
 
 
 def _renumber(
-    parts: list[_Part], positions: list[Int32], multi: list[Int32]
+    features: Features, parts: list[_Part], positions: list[Int32], multi: list[Int32]
 ) -> tuple[Int64, Int64]:
     """Change positions within blocks into positions within the batch, in place.
 
     Returns the ids [U] that are used, table by table, and how many each table has.
     """
     # numpy indexes with 64 bits, three times as fast as where it has to widen the index itself.
-    wide = [[old.astype(np.int64) for old in each] for each in zip(positions, multi, strict=True)]
+    wide = [
+        [old.astype(np.int64) for old in ((of_multi,) if part.is_whole else (of_single, of_multi))]
+        for part, of_single, of_multi in zip(parts, positions, multi, strict=True)
+    ]
     found = [_used(part, olds) for part, olds in zip(parts, wide, strict=True)]
     lengths_PB = np.stack([np.diff(bounds_B1) for _, _, bounds_B1 in found])
     # Table by table, and within a table part by part: where each part's ids of each table begin.
     starts_PB = offsets(lengths_PB.T.ravel())[:-1].reshape(lengths_PB.T.shape).T
+    names = [table.name for table in features.tables]
+    table_F = [names.index(feature.table) for feature in features.single]
     # In place: the positions were gathered for this batch and belong to nobody else.
     for index, (part, (used_P, _, bounds_B1)) in enumerate(zip(parts, found, strict=True)):
         shift_B = (starts_PB[index] - bounds_B1[:-1]).astype(np.int32)
         new_P = np.arange(bounds_B1[-1], dtype=np.int32) + np.repeat(shift_B, lengths_PB[index])
-        new_U = new_P
-        if used_P is not None:
+        news = [positions[index], multi[index]]
+        if used_P is None:
+            # All ids of a column's table move by as much: nothing is looked up.
+            new_U, news = new_P, news[1:]
+            positions[index] += shift_B[table_F]
+        else:
             new_U = scratch(len(part.block.unique_ids_U))
             new_U[used_P] = new_P
-        for old, new in zip(wide[index], (positions[index], multi[index]), strict=True):
+        for old, new in zip(wide[index], news, strict=True):
             np.take(new_U, old, out=new, mode="clip")
     pieces = [
         ids_P[first:stop]
@@ -202,7 +217,7 @@ def _used(part: _Part, positions: list[Int64]) -> tuple[Int64 | None, Int64, Int
     Of a whole block all are used: then the first is None.
     """
     block = part.block
-    if len(part.episodes_E) == block.num_episodes:
+    if part.is_whole:
         return None, block.unique_ids_U, block.unique_offsets_B1
     used_P = distinct_below(len(block.unique_ids_U), *positions)
     return used_P, block.unique_ids_U[used_P], np.searchsorted(used_P, block.unique_offsets_B1)
