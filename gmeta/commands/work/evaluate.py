@@ -56,10 +56,11 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
     def work(ranks: Ranks) -> None:
         # Folders of the same name in different places are told apart by their paths.
         short = len({root.name for root in roots}) == len(roots)
+        for root in roots:
+            checkpoint_of(RunFolder(root))
         dataset = open_data(config.data)
         label = _label(dataset, asked.label) or config.labels.judged
         for root in roots:
-            checkpoint_of(RunFolder(root))
             own = RunFolder(root).read_config()
             judged_by(label, own, open_data(own.data))
         chosen = judged_by(label, overridden(config, asked.overrides), dataset)
