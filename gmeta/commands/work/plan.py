@@ -75,8 +75,8 @@ def _memory(found: Capacity, cluster: Cluster) -> None:
     device_W, host_W = estimate.device_bytes_W, estimate.host_bytes_W
     lines = [
         f"memory of a GPU: {_bytes(device_W.min())} to {_bytes(device_W.max())} of "
-        f"{_bytes(cluster.device_bytes)}; tables with their optimizer, layers, rows of a step",
-        f"  kept free for activations: {RESERVED:.0%}",
+        f"{_bytes(cluster.device_bytes)}",
+        f"  tables, optimizers, layers and the rows of a step; {RESERVED:.0%} are kept free",
     ]
     if host_W.any():
         lines.append(f"memory of the host for a GPU: up to {_bytes(host_W.max())}")
@@ -92,7 +92,7 @@ def _step(found: Capacity, config: TrainConfig, cluster: Cluster) -> None:
     )
     table = table_of("Time of a step", "part", "bytes", "ms", text=("part",))
     for name, (num_bytes, seconds) in estimate.parts.items():
-        if seconds:
+        if num_bytes >= 1 or (seconds and not num_bytes):  # sums of floats are not quite 0
             table.add_row(name, _bytes(num_bytes) if num_bytes else "", f"{seconds * 1e3:.3f}")
     table.add_row("all, one after the other", "", f"{estimate.step_s * 1e3:.3f}")
     show_table(screen(), table)
