@@ -36,8 +36,8 @@ DATA = REPOSITORY.parent / "shared" / "data"
 NAMES = [protocol.name for protocol in PROTOCOLS]
 # --quick: what fits into a minute of two busy cores.
 QUICK = ("movielens-100k", "synthetic")
-QUICK_PREPARE = ("--tasks", "1500", "--items", "400")
-QUICK_TRAIN = ("run.epochs=3",)
+QUICK_PREPARE = ("--tasks", "1000", "--items", "300")
+QUICK_TRAIN = ("run.epochs=2",)
 
 
 def main() -> int:
@@ -146,7 +146,7 @@ def tell(one: Measured, *, quick: bool) -> None:
     """Print a data set's rows, and how often adapting is ahead."""
     print(f"\n{one.protocol.title}  ({one.seconds / 60:.1f} min)")
     if quick:
-        small = "" if one.protocol.folder else ", a tenth of the tasks and few steps"
+        small = "" if one.protocol.folder else ", a sixteenth of the tasks and few steps"
         print(f"QUICK: one seed{small}; the intervals do not cover the seed")
     print("\n".join(text_lines(one.rows)), flush=True)
     for lead in one.rows[0].leads:

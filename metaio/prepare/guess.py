@@ -25,7 +25,10 @@ HASHED_ROWS = 1_000_000
 FEWEST_IDS_APART = 0.3  # of the rows of a text column hold a separator: a list
 # What splits a list, and how many parts there may be for each text: words of titles are not one.
 SEPARATORS = {"|": 1.0, ";": 1.0, ",": 0.5, " ": 0.5}
-LABELS = r"click(ed|s)?|label|rating|stars|score|target|y|convert(ed)?|conversion|is_click|purchase"
+LABELS = (
+    r"click(ed|s)?|label|rating|stars|score|target|y|convert(ed)?|conversion|is_click|purchased?"
+    r"|bought"
+)
 TASKS = r"user(_?id)?|uid|customer(_?id)?|member(_?id)?|visitor(_?id)?|advertiser(_?id)?|account"
 TIMES = r"time(_?stamp)?|ts|date(_?time)?|event_time|unix_?time|created_?at|when"
 
@@ -192,7 +195,9 @@ def _separator(values: pa.ChunkedArray) -> str:
 
 
 def _fits(column: Column, role: Role, pattern: str) -> bool:
-    if not re.fullmatch(pattern, column.name, re.IGNORECASE):
+    # "Customer ID" is named as "customer_id" is, and "Clicked?" as "clicked".
+    name = re.sub(r"\W+", "_", column.name.strip()).strip("_")
+    if not re.fullmatch(pattern, name, re.IGNORECASE):
         return role == "time" and column.is_time
     if role == "label":
         return column.is_number

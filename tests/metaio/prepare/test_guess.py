@@ -65,6 +65,13 @@ def test_each_column_is_taken_for_what_it_looks_like() -> None:
     assert (rated.is_rating, rated.mean_label, rated.roles["click"]) == (True, 3.0, "single")
 
 
+def test_names_may_be_headings() -> None:
+    heads = {"user_id": "Customer ID", "ts": "When", "click": "Bought?"}
+    renamed = log().rename_columns([heads.get(name, name) for name in log().column_names])
+    roles = guess(renamed, {}).roles
+    assert [roles[name] for name in heads.values()] == ["task", "time", "label"]
+
+
 @pytest.mark.parametrize(
     ("given", "dropped", "told"),
     [
