@@ -40,7 +40,8 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.rows import rectangles
+from gmeta.adaptation.rows.rectangles import PaddedTasks
+from gmeta.batches import groups
 from gmeta.batches.graphs import CudaCapture, shape_of
 from gmeta.learner import MetaLearner
 from gmeta.numerics import autocast, choose_products
@@ -138,7 +139,7 @@ def ragged_run(num_batches: int) -> dict[str, Any]:
     for number in range(num_batches):
         sizes = [ragged_sizes(128, ROWS, 2 * number + side) for side in (1, 2)]
         episodes = learner.arrange(random_batch(features, *sizes, seed=number))
-        assert isinstance(episodes.rows, rectangles.PaddedTasks)
+        assert isinstance(episodes.rows, PaddedTasks)
         shapes[shape_of(episodes)] += 1
         shares.append(episodes.rows.padded_share)
     return {
@@ -280,14 +281,14 @@ def _waited(step: Step, device: torch.device) -> float:
 @contextmanager
 def _rectangles(most: int) -> Iterator[None]:
     """Arrange ragged tasks in at most so many rectangles, where that saves any row."""
-    before = rectangles.MOST_RECTANGLES, dict(rectangles.RECTANGLE_WORK)
-    rectangles.MOST_RECTANGLES = most
-    rectangles.RECTANGLE_WORK["cuda"] = 0
+    before = groups.MOST_RECTANGLES, dict(groups.RECTANGLE_WORK)
+    groups.MOST_RECTANGLES = most
+    groups.RECTANGLE_WORK["cuda"] = 0
     try:
         yield
     finally:
-        rectangles.MOST_RECTANGLES = before[0]
-        rectangles.RECTANGLE_WORK.update(before[1])
+        groups.MOST_RECTANGLES = before[0]
+        groups.RECTANGLE_WORK.update(before[1])
 
 
 def vmap_step(device: torch.device, batch: TaskBatch) -> Step:

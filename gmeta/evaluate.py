@@ -24,7 +24,8 @@ from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.increment import open_named
 from gmeta.learner import MetaLearner
-from gmeta.metrics.catalogue import evaluate_split, loss_metric
+from gmeta.metrics.catalogue import loss_metric
+from gmeta.metrics.scores import evaluate_split
 from gmeta.outer.early_stop import scoring_of
 from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.sharding import local_learner, shard_learner

@@ -24,12 +24,7 @@ from gmeta.adaptation.learned import NOTHING_LEARNED
 from gmeta.adaptation.objectives import Objectives
 from gmeta.adaptation.plan import AdaptationPlan
 from gmeta.adaptation.rows.ragged import RowLayout
-from gmeta.adaptation.rows.rectangles import (
-    GROUP_WORK,
-    PaddedTasks,
-    kind_of_device,
-    least_gain,
-)
+from gmeta.adaptation.rows.rectangles import PaddedTasks, kind_of_device
 from gmeta.adaptation.rows.sides import Side, Sides, TaskGroups, WorkingRows
 from gmeta.batches.episodes import (
     Episodes,
@@ -40,6 +35,7 @@ from gmeta.batches.episodes import (
 )
 from gmeta.batches.for_fused import padded_tasks, similar_tasks
 from gmeta.batches.graphs import Capture, Graphs
+from gmeta.batches.groups import GROUP_WORK, least_gain
 from gmeta.batches.item_statistics import ItemStatistics
 from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta_models.decision import DecisionModel

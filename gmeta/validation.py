@@ -5,7 +5,8 @@ from torchrec.distributed import DistributedModelParallel
 
 from gmeta.batches.labels import scored_labels
 from gmeta.config import TrainConfig
-from gmeta.metrics.catalogue import evaluate_split, label_of
+from gmeta.metrics.catalogue import label_of
+from gmeta.metrics.scores import evaluate_split
 from gmeta.outer.early_stop import early_stop_of, scoring_of
 from gmeta.parallel.ranks import Ranks
 from gmeta.predictions import predict_split

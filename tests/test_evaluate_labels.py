@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from gmeta.metrics.catalogue import auc, logloss, mae, rmse
+from gmeta.metrics.scores import auc, logloss, mae, rmse
 from tests.commands import gmeta, metrics
 
 DRAWS = 2

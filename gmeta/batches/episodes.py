@@ -19,9 +19,10 @@ from torch import Tensor
 
 from gmeta.adaptation.objectives import label_weights
 from gmeta.adaptation.rows.ragged import RowLayout
-from gmeta.adaptation.rows.rectangles import PaddedTasks, group_tasks
+from gmeta.adaptation.rows.rectangles import PaddedTasks
 from gmeta.adaptation.rows.sides import Side, Sides, TaskGroups
 from gmeta.adaptation.rows.sparse_matrix import Bags
+from gmeta.batches.groups import group_tasks
 from gmeta.batches.transfer import moved, packed
 from metaio.read.batch import TaskBatch
 from metaio.read.task_rows import task_rows

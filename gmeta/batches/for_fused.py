@@ -15,21 +15,18 @@ from torch.nn.functional import pad
 from gmeta.adaptation.objectives import label_weights
 from gmeta.adaptation.rows.common import CommonFeatures
 from gmeta.adaptation.rows.rectangles import (
-    RECTANGLE_WORK,
     FusedLayout,
     PaddedFeatures,
     PaddedHistory,
     PaddedRows,
     PaddedTasks,
     Rectangle,
-    TaskGroup,
-    group_tasks,
-    least_gain,
 )
 from gmeta.adaptation.rows.sparse_matrix import Bags
 from gmeta.batches import buckets
 from gmeta.batches.buckets import FETCHED, LONG_TASKS, ROWS, TASKS, VALUES, Ints
 from gmeta.batches.episodes import Episodes, reading_copies, side_lengths
+from gmeta.batches.groups import RECTANGLE_WORK, TaskGroup, group_tasks, least_gain
 from metaio.read.batch import TaskBatch
 
 # Multiply-adds of a product of rows below which to take what tasks share apart, once a task, costs

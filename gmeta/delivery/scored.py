@@ -9,7 +9,8 @@ import numpy as np
 from gmeta.delivery.gate import predict_gate
 from gmeta.delivery.versions import is_delta, read_version
 from gmeta.errors import UserError
-from gmeta.metrics.catalogue import Scoring, evaluate_split
+from gmeta.metrics.catalogue import Scoring
+from gmeta.metrics.scores import evaluate_split
 from gmeta.serving.folder import read_config
 from metaio.format.dataset import Dataset
 

@@ -6,7 +6,8 @@ from functools import partial
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from gmeta.loop.days import Day
-from gmeta.metrics.catalogue import MetricInfo, Scoring
+from gmeta.metrics.catalogue import Scoring
+from gmeta.metrics.texts import MetricInfo
 from gmeta.report.render import Axes, Chart, Panel, light
 
 # How a line is drawn: colour of the palette, marker, dashes.

@@ -1,54 +1,16 @@
-"""Which metrics there are by name, and the functions that measure them; exact, in O(n log n)."""
+"""Which metrics there are by name, and which of them mean something for a loss."""
 
 import difflib
-import functools
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-import numpy as np
-
 from gmeta.errors import ConfigError
 from gmeta.metrics.config import LIKED, EvaluationConfig
-from gmeta.metrics.list_losses import list_loss_terms
-from gmeta.metrics.own import NAMED_METRICS, is_own, own_terms
-from gmeta.metrics.pooled import (
-    ECE_BINS,
-    LOGLOSS_CLIP,
-    auc_terms,
-    ece_terms,
-    logloss_N,
-    pr_auc_terms,
-)
-from gmeta.metrics.ranking import (
-    Gain,
-    RankedRows,
-    Ties,
-    candidate_terms,
-    gauc_terms,
-    hit_terms,
-    mrr_terms,
-    ndcg_terms,
-    precision_terms,
-    rank_within_tasks,
-    recall_terms,
-    ties_of,
-)
-from gmeta.metrics.terms import (
-    Array,
-    Floats,
-    Ints,
-    Terms,
-    Value,
-    mean_of,
-    mean_over_rows,
-    undefined,
-    unusable,
-)
-
-# N rows, T tasks
+from gmeta.metrics.own import NAMED_METRICS, is_own
+from gmeta.metrics.texts import CANDIDATE_TEXTS, OVER_CANDIDATES, TEXTS, MetricInfo
 
 Loss: TypeAlias = Literal["bce", "mse", "huber", "mae", "softmax", "pairwise"]
 Predicted: TypeAlias = Literal["probability", "rating", "score"]  # a score ranks, no more
@@ -89,7 +51,7 @@ def label_of(metric: str) -> tuple[str, str]:
     `auc:conversion`, `package.module:Name:conversion`; "" for the one that headline metrics are of.
     """
     name, _, label = metric.partition(":")
-    is_ours = bool(_parsed(name)[0]) or name in NAMED_METRICS.names() or _is_mistyped(name)
+    is_ours = bool(parsed(name)[0]) or name in NAMED_METRICS.names() or _is_mistyped(name)
     if name and label and not is_ours:
         # An import path has a colon of its own.
         attribute, _, label = label.partition(":")
@@ -109,16 +71,6 @@ def _is_mistyped(name: str) -> bool:
         return importlib.util.find_spec(name) is None
     except ValueError:  # a module that was made without a file
         return False
-
-
-@dataclass(frozen=True)
-class MetricInfo:
-    """How a metric is named, read and compared."""
-
-    label: str
-    higher_is_better: bool
-    unit: str
-    explanation: str
 
 
 @dataclass(frozen=True)
@@ -161,7 +113,7 @@ class Scoring:
 
     def is_over_candidates(self, name: str) -> bool:
         """Return whether a metric ranks each positive row among sampled items."""
-        return bool(self.config.candidates) and _parsed(name)[0] in _OF_CANDIDATES
+        return bool(self.config.candidates) and parsed(name)[0] in _OF_CANDIDATES
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -183,7 +135,7 @@ class Scoring:
         Raises:
             ConfigError: it is none.
         """
-        family, at = _parsed(name)
+        family, at = parsed(name)
         if not family and is_metric(name):
             try:
                 NAMED_METRICS.find(name)
@@ -220,15 +172,15 @@ class Scoring:
 
     def threshold_of(self, name: str) -> float | None:
         """Return the least label that a metric counts as positive; None if it does not ask."""
-        return self.threshold if _parsed(name)[0] in _OF_POSITIVES else None
+        return self.threshold if parsed(name)[0] in _OF_POSITIVES else None
 
     def info(self, name: str) -> MetricInfo:
         """Return how a metric is named and read."""
-        family, k = _parsed(name)
+        family, k = parsed(name)
         if not family:
             own = NAMED_METRICS.find(name)
             return MetricInfo(own.label, own.higher_is_better, own.unit, own.explanation)
-        label, higher_is_better, explanation = _TEXTS[family]
+        label, higher_is_better, explanation = TEXTS[family]
         is_rating = predicted_by(self.loss) == "rating"
         if (is_rating or self.threshold != 0.5) and family in _OF_POSITIVES:
             at_least = f"\N{GREATER-THAN OR EQUAL TO} {self.threshold:g}"
@@ -239,9 +191,7 @@ class Scoring:
         gain = "rating" if is_rating else "label"
         if self.is_over_candidates(name):
             label += f" of {self.config.candidates + 1}"
-            explanation = _CANDIDATE_TEXTS[family] + _OVER_CANDIDATES.format(
-                n=self.config.candidates
-            )
+            explanation = CANDIDATE_TEXTS[family] + OVER_CANDIDATES.format(n=self.config.candidates)
         cut = {"k": str(k or ""), "gain": gain}
         return MetricInfo(label.format(**cut), higher_is_better, unit, explanation.format(**cut))
 
@@ -249,91 +199,17 @@ class Scoring:
 # Metrics that ask which rows are positive.
 _OF_POSITIVES = ("auc", "gauc", "pr_auc", "mrr", "hr", "p", "recall")
 _OF_CANDIDATES = ("mrr", "ndcg", "hr", "p", "recall")
-_CANDIDATE_TEXTS = {
-    "mrr": "1 / the rank of a positive row",
-    "ndcg": "1 / log2(1 + the rank of a positive row), 0 beyond rank {k}",
-    "hr": "Whether a positive row is among the {k} best",
-    "p": "1 / {k} where a positive row is among the {k} best",
-    "recall": "Whether a positive row is among the {k} best",
-}
-_OVER_CANDIDATES = (
-    " of itself and {n} sampled items that its task has no row of; mean over the positive rows; "
-    "equal scores share their ranks."
-)
-_OVER_TASKS = "mean over the tasks that hold one; equal scores share their ranks"
-# Of each family of metrics: its label, whether higher is better, and what it is.
-_TEXTS: dict[str, tuple[str, bool, str]] = {
-    "auc": (
-        "AUC",
-        True,
-        "Chance that a positive row scores above a negative one; 0.5 is guessing.",
-    ),
-    "gauc": (
-        "GAUC",
-        True,
-        "AUC inside each task, averaged with the task's rows as weights, over the tasks that "
-        "hold both classes (Zhou et al., Deep Interest Network, 2018).",
-    ),
-    "pr_auc": (
-        "PR-AUC",
-        True,
-        "Average precision: the precision at each positive row, averaged over them; guessing "
-        "earns the share of positive rows.",
-    ),
-    "logloss": (
-        "Logloss",
-        False,
-        f"Mean negative log-likelihood, probabilities clipped at {LOGLOSS_CLIP:.1e}.",
-    ),
-    "ece": (
-        "ECE",
-        False,
-        f"Expected calibration error: distance of predicted probability and share of positives, "
-        f"over {ECE_BINS} bins of equal width, weighted by their rows (Guo et al. 2017).",
-    ),
-    "mae": ("MAE", False, "Mean absolute error over all rows."),
-    "rmse": ("RMSE", False, "Root of the mean squared error over all rows."),
-    "softmax": (
-        "Softmax loss",
-        False,
-        "Cross-entropy of the softmax of a task's scores against its labels over their sum; mean "
-        "over the tasks whose labels differ.",
-    ),
-    "pairwise": (
-        "Pairwise loss",
-        False,
-        "Mean of log(1 + exp(lower - higher)) over a task's pairs of rows with different labels, "
-        "of their scores; mean over the tasks that have such.",
-    ),
-    "mrr": ("MRR", True, f"1 / the rank of a task's best positive row; {_OVER_TASKS}."),
-    "ndcg": (
-        "nDCG@{k}",
-        True,
-        "DCG with gain = {gain}, discount log2(1 + rank), over the ideal order's; mean over tasks.",
-    ),
-    "hr": (
-        "HR@{k}",
-        True,
-        f"Hit rate: whether a task's {{k}} best rows hold a positive one; {_OVER_TASKS}.",
-    ),
-    "p": ("P@{k}", True, f"Positive rows among a task's {{k}} best, over {{k}}; {_OVER_TASKS}."),
-    "recall": (
-        "Recall@{k}",
-        True,
-        f"Share of a task's positive rows among its {{k}} best; {_OVER_TASKS}.",
-    ),
-}
 
 
 def is_metric(name: str) -> bool:
     """Return whether a metric of this release, or of a package of somebody's own, has that name;
     no name with a label behind it is one."""
-    return bool(_parsed(name)[0]) or (not label_of(name)[1] and is_own(name))
+    return bool(parsed(name)[0]) or (not label_of(name)[1] and is_own(name))
 
 
 def not_ours(names: Iterable[str]) -> list[str]:
     """Return the names that no metric of this release has; an empty one stands for none at all."""
-    return [name for name in names if name and not _parsed(name)[0]]
+    return [name for name in names if name and not parsed(name)[0]]
 
 
 def metric_infos(scoring: Scoring) -> dict[str, MetricInfo]:
@@ -341,171 +217,11 @@ def metric_infos(scoring: Scoring) -> dict[str, MetricInfo]:
     return {name: scoring.info(name) for name in scoring.names}
 
 
-def evaluate_split(
-    label: Array, prediction: Array, task: Array, scoring: Scoring, names: Sequence[str] = ()
-) -> dict[str, Value]:
-    """Return the metrics of one split: those of the scoring, or `names`.
-
-    label_N, prediction_N (probabilities for bce, ratings for other losses) and task_N (any
-    integers) are aligned rows. Raises ValueError where their shapes differ.
+def parsed(name: str) -> tuple[str, int | None]:
+    """Return the family of a metric's name and its K, None for a whole one; no family for the name
+    of none of ours.
     """
-    terms = split_terms(label, prediction, task, scoring, names, resampled=False)
-    return {name: Value(one.value, one.num_tasks, one.reason) for name, one in terms.items()}
-
-
-def split_terms(
-    label: Array,
-    prediction: Array,
-    task: Array,
-    scoring: Scoring,
-    names: Sequence[str] = (),
-    places_N2: Array | None = None,
-    resampled: bool = True,
-    tasks: Array | None = None,
-) -> dict[str, Terms]:
-    """Return the metrics of a split as sums over its tasks, by rising id, or over `tasks`, rising
-    ones of which some may have no row; `names` picks some.
-
-    `places_N2` has of each positive row how many sampled candidates score above it and how many the
-    same, -1 of other rows: what metrics over candidates are made of. Without `resampled` metrics of
-    somebody's own have their value alone, for a fiftieth of the time: see own_terms.
-    """
-    label_N, score_N, task_N = _checked(label, prediction, task)
-    ids_T = np.unique(task_N) if tasks is None else tasks
-    code_N = np.searchsorted(ids_T, task_N)
-    chosen = tuple(names) or scoring.names
-    reason = unusable(score_N)
-    if reason:
-        return dict.fromkeys(chosen, undefined(ids_T.size, reason))
-    maker = _maker(label_N, score_N, code_N, ids_T.size, scoring.threshold)
-
-    def over_candidates(name: str) -> Terms:
-        if places_N2 is None:
-            return undefined(ids_T.size, "no candidates were sampled")
-        return candidate_terms(*_parsed(name), places_N2, code_N, ids_T.size)
-
-    def terms_of(name: str) -> Terms:
-        if not _parsed(name)[0]:
-            return own_terms(name, label_N, score_N, code_N, ids_T.size, resampled)
-        return over_candidates(name) if scoring.is_over_candidates(name) else maker(name)
-
-    return {name: terms_of(name) for name in chosen}
-
-
-def auc(label: Array, score: Array) -> float:
-    """Return the area under the ROC curve: P(a positive scores above a negative), ties half.
-
-    A positive has a label of at least 0.5. NaN when a class is missing or a score is not finite.
-
-    >>> auc(np.array([0, 0, 1, 1]), np.array([0.1, 0.4, 0.4, 0.8]))
-    0.875
-    """
-    label_N, score_N, _ = _checked(label, score, np.zeros(np.shape(label), np.int64))
-    return auc_terms(label_N >= 0.5, score_N, np.zeros(label_N.size, np.int64), 1).value
-
-
-def gauc(label: Array, score: Array, task: Array) -> float:
-    """Return the AUC inside each task, weighted by its rows; see gauc_terms.
-
-    >>> score = np.array([0.1, 0.9, 0.8, 0.3, 0.4])
-    >>> gauc(np.array([0, 1, 0, 1, 1]), score, np.array([7, 7, 8, 8, 8]))
-    0.4
-    """
-    label_N, score_N, task_N = _checked(label, score, task)
-    ids_T, code_N = np.unique(task_N, return_inverse=True)
-    return gauc_terms(rank_within_tasks(label_N, score_N, code_N, ids_T.size), 0.5).value
-
-
-def ndcg_at_k(label: Array, score: Array, task: Array, k: int, gain: Gain = "linear") -> float:
-    """Return the normalised discounted cumulative gain of a task's k best rows, mean over tasks;
-    see ndcg_terms.
-
-    >>> ndcg_at_k(np.array([5.0, 4.0]), np.array([0.2, 0.7]), np.array([1, 1]), k=1)
-    0.8
-    """
-    label_N, score_N, task_N = _checked(label, score, task)
-    if k < 1:
-        raise ValueError(f"nDCG@{k} does not exist: k must be at least 1. Pass k >= 1.")
-    ids_T, code_N = np.unique(task_N, return_inverse=True)
-    ranked = rank_within_tasks(label_N, score_N, code_N, ids_T.size)
-    ideal = rank_within_tasks(label_N, label_N, code_N, ids_T.size)
-    return ndcg_terms(ranked, ideal, k, gain).value
-
-
-def logloss(label: Array, probability: Array) -> float:
-    """Return the mean negative log-likelihood in nats, clipped at the epsilon of float32."""
-    label_N, probability_N, _ = _checked(label, probability, np.zeros(np.shape(label), np.int64))
-    return mean_of(logloss_N(label_N, probability_N))
-
-
-def mae(label: Array, prediction: Array) -> float:
-    """Return the mean absolute error over all rows, in the label's unit."""
-    label_N, prediction_N, _ = _checked(label, prediction, np.zeros(np.shape(label), np.int64))
-    return mean_of(np.abs(prediction_N - label_N))
-
-
-def rmse(label: Array, prediction: Array) -> float:
-    """Return the root of the mean squared error over all rows, in the label's unit."""
-    label_N, prediction_N, _ = _checked(label, prediction, np.zeros(np.shape(label), np.int64))
-    return float(np.sqrt(mean_of(np.square(prediction_N - label_N))))
-
-
-def _parsed(name: str) -> tuple[str, int | None]:
-    """Return a metric's family and its K, None for a whole one; no family for a name of none."""
     if name in WHOLE_NAMES:
         return name, None
     found = re.fullmatch(rf"({'|'.join(CUT_NAMES)})@([0-9]{{1,6}})", name)
     return (found[1], int(found[2])) if found else ("", None)
-
-
-def _checked(label: Array, score: Array, task: Array) -> tuple[Floats, Floats, Ints]:
-    shapes = (np.shape(label), np.shape(score), np.shape(task))
-    if len(set(shapes)) != 1 or len(shapes[0]) != 1:
-        raise ValueError(
-            f"label, prediction and task have the shapes {shapes}: they must be one-dimensional "
-            "and equally long, one entry per row. Pass the columns of one table."
-        )
-    return np.asarray(label, np.float64), np.asarray(score, np.float64), np.asarray(task, np.int64)
-
-
-def _maker(
-    label_N: Floats, score_N: Floats, code_N: Ints, num_tasks: int, threshold: float
-) -> Callable[[str], Terms]:
-    """Return what makes the terms of a metric by its name."""
-    error_N = score_N - label_N
-
-    @functools.cache  # the sort is most of the work, and most metrics share it
-    def ranked() -> RankedRows:
-        return rank_within_tasks(label_N, score_N, code_N, num_tasks)
-
-    @functools.cache
-    def ideal() -> RankedRows:
-        return rank_within_tasks(label_N, label_N, code_N, num_tasks)
-
-    @functools.cache
-    def ties() -> Ties:
-        return ties_of(ranked(), threshold)
-
-    def made(name: str) -> Terms:
-        family, k = _parsed(name)
-        makers: dict[str, Callable[[], Terms]] = {
-            "auc": lambda: auc_terms(label_N >= threshold, score_N, code_N, num_tasks),
-            "pr_auc": lambda: pr_auc_terms(label_N >= threshold, score_N, code_N, num_tasks),
-            "gauc": lambda: gauc_terms(ranked(), threshold),
-            "logloss": lambda: mean_over_rows(logloss_N(label_N, score_N), code_N, num_tasks),
-            "ece": lambda: ece_terms(label_N, score_N, code_N, num_tasks),
-            "mae": lambda: mean_over_rows(np.abs(error_N), code_N, num_tasks),
-            "rmse": lambda: mean_over_rows(np.square(error_N), code_N, num_tasks, is_root=True),
-            **{
-                loss: functools.partial(list_loss_terms, loss, label_N, score_N, code_N, num_tasks)
-                for loss in LIST_LOSSES
-            },
-            "mrr": lambda: mrr_terms(ties()),
-            "ndcg": lambda: ndcg_terms(ranked(), ideal(), k or 0, "linear"),
-            "hr": lambda: hit_terms(ties(), k or 0),
-            "p": lambda: precision_terms(ties(), k or 0),
-            "recall": lambda: recall_terms(ties(), k or 0),
-        }
-        return makers[family]()
-
-    return made

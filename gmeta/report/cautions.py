@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from gmeta.metrics.catalogue import MetricInfo
+from gmeta.metrics.texts import MetricInfo
 from gmeta.report.evaluation import Caution, Comparison, Group
 
 # The yardstick that knows neither features nor gradients: nobody would take a model below it.

@@ -6,7 +6,7 @@ from textwrap import fill
 
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from gmeta.metrics.catalogue import MetricInfo
+from gmeta.metrics.texts import MetricInfo
 from gmeta.report.curves import activity_chart, support_limit_chart
 from gmeta.report.evaluation import (
     STAGES,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
-from gmeta.metrics.catalogue import MetricInfo
+from gmeta.metrics.texts import MetricInfo
 from gmeta.report.evaluation import Evaluation, Group
 from gmeta.report.lines import WHISKERS, count, draw_lines
 from gmeta.report.render import Axes, Chart, Panel, Series

@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from gmeta.metrics.catalogue import Loss, MetricInfo
+from gmeta.metrics.catalogue import Loss
+from gmeta.metrics.texts import MetricInfo
 
 SCHEMA = "gmeta.evaluation/1"
 Stage: TypeAlias = Literal["before", "after"]

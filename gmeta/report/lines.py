@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gmeta.metrics.catalogue import MetricInfo
+from gmeta.metrics.texts import MetricInfo
 from gmeta.report.evaluation import Estimate, Result
 from gmeta.report.render import Axes, Series
 

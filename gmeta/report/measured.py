@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gmeta.metrics.catalogue import MetricInfo, Scoring, split_terms
+from gmeta.metrics.catalogue import Scoring
+from gmeta.metrics.scores import split_terms
 from gmeta.metrics.terms import Floats, Terms
+from gmeta.metrics.texts import MetricInfo
 from gmeta.report.evaluation import Difference, Estimate, Stage, Verdict
 from gmeta.report.intervals import Interval, bootstrap_values, percentile_interval
 from gmeta.report.runs import SplitRows

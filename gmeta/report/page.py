@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from gmeta.metrics.catalogue import MetricInfo
+from gmeta.metrics.texts import MetricInfo
 from gmeta.report.charts import label_charts
 from gmeta.report.evaluation import (
     STAGES,

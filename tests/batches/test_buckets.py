@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.rows.rectangles import RECTANGLE_WORK, PaddedTasks
+from gmeta.adaptation.rows.rectangles import PaddedTasks
 from gmeta.batches.buckets import ROWS, TASKS, Series
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.graphs import shape_of
+from gmeta.batches.groups import RECTANGLE_WORK
 from gmeta.build import build_learner
 from gmeta.learner import MetaLearner
 from gmeta_models import ModelConfig

@@ -10,8 +10,9 @@ from gmeta.adaptation.ranking import list_losses
 from gmeta.adaptation.rows.ragged import RowLayout
 from gmeta.errors import ConfigError
 from gmeta.metrics import list_losses as metric
-from gmeta.metrics.catalogue import Scoring, evaluate_split
+from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.config import EvaluationConfig
+from gmeta.metrics.scores import evaluate_split
 
 LENGTHS = [5, 1, 3, 2, 6]  # the fourth task has equal labels
 

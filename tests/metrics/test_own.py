@@ -7,16 +7,10 @@ import pytest
 
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.metrics import own
-from gmeta.metrics.catalogue import (
-    Scoring,
-    evaluate_split,
-    is_metric,
-    label_of,
-    not_ours,
-    split_terms,
-)
+from gmeta.metrics.catalogue import Scoring, is_metric, label_of, not_ours
 from gmeta.metrics.config import EvaluationConfig
 from gmeta.metrics.own import NUM_GROUPS, Metric, check_trusted
+from gmeta.metrics.scores import evaluate_split, split_terms
 from gmeta.metrics.terms import Floats, Ints
 from gmeta.report.intervals import bootstrap_values, percentile_interval
 

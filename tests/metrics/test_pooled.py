@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score
 
-from gmeta.metrics.catalogue import Scoring, evaluate_split, split_terms
+from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.config import EvaluationConfig
+from gmeta.metrics.scores import evaluate_split, split_terms
 from gmeta.metrics.terms import Array
 from tests.metrics.slow import few_rows, weighted
 

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gmeta.metrics.catalogue import Scoring, evaluate_split
+from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.config import EvaluationConfig
+from gmeta.metrics.scores import evaluate_split
 from tests.metrics.slow import few_rows, mean_over_tasks
 
 NAMES = ("hr@1", "hr@3", "p@1", "p@3", "p@9", "recall@2", "mrr", "ndcg@3")

@@ -6,7 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from gmeta.metrics.catalogue import Scoring, evaluate_split
+from gmeta.metrics.catalogue import Scoring
+from gmeta.metrics.scores import evaluate_split
 from gmeta.report.charts import charts_of
 from gmeta.report.console import console_table
 from gmeta.report.evaluation import to_json

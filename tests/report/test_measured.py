@@ -7,8 +7,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from gmeta.metrics.catalogue import Scoring, evaluate_split
+from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.config import EvaluationConfig
+from gmeta.metrics.scores import evaluate_split
 from gmeta.report.measured import measure
 from gmeta.report.runs import EvaluatedRun, SplitRows, draws_of_split
 from gmeta.report.summarise import summarise

@@ -6,7 +6,8 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from gmeta.metrics.catalogue import Loss, logloss, mae
+from gmeta.metrics.catalogue import Loss
+from gmeta.metrics.scores import logloss, mae
 from gmeta.yardstick.bias import (
     FEW_PRIORS,
     PRIORS,

@@ -13,8 +13,9 @@ import pytest
 from gmeta.batches.views import STORED, View
 from gmeta.config import config_from_dict
 from gmeta.errors import ConfigError, UserError
-from gmeta.metrics.catalogue import Scoring, split_terms
+from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.config import EvaluationConfig
+from gmeta.metrics.scores import split_terms
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.yardstick import candidates
 from gmeta.yardstick.candidates import Candidates, candidates_of, places_N2

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gmeta.adaptation.rows.rectangles import (
+from gmeta.batches.groups import (
     MOST_RECTANGLES,
     PADDING_SHARE,
     RECTANGLE_WORK,
@@ -49,8 +49,8 @@ def test_on_cuda_ragged_tasks_are_cut_only_where_padding_costs_more_than_launche
 
 
 def test_the_first_cut_is_the_best_of_all_by_either_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gmeta.adaptation.rows.rectangles.MOST_RECTANGLES", 2)
-    monkeypatch.setattr("gmeta.adaptation.rows.rectangles.PADDING_SHARE", 0.0)
+    monkeypatch.setattr("gmeta.batches.groups.MOST_RECTANGLES", 2)
+    monkeypatch.setattr("gmeta.batches.groups.PADDING_SHARE", 0.0)
     rng = random.Random(3)
     for _ in range(200):
         widest = rng.choice([(1, 30), (30, 1), (9, 9)])  # one side may be alike in all tasks

@@ -15,23 +15,21 @@ from sklearn.metrics import (
     root_mean_squared_error,
 )
 
-import gmeta.metrics.catalogue
+import gmeta.metrics.scores
 from gmeta.errors import ConfigError
-from gmeta.metrics.catalogue import (
-    Loss,
-    Scoring,
+from gmeta.metrics.catalogue import Loss, Scoring, metric_infos
+from gmeta.metrics.config import EvaluationConfig
+from gmeta.metrics.ranking import Gain
+from gmeta.metrics.scores import (
     auc,
     evaluate_split,
     gauc,
     logloss,
     mae,
-    metric_infos,
     ndcg_at_k,
     rmse,
     split_terms,
 )
-from gmeta.metrics.config import EvaluationConfig
-from gmeta.metrics.ranking import Gain
 from gmeta.metrics.terms import Array, Terms
 
 # N rows, T tasks
@@ -88,7 +86,7 @@ def value_of_sums(terms: Terms) -> float:
 
 
 def test_the_examples_in_the_docstrings_run() -> None:
-    outcome = doctest.testmod(gmeta.metrics.catalogue)
+    outcome = doctest.testmod(gmeta.metrics.scores)
     assert outcome.attempted >= 3
     assert outcome.failed == 0
 

@@ -1,0 +1,200 @@
+"""The functions that measure predictions by the metrics of the catalogue; exact, in O(n log n)."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from gmeta.metrics.catalogue import LIST_LOSSES, Scoring, parsed
+from gmeta.metrics.list_losses import list_loss_terms
+from gmeta.metrics.own import own_terms
+from gmeta.metrics.pooled import auc_terms, ece_terms, logloss_N, pr_auc_terms
+from gmeta.metrics.ranking import (
+    Gain,
+    RankedRows,
+    Ties,
+    candidate_terms,
+    gauc_terms,
+    hit_terms,
+    mrr_terms,
+    ndcg_terms,
+    precision_terms,
+    rank_within_tasks,
+    recall_terms,
+    ties_of,
+)
+from gmeta.metrics.terms import (
+    Array,
+    Floats,
+    Ints,
+    Terms,
+    Value,
+    mean_of,
+    mean_over_rows,
+    undefined,
+    unusable,
+)
+
+# N rows, T tasks
+
+
+def evaluate_split(
+    label: Array, prediction: Array, task: Array, scoring: Scoring, names: Sequence[str] = ()
+) -> dict[str, Value]:
+    """Return the metrics of one split: those of the scoring, or `names`.
+
+    label_N, prediction_N (probabilities for bce, ratings for other losses) and task_N (any
+    integers) are aligned rows. Raises ValueError where their shapes differ.
+    """
+    terms = split_terms(label, prediction, task, scoring, names, resampled=False)
+    return {name: Value(one.value, one.num_tasks, one.reason) for name, one in terms.items()}
+
+
+def split_terms(
+    label: Array,
+    prediction: Array,
+    task: Array,
+    scoring: Scoring,
+    names: Sequence[str] = (),
+    places_N2: Array | None = None,
+    resampled: bool = True,
+    tasks: Array | None = None,
+) -> dict[str, Terms]:
+    """Return the metrics of a split as sums over its tasks, by rising id, or over `tasks`, rising
+    ones of which some may have no row; `names` picks some.
+
+    `places_N2` has of each positive row how many sampled candidates score above it and how many the
+    same, -1 of other rows: what metrics over candidates are made of. Without `resampled` metrics of
+    somebody's own have their value alone, for a fiftieth of the time: see own_terms.
+    """
+    label_N, score_N, task_N = _checked(label, prediction, task)
+    ids_T = np.unique(task_N) if tasks is None else tasks
+    code_N = np.searchsorted(ids_T, task_N)
+    chosen = tuple(names) or scoring.names
+    reason = unusable(score_N)
+    if reason:
+        return dict.fromkeys(chosen, undefined(ids_T.size, reason))
+    maker = _maker(label_N, score_N, code_N, ids_T.size, scoring.threshold)
+
+    def over_candidates(name: str) -> Terms:
+        if places_N2 is None:
+            return undefined(ids_T.size, "no candidates were sampled")
+        return candidate_terms(*parsed(name), places_N2, code_N, ids_T.size)
+
+    def terms_of(name: str) -> Terms:
+        if not parsed(name)[0]:
+            return own_terms(name, label_N, score_N, code_N, ids_T.size, resampled)
+        return over_candidates(name) if scoring.is_over_candidates(name) else maker(name)
+
+    return {name: terms_of(name) for name in chosen}
+
+
+def auc(label: Array, score: Array) -> float:
+    """Return the area under the ROC curve: P(a positive scores above a negative), ties half.
+
+    A positive has a label of at least 0.5. NaN when a class is missing or a score is not finite.
+
+    >>> auc(np.array([0, 0, 1, 1]), np.array([0.1, 0.4, 0.4, 0.8]))
+    0.875
+    """
+    label_N, score_N, _ = _checked(label, score, np.zeros(np.shape(label), np.int64))
+    return auc_terms(label_N >= 0.5, score_N, np.zeros(label_N.size, np.int64), 1).value
+
+
+def gauc(label: Array, score: Array, task: Array) -> float:
+    """Return the AUC inside each task, weighted by its rows; see gauc_terms.
+
+    >>> score = np.array([0.1, 0.9, 0.8, 0.3, 0.4])
+    >>> gauc(np.array([0, 1, 0, 1, 1]), score, np.array([7, 7, 8, 8, 8]))
+    0.4
+    """
+    label_N, score_N, task_N = _checked(label, score, task)
+    ids_T, code_N = np.unique(task_N, return_inverse=True)
+    return gauc_terms(rank_within_tasks(label_N, score_N, code_N, ids_T.size), 0.5).value
+
+
+def ndcg_at_k(label: Array, score: Array, task: Array, k: int, gain: Gain = "linear") -> float:
+    """Return the normalised discounted cumulative gain of a task's k best rows, mean over tasks;
+    see ndcg_terms.
+
+    >>> ndcg_at_k(np.array([5.0, 4.0]), np.array([0.2, 0.7]), np.array([1, 1]), k=1)
+    0.8
+    """
+    label_N, score_N, task_N = _checked(label, score, task)
+    if k < 1:
+        raise ValueError(f"nDCG@{k} does not exist: k must be at least 1. Pass k >= 1.")
+    ids_T, code_N = np.unique(task_N, return_inverse=True)
+    ranked = rank_within_tasks(label_N, score_N, code_N, ids_T.size)
+    ideal = rank_within_tasks(label_N, label_N, code_N, ids_T.size)
+    return ndcg_terms(ranked, ideal, k, gain).value
+
+
+def logloss(label: Array, probability: Array) -> float:
+    """Return the mean negative log-likelihood in nats, clipped at the epsilon of float32."""
+    label_N, probability_N, _ = _checked(label, probability, np.zeros(np.shape(label), np.int64))
+    return mean_of(logloss_N(label_N, probability_N))
+
+
+def mae(label: Array, prediction: Array) -> float:
+    """Return the mean absolute error over all rows, in the label's unit."""
+    label_N, prediction_N, _ = _checked(label, prediction, np.zeros(np.shape(label), np.int64))
+    return mean_of(np.abs(prediction_N - label_N))
+
+
+def rmse(label: Array, prediction: Array) -> float:
+    """Return the root of the mean squared error over all rows, in the label's unit."""
+    label_N, prediction_N, _ = _checked(label, prediction, np.zeros(np.shape(label), np.int64))
+    return float(np.sqrt(mean_of(np.square(prediction_N - label_N))))
+
+
+def _checked(label: Array, score: Array, task: Array) -> tuple[Floats, Floats, Ints]:
+    shapes = (np.shape(label), np.shape(score), np.shape(task))
+    if len(set(shapes)) != 1 or len(shapes[0]) != 1:
+        raise ValueError(
+            f"label, prediction and task have the shapes {shapes}: they must be one-dimensional "
+            "and equally long, one entry per row. Pass the columns of one table."
+        )
+    return np.asarray(label, np.float64), np.asarray(score, np.float64), np.asarray(task, np.int64)
+
+
+def _maker(
+    label_N: Floats, score_N: Floats, code_N: Ints, num_tasks: int, threshold: float
+) -> Callable[[str], Terms]:
+    """Return what makes the terms of a metric by its name."""
+    error_N = score_N - label_N
+
+    @functools.cache  # the sort is most of the work, and most metrics share it
+    def ranked() -> RankedRows:
+        return rank_within_tasks(label_N, score_N, code_N, num_tasks)
+
+    @functools.cache
+    def ideal() -> RankedRows:
+        return rank_within_tasks(label_N, label_N, code_N, num_tasks)
+
+    @functools.cache
+    def ties() -> Ties:
+        return ties_of(ranked(), threshold)
+
+    def made(name: str) -> Terms:
+        family, k = parsed(name)
+        makers: dict[str, Callable[[], Terms]] = {
+            "auc": lambda: auc_terms(label_N >= threshold, score_N, code_N, num_tasks),
+            "pr_auc": lambda: pr_auc_terms(label_N >= threshold, score_N, code_N, num_tasks),
+            "gauc": lambda: gauc_terms(ranked(), threshold),
+            "logloss": lambda: mean_over_rows(logloss_N(label_N, score_N), code_N, num_tasks),
+            "ece": lambda: ece_terms(label_N, score_N, code_N, num_tasks),
+            "mae": lambda: mean_over_rows(np.abs(error_N), code_N, num_tasks),
+            "rmse": lambda: mean_over_rows(np.square(error_N), code_N, num_tasks, is_root=True),
+            **{
+                loss: functools.partial(list_loss_terms, loss, label_N, score_N, code_N, num_tasks)
+                for loss in LIST_LOSSES
+            },
+            "mrr": lambda: mrr_terms(ties()),
+            "ndcg": lambda: ndcg_terms(ranked(), ideal(), k or 0, "linear"),
+            "hr": lambda: hit_terms(ties(), k or 0),
+            "p": lambda: precision_terms(ties(), k or 0),
+            "recall": lambda: recall_terms(ties(), k or 0),
+        }
+        return makers[family]()
+
+    return made
