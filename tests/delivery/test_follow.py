@@ -3,12 +3,14 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 import gmeta
+from gmeta.delivery import pieces
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.packing import pack
 from gmeta.errors import UserError
@@ -127,3 +129,26 @@ def test_the_server_reloads_from_a_channel(tmp_path: Path) -> None:
         assert service.reload()
         assert values(post(service, request_of(ROWS))).tolist() == before.tolist()
         assert get(service, "/status").json()["refused"] is None
+
+
+def test_work_in_small_pieces_rests_and_lets_other_threads_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, rests = [0.0], []
+
+    def slept(rest_s: float) -> None:
+        rests.append(clock[0])
+        clock[0] += rest_s
+
+    monkeypatch.setattr(pieces, "time", SimpleNamespace(perf_counter=lambda: clock[0], sleep=slept))
+
+    def piece() -> None:
+        clock[0] += 0.00012
+
+    with pieces.in_small_pieces():
+        for _ in range(9):
+            piece()
+    assert len(rests) == 3
+    assert np.diff(rests).min() > 10 * 0.00036  # what it works before each rest
+    piece()
+    assert len(rests) == 3  # none behind the block
