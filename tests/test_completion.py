@@ -46,7 +46,7 @@ def test_config_keys_and_their_values(script: str) -> None:
         assert set(found) == {key for key in keys if key.startswith("outer.")}
     # bash makes three words of outer.loss=bce.
     assert completed(script, "gmeta", "train", "x.toml", "outer.loss", "=") == [
-        *("bce", "mse", "huber", "mae")
+        *("bce", "mse", "huber", "mae", "softmax", "pairwise")
     ]
     assert completed(script, "gmeta", "train", "x.toml", "outer.loss", "=", "h") == ["huber"]
     assert completed(script, "gmeta", "train", "x.toml", "data.shuffle", "=", "f") == ["false"]

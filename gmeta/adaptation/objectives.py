@@ -64,8 +64,7 @@ class LabelLosses(NamedTuple):
         self, logits: Tensor, label: Tensor, weight: Tensor | None, lists: Lists
     ) -> Tensor:
         """Return the loss of each row, in float32 at least; see `known_labels`."""
-        counted = torch.ones_like(label) if weight is None else weight
-        losses = self._losses(logits, known_labels(label, weight), counted, lists)
+        losses = self._losses(logits, known_labels(label, weight), weight, lists)
         losses = losses if weight is None else losses * weight.to(losses.dtype)
         losses = self.scaled(losses)
         return losses if len(self.losses) == 1 else losses.sum(dim=1)
@@ -84,12 +83,13 @@ class LabelLosses(NamedTuple):
         """Return how far each label is above its prediction, of a ranking loss the way in which it
         pulls the output; 0 where it is not known.
         """
-        known = (torch.ones_like(label) if weight is None else weight > 0).to(label.dtype)
+        known = None if weight is None else (weight > 0).to(label.dtype)
 
-        def error(loss: LossFunction, logit: Tensor, label: Tensor, known: Tensor) -> Tensor:
+        def error(loss: LossFunction, logit: Tensor, label: Tensor, known: Tensor | None) -> Tensor:
             if loss.ranks:
                 return -list_slopes(loss.kind, in_float32(logit), label, known, lists)
-            return torch.where(known > 0, errors_N(loss, logit, label), 0.0)
+            errors = errors_N(loss, logit, label)
+            return errors if known is None else torch.where(known > 0, errors, 0.0)
 
         return self._of_each(error, logits, known_labels(label, weight), known)
 
@@ -132,10 +132,12 @@ class LabelLosses(NamedTuple):
                 found[at] = found[at] * (1.0 - share_N * torch.sigmoid(own[at]))
         return torch.stack(found, dim=1)
 
-    def _losses(self, logits: Tensor, label: Tensor, weight: Tensor, lists: Lists) -> Tensor:
+    def _losses(self, logits: Tensor, label: Tensor, weight: Tensor | None, lists: Lists) -> Tensor:
         """Return the loss of each label; one that weighs 0 is in no list."""
 
-        def losses(loss: LossFunction, logit: Tensor, label: Tensor, weight: Tensor) -> Tensor:
+        def losses(
+            loss: LossFunction, logit: Tensor, label: Tensor, weight: Tensor | None
+        ) -> Tensor:
             if loss.ranks:
                 return list_losses(loss.kind, in_float32(logit), label, weight, lists)
             return row_losses_N(loss, logit, label)
@@ -150,12 +152,14 @@ class LabelLosses(NamedTuple):
                 joint[at] = own[at] - _softplus(_softplus(own[at]) - joint[before])
         return joint
 
-    def _of_each(self, function: Callable[..., Tensor], *of_labels: Tensor) -> Tensor:
-        """Return the function's value of each label by its own loss."""
+    def _of_each(self, function: Callable[..., Tensor], *of_labels: Tensor | None) -> Tensor:
+        """Return the function's value of each label by its own loss; None is that of all."""
         if len(set(self.losses)) == 1:
             return function(self.losses[0], *of_labels)
-        columns = zip(self.losses, *(each.unbind(dim=1) for each in of_labels), strict=True)
-        return torch.stack([function(*column) for column in columns], dim=1)
+        none = [None] * len(self.losses)
+        columns = [none if each is None else each.unbind(dim=1) for each in of_labels]
+        found = [function(*one) for one in zip(self.losses, *columns, strict=True)]
+        return torch.stack(found, dim=1)
 
 
 class Objectives(NamedTuple):

@@ -39,28 +39,37 @@ class Lists(Protocol):
         """Return blocks as rows [N, X], the inverse of `blocks`."""
 
 
-def list_losses(kind: str, output: Tensor, label: Tensor, weight: Tensor, lists: Lists) -> Tensor:
+def list_losses(
+    kind: str, output: Tensor, label: Tensor, weight: Tensor | None, lists: Lists
+) -> Tensor:
     """Return l_n of each row, in the shape and the precision of the outputs: [N] or [N, L].
 
-    The weights only say, by 0, which labels are not known.
+    The weights only say, by 0, which labels are not known; None: all are.
     """
     of_block = _softmax_losses if kind == "softmax" else _pair_losses
     return _by_list(of_block, lists, output, label, weight)
 
 
-def list_slopes(kind: str, output: Tensor, label: Tensor, weight: Tensor, lists: Lists) -> Tensor:
+def list_slopes(
+    kind: str, output: Tensor, label: Tensor, weight: Tensor | None, lists: Lists
+) -> Tensor:
     """Return the gradient of the weighted sum of these losses at the outputs, differentiable once
-    more.
+    more. None: each weighs 1.
     """
     of_block = _softmax_slopes if kind == "softmax" else _pair_slopes
     return _by_list(of_block, lists, output, label, weight)
 
 
 def _by_list(
-    of_block: Callable[[Tensor, Tensor, Tensor], Tensor], lists: Lists, *rows: Tensor
+    of_block: Callable[[Tensor, Tensor, Tensor], Tensor],
+    lists: Lists,
+    output: Tensor,
+    label: Tensor,
+    weight: Tensor | None,
 ) -> Tensor:
     """Return what the function makes of outputs, labels and weights [T, R] of each block."""
-    dtype, found = rows[0].dtype, []
+    rows = output, label, torch.ones_like(label) if weight is None else weight
+    dtype, found = output.dtype, []
     columns = [each.to(dtype).view(len(each), -1 if each.numel() else 1) for each in rows]
     for parts in zip(*map(lists.blocks, columns), strict=True):
         num_tasks, longest, num_labels = parts[0].shape
@@ -68,7 +77,7 @@ def _by_list(
         # Of no row there is no largest label.
         block_TR = of_block(*mine_TR) if longest else mine_TR[0]
         found.append(block_TR.unflatten(0, (num_tasks, num_labels)).mT)
-    return lists.joined(found).view_as(rows[0])
+    return lists.joined(found).view_as(output)
 
 
 def _targets(label_TR: Tensor, weight_TR: Tensor) -> Tensor:

@@ -67,7 +67,8 @@ def test_a_run_ends_with_the_reason() -> None:
         (
             {"run": {"early_stop_metric": "ac:liked"}},
             "run.early_stop_metric = 'ac' is no metric: did you mean auc? Else choose one "
-            "of auc, gauc, pr_auc, logloss, ece, mae, rmse, mrr, ndcg@K, hr@K, p@K, recall@K, with "
+            "of auc, gauc, pr_auc, logloss, ece, mae, rmse, mrr, softmax, pairwise, ndcg@K, hr@K, "
+            "p@K, recall@K, with "
             "a whole number from 1 to 10,000 for K, or name yours as "
             "package.module:Name (docs/extending.md)",
         ),

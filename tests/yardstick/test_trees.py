@@ -1,7 +1,6 @@
 """The trees learn what the bias model cannot say, from draws that obey the stored rule."""
 
 from dataclasses import replace
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -32,7 +31,7 @@ def with_price_effect(rows: EpisodeRows, loss: Loss) -> EpisodeRows:
     return rows
 
 
-@pytest.mark.parametrize("loss", get_args(Loss))
+@pytest.mark.parametrize("loss", ["bce", "mse", "huber", "mae"])
 def test_trees_beat_the_bias_model_by_what_only_a_feature_tells(
     loss: Loss, monkeypatch: pytest.MonkeyPatch
 ) -> None:
