@@ -44,16 +44,25 @@ settings.load_profile("steady")
 EXIT_STATUS = pytest.StashKey[int]()
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Return two workers a core: the suite waits half its time, for ranks and for servers."""
+    return 2 * (os.cpu_count() or 1)
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first: a worker that began one last would keep all others waiting. Those with a
-    test that was given more time are the longest, then come those that start ranks.
+    test that was given more time are the longest, then come those that start ranks. Each worker is
+    given a piece of the list, so the files are dealt out to as many piles.
     """
     long, ranks = (
         {item.path for item in items if item.get_closest_marker(name)}
         for name in ("timeout", "distributed")
     )
     items.sort(key=lambda item: (item.path not in long, item.path not in ranks))
+    num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    piles = {path: at % num_workers for at, path in enumerate(dict.fromkeys(i.path for i in items))}
+    items.sort(key=lambda item: piles[item.path])
 
 
 def pytest_collection_finish() -> None:
