@@ -41,11 +41,11 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.rows.rectangles import PaddedTasks
 from gmeta.batches import groups
 from gmeta.batches.graphs import CudaCapture, shape_of
 from gmeta.learner import MetaLearner
 from gmeta.numerics import autocast, choose_products
+from gmeta.rows.rectangles import PaddedTasks
 from metaio.read.batch import TaskBatch
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 

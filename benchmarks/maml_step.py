@@ -38,9 +38,10 @@ from _synthetic import even_sizes, ragged_sizes, random_batch, single_id_feature
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
-from gmeta.adaptation.objectives import objectives_of
+from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.learner import MetaLearner
+from gmeta.losses.config import LabelsConfig
+from gmeta.losses.objectives import objectives_of
 from gmeta_models import InputSizes, ModelConfig, build_model
 from metaio.read.batch import TaskBatch
 

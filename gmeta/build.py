@@ -12,9 +12,7 @@ import torch
 
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.algorithms.registry import NAMED_ALGORITHMS
-from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
-from gmeta.adaptation.losses import labels_taken_N
-from gmeta.adaptation.objectives import objectives_of
+from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.augment import check_augment
 from gmeta.batches.config import (
     NO_PRIOR,
@@ -30,6 +28,9 @@ from gmeta.errors import ConfigError, GMetaError
 from gmeta.feeds.increment import open_data
 from gmeta.hooks.registry import NAMED_CALLBACKS, NAMED_LOGGERS, find_hooks
 from gmeta.learner import MetaLearner
+from gmeta.losses.config import LabelsConfig
+from gmeta.losses.objectives import objectives_of
+from gmeta.losses.row_losses import labels_taken_N
 from gmeta.metrics.catalogue import label_of, not_ours
 from gmeta.metrics.own import NAMED_METRICS
 from gmeta.outer.early_stop import early_stop_of

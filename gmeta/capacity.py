@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from gmeta.adaptation.config import LabelsConfig
 from gmeta.batches.support_statistics import NO_STATISTICS
 from gmeta.build import build, build_learner
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError, UserError
 from gmeta.learner import MetaLearner
+from gmeta.losses.config import LabelsConfig
 from gmeta.parallel.estimate import RESERVED, Estimate, Speeds, Step, estimate, what_would_fit
 from gmeta.parallel.plan import check_clipping, describe_plan, plan_of_tables, plan_on
 from gmeta.parallel.planner import Cluster, NoPlaceError

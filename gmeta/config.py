@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_type_hints
 
-from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
+from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.config import AugmentConfig, ItemFeaturesConfig, SupportFeaturesConfig
 from gmeta.errors import ConfigError
 from gmeta.files.local import check_local
+from gmeta.losses.config import LabelsConfig
 from gmeta.metrics.config import EvaluationConfig
 from gmeta.settings import describe_settings, read_toml, settings_from_dict
 from gmeta.tables.sharding import ShardingConfig

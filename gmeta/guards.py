@@ -13,22 +13,22 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gmeta.adaptation.rows.common import CommonFeatures
-from gmeta.adaptation.rows.ragged import RowLayout
-from gmeta.adaptation.rows.rectangles import (
+from gmeta.batches.accumulate import MicroBatches
+from gmeta.batches.episodes import Episodes
+from gmeta.errors import GMetaError
+from gmeta.files.whole import whole_file
+from gmeta.parallel.ranks import Ranks, any_rank_later, gather_to_first, value_of_first
+from gmeta.rows.common import CommonFeatures
+from gmeta.rows.ragged import RowLayout
+from gmeta.rows.rectangles import (
     PaddedFeatures,
     PaddedHistory,
     PaddedRows,
     PaddedTasks,
     Rectangle,
 )
-from gmeta.adaptation.rows.sides import Side, Sides, TaskGroups
-from gmeta.adaptation.rows.sparse_matrix import Bags, SparseRows
-from gmeta.batches.accumulate import MicroBatches
-from gmeta.batches.episodes import Episodes
-from gmeta.errors import GMetaError
-from gmeta.files.whole import whole_file
-from gmeta.parallel.ranks import Ranks, any_rank_later, gather_to_first, value_of_first
+from gmeta.rows.sides import Side, Sides, TaskGroups
+from gmeta.rows.sparse_matrix import Bags, SparseRows
 from gmeta.runs.progress import Progress
 
 NAMED_TASKS = 5  # in a message; the saved batch has all of them

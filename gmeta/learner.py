@@ -21,11 +21,7 @@ from gmeta.adaptation.config import PLAIN, AlgorithmConfig
 from gmeta.adaptation.fused.loop import FusedLoop
 from gmeta.adaptation.general_loop import GeneralLoop
 from gmeta.adaptation.learned import NOTHING_LEARNED
-from gmeta.adaptation.objectives import Objectives
 from gmeta.adaptation.plan import AdaptationPlan
-from gmeta.adaptation.rows.ragged import RowLayout
-from gmeta.adaptation.rows.rectangles import PaddedTasks, kind_of_device
-from gmeta.adaptation.rows.sides import Side, Sides, TaskGroups, WorkingRows
 from gmeta.batches.episodes import (
     Episodes,
     plain_rows,
@@ -38,6 +34,10 @@ from gmeta.batches.graphs import Capture, Graphs
 from gmeta.batches.groups import GROUP_WORK, least_gain
 from gmeta.batches.item_statistics import ItemStatistics
 from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
+from gmeta.losses.objectives import Objectives
+from gmeta.rows.ragged import RowLayout
+from gmeta.rows.rectangles import PaddedTasks, kind_of_device
+from gmeta.rows.sides import Side, Sides, TaskGroups, WorkingRows
 from gmeta_models.decision import DecisionModel
 from gmeta_models.table_projections import TableProjections
 from metaio.read.batch import TaskBatch

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.losses import LossFunction, row_losses_N
 from gmeta.adaptation.plan import adaptable_layers
 from gmeta.learner import MetaLearner
+from gmeta.losses.row_losses import LossFunction, row_losses_N
 from gmeta_models.gated import GatedModel, head_layers
 from gmeta_models.inputs import RowInputs
 from metaio.format.features import Features, FeatureSpec, TableSpec

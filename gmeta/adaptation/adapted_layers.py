@@ -24,7 +24,7 @@ from gmeta.adaptation.layer_change import LayerChange, after_step, one_step
 if TYPE_CHECKING:
     from gmeta.adaptation.plan import AdaptationPlan, TaskSize
     from gmeta.adaptation.rates import InnerRates
-    from gmeta.adaptation.rows.ragged import RowLayout
+    from gmeta.rows.ragged import RowLayout
 
 # By layer name: the layer, and what its outputs are multiplied by, then shifted by if M is 2:
 # [T, M, O].

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from gmeta.adaptation.adapted_layers import AdaptedLayers, Gates
 from gmeta.adaptation.layer_change import LayerChange
 from gmeta.adaptation.learned import NOTHING_LEARNED, LearnedParts
-from gmeta.adaptation.losses import weighted_sum
-from gmeta.adaptation.objectives import LabelLosses, Objectives, known_labels
 from gmeta.adaptation.plan import AdaptationPlan, TaskSize
 from gmeta.adaptation.rates import InnerRates, scaled
-from gmeta.adaptation.rows.ragged import RowLayout
-from gmeta.adaptation.rows.sides import Side, Sides, WorkingRows
+from gmeta.losses.objectives import LabelLosses, Objectives, known_labels
+from gmeta.losses.row_losses import weighted_sum
+from gmeta.rows.ragged import RowLayout
+from gmeta.rows.sides import Side, Sides, WorkingRows
 from gmeta_models.decision import DecisionModel
 from gmeta_models.gated import GatedModel, row_layers
 from gmeta_models.inputs import RowInputs

@@ -17,13 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gmeta.adaptation.objectives import label_weights
-from gmeta.adaptation.rows.ragged import RowLayout
-from gmeta.adaptation.rows.rectangles import PaddedTasks
-from gmeta.adaptation.rows.sides import Side, Sides, TaskGroups
-from gmeta.adaptation.rows.sparse_matrix import Bags
 from gmeta.batches.groups import group_tasks
 from gmeta.batches.transfer import moved, packed
+from gmeta.losses.objectives import label_weights
+from gmeta.rows.ragged import RowLayout
+from gmeta.rows.rectangles import PaddedTasks
+from gmeta.rows.sides import Side, Sides, TaskGroups
+from gmeta.rows.sparse_matrix import Bags
 from metaio.read.batch import TaskBatch
 from metaio.read.task_rows import task_rows
 

@@ -12,9 +12,13 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from gmeta.adaptation.objectives import label_weights
-from gmeta.adaptation.rows.common import CommonFeatures
-from gmeta.adaptation.rows.rectangles import (
+from gmeta.batches import buckets
+from gmeta.batches.buckets import FETCHED, LONG_TASKS, ROWS, TASKS, VALUES, Ints
+from gmeta.batches.episodes import Episodes, reading_copies, side_lengths
+from gmeta.batches.groups import RECTANGLE_WORK, TaskGroup, group_tasks, least_gain
+from gmeta.losses.objectives import label_weights
+from gmeta.rows.common import CommonFeatures
+from gmeta.rows.rectangles import (
     FusedLayout,
     PaddedFeatures,
     PaddedHistory,
@@ -22,11 +26,7 @@ from gmeta.adaptation.rows.rectangles import (
     PaddedTasks,
     Rectangle,
 )
-from gmeta.adaptation.rows.sparse_matrix import Bags
-from gmeta.batches import buckets
-from gmeta.batches.buckets import FETCHED, LONG_TASKS, ROWS, TASKS, VALUES, Ints
-from gmeta.batches.episodes import Episodes, reading_copies, side_lengths
-from gmeta.batches.groups import RECTANGLE_WORK, TaskGroup, group_tasks, least_gain
+from gmeta.rows.sparse_matrix import Bags
 from metaio.read.batch import TaskBatch
 
 # Multiply-adds of a product of rows below which to take what tasks share apart, once a task, costs

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gmeta.adaptation.losses import labels_taken_N
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError
+from gmeta.losses.row_losses import labels_taken_N
 from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
 

@@ -18,7 +18,7 @@ def list_loss_terms(
 ) -> Terms:
     """Return the mean over the tasks whose labels differ of `softmax`, the cross-entropy of the
     softmax of its scores against its labels over their sum, or of `pairwise`, the mean of
-    log(1 + e^(z_j - z_i)) over its rows with y_i > y_j; see adaptation/ranking.py. code_N are dense
+    log(1 + e^(z_j - z_i)) over its rows with y_i > y_j; see losses/ranking.py. code_N are dense
     task codes in [0, num_tasks).
     """
     of_task: Callable[[Floats, Floats], float] = _softmax if name == "softmax" else _pairwise

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gmeta.adaptation.rows.ragged import RowLayout
-from gmeta.adaptation.rows.sides import Side, WorkingRows
+from gmeta.rows.ragged import RowLayout
+from gmeta.rows.sides import Side, WorkingRows
 from gmeta.runtimes.forward import Columns, KeyedTables, PaddedInputs
 from gmeta.serving.model import ServedModel
 

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from gmeta.adaptation.losses import labels_taken_N
 from gmeta.errors import UserError
+from gmeta.losses.row_losses import labels_taken_N
 from gmeta.serving.folder import Columns
 from gmeta.serving.rows import EncodedColumns
 from metaio.counted import counted

@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
+from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.config import ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
 from gmeta.config import Loss, config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.files.checked_json import read_json
 from gmeta.files.checksums import FileEntry, differences, entries_of
+from gmeta.losses.config import LabelsConfig
 from gmeta.tables.widths import widths_of_tables
 from gmeta_models.config import ModelConfig
 from metaio.errors import MetaIOError

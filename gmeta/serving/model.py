@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gmeta.adaptation.rows.sides import WorkingRows
 from gmeta.batches.episodes import every_row, reading_copies
 from gmeta.batches.transfer import moved
 from gmeta.errors import UserError
 from gmeta.learner import MetaLearner, QueryPrediction
+from gmeta.rows.sides import WorkingRows
 from gmeta.serving.columns import (
     ColumnEncoder,
     as_table,

@@ -7,10 +7,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
+from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.config import LabelPrior, SupportFeaturesConfig
 from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta.build import build_learner
+from gmeta.losses.config import LabelsConfig
 from gmeta_models import ModelConfig
 from metaio.format.features import Features
 from tests import reference

@@ -13,9 +13,9 @@ from torch.func import functional_call
 
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.losses import LossFunction, row_losses_N
 from gmeta.build import build_learner
 from gmeta.learner import MetaLearner
+from gmeta.losses.row_losses import LossFunction, row_losses_N
 from gmeta_models import InputSizes, ModelConfig, build_model
 from gmeta_models.support_encoder import SupportEncoder, SupportRows
 from metaio.format.features import Features

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.losses import LossFunction, row_losses_N
 from gmeta.build import build_learner
 from gmeta.learner import MetaLearner
+from gmeta.losses.row_losses import LossFunction, row_losses_N
 from gmeta_models import ModelConfig
 from gmeta_models.id_generator import IdGenerator
 from gmeta_models.inputs import RowInputs

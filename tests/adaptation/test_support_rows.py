@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.rows.rectangles import PaddedTasks
-from gmeta.adaptation.rows.sides import Sides
 from gmeta.batches.episodes import support_and_query
 from gmeta.build import build_learner
+from gmeta.rows.rectangles import PaddedTasks
+from gmeta.rows.sides import Sides
 from gmeta_models import ModelConfig
 from metaio.read.batch import TaskBatch
 from tests import reference

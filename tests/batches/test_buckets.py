@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.rows.rectangles import PaddedTasks
 from gmeta.batches.buckets import ROWS, TASKS, Series
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.graphs import shape_of
 from gmeta.batches.groups import RECTANGLE_WORK
 from gmeta.build import build_learner
 from gmeta.learner import MetaLearner
+from gmeta.rows.rectangles import PaddedTasks
 from gmeta_models import ModelConfig
 from tests import reference
 from tests.pretended.learner_steps import HOST, Case, all_cases, distance, learner_of, step_of

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.rows.rectangles import PaddedTasks
 from gmeta.batches import for_fused as blocks
 from gmeta.build import build_learner
+from gmeta.rows.rectangles import PaddedTasks
 from gmeta_models import ModelConfig
 from metaio.format.features import Features
 from metaio.read.batch import TaskBatch

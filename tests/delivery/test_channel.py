@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gmeta.adaptation.config import LabelsConfig
 from gmeta.delivery import channel as channel_module
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.packing import pack
 from gmeta.delivery.whole import whole_version
 from gmeta.errors import GMetaError, UserError
+from gmeta.losses.config import LabelsConfig
 from gmeta.serving.folder import read_config, write_config
 from metaio.errors import DataError
 from tests.commands import gmeta

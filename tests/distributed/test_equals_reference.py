@@ -10,21 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
+from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.accumulate import in_parts
 from gmeta.build import build_learner
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
+from gmeta.losses.config import LabelsConfig
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta_models import ModelConfig
 from metaio.format.features import Features
 from tests import reference
-from tests.adaptation.test_objectives import CONFIGS, NAMES, Labelled, slow_loss
 from tests.adaptation.test_ranking import CONFIGS as RANKED
 from tests.adaptation.test_ranking import LEVELS, slow_row_loss
 from tests.adaptation.test_ranking import NAMES as RANKED_NAMES
 from tests.distributed.harness import on_ranks, steps_of
+from tests.losses.test_objectives import CONFIGS, NAMES, Labelled, slow_loss
 
 MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(6,), bottom=(5,))
 COLUMNS = (2, 1, 2)

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.adaptation.plan import adaptable_layers
-from gmeta.adaptation.rows.ragged import RowLayout
 from gmeta.build import input_sizes
 from gmeta.learner import MetaLearner
+from gmeta.rows.ragged import RowLayout
 from gmeta_models import InputSizes, ModelConfig, build_model
 from gmeta_models.cbml import CBML
 from tests import reference

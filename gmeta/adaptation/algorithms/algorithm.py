@@ -17,7 +17,7 @@ from gmeta_models.config import InputSizes
 if TYPE_CHECKING:
     from gmeta.adaptation.config import AlgorithmConfig
     from gmeta.adaptation.plan import AdaptationPlan
-    from gmeta.adaptation.rows.sides import WorkingRows
+    from gmeta.rows.sides import WorkingRows
 
 Tasks = TypeVar("Tasks", contravariant=True)
 Adapted = TypeVar("Adapted")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gmeta.adaptation.algorithms.algorithm import TableSizes
     from gmeta.adaptation.config import AlgorithmConfig
     from gmeta.adaptation.general_loop import GeneralLoop
-    from gmeta.adaptation.rows.sides import Sides, WorkingRows
+    from gmeta.rows.sides import Sides, WorkingRows
 
 
 def cold_and_query_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gmeta.adaptation.algorithms.algorithm import Adapted, InnerLoop, Tasks
-    from gmeta.adaptation.rows.sides import WorkingRows
+    from gmeta.rows.sides import WorkingRows
 
 
 @dataclass(frozen=True)

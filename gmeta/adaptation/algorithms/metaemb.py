@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from gmeta.adaptation.algorithms.algorithm import TableSizes
     from gmeta.adaptation.general_loop import GeneralLoop
-    from gmeta.adaptation.rows.sides import Sides, WorkingRows
+    from gmeta.rows.sides import Sides, WorkingRows
 
 
 def cold_and_warm_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:

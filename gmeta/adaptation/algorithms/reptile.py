@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from gmeta.adaptation.algorithms.algorithm import Algorithm
-from gmeta.adaptation.losses import weighted_sum
+from gmeta.losses.row_losses import weighted_sum
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gmeta.adaptation.config import AlgorithmConfig
     from gmeta.adaptation.general_loop import GeneralLoop
-    from gmeta.adaptation.rows.sides import Sides, WorkingRows
+    from gmeta.rows.sides import Sides, WorkingRows
 
 
 def reptile_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:

@@ -25,7 +25,7 @@ from gmeta_models.ops.matmul import linear
 if TYPE_CHECKING:
     from gmeta.adaptation.fused.layer_update import Grads, Saved, Sides
     from gmeta.adaptation.rates import LayerRate
-    from gmeta.adaptation.rows.rectangles import PaddedRows
+    from gmeta.rows.rectangles import PaddedRows
 
 _relu_backward = torch.ops.aten.threshold_backward.grad_input
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
-    from gmeta.adaptation.rows.rectangles import Rectangle
+    from gmeta.rows.rectangles import Rectangle
 
     Rectangles = tuple[Rectangle, ...]
     Sides = tuple[Rectangles, Rectangles]

@@ -23,18 +23,18 @@ from gmeta.adaptation.fused.fast_mlp import FastMlp
 from gmeta.adaptation.fused.still_inputs import FirstLayer, StillMlp, first_outputs
 from gmeta.adaptation.plan import TaskSize
 from gmeta.adaptation.rates import LayerRate, WeightRates, scaled
-from gmeta.adaptation.rows.common import CommonInputs
-from gmeta.adaptation.rows.rectangles import FusedLayout, kind_of_device
+from gmeta.rows.common import CommonInputs
+from gmeta.rows.rectangles import FusedLayout, kind_of_device
 from gmeta_models.decision import DecisionModel
 from gmeta_models.gated import GatedModel
 
 if TYPE_CHECKING:
     from gmeta.adaptation.fused.mlp import AdaptedMlp
-    from gmeta.adaptation.objectives import Objectives, RowLoss
     from gmeta.adaptation.plan import AdaptationPlan
     from gmeta.adaptation.rates import InnerRates
-    from gmeta.adaptation.rows.rectangles import PaddedFeatures, PaddedRows, PaddedTasks
-    from gmeta.adaptation.rows.sides import WorkingRows
+    from gmeta.losses.objectives import Objectives, RowLoss
+    from gmeta.rows.rectangles import PaddedFeatures, PaddedRows, PaddedTasks
+    from gmeta.rows.sides import WorkingRows
     from gmeta_models.inputs import RowFeatures
 
 # On any device: it launches a tenth less than autograd would, and keeps less.

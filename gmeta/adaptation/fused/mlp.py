@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gmeta.adaptation.objectives import RowLoss
     from gmeta.adaptation.plan import Path
     from gmeta.adaptation.rates import LayerRate
-    from gmeta.adaptation.rows.rectangles import PaddedRows
+    from gmeta.losses.objectives import RowLoss
+    from gmeta.rows.rectangles import PaddedRows
 
 
 @dataclass(frozen=True)

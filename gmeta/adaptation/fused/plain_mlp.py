@@ -18,7 +18,7 @@ from gmeta.adaptation.layer_change import LayerChange, after_step, one_step
 
 if TYPE_CHECKING:
     from gmeta.adaptation.rates import LayerRate
-    from gmeta.adaptation.rows.rectangles import PaddedRows
+    from gmeta.rows.rectangles import PaddedRows
 
 
 @final

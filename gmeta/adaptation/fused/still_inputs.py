@@ -26,9 +26,9 @@ from gmeta_models.ops.matmul import linear
 if TYPE_CHECKING:
     from gmeta.adaptation.fused.layer_update import Rectangles
     from gmeta.adaptation.fused.mlp import AdaptedMlp
-    from gmeta.adaptation.objectives import RowLoss
     from gmeta.adaptation.rates import LayerRate
-    from gmeta.adaptation.rows.rectangles import PaddedTasks
+    from gmeta.losses.objectives import RowLoss
+    from gmeta.rows.rectangles import PaddedTasks
 
 
 class FirstLayer(NamedTuple):

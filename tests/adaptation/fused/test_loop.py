@@ -20,12 +20,12 @@ from gmeta.adaptation.fused.loop import FusedLoop
 from gmeta.adaptation.fused.mlp import AdaptedMlp
 from gmeta.adaptation.fused.plain_mlp import PlainMlp
 from gmeta.adaptation.plan import AdaptationPlan, Path, TaskSize
-from gmeta.adaptation.rows.rectangles import PaddedTasks
-from gmeta.adaptation.rows.sides import Sides, TaskGroups
 from gmeta.batches.episodes import Episodes, support_and_query
 from gmeta.build import build_learner
 from gmeta.config import load_config
 from gmeta.learner import MetaLearner
+from gmeta.rows.rectangles import PaddedTasks
+from gmeta.rows.sides import Sides, TaskGroups
 from gmeta_models import ModelConfig
 from metaio.recipes.synthetic import SyntheticConfig, features
 from tests import reference

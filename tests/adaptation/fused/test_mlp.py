@@ -13,7 +13,7 @@ from gmeta.adaptation.fused.mlp import AdaptedMlp
 from gmeta.adaptation.fused.plain_mlp import PlainMlp
 from gmeta.adaptation.plan import Path
 from gmeta.adaptation.rates import WeightRates
-from gmeta.adaptation.rows.rectangles import PaddedRows, Rectangle
+from gmeta.rows.rectangles import PaddedRows, Rectangle
 
 WIDTHS = (4, 5, 3, 1)
 Sizes = Sequence[tuple[int, int]]  # tasks and rows of each rectangle

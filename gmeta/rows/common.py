@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gmeta.adaptation.rows.sparse_matrix import Bags
+from gmeta.rows.sparse_matrix import Bags
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gmeta.adaptation.losses import HALVES
-from gmeta.adaptation.objectives import LabelLosses, RowLoss, known_labels
-from gmeta.adaptation.rows.sparse_matrix import Bags
+from gmeta.losses.objectives import LabelLosses, RowLoss, known_labels
+from gmeta.losses.row_losses import HALVES
+from gmeta.rows.sparse_matrix import Bags
 from gmeta_models.inputs import History, RowFeatures
 
 if TYPE_CHECKING:
-    from gmeta.adaptation.rows.common import CommonFeatures
+    from gmeta.rows.common import CommonFeatures
     from gmeta_models.config import Pooling
 
 

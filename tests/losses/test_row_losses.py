@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gmeta.adaptation.losses import LossFunction, row_losses_N, row_slopes_N
+from gmeta.losses.row_losses import LossFunction, row_losses_N, row_slopes_N
 
 LOSSES = [
     LossFunction("bce"),

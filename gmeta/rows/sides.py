@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gmeta.adaptation.rows.ragged import RowLayout
-from gmeta.adaptation.rows.sparse_matrix import Bags
+from gmeta.rows.ragged import RowLayout
+from gmeta.rows.sparse_matrix import Bags
 from gmeta_models.inputs import RowInputs
 
 

@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gmeta.adaptation import ranking
-from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
-from gmeta.adaptation.losses import RANKING
-from gmeta.adaptation.objectives import Objectives
-from gmeta.adaptation.ranking import list_losses, list_slopes
-from gmeta.adaptation.rows.ragged import RowLayout
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.losses import ranking
+from gmeta.losses.config import LabelsConfig
+from gmeta.losses.objectives import Objectives
+from gmeta.losses.ranking import list_losses, list_slopes
+from gmeta.losses.row_losses import RANKING
+from gmeta.rows.ragged import RowLayout
 from tests import reference
 from tests.adaptation.agreement import assert_equals_loop
-from tests.adaptation.test_objectives import HEADS, MODELS, Labelled
+from tests.losses.test_objectives import HEADS, MODELS, Labelled
 
 LEVELS = (0.0, 0.5, 1.0)
 NAMES = ("click", "order", "stars")

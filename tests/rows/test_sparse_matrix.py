@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gmeta.adaptation.rows.sparse_matrix import Bags
+from gmeta.rows.sparse_matrix import Bags
 
 
 def some_bags(lengths: list[int], num_rows: int) -> tuple[Tensor, Tensor, Tensor]:

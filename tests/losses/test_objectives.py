@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
-from gmeta.adaptation.objectives import LabelLosses, Objectives, label_weights, objectives_of
-from gmeta.adaptation.rows.ragged import RowLayout
+from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
+from gmeta.losses.config import LabelsConfig
+from gmeta.losses.objectives import LabelLosses, Objectives, label_weights, objectives_of
+from gmeta.rows.ragged import RowLayout
 from gmeta_models import ModelConfig
 from metaio.format.features import Features
 from tests import reference

@@ -27,18 +27,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gmeta.adaptation.losses import (
+from gmeta.losses.ranking import list_losses, list_slopes
+from gmeta.losses.row_losses import (
     LossFunction,
     errors_N,
     in_float32,
     row_losses_N,
     row_slopes_N,
 )
-from gmeta.adaptation.ranking import list_losses, list_slopes
 
 if TYPE_CHECKING:
-    from gmeta.adaptation.config import LabelsConfig
-    from gmeta.adaptation.ranking import Lists
+    from gmeta.losses.config import LabelsConfig
+    from gmeta.losses.ranking import Lists
 
 
 class LabelLosses(NamedTuple):

@@ -1,0 +1,1 @@
+"""What is learnt of the labels of a row: losses, several of them together, ranking."""
