@@ -84,6 +84,7 @@ def serve(name: str, movielens: Path, requests: TextIO, answers: TextIO) -> None
     except ImportError as error:
         answer({"missing": str(error)})
         return
+    gc.freeze()  # as gmeta train does: what was imported is not searched for garbage in the steps
     answer({"versions": {package: version_of(package) for package in PEERS[name].packages}})
     for line in requests:
         request = json.loads(line)

@@ -35,8 +35,9 @@ class Rectangle(NamedTuple):
     def of(self, rows_NX: Tensor) -> Tensor:
         """Return a view of these rows of a contiguous tensor: [tasks, rows, X]."""
         count = self.tasks * self.rows
-        mine_NX = rows_NX if count == len(rows_NX) else rows_NX.narrow(0, self.first, count)
-        return mine_NX.view(self.tasks, self.rows, rows_NX.shape[1])
+        num_rows, width = rows_NX.shape
+        mine_NX = rows_NX if count == num_rows else rows_NX.narrow(0, self.first, count)
+        return mine_NX.view(self.tasks, self.rows, width)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class PaddedRows:
     @property
     def num_rows(self) -> int:
         """Count the rows, those that pad included."""
-        return len(self.label_N)
+        return self.label_N.shape[0]
 
     def blocks(self, rows_NX: Tensor) -> list[Tensor]:
         """Return views of the rectangles: [tasks, rows, X] each."""

@@ -21,11 +21,11 @@ from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta_models import ModelConfig
 from metaio.format.features import Features
 from tests import reference
-from tests.adaptation.test_ranking import CONFIGS as RANKED
-from tests.adaptation.test_ranking import LEVELS, slow_row_loss
-from tests.adaptation.test_ranking import NAMES as RANKED_NAMES
 from tests.distributed.harness import on_ranks, steps_of
 from tests.losses.test_objectives import CONFIGS, NAMES, Labelled, slow_loss
+from tests.losses.test_ranking import CONFIGS as RANKED
+from tests.losses.test_ranking import LEVELS, slow_row_loss
+from tests.losses.test_ranking import NAMES as RANKED_NAMES
 
 MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(6,), bottom=(5,))
 COLUMNS = (2, 1, 2)

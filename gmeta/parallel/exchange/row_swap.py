@@ -112,9 +112,10 @@ class RowSwap:
             for values, sizes_G in zip(grad_W, self.sizes_WG, strict=True)
         ]
         for index, (group, given) in enumerate(zip(self.groups, self.given_G, strict=True)):
-            grad_ND = torch.cat([parts_G[index] for parts_G in parts_WG]).view(-1, group.width)
-            # As data-parallel averaging divides the layers' gradients.
-            group.take(given, grad_ND.div_(len(grad_W)))
+            parts_W = [parts_G[index] for parts_G in parts_WG]
+            # As data-parallel averaging divides the layers' gradients; one rank's are the mean.
+            mean = parts_W[0] if len(parts_W) == 1 else torch.cat(parts_W).div_(len(parts_W))
+            group.take(given, mean.view(-1, group.width))
 
     def _look_up(self, row_G: Sequence[Tensor], sizes_WG: list[list[int]], values: Tensor) -> None:
         """Copy these rows of each group to where they travel from, rank by rank."""

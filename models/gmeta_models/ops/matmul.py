@@ -20,7 +20,7 @@ DIGITS = 5  # leading binary digits of the piece's rows: 16 sizes from 1,024 row
 
 def linear(rows_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return rows W^T + b: [N, O]. Not differentiable."""
-    num_rows = len(rows_NI)
+    num_rows = rows_NI.shape[0]
     is_plain = rows_NI.dtype == torch.float32 and rows_NI.device.type == "cpu"
     if not is_plain or num_rows * weight_OI.numel() < LEAST_WORK:
         return F.linear(rows_NI, weight_OI, bias_O)
