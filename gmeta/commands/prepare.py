@@ -61,81 +61,88 @@ class RatingLabel(StrEnum):
     RATING = "rating"
 
 
+Paths = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[INPUT]... OUT",
+        help="raw tables (URL or glob), then the new dataset; with --extend tables alone",
+    ),
+]
+SchemaFile = Annotated[
+    Path | None, typer.Option(help="TOML file that says what the columns of INPUT are")
+]
+RecipeName = Annotated[Recipe | None, typer.Option(help="a ready dataset instead of --schema")]
+Tasks = Annotated[int, typer.Option(min=1, help="synthetic: users of the train split, or of a day")]
+Days = Annotated[
+    int, typer.Option(min=1, help="synthetic-days: logs of so many days, for a stream")
+]
+Items = Annotated[
+    int, typer.Option(min=10, help="synthetic: items, a fifth of them cold, or of a day")
+]
+RowsOfUser = Annotated[
+    tuple[int, int], typer.Option(help="synthetic: least and most rows of a user (a day: 8 16)")
+]
+Seed = Annotated[int, typer.Option(min=0, help="recipes: seed of every random choice")]
+Validation = Annotated[
+    bool,
+    typer.Option(
+        "--validation",
+        help="movielens-1m, metaemb: also carve fit and valid-* out of what is warm",
+    ),
+]
+Order = Annotated[str, typer.Option(help="movielens-1m: shuffle, or time (support is the past)")]
+History = Annotated[
+    int,
+    typer.Option(
+        min=0, help="movielens-1m: each rating carries so many movies that its user liked"
+    ),
+]
+Label = Annotated[
+    RatingLabel,
+    typer.Option(help="movielens-100k, amazon: click is a rating of 4 or 5, rating 1 to 5"),
+]
+Memory = Annotated[str, typer.Option(help="schema: most memory to use, such as 2GB")]
+Threads = Annotated[int, typer.Option(min=0, help="schema: threads; 0: one a CPU core")]
+BlockRows = Annotated[int, typer.Option(min=1, max=2**31 - 1, help="schema: rows of a block")]
+Compact = Annotated[
+    bool, typer.Option("--compact", help="schema: smaller files that take longer to read")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace the dataset at OUT")]
+OnSpark = Annotated[bool, typer.Option("--spark", help="schema: let Spark read and deal the rows")]
+Extend = Annotated[
+    str | None,
+    typer.Option(
+        metavar="STREAM",
+        help="append the rows of INPUT to a stream; --schema is for its first increment",
+    ),
+]
+Accept = Annotated[
+    bool, typer.Option("--accept", help="extend: take rows that the screen would refuse")
+]
+
+
 def prepare(
     context: typer.Context,
-    paths: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[INPUT]... OUT",
-            help="raw tables (URL or glob), then the new dataset; with --extend tables alone",
-        ),
-    ],
-    schema: Annotated[
-        Path | None, typer.Option(help="TOML file that says what the columns of INPUT are")
-    ] = None,
-    recipe: Annotated[
-        Recipe | None, typer.Option(help="a ready dataset instead of --schema")
-    ] = None,
-    tasks: Annotated[
-        int, typer.Option(min=1, help="synthetic: users of the train split, or of a day")
-    ] = 4_000,
-    days: Annotated[
-        int, typer.Option(min=1, help="synthetic-days: logs of so many days, for a stream")
-    ] = 5,
-    items: Annotated[
-        int, typer.Option(min=10, help="synthetic: items, a fifth of them cold, or of a day")
-    ] = 3_000,
-    rows: Annotated[
-        tuple[int, int], typer.Option(help="synthetic: least and most rows of a user (a day: 8 16)")
-    ] = (
-        20,
-        40,
-    ),
-    seed: Annotated[int, typer.Option(min=0, help="recipes: seed of every random choice")] = 2019,
-    validation: Annotated[
-        bool,
-        typer.Option(
-            "--validation",
-            help="movielens-1m, metaemb: also carve fit and valid-* out of what is warm",
-        ),
-    ] = False,
-    order: Annotated[
-        str, typer.Option(help="movielens-1m: shuffle, or time (support is the past)")
-    ] = "shuffle",
-    history: Annotated[
-        int,
-        typer.Option(
-            min=0, help="movielens-1m: each rating carries so many movies that its user liked"
-        ),
-    ] = 0,
-    label: Annotated[
-        RatingLabel,
-        typer.Option(help="movielens-100k, amazon: click is a rating of 4 or 5, rating 1 to 5"),
-    ] = RatingLabel.CLICK,
-    memory: Annotated[str, typer.Option(help="schema: most memory to use, such as 2GB")] = "2GB",
-    threads: Annotated[int, typer.Option(min=0, help="schema: threads; 0: one a CPU core")] = 0,
-    block_rows: Annotated[
-        int, typer.Option(min=1, max=2**31 - 1, help="schema: rows of a block")
-    ] = 65_536,
-    compact: Annotated[
-        bool, typer.Option("--compact", help="schema: smaller files that take longer to read")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="replace the dataset at OUT")
-    ] = False,
-    spark: Annotated[
-        bool, typer.Option("--spark", help="schema: let Spark read and deal the rows")
-    ] = False,
-    extend: Annotated[
-        str | None,
-        typer.Option(
-            metavar="STREAM",
-            help="append the rows of INPUT to a stream; --schema is for its first increment",
-        ),
-    ] = None,
-    accept: Annotated[
-        bool, typer.Option("--accept", help="extend: take rows that the screen would refuse")
-    ] = False,
+    paths: Paths,
+    schema: SchemaFile = None,
+    recipe: RecipeName = None,
+    tasks: Tasks = 4_000,
+    days: Days = 5,
+    items: Items = 3_000,
+    rows: RowsOfUser = (20, 40),
+    seed: Seed = 2019,
+    validation: Validation = False,
+    order: Order = "shuffle",
+    history: History = 0,
+    label: Label = RatingLabel.CLICK,
+    memory: Memory = "2GB",
+    threads: Threads = 0,
+    block_rows: BlockRows = 65_536,
+    compact: Compact = False,
+    overwrite: Overwrite = False,
+    spark: OnSpark = False,
+    extend: Extend = None,
+    accept: Accept = False,
 ) -> None:
     """Turn raw tables into a dataset of tasks, each with a support and a query set.
 

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from metaio.errors import DataError
-from metaio.prepare.encode import labels_of, task_keys
+from metaio.prepare.encode import task_keys
+from metaio.prepare.labels import labels_of
 from metaio.prepare.rules import StreamRule
 from metaio.prepare.schema import Schema
 from metaio.prepare.splits import Splits, rows_of_splits, split_of
