@@ -6,18 +6,17 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.browser import needs_browser, open_browser
 from tests.exported import FEATURES, write_random_model
 from tests.server.serving import RunningServer, get, post, running_server, service_of
-from tests.waiting import PATIENCE_S
 
-CHROMIUM, NODE = shutil.which("chromium"), shutil.which("node")
+NODE = shutil.which("node")
 # A page without a page: what the script asks of one, and what it wrote into it. Only the ids of the
 # real page are there.
 STAND_IN = """
@@ -133,58 +132,30 @@ def test_a_visit_of_the_page_is_answered_by_the_server(server: RunningServer) ->
     assert not any(hidden for *_, hidden in shown["seen"])
 
 
-@pytest.mark.skipif(
-    CHROMIUM is None or find_spec("playwright") is None,
-    reason="no chromium, or no playwright here: apt-get install chromium; pip install playwright",
-)
-def test_a_person_in_a_browser_sends_a_request_and_sees_what_is_wrong(
+@needs_browser
+def test_a_person_in_a_browser_reads_the_columns_and_sends_a_request(
     server: RunningServer,
 ) -> None:
-    from playwright.sync_api import sync_playwright
-
-    faults: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page()
-        page.set_default_timeout(1000 * PATIENCE_S)
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.goto(f"http://127.0.0.1:{server.port}/docs")
-        names = page.locator("#columns tr td:first-child").all_text_contents()
-        assert {"item", "city", "tags", "seen", "price", "click"} <= set(names)
-        page.fill("#key", "browser")
-        page.click("#fill")
-        page.click("button[type=submit]")
-        page.wait_for_selector("#outcome.good")
-        assert '"task_cache": "stored"' in (page.text_content("#response") or "")
-        page.fill("#request", "no JSON")
-        page.click("button[type=submit]")
-        page.wait_for_selector("#outcome.bad")
-        assert "JSON" in (page.text_content("#response") or "")
-        browser.close()
-    assert faults == []
+    with open_browser() as browser:
+        browser.open(f"http://127.0.0.1:{server.port}/docs")
+        assert browser.text("h1") == "model"
+        rows = [line.split() for line in browser.texts("#columns tr")]
+        assert {row[0] for row in rows} >= {"item", "city", "tags", "seen", "price", "click"}
+        browser.write("#key", "browser")
+        browser.click("#fill")
+        browser.click("button[type=submit]")
+        browser.wait_for("#outcome.good", "200 in")
+        assert '"task_cache": "stored"' in browser.text("#response")
+        assert browser.faults() == []
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
-def test_a_browser_shows_the_columns_and_tries_a_request(
-    server: RunningServer, tmp_path: Path
-) -> None:
-    assert CHROMIUM is not None
-    dom = ""
-    for patience_ms in (2_000, 10_000, 60_000):
-        command = [
-            CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu",
-            f"--user-data-dir={tmp_path}/profile", f"--timeout={patience_ms}",
-            f"--virtual-time-budget={patience_ms}", "--dump-dom",
-            f"http://127.0.0.1:{server.port}/docs#try",
-        ]  # fmt: skip
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-        )
-        dom = result.stdout
-        if "200 in" in dom:
-            break
-    assert "200 in" in dom, result.stderr[-500:]
-    assert "<td>item</td><td>INT64</td><td>[N]</td><td>single</td>" in dom
-    assert '"prediction"' in dom
-    assert 'role="alert" hidden' in dom
-    assert "Uncaught" not in result.stderr
+@needs_browser
+def test_a_browser_shows_in_one_line_what_is_wrong_with_a_request(server: RunningServer) -> None:
+    with open_browser() as browser:
+        browser.open(f"http://127.0.0.1:{server.port}/docs")
+        browser.write("#request", "no JSON")
+        browser.click("button[type=submit]")
+        browser.wait_for("#outcome.bad", "400 in")
+        assert "JSON" in browser.text("#response")
+        (fault,) = browser.faults()
+        assert "400 (Bad Request)" in fault
