@@ -27,6 +27,21 @@ needs_browser = pytest.mark.skipif(
     "apt-get install chromium chromium-driver; pip install selenium",
 )
 
+# By WCAG 2: relative luminances, the lighter one by the darker one.
+_CONTRAST = """
+const luminance = (color) => {
+  const parts = color.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255);
+  const linear = parts.map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+};
+const clear = (element) => getComputedStyle(element).backgroundColor.endsWith(", 0)");
+let behind = arguments[0];
+while (behind.parentElement && clear(behind)) behind = behind.parentElement;
+const colors = [getComputedStyle(arguments[0]).color, getComputedStyle(behind).backgroundColor];
+const [dark, light] = colors.map(luminance).sort((a, b) => a - b);
+return (light + 0.05) / (dark + 0.05);
+"""
+
 
 class Browser:
     """One page at a time, by CSS selectors; what it waits for comes within `PATIENCE_S`."""
@@ -50,6 +65,10 @@ class Browser:
     def text(self, selector: str) -> str:
         """What a person reads in the first element."""
         return self.find(selector).text
+
+    def value(self, selector: str) -> str:
+        """What stands in a field."""
+        return str(self.find(selector).get_property("value"))
 
     def click(self, selector: str) -> None:
         """An error if something lies above it, or if it cannot be seen."""
@@ -91,6 +110,12 @@ class Browser:
         """By how many pixels the page is wider than the screen."""
         script = "const e = document.documentElement; return e.scrollWidth - e.clientWidth"
         return int(self.driver.execute_script(script))
+
+    def contrast(self, *selectors: str) -> float:
+        """The least contrast of text to what lies behind it among these elements: 1 to 21; 4.5 is
+        what WCAG asks for.
+        """
+        return min(float(self.driver.execute_script(_CONTRAST, self.find(s))) for s in selectors)
 
     def picture(self, path: Path) -> None:
         """Save what is on the screen as a PNG."""
