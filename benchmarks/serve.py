@@ -36,7 +36,7 @@ from _common import (
     positive_int,
     print_table,
 )
-from _http_load import Answers, closed_loop, for_seconds
+from _http_load import Answers, Connection, closed_loop, for_seconds
 from _latency import Latencies, latencies, latency_figures
 
 import gmeta
@@ -148,6 +148,14 @@ def free_port() -> int:
 
 
 @dataclass(frozen=True)
+class Command:
+    """What starts a server."""
+
+    arguments: tuple[str, ...]
+    port: int
+
+
+@dataclass(frozen=True)
 class Server:
     """A server that runs."""
 
@@ -166,35 +174,54 @@ class Server:
 
 
 @contextmanager
-def server(*command: str, port: int) -> Iterator[Server]:
-    """A process that answers on the port as long as the block does."""
+def servers(*commands: Command) -> Iterator[list[Server]]:
+    """Processes that all answer on their ports, as long as the block lasts."""
     roots = (REPOSITORY, REPOSITORY / "models", REPOSITORY / "protos")
     path = os.pathsep.join(map(str, roots))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, *command], env=env, stderr=subprocess.DEVNULL)
+    processes = [
+        subprocess.Popen([sys.executable, *each.arguments], env=env, stderr=subprocess.DEVNULL)
+        for each in commands
+    ]
     try:
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError:
-                if process.poll() is not None:
-                    told = f"{' '.join(command)} ended with {process.returncode}"
-                    raise RuntimeError(told) from None
-                time.sleep(0.05)
-        yield Server(port, process.pid)
+        for each, process in zip(commands, processes, strict=True):
+            wait_for(each, process)
+        pids = [process.pid for process in processes]
+        yield [Server(each.port, pid) for each, pid in zip(commands, pids, strict=True)]
     finally:
-        process.terminate()
-        process.wait()
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait()
 
 
-def serving(folder: Path, workers: int) -> Any:
+def wait_for(command: Command, process: subprocess.Popen[bytes]) -> None:
+    """Until it takes connections."""
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", command.port), timeout=1).close()
+            return
+        except OSError:
+            if process.poll() is not None:
+                told = f"{' '.join(command.arguments)} ended with {process.returncode}"
+                raise RuntimeError(told) from None
+            time.sleep(0.05)
+
+
+def locked(folder: Path) -> Command:
+    """The loop over gmeta.load."""
+    port, script = free_port(), Path(__file__).with_name("_lock_server.py")
+    return Command((str(script), str(folder), str(port)), port)
+
+
+def serving(folder: Path, workers: int) -> Command:
+    """Ours."""
     port = free_port()
-    return server(
+    arguments = (
         "-m", "gmeta", "serve", str(folder), "--name", "model", "--insecure", "--no-access-log",
         "--listen", f"127.0.0.1:{port}", "--workers", str(workers), "--reload-every", "0.05",
-        port=port,
     )  # fmt: skip
+    return Command(arguments, port)
 
 
 def load(port: int, path: str, bodies: list[bytes], seconds: float) -> Answers:
@@ -204,13 +231,8 @@ def load(port: int, path: str, bodies: list[bytes], seconds: float) -> Answers:
 
 def measure(work: Workload, workers: int, rounds: int, seconds: float) -> dict[str, float]:
     """All figures of one model but those of newer versions."""
-    lock_port = free_port()
-    script = str(Path(__file__).with_name("_lock_server.py"))
     failed, per_round = 0, list[Latencies]()
-    with (
-        server(script, str(work.folder), str(lock_port), port=lock_port) as locked,
-        serving(work.folder, workers) as ours,
-    ):
+    with servers(locked(work.folder), serving(work.folder, workers)) as (lock, ours):
         per_cpu_s: dict[str, list[float]] = {"lock": [], "serve": [], "hits": []}
 
         def rate(name: str, of: Server, path: str, bodies: list[bytes]) -> float:
@@ -234,12 +256,12 @@ def measure(work: Workload, workers: int, rounds: int, seconds: float) -> dict[s
             return most
 
         for path, bodies in (("/predict", work.plain), (INFER, work.storing), (INFER, work.hits)):
-            port = locked.port if path == "/predict" else ours.port
+            port = lock.port if path == "/predict" else ours.port
             for _ in range(2):  # warm-up, and every worker is given or told of every task
                 asyncio.run(closed_loop(port, path, bodies, CLIENTS, counted(TASKS)))
         rates = interleaved(
             {
-                "lock": lambda: rate("lock", locked, "/predict", work.plain),
+                "lock": lambda: rate("lock", lock, "/predict", work.plain),
                 "serve": serve_rate,
                 "hits": lambda: rate("hits", ours, INFER, work.hits),
             },
@@ -307,11 +329,18 @@ def reload_under_load(work: Workload, workers: int, folder: Path) -> dict[str, i
     served = folder / "served"
     (folder / f"lr {rates[0]}").rename(served)
 
-    async def swap() -> None:
+    async def swap(port: int) -> None:
+        probe = Connection(port)
         for lr in rates[1:]:
             (folder / f"lr {lr}").rename(folder / "next")
             await asyncio.to_thread(replace_folder, folder / "next", served)
-            await asyncio.sleep(0.3)  # a few looks of every worker
+            for _ in range(100):
+                await asyncio.sleep(0.05)  # a look of every worker
+                _, content = await probe.post(INFER, work.protocol[0])
+                if names[json.loads(content)["model_version"]] == lr:
+                    break
+            await asyncio.sleep(0.1)  # and some requests of this version
+        probe.close()
         state["ended"] = True
 
     async def run(port: int) -> Answers:
@@ -319,10 +348,10 @@ def reload_under_load(work: Workload, workers: int, folder: Path) -> dict[str, i
         await closed_loop(port, INFER, work.storing, 1, counted(len(work.storing)))
         calls = closed_loop(port, INFER, bodies, CLIENTS, lambda: not state["ended"], keep=True)
         task = asyncio.create_task(calls)
-        await swap()
+        await swap(port)
         return await task
 
-    with serving(served, workers) as ours:
+    with servers(serving(served, workers)) as (ours,):
         answers = asyncio.run(run(ours.port))
     mixed = 0
     seen = set()
