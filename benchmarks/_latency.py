@@ -4,13 +4,12 @@ The least is that of a server which answers all that wait at once, where a batch
 and nothing else delays anybody; what comes meanwhile is the next batch.
 """
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from _http_load import closed_loop, for_seconds, open_loop, paced_loop
+from _http_load import closed_loop, for_seconds, open_loop, paced_loop, run
 
 LOAD = 0.6
 Float64 = npt.NDArray[np.float64]
@@ -39,12 +38,12 @@ def latencies(
     seed: int,
 ) -> Latencies:
     """Of one call at a time, and of calls at 60 % of the most: at a pace, and at random times."""
-    alone = asyncio.run(closed_loop(port, path, bodies, 1, for_seconds(seconds / 2)))
+    alone = run(closed_loop(port, path, bodies, 1, for_seconds(seconds / 2)))
     single_s, per_s = float(np.median(alone.seconds)), LOAD * most_per_s
-    rng, num = np.random.default_rng(seed), round(2 * seconds * per_s)
+    rng, num = np.random.default_rng(seed), round(3 * seconds * per_s)
     at_a_pace_s, at_random_s = at_a_pace(rng, num, per_s, clients), at_random(rng, num, per_s)
-    paced = asyncio.run(paced_loop(port, path, bodies, clients, at_a_pace_s.tolist()))
-    by_chance = asyncio.run(open_loop(port, path, bodies, at_random_s.tolist()))
+    paced = run(paced_loop(port, path, bodies, clients, at_a_pace_s.tolist()))
+    by_chance = run(open_loop(port, path, bodies, at_random_s.tolist()))
     return Latencies(
         single_s,
         p99(paced.seconds),

@@ -12,14 +12,9 @@ under load.
 
 import asyncio
 import json
-import os
-import socket
-import subprocess
-import sys
+import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +23,6 @@ import adapt_latency
 import numpy as np
 import torch
 from _common import (
-    REPOSITORY,
     environment,
     finish,
     interleaved,
@@ -36,8 +30,9 @@ from _common import (
     positive_int,
     print_table,
 )
-from _http_load import Answers, closed_loop, for_seconds
+from _http_load import Answers, Connection, closed_loop, for_seconds, run
 from _latency import Latencies, latencies, latency_figures
+from _servers import Server, locked, serving
 
 import gmeta
 from gmeta.adaptation.config import AlgorithmConfig
@@ -141,76 +136,17 @@ def workload(
     return Workload(folder, plain, protocol, storing, hits, supports, queries)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@dataclass(frozen=True)
-class Server:
-    """A server that runs."""
-
-    port: int
-    pid: int
-
-    @property
-    def cpu_s(self) -> float:
-        """CPU seconds of its process and of the workers that this has now."""
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        ticks = 0
-        for pid in (self.pid, *children):
-            after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(after_name[11]) + int(after_name[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
-
-
-@contextmanager
-def server(*command: str, port: int) -> Iterator[Server]:
-    """A process that answers on the port as long as the block does."""
-    roots = (REPOSITORY, REPOSITORY / "models", REPOSITORY / "protos")
-    path = os.pathsep.join(map(str, roots))
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, *command], env=env, stderr=subprocess.DEVNULL)
-    try:
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError:
-                if process.poll() is not None:
-                    told = f"{' '.join(command)} ended with {process.returncode}"
-                    raise RuntimeError(told) from None
-                time.sleep(0.05)
-        yield Server(port, process.pid)
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def serving(folder: Path, workers: int) -> Any:
-    port = free_port()
-    return server(
-        "-m", "gmeta", "serve", str(folder), "--name", "model", "--insecure", "--no-access-log",
-        "--listen", f"127.0.0.1:{port}", "--workers", str(workers), "--reload-every", "0.05",
-        port=port,
-    )  # fmt: skip
-
-
 def load(port: int, path: str, bodies: list[bytes], seconds: float) -> Answers:
     """A closed loop of so many seconds."""
-    return asyncio.run(closed_loop(port, path, bodies, CLIENTS, for_seconds(seconds)))
+    return run(closed_loop(port, path, bodies, CLIENTS, for_seconds(seconds)))
 
 
 def measure(work: Workload, workers: int, rounds: int, seconds: float) -> dict[str, float]:
     """All figures of one model but those of newer versions."""
-    lock_port = free_port()
-    script = str(Path(__file__).with_name("_lock_server.py"))
     failed, per_round = 0, list[Latencies]()
-    with (
-        server(script, str(work.folder), str(lock_port), port=lock_port) as locked,
-        serving(work.folder, workers) as ours,
-    ):
+    with locked(work.folder) as lock, serving(work.folder, workers) as ours:
+        lock.wait()
+        ours.wait()
         per_cpu_s: dict[str, list[float]] = {"lock": [], "serve": [], "hits": []}
 
         def rate(name: str, of: Server, path: str, bodies: list[bytes]) -> float:
@@ -234,12 +170,12 @@ def measure(work: Workload, workers: int, rounds: int, seconds: float) -> dict[s
             return most
 
         for path, bodies in (("/predict", work.plain), (INFER, work.storing), (INFER, work.hits)):
-            port = locked.port if path == "/predict" else ours.port
-            for _ in range(2):  # warm-up, and every worker is given or told of every task
-                asyncio.run(closed_loop(port, path, bodies, CLIENTS, counted(TASKS)))
+            port = lock.port if path == "/predict" else ours.port
+            # Warm-up, and every worker is given or told of every task.
+            run(closed_loop(port, path, bodies, CLIENTS, counted(TASKS * workers)))
         rates = interleaved(
             {
-                "lock": lambda: rate("lock", locked, "/predict", work.plain),
+                "lock": lambda: rate("lock", lock, "/predict", work.plain),
                 "serve": serve_rate,
                 "hits": lambda: rate("hits", ours, INFER, work.hits),
             },
@@ -253,7 +189,7 @@ def measure(work: Workload, workers: int, rounds: int, seconds: float) -> dict[s
             name: float(np.median(np.array(per_cpu_s[name]) / np.array(per_cpu_s["lock"])))
             for name in ("serve", "hits")
         }
-        kept = asyncio.run(
+        kept = run(
             closed_loop(
                 ours.port, INFER, work.protocol, CLIENTS, for_seconds(seconds / 2), keep=True
             )
@@ -297,33 +233,41 @@ def largest_difference(work: Workload, answers: Answers) -> float:
 def reload_under_load(work: Workload, workers: int, folder: Path) -> dict[str, int]:
     """Newer versions while 16 callers call; each answer must be one version's."""
     state = {"ended": False}
-    expected: dict[float, list[Any]] = {}
     rates = [0.2 + 0.01 * number for number in range(RELOADS + 1)]
     for lr in rates:
         write_demo(folder / f"lr {lr}", lr)
-        expected[lr] = predicted(replace(work, folder=folder / f"lr {lr}"))
     # By the version's own hash, as the server names it.
     names = {version_in(folder / f"lr {lr}"): lr for lr in rates}
     served = folder / "served"
-    (folder / f"lr {rates[0]}").rename(served)
+    shutil.copytree(folder / f"lr {rates[0]}", served)
 
-    async def swap() -> None:
+    async def swap(port: int) -> None:
+        probe = Connection(port)
         for lr in rates[1:]:
-            (folder / f"lr {lr}").rename(folder / "next")
+            await asyncio.to_thread(shutil.copytree, folder / f"lr {lr}", folder / "next")
             await asyncio.to_thread(replace_folder, folder / "next", served)
-            await asyncio.sleep(0.3)  # a few looks of every worker
+            for _ in range(100):
+                await asyncio.sleep(0.05)  # a look of every worker
+                _, content = await probe.post(INFER, work.protocol[0])
+                if names[json.loads(content)["model_version"]] == lr:
+                    break
+            await asyncio.sleep(0.1)  # and some requests of this version
+        probe.close()
         state["ended"] = True
 
-    async def run(port: int) -> Answers:
+    async def reloads(port: int) -> Answers:
         bodies = [*work.protocol, *work.hits]
         await closed_loop(port, INFER, work.storing, 1, counted(len(work.storing)))
         calls = closed_loop(port, INFER, bodies, CLIENTS, lambda: not state["ended"], keep=True)
         task = asyncio.create_task(calls)
-        await swap()
+        await swap(port)
         return await task
 
     with serving(served, workers) as ours:
-        answers = asyncio.run(run(ours.port))
+        # While it starts.
+        expected = {lr: predicted(replace(work, folder=folder / f"lr {lr}")) for lr in rates}
+        ours.wait()
+        answers = run(reloads(ours.port))
     mixed = 0
     seen = set()
     for index, answer in answers.kept:
@@ -349,7 +293,7 @@ def main() -> None:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--workers", type=positive_int, default=1, help="of gmeta serve")
     options = parser.parse_args()
-    rounds, seconds = options.rounds or (3 if options.quick else 10), 1.0 if options.quick else 5.0
+    rounds, seconds = options.rounds or (3 if options.quick else 10), 0.5 if options.quick else 4.0
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)

@@ -216,5 +216,7 @@ def _encode_alone(
 ) -> EncodedColumns | RequestError:
     try:
         return model.encode(table, what, with_label)
-    except (UserError, MetaIOError) as error:
+    except UserError as error:
         return bad(str(error))
+    except MetaIOError as error:  # it knows columns alone, and both sides have the same
+        return bad(f"{what} rows: {error}")

@@ -82,10 +82,12 @@ class ServeConfig:
         if self.secured or self.behind_proxy:
             return
         if not self.insecure:
+            alone = self.protection
+            alone = "nothing protects" if alone == "nothing" else f"{alone} alone does not protect"
             raise UserError(
-                f"of what protects a server there is {self.protection}; --tls-cert, --tls-key and "
-                "one of --tls-client-ca and --tokens are needed. Pass them; or --insecure on a "
-                "loopback address; or --behind-proxy where a proxy or mesh in front does both"
+                f"{alone} this server: pass --insecure to answer callers of this machine; or "
+                "--tls-cert, --tls-key and one of --tokens and --tls-client-ca; or --behind-proxy "
+                "where a proxy or mesh in front does both"
             )
         for option, host in hosts.items():
             if not is_loopback(host):

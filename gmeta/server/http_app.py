@@ -173,7 +173,7 @@ def _described(service: Service) -> dict[str, Any]:
     needed = {column.name for column in columns.read}
     return {
         **service.status(),
-        "outputs": [output._asdict() for output in columns.unasked],
+        "outputs": [output._asdict() for output in columns.outputs],
         "columns": [
             {**vars(column), "needed": column.name in needed} for column in columns.known.values()
         ],

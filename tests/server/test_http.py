@@ -101,8 +101,8 @@ def test_requests_that_wait_are_answered_together_each_by_its_own_rows(
         assert_close(values(answer), model.adapt(support).predict(query))
     assert refused.status_code == 400
     assert refused.json() == {
-        "error": "column item holds id 50; table item has ids 0 to 49. Use 0 for values that the "
-        "table does not know"
+        "error": "query rows: column item holds id 50; table item has ids 0 to 49. Use 0 for "
+        "values that the table does not know"
     }
     batches = service.metrics.registry.get_sample_value("gmeta_serve_batch_tasks_count")
     assert batches is not None
@@ -418,5 +418,5 @@ def test_a_raw_text_is_read_once(service: Service) -> None:
     answer = post(service, text + content, headers=headers)
     assert answer.status_code == 400
     assert answer.json()["error"].startswith(
-        "sparse column item has type string; ids of table item"
+        "query rows: sparse column item has type string; ids of table item"
     )

@@ -284,7 +284,11 @@ def test_tls_with_tokens_and_certificates(exported: Path, tmp_path: Path) -> Non
     [
         (
             ["{model}"],
-            "of what protects a server there is nothing; --tls-cert, --tls-key and one of",
+            "nothing protects this server: pass --insecure to answer callers of this machine; or",
+        ),
+        (
+            ["{model}", "--tokens", "x"],
+            "--tokens x alone does not protect this server: pass --insecure to answer callers of",
         ),
         (["{model}", "--insecure", "--listen", "0.0.0.0:8080"], "--listen 0.0.0.0:8080 can be"),
         (["{model}", "--insecure", "--listen", "8080"], "--listen is '8080'; allowed is HOST:PORT"),

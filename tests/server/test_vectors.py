@@ -97,4 +97,6 @@ def test_a_served_model_takes_vectors_as_rows_of_numbers(models: tuple[Path, Pat
         refused = post(service, {"inputs": inputs})
     np.testing.assert_allclose(found, gmeta.load(folder).predict(raw).numpy(), rtol=0, atol=1e-6)
     assert refused.status_code == 400
-    assert refused.json()["error"].startswith("vector column text holds 2 numbers in a row")
+    assert refused.json()["error"].startswith(
+        "query rows: vector column text holds 2 numbers in a row"
+    )

@@ -8,13 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import csv
 
 from gmeta.errors import UserError
-from metaio.format.storage import is_local
+from metaio.format.storage import file_system, is_local
 
 CSV = ".csv"
 PARQUET = ("", ".parquet", ".pq")
@@ -98,7 +97,7 @@ def check_fits(schema: pa.Schema, out: Path) -> None:
 
 
 def _found(given: str) -> Iterator[tuple[Any, str]]:
-    fs, path = fsspec.core.url_to_fs(given)
+    fs, path = file_system(given)
     if "," in given and not fs.exists(path):
         for part in given.split(","):
             yield from _found(part.strip())
@@ -111,7 +110,8 @@ def _found(given: str) -> Iterator[tuple[Any, str]]:
     else:
         paths = [path]
     if not paths:
-        raise FileNotFoundError(given)
+        what = f"folder {given} holds no file" if fs.isdir(path) else f"no file matches {given}"
+        raise UserError(f"{what}. Check the path")
     yield from ((fs, each) for each in paths)
 
 
@@ -126,8 +126,7 @@ def _told(name: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise UserError(f"{name} does not exist. Check the path") from error
-    # ValueError and ImportError: fsspec knows no such protocol, or lacks its package.
-    except (pa.ArrowException, OSError, ValueError, ImportError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise UserError(
             f"{name} cannot be read as Parquet: {str(error).splitlines()[0].rstrip('.')}. "
             "Give a Parquet file that is whole"

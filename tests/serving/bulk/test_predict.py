@@ -210,7 +210,15 @@ def test_files_that_cannot_be_read_as_one_are_told(
     assert told.endswith(". Make the files agree")
     none = tmp_path / "query" / "*.csv"
     told = str(invoked(exported, support, none, "--out", out).exception)
-    assert told == f"{none} does not exist. Check the path"
+    assert told == f"no file matches {none}. Check the path"
+    (tmp_path / "nothing").mkdir()
+    told = str(invoked(exported, support, tmp_path / "nothing", "--out", out).exception)
+    assert told == f"folder {tmp_path}/nothing holds no file. Check the path"
+    told = str(invoked(exported, support, "no-such://bucket/query", "--out", out).exception)
+    assert told == (
+        "no-such://bucket/query cannot be opened: Protocol not known: no-such. Give a path, or a "
+        "URL of a kind that an installed package of fsspec reads"
+    )
     both = f"{tmp_path}/query/part-0.parquet,{tmp_path}/query/part-1.parquet"
     assert invoked(exported, support, both, "--out", out).exit_code == 0
     assert pq.read_table(out).num_rows == 600
