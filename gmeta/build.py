@@ -12,7 +12,7 @@ import torch
 
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.algorithms.registry import NAMED_ALGORITHMS
-from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
+from gmeta.adaptation.config import PLAIN, AlgorithmConfig, LabelsConfig
 from gmeta.adaptation.losses import labels_taken_N
 from gmeta.adaptation.objectives import objectives_of
 from gmeta.batches.augment import check_augment
@@ -89,6 +89,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             "algorithm.train_base = false and run.start_from is empty: model and tables would stay "
             "as they are drawn. Name the run to begin with in run.start_from, or set it to true"
         )
+    _check_plain_epochs(config)
     tables = [table.name for table in dataset.features.tables]
     check_sharding(config.sharding, tables, config.outer.sparse_optimizer)
     # Right before the model is built: all ranks must begin with equal layers.
@@ -108,6 +109,23 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return dataset, learner
+
+
+def _check_plain_epochs(config: TrainConfig) -> None:
+    """Raise ConfigError where plain epochs leave the algorithm none, or would teach nothing."""
+    algorithm, epochs = config.algorithm, config.run.epochs
+    if algorithm.name == PLAIN or not algorithm.plain_epochs:
+        return
+    if algorithm.plain_epochs >= epochs:
+        raise ConfigError(
+            f"algorithm.plain_epochs = {algorithm.plain_epochs} of run.epochs = {epochs}: none is "
+            f"left for {algorithm.name}. Choose fewer, or set algorithm.name = {PLAIN!r}"
+        )
+    if not algorithm.train_base:
+        raise ConfigError(
+            f"algorithm.plain_epochs = {algorithm.plain_epochs} with algorithm.train_base = false: "
+            "plain training teaches model and tables, which are to stay. Set one of them back"
+        )
 
 
 def _check_label_of_stop(config: TrainConfig, dataset: Dataset) -> None:
@@ -300,7 +318,8 @@ def _check_one_label(
 ) -> None:
     """Raise ValueError for what reads the one label that every row has."""
     asked = {
-        f"algorithm.name = {algorithm.name!r}": "encoder" in algorithm.name,
+        f"algorithm.name = {algorithm.name!r}": "encoder" in algorithm.name
+        or algorithm.name == "ridge",
         "support_features": statistics.width > 0,
         "item_features": items is not None and bool(items.columns),
     }

@@ -169,6 +169,7 @@ class TrainingRun:
         config, features, progress = self._config, self._dataset.features, self._progress
         stored = self.feed.batches(progress.epoch, progress.epoch_step)
         kinds = kinds_of(config, self._dataset)
+        self._learner.begin_epoch(progress.epoch)  # what `arrange` makes of its batches
         batches = augmented(
             labels_checked(stored, kinds, self._dataset, config.data.train_split),
             config.augment,
