@@ -318,8 +318,7 @@ def _check_one_label(
 ) -> None:
     """Raise ValueError for what reads the one label that every row has."""
     asked = {
-        f"algorithm.name = {algorithm.name!r}": "encoder" in algorithm.name
-        or algorithm.name == "ridge",
+        f"algorithm.name = {algorithm.name!r}": "encoder" in algorithm.name,
         "support_features": statistics.width > 0,
         "item_features": items is not None and bool(items.columns),
     }

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.algorithms.maml import QueryLoss
 from gmeta.adaptation.algorithms.registry import find_algorithm
+from gmeta.adaptation.closed_form import check_solvable
 from gmeta.adaptation.config import PLAIN, AlgorithmConfig
 from gmeta.adaptation.fused.loop import FusedLoop
 from gmeta.adaptation.general_loop import GeneralLoop
@@ -90,6 +91,8 @@ class MetaLearner(nn.Module):
         self._algorithm = find_algorithm(config.name)
         self._config = self._algorithm.preset(model, config)
         algorithm = self._algorithm
+        if algorithm.solves:
+            check_solvable(config.name, objectives)
         self._plan = AdaptationPlan.of(model, self._config, algorithm.takes_steps, algorithm.solves)
         self.rates = self._algorithm.rates(self._plan, tables)
         self._parts = self._algorithm.parts(model, self._config, tables)

@@ -24,6 +24,22 @@ from gmeta.adaptation.losses import in_float32, row_slopes_N
 
 if TYPE_CHECKING:
     from gmeta.adaptation.losses import LossFunction
+    from gmeta.adaptation.objectives import Objectives
+
+
+def check_solvable(name: str, objectives: Objectives) -> None:
+    """Check that the inner loss is of one output, and of each row alone.
+
+    Raises:
+        ValueError: it is not; `name` is the algorithm's.
+    """
+    losses = objectives.inner.losses
+    if len(losses) > 1 or losses[0].ranks:
+        told = f"{len(losses)} labels" if len(losses) > 1 else f"the loss {losses[0].kind}"
+        raise ValueError(
+            f"algorithm.name = {name!r} with {told}: its step is solved for one output and a loss "
+            "of each row alone. Choose maml, or one label with bce, mse, huber or mae"
+        )
 
 
 def slopes_and_bends_N(
