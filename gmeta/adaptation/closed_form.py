@@ -72,7 +72,8 @@ def layer_kernel_TSS(
     tasks, uses = len(uses_TSS), uses_TSS.shape[1] // max(rows, 1)
     if uses == 1:
         return uses_TSS
-    return uses_TSS.view(tasks, rows, uses, rows, uses).sum(dim=(2, 4))
+    by_row_TSS: Tensor = uses_TSS.view(tasks, rows, uses, rows, uses).sum(dim=(2, 4))
+    return by_row_TSS
 
 
 def solved_TS(kernel_TSS: Tensor, slope_TS: Tensor, bend_TS: Tensor, rate: float) -> Tensor:
@@ -82,4 +83,5 @@ def solved_TS(kernel_TSS: Tensor, slope_TS: Tensor, bend_TS: Tensor, rate: float
     system_TSS = identity_SS + rate * bend_TS.unsqueeze(2) * kernel_TSS
     # Unchecked: the eigenvalues are 1 or more, and asking would wait for a GPU.
     solution_TS1, _ = torch.linalg.solve_ex(system_TSS, slope_TS.unsqueeze(2))
-    return solution_TS1.squeeze(2)
+    solved: Tensor = solution_TS1.squeeze(2)
+    return solved
