@@ -286,7 +286,8 @@ def default_space(config: TrainConfig) -> Space:
     """
     algorithm, outer = config.algorithm, config.outer
     space: list[Dimension] = []
-    others = ("maml", "metasgd") if predicted_by(outer.loss) == "score" else ("maml", "metasgd", "ridge")
+    solvable = ("ridge",) if predicted_by(outer.loss) != "score" else ()
+    others = ("maml", "metasgd", *solvable)
     learnt = tuple(name for name in others if name != algorithm.name)
     if algorithm.name not in FORWARD_ONLY:
         if algorithm.inner_lr > 0:
