@@ -295,6 +295,5 @@ class TrainingRun:
         self.hooks.tell(told)
 
     def _is_best(self) -> bool:
-        step = self._progress.step
-        best = self._progress.scored_step == step == self._progress.best_step
-        return self._config.run.keep_best and best
+        progress, keeps = self._progress, self._config.run.keep_best
+        return keeps and progress.scored_step == progress.step == progress.best_step
