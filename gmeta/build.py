@@ -12,7 +12,7 @@ import torch
 
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.algorithms.registry import NAMED_ALGORITHMS
-from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.config import PLAIN, AlgorithmConfig
 from gmeta.batches.augment import check_augment
 from gmeta.batches.config import (
     NO_PRIOR,
@@ -90,6 +90,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             "algorithm.train_base = false and run.start_from is empty: model and tables would stay "
             "as they are drawn. Name the run to begin with in run.start_from, or set it to true"
         )
+    _check_plain_epochs(config)
     tables = [table.name for table in dataset.features.tables]
     check_sharding(config.sharding, tables, config.outer.sparse_optimizer)
     # Right before the model is built: all ranks must begin with equal layers.
@@ -109,6 +110,23 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return dataset, learner
+
+
+def _check_plain_epochs(config: TrainConfig) -> None:
+    """Raise ConfigError where plain epochs leave the algorithm none, or would teach nothing."""
+    algorithm, epochs = config.algorithm, config.run.epochs
+    if algorithm.name == PLAIN or not algorithm.plain_epochs:
+        return
+    if algorithm.plain_epochs >= epochs:
+        raise ConfigError(
+            f"algorithm.plain_epochs = {algorithm.plain_epochs} of run.epochs = {epochs}: none is "
+            f"left for {algorithm.name}. Choose fewer, or set algorithm.name = {PLAIN!r}"
+        )
+    if not algorithm.train_base:
+        raise ConfigError(
+            f"algorithm.plain_epochs = {algorithm.plain_epochs} with algorithm.train_base = false: "
+            "plain training teaches model and tables, which are to stay. Set one of them back"
+        )
 
 
 def _check_label_of_stop(config: TrainConfig, dataset: Dataset) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.algorithms.maml import QueryLoss
 from gmeta.adaptation.algorithms.registry import find_algorithm
+from gmeta.adaptation.closed_form import check_solvable
 from gmeta.adaptation.config import PLAIN, AlgorithmConfig
 from gmeta.adaptation.fused.loop import FusedLoop
 from gmeta.adaptation.general_loop import GeneralLoop
@@ -89,7 +90,10 @@ class MetaLearner(nn.Module):
         self.objectives = objectives
         self._algorithm = find_algorithm(config.name)
         self._config = self._algorithm.preset(model, config)
-        self._plan = AdaptationPlan.of(model, self._config, self._algorithm.takes_steps)
+        algorithm = self._algorithm
+        if algorithm.solves:
+            check_solvable(config.name, objectives)
+        self._plan = AdaptationPlan.of(model, self._config, algorithm.takes_steps, algorithm.solves)
         self.rates = self._algorithm.rates(self._plan, tables)
         self._parts = self._algorithm.parts(model, self._config, tables)
         # As modules of their own: the optimizer, checkpoints and exports take them.
@@ -104,6 +108,7 @@ class MetaLearner(nn.Module):
             model.requires_grad_(False)
             self.projections.requires_grad_(False)
         self.general_loop = GeneralLoop(model, self._plan, objectives, self.rates, self._parts)
+        self._is_plain = self._config.name == PLAIN
         self.in_buckets = False  # whether batches are arranged in few shapes: batches/buckets.py
         self._graphs: Graphs | None = None
         self._fused_loop: FusedLoop | None = None
@@ -141,12 +146,18 @@ class MetaLearner(nn.Module):
         self._graphs = Graphs(self, self._loss_sum, capture)
         return ""
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Arrange batches as this epoch of a run asks, counted from 0: for plain training in the
+        first ones, if the config says so.
+        """
+        self._is_plain = self._config.name == PLAIN or epoch < self._config.plain_epochs
+
     def arrange(self, batch: TaskBatch) -> Episodes:
         """Return what `forward` takes, from a batch on the host."""
         if self.items is not None:
             batch = self.items.widened(batch, to_train=True)
         batch = self.statistics.widened(batch)
-        if self._config.name == PLAIN:
+        if self._is_plain:
             return plain_rows(batch)
         if self._fused_loop is not None and self._query_loss is not None:
             layout = self._fused_loop.layout(self._query_loss.second_order, self.in_buckets)
@@ -182,7 +193,9 @@ class MetaLearner(nn.Module):
         if episodes.num_terms == 0:
             return self._zero(rows_UD)
         trained_UD = rows_UD if self._config.train_base else rows_UD.detach()
-        take = self._loss_sum if self._graphs is None else self._graphs.loss_sum
+        # A graph is of padded tasks: rows of a plain epoch are none.
+        graphs = None if isinstance(episodes.rows, Side) else self._graphs
+        take = self._loss_sum if graphs is None else graphs.loss_sum
         loss_sum = take(self._started_UD(trained_UD, episodes), episodes)
         if not self._config.train_base:
             # A rank whose rows learn nothing still sends their gradients of 0.
@@ -199,7 +212,11 @@ class MetaLearner(nn.Module):
         rows, general = self._working_rows(started_UD, episodes), self.general_loop
         match episodes.rows:
             case Side() as query:
-                return general.losses_N(general.unadapted(rows, query), query).sum()
+                loss_sum = general.losses_N(general.unadapted(rows, query), query).sum()
+                if self._config.name == PLAIN:
+                    return loss_sum
+                # What only the algorithm uses must still join every collective.
+                return loss_sum + self._zero(rows.values_PD)
             case Sides() as sides:
                 return self._general_loss_sum(rows, [sides])
             case TaskGroups(groups):

@@ -169,6 +169,7 @@ class TrainingRun:
         config, features, progress = self._config, self._dataset.features, self._progress
         stored = self.feed.batches(progress.epoch, progress.epoch_step)
         kinds = kinds_of(config, self._dataset)
+        self._learner.begin_epoch(progress.epoch)  # what `arrange` makes of its batches
         batches = augmented(
             labels_checked(stored, kinds, self._dataset, config.data.train_split),
             config.augment,
@@ -294,6 +295,5 @@ class TrainingRun:
         self.hooks.tell(told)
 
     def _is_best(self) -> bool:
-        step = self._progress.step
-        best = self._progress.scored_step == step == self._progress.best_step
-        return self._config.run.keep_best and best
+        progress, keeps = self._progress, self._config.run.keep_best
+        return keeps and progress.scored_step == progress.step == progress.best_step

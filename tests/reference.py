@@ -257,6 +257,9 @@ def adapt(
         inputs = rows_inputs(task, features, tables, range(task.num_support))
         output = functional_call(model, weights, (inputs,))
         support_losses = row_loss(output, task, range(task.num_support), True)
+        if algorithm.name == "ridge":
+            weights |= solved(model, weights, layers, output, support_losses, algorithm)
+            continue
         support_loss = support_losses.sum() / (task.num_support + algorithm.support_prior)
         now = weights | tables
         grads = torch.autograd.grad(
@@ -280,6 +283,42 @@ def adapt(
                 weights[name] = value - move
     pull = torch.stack([(value * moved[name]).sum() for name, value in start.items()]).sum()
     return weights, tables, pull
+
+
+def solved(
+    model: nn.Module,
+    weights: dict[str, Tensor],
+    layers: Mapping[str, nn.Linear],
+    output: Tensor,
+    losses: Tensor,
+    algorithm: AlgorithmConfig,
+) -> dict[str, Tensor]:
+    """The weights of these layers behind one step of ridge regression, with as many unknowns as
+    there are weights.
+    """
+    names = [name for name in weights if name.rpartition(".")[0] in layers]
+    moving = [weights[name] for name in names]
+    rows = [torch.autograd.grad(one, moving, create_graph=True) for one in output]
+    heads = [f"{head}.bias" for head in head_layers(model)]
+    # A rate of its own: the prior variance of that weight.
+    scale = torch.cat(
+        [
+            torch.full_like(weights[name], algorithm.bias_rate if name in heads else 1.0).flatten()
+            for name in names
+        ]
+    ).sqrt()
+    jacobian = torch.stack([torch.cat([part.flatten() for part in row]) for row in rows]) * scale
+    (slope,) = torch.autograd.grad(losses.sum(), output, create_graph=True)
+    (bend,) = torch.autograd.grad(slope.sum(), output, create_graph=True)
+    precision = torch.eye(len(scale), dtype=output.dtype) / algorithm.inner_lr
+    system = precision + jacobian.T @ (bend.unsqueeze(1) * jacobian)
+    move = scale * torch.linalg.solve(system, jacobian.T @ slope)
+    move = move * len(output) / (len(output) + algorithm.support_prior)
+    parts = move.split([weight.numel() for weight in moving])
+    return {
+        name: weight - part.view_as(weight)
+        for name, weight, part in zip(names, moving, parts, strict=True)
+    }
 
 
 def one_label(loss: str, huber_delta: float) -> RowLoss:

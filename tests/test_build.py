@@ -132,3 +132,38 @@ def test_a_frozen_base_needs_a_run_to_begin_with(click_logs: Path) -> None:
         "they are drawn. Name the run to begin with in run.start_from, or set it to true"
     )
     build(config_from_dict({**raw, "run": {"start_from": "runs/plain"}}))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "epochs", "message"),
+    [
+        (
+            {"name": "maml", "plain_epochs": 4},
+            4,
+            "algorithm.plain_epochs = 4 of run.epochs = 4: none is left for maml. Choose fewer, or "
+            "set algorithm.name = 'none'",
+        ),
+        (
+            {"name": "encoder", "plain_epochs": 1, "train_base": False},
+            4,
+            "algorithm.plain_epochs = 1 with algorithm.train_base = false: plain training teaches "
+            "model and tables, which are to stay. Set one of them back",
+        ),
+        ({"name": "none", "plain_epochs": 4}, 4, ""),
+        ({"name": "maml", "plain_epochs": 3}, 4, ""),
+    ],
+)
+def test_plain_epochs_leave_the_algorithm_some(
+    click_logs: Path, algorithm: dict[str, Any], epochs: int, message: str
+) -> None:
+    raw: dict[str, Any] = {
+        "data": {"path": str(click_logs)},
+        "algorithm": algorithm,
+        "run": {"epochs": epochs, "start_from": "runs/plain"},
+    }
+    if not message:
+        build(config_from_dict(raw))
+        return
+    with pytest.raises(ConfigError) as caught:
+        build(config_from_dict(raw))
+    assert str(caught.value) == message

@@ -19,6 +19,7 @@ class AlgorithmConfig:
     name: str = key(
         "maml",
         "maml (second order), fomaml (first order), anil, reptile, metasgd, "
+        "ridge (a step solved in closed form), "
         "encoder (no gradients: gates from the support rows), encoder_maml (gates, then maml), "
         "metaemb (id embeddings from content), none (plain training, the baseline)",
     )
@@ -80,6 +81,12 @@ class AlgorithmConfig:
         "(metaemb's alpha)",
         min=0.0,
         max=1.0,
+    )
+    plain_epochs: int = key(
+        0,
+        "so many first epochs of a run are plain training, on every row; the algorithm goes on "
+        "from there. none: no meaning",
+        min=0,
     )
     content: tuple[str, ...] = key(
         (), "metaemb: columns that describe an id, such as an item's genre; never its own column"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gmeta.adaptation.adapted_layers import AdaptedLayers, Gates
+from gmeta.adaptation.closed_form import slopes_and_bends_N, solved_TS
 from gmeta.adaptation.layer_change import LayerChange
 from gmeta.adaptation.learned import NOTHING_LEARNED, LearnedParts
 from gmeta.adaptation.plan import AdaptationPlan, TaskSize
@@ -94,7 +95,10 @@ class GeneralLoop:
         adapted = Adapted(layers, rows.values_PD)
         takes_steps = self._plan.adapts and support.layout.num_rows
         for _ in range(self.config.inner_steps if takes_steps else 0):
-            adapted = self._step(adapted, rows.rate, support, second_order, keep_path)
+            if self._plan.solves:
+                adapted = self._solved_step(adapted, support, second_order)
+            else:
+                adapted = self._step(adapted, rows.rate, support, second_order, keep_path)
         return adapted
 
     def unadapted(self, rows: WorkingRows, side: Side) -> Adapted:
@@ -196,6 +200,37 @@ class GeneralLoop:
             rows_PD=before_PD - scaled(grads[-1], rate) if adapts_rows else before_PD,
             support_loss_sums=(*adapted.support_loss_sums, loss_sum),
         )
+
+    def _solved_step(self, adapted: Adapted, support: Side, second_order: bool) -> Adapted:
+        """Return the parameters after one step that is solved (closed_form.py)."""
+        layout, rate = support.layout, self.config.inner_lr
+        with adapted.layers.applied(layout) as tape:
+            output_N = self._model(self._inputs(support, adapted.rows_PD))
+        (loss,) = self._objectives.inner.losses
+        label_N = known_labels(support.label_N, support.weight)
+        slope_N, bend_N = slopes_and_bends_N(loss, output_N, label_N)
+        if support.weight is not None:
+            slope_N, bend_N = slope_N * support.weight, bend_N * support.weight
+        # A row's output is its own: the gradient of their sum holds each one's Jacobian.
+        jacobians = torch.autograd.grad(
+            output_N.sum(), tape.outputs, create_graph=second_order, retain_graph=second_order
+        )
+        with torch.set_grad_enabled(second_order):
+            kernel_TSS = adapted.layers.kernel_TSS(tape, jacobians)
+            solved_N = layout.unpad(
+                solved_TS(kernel_TSS, layout.pad(slope_N), layout.pad(bend_N), rate)
+            )
+            if prior := self.config.support_prior:
+                lengths_T = layout.lengths_T.to(solved_N.dtype)
+                solved_N = solved_N * layout.spread(lengths_T / (lengths_T + prior))
+            grads = [each * _beside(solved_N, each) for each in jacobians]
+            adapted.layers.step(tape, grads)
+        return adapted
+
+
+def _beside(values_N: Tensor, rows: Tensor) -> Tensor:
+    """Return a value for each row, to multiply rows of any shape with."""
+    return values_N.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1))
 
 
 def _losses_N(losses: LabelLosses, logits: Tensor, side: Side) -> Tensor:

@@ -33,10 +33,15 @@ class AdaptationPlan:
     layers: Mapping[str, nn.Linear]  # those that adapt, by name
     paths: Mapping[str, InnerPath]  # of each of them, as the config says
     heads: tuple[str, ...] = ()  # the layers that make the outputs, whether they adapt or not
+    solves: bool = False  # inner steps are solved: closed_form.py
 
     @classmethod
     def of(
-        cls, model: nn.Module, config: AlgorithmConfig, takes_steps: bool = True
+        cls,
+        model: nn.Module,
+        config: AlgorithmConfig,
+        takes_steps: bool = True,
+        solves: bool = False,
     ) -> AdaptationPlan:
         """Make the plan of a model; without `takes_steps` it is that nothing adapts.
 
@@ -59,7 +64,7 @@ class AdaptationPlan:
                 "not adapt. Add it to algorithm.adapt_layers, or leave bias_rate at 1"
             )
         paths = paths_of_layers(config, list(layers)) if takes_steps else {}
-        return cls(config, layers, paths, heads)
+        return cls(config, layers, paths, heads, solves)
 
     def bias_rate(self, name: str) -> float:
         """Return by how much faster than its weights the bias of this layer adapts."""

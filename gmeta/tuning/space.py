@@ -187,12 +187,13 @@ def plain_config(config: TrainConfig) -> TrainConfig:
 
 
 def plain_space(space: Space, plain: TrainConfig) -> Space:
-    """Return the space for a plain config: all of it but the choice of the algorithm.
+    """Return the space for a plain config: all of it but the choice of the algorithm and of its
+    plain epochs.
 
     Raises:
         UserError: nothing else is in it.
     """
-    kept = tuple(dimension for dimension in space if dimension.key != "algorithm.name")
+    kept = tuple(dimension for dimension in space if dimension.key not in NOT_OF_PLAIN)
     if not kept:
         raise UserError(
             "--space names algorithm.name alone: nothing is left to tune plain training by. Add "
@@ -275,8 +276,9 @@ def _type_of(key: str, entry: Any) -> Any:
 
 
 def default_space(config: TrainConfig) -> Space:
-    """Return the rates, the inner steps and, where there is a choice, the algorithm and the loss,
-    around the config's own values; of the same size for plain training and for meta-learning.
+    """Return the rates, the inner steps and, where there is a choice, the algorithm, its plain
+    epochs and the loss, around the config's own values; of plain training the same but for the
+    algorithm.
 
     The rates of the outer loop are tried over two decades around the config's, whose optimizers
     may take any scale; the inner rate over at least 0.003 to 1, where it was found on every data
@@ -284,7 +286,9 @@ def default_space(config: TrainConfig) -> Space:
     """
     algorithm, outer = config.algorithm, config.outer
     space: list[Dimension] = []
-    learnt = tuple(name for name in ("maml", "metasgd") if name != algorithm.name)
+    solvable = ("ridge",) if predicted_by(outer.loss) != "score" else ()
+    others = ("maml", "metasgd", *solvable)
+    learnt = tuple(name for name in others if name != algorithm.name)
     if algorithm.name not in FORWARD_ONLY:
         if algorithm.inner_lr > 0:
             low, high = min(0.003, algorithm.inner_lr / 3), max(1.0, algorithm.inner_lr * 3)
@@ -292,8 +296,11 @@ def default_space(config: TrainConfig) -> Space:
         space.append(Range("algorithm.inner_steps", 1, max(5, algorithm.inner_steps), False, True))
         priors = {0.0, 3.0, 10.0, algorithm.support_prior}
         space.append(Choices("algorithm.support_prior", tuple(sorted(priors))))
-    if algorithm.name in ("maml", "fomaml", "metasgd"):
+    if algorithm.name in ("maml", "fomaml", "metasgd", "ridge"):
         space.append(Choices("algorithm.name", (algorithm.name, *learnt)))
+    if algorithm.name != PLAIN and (epochs := config.run.epochs) > 1:
+        plain = {0, epochs // 2, epochs * 3 // 4, algorithm.plain_epochs}
+        space.append(Choices("algorithm.plain_epochs", tuple(sorted(plain))))
     rates = {name: getattr(outer, name) for name in ("dense_lr", "sparse_lr")}
     space += [
         _log_range(f"outer.{name}", rate / 10, rate * 10) for name, rate in rates.items() if rate
@@ -307,6 +314,7 @@ def default_space(config: TrainConfig) -> Space:
     return tuple(space)
 
 
+NOT_OF_PLAIN = ("algorithm.name", "algorithm.plain_epochs")
 PLAIN = "none"  # the algorithm without an inner loop
 FORWARD_ONLY = ("encoder",)  # they take no inner step
 RATING_LOSSES = tuple(

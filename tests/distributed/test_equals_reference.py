@@ -60,6 +60,8 @@ CASES = {
         AlgorithmConfig(name="metasgd", inner_steps=2, learned_rates="weight"),
         "rowwise_adagrad",
     ),
+    "ridge, adagrad": (AlgorithmConfig(name="ridge", inner_lr=0.2), "adagrad"),
+    "ridge in parts, sgd": (AlgorithmConfig(name="ridge", inner_lr=0.2), "sgd"),
     "maml with cbml, sgd": (AlgorithmConfig(name="maml", inner_lr=0.1), "sgd"),
     "maml, clipped, sgd": (AlgorithmConfig(name="maml", inner_lr=0.1), "sgd"),
     "maml, clipped, adagrad": (AlgorithmConfig(name="maml", inner_lr=0.1), "adagrad"),
@@ -103,6 +105,7 @@ OUTER = {
         "clip_norm": 0.2,
     },
     "metasgd in parts, rowwise adagrad": {"accumulate_steps": 3},
+    "ridge in parts, sgd": {"accumulate_steps": 2},
     "metasgd of three labels, layers only, in parts, sgd": {"accumulate_steps": 2},
     # Ranking losses have no gradient at the last bias: Adam would take its rounding for one.
     "fomaml, layers only, of ranked labels, sgd": {"dense_optimizer": "sgd", "dense_lr": 0.2},

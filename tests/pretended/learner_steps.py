@@ -67,7 +67,7 @@ def all_cases() -> Iterator[Case]:
     fast = ("maml", "fomaml", "metasgd")
     for model in models:
         for algorithm in ("none", "maml", "fomaml", "anil", "metasgd", "reptile", "encoder",
-                          "encoder_maml", "metaemb"):  # fmt: skip
+                          "encoder_maml", "metaemb", "ridge"):  # fmt: skip
             if algorithm.startswith("encoder") and model == "cbml":
                 continue  # it has gates of its own
             yield Case(model, algorithm)

@@ -38,6 +38,7 @@ ALGORITHMS_BY_CASE: dict[str, dict[str, Any]] = {
     "some tables": {"name": "maml", "adapt_embeddings": ("item",)},
     "encoder": {"name": "encoder"},
     "encoder_maml": {"name": "encoder_maml", "encoder_pooling": "attention"},
+    "ridge": {"name": "ridge"},
     "metaemb": {"name": "metaemb", "adapt_embeddings": ("city",), "content": ("tags",)},
 }
 

@@ -161,7 +161,11 @@ def test_a_config_with_a_value_differs_in_it_alone() -> None:
 def test_the_default_holds_the_configs_own_values_and_treats_the_baseline_alike(loss: str) -> None:
     keys = {}
     for name in ("maml", "none"):
-        raw = {"algorithm": {"name": name, "inner_lr": 0.0005}, "outer": {"loss": loss}}
+        raw = {
+            "algorithm": {"name": name, "inner_lr": 0.0005},
+            "outer": {"loss": loss},
+            "run": {"epochs": 4},
+        }
         config = config_from_dict(raw)
         space = default_space(config)
         check_metric(space, config)
@@ -170,9 +174,33 @@ def test_the_default_holds_the_configs_own_values_and_treats_the_baseline_alike(
             value = value_of(config, dimension.key)
             assert dimension.held(value) is not None, dimension
             assert dimension.edge(value) == ""
-    assert set(keys["maml"]) - set(keys["none"]) == {"algorithm.name"}
+    assert set(keys["maml"]) - set(keys["none"]) == {"algorithm.name", "algorithm.plain_epochs"}
     assert {"algorithm.inner_lr", "algorithm.inner_steps", "outer.dense_lr"} <= set(keys["none"])
     assert ("outer.loss" in keys["none"]) == (loss == "huber")
+
+
+def test_the_default_has_what_a_loss_and_a_number_of_epochs_allow() -> None:
+    def choices_of(key: str, **raw: Any) -> tuple[Any, ...]:
+        found = [each for each in default_space(config_from_dict(raw)) if each.key == key]
+        return found[0].values if found and isinstance(found[0], Choices) else ()
+
+    name, plain = "algorithm.name", "algorithm.plain_epochs"
+    assert choices_of(name) == ("maml", "metasgd", "ridge")
+    assert choices_of(name, outer={"loss": "softmax"}) == ("maml", "metasgd")
+    assert choices_of(name, algorithm={"name": "ridge"}) == ("ridge", "maml", "metasgd")
+    assert choices_of(plain, run={"epochs": 1}) == ()
+    assert choices_of(plain, run={"epochs": 12}) == (0, 6, 9)
+    assert choices_of(plain, run={"epochs": 2}) == (0, 1)
+    assert choices_of(plain, run={"epochs": 12}, algorithm={"plain_epochs": 7}) == (0, 6, 7, 9)
+
+
+def test_plain_training_is_tuned_by_all_but_the_algorithm_and_its_plain_epochs() -> None:
+    config = config_from_dict({"run": {"epochs": 4}})
+    kept = plain_space(default_space(config), plain_config(config))
+    assert {each.key for each in default_space(config)} - {each.key for each in kept} == {
+        "algorithm.name",
+        "algorithm.plain_epochs",
+    }
 
 
 def test_a_config_whose_rates_are_all_0_has_no_default_space() -> None:

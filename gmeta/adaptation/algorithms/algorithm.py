@@ -88,6 +88,7 @@ class Algorithm:
     preset: Callable[[nn.Module, AlgorithmConfig], AlgorithmConfig] = as_configured
     rates: Callable[[AdaptationPlan, TableSizes], InnerRates] = fixed_rates
     parts: Callable[[nn.Module, AlgorithmConfig, TableSizes], LearnedParts] = nothing_learned
+    solves: bool = False  # an inner step is solved in closed form: closed_form.py
     takes_steps: bool = True  # False: adapting is a forward pass alone
     # The side that a task needs rows of to count in the mean over the tasks.
     learns_from: Literal["query", "support"] = "query"

@@ -12,6 +12,7 @@ from gmeta.adaptation.algorithms.maml import MAML
 from gmeta.adaptation.algorithms.metaemb import META_EMBEDDING
 from gmeta.adaptation.algorithms.metasgd import META_SGD
 from gmeta.adaptation.algorithms.reptile import REPTILE
+from gmeta.adaptation.algorithms.ridge import RIDGE
 from gmeta.adaptation.config import PLAIN
 from gmeta_keys.plugins import Registry
 
@@ -23,6 +24,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "metasgd": META_SGD,
     "encoder": ENCODER,
     "encoder_maml": ENCODER_MAML,
+    "ridge": RIDGE,
     "metaemb": META_EMBEDDING,
 }
 

@@ -1,0 +1,74 @@
+"""A plain epoch in front of meta-training learns what plain training does, to the last bit, and the
+epochs behind it what the algorithm does.
+"""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from gmeta.adaptation.algorithms.registry import ALGORITHMS
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.build import build_learner
+from gmeta.learner import MetaLearner
+from gmeta_models import ModelConfig
+from tests import reference
+
+FEATURES = reference.some_features(2, 1, 1)
+SIZES = [(3, 2), (0, 2), (4, 0), (2, 3)]
+MODEL = ModelConfig(name="melu", embedding_dim=4, hidden=(6, 5))
+
+
+def learner_of(name: str, plain_epochs: int = 0) -> MetaLearner:
+    content = {"adapt_embeddings": ("s1",), "content": ("m0",)} if name == "metaemb" else {}
+    algorithm = AlgorithmConfig(name=name, inner_lr=0.1, plain_epochs=plain_epochs, **content)
+    torch.manual_seed(3)
+    return build_learner(FEATURES, MODEL, algorithm, "bce").to(torch.float64)
+
+
+def step(learner: MetaLearner) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and all gradients, those of the fetched rows among them."""
+    rng = random.Random(5)
+    batch = reference.batch_of(
+        [reference.random_task(FEATURES, *of, rng) for of in SIZES], FEATURES
+    )
+    torch.manual_seed(7)
+    rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
+    episodes = learner.arrange(batch)
+    loss = learner(rows_UD, episodes, weight=1 / episodes.num_terms)
+    named = {"rows": rows_UD, **dict(learner.named_parameters())}
+    grads = torch.autograd.grad(loss, [*named.values()])  # refuses what the loss does not reach
+    return loss.detach(), dict(zip(named, grads, strict=True))
+
+
+@pytest.mark.parametrize("name", sorted({*ALGORITHMS} - {"encoder", "encoder_maml", "metaemb"}))
+def test_a_plain_epoch_is_plain_training_and_teaches_nothing_else(name: str) -> None:
+    learner = learner_of(name, plain_epochs=2)
+    learner.begin_epoch(1)
+    (loss, grads), (plain_loss, plain) = step(learner), step(learner_of("none"))
+    assert torch.equal(loss, plain_loss)
+    for key, grad in grads.items():
+        assert torch.equal(grad, plain.get(key, torch.zeros_like(grad))), key
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_behind_its_plain_epochs_an_algorithm_is_itself(name: str) -> None:
+    learner = learner_of(name, plain_epochs=2)
+    learner.begin_epoch(1)
+    early, _ = step(learner)
+    learner.begin_epoch(2)
+    (loss, grads), (own_loss, own) = step(learner), step(learner_of(name))
+    assert torch.equal(loss, own_loss)
+    assert not torch.equal(loss, early)
+    for key, grad in own.items():
+        assert torch.equal(grads[key], grad), key
+
+
+@pytest.mark.parametrize("name", ["encoder", "metaemb"])
+def test_a_plain_epoch_trains_the_model_as_it_is_before_any_support_row(name: str) -> None:
+    learner = learner_of(name, plain_epochs=1)
+    learner.begin_epoch(0)
+    loss, grads = step(learner)
+    assert bool(loss.isfinite())
+    assert bool(grads["rows"].abs().sum() > 0)
