@@ -6,6 +6,7 @@ features, B tables, U unique ids of all tables, G bundles; all of one block. P i
 uses, T1 = T + 1, G1 = G + 1.
 """
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -105,11 +106,10 @@ def are_apart(features: Features, block: Block) -> bool:
 
 def _are_within(position: Int32, start: Int32, length: Int64) -> bool:
     # As an unsigned number, what lies before the start lies far behind the end.
-    within: bool = ((position - start).view(np.uint32) < length.astype(np.uint32)).all()
-    return bool(within)
+    return bool(((position - start).view(np.uint32) < length.astype(np.uint32)).all())
 
 
 def _stretches(offsets_G1: Int64) -> list[slice]:
     """Return where each bundle's rows (or values) stand."""
     bounds = offsets_G1.tolist()
-    return [slice(first, stop) for first, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [slice(first, stop) for first, stop in itertools.pairwise(bounds)]

@@ -36,7 +36,7 @@ SHARD_BLOCKS = 8
 # Smaller train splits can be shuffled episode by episode, and have few bundles to shuffle.
 BUNDLED_ROWS = 64 * DEFAULT_BLOCK_ROWS
 # A quarter of a usual step: as few ids are looked up as where its episodes come from eight blocks.
-BUNDLE_TASKS = 32
+BUNDLE_TASKS = 64
 # Beyond this many rows a table's used ids are not counted: it would cost more than it tells.
 MAX_COUNTED_ROWS = 1 << 28
 
