@@ -2,11 +2,13 @@
 peers.
 
 `gmeta, a block a batch` hands out stored blocks in order, `gmeta, blocks shuffled` in a random one
-(`data.blocks_per_step`: batch-level shuffle); `gmeta, episodes shuffled` recomposes batches of
-1,024 episodes from a window of shuffled blocks. All give unique ids and positions, and decode every
-block in every epoch. `bare decode` reads
-the same files with pyarrow, in a loop, to Arrow arrays and nothing more; the faster of read() and
-mmap counts. Peers read the same rows from a row table in the encodings that suit pyarrow best
+(`data.blocks_per_step`: batch-level shuffle). `gmeta, shuffled` makes batches of 1,024 episodes
+from a window of shuffled blocks as a large split comes by default, in bundles of 32 tasks; `gmeta,
+episodes shuffled` draws each episode by itself, as of a small split or `--bundle-tasks 0`. All give
+unique ids and positions, and decode every block in every epoch. `bare decode` reads the files
+without bundles with pyarrow, in a loop, to Arrow arrays and nothing more; the faster of read() and
+mmap counts. `unique_ids_per_row` counts the ids that a trainer looks up, of steps of 1,024 episodes
+and of 128, the default. Peers read the same rows from a row table in the encodings that suit pyarrow best
 (DELTA ids, PLAIN floats, no compression), to one tensor a feature group; they compute no unique ids
 unless their name says so. Files are in the page cache; the first epoch, in which gmeta also
 verifies every checksum, is reported by itself. Polars and Mosaic streaming take part once --setup
@@ -42,14 +44,16 @@ from peers.setup import set_up_data
 
 import metaio
 import metaio.format.layout
-from metaio.prepare.job import PrepareOptions
+from metaio.prepare.job import BUNDLE_TASKS, PrepareOptions
 from metaio.prepare.local import prepare
 from metaio.read.order import BlockEpisodes
 from metaio.read.pipeline import BatchPipeline, Plan
+from metaio.read.reader import DEFAULT_WINDOW_BLOCKS
 
 DECODES = ("bare decode, read()", "bare decode, mmap")
 OURS, MOSAIC = "gmeta, a block a batch", "Mosaic, a block a sample"
-SHUFFLED_BLOCKS, SHUFFLED = "gmeta, blocks shuffled", "gmeta, episodes shuffled"
+SHUFFLED_BLOCKS = "gmeta, blocks shuffled"
+SHUFFLED, EPISODES = "gmeta, shuffled", "gmeta, episodes shuffled"
 SHUFFLED_EPISODES = 1_024
 CLOCK = [time.perf_counter]
 
@@ -72,7 +76,7 @@ def bare_decode(dataset: metaio.Dataset, mapped: bool) -> int:
 class Readers:
     """Our readers, alive for all rounds as in training: their threads and memory are warm."""
 
-    def __init__(self, dataset: metaio.Dataset, threads: int) -> None:
+    def __init__(self, dataset: metaio.Dataset, bundled: metaio.Dataset, threads: int) -> None:
         # Two batches ahead for each thread: one is made while the other waits to be taken.
         self._blocks = BatchPipeline(
             dataset, threads=threads, prefetch_batches=2 * threads, cache_bytes=1
@@ -80,17 +84,8 @@ class Readers:
         self._shuffled_blocks = metaio.BatchReader(
             dataset, "train", tasks_per_step=1, blocks_per_step=1, threads=threads, cache_bytes=1
         )
-        # A cache of two windows of four in all: blocks are decoded anew in every epoch.
-        block_bytes = dataset.block_bytes("train")
-        window = max(len(block_bytes) // 4, 1)
-        self._shuffled = metaio.BatchReader(
-            dataset,
-            "train",
-            tasks_per_step=SHUFFLED_EPISODES,
-            window_blocks=window,
-            threads=threads,
-            cache_bytes=2 * window * int(block_bytes.max()),
-        )
+        self._shuffled = shuffled(bundled, threads)
+        self._episodes = shuffled(dataset, threads)
         split = dataset.splits["train"]
         self._plans: list[Plan] = [
             [("train", BlockEpisodes(block, np.arange(count)))]
@@ -107,13 +102,45 @@ class Readers:
         return sum(batch.num_rows for batch in self._shuffled_blocks.batches(next(self._epochs)))
 
     def shuffled(self) -> int:
-        """One epoch of recomposed batches; rows read."""
+        """One epoch of whole bundles; rows read."""
         return sum(batch.num_rows for batch in self._shuffled.batches(next(self._epochs)))
+
+    def episodes(self) -> int:
+        """One epoch of episodes drawn one by one; rows read."""
+        return sum(batch.num_rows for batch in self._episodes.batches(next(self._epochs)))
 
     def close(self) -> None:
         self._blocks.close()
         self._shuffled_blocks.close()
         self._shuffled.close()
+        self._episodes.close()
+
+
+def shuffled(dataset: metaio.Dataset, threads: int) -> metaio.BatchReader:
+    """A reader of shuffled steps that decodes every block in every epoch."""
+    # A cache of two windows of four in all.
+    block_bytes = dataset.block_bytes("train")
+    window = max(len(block_bytes) // 4, 1)
+    return metaio.BatchReader(
+        dataset,
+        "train",
+        tasks_per_step=SHUFFLED_EPISODES,
+        window_blocks=window,
+        threads=threads,
+        cache_bytes=2 * window * int(block_bytes.max()),
+    )
+
+
+def ids_per_row(dataset: metaio.Dataset, tasks_per_step: int) -> float:
+    """Unique ids a row of an epoch's steps, from windows of eight blocks."""
+    num_ids = num_rows = 0
+    with metaio.BatchReader(
+        dataset, "train", tasks_per_step=tasks_per_step, window_blocks=DEFAULT_WINDOW_BLOCKS
+    ) as reader:
+        for batch in reader.batches(0):
+            num_ids += len(batch.unique_ids_U)
+            num_rows += batch.num_rows
+    return num_ids / num_rows
 
 
 def rate(work: Callable[[], int]) -> float:
@@ -138,6 +165,7 @@ def works(
         OURS: lambda: rate(readers.blocks),
         SHUFFLED_BLOCKS: lambda: rate(readers.shuffled_blocks),
         SHUFFLED: lambda: rate(readers.shuffled),
+        EPISODES: lambda: rate(readers.episodes),
     }
     for name, peer in available_peers().items():
         found[name] = functools.partial(peer_rate, peer, folder / "rows.parquet")
@@ -151,15 +179,16 @@ def summary(spreads: dict[str, Spread], first_epoch: float, threads: int) -> dic
     decode = max(spreads[name].median for name in DECODES)
     readers = {name: spreads[name].median for name in PEERS if name in spreads}
     best = max(readers, key=lambda name: readers[name])
-    ours, shuffled = spreads[OURS].median, spreads[SHUFFLED].median
+    ours, drawn = spreads[OURS].median, spreads[SHUFFLED].median
     found: dict[str, object] = {
         "ratio_to_decode": ours / decode,
         "ratio_to_decode_first_epoch": first_epoch / decode,
         "ratio_to_decode_shuffled_blocks": spreads[SHUFFLED_BLOCKS].median / decode,
-        "ratio_to_decode_shuffled": shuffled / decode,
+        "ratio_to_decode_shuffled": drawn / decode,
+        "ratio_to_decode_shuffled_episodes": spreads[EPISODES].median / decode,
         "best_peer": best,
         "speedup_vs_best_peer": ours / readers[best],
-        "speedup_vs_best_peer_shuffled": shuffled / readers[best],
+        "speedup_vs_best_peer_shuffled": drawn / readers[best],
     }
     if MOSAIC in spreads:
         found["speedup_vs_mosaic"] = ours / spreads[MOSAIC].median
@@ -171,7 +200,9 @@ def run(folder: Path, rows: int, rounds: int) -> dict[str, object]:
     """Write the logs in every form, time all readers with one and with two threads."""
     logs, data = folder / "logs.parquet", str(folder / "data")
     write_logs(logs, rows)
-    prepare([str(logs)], data, logs_schema(), PrepareOptions())
+    prepare([str(logs)], data, logs_schema(), PrepareOptions(bundle_tasks=0))
+    in_bundles = PrepareOptions(bundle_tasks=BUNDLE_TASKS)
+    prepare([str(logs)], f"{data}-bundled", logs_schema(), in_bundles)
     row_table(logs, folder / "rows.parquet")
     mosaic_too = has_mosaic()
     if mosaic_too:
@@ -182,7 +213,7 @@ def run(folder: Path, rows: int, rounds: int) -> dict[str, object]:
         # Threads are those of the readers; torch has hardly anything to compute.
         torch.set_num_threads(1)
         dataset = metaio.open_dataset(data)
-        readers = Readers(dataset, threads)
+        readers = Readers(dataset, metaio.open_dataset(f"{data}-bundled"), threads)
         # By itself: only the first pass over a file verifies its checksums.
         first_epoch = rate(readers.blocks)
         found = interleaved(works(dataset, readers, folder, mosaic_too), rounds)
@@ -195,6 +226,10 @@ def run(folder: Path, rows: int, rounds: int) -> dict[str, object]:
         ]
         print_table(("", "median", "lowest", "highest"), lines)
         figures |= summary(spreads, first_epoch, threads)
+    for name, kind in (("", "-bundled"), ("_episodes", "")):
+        for tasks in (SHUFFLED_EPISODES, 128):
+            found_ids = ids_per_row(metaio.open_dataset(f"{data}{kind}"), tasks)
+            figures[f"unique_ids_per_row{name}_{tasks}"] = found_ids
     return figures
 
 

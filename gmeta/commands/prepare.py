@@ -36,10 +36,13 @@ OPTIONS = {
     "--recipe metaemb": {"recipe", "validation", "seed"},
     "--recipe movielens-100k": {"recipe", "label", "seed"},
     "--recipe amazon": {"recipe", "label", "seed"},
-    "--schema": {"schema", "memory", "threads", "block_rows", "compact"},
+    "--schema": {"schema", "memory", "threads", "block_rows", "bundle_tasks", "compact"},
     # Memory and threads are Spark's own matter.
-    "--schema --spark": {"schema", "spark", "block_rows", "compact"},
-    "--extend": {"extend", "accept", "schema", "memory", "threads", "block_rows", "compact"},
+    "--schema --spark": {"schema", "spark", "block_rows", "bundle_tasks", "compact"},
+    "--extend": {
+        *("extend", "accept", "schema", "memory", "threads"),
+        *("block_rows", "bundle_tasks", "compact"),
+    },
 }
 
 
@@ -104,6 +107,16 @@ Label = Annotated[
 Memory = Annotated[str, typer.Option(help="schema: most memory to use, such as 2GB")]
 Threads = Annotated[int, typer.Option(min=0, help="schema: threads; 0: one a CPU core")]
 BlockRows = Annotated[int, typer.Option(min=1, max=2**31 - 1, help="schema: rows of a block")]
+BundleTasks = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=2**31 - 1,
+        help="schema: training tasks that are shuffled together, which reads faster; 0: each by "
+        "itself; default: 32 above 4 million rows, else 0",
+        show_default=False,
+    ),
+]
 Compact = Annotated[
     bool, typer.Option("--compact", help="schema: smaller files that take longer to read")
 ]
@@ -138,6 +151,7 @@ def prepare(
     memory: Memory = "2GB",
     threads: Threads = 0,
     block_rows: BlockRows = 65_536,
+    bundle_tasks: BundleTasks = None,
     compact: Compact = False,
     overwrite: Overwrite = False,
     spark: OnSpark = False,
@@ -161,7 +175,7 @@ def prepare(
             raise UserError(
                 "--overwrite has no effect with --extend: increments do not change. Leave it out"
             )
-        options = _options(memory, threads, block_rows, compact)
+        options = _options(memory, threads, block_rows, bundle_tasks, compact)
         extend_stream(paths, extend, schema, options, accept)
         return
     _tell_of_leftovers(out)
@@ -198,18 +212,24 @@ def prepare(
     elif schema is not None:
         if not inputs:
             raise UserError("only OUT is given. Run: gmeta prepare --schema FILE INPUT... OUT")
-        options = _options(memory, threads, block_rows, compact, overwrite)
+        options = _options(memory, threads, block_rows, bundle_tasks, compact, overwrite)
         _prepare_tables(inputs, out, schema, options, spark)
     _report(out)
 
 
 def _options(
-    memory: str, threads: int, block_rows: int, compact: bool, overwrite: bool = False
+    memory: str,
+    threads: int,
+    block_rows: int,
+    bundle_tasks: int | None,
+    compact: bool,
+    overwrite: bool = False,
 ) -> PrepareOptions:
     return PrepareOptions(
         memory_bytes=_bytes(memory),
         threads=threads or os.cpu_count() or 1,
         block_rows=block_rows,
+        bundle_tasks=bundle_tasks,
         compact=compact,
         overwrite=overwrite,
     )

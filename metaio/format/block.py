@@ -1,7 +1,8 @@
 """A block: the whole episodes of one Parquet row group, with the ids of each table stored once.
 
 Shape suffixes: T episodes, N rows, F single-id features, M multi-id features, K dense columns, V
-ids of all multi-id features, B tables, U unique ids of all tables; T1 = T + 1, B1 = B + 1.
+ids of all multi-id features, B tables, U unique ids of all tables, G bundles; T1 = T + 1,
+B1 = B + 1.
 """
 
 import itertools
@@ -58,10 +59,21 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Bundles:
+    """Which ids of a block its bundles of `num_tasks` episodes use: of each table one stretch,
+    which no other bundle uses.
+    """
+
+    num_tasks: int
+    starts_GB: Int64
+    lengths_GB: Int64
+
+
+@dataclass(frozen=True)
 class Block:
     """What one row group decodes to. Read-only: batches may share its memory.
 
-    `label_N`, `row_id_N` and `weight_N` are as those of Rows.
+    `label_N`, `row_id_N` and `weight_N` are as those of Rows. Without `bundles` an id stands once.
     """
 
     task_T: Int64
@@ -77,6 +89,7 @@ class Block:
     unique_offsets_B1: Int64
     row_id_N: Int64 = field(default_factory=no_row_ids)
     weight_N: Float32 = field(default_factory=no_weights)
+    bundles: Bundles | None = None
 
     @property
     def num_episodes(self) -> int:
@@ -91,7 +104,7 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Return the memory held, in bytes."""
-        return sum(getattr(self, own.name).nbytes for own in fields(self))
+        return sum(array.nbytes for array in _arrays(self))
 
 
 def multi_feature_of_values(multi_lengths_NM: Int32) -> Int64:
@@ -224,6 +237,12 @@ def content_digest(block: Block) -> int:
     """Return xxh3_64 of decoded arrays in field order: equal for equal content in any encoding."""
     # Decoded arrays rather than files: another writer or codec may store the same content.
     digest = xxhash.xxh3_64()
-    for own in fields(block):
-        digest.update(np.ascontiguousarray(getattr(block, own.name)).data)
+    for array in _arrays(block):
+        digest.update(np.ascontiguousarray(array).data)
     return digest.intdigest()
+
+
+def _arrays(block: Block) -> list[npt.NDArray[np.generic]]:
+    """Return the decoded arrays in field order; where bundles begin is no content."""
+    values = (getattr(block, own.name) for own in fields(block))
+    return [value for value in values if isinstance(value, np.ndarray)]

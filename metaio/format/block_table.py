@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from metaio.errors import REMEDY, FormatError, faulty
+from metaio.format.block import Bundles
+from metaio.format.bundles import bundles_of
 from metaio.format.features import Features
 from metaio.format.layout import block_table_schema
 from metaio.format.manifest import SplitEntry, xxh3_hex
@@ -29,6 +31,14 @@ class BlockTable:
     unique_lengths_XB: Int64
     xxh3_XC: npt.NDArray[np.uint64]  # C column chunks, see layout.checksum_columns
     content_xxh3_X: Int64
+    bundle_tasks: int = 0  # episodes of each bundle; 0: there are none
+    bundle_unique_lengths: tuple[Int64, ...] = ()  # [G, B] of each block, where there are
+
+    def bundles(self, block: int) -> Bundles | None:
+        """Return the bundles of a block; None where its episodes keep their ids together."""
+        if not self.bundle_tasks:
+            return None
+        return bundles_of(self.bundle_tasks, self.bundle_unique_lengths[block])
 
 
 def read_block_table(
@@ -46,7 +56,9 @@ def read_block_table(
         )
     # Only now: what passed its checksum is what its writer closed.
     try:
-        table = pq.read_table(pa.BufferReader(data), schema=block_table_schema())
+        source = pa.BufferReader(data)
+        bundled = "bundle_tasks" in pq.read_schema(source).names
+        table = pq.read_table(source, schema=block_table_schema(bundled))
         flat = {name: _flat(table[name].combine_chunks()) for name in table.column_names}
     except (pa.ArrowException, OSError) as error:
         raise faulty(f"{storage.name(path)} cannot be decoded: {error}") from error
@@ -61,6 +73,7 @@ def read_block_table(
             "checksums for each block"
         )
     _check_counts(storage.name(path), entry, flat)
+    bundle_tasks, bundle_lengths = _bundles(storage.name(path), flat, num_blocks, num_tables)
     return BlockTable(
         shard_X=flat["shard"],
         num_episodes_X=flat["num_episodes"],
@@ -70,7 +83,38 @@ def read_block_table(
         # Stored signed, since Spark has no unsigned type; the bits are those of the hash.
         xxh3_XC=flat["xxh3"].view(np.uint64).reshape(num_blocks, num_columns),
         content_xxh3_X=flat["content_xxh3"],
+        bundle_tasks=bundle_tasks,
+        bundle_unique_lengths=bundle_lengths,
     )
+
+
+def _bundles(
+    name: str, flat: dict[str, Int64], num_blocks: int, num_tables: int
+) -> tuple[int, tuple[Int64, ...]]:
+    """Return the episodes of a bundle and the unique lengths [G, B] of each block's bundles; 0 and
+    nothing where there are none.
+
+    Raises:
+        FormatError: they contradict each other, or the counts of their block.
+    """
+    if "bundle_tasks" not in flat or not num_blocks:
+        return 0, ()
+    tasks_X, lengths = flat["bundle_tasks"], flat["bundle_unique_lengths"]
+    num_tasks = int(tasks_X[0])
+    if num_tasks < 1 or (tasks_X != num_tasks).any():
+        raise faulty(
+            f"{name}: column bundle_tasks must hold one number from 1 on, it holds "
+            f"{tasks_X.min()} to {tasks_X.max()}"
+        )
+    num_bundles_X = -(-flat["num_episodes"] // num_tasks)
+    totals_XB = flat["unique_lengths"].reshape(num_blocks, num_tables)
+    if len(lengths) == num_bundles_X.sum() * num_tables and lengths.min(initial=0) >= 0:
+        cuts = np.cumsum(num_bundles_X)[:-1] * num_tables
+        found = tuple(part.reshape(-1, num_tables) for part in np.split(lengths, cuts))
+        sums = [part.sum(axis=0) for part in found]
+        if all(map(np.array_equal, sums, totals_XB)):
+            return num_tasks, found
+    raise faulty(f"{name}: column bundle_unique_lengths contradicts unique_lengths")
 
 
 def _flat(column: pa.Array) -> Int64:

@@ -182,7 +182,10 @@ class Dataset:
         place = f"{self.url}, split {split}, block {block}"
         try:
             decoded = assemble(
-                self.manifest.features, columns, entry.blocks.unique_lengths_XB[block]
+                self.manifest.features,
+                columns,
+                entry.blocks.unique_lengths_XB[block],
+                entry.blocks.bundles(block),
             )
         except ValueError as error:
             raise faulty(f"{place}: {error}") from error

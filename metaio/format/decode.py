@@ -15,7 +15,8 @@ import xxhash
 
 from metaio.counted import counted
 from metaio.errors import REMEDY, FormatError, faulty
-from metaio.format.block import Block, no_row_ids, no_weights
+from metaio.format.block import Block, Bundles, no_row_ids, no_weights
+from metaio.format.bundles import are_apart
 from metaio.format.features import Features
 from metaio.format.layout import Stream, chunk_ranges
 from metaio.format.storage import Window
@@ -139,6 +140,8 @@ def _contradictions(
             yield "position"
     if not _are_ids(features, decoded.unique_ids_U, decoded.unique_offsets_B1):
         yield "id"
+    if not are_apart(features, decoded):
+        yield "position"
 
 
 def _are_ids(features: Features, unique_ids_U: Int64, unique_offsets_B1: Int64) -> bool:
@@ -164,7 +167,10 @@ def _outside(values: npt.NDArray[np.int32] | Int64, stop: int) -> bool:
 
 
 def assemble(
-    features: Features, columns: Mapping[str, list[Any]], unique_lengths_B: Int64
+    features: Features,
+    columns: Mapping[str, list[Any]],
+    unique_lengths_B: Int64,
+    bundles: Bundles | None = None,
 ) -> Block:
     """Return the block of decoded columns, stream by stream; lengths become offsets.
 
@@ -201,4 +207,5 @@ def assemble(
         unique_offsets_B1=offsets(unique_lengths_B),
         row_id_N=flat("row_ids", no_row_ids()),
         weight_N=weight_N.astype(np.float32, copy=False),
+        bundles=bundles,
     )

@@ -122,8 +122,8 @@ def _summarise_split(dataset: Dataset, name: str, done: Callable[[], None]) -> S
         counts_U += np.bincount(block.multi_positions_V, minlength=len(block.unique_ids_U))
         for table, used_R in enumerate(uses):
             own = slice(block.unique_offsets_B1[table], block.unique_offsets_B1[table + 1])
-            # A table's ids are unique within a block, so plain indexing adds each count once.
-            used_R[block.unique_ids_U[own]] += counts_U[own]
+            # An id stands once for each bundle.
+            np.add.at(used_R, block.unique_ids_U[own], counts_U[own])
     return SplitSummary(
         name=name,
         num_tasks=len(np.unique(np.concatenate(tasks))),

@@ -90,17 +90,25 @@ def checksum_columns(features: Features) -> tuple[tuple[str, str], ...]:
     )
 
 
-def block_table_schema() -> pa.Schema:
-    """Return the columns of SPLIT/blocks.parquet, one row a block, in stored order."""
-    return _required(
+def block_table_schema(bundled: bool = False) -> pa.Schema:
+    """Return the columns of SPLIT/blocks.parquet, one row a block, in stored order.
+
+    Where episodes stand in bundles there are two more, which readers may leave alone: without them
+    the blocks are read like any other.
+    """
+    lengths = pa.list_(pa.field("element", pa.int32(), nullable=False))
+    columns = [
         ("shard", pa.int32()),
         ("num_episodes", pa.int32()),
         ("num_rows", pa.int32()),
         ("num_values", pa.int64()),
-        ("unique_lengths", pa.list_(pa.field("element", pa.int32(), nullable=False))),
+        ("unique_lengths", lengths),
         ("xxh3", pa.list_(pa.field("element", pa.int64(), nullable=False))),
         ("content_xxh3", pa.int64()),
-    )
+    ]
+    if bundled:
+        columns += [("bundle_tasks", pa.int32()), ("bundle_unique_lengths", lengths)]
+    return _required(*columns)
 
 
 def encodings(stream: Stream, compact: bool) -> dict[str, object]:

@@ -113,6 +113,10 @@ class ShardWriter:
                 "num_values": len(block.multi_positions_V),
                 "unique_lengths": np.diff(block.unique_offsets_B1),
                 "content_xxh3": _signed(content_digest(block)),
+                "bundle_tasks": 0 if block.bundles is None else block.bundles.num_tasks,
+                "bundle_unique_lengths": ()
+                if block.bundles is None
+                else block.bundles.lengths_GB.ravel(),
             }
         )
 
@@ -131,7 +135,8 @@ class ShardWriter:
                     row.append(_signed(xxhash.xxh3_64_intdigest(data[begin:end])))
         for block, row in zip(self._blocks, checksums, strict=True):
             block["xxh3"] = row
-        table = pa.Table.from_pylist(self._blocks, schema=block_table_schema())
+        bundled = any(row["bundle_tasks"] for row in self._blocks)
+        table = pa.Table.from_pylist(self._blocks, schema=block_table_schema(bundled))
         counts = {
             name: int(np.sum(table[name].to_numpy())) for name in ("num_episodes", "num_rows")
         }

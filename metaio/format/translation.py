@@ -55,6 +55,7 @@ class _Translation:
             unique_offsets_B1=offsets(kept_B),
             positions_NF=position_U[block.positions_NF],
             multi_positions_V=position_U[block.multi_positions_V],
+            bundles=None,  # the unknown id of a table is one for all
         )
 
 

@@ -23,6 +23,7 @@ import xxhash
 
 from metaio.errors import DataError, SchemaError
 from metaio.format.block import Rows, build_block, multi_feature_of_values
+from metaio.format.bundles import bundled
 from metaio.format.destination import destination, flush_to_disk
 from metaio.format.features import Features
 from metaio.format.layout import (
@@ -92,9 +93,11 @@ def concat_rows(parts: list[Rows]) -> Rows:
     )
 
 
-def block_cuts(row_lengths_T: npt.NDArray[np.int64], block_rows: int) -> list[int]:
+def block_cuts(
+    row_lengths_T: npt.NDArray[np.int64], block_rows: int, bundle_tasks: int = 0
+) -> list[int]:
     """Return the first episode of each block, then T: a block closes before the episode that would
-    overfill it.
+    overfill it, or before that one's bundle.
 
     >>> block_cuts(np.array([3, 3, 3, 9, 1]), 6)
     [0, 2, 3, 4, 5]
@@ -105,15 +108,20 @@ def block_cuts(row_lengths_T: npt.NDArray[np.int64], block_rows: int) -> list[in
     while cuts[-1] < len(row_lengths_T):
         start_row = ends_T[cuts[-1]] - row_lengths_T[cuts[-1]]
         stop = int(np.searchsorted(ends_T, start_row + block_rows, side="right"))
-        cuts.append(max(stop, cuts[-1] + 1))
+        num_tasks = max(stop - cuts[-1], 1)
+        # Whole bundles, but for the last of all: steps of so many of them cut none.
+        if bundle_tasks and stop < len(row_lengths_T):
+            num_tasks = max(num_tasks - num_tasks % bundle_tasks, bundle_tasks)
+        cuts.append(min(cuts[-1] + num_tasks, len(row_lengths_T)))
     return cuts
 
 
 class SplitWriter:
     """Takes episodes in any portions and writes them as blocks of whole episodes."""
 
-    def __init__(self, folder: Path, split: str, plan: Plan) -> None:
+    def __init__(self, folder: Path, split: str, plan: Plan, bundle_tasks: int = 0) -> None:
         self._folder, self._split, self._plan = folder, split, plan
+        self._bundle_tasks = bundle_tasks
         self._pending: list[Rows] = []
         self._pending_rows = 0
         self._shards: list[ShardEntry] = []
@@ -142,7 +150,7 @@ class SplitWriter:
     def finish(self) -> tuple[SplitEntry, pa.Table]:
         """Write the rest and the block table. Returns the manifest's entry and the block table."""
         self.end_shard()
-        table = pa.concat_tables([block_table_schema().empty_table(), *self._tables])
+        table = pa.concat_tables(self._tables or [block_table_schema().empty_table()])
         path = self._folder / self._split / BLOCK_TABLE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(table, path, write_statistics=False, store_schema=False)
@@ -164,7 +172,7 @@ class SplitWriter:
         if not self._pending:
             return
         rows = concat_rows(self._pending)
-        cuts = block_cuts(rows.row_lengths_T, self._plan.block_rows)
+        cuts = block_cuts(rows.row_lengths_T, self._plan.block_rows, self._bundle_tasks)
         # The last block may still grow, so it waits for more episodes.
         whole = cuts[:-1] if keep_last else cuts
         for first, stop in itertools.pairwise(whole):
@@ -172,7 +180,7 @@ class SplitWriter:
             # Once, here: readers trust what passes its checksum.
             _check_rows(self._plan.features, part)
             shard = self._open_shard()
-            shard.write(build_block(self._plan.features, part))
+            shard.write(bundled(build_block(self._plan.features, part), self._bundle_tasks))
             if shard.num_blocks >= self._plan.shard_blocks:
                 self._close_shard()
         # Views: they are copied with the next portion.
@@ -239,15 +247,19 @@ class DatasetWriter:
         self._plan, self._provenance = plan, provenance
         self._splits: dict[str, SplitWriter] = {}
 
-    def split(self, name: str) -> SplitWriter:
+    def split(self, name: str, bundle_tasks: int = 0) -> SplitWriter:
         """Return the writer of a split, which is made at its first use.
 
+        With `bundle_tasks` every so many episodes keep ids of their own, and are shuffled together.
+
         Raises:
-            SchemaError: no split may have that name.
+            SchemaError: no split may have that name, or no bundle that many episodes.
         """
         check_split_name(name)
+        if bundle_tasks < 0:
+            raise SchemaError(f"bundle_tasks is {bundle_tasks}; it must be at least 0. Raise it")
         if name not in self._splits:
-            self._splits[name] = SplitWriter(self.folder, name, self._plan)
+            self._splits[name] = SplitWriter(self.folder, name, self._plan, bundle_tasks)
         return self._splits[name]
 
     def adopt_shard(self, split: str, entry: ShardEntry, block_table: pa.Table) -> None:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from metaio.errors import DataError, MetaIOError
 from metaio.format.block import Block, build_block
+from metaio.format.bundles import bundled
 from metaio.format.dataset import open_dataset
 from metaio.format.features import Features
 from metaio.format.layout import DEFAULT_BLOCK_ROWS, VOCABULARY_FOLDER
@@ -32,17 +33,26 @@ from metaio.prepare.values import Kind, kind_of, time_of
 DEFAULT_MEMORY_BYTES = 2 << 30
 # Half a million rows of 300 bytes sort in memory several times over within 1 GB.
 SHARD_BLOCKS = 8
+# Smaller train splits can be shuffled episode by episode, and have few bundles to shuffle.
+BUNDLED_ROWS = 64 * DEFAULT_BLOCK_ROWS
+# A quarter of a usual step: as few ids are looked up as where its episodes come from eight blocks.
+BUNDLE_TASKS = 64
 # Beyond this many rows a table's used ids are not counted: it would cost more than it tells.
 MAX_COUNTED_ROWS = 1 << 28
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """How to prepare. None of it but `block_rows` changes which bytes come out."""
+    """How to prepare. None of it but `block_rows` and `bundle_tasks` changes which bytes come out.
+
+    `bundle_tasks` episodes of the train split keep ids of their own; None: 32 of a split of at
+    least BUNDLED_ROWS rows, else 0, none.
+    """
 
     memory_bytes: int = DEFAULT_MEMORY_BYTES
     threads: int = os.cpu_count() or 1
     block_rows: int = DEFAULT_BLOCK_ROWS
+    bundle_tasks: int | None = None
     compact: bool = False
     overwrite: bool = False
     # What the manifest says of a ready recipe beside its schema: its name and settings.
@@ -71,6 +81,7 @@ class Job:
     features: Features
     task_kind: str
     cut_time: int | None
+    bundle_tasks: int = 0  # of the train split
     # Of negatives; known once all rows are encoded.
     catalogue: Catalogue | None = None
 
@@ -154,12 +165,14 @@ class Job:
         episodes, dropped = make_episodes(
             self.schema, rows, self.cut_time, cutting, self.catalogue, is_train
         )
+        bundle_tasks = self.bundle_tasks if is_train else 0
         index = bucket - self.plan.of_split(split).start
         with ShardWriter(folder, name, index, self.features, self.options.compact) as shard:
             for first, stop in pairwise(
-                block_cuts(episodes.row_lengths_T, self.options.block_rows)
+                block_cuts(episodes.row_lengths_T, self.options.block_rows, bundle_tasks)
             ):
                 block = build_block(self.features, episodes.part(first, stop))
+                block = bundled(block, bundle_tasks)
                 shard.write(block)
                 use.add(block)
             return WrittenShard(bucket, *shard.close(), dropped, rows.num_rows)
@@ -190,6 +203,10 @@ def make_job(
         column.column: kind_of_column(column, types[column.column]) for column in schema.sparse
     }
     integer = kind_of(task, types[task], "task") == "integer"
+    bundle_tasks = options.bundle_tasks
+    if bundle_tasks is None:
+        is_large = survey.rows_of_split.get(schema.splits.train, 0) >= BUNDLED_ROWS
+        bundle_tasks = BUNDLE_TASKS if is_large else 0
     return Job(
         schema=schema,
         options=options,
@@ -198,6 +215,7 @@ def make_job(
         features=features_of(schema, {name: len(v) for name, v in fitted.vocabularies.items()}),
         task_kind="integer" if integer else "hashed",
         cut_time=time_of(at, types[schema.time.column]) if schema.time and at is not None else None,
+        bundle_tasks=bundle_tasks,
     )
 
 

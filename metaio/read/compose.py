@@ -2,20 +2,18 @@
 
 Shape suffixes: T episodes, N rows, F single-id features, M multi-id features, K dense columns, V
 ids of all multi-id features, B tables, U unique ids of all tables; E episodes chosen from one
-block, P positions used.
+block, C bundles that they touch, P parts of a batch, or positions that one of them uses.
 """
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from metaio.format.block import Block, distinct_below, scratch
+from metaio.format.block import Block, Bundles, distinct_below, scratch
 from metaio.format.features import Features
 from metaio.ragged import Int32, Int64, offsets, ragged_indices
 from metaio.read.batch import TaskBatch, empty_batch
@@ -23,21 +21,30 @@ from metaio.read.batch import TaskBatch, empty_batch
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The chosen episodes of one block, and where their rows and ids go in the batch."""
+class _Marked(NamedTuple):
+    """Positions of a block that some of its rows use [P], and those that stand in the rows."""
+
+    used_P: Int64
+    single: Int64
+    multi: Int64
+
+
+class _Part(NamedTuple):
+    """Chosen episodes of one block: their rows and values there, and of each table the stretch of
+    `ids_U` that they use.
+
+    `marked` is None of a whole block or bundle, whose ids are known without a look at its rows.
+    """
 
     block: Block
-    episodes_E: Int64
     rows: Int64 | slice
     values: Int64 | slice
     num_rows: int
     num_values: int
-
-    @property
-    def is_whole(self) -> bool:
-        """Tell whether all episodes of the block are chosen."""
-        return len(self.episodes_E) == self.block.num_episodes
+    ids_U: Int64
+    starts_B: Int64
+    lengths_B: Int64
+    marked: _Marked | None = None
 
 
 def compose(features: Features, parts: Sequence[tuple[Block, Int64]]) -> TaskBatch:
@@ -59,7 +66,7 @@ def compose(features: Features, parts: Sequence[tuple[Block, Int64]]) -> TaskBat
     # What BlockOrder asks for all the time, at the cost of ten views.
     if len(chosen) == 1 and len(chosen[0][1]) == chosen[0][0].num_episodes:
         return _whole_block(chosen[0][0])
-    return _join(features, [_part(block, episodes_E) for block, episodes_E in chosen])
+    return _join(features, chosen)
 
 
 def _tensor(array: npt.NDArray[np.generic]) -> Tensor:
@@ -86,138 +93,185 @@ def _whole_block(block: Block) -> TaskBatch:
     )
 
 
-def _ranges(offsets_T1: Int64, episodes_E: Int64) -> Int64 | slice:
-    """Return the index of the rows (or values) of ascending episodes; a slice, hence a view, where
-    they are adjacent.
-    """
-    if episodes_E[-1] - episodes_E[0] + 1 == len(episodes_E):
-        return slice(int(offsets_T1[episodes_E[0]]), int(offsets_T1[episodes_E[-1] + 1]))
-    starts_E = offsets_T1[episodes_E]
-    return ragged_indices(starts_E, offsets_T1[episodes_E + 1] - starts_E)
-
-
-def _part(block: Block, episodes_E: Int64) -> _Part:
-    row_bounds, value_bounds = block.row_offsets_T1, block.value_offsets_T1
-    return _Part(
-        block,
-        episodes_E,
-        _ranges(row_bounds, episodes_E),
-        _ranges(value_bounds, episodes_E),
-        int((row_bounds[episodes_E + 1] - row_bounds[episodes_E]).sum()),
-        int((value_bounds[episodes_E + 1] - value_bounds[episodes_E]).sum()),
+def _join(features: Features, chosen: list[tuple[Block, Int64]]) -> TaskBatch:
+    parts = [part for block, episodes_E in chosen for part in _parts(block, episodes_E)]
+    lengths_PB = np.stack([part.lengths_B for part in parts])
+    # Table by table, and within a table part by part: where each part's ids of each table begin.
+    starts_PB = offsets(lengths_PB.T.ravel())[:-1].reshape(lengths_PB.T.shape).T
+    positions_NF, multi_V = _renumber(features, parts, starts_PB)
+    row_lengths_T = np.concatenate(
+        [np.diff(block.row_offsets_T1)[own_E] for block, own_E in chosen]
     )
-
-
-def _join(features: Features, parts: list[_Part]) -> TaskBatch:
-    # An id may stand once for each block that it comes from: no episode spans two blocks, so the
-    # promise of TaskBatch holds, and merging them would need a sort of all ids.
-    rows = [part.rows for part in parts]
-    row_counts = [part.num_rows for part in parts]
-    value_counts = [part.num_values for part in parts]
-    positions_NF = _gather([part.block.positions_NF for part in parts], rows, row_counts)
-    multi_V = _gather(
-        [part.block.multi_positions_V for part in parts],
-        [part.values for part in parts],
-        value_counts,
-    )
-    unique_ids_U, unique_lengths_B = _renumber(
-        features,
-        parts,
-        np.split(positions_NF, np.cumsum(row_counts)[:-1]),
-        np.split(multi_V, np.cumsum(value_counts)[:-1]),
-    )
-    row_lengths_T = np.concatenate([np.diff(p.block.row_offsets_T1)[p.episodes_E] for p in parts])
-    support_T = np.concatenate([p.block.support_lengths_T[p.episodes_E] for p in parts])
+    support_T = np.concatenate([block.support_lengths_T[own_E] for block, own_E in chosen])
     return TaskBatch(
-        task_T=torch.from_numpy(np.concatenate([p.block.task_T[p.episodes_E] for p in parts])),
+        task_T=torch.from_numpy(np.concatenate([block.task_T[own_E] for block, own_E in chosen])),
         row_offsets_T1=torch.from_numpy(offsets(row_lengths_T)),
         support_lengths_T=torch.from_numpy(support_T),
-        label_N=torch.from_numpy(_gather([p.block.label_N for p in parts], rows, row_counts)),
-        dense_NK=torch.from_numpy(_gather([p.block.dense_NK for p in parts], rows, row_counts)),
-        unique_ids_U=torch.from_numpy(unique_ids_U),
-        unique_lengths_B=torch.from_numpy(unique_lengths_B),
+        label_N=torch.from_numpy(_gather(parts, lambda block: block.label_N)),
+        dense_NK=torch.from_numpy(_gather(parts, lambda block: block.dense_NK)),
+        unique_ids_U=torch.from_numpy(_unique(parts)),
+        unique_lengths_B=torch.from_numpy(lengths_PB.sum(axis=0)),
         positions_NF=torch.from_numpy(positions_NF),
         multi_positions_V=torch.from_numpy(multi_V),
-        multi_lengths_NM=torch.from_numpy(
-            _gather([p.block.multi_lengths_NM for p in parts], rows, row_counts)
-        ),
-        row_id_N=torch.from_numpy(_stored([p.block.row_id_N for p in parts], rows, row_counts)),
-        weight_N=torch.from_numpy(_stored([p.block.weight_N for p in parts], rows, row_counts)),
+        multi_lengths_NM=torch.from_numpy(_gather(parts, lambda block: block.multi_lengths_NM)),
+        row_id_N=torch.from_numpy(_stored(parts, lambda block: block.row_id_N)),
+        weight_N=torch.from_numpy(_stored(parts, lambda block: block.weight_N)),
     )
+
+
+def _parts(block: Block, episodes_E: Int64) -> Iterator[_Part]:
+    """Yield the chosen episodes of a block, whole bundles by themselves."""
+    ids_U, bounds_B1 = block.unique_ids_U, block.unique_offsets_B1
+    if len(episodes_E) == block.num_episodes:
+        yield _Part(*_place(block, episodes_E), ids_U, bounds_B1[:-1], np.diff(bounds_B1))
+        return
+    begin = 0  # of the episodes that belong to no whole bundle
+    if block.bundles is not None:
+        starts_GB, lengths_GB = block.bundles.starts_GB, block.bundles.lengths_GB
+        for index, first, stop in _whole_bundles(block.bundles, block.num_episodes, episodes_E):
+            if begin < first:
+                yield _marked(block, episodes_E[begin:first])
+            place = _place(block, episodes_E[first:stop])
+            yield _Part(*place, ids_U, starts_GB[index], lengths_GB[index])
+            begin = stop
+    if begin < len(episodes_E):
+        yield _marked(block, episodes_E[begin:])
+
+
+def _whole_bundles(
+    bundles: Bundles, num_episodes: int, episodes_E: Int64
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the bundles whose episodes are all chosen, and where these stand among the chosen."""
+    bundle_E = episodes_E // bundles.num_tasks
+    cuts = np.flatnonzero(np.diff(bundle_E, prepend=-1, append=-1))
+    bundle_C = bundle_E[cuts[:-1]]
+    sizes_C = np.minimum(bundles.num_tasks, num_episodes - bundle_C * bundles.num_tasks)
+    whole = np.flatnonzero(np.diff(cuts) == sizes_C)
+    found = (bundle_C[whole], cuts[whole], cuts[whole + 1])
+    return zip(*(values.tolist() for values in found), strict=True)
+
+
+def _place(block: Block, episodes_E: Int64) -> tuple[Block, Int64 | slice, Int64 | slice, int, int]:
+    rows, num_rows = _ranges(block.row_offsets_T1, episodes_E)
+    values, num_values = _ranges(block.value_offsets_T1, episodes_E)
+    return block, rows, values, num_rows, num_values
+
+
+def _ranges(offsets_T1: Int64, episodes_E: Int64) -> tuple[Int64 | slice, int]:
+    """Return the index of the rows (or values) of ascending episodes, and how many there are; a
+    slice, hence a view, where the episodes are adjacent.
+    """
+    first, last = int(episodes_E[0]), int(episodes_E[-1])
+    if last - first + 1 == len(episodes_E):
+        begin, end = int(offsets_T1[first]), int(offsets_T1[last + 1])
+        return slice(begin, end), end - begin
+    starts_E = offsets_T1[episodes_E]
+    found = ragged_indices(starts_E, offsets_T1[episodes_E + 1] - starts_E)
+    return found, len(found)
+
+
+def _marked(block: Block, episodes_E: Int64) -> _Part:
+    """Return chosen episodes whose ids are found by marking each position of their rows."""
+    place = _place(block, episodes_E)
+    _, rows, values, _, _ = place
+    # numpy indexes with 64 bits, three times as fast as where it has to widen the index itself.
+    single = block.positions_NF[rows].ravel().astype(np.int64)
+    multi = block.multi_positions_V[values].astype(np.int64)
+    used_P = distinct_below(len(block.unique_ids_U), single, multi)
+    bounds_B1 = np.searchsorted(used_P, block.unique_offsets_B1)
+    ids_P, marked = block.unique_ids_U[used_P], _Marked(used_P, single, multi)
+    return _Part(*place, ids_P, bounds_B1[:-1], np.diff(bounds_B1), marked)
 
 
 def _stored(
-    arrays: list[npt.NDArray[Scalar]], rows: list[Int64 | slice], counts: list[int]
+    parts: list[_Part], column: Callable[[Block], npt.NDArray[Scalar]]
 ) -> npt.NDArray[Scalar]:
     """Return what the rows have of a column that not every dataset stores; nothing of none."""
-    return _gather(arrays, rows, counts) if any(map(len, arrays)) else arrays[0]
+    stored = any(len(column(part.block)) for part in parts)
+    return _gather(parts, column) if stored else column(parts[0].block)
 
 
 def _gather(
-    arrays: list[npt.NDArray[Scalar]], indices: list[Int64 | slice], counts: list[int]
+    parts: list[_Part], column: Callable[[Block], npt.NDArray[Scalar]]
 ) -> npt.NDArray[Scalar]:
-    """Return the chosen entries of each array, one after another."""
-    found = np.empty((sum(counts), *arrays[0].shape[1:]), dtype=arrays[0].dtype)
+    """Return the rows of all parts of a column, one after another."""
+    like = column(parts[0].block)
+    num_rows = sum(part.num_rows for part in parts)
+    found = np.empty((num_rows, *like.shape[1:]), dtype=like.dtype)
     begin = 0
-    for array, index, count in zip(arrays, indices, counts, strict=True):
-        into = found[begin : begin + count]
-        if isinstance(index, slice):
-            into[:] = array[index]
+    for part in parts:
+        into = found[begin : begin + part.num_rows]
+        if isinstance(part.rows, slice):
+            into[:] = column(part.block)[part.rows]
         else:
             # Indices are within bounds; mode="clip" lets numpy write without a buffer between.
-            np.take(array, index, axis=0, out=into, mode="clip")
-        begin += count
+            np.take(column(part.block), part.rows, axis=0, out=into, mode="clip")
+        begin += part.num_rows
     return found
 
 
-def _renumber(
-    features: Features, parts: list[_Part], positions: list[Int32], multi: list[Int32]
-) -> tuple[Int64, Int64]:
-    """Change positions within blocks into positions within the batch, in place.
+def _unique(parts: list[_Part]) -> Int64:
+    """Return the ids of all parts [U], table by table, and within a table part by part.
 
-    Returns the ids [U] that are used, table by table, and how many each table has.
+    An id may stand once for each part that it comes from: no episode spans two, so the promise of
+    TaskBatch holds, and merging them would need a sort of all ids.
     """
-    # numpy indexes with 64 bits, three times as fast as where it has to widen the index itself.
-    wide = [
-        [old.astype(np.int64) for old in ((of_multi,) if part.is_whole else (of_single, of_multi))]
-        for part, of_single, of_multi in zip(parts, positions, multi, strict=True)
-    ]
-    found = [_used(part, olds) for part, olds in zip(parts, wide, strict=True)]
-    lengths_PB = np.stack([np.diff(bounds_B1) for _, _, bounds_B1 in found])
-    # Table by table, and within a table part by part: where each part's ids of each table begin.
-    starts_PB = offsets(lengths_PB.T.ravel())[:-1].reshape(lengths_PB.T.shape).T
-    names = [table.name for table in features.tables]
-    table_F = [names.index(feature.table) for feature in features.single]
-    # In place: the positions were gathered for this batch and belong to nobody else.
-    for index, (part, (used_P, _, bounds_B1)) in enumerate(zip(parts, found, strict=True)):
-        shift_B = (starts_PB[index] - bounds_B1[:-1]).astype(np.int32)
-        new_P = np.arange(bounds_B1[-1], dtype=np.int32) + np.repeat(shift_B, lengths_PB[index])
-        news = [positions[index], multi[index]]
-        if used_P is None:
-            # All ids of a column's table move by as much: nothing is looked up.
-            new_U, news = new_P, news[1:]
-            positions[index] += shift_B[table_F]
-        else:
-            new_U = scratch(len(part.block.unique_ids_U))
-            new_U[used_P] = new_P
-        for old, new in zip(wide[index], news, strict=True):
-            np.take(new_U, old, out=new, mode="clip")
+    starts_PB = np.stack([part.starts_B for part in parts])
+    stops_PB = starts_PB + np.stack([part.lengths_B for part in parts])
+    ids = [part.ids_U for part in parts]
     pieces = [
-        ids_P[first:stop]
-        for bounds in zip(*(itertools.pairwise(own.tolist()) for _, _, own in found), strict=True)
-        for (_, ids_P, _), (first, stop) in zip(found, bounds, strict=True)
+        own_U[start:stop]
+        for starts, stops in zip(starts_PB.T.tolist(), stops_PB.T.tolist(), strict=True)
+        for own_U, start, stop in zip(ids, starts, stops, strict=True)
+        if start < stop
     ]
-    return np.concatenate([np.zeros(0, np.int64), *pieces]), lengths_PB.sum(axis=0)
+    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
 
 
-def _used(part: _Part, positions: list[Int64]) -> tuple[Int64 | None, Int64, Int64]:
-    """Return the positions [P] of the block that its chosen episodes use, their ids, and each
-    table's bounds.
-
-    Of a whole block all are used: then the first is None.
+def _renumber(features: Features, parts: list[_Part], starts_PB: Int64) -> tuple[Int32, Int32]:
+    """Return the positions [N, F] and [V] of all parts in the batch, where each part's ids of each
+    table begin at `starts_PB`.
     """
-    block = part.block
-    if part.is_whole:
-        return None, block.unique_ids_U, block.unique_offsets_B1
-    used_P = distinct_below(len(block.unique_ids_U), *positions)
-    return used_P, block.unique_ids_U[used_P], np.searchsorted(used_P, block.unique_offsets_B1)
+    tables = [table.name for table in features.tables]
+    table_F = [tables.index(feature.table) for feature in features.single]
+    of_lists = sorted({tables.index(feature.table) for feature in features.multi})
+    num_rows = sum(part.num_rows for part in parts)
+    positions_NF = np.empty((num_rows, len(table_F)), dtype=np.int32)
+    multi_V = np.empty(sum(part.num_values for part in parts), dtype=np.int32)
+    shift_PB = (starts_PB - np.stack([part.starts_B for part in parts])).astype(np.int32)
+    shift_PF = shift_PB[:, table_F]
+    row = value = 0
+    for index, part in enumerate(parts):
+        block = part.block
+        into_NF = positions_NF[row : (row := row + part.num_rows)]
+        into_V = multi_V[value : (value := value + part.num_values)]
+        if part.marked is None:
+            # All ids of a column's table move by as much: nothing is looked up.
+            np.add(block.positions_NF[part.rows], shift_PF[index], out=into_NF)
+            _shift_values(block, part.values, of_lists, shift_PB[index], into_V)
+            continue
+        used_P, single, multi = part.marked
+        new_P = np.arange(len(used_P), dtype=np.int32) + np.repeat(shift_PB[index], part.lengths_B)
+        new_U = scratch(len(block.unique_ids_U))
+        new_U[used_P] = new_P
+        np.take(new_U, single, out=into_NF.reshape(-1), mode="clip")
+        np.take(new_U, multi, out=into_V, mode="clip")
+    return positions_NF, multi_V
+
+
+def _shift_values(
+    block: Block, values: Int64 | slice, tables: list[int], shift_B: Int32, into_V: Int32
+) -> None:
+    """Write positions of multi-id features, moved by the shift of their table, to `into_V`; they
+    are of `tables`, ascending.
+    """
+    old_V = block.multi_positions_V[values]
+    moved = np.int32(0)
+    for index, table in enumerate(tables):
+        # A block's ids stand table by table, so those of the later tables are moved once more.
+        further = shift_B[table] - moved
+        if index:
+            into_V += (old_V >= np.int32(block.unique_offsets_B1[table])) * further
+        else:
+            np.add(old_V, further, out=into_V)
+        moved = shift_B[table]

@@ -6,7 +6,8 @@ Blocks are put in a random order and dealt to lanes, round robin. Inside a lane,
 consecutive blocks are shuffled episode by episode. A step takes its episodes lane by lane; within a
 lane's share they stand in stored order, so that neighbours come from the same block. A rank takes a
 contiguous slice of the step, so the world size decides who trains on an episode, never which step
-it belongs to. With `blocks_per_step` blocks are the unit instead: see BlockOrder.
+it belongs to. Where the data stands in bundles, these are shuffled in place of episodes; steps are
+as large. With `blocks_per_step` blocks are the unit instead: see BlockOrder.
 """
 
 import itertools
@@ -66,10 +67,19 @@ class OrderConfig:
 
 
 class EpisodeOrder:
-    """The order of one split's episodes in one epoch."""
+    """The order of one split's episodes in one epoch; every `bundle_tasks` of a block stay together
+    where it is not 0.
+    """
 
-    def __init__(self, num_episodes_X: npt.ArrayLike, config: OrderConfig, epoch: int = 0) -> None:
+    def __init__(
+        self,
+        num_episodes_X: npt.ArrayLike,
+        config: OrderConfig,
+        epoch: int = 0,
+        bundle_tasks: int = 0,
+    ) -> None:
         self.config = config
+        self._bundle_tasks = bundle_tasks
         self._episode_offsets = offsets(num_episodes_X)
         num_blocks = len(self._episode_offsets) - 1
         self._key = _mix(config.seed, epoch)
@@ -178,11 +188,16 @@ class EpisodeOrder:
         size = self.config.window_blocks
         blocks = self._lane_blocks[lane][window * size : (window + 1) * size]
         starts = self._episode_offsets[blocks]
-        episodes = ragged_indices(starts, self._episode_offsets[blocks + 1] - starts)
+        lengths = self._episode_offsets[blocks + 1] - starts
+        episodes = ragged_indices(starts, lengths)
         if not self.config.shuffle:
             return episodes
+        drawn = episodes
+        if self._bundle_tasks:
+            # The first of its bundle is drawn for each: a stable sort keeps them in order.
+            drawn = episodes - (episodes - np.repeat(starts, lengths)) % self._bundle_tasks
         # Sorting by a hash rather than numpy's shuffle, whose streams may change between releases.
-        keys = splitmix64(episodes.astype(np.uint64) ^ self._key)
+        keys = splitmix64(drawn.astype(np.uint64) ^ self._key)
         shuffled: Int64 = episodes[np.argsort(keys, kind="stable")]
         return shuffled
 
@@ -235,11 +250,12 @@ class BlockOrder:
 
 
 def order_of(
-    num_episodes_X: npt.ArrayLike, config: OrderConfig, epoch: int = 0
+    num_episodes_X: npt.ArrayLike, config: OrderConfig, epoch: int = 0, bundle_tasks: int = 0
 ) -> EpisodeOrder | BlockOrder:
-    """Return the order that the config asks for."""
-    kind = BlockOrder if config.blocks_per_step else EpisodeOrder
-    return kind(num_episodes_X, config, epoch)
+    """Return the order that the config asks for, of data in bundles of `bundle_tasks` episodes."""
+    if config.blocks_per_step:
+        return BlockOrder(num_episodes_X, config, epoch)
+    return EpisodeOrder(num_episodes_X, config, epoch, bundle_tasks)
 
 
 def _check_step(step: int, num_steps: int) -> None:

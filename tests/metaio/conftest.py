@@ -118,13 +118,14 @@ def write(tmp_path: Path) -> WriteFn:
         splits: dict[str, Rows],
         features: Features = FEATURES,
         name: str = "data",
+        bundle_tasks: int = 0,
         **options: object,
     ) -> str:
         out = str(tmp_path / name)
         provenance = Provenance(task="user", label="click")
         with write_dataset(out, features, provenance, **options) as writer:  # type: ignore[arg-type]
             for split, rows in splits.items():
-                writer.split(split).write(rows)
+                writer.split(split, bundle_tasks).write(rows)
         return out
 
     return write_splits

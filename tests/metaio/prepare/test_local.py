@@ -141,6 +141,30 @@ def test_order_of_input_files_format_and_threads_change_nothing(tmp_path: Path, 
         assert file.read_bytes() == (Path(out) / file.relative_to(first.url)).read_bytes()
 
 
+def test_a_large_train_split_stands_in_bundles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others do not: they are read in order, and would look ids up more often."""
+    table = raw_table()
+    schema = changed(splits={"shares": {"train": 0.7, "user-cold": 0.3}})
+    monkeypatch.setattr("metaio.prepare.job.BUNDLED_ROWS", 100)
+    monkeypatch.setattr("metaio.prepare.job.BUNDLE_TASKS", 3)
+    large = prepared(tmp_path, table, schema)
+    assert {name: split.blocks.bundle_tasks for name, split in large.splits.items()} == {
+        "train": 3,
+        "user-cold": 0,
+    }
+    monkeypatch.setattr("metaio.prepare.job.BUNDLED_ROWS", table.num_rows)
+    small, asked = (
+        prepared(tmp_path, table, schema),
+        prepared(tmp_path, table, schema, bundle_tasks=3),
+    )
+    assert small.split("train").blocks.bundle_tasks == 0
+    assert small.fingerprint != large.fingerprint == asked.fingerprint
+    for split in small.splits:
+        assert whole_split(large, split) == whole_split(small, split)
+
+
 def test_every_folder_that_a_glob_matches_is_read(tmp_path: Path) -> None:
     """What Spark calls day-1.parquet is a folder; its _SUCCESS holds no rows."""
     table = raw_table()

@@ -62,7 +62,8 @@ def test_spark_and_one_machine_agree_to_the_byte(
     side = ["query" if row % 3 else "support" for row in range(2_000)]
     pq.write_table(raw_table(2_000).append_column("side", pa.array(side)), raw)
     # 20 rows a block make several buckets; some of them stay empty.
-    options = PrepareOptions(threads=1, block_rows=20)
+    bundle_tasks = 2 if "membership" in parts else 0
+    options = PrepareOptions(threads=1, block_rows=20, bundle_tasks=bundle_tasks)
     schema = changed(**parts)
     prepare([str(raw)], str(tmp_path / "one"), schema, options)
     from metaio.prepare.spark import prepare_with_spark

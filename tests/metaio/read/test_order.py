@@ -21,7 +21,7 @@ def mix(value: int) -> int:
     return int(splitmix64(np.uint64(value % 2**64)))
 
 
-def slow_steps(config: OrderConfig, epoch: int) -> list[list[int]]:
+def slow_steps(config: OrderConfig, epoch: int, bundle_tasks: int = 1) -> list[list[int]]:
     """The definition: lanes of shuffled windows, dealt in rounds, cut into steps."""
     key = mix(mix(config.seed) + epoch)
     starts = [0, *itertools.accumulate(LENGTHS)]
@@ -32,14 +32,16 @@ def slow_steps(config: OrderConfig, epoch: int) -> list[list[int]]:
     for lane in range(config.lanes):
         own, sequence = blocks[lane :: config.lanes], []
         for first in range(0, len(own), config.window_blocks):
-            window = [
-                starts[block] + episode
+            bundles = [
+                [starts[block] + episode for episode in range(LENGTHS[block])][begin:][
+                    :bundle_tasks
+                ]
                 for block in own[first : first + config.window_blocks]
-                for episode in range(LENGTHS[block])
+                for begin in range(0, LENGTHS[block], bundle_tasks)
             ]
             if config.shuffle:
-                window.sort(key=lambda episode: mix(episode ^ key))
-            sequence += window
+                bundles.sort(key=lambda bundle: mix(bundle[0] ^ key))
+            sequence += [episode for bundle in bundles for episode in bundle]
         lanes.append(sequence)
     quotas = [
         config.tasks_per_step // config.lanes + (lane < config.tasks_per_step % config.lanes)
@@ -60,17 +62,18 @@ def slow_steps(config: OrderConfig, epoch: int) -> list[list[int]]:
     return steps
 
 
+@pytest.mark.parametrize("bundle_tasks", [0, 2, 3])
 @pytest.mark.parametrize("window_blocks", [1, 2, 100])
 @pytest.mark.parametrize("lanes", [1, 2, 3, 4])
 @pytest.mark.parametrize(("shuffle", "drop_last"), [(True, False), (True, True), (False, False)])
 def test_steps_follow_the_definition(
-    lanes: int, window_blocks: int, shuffle: bool, drop_last: bool
+    lanes: int, window_blocks: int, shuffle: bool, drop_last: bool, bundle_tasks: int
 ) -> None:
     for tasks_per_step in (4, 5, 11, 39, 100):
         config = OrderConfig(tasks_per_step, 7, shuffle, lanes, window_blocks, drop_last)
-        order = EpisodeOrder(LENGTHS, config, epoch=2)
+        order = EpisodeOrder(LENGTHS, config, epoch=2, bundle_tasks=bundle_tasks)
         found = [episodes_of(order, step) for step in range(order.num_steps)]
-        assert found == slow_steps(config, epoch=2)
+        assert found == slow_steps(config, epoch=2, bundle_tasks=bundle_tasks or 1)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])

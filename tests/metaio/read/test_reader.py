@@ -35,14 +35,21 @@ def test_stored_order_gives_back_exactly_the_rows_written(write: WriteFn) -> Non
     assert read == episodes_of_rows(rows)
 
 
+@pytest.mark.parametrize("bundle_tasks", [0, 4])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("window_blocks", [1, 2, None])
 @pytest.mark.parametrize(("lanes", "world_size"), [(1, 1), (1, 3), (4, 2), (4, 4)])
 def test_every_epoch_holds_every_episode_once(
-    write: WriteFn, lanes: int, world_size: int, window_blocks: int | None, threads: int
+    write: WriteFn,
+    lanes: int,
+    world_size: int,
+    window_blocks: int | None,
+    threads: int,
+    bundle_tasks: int,
 ) -> None:
     rows = make_rows(90)
-    dataset = open_dataset(write({"train": rows}, block_rows=40, shard_blocks=4))
+    path = write({"train": rows}, bundle_tasks=bundle_tasks, block_rows=80, shard_blocks=2)
+    dataset = open_dataset(path)
     read = []
     for rank in range(world_size):
         with BatchReader(
@@ -60,8 +67,10 @@ def test_every_epoch_holds_every_episode_once(
     assert sorted(read, key=lambda episode: episode[0]) == episodes_of_rows(rows)
 
 
-def test_an_id_has_one_position_within_an_episode(write: WriteFn) -> None:
-    dataset = open_dataset(write({"train": make_rows(80)}, block_rows=30))
+@pytest.mark.parametrize("bundle_tasks", [0, 3])
+def test_an_id_has_one_position_within_an_episode(write: WriteFn, bundle_tasks: int) -> None:
+    path = write({"train": make_rows(80)}, bundle_tasks=bundle_tasks, block_rows=60)
+    dataset = open_dataset(path)
     with BatchReader(dataset, "train", tasks_per_step=16, seed=1) as reader:
         for batch in reader.batches(0):
             assert int(batch.unique_lengths_B.sum()) == batch.unique_ids_U.numel()
