@@ -42,6 +42,7 @@ class DCNv2(nn.Module):
 
 class FourSteps(Callback):
     def on_step_end(self, run, loss):
+        print("people print")
         if run.step == 4:
             run.stop("FourSteps: it is the fourth")
 
@@ -85,7 +86,8 @@ def test_two_labels_of_a_package_of_ones_own_go_all_the_way(tmp_path: Path) -> N
     (tmp_path / "train.toml").write_text(config)
     chosen = ["model.name=shoprec.dcn:DCNv2", 'run.callbacks=["shoprec.dcn:FourSteps"]']
     chosen += ['evaluation.metrics=["auc", "shoprec.dcn:SPREAD"]', "--nproc-per-node", "2"]
-    ran(tmp_path, "gmeta", "train", tmp_path / "train.toml", *chosen)
+    told = ran(tmp_path, "gmeta", "train", tmp_path / "train.toml", *chosen, "--json")
+    assert json.loads(told)["run"] == str(run)  # what the callback prints is elsewhere
     assert 4 <= len(losses(run)) < 10  # stopped in front of one of the next steps
     again = [*chosen[:1], "run.callbacks=[]", *chosen[2:]]
     ran(tmp_path, "gmeta", "train", tmp_path / "train.toml", *again, "--resume")

@@ -2,7 +2,8 @@
 disk, or never saw that of the machine before.
 
 A checkpoint is there once its progress file is, which goes up last and holds the checksums of all
-others: objects appear whole, and whoever lists the run sees a complete checkpoint or none.
+others: objects appear whole, and whoever lists the run sees a complete checkpoint or none. One of
+a step that is there already goes beside it, as step-00000020.1, and counts once it is complete.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from gmeta.checkpoints.files import PROGRESS_FILE
 from gmeta.checkpoints.loader import TEMPORARY_PREFIX
@@ -34,6 +36,18 @@ _log = logging.getLogger(__name__)
 _DESCRIBING = (ENVIRONMENT_FILE, PLAN_FILE, METRICS_FILE, CONFIG_FILE)
 
 
+# step-00000020, or step-00000020.1 where that step was there before.
+_COPY = re.compile(rf"{STEP_FOLDER.pattern}(?:\.(\d+))?")
+
+
+class _Copy(NamedTuple):
+    """A complete checkpoint there. The greater of two is the newer one."""
+
+    step: int
+    attempt: int  # how often the step was put before
+    folder: str
+
+
 class Mirror:
     """The copy at `url` of the run in the folder `root`; one process works with it.
 
@@ -52,13 +66,9 @@ class Mirror:
         Raises:
             GMetaError: the place cannot be read.
         """
-        try:
-            self._fs.invalidate_cache()
-            found = self._fs.glob(f"{self._root}/checkpoints/*/{PROGRESS_FILE}")
-        except OSError as error:
-            raise self._unreachable(error) from error
-        names = [str(path).split("/")[-2] for path in found]
-        return sorted(filter(STEP_FOLDER.fullmatch, names), key=lambda name: step_of(Path(name)))
+        # Sorted, so that the attempts of a step stand side by side.
+        names = [_step_folder(copy.folder) for copy in self._copies()]
+        return list(dict.fromkeys(names))
 
     def put(self, checkpoint: Path) -> None:
         """Copy a checkpoint that has its name, and what describes the run; remove those that the
@@ -93,15 +103,16 @@ class Mirror:
         Raises:
             GMetaError: the place cannot be read.
         """
-        names = self.checkpoints()
-        if not names:
+        copies = self._copies()
+        if not copies:
             return ""
-        final = self._folder.checkpoints / names[-1]
+        newest = copies[-1].folder
+        final = self._folder.checkpoints / _step_folder(newest)
         temporary = final.with_name(f"{TEMPORARY_PREFIX}{final.name}")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         try:
-            for path in self._fs.ls(f"{self._root}/checkpoints/{names[-1]}", detail=False):
+            for path in self._fs.ls(f"{self._root}/checkpoints/{newest}", detail=False):
                 self._fs.get_file(path, str(temporary / str(path).rpartition("/")[2]))
             if not final.exists():
                 temporary.rename(final)
@@ -110,20 +121,39 @@ class Mirror:
                     self._fs.get_file(f"{self._root}/{name}", str(self._folder.root / name))
         except OSError as error:
             raise self._unreachable(error) from error
-        return names[-1]
+        return final.name
 
     def _put(self, checkpoint: Path) -> None:
-        there = f"{self._root}/checkpoints/{checkpoint.name}"
-        # Of a step that was saved before: its files are others now.
-        remove_folder(self._fs, there, PROGRESS_FILE)
+        step = step_of(checkpoint)
+        # What is there of this step stays until the new files are: it may be all there is.
+        attempts = [copy.attempt for copy in self._copies() if copy.step == step]
+        name = f"{checkpoint.name}.{attempts[-1] + 1}" if attempts else checkpoint.name
+        there = f"{self._root}/checkpoints/{name}"
+        remove_folder(self._fs, there, PROGRESS_FILE)  # half of one, from an upload that broke off
         put_folder(self._fs, checkpoint, there, PROGRESS_FILE)
-        for name in _DESCRIBING:
-            if (self._folder.root / name).exists():
-                put_file(self._fs, self._folder.root / name, f"{self._root}/{name}")
+        for described in _DESCRIBING:
+            if (self._folder.root / described).exists():
+                put_file(self._fs, self._folder.root / described, f"{self._root}/{described}")
         kept = {path.name for path in list_checkpoints(self._folder.checkpoints)}
-        for name in self.checkpoints():
-            if name not in kept:
-                remove_folder(self._fs, f"{self._root}/checkpoints/{name}", PROGRESS_FILE)
+        newest = {copy.step: copy.folder for copy in self._copies()}
+        staying = {folder for folder in newest.values() if _step_folder(folder) in kept}
+        for path in self._fs.ls(f"{self._root}/checkpoints", detail=False):
+            folder = str(path).rstrip("/").rpartition("/")[2]
+            # Complete or not: an upload or a removal that broke off left the rest.
+            if _COPY.fullmatch(folder) and folder not in staying:
+                remove_folder(self._fs, f"{self._root}/checkpoints/{folder}", PROGRESS_FILE)
+
+    def _copies(self) -> list[_Copy]:
+        """Return what is complete there, oldest first."""
+        try:
+            self._fs.invalidate_cache()
+            found = self._fs.glob(f"{self._root}/checkpoints/*/{PROGRESS_FILE}")
+        except OSError as error:
+            raise self._unreachable(error) from error
+        matches = [_COPY.fullmatch(str(path).split("/")[-2]) for path in found]
+        return sorted(
+            _Copy(int(match[1]), int(match[2] or 0), match[0]) for match in matches if match
+        )
 
     def _unreachable(self, error: OSError) -> GMetaError:
         reason = re.sub(r"\s+", " ", str(error)) or type(error).__name__
@@ -131,6 +161,11 @@ class Mirror:
             f"run.mirror = {self._url!r} cannot be reached: {reason}. Look at the place and the "
             "credentials"
         )
+
+
+def _step_folder(folder: str) -> str:
+    """Return the name that a checkpoint has in a run folder."""
+    return folder.partition(".")[0]
 
 
 def fetch_run(url: str, root: Path) -> None:

@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from gmeta.verbosity import JSON_VARIABLE, QUIET, VARIABLE, VERBOSE
+from gmeta.commands.screen import stdout_for_result
+from gmeta.verbosity import JSON_VARIABLE, QUIET, VARIABLE, VERBOSE, is_json
 
 # Those that print what they found, made or decided; `runs` and `shards` have a --json of their own.
 WITH_JSON = (
@@ -48,6 +49,8 @@ def _verbose(context: typer.Context, is_given: bool) -> None:
 def _json(context: typer.Context, is_given: bool) -> None:
     if is_given:
         _talk(context, JSON_VARIABLE, "1")
+    if is_json():
+        context.with_resource(stdout_for_result())
 
 
 def _only_options(

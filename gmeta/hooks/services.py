@@ -6,6 +6,7 @@ in the same place.
 """
 
 import importlib
+import os
 import re
 from pathlib import Path
 from typing import Any, final
@@ -13,12 +14,19 @@ from typing import Any, final
 from gmeta.errors import UserError
 from gmeta.files.whole import write_whole
 from gmeta.hooks.logger import Logger, Reading, RunInfo, Status
+from gmeta.verbosity import is_quiet
 
 MLFLOW_STATUSES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 MOST_PARAMETERS = 100  # that a server of MLflow takes in one request
 
 
+# They tell people where to look, unless told not to.
+SILENT = {"wandb": "WANDB_SILENT", "mlflow": "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"}
+
+
 def _imported(name: str) -> Any:
+    if is_quiet():
+        os.environ.setdefault(SILENT[name], "true")
     try:
         return importlib.import_module(name)
     except ImportError as error:

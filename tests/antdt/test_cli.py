@@ -148,7 +148,7 @@ def test_audit_accounts_for_every_unit_offline(client: ShardClient, tmp_path: Pa
         "checkpoint c1 of job movies: step 3, generation 1",
         f"digest {manifest.digest} matches; parent none",
         f"ledger: {manifest.ledger_events} events, head {manifest.ledger_head}",
-        "dataset train (10 units in 3 shards, fingerprint none), epoch 0 of 1:",
+        "dataset train (10 units in 3 shards, fingerprint none), epoch 1 of 1:",
         "  5 units in the model exactly once (1 whole shards, 1 in part)",
         "  5 units still to train",
         "OK: no unit is in the model twice",

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,59 @@ def test_an_upload_that_breaks_off_leaves_the_checkpoint_before(
     monkeypatch.undo()
     mirror.finish()
     assert mirror.checkpoints() == ["step-00000010", "step-00000020"]
+
+
+class Killed(BaseException):
+    """Ends a process as kill -9 does: nothing catches it."""
+
+
+def texts_of(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def put_until(root: Path, store: Any, done: int) -> int:
+    """Put the newest checkpoint, killed behind so many writes and removals; return how many."""
+    calls = 0
+
+    def counted(real: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            nonlocal calls
+            if calls == done:
+                raise Killed
+            calls += 1
+            return real(*given, **named)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch, suppress(Killed):
+        for name in ("put_file", "rm_file", "rm"):
+            patch.setattr(type(store), name, counted(getattr(type(store), name)))
+        put(root)
+    return calls
+
+
+def test_a_step_that_is_there_already_is_never_away(store: Any, tmp_path: Path) -> None:
+    """Killed before any write or removal at the store, the old files or the new come back."""
+    root = run_at(tmp_path / "run", 20)
+    here = root / "checkpoints" / "step-00000020"
+    put(root)
+    killed_at = 0
+    while True:
+        old = texts_of(here)
+        for path in here.iterdir():
+            path.write_text(f"{path.name}, trained again, {killed_at}")
+        is_whole = put_until(root, store, killed_at) < killed_at
+        other = tmp_path / f"other-{killed_at}"
+        fetch_run(URL, other)
+        assert texts_of(other / "checkpoints" / "step-00000020") in (old, texts_of(here))
+        put(root)  # the next attempt clears up
+        assert Mirror(URL, root).checkpoints() == ["step-00000020"]
+        assert len(store.ls("/bucket/run/checkpoints", detail=False)) == 1
+        if is_whole:
+            break
+        killed_at += 1
+    assert killed_at > 6  # three files, the config, and what goes: it was killed at each
+    assert texts_of(other / "checkpoints" / "step-00000020") == texts_of(here)
 
 
 def test_a_new_run_finds_no_other_at_its_mirror(store: Any, tmp_path: Path) -> None:

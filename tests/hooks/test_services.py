@@ -1,9 +1,12 @@
-"""W&B and MLflow, neither of which is installed here: modules in their place note what is called.
-
-So these tests hold the calls to what the services' documentation says, not to the services.
+"""W&B and MLflow. Modules in their place note what is called; the last tests run the packages
+themselves, offline, where they are installed: pip install 'gmeta[wandb,mlflow]'.
 """
 
+import json
+import os
+import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 from gmeta.errors import UserError
 from gmeta.hooks.logger import Reading, RunInfo
 from gmeta.hooks.services import MLflow, WandB
+from tests.waiting import PATIENCE_S
 
 READING = Reading(3, 1, {"loss": 0.5, "valid": {"ndcg@3": 0.25, "auc:buy": 0.5, "gauc": None}})
 
@@ -109,3 +113,68 @@ def test_a_missing_package_is_said(
         f"run.loggers names {name!r}, which needs the extra: pip install 'gmeta[{name}]'"
     )
     logger.end("failed")  # closes what was never opened
+
+
+# One life of a run, in a process of its own as a trainer is: the packages leave threads and
+# servers behind.
+LIFE = """
+import sys
+from pathlib import Path
+from gmeta.hooks.logger import Reading, RunInfo
+from gmeta.hooks.registry import LOGGERS
+name, folder, done_steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+config = {"model": {f"key{n}": n for n in range(150)}, "run": {"keep_best": True}}
+logger = LOGGERS[name]()
+logger.begin(RunInfo(folder, config, "auc", done_steps, 10))
+values = {"loss": 1 / (done_steps + 1), "valid": {"ndcg@3": 0.25, "auc:buy": 0.5, "gauc": None}}
+logger.log(Reading(done_steps + 1, 0, values))
+logger.end("finished")
+"""
+
+
+def lived(
+    name: str, folder: Path, done_steps: int, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", LIFE, name, str(folder), str(done_steps)],
+        env={**os.environ, **variables}, capture_output=True, text=True,
+        timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="no mlflow here: pip install mlflow")
+def test_mlflow_itself_holds_what_both_lives_of_a_run_told(tmp_path: Path) -> None:
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    for done_steps in (0, 4):
+        lived("mlflow", tmp_path, done_steps, MLFLOW_TRACKING_URI=store)
+    read = (
+        "import json, sys, mlflow\n"
+        "client = mlflow.MlflowClient(sys.argv[1])\n"
+        "run = client.get_run(open(sys.argv[2]).read())\n"
+        "losses = [[m.step, m.value] for m in client.get_metric_history(run.info.run_id, 'loss')]\n"
+        "about = [run.info.status, run.info.run_name, len(run.data.params), run.data.metrics]\n"
+        "print(json.dumps([*about, losses]))\n"
+    )
+    command = [sys.executable, "-c", read, store, str(tmp_path / "mlflow-run-id")]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    status, name, num_parameters, metrics, losses = json.loads(told.stdout.splitlines()[-1])
+    assert (status, name, num_parameters) == ("FINISHED", tmp_path.name, 151)
+    assert losses == [[1, 1.0], [5, 0.2]]
+    scores = {"valid/ndcg_at_3": 0.25, "valid/auc_buy": 0.5}
+    assert metrics == {"loss": 0.2, "epoch": 0.0, **scores}
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="no wandb here: pip install wandb")
+def test_wandb_itself_writes_one_run_in_both_lives_and_nothing_else_when_quiet(
+    tmp_path: Path,
+) -> None:
+    variables = {"WANDB_MODE": "offline", "GMETA_VERBOSITY": "quiet"}
+    for done_steps in (0, 4):
+        done = lived("wandb", tmp_path, done_steps, **variables)
+        assert (done.stdout, done.stderr) == ("", "")
+    name = (tmp_path / "wandb-run-id").read_text()
+    lives = list((tmp_path / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb"))
+    assert len(lives) == 2
+    assert all(b"valid/ndcg@3" in life.read_bytes() for life in lives)

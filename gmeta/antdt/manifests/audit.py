@@ -101,14 +101,16 @@ def _account(entry: DatasetManifest) -> list[str]:
     left = spec.num_units - num_trained - num_skipped
     # A job that decides itself when to stop registers without a limit.
     epochs = f" of {spec.num_epochs}" if spec.num_epochs < MAX_EPOCHS else ""
+    # People count epochs from 1, as the trainers' lines and the live page do.
     lines = [
         f"dataset {spec.name} ({spec.num_units} units in {spec.num_shards} shards, fingerprint "
-        f"{spec.fingerprint or 'none'}), epoch {entry.epoch}{epochs}:",
+        f"{spec.fingerprint or 'none'}), epoch {entry.epoch + 1}{epochs}:",
         f"  {num_trained} units in the model exactly once ({entry.num_done} whole shards, "
         f"{sum(1 for x in entry.partial if x.units_done)} in part)",
     ]
     if entry.epoch:
-        lines.append(f"  epochs 0 to {entry.epoch - 1} finished before")
+        before = "epoch 1" if entry.epoch == 1 else f"epochs 1 to {entry.epoch}"
+        lines.append(f"  {before} finished before")
     lines += [f"  skipped by an operator: position {x.position}: {x.note}" for x in entry.skipped]
     lines += [
         f"  quarantined after {x.attempts} attempts: position {x.position}: {x.note}"

@@ -46,7 +46,9 @@ def _tell(folder: RunFolder) -> None:
             "data_wait_share": statistics.mean(waits) if waits else None,
         }
     )
-    lines = [f"\ntrained: {folder.root}  (metrics.jsonl, tensorboard/, checkpoints/)"]
+    parts = ("metrics.jsonl", "tensorboard/", "checkpoints/")
+    found = ", ".join(part for part in parts if (folder.root / part).exists())
+    lines = [f"\ntrained: {folder.root}  ({found})"]
     if speeds and waits:  # a finished run that is resumed takes no step, and its log may be gone
         speed, wait = statistics.median(speeds), statistics.mean(waits)
         lines += [f"speed: {speed:,.0f} samples/s, {wait:.1%} of the time waiting for data"]

@@ -24,9 +24,9 @@ from gmeta.antdt.reports import MonitorConfig
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.antdt.stragglers.settings import StragglerConfig
 from tests.antdt.driver import FakeClock
+from tests.browser import needs_browser, open_browser
 from tests.waiting import PATIENCE_S
 
-CHROMIUM = shutil.which("chromium")
 NODE = shutil.which("node")
 SHARE = 16
 WINDOW_S = 0.05
@@ -181,31 +181,20 @@ def test_the_page_asks_nobody_else_for_anything(server: ShardServer) -> None:
     assert "innerHTML" not in page
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+@needs_browser
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
-def test_a_browser_draws_the_page(
-    server: ShardServer, tmp_path: Path, width: int, height: int
-) -> None:
-    assert CHROMIUM is not None
-    for patience_ms in (2_000, 10_000, 60_000):  # until the page is drawn: it never stops loading
-        command = [
-            CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-            f"--user-data-dir={tmp_path}/profile", f"--window-size={width},{height}",
-            f"--timeout={patience_ms}", "--dump-dom", url(server),
-        ]  # fmt: skip
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-        )
-        dom = result.stdout
-        if "shard 0 is with rank3" in dom:
-            break
-    assert "Job ctr-model" in dom, result.stderr[-500:]
-    assert "transient: compute" in dom
-    assert "every unit accounted for" in dom
-    assert "ADJUST_BS" in dom
-    assert "shard 0 is with rank3, and with rank0 as backup" in dom
-    assert 'id="trouble" role="alert" hidden' in dom
-    assert "Uncaught" not in result.stderr
+def test_a_browser_draws_the_page(server: ShardServer, width: int, height: int) -> None:
+    with open_browser() as browser:
+        browser.resize(width, height)
+        browser.open(url(server))
+        browser.wait_for("#data", "shard 0 is with rank3, and with rank0 as backup")
+        assert browser.text("#job") == "Job ctr-model"
+        assert "transient: compute" in browser.text("#workers tbody")
+        assert "every unit accounted for" in browser.text("#audit")
+        assert "ADJUST_BS" in browser.text("#decisions")
+        assert browser.text("#trouble") == ""
+        assert browser.overflow() == 0
+        assert browser.faults() == []
 
 
 @pytest.mark.skipif(NODE is None, reason="no node here: apt-get install nodejs")
@@ -221,9 +210,15 @@ def test_a_browser_draws_the_page(
         ),
         ({"phase": "gone", "tasks_per_s": 0.0}, ["no worker is heard of", "look at the trainers"]),
         ({"phase": "ended", "tasks_per_s": 0.0}, ["ended", "Everything is trained"]),
+        ({"num_silent": 0, "draining": True}, ["draining", "until gmeta shards drain --undo"]),
         (
             {},
-            ["loss 0.0125 ", "0.0125 to 0.0250, step 40 to 80", "validation auc 0.7500 at step 80"],
+            [
+                "loss 0.0125",
+                "0.0125 to 0.0250, step 40 to 80",
+                "validation auc 0.7500",
+                "at step 80",
+            ],
         ),
         ({"curves": {"loss": [[1, 0.5], [2, None]]}}, ["loss not a number"]),
         ({"curves": {}}, ["loss and validation come with the trainer\u2019s first reading"]),

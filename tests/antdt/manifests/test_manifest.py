@@ -123,7 +123,7 @@ def test_an_audit_of_no_dataset_and_of_an_untouched_one_is_ok() -> None:
     assert (untouched.ok, untouched.lines[3:]) == (
         True,
         (
-            "dataset d (22 units in 6 shards, fingerprint none), epoch 0 of 2:",
+            "dataset d (22 units in 6 shards, fingerprint none), epoch 1 of 2:",
             "  0 units in the model exactly once (0 whole shards, 0 in part)",
             "  22 units still to train",
             "OK: no unit is in the model twice",
@@ -137,7 +137,7 @@ def test_an_audit_counts_the_front_of_a_skipped_shard_as_trained() -> None:
     in_shard = SPEC.length_of(ShardTable(SPEC, epoch=1).order.index_of(0))
     assert report.lines[4:] == (
         f"  {22 - in_shard + 3} units in the model exactly once (5 whole shards, 0 in part)",
-        "  epochs 0 to 0 finished before",
+        "  epoch 1 finished before",
         "  skipped by an operator: position 0: corrupt",
         "  epoch finished",
         "OK: no unit is in the model twice",
