@@ -154,7 +154,7 @@ def _adam_step(group: "FastGroup", row_U: Tensor, grad_UD: Tensor, squares: Tens
 
 def _mean_square_U1(grad_UD: Tensor) -> Tensor:
     # In one pass, where squares would be written and read again.
-    norm_U1 = torch.linalg.vector_norm(grad_UD, dim=1, keepdim=True)
+    norm_U1: Tensor = torch.linalg.vector_norm(grad_UD, dim=1, keepdim=True)
     return norm_U1.square_().div_(grad_UD.shape[1])
 
 
