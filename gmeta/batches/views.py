@@ -31,7 +31,7 @@ class View:
     max_support: int | None = None
 
     def of(self, batch: TaskBatch) -> TaskBatch:
-        """Return the batch as it is seen."""
+        """Return the batch with the rows of this view alone."""
         if self == STORED:
             return batch
         rows = (batch.task_T, batch.row_offsets_T1, batch.support_lengths_T)

@@ -52,8 +52,8 @@ class LabelLosses(NamedTuple):
     before: tuple[int, ...]  # the label that each takes place among, an earlier one; -1: all rows
 
     def logits(self, output: Tensor) -> Tensor:
-        """Return what the losses are taken of: the model's outputs, of labels of the entire space
-        the logit of the product.
+        """Return the logits that the losses compare with labels: the model's outputs, and of labels
+        of the entire space the logit of the product.
         """
         if max(self.before) < 0:
             return output
@@ -252,7 +252,7 @@ def objectives_of(
 
 
 def _softplus(values: Tensor) -> Tensor:
-    # torch's own threshold of 20 would be seen in float64.
+    # torch's own threshold of 20 is an error of 2e-9, which float64 would show.
     return F.softplus(values, threshold=50.0)
 
 

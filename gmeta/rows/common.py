@@ -27,7 +27,7 @@ from gmeta.rows.sparse_matrix import Bags
 
 @dataclass(frozen=True)
 class CommonFeatures:
-    """Some single-id features of a batch, and where their embeddings are found."""
+    """Some single-id features of a batch, and which embedding rows they read."""
 
     features: tuple[int, ...]
     bags: Bags  # of one value: bag t * len(features) + i

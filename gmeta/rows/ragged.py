@@ -24,7 +24,7 @@ class RowLayout:
 
     @classmethod
     def of(cls, lengths_T: Tensor) -> "RowLayout":
-        """Layout of tasks with these numbers of rows (0 is allowed)."""
+        """Make the layout of tasks with these numbers of rows, 0 among them."""
         num_tasks = lengths_T.numel()
         longest = int(lengths_T.max()) if num_tasks else 0
         num_rows = int(lengths_T.sum())
@@ -39,7 +39,7 @@ class RowLayout:
 
     @property
     def num_tasks(self) -> int:
-        """T."""
+        """Count the tasks: T."""
         return self.lengths_T.numel()
 
     def pad(self, rows: Tensor) -> Tensor:

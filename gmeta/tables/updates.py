@@ -79,14 +79,14 @@ class _HostRows(_Rows):
 
 
 class _Merge(NamedTuple):
-    """How the gradients of rows that stand several times become one: those at `again` are added to
-    those at `into`, and what is at `once` is then the sum for `row`.
+    """How the gradients of rows that stand several times become one: to those at `once`, which are
+    of `row`, those at `again` are added, each to the one in place `into`.
     """
 
-    again_A: Tensor
-    into_A: Tensor
     once_U: Tensor
     row_U: Tensor
+    again_A: Tensor
+    into_A: Tensor
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class GivenRows:
         """Return the distinct rows and the sum of the gradients of each: [U], [U, D]."""
         if self.merge is None:
             return self.row_N, grad_ND
+        summed_UD = grad_ND.index_select(0, self.merge.once_U)
         again_AD = grad_ND.index_select(0, self.merge.again_A)
-        summed_ND = grad_ND.index_add(0, self.merge.into_A, again_AD)
-        return self.merge.row_U, summed_ND.index_select(0, self.merge.once_U)
+        return self.merge.row_U, summed_UD.index_add_(0, self.merge.into_A, again_AD)
 
 
 def _sgd(group: "FastGroup", row_U: Tensor, grad_UD: Tensor) -> None:
@@ -153,7 +153,9 @@ def _adam_step(group: "FastGroup", row_U: Tensor, grad_UD: Tensor, squares: Tens
 
 
 def _mean_square_U1(grad_UD: Tensor) -> Tensor:
-    return grad_UD.square().mean(dim=1, keepdim=True)
+    # In one pass, where squares would be written and read again.
+    norm_U1: Tensor = torch.linalg.vector_norm(grad_UD, dim=1, keepdim=True)
+    return norm_U1.square_().div_(grad_UD.shape[1])
 
 
 UPDATES: dict[EmbOptimType, Update] = {
@@ -196,7 +198,8 @@ class FastGroup:
         if not again_A.size:
             return GivenRows(rows, None)
         once_U = np.flatnonzero(last_N == place_N)
-        numbers = again_A, last_N.take(again_A), once_U, row_N.take(once_U)
+        into_A = np.searchsorted(once_U, last_N.take(again_A))
+        numbers = once_U, row_N.take(once_U), again_A, into_A
         return GivenRows(rows, _Merge(*map(torch.from_numpy, numbers)))
 
     def look_up(self, row_N: Tensor, rows_ND: Tensor) -> None:

@@ -74,7 +74,7 @@ class AdaptedMlp(ABC):
     def after_step(
         self, activations: Sequence[Tensor], grads: Sequence[Tensor], rates: Sequence[LayerRate]
     ) -> Self:
-        """Return the MLP after one inner step, from what `step_gradients` found.
+        """Return the MLP after one inner step, from what `step_gradients` returned.
 
         `grads` may begin at any layer below the lowest that adapts; a rate for every layer.
         """

@@ -235,7 +235,7 @@ def _replay(ledger: Ledger, record: bytes) -> None:
         ledger.replay(record)
     except StoreError:
         raise
-    except Exception as error:
+    except Exception as error:  # a record that makes no sense may fail anywhere in the state
         raise StoreFailedError(
             f"the store's event {ledger.num_events + 1} cannot be applied: {record[:80]!r}: "
             f"{str(error).rstrip('.') or repr(error)}. Restore the store from a backup, or delete "

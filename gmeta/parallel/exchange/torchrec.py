@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TorchRecExchange(Exchange):
-    """See the top of the file."""
+    """Fetches rows through TorchRec's sharded collection; fbgemm updates them in backward."""
 
     def __init__(
         self, tables: ShardedEmbeddingCollection, names: list[str], device: torch.device

@@ -40,7 +40,7 @@ WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class WireExchange(Exchange):
-    """See the top of the file."""
+    """Fetches rows by one AlltoAll each way; their gradients update the shards that hold them."""
 
     def __init__(
         self,

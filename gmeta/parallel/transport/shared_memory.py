@@ -207,7 +207,9 @@ class _Inbox:
 
 @final
 class SharedMemory(Transport):
-    """See the top of the file. For one thread."""
+    """Carries the messages of ranks on one host through memory that all of them map. For one
+    thread.
+    """
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket]) -> None:
         self._rank = rank
