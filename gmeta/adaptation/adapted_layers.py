@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from gmeta.adaptation.closed_form import layer_kernel_TSS
+from gmeta.adaptation.closed_form import LayerGradients
 from gmeta.adaptation.layer_change import LayerChange, after_step, one_step
 
 if TYPE_CHECKING:
@@ -109,17 +109,17 @@ class AdaptedLayers:
             step = one_step(path, activations_TSI, grads_TSO, *rates)
             self._changes[name] = after_step(self._changes.get(name), step)
 
-    def kernel_TSS(self, tape: Tape, jacobians: Sequence[Tensor]) -> Tensor:
-        """Return the inner products of the gradients of the support rows' outputs, row by row of a
-        task, from their gradients at `tape.outputs`; of rows that pad 0.
+    def gradients_of(self, tape: Tape, jacobians: Sequence[Tensor]) -> list[LayerGradients]:
+        """Return the gradients of the support rows' outputs by each layer as the factors that they
+        are, task by task, from the outputs' gradients at `tape.outputs`.
         """
-        layout, found = tape.layout, []
+        found = []
         for name, rows, jacobian in zip(tape.names, tape.inputs, jacobians, strict=True):
             has_bias = self._plan.layers[name].bias is not None
             bias_rate = self._plan.bias_rate(name) if has_bias else 0.0
-            blocks = _by_task(layout, rows), _by_task(layout, jacobian)
-            found.append(layer_kernel_TSS(*blocks, bias_rate, layout.longest))
-        return torch.stack(found).sum(dim=0)
+            blocks = _by_task(tape.layout, rows), _by_task(tape.layout, jacobian)
+            found.append(LayerGradients(*blocks, bias_rate))
+        return found
 
     def _hook(self, name: str, tape: Tape) -> Callable[[nn.Linear, tuple[Tensor], Tensor], Tensor]:
         layout, change = tape.layout, self._changes.get(name)

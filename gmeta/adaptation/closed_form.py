@@ -15,7 +15,8 @@ Shape suffixes: T tasks, S support rows, N rows of all tasks, I input width, O o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from gmeta.losses.row_losses import in_float32, row_slopes_N
 if TYPE_CHECKING:
     from gmeta.losses.objectives import Objectives
     from gmeta.losses.row_losses import LossFunction
+
+# Of the systems that are solved at a time: 16 MB in float32.
+MOST_ENTRIES = 4_000_000
 
 
 def check_solvable(name: str, objectives: Objectives) -> None:
@@ -61,26 +65,60 @@ def slopes_and_bends_N(
     return slope_N, torch.full_like(output_N, 2.0 if loss.kind == "mse" else 1.0)
 
 
-def layer_kernel_TSS(
-    activations_TSI: Tensor, jacobians_TSO: Tensor, bias_rate: float, rows: int
-) -> Tensor:
-    """Return what one layer adds to K, of so many rows a task, each of which used the layer as
-    often: the inner products of the gradients of two rows' outputs by the layer's weights and bias.
+class LayerGradients(NamedTuple):
+    """The gradients of the outputs of a task's support rows by the weights of one layer, as
+    factors; a row that uses the layer several times has as many rows here.
     """
-    inputs_TSS = activations_TSI @ activations_TSI.mT + bias_rate
-    uses_TSS = inputs_TSS * (jacobians_TSO @ jacobians_TSO.mT)
-    tasks, uses = len(uses_TSS), uses_TSS.shape[1] // max(rows, 1)
-    if uses == 1:
-        return uses_TSS
-    by_row_TSS: Tensor = uses_TSS.view(tasks, rows, uses, rows, uses).sum(dim=(2, 4))
-    return by_row_TSS
+
+    activations_TSI: Tensor
+    jacobians_TSO: Tensor
+    bias_rate: float  # 0 without a bias
+
+    def kernel_TSS(self, rows: int) -> Tensor:
+        """Return their inner products, row by row of a task with so many of them."""
+        inputs_TSS = self.activations_TSI @ self.activations_TSI.mT + self.bias_rate
+        uses_TSS = inputs_TSS * (self.jacobians_TSO @ self.jacobians_TSO.mT)
+        tasks, uses = len(uses_TSS), uses_TSS.shape[1] // max(rows, 1)
+        if uses == 1:
+            return uses_TSS
+        by_row_TSS: Tensor = uses_TSS.view(tasks, rows, uses, rows, uses).sum(dim=(2, 4))
+        return by_row_TSS
+
+    def of_tasks(self, first: int, last: int) -> LayerGradients:
+        """Return those of some tasks."""
+        return self._replace(
+            activations_TSI=self.activations_TSI[first:last],
+            jacobians_TSO=self.jacobians_TSO[first:last],
+        )
 
 
-def solved_TS(kernel_TSS: Tensor, slope_TS: Tensor, bend_TS: Tensor, rate: float) -> Tensor:
-    """Return s of every task; rows that pad, whose slope is 0, have 0."""
-    kernel_TSS = kernel_TSS.to(slope_TS.dtype)
-    identity_SS = torch.eye(kernel_TSS.shape[1], dtype=slope_TS.dtype, device=slope_TS.device)
-    system_TSS = identity_SS + rate * bend_TS.unsqueeze(2) * kernel_TSS
+def solved_TS(
+    layers: Sequence[LayerGradients], slope_TS: Tensor, bend_TS: Tensor, rate: float
+) -> Tensor:
+    """Return s of every task; rows that pad, whose slope is 0, have 0.
+
+    So many tasks are solved at a time that a long one among short ones takes no more memory than
+    itself.
+    """
+    tasks, rows = slope_TS.shape
+    if tasks <= 1:
+        return _solved_TS(layers, slope_TS, bend_TS, rate)
+    at_a_time = max(1, MOST_ENTRIES // max(rows * rows, 1))
+    found = []
+    for first in range(0, tasks, at_a_time):
+        last = first + at_a_time
+        mine = [each.of_tasks(first, last) for each in layers]
+        found.append(_solved_TS(mine, slope_TS[first:last], bend_TS[first:last], rate))
+    return torch.cat(found)
+
+
+def _solved_TS(
+    layers: Sequence[LayerGradients], slope_TS: Tensor, bend_TS: Tensor, rate: float
+) -> Tensor:
+    rows = slope_TS.shape[1]
+    kernel_TSS = torch.stack([each.kernel_TSS(rows) for each in layers]).sum(dim=0)
+    identity_SS = torch.eye(rows, dtype=slope_TS.dtype, device=slope_TS.device)
+    system_TSS = identity_SS + rate * bend_TS.unsqueeze(2) * kernel_TSS.to(slope_TS.dtype)
     # Unchecked: the eigenvalues are 1 or more, and asking would wait for a GPU.
     solution_TS1, _ = torch.linalg.solve_ex(system_TSS, slope_TS.unsqueeze(2))
     solved: Tensor = solution_TS1.squeeze(2)

@@ -216,10 +216,9 @@ class GeneralLoop:
             output_N.sum(), tape.outputs, create_graph=second_order, retain_graph=second_order
         )
         with torch.set_grad_enabled(second_order):
-            kernel_TSS = adapted.layers.kernel_TSS(tape, jacobians)
-            solved_N = layout.unpad(
-                solved_TS(kernel_TSS, layout.pad(slope_N), layout.pad(bend_N), rate)
-            )
+            layers = adapted.layers.gradients_of(tape, jacobians)
+            rows_TS = layout.pad(slope_N), layout.pad(bend_N)
+            solved_N = layout.unpad(solved_TS(layers, *rows_TS, rate))
             if prior := self.config.support_prior:
                 lengths_T = layout.lengths_T.to(solved_N.dtype)
                 solved_N = solved_N * layout.spread(lengths_T / (lengths_T + prior))

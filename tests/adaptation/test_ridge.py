@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gmeta.adaptation import closed_form
 from gmeta.adaptation.closed_form import slopes_and_bends_N
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
@@ -48,6 +49,13 @@ def test_a_solved_step_and_its_gradient_are_those_of_the_loop(model: str, loss: 
 def test_whatever_the_config_says_of_it(changed: dict[str, object]) -> None:
     algorithm = replace(RIDGE, **changed)
     assert_equals_loop(SIZES, (2, 1, 2), MODELS["melu"], algorithm, algorithm, "bce")
+
+
+def test_tasks_are_solved_a_few_at_a_time_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(closed_form, "MOST_ENTRIES", 100)  # two of seven rows
+    assert_equals_loop(SIZES, (2, 1, 2), MODELS["melu"], RIDGE, RIDGE, "bce")
+    monkeypatch.setattr(closed_form, "MOST_ENTRIES", 1)
+    assert_equals_loop(SIZES, (2, 1, 2), MODELS["din"], RIDGE, RIDGE, "bce")
 
 
 def predicted(loss: str, rate: float) -> Tensor:
