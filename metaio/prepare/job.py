@@ -35,7 +35,7 @@ DEFAULT_MEMORY_BYTES = 2 << 30
 SHARD_BLOCKS = 8
 # Smaller train splits can be shuffled episode by episode, and have few bundles to shuffle.
 BUNDLED_ROWS = 64 * DEFAULT_BLOCK_ROWS
-# A quarter of a usual step: as few ids are looked up as where its episodes come from eight blocks.
+# Half of a usual step: fewer ids are looked up than where its episodes come from eight blocks.
 BUNDLE_TASKS = 64
 # Beyond this many rows a table's used ids are not counted: it would cost more than it tells.
 MAX_COUNTED_ROWS = 1 << 28
@@ -45,7 +45,7 @@ MAX_COUNTED_ROWS = 1 << 28
 class PrepareOptions:
     """How to prepare. None of it but `block_rows` and `bundle_tasks` changes which bytes come out.
 
-    `bundle_tasks` episodes of the train split keep ids of their own; None: 32 of a split of at
+    `bundle_tasks` episodes of the train split keep ids of their own; None: 64 of a split of at
     least BUNDLED_ROWS rows, else 0, none.
     """
 
