@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from metaio.errors import DataError, MetaIOError
-from metaio.format.block import Block, build_block
-from metaio.format.bundles import bundled
+from metaio.format.block import Block, build_block, bundled
 from metaio.format.dataset import open_dataset
 from metaio.format.features import Features
 from metaio.format.layout import DEFAULT_BLOCK_ROWS, VOCABULARY_FOLDER
