@@ -225,9 +225,15 @@ def features_of(case: Case) -> Features:
 
 def batch_of(case: Case, dtype: torch.dtype) -> TaskBatch:
     """The batch of a case, the same each time."""
-    rng = random.Random(7)
+    batch = batch_of_sizes(case, SIZES, random.Random(7))
+    as_asked = lambda one: one.to(dtype) if one.is_floating_point() else one  # noqa: E731
+    return batch.map(as_asked)
+
+
+def batch_of_sizes(case: Case, sizes: Sequence[tuple[int, int]], rng: random.Random) -> TaskBatch:
+    """Random tasks of so many support and query rows, with the labels and weights of a case."""
     features = features_of(case)
-    tasks = [reference.random_task(features, *sizes, rng) for sizes in SIZES]
+    tasks = [reference.random_task(features, *size, rng) for size in sizes]
     batch = reference.batch_of(tasks, features)
     num_rows = batch.num_rows
     if case.labels:
@@ -236,8 +242,7 @@ def batch_of(case: Case, dtype: torch.dtype) -> TaskBatch:
         batch.label_N = torch.stack([batch.label_N, bought_N, stars_N], dim=1)
     if case.weights:
         batch.weight_N = 0.5 + torch.arange(num_rows) % 3
-    as_asked = lambda one: one.to(dtype) if one.is_floating_point() else one  # noqa: E731
-    return batch.map(as_asked)
+    return batch
 
 
 def distance(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
