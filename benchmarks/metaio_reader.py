@@ -3,16 +3,16 @@ peers.
 
 `gmeta, a block a batch` hands out stored blocks in order, `gmeta, blocks shuffled` in a random one
 (`data.blocks_per_step`: batch-level shuffle). `gmeta, shuffled` makes batches of 1,024 episodes
-from a window of shuffled blocks as a large split comes by default, in bundles of 32 tasks; `gmeta,
+from a window of shuffled blocks as a large split comes by default, in bundles of 64 tasks; `gmeta,
 episodes shuffled` draws each episode by itself, as of a small split or `--bundle-tasks 0`. All give
 unique ids and positions, and decode every block in every epoch. `bare decode` reads the files
 without bundles with pyarrow, in a loop, to Arrow arrays and nothing more; the faster of read() and
 mmap counts. `unique_ids_per_row` counts the ids that a trainer looks up, of steps of 1,024 episodes
-and of 128, the default. Peers read the same rows from a row table in the encodings that suit pyarrow best
-(DELTA ids, PLAIN floats, no compression), to one tensor a feature group; they compute no unique ids
-unless their name says so. Files are in the page cache; the first epoch, in which gmeta also
-verifies every checksum, is reported by itself. Polars and Mosaic streaming take part once --setup
-has installed them into .venv-peers-data.
+and of 128, the default. Peers read the same rows from a row table in the encodings that suit
+pyarrow best (DELTA ids, PLAIN floats, no compression), to one tensor a feature group; they compute
+no unique ids unless their name says so. Files are in the page cache; the first epoch, in which
+gmeta also verifies every checksum, is reported by itself. Polars and Mosaic streaming take part
+once --setup has installed them into .venv-peers-data.
 """
 
 import functools

@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from metaio.errors import REMEDY, FormatError, faulty
-from metaio.format.block import Bundles
-from metaio.format.bundles import bundles_of
+from metaio.format.block import Bundles, bundles_of
 from metaio.format.features import Features
 from metaio.format.layout import block_table_schema
 from metaio.format.manifest import SplitEntry, xxh3_hex

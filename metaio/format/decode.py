@@ -15,8 +15,7 @@ import xxhash
 
 from metaio.counted import counted
 from metaio.errors import REMEDY, FormatError, faulty
-from metaio.format.block import Block, Bundles, no_row_ids, no_weights
-from metaio.format.bundles import are_apart
+from metaio.format.block import Block, Bundles, are_apart, no_row_ids, no_weights
 from metaio.format.features import Features
 from metaio.format.layout import Stream, chunk_ranges
 from metaio.format.storage import Window

@@ -22,8 +22,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from metaio.errors import DataError, SchemaError
-from metaio.format.block import Rows, build_block, multi_feature_of_values
-from metaio.format.bundles import bundled
+from metaio.format.block import Rows, build_block, bundled, multi_feature_of_values
 from metaio.format.destination import destination, flush_to_disk
 from metaio.format.features import Features
 from metaio.format.layout import (

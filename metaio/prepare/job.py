@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from metaio.errors import DataError, MetaIOError
-from metaio.format.block import Block, build_block
-from metaio.format.bundles import bundled
+from metaio.format.block import Block, build_block, bundled
 from metaio.format.dataset import open_dataset
 from metaio.format.features import Features
 from metaio.format.layout import DEFAULT_BLOCK_ROWS, VOCABULARY_FOLDER
@@ -35,7 +34,7 @@ DEFAULT_MEMORY_BYTES = 2 << 30
 SHARD_BLOCKS = 8
 # Smaller train splits can be shuffled episode by episode, and have few bundles to shuffle.
 BUNDLED_ROWS = 64 * DEFAULT_BLOCK_ROWS
-# A quarter of a usual step: as few ids are looked up as where its episodes come from eight blocks.
+# Half of a usual step: fewer ids are looked up than where its episodes come from eight blocks.
 BUNDLE_TASKS = 64
 # Beyond this many rows a table's used ids are not counted: it would cost more than it tells.
 MAX_COUNTED_ROWS = 1 << 28
@@ -45,7 +44,7 @@ MAX_COUNTED_ROWS = 1 << 28
 class PrepareOptions:
     """How to prepare. None of it but `block_rows` and `bundle_tasks` changes which bytes come out.
 
-    `bundle_tasks` episodes of the train split keep ids of their own; None: 32 of a split of at
+    `bundle_tasks` episodes of the train split keep ids of their own; None: 64 of a split of at
     least BUNDLED_ROWS rows, else 0, none.
     """
 

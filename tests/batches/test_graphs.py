@@ -22,7 +22,7 @@ from gmeta.learner import MetaLearner
 from gmeta.numerics import autocast
 from tests import reference
 from tests.batches.test_buckets import CASES, SMALL
-from tests.pretended.learner_steps import WIDTH, Case, distance, learner_of
+from tests.pretended.learner_steps import WIDTH, Case, batch_of_sizes, distance, learner_of
 from tests.tape import TapeCapture
 
 LEARNT = [case for case in CASES if case.mode == "train"]
@@ -31,12 +31,10 @@ LEARNT = [case for case in CASES if case.mode == "train"]
 def batches_of(case: Case, number: int) -> list[reference.TaskBatch]:
     """Ragged batches that share one shape in buckets; their ids and their sizes differ."""
     rng = random.Random(3)
-    features = reference.some_features(3, 2, 2, history=case.model == "din")
     found = []
     for _ in range(number):
         sizes = [(rng.randint(1, 8), rng.randint(1, 8)) for _ in range(4 + rng.randint(0, 4))]
-        tasks = [reference.random_task(features, *one, rng) for one in sizes]
-        found.append(reference.batch_of(tasks, features))
+        found.append(batch_of_sizes(case, sizes, rng))
     return found
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from math import nan
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
 from gmeta.batches import transfer
 from gmeta.batches.accumulate import accumulated_loss, in_parts
 from gmeta.batches.graphs import CudaCapture
@@ -23,13 +24,21 @@ from gmeta.build import build_learner
 from gmeta.learner import MetaLearner
 from gmeta.numerics import autocast
 from gmeta_models import ModelConfig
+from metaio.format.features import Features
 from metaio.read.batch import TaskBatch
 from tests import reference
 from tests.pretended.device import CUDA, HOST, Counts, PretendedDevice, counting, held
 from tests.pretended.mutants import MUTANTS
 
 WIDTH = 8
-HEADS = {"dlrm": "top.*"}  # others: decision.*
+HEADS = {  # others: decision.*
+    "dlrm": "top.*",
+    "deepfm": "deep.*",
+    "dcnv2": "deep.*",
+    "mmoe": "towers.*",
+    "ple": "towers.*",
+}
+LABELS = ("click", "buy", "stars")
 SIZES = [(6, 5), (2, 3), (9, 4), (1, 1), (4, 6)]  # support and query rows of each task
 
 
@@ -48,6 +57,9 @@ class Case:
     tables: tuple[str, ...] = ()  # those whose rows adapt, with `everything`
     buckets: bool = False  # arranged in few shapes
     graph: bool = False  # the third of three equal steps, replayed
+    loss: str = "bce"
+    labels: bool = False  # three, of which not every row has the third
+    weights: bool = False  # each row has a weight of its own
 
     @property
     def name(self) -> str:
@@ -91,6 +103,23 @@ def all_cases() -> Iterator[Case]:
         yield Case(model, "maml", everything=True, precision="bf16")
         yield Case(model, "maml", everything=True, tables=("s0",))
         yield Case(model, "metasgd", everything=True, tables=("s0",))
+    for model, labels in product(("deepfm", "dcnv2", "mmoe", "ple"), (False, True)):
+        for algorithm in ("none", *fast, "anil", "reptile"):
+            yield Case(model, algorithm, labels=labels)
+        for everything in (False, True):
+            yield Case(model, "maml", general=True, everything=everything, labels=labels)
+        yield Case(model, "maml", everything=True, labels=labels)
+        yield Case(model, "maml", mode="parts", labels=labels)
+        yield Case(model, "maml", mode="predict", labels=labels)
+        yield Case(model, "maml", precision="bf16", labels=labels)
+        if model == "dcnv2":  # the others adapt in the general loop
+            yield Case(model, "maml", buckets=True, graph=True, labels=labels)
+    for general, buckets in ((False, False), (False, True), (True, False)):
+        for loss in ("mse", "huber", "softmax", "pairwise"):
+            yield Case("melu", "maml", general, buckets=buckets, loss=loss)
+        for model, labels in product(("melu", "dlrm"), (False, True)):
+            yield Case(model, "maml", general, buckets=buckets, labels=labels, weights=True)
+        yield Case("dlrm", "fomaml", general, buckets=buckets, labels=True)
     for general, path in product((False, True), ("low_rank", "materialised")):
         yield Case("melu", "maml", general, path=path)
     for rates in ("layer", "weight"):
@@ -100,7 +129,7 @@ def all_cases() -> Iterator[Case]:
 def learner_of(case: Case) -> MetaLearner:
     """The learner of a case, initialised the same each time."""
     history = case.model == "din"
-    features = reference.some_features(3, 2, 2, history=history)
+    features = features_of(case)
     adapting: Any = case.tables or case.everything
     if case.algorithm in ("anil", "encoder"):
         adapting = False
@@ -124,9 +153,15 @@ def learner_of(case: Case) -> MetaLearner:
         hidden=(16, 8),
         bottom=(8,),
         history="m0" if history else "",
+        expert=(8,),
+        experts=2,
     )
     torch.manual_seed(0)
-    learner = build_learner(features, model, algorithm, "bce")
+    of_labels = LabelsConfig(
+        loss={"stars": "mse"}, weight={"buy": 2.0}, entire_space={"buy": "click"}
+    )
+    labels = {"labels": of_labels} if case.labels else {}
+    learner = build_learner(features, model, algorithm, case.loss, **labels)
     if case.general:
         learner.use_general_loop()
     learner.in_buckets = case.buckets
@@ -159,7 +194,8 @@ def step_of(
     with inside():
         with counting() as moving:
             episodes = arranged.to(device)
-        for _ in range(3 if case.graph else 1):
+        # Weights of labels are put there once.
+        for _ in range(3 if case.graph else 2 if case.labels else 1):
             rows_UD.grad = None
             learner.zero_grad()
             with counting() as stepping:
@@ -181,19 +217,41 @@ def _step(learner: MetaLearner, rows_UD: Tensor, episodes: Any, case: Case) -> l
     return [loss.detach(), *grads]
 
 
+def features_of(case: Case) -> Features:
+    """The columns of a case."""
+    features = reference.some_features(3, 2, 2, history=case.model == "din")
+    return replace(features, labels=LABELS if case.labels else (), weight="w" * case.weights)
+
+
 def batch_of(case: Case, dtype: torch.dtype) -> TaskBatch:
     """The batch of a case, the same each time."""
-    rng = random.Random(7)
-    features = reference.some_features(3, 2, 2, history=case.model == "din")
-    tasks = [reference.random_task(features, *sizes, rng) for sizes in SIZES]
+    batch = batch_of_sizes(case, SIZES, random.Random(7))
     as_asked = lambda one: one.to(dtype) if one.is_floating_point() else one  # noqa: E731
-    return reference.batch_of(tasks, features).map(as_asked)
+    return batch.map(as_asked)
+
+
+def batch_of_sizes(case: Case, sizes: Sequence[tuple[int, int]], rng: random.Random) -> TaskBatch:
+    """Random tasks of so many support and query rows, with the labels and weights of a case."""
+    features = features_of(case)
+    tasks = [reference.random_task(features, *size, rng) for size in sizes]
+    batch = reference.batch_of(tasks, features)
+    num_rows = batch.num_rows
+    if case.labels:
+        stars_N = torch.arange(num_rows) % 5 + torch.where(torch.arange(num_rows) % 3 > 0, 0, nan)
+        bought_N = batch.label_N * (torch.arange(num_rows) % 2)
+        batch.label_N = torch.stack([batch.label_N, bought_N, stars_N], dim=1)
+    if case.weights:
+        batch.weight_N = 0.5 + torch.arange(num_rows) % 3
+    return batch
 
 
 def distance(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    """Return how far the farthest of these is, relative to its norm."""
-    pairs = zip(expected, found, strict=True)
-    return max(float((a - b.to(HOST)).norm() / (a.norm() + 1e-30)) for a, b in pairs)
+    """Return how far the farthest of these is, relative to its norm; of one that is nothing but
+    rounding, as the last bias of a loss of the order, to a thousandth of the largest.
+    """
+    pairs = list(zip(expected, found, strict=True))
+    least = 1e-3 * max(float(a.norm()) for a, _ in pairs) + 1e-30
+    return max(float((a - b.to(HOST)).norm()) / max(float(a.norm()), least) for a, b in pairs)
 
 
 def of_cpu(case: Case) -> Case:

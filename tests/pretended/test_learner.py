@@ -42,7 +42,7 @@ Reading = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def found(pretended_once: Callable[..., Any]) -> Reading:
-    """All that the tests below look at, in one process and a quarter of a minute."""
+    """All that the tests below look at, in one process and half a minute."""
     arguments = [CASES.index(one) for one in FAKE], list(SHOWN_BY), CASES.index("melu maml")
     return dict(pretended_once("tests.pretended.learner_steps", "everything", *arguments))
 

@@ -10,8 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from metaio import FormatError, SchemaError, open_dataset
-from metaio.format.block import Block, build_block
-from metaio.format.bundles import bundled
+from metaio.format.block import Block, build_block, bundled
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.format.inspection import damage, summarise
 from metaio.format.layout import BLOCK_TABLE_NAME, block_table_schema

@@ -4,8 +4,7 @@ bundles."""
 import numpy as np
 import pytest
 
-from metaio.format.block import build_block
-from metaio.format.bundles import bundled
+from metaio.format.block import build_block, bundled
 from metaio.read.compose import compose
 from tests.metaio.conftest import FEATURES, episodes_of_batch, episodes_of_rows, make_rows
 
