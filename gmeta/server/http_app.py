@@ -36,7 +36,10 @@ _POLICY = (
 
 def http_app(service: Service) -> FastAPI:
     """Return the app of a service."""
-    app = FastAPI(title="gmeta", docs_url=None, redoc_url=None, openapi_url=None)
+    # A redirect would name the address that a proxy in front has reached, not the caller's.
+    app = FastAPI(
+        title="gmeta", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
     page = resources.files(__package__).joinpath("page.html").read_text()
 
     async def live(request: Request) -> Response:
@@ -98,7 +101,8 @@ def http_app(service: Service) -> FastAPI:
         app.add_route(f"{place}/infer", infer, methods=["POST"])
         app.add_route(f"{place}/ready", model_ready)
         app.add_route(place, model)
-    app.add_route("/v2", server)
+    for place in ("/v2", "/v2/"):  # clients call the first, the protocol's schema has the second
+        app.add_route(place, server)
     app.add_route("/v2/health/live", live)
     app.add_route("/v2/health/ready", ready)
     app.add_route("/metrics", metrics)
