@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VARIANT ?= $(shell $(PYTHON) -c 'import ctypes; ctypes.CDLL("libnvidia-ml.so.1")' 2>/dev/null && echo cuda || echo cpu)
 
 .PHONY: setup format check test bench demo demo-stream clean protos protos-lint mutants antdt-faults deploy-check deploy-tools deploy-pin \
-	deploy-cluster config-page kills
+	deploy-cluster config-page kills fuzz
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml deploy/requirements/$(VARIANT).txt
@@ -65,6 +65,11 @@ KILLS ?= 2000
 kills: setup
 	LOOP_KILLS=$(KILLS) METAIO_STREAM_KILLS=$$(($(KILLS) / 10)) FOLLOW_KILLS=$$(($(KILLS) / 50)) $(BIN)/python -m pytest --timeout 36000 \
 		tests/loop/test_kills.py tests/loop/test_loop.py tests/metaio/stream/test_kill.py
+
+# Wrong requests of a server, over HTTP and gRPC: so many of each. A minute.
+FUZZ ?= 5000
+fuzz: setup
+	GMETA_FUZZ_REQUESTS=$(FUZZ) $(BIN)/python -m pytest --timeout 36000 tests/server/test_fuzz.py tests/server/test_fuzz_grpc.py
 
 # Hours on two cores; fewer of each: make antdt-faults ANTDT_KILLS=200 ANTDT_SCHEDULES=2000
 antdt-faults: export ANTDT_SCHEDULES ?= 10000

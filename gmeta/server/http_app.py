@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gmeta.server.access import Right
 from gmeta.server.columns import ModelColumns
@@ -34,9 +35,30 @@ _POLICY = (
 )
 
 
+class _WhileDraining:
+    """Tells callers to close their connections once the server is not ready: one that is kept would
+    end under a request that its caller has just sent.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+
+        await self._app(scope, receive, send if self._service.ready else told)
+
+
 def http_app(service: Service) -> FastAPI:
     """Return the app of a service."""
-    app = FastAPI(title="gmeta", docs_url=None, redoc_url=None, openapi_url=None)
+    # A redirect would name the address that a proxy in front has reached, not the caller's.
+    app = FastAPI(
+        title="gmeta", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
     page = resources.files(__package__).joinpath("page.html").read_text()
 
     async def live(request: Request) -> Response:
@@ -98,7 +120,8 @@ def http_app(service: Service) -> FastAPI:
         app.add_route(f"{place}/infer", infer, methods=["POST"])
         app.add_route(f"{place}/ready", model_ready)
         app.add_route(place, model)
-    app.add_route("/v2", server)
+    for place in ("/v2", "/v2/"):  # clients call the first, the protocol's schema has the second
+        app.add_route(place, server)
     app.add_route("/v2/health/live", live)
     app.add_route("/v2/health/ready", ready)
     app.add_route("/metrics", metrics)
@@ -107,6 +130,7 @@ def http_app(service: Service) -> FastAPI:
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(ClientDisconnect, _left)
+    app.add_middleware(_WhileDraining, service=service)
     return app
 
 

@@ -64,6 +64,7 @@ class Service:
     def stop(self) -> None:
         """Take no more requests."""
         self._batcher.stop()
+        self.tracing.stop()
 
     def _run(self, requests: Sequence[Inference]) -> list[Outcome]:
         # Taken once: a batch is answered by one version, whatever comes meanwhile.

@@ -3,6 +3,7 @@ exporter; nothing otherwise."""
 
 import importlib
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from typing import Any, final
 from gmeta.errors import UserError
 
 EXPORTER = "OTEL_TRACES_EXPORTER"
+_LAST_SPANS_S = 5.0  # for their export, at the end
 _OTLP = {
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
@@ -33,10 +35,18 @@ class Span:
 
 @final
 class Tracing:
-    """Makes spans; without a tracer it makes none."""
+    """Makes spans; without a provider of them it makes none."""
 
-    def __init__(self, tracer: Any = None) -> None:
-        self._tracer = tracer
+    def __init__(self, provider: Any = None) -> None:
+        self._provider = provider
+        self._tracer = provider and provider.get_tracer("gmeta.server")
+
+    def stop(self) -> None:
+        """Export the last ones, which wait for a batch; not for long where nobody takes them."""
+        if self._provider is not None:
+            last = threading.Thread(target=self._provider.shutdown, daemon=True)
+            last.start()
+            last.join(_LAST_SPANS_S)
 
     @contextmanager
     def span(self, protocol: str, carrier: dict[str, str]) -> Iterator[Span]:
@@ -73,7 +83,7 @@ def tracing_from_environment(exporter: Any = None) -> Tracing:
     resource = resources.Resource.create({"service.name": "gmeta-serve"})
     provider = sdk.TracerProvider(resource=resource)
     provider.add_span_processor(export.BatchSpanProcessor(exporter))
-    return Tracing(provider.get_tracer("gmeta.server"))
+    return Tracing(provider)
 
 
 def _otlp(name: str) -> Any:

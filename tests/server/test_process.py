@@ -153,17 +153,20 @@ def test_requests_under_way_are_answered_at_the_end(exported: Path) -> None:
                     while not ended.is_set():
                         codes.append((await client.post(url(server), content=body)).status_code)
 
-            async def ready() -> int:
+            async def ready() -> httpx.Response:
                 async with httpx.AsyncClient() as client:
-                    return (await client.get(url(server, "/v2/health/ready"))).status_code
+                    return await client.get(url(server, "/v2/health/ready"))
 
             callers = [asyncio.create_task(caller()) for _ in range(4)]
             while len(codes) < 20:
                 await asyncio.sleep(0.01)
             os.kill(server.process.pid, signal.SIGTERM)
             # Not ready, and answering all the same: a balancer looks, and its callers stop.
-            while await ready() == 200:
+            while (answer := await ready()).status_code == 200:
+                assert "connection" not in answer.headers
                 await asyncio.sleep(0.01)
+            # No caller keeps a connection that would end under its next request.
+            assert answer.headers["connection"] == "close"
             ended.set()
             await asyncio.gather(*callers)
             return codes

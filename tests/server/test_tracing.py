@@ -1,16 +1,22 @@
 """Spans of requests: below the caller's own, with what was answered; none unless asked for."""
 
+import importlib
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
+import httpx
 import pytest
 
 from gmeta.errors import UserError
 from gmeta.server import tracing
 from gmeta.server.tracing import Tracing, tracing_from_environment
 from tests.exported import random_rows
-from tests.server.serving import post, request_of, service_of
-from tests.waiting import wait_until
+from tests.server.serving import INFER, post, request_of, running_server, service_of
+from tests.waiting import PATIENCE_S, wait_until
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -34,6 +40,52 @@ def test_a_request_is_a_span_below_its_callers(
     assert dict(right.attributes) == {"gmeta.rows": 6, "gmeta.version": version, "gmeta.cache": ""}
     assert wrong.parent is None
     assert wrong.status.status_code.name == "ERROR"
+
+
+def test_a_server_sends_its_last_spans_to_a_collector(
+    exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over OTLP, as the environment says, however long spans wait for a batch."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
+    pb: Any = importlib.import_module("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    received: list[Any] = []
+
+    def export(content: bytes, context: Any) -> Any:
+        received.append(pb.ExportTraceServiceRequest.FromString(content))
+        return pb.ExportTraceServiceResponse()
+
+    collector = grpc.server(ThreadPoolExecutor(1))
+    handler = grpc.unary_unary_rpc_method_handler(
+        export, response_serializer=pb.ExportTraceServiceResponse.SerializeToString
+    )
+    service = "opentelemetry.proto.collector.trace.v1.TraceService"
+    collector.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(service, {"Export": handler}),)
+    )
+    port = collector.add_insecure_port("127.0.0.1:0")
+    collector.start()
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
+    try:
+        with running_server(exported) as server:
+            headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+            url = f"http://127.0.0.1:{server.port}{INFER}"
+            body = request_of(random_rows(6, seed=2))
+            httpx.post(url, json=body, headers=headers, timeout=PATIENCE_S)
+            assert received == []
+            os.kill(server.process.pid, signal.SIGTERM)
+            wait_until(lambda: server.process.poll() is not None, "the server ends")
+    finally:
+        collector.stop(None)
+    (message,) = received
+    (of_service,) = message.resource_spans
+    names = {each.key: each.value.string_value for each in of_service.resource.attributes}
+    assert names["service.name"] == "gmeta-serve"
+    (span,) = of_service.scope_spans[0].spans
+    assert (span.name, span.trace_id.hex(), span.parent_span_id.hex()) == (
+        "infer http", TRACE, PARENT,
+    )  # fmt: skip
 
 
 def test_nothing_is_traced_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
