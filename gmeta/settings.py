@@ -3,6 +3,7 @@ of a mistake in one.
 """
 
 import dataclasses
+import difflib
 import json
 import re
 import tomllib
@@ -74,7 +75,10 @@ def _wrong_type(key: str, hint: Any, value: object) -> str:
     if dataclasses.is_dataclass(hint):
         return f"{key} = {value!r} is a value, not a section. Write [{key}] in the config"
     if get_origin(hint) is Literal:
-        return f"{key} = {value!r} is not allowed: choose one of {', '.join(get_args(hint))}"
+        known = get_args(hint)
+        near = difflib.get_close_matches(str(value), known, n=1)
+        meant = f". Did you mean {near[0]}?" if near and isinstance(value, str) else ""
+        return f"{key} = {value!r} is not allowed: choose one of {', '.join(known)}{meant}"
     if get_origin(hint) is tuple:
         return f"{key} = {value!r} is not a list. Write e.g. {key} = [...]"
     return f"{key} = {value!r} is not of type {_type_name(hint)}. Correct the value"

@@ -1,10 +1,17 @@
 """How a command talks: -q, -v and --json, which its ranks and processes inherit."""
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from contextvars import ContextVar
+from typing import TextIO
 
 VARIABLE = "GMETA_VERBOSITY"
 JSON_VARIABLE = "GMETA_JSON"
 QUIET, VERBOSE = "quiet", "verbose"
+# Standard output, while sys.stdout leads to standard error.
+_kept_stdout: ContextVar[TextIO | None] = ContextVar("_kept_stdout", default=None)
 
 
 def is_quiet() -> bool:
@@ -20,3 +27,20 @@ def is_verbose() -> bool:
 def is_json() -> bool:
     """Return whether standard output is for one JSON object alone."""
     return os.environ.get(JSON_VARIABLE) == "1"
+
+
+@contextmanager
+def stdout_for_result() -> Iterator[None]:
+    """Keep standard output for the result; what else is printed, as by a tracker or a callback of
+    somebody, goes to standard error."""
+    token = _kept_stdout.set(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _kept_stdout.reset(token)
+
+
+def result_stream() -> TextIO:
+    """Return where a result is printed."""
+    return _kept_stdout.get() or sys.stdout

@@ -1,8 +1,9 @@
-"""Somebody's own package with DCN-v2 of two labels, a metric and a callback, from outside the
-repository: two ranks, resumed, evaluated, exported, served."""
+"""Somebody's own package with DCN-v2 of two labels, a metric and callbacks, installed outside the
+repository: two ranks, stopped, killed, resumed, evaluated, exported, loaded, served, and missed."""
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,9 @@ from tests.server.test_labels import request_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = '''
+import os
+import signal
+
 import numpy as np
 import torch
 from torch import nn
@@ -47,12 +51,34 @@ class FourSteps(Callback):
             run.stop("FourSteps: it is the fourth")
 
 
+class KilledAtSeven(Callback):
+    def on_step_end(self, run, loss):
+        if run.step == 7 and run.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def spread(label_N, prediction_N, task_N):
     return float(np.std(prediction_N))
 
 
 SPREAD = Metric(spread, "spread", True, "Standard deviation of what is predicted.")
 '''
+# What pip leaves beside the package.
+INSTALLED = {
+    "METADATA": "Metadata-Version: 2.1\nName: shop-recommender\nVersion: 0.3.0\n",
+    "entry_points.txt": "[gmeta.models]\nshop-dcn = shoprec.dcn:DCNv2\n"
+    "[gmeta.metrics]\nspread = shoprec.dcn:SPREAD\n"
+    "[gmeta.callbacks]\nfour-steps = shoprec.dcn:FourSteps\n",
+    "RECORD": "shoprec/__init__.py,,\nshoprec/dcn.py,,\n",
+}
+# Another process, which knows the export alone.
+LOAD = """
+import sys, gmeta
+model = gmeta.load(sys.argv[1])
+rows = {"item": [1, 2], "shop": [3, 4], "price": [0.5, 0.1]}
+task = model.adapt({**rows, "click": [1, 0], "bought": [1, 0]})
+print(type(model._learner.model).__module__, tuple(task.predict(rows).shape))
+"""
 SERVE = """
 import json, sys
 from pathlib import Path
@@ -62,55 +88,85 @@ with service_of(Path(sys.argv[1])) as service:
 """
 
 
-def ran(at: Path, program: str, *arguments: str | Path) -> str:
-    """The output of `python -m PROGRAM` in the folder of the package, which must not fail."""
+def ran(at: Path, program: str, *arguments: str | Path, code: int = 0) -> str:
+    """The output of `python -m PROGRAM` in the folder `at`, whose packages are installed."""
     roots = [str(at), str(ROOT), str(ROOT / "models"), str(ROOT / "protos")]
-    env = {**environment(), "PYTHONPATH": os.pathsep.join(roots), "GMETA_PLUGINS": "shoprec"}
+    env = {**environment(), "PYTHONPATH": os.pathsep.join(roots)}
     done = run_forked(program, *arguments, env=env, cwd=at, anew=("shoprec",))
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stderr if code else done.stdout
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder of packages with this one in it, as installed."""
+    site = tmp_path / "site"
+    described = site / "shop_recommender-0.3.0.dist-info"
+    for folder in (site / "shoprec", described):
+        folder.mkdir(parents=True)
+    (site / "shoprec" / "__init__.py").touch()
+    (site / "shoprec" / "dcn.py").write_text(PACKAGE)
+    for name, text in INSTALLED.items():
+        (described / name).write_text(text)
+    return site
 
 
 @pytest.mark.distributed
-def test_two_labels_of_a_package_of_ones_own_go_all_the_way(tmp_path: Path) -> None:
-    (tmp_path / "shoprec").mkdir()
-    (tmp_path / "shoprec" / "__init__.py").touch()
-    (tmp_path / "shoprec" / "dcn.py").write_text(PACKAGE)
-    (tmp_path / "ask_server.py").write_text(SERVE)
+def test_two_labels_of_a_package_of_ones_own_go_all_the_way(tmp_path: Path, site: Path) -> None:
+    for name, program in (("ask_server", SERVE), ("ask_model", LOAD)):
+        (site / f"{name}.py").write_text(program)
     run, model = tmp_path / "run", tmp_path / "model"
     two_labels = SCHEMA.replace('    { column = "stars", null = "unknown" },\n', "")
     (tmp_path / "schema.toml").write_text(two_labels)
     log = write_log(tmp_path / "log.csv")
-    ran(tmp_path, "gmeta", "prepare", "--schema", tmp_path / "schema.toml", log, tmp_path / "data")
+    here = partial(ran, site)
+    here("gmeta", "prepare", "--schema", tmp_path / "schema.toml", log, tmp_path / "data")
     config = TRAIN.format(data=tmp_path / "data", run=run).replace('loss = { stars = "mse" }\n', "")
     (tmp_path / "train.toml").write_text(config)
-    chosen = ["model.name=shoprec.dcn:DCNv2", 'run.callbacks=["shoprec.dcn:FourSteps"]']
-    chosen += ['evaluation.metrics=["auc", "shoprec.dcn:SPREAD"]', "--nproc-per-node", "2"]
-    told = ran(tmp_path, "gmeta", "train", tmp_path / "train.toml", *chosen, "--json")
+    command = ["train", tmp_path / "train.toml", "model.name=shop-dcn", "--nproc-per-node", "2"]
+    command += ['evaluation.metrics=["auc", "spread"]']
+    told = here("gmeta", *command, 'run.callbacks=["four-steps"]', "--json")
     assert json.loads(told)["run"] == str(run)  # what the callback prints is elsewhere
-    assert 4 <= len(losses(run)) < 10  # stopped in front of one of the next steps
-    again = [*chosen[:1], "run.callbacks=[]", *chosen[2:]]
-    ran(tmp_path, "gmeta", "train", tmp_path / "train.toml", *again, "--resume")
+    assert 4 <= len(losses(run)) < 7  # stopped in front of one of the next steps
+    killing = 'run.callbacks=["shoprec.dcn:KilledAtSeven"]'
+    here("gmeta", *command, killing, "--resume", code=1)
+    assert len(losses(run)) < 10
+    here("gmeta", *command, "--resume")
     assert len(losses(run)) == 10
-    of_labels = {"auc", "shoprec.dcn:SPREAD", "shoprec.dcn:SPREAD:click", "auc:buy|click"}
+    of_labels = {"auc", "spread", "spread:click", "auc:buy|click"}
     assert of_labels <= set(metrics(run)[-1]["valid"])
+    mine = {"package": "shop-recommender", "version": "0.3.0"}
+    ran_on = json.loads((run / "environment.json").read_text())
+    assert ran_on["plugins"] == {"model.name": mine, "evaluation.metrics: spread": mine}
 
-    ran(tmp_path, "gmeta", "evaluate", run, "--no-trees", "--item-column", "item")
+    here("gmeta", "evaluate", run, "--no-trees", "--item-column", "item")
     found = json.loads((run / "evaluation" / "evaluation.json").read_text())
     table = pq.read_table(run / "evaluation" / "predictions.parquet")
     own = table.filter(np.array(table["run"]) == "run")
     for one, name in ((found, "after"), (found["labels"][0], "after:click")):
         (group,) = one["groups"]
-        value = group["results"][1]["metrics"]["shoprec.dcn:SPREAD"]["value"]
+        value = group["results"][1]["metrics"]["spread"]["value"]
         by_hand = np.std(own[name].to_numpy().astype(np.float64))
         assert value == pytest.approx(by_hand, rel=1e-8)
 
-    ran(tmp_path, "gmeta", "export", run, model)
+    here("gmeta", "export", run, model)
+    assert here("ask_model", model).strip() == "shoprec.dcn (2, 2)"
     rows = pc.read_csv(log).drop_columns(["stars"]).slice(0, 12)
     sides = rows.slice(0, 8), rows.slice(8).drop_columns(["click", "bought"])
     (tmp_path / "request.json").write_text(json.dumps(request_of(sides, [])))
-    answer = json.loads(ran(tmp_path, "ask_server", model, tmp_path / "request.json"))
+    answer = json.loads(here("ask_server", model, tmp_path / "request.json"))
     names = [one["name"] for one in answer["outputs"]]
     assert names == ["prediction_click", "prediction_buy"]
     click_N, buy_N = (np.array(one["data"]) for one in answer["outputs"])
     assert np.all((buy_N > 0) & (buy_N < click_N))  # the product of both
+
+    # Where nobody installed it: one line, with what it was made with.
+    missing = "'shop-dcn', which is not here: known are cbml"
+    told = ran(tmp_path, "gmeta", "export", run, tmp_path / "other", code=1)
+    assert f"{run} was made with model.name = {missing}" in told
+    assert told.endswith("It was made with shop-recommender 0.3.0.\n"), told
+    (tmp_path / "ask_model.py").write_text(LOAD)
+    told = ran(tmp_path, "ask_model", model, code=1)
+    assert told.splitlines()[-1].endswith("It was made with shop-recommender 0.3.0."), told
+    told = ran(tmp_path, "gmeta", "serve", model, "--insecure", code=1)
+    assert told.endswith("It was made with shop-recommender 0.3.0.\n"), told

@@ -40,13 +40,13 @@ def test_each_mistake_gets_a_line_of_its_own(package: Path) -> None:
     )
     known = ", ".join(sorted(MODELS))
     ends = {
-        "dlmr": f"is unknown: known are {known}. did you mean 'dlrm'? Choose one of them, or name "
+        "dlmr": f"is unknown: known are {known}. Did you mean 'dlrm'? Choose one of them, or name "
         "yours as package.module:Name (docs/extending.md)",
         "no_such_package.a:B": f"cannot be imported by {sys.executable}: No module named "
         "'no_such_package'. Install its package where every rank runs, or set PYTHONPATH",
         "mine_1.broken:B": "cannot be imported: ZeroDivisionError: division by zero. Mend the "
         "package",
-        "mine_1.models:Dep": ": mine_1.models has no 'Dep'. did you mean 'Deep'? Correct the name",
+        "mine_1.models:Dep": ": mine_1.models has no 'Dep'. Did you mean 'Deep'? Correct the name",
         "mine_1.models:deep": "is a value of Deep: a subclass of torch.nn.Module is needed. Name "
         "that (docs/extending.md)",
         "mine_1.models:Deep": "has 0 linear layers that work on rows: at least one is needed, "

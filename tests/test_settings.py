@@ -70,7 +70,11 @@ def test_values_have_the_types_of_their_fields() -> None:
         ({"steps": 10**400}, r"engine\.steps = 10+ is too large: at most 10 is allowed"),
         ({"rate": -0.5}, r"engine\.rate = -0\.5 is too small: at least 0 is allowed"),
         ({"steps": 11}, r"engine\.steps = 11 is too large: at most 10 is allowed"),
-        ({"kind": "mmal"}, r"engine\.kind = 'mmal' is not allowed: choose one of maml, reptile"),
+        (
+            {"kind": "mmal"},
+            r"= 'mmal' is not allowed: choose one of maml, reptile\. Did you mean maml\?$",
+        ),
+        ({"kind": "sgd"}, r"engine\.kind = 'sgd' is not allowed: choose one of maml, reptile$"),
         ({"kind": ["maml"]}, r"engine\.kind = \['maml'\] is not allowed"),
         ({"hidden": 8}, r"engine\.hidden = 8 is not a list. Write e\.g\. engine\.hidden = \[...\]"),
         ({"hidden": [8, 0]}, r"engine\.hidden\[1\] = 0 is too small"),

@@ -48,7 +48,7 @@ def init(
         write_whole(path, text.encode())
     console = screen()
     (used_task,), (used_label,) = found.of("task"), found.of("label")
-    features = [c.name for role in ("single", "multi", "dense") for c in found.of(role)]  # type: ignore[arg-type]
+    features = [c.name for role in ("single", "multi", "dense", "vector") for c in found.of(role)]  # type: ignore[arg-type]
     console.print(
         f"task {used_task.name}, label {used_label.name}, {len(features)} inputs: "
         f"{', '.join(features)}"

@@ -5,9 +5,8 @@ import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
-from contextvars import ContextVar
-from typing import Any, TextIO
+from contextlib import contextmanager
+from typing import Any
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -22,13 +21,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from gmeta.verbosity import is_json, is_quiet
+from gmeta.verbosity import is_json, is_quiet, result_stream
 
 # In a file or a pipe rich takes 80 columns for granted, and folds: a cell that is folded can
 # neither be read nor found by a script.
 COLUMNS_OF_A_FILE = 250
-# Where print_result writes, while sys.stdout leads to standard error.
-_result_stream: ContextVar[TextIO | None] = ContextVar("_result_stream", default=None)
 
 
 def screen(*, stderr: bool = False) -> Console:
@@ -49,23 +46,11 @@ def screen(*, stderr: bool = False) -> Console:
     )
 
 
-@contextmanager
-def stdout_for_result() -> Iterator[None]:
-    """Keep standard output for `print_result`; what else is printed, as by a tracker or a
-    callback of somebody, goes to standard error."""
-    token = _result_stream.set(sys.stdout)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        _result_stream.reset(token)
-
-
 def print_result(found: Mapping[str, Any]) -> None:
     """Print what a command found as one JSON object on standard output, if --json asks for it.
     What is no number becomes null."""
     if is_json():
-        stream = _result_stream.get() or sys.stdout
+        stream = result_stream()
         stream.write(json.dumps(_plain(found), default=str) + "\n")
         stream.flush()
 

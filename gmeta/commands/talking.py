@@ -5,8 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gmeta.commands.screen import stdout_for_result
-from gmeta.verbosity import JSON_VARIABLE, QUIET, VARIABLE, VERBOSE, is_json
+from gmeta.verbosity import JSON_VARIABLE, QUIET, VARIABLE, VERBOSE, is_json, stdout_for_result
 
 # Those that print what they found, made or decided; `runs` and `shards` have a --json of their own.
 WITH_JSON = (

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Tables drawn: the largest say most about skew, and more lines cannot be told apart.
 _MAX_CURVES = 8
+_MAX_MARKED = 12  # ids of a curve that is drawn with its points
 
 
 def drawn(summaries: list[SplitSummary], path: Path) -> bytes:
@@ -36,9 +37,10 @@ def drawn(summaries: list[SplitSummary], path: Path) -> bytes:
     if path.suffix[1:].lower() not in ("", *kinds):
         raise DataError(f"picture {path} is of no known kind: {', '.join(kinds)}. Name it .png")
     axes = figure.subplots(max(len(summaries), 1), 2, squeeze=False)
+    tables = _largest_tables(summaries)
     for (sizes, skew), summary in zip(axes, summaries, strict=False):
         _draw_sizes(sizes, summary)
-        _draw_skew(skew, summary)
+        _draw_skew(skew, summary, tables)
     content = io.BytesIO()
     figure.savefig(content, dpi=120, format=path.suffix[1:].lower() or "png")
     return content.getvalue()
@@ -58,18 +60,37 @@ def _draw_sizes(axes: Axes, summary: SplitSummary) -> None:
     axes.legend()
 
 
-def _draw_skew(axes: Axes, summary: SplitSummary) -> None:
+def _largest_tables(summaries: list[SplitSummary]) -> list[str]:
+    """Return the tables to draw, those with most ids in use in any split first."""
+    most_used: dict[str, int] = {}
+    for summary in summaries:
+        for use in summary.tables:
+            most_used[use.name] = max(use.num_used, most_used.get(use.name, 0))
     # A curve of a single id is a point.
-    used = [use for use in summary.tables if use.num_used > 1]
-    for use in sorted(used, key=lambda use: -use.num_used)[:_MAX_CURVES]:
-        falling = np.sort(use.uses_R[use.uses_R > 0])[::-1]
-        share = np.cumsum(falling) / falling.sum()
-        axes.plot(100 * np.arange(1, len(share) + 1) / len(share), 100 * share, label=use.name)
+    names = [name for name, num_used in most_used.items() if num_used > 1]
+    return sorted(names, key=lambda name: -most_used[name])[:_MAX_CURVES]
+
+
+def _draw_skew(axes: Axes, summary: SplitSummary, tables: list[str]) -> None:
+    used = {use.name: use for use in summary.tables if use.num_used > 1}
+    for color, name in enumerate(tables):
+        if name not in used:
+            continue
+        uses_R = used[name].uses_R
+        falling = np.sort(uses_R[uses_R > 0])[::-1]
+        share = np.concatenate([[0.0], np.cumsum(falling) / falling.sum()])
+        axes.plot(
+            100 * np.arange(len(share)) / len(falling),
+            100 * share,
+            color=f"C{color}",  # a table has one colour in all splits
+            marker="." if len(falling) <= _MAX_MARKED else "",
+            label=name,
+        )
     axes.set(
         title="share of uses carried by the most used ids",
         xlabel="% of ids in use",
         ylabel="% of uses",
     )
     axes.grid(alpha=0.3)
-    if used:
+    if axes.lines:
         axes.legend(fontsize="small", ncols=2)

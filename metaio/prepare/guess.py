@@ -32,7 +32,7 @@ LABELS = (
 TASKS = r"user(_?id)?|uid|customer(_?id)?|member(_?id)?|visitor(_?id)?|advertiser(_?id)?|account"
 TIMES = r"time(_?stamp)?|ts|date(_?time)?|event_time|unix_?time|created_?at|when"
 
-Role = Literal["task", "label", "time", "single", "multi", "dense", "left out"]
+Role = Literal["task", "label", "time", "single", "multi", "dense", "vector", "left out"]
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,12 @@ class Column:
     least: Any
     most: Any
     separator: str  # "" where its values are no lists in a text
+    width: int = 0  # of lists that are all as long; 0 where they are not
 
     @property
     def is_list(self) -> bool:
         """Tell whether a value holds several."""
-        return bool(self.separator) or pa.types.is_list(self.type)
+        return bool(self.separator) or _is_list(self.type)
 
     @property
     def is_number(self) -> bool:
@@ -83,6 +84,10 @@ class Guess:
         """Tell whether the label has more than two values."""
         (label,) = self.of("label")
         return label.num_distinct > 2 or not {label.least, label.most} <= {0, 1}
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def first_rows(urls: list[str]) -> pa.Table:
@@ -167,7 +172,8 @@ def _described(name: str, values: pa.ChunkedArray) -> Column:
     kind = values.type
     separator = _separator(values) if pa.types.is_string(kind) else ""
     split = pc.split_pattern(values, separator) if separator else values
-    flat = pc.list_flatten(split) if pa.types.is_list(split.type) else split
+    flat = pc.list_flatten(split) if _is_list(split.type) else split
+    lengths = pc.unique(pc.list_value_length(values).drop_null()) if _is_list(kind) else []
     comparable = not pa.types.is_nested(flat.type)
     span = pc.min_max(flat).as_py() if comparable else {"min": None, "max": None}
     return Column(
@@ -178,6 +184,7 @@ def _described(name: str, values: pa.ChunkedArray) -> Column:
         span["min"],
         span["max"],
         separator,
+        lengths[0].as_py() if len(lengths) == 1 else 0,
     )
 
 
@@ -207,6 +214,8 @@ def _fits(column: Column, role: Role, pattern: str) -> bool:
 def _feature_role(column: Column, num_rows: int) -> Role:
     if column.num_distinct < 2 or column.is_time or pa.types.is_struct(column.type):
         return "left out"
+    if _is_list(column.type) and pa.types.is_floating(column.type.value_type):
+        return "vector" if column.width else "left out"  # numbers are no ids
     if column.is_list:
         return "multi"
     if pa.types.is_floating(column.type) or pa.types.is_decimal(column.type):
@@ -246,6 +255,10 @@ def schema_toml(found: Guess, urls: Sequence[str]) -> str:
         if column.least >= 0 and column.most > 1000:
             lines.append("log1p = true")
         lines.append("standardise = true")
+    for column in found.of("vector"):
+        lines += ["", f"[[vector]]  # {_told(column)}", _column(column), f"width = {column.width}"]
+        if column.num_null:
+            lines.append("fill = 0.0  # for nulls")
     left_out = found.of("left out")
     if left_out:
         lines += ["", "# Left out:"]

@@ -47,7 +47,7 @@ class Registry(Generic[Part]):
         path = name if ":" in name else self._entries().get(name)
         if path is None:
             near = difflib.get_close_matches(name, self.names(), n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = f"Did you mean {near[0]!r}? " if near else ""
             raise ValueError(
                 f"{self.key} = {name!r} is unknown: known are {', '.join(self.names())}. {hint}"
                 "Choose one of them, or name yours as package.module:Name (docs/extending.md)"
@@ -146,7 +146,7 @@ def _imported(key: str, name: str, path: str) -> Any:
         if not hasattr(found, part):
             public = [one for one in vars(found) if not one.startswith("_")]
             near = difflib.get_close_matches(part, public, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = f"Did you mean {near[0]!r}? " if near else ""
             raise ValueError(f"{where}: {module_name} has no {part!r}. {hint}Correct the name")
         found = getattr(found, part)
     return found

@@ -211,7 +211,7 @@ def test_a_table_to_adapt_that_there_is_not_is_refused_with_those_there_are() ->
 def test_an_unknown_algorithm_lists_the_known_ones() -> None:
     assert refusal(AlgorithmConfig(name="mamll")) == (
         "algorithm.name = 'mamll' is unknown: known are anil, encoder, encoder_maml, fomaml, maml, "
-        "metaemb, metasgd, none, reptile, ridge. did you mean 'maml'? Choose one of them, or name "
+        "metaemb, metasgd, none, reptile, ridge. Did you mean 'maml'? Choose one of them, or name "
         "yours as package.module:Name (docs/extending.md)"
     )
 

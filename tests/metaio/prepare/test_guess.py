@@ -130,3 +130,24 @@ def test_a_log_that_cannot_be_read_gets_one_line(tmp_path: Path) -> None:
     (tmp_path / "log.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(DataError, match="cannot be read"):
         first_rows([str(tmp_path / "log.parquet")])
+
+
+def test_lists_of_numbers_are_vectors_where_all_are_as_long(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    texts = pa.FixedSizeListArray.from_arrays(pa.array(rng.random(ROWS * 8), pa.float32()), 8)
+    rows = log().append_column("text", texts)
+    rows = rows.append_column("picture", pa.array([[0.5, number] for number in range(ROWS)]))
+    rows = rows.append_column("ragged", pa.array([[0.5] * (1 + n % 2) for n in range(ROWS)]))
+    pq.write_table(rows, tmp_path / "log.parquet")
+    found = guess(first_rows([str(tmp_path / "log.parquet")]), {})
+    assert [found.roles[name] for name in ("text", "picture", "ragged", "tags")] == [
+        "vector", "vector", "left out", "multi"
+    ]  # fmt: skip
+    schema = tmp_path / "schema.toml"
+    schema.write_text(schema_toml(found, ["log.parquet"]))
+    assert tomllib.loads(schema.read_text())["vector"] == [
+        {"column": "text", "width": 8},
+        {"column": "picture", "width": 2},
+    ]
+    made = gmeta("prepare", "--schema", schema, tmp_path / "log.parquet", tmp_path / "data")
+    assert made.returncode == 0, made.stderr
