@@ -272,8 +272,9 @@ class Channel:
         """Return the number that a candidate gets. Raise UserError for one that does not follow."""
         numbers = self.numbers()
         told = {entry.get("number") for entry in self.promotions()}
+        offered_checksum = model_checksum(offered.folder)
         for number in numbers:
-            if model_checksum(self.version(number)) == model_checksum(offered):
+            if model_checksum(self.folder_of(number)) == offered_checksum:
                 # A promotion that was killed before its pointer is taken up where it was.
                 if number == numbers[-1] and number not in told:
                     return number
