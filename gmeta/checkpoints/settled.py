@@ -29,11 +29,11 @@ def settled(config: TrainConfig) -> TrainConfig:
     """
     data = replace(config.data, increment=_increment(config))
     config, inputs = replace(config, data=data), config.support_features
-    if (names := open_data(data).features.labels) and not config.labels.judged:
+    dataset = open_data(data)
+    if (names := dataset.features.labels) and not config.labels.judged:
         config = replace(config, labels=replace(config.labels, judged=names[0]))
     if not inputs.is_used or inputs.label_prior:
         return config
-    dataset = open_data(data)
     if dataset.manifest.stream is None:
         return config
     prior: tuple[float, ...] = ()

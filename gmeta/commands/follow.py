@@ -118,9 +118,13 @@ def _run(
                         write_whole(page, stream_page(loop, measured.status).encode())
             ended.wait(every_s)
             continue
-        if done is None and once:
-            return
         if done is None:
+            lacking = loop.without_input()
+            if lacking and lacking != told:
+                console.print(lacking if once else f"waiting: {lacking}")
+                told = lacking
+            if once:
+                return
             ended.wait(every_s)
             continue
         told, is_drawn = "", False

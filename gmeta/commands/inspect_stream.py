@@ -9,6 +9,7 @@ import typer
 from gmeta.commands.screen import print_result, screen, show_table, table_of
 from metaio.counted import counted
 from metaio.format.inspection import damage
+from metaio.prepare.schema_file import parse_schema
 from metaio.stream.chain import IncrementRecord, Stream, open_stream
 from metaio.stream.quarantine import list_quarantine
 
@@ -47,11 +48,13 @@ def inspect_stream(path: Path, verify: bool) -> None:
             "quarantined": refused,
         }
     )
-    schema = stream.description["schema"]
+    schema = parse_schema(stream.description["schema"])
+    gate = schema.stream.gate if schema.stream else 0.0
+    labels = "label" if len(schema.labels) == 1 else "labels"
     console.print(
         f"stream {stream.id}: {counted(len(records), 'increment')}, time in "
-        f"{stream.description['time_unit']}, gate {schema['stream']['gate']:.0%}\n"
-        f"task {schema['task']['column']}, label {schema['label']['column']}"
+        f"{stream.description['time_unit']}, gate {gate:.0%}\n"
+        f"task {schema.task.column}, {labels} {schema.label_text}"
     )
     _show_increments(records, str(stream.description["time_unit"]))
     _show_tables(stream)

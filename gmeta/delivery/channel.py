@@ -174,10 +174,12 @@ class Channel:
         verdict: Mapping[str, Any] | None = None,
         *,
         is_own: bool = False,
+        named: Path | None = None,
     ) -> Current:
         """Make the model in a folder that `gmeta export` wrote the one that is served, and return
         what the pointer says. The folder is copied; one that nobody else has (`is_own`), and whose
-        files never change, is linked. Once it serves, nothing happens.
+        files never change, is linked. Once it serves, nothing happens. Errors speak of it as
+        `named`: what the caller was given.
 
         Raises:
             UserError: the folder holds no model, a delta over another version than is served, or a
@@ -188,7 +190,7 @@ class Channel:
         with self.changing() as current:
             if current is not None and self.serves(offered):
                 return current
-            number = self._place_of(offered, current)
+            number = self._place_of(offered, current, named or candidate)
             if current is not None:
                 before = model_config(self.version(current.number))
                 _check_requests(before, model_config(offered), self.root)
@@ -268,17 +270,18 @@ class Channel:
                 self._log(_told(current))
             yield current
 
-    def _place_of(self, offered: Version, current: Current | None) -> int:
+    def _place_of(self, offered: Version, current: Current | None, named: Path) -> int:
         """Return the number that a candidate gets. Raise UserError for one that does not follow."""
         numbers = self.numbers()
         told = {entry.get("number") for entry in self.promotions()}
+        offered_checksum = model_checksum(offered.folder)
         for number in numbers:
-            if model_checksum(self.version(number)) == model_checksum(offered):
+            if model_checksum(self.folder_of(number)) == offered_checksum:
                 # A promotion that was killed before its pointer is taken up where it was.
                 if number == numbers[-1] and number not in told:
                     return number
                 raise UserError(
-                    f"{offered.folder} is version {number} of {self.root} already, and a version "
+                    f"{named} is version {number} of {self.root} already, and a version "
                     f"is promoted once. To serve it again: gmeta rollback {self.root} --to {number}"
                 )
         if offered.delta is not None:
@@ -286,7 +289,7 @@ class Channel:
             wanted = f"{parent.number}-{parent.checksum[:12]}"
             if current is None:
                 raise UserError(
-                    f"{offered.folder} is a delta over version {wanted}, but {self.root} serves "
+                    f"{named} is a delta over version {wanted}, but {self.root} serves "
                     "none yet. Promote a full export first"
                 )
             if parent != current.parent:
@@ -295,7 +298,7 @@ class Channel:
                 )
                 why = "it is out of order" if is_known else f"{self.root} never had that version"
                 raise UserError(
-                    f"{offered.folder} is a delta over version {wanted}, but {self.root} serves "
+                    f"{named} is a delta over version {wanted}, but {self.root} serves "
                     f"{current.number}-{current.checksum[:12]}: {why}. Export it again with --since"
                 )
         return numbers[-1] + 1 if numbers else 1

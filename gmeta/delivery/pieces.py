@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-_PIECE_S = 0.0003
-_REST_S = 0.004
+_PIECE_S = 0.0005
+_REST_S = 0.012
 
 
 @contextmanager
 def in_small_pieces() -> Iterator[None]:
-    """Make this thread rest for 4 ms whenever a call in the block begins or ends 0.3 ms after its
-    last rest.
+    """Make this thread rest for 12 ms whenever a call in the block begins or ends half a
+    millisecond after its last rest.
 
     Python lets a thread keep the interpreter for 5 ms once it has it, and every operation of torch
     in another thread gives it away: a request beside a load would wait for most of it.

@@ -117,11 +117,11 @@ def model_config(version: Version) -> ExportedConfig:
     return read_config(version.folder, CONFIG_FILE if version.delta is None else MODEL_FILE)
 
 
-def model_checksum(version: Version) -> str:
-    """Return the checksum of the model that a version leads to, the same whether it is full or a
-    delta."""
-    name = CONFIG_FILE if version.delta is None else MODEL_FILE
-    return xxh3_hex((version.folder / name).read_bytes())
+def model_checksum(folder: Path) -> str:
+    """Return the checksum of the model that the version in a folder leads to, the same whether it
+    is full or a delta."""
+    name = MODEL_FILE if is_delta(folder) else CONFIG_FILE
+    return xxh3_hex((folder / name).read_bytes())
 
 
 def check_version(version: Version) -> None:

@@ -99,7 +99,8 @@ def whole_values(base: Path | None, changes: Sequence[Path]) -> pa.Array:
 
 def _read(file: Path) -> pa.Table:
     try:
-        return pq.read_table(file)
+        with pq.ParquetFile(file) as vocabulary:
+            return vocabulary.read(use_threads=False)  # one column
     except (pa.ArrowException, OSError) as error:
         raise GMetaError(
             f"{file} cannot be read: {str(error).splitlines()[0].rstrip('.')}. {_REMEDY}"

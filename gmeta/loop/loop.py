@@ -21,7 +21,7 @@ from gmeta.delivery.versions import Version
 from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.files.checked_json import read_json
 from gmeta.loop.config import FollowConfig
-from gmeta.loop.partitions import Partition, TakenFiles, closed_partitions
+from gmeta.loop.partitions import SUCCESS, Partition, TakenFiles, closed_partitions
 from gmeta.runs.folder import CONFIG_FILE as RUN_CONFIG_FILE
 from gmeta.runs.folder import RunFolder, write_json
 from gmeta.serving.folder import CONFIG_FILE
@@ -123,6 +123,16 @@ class Loop:
             if files:
                 found.append(Partition(partition.name, files))
         return found
+
+    def without_input(self) -> str:
+        """Return what is lacking where no partition was ever closed; "" where one was."""
+        follow = self.config.follow
+        if increment_numbers(self._stream) or self.quarantined() or self.waiting():
+            return ""
+        return (
+            f"no closed partition matches follow.inputs = {follow.inputs!r}. A folder is closed by "
+            f"a file {SUCCESS}, or by its age with follow.closed_after_s; else correct the pattern"
+        )
 
     def quarantined(self) -> dict[str, str]:
         """Return the files that the stream's screen refused, and why."""
@@ -334,7 +344,8 @@ class Loop:
     ) -> None:
         if code not in allowed:
             kind = UserError if code == UserError.exit_code else GMetaError
-            raise kind(f"{stage} of {what} ended with {code}: {self._last_line(log)} (see {log})")
+            why = self._last_line(log).removeprefix("error: ")
+            raise kind(f"{stage} of {what} ended with {code}: {why} (see {log})")
 
     def _too_many(self, refused: list[int]) -> GMetaError:
         last = refused[-1]

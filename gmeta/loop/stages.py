@@ -47,7 +47,7 @@ _PRELOADED = [
     "typer._adapters",
     "typer._click.decorators",
     "zoneinfo",
-    "gmeta.loop.hidden_from_gc",
+    "gmeta.loop.looked_up",
 ]
 
 

@@ -51,8 +51,10 @@ def label_of(metric: str) -> tuple[str, str]:
     `auc:conversion`, `package.module:Name:conversion`; "" for the one that headline metrics are of.
     """
     name, _, label = metric.partition(":")
+    if not (name and label):
+        return name, label
     is_ours = bool(parsed(name)[0]) or name in NAMED_METRICS.names() or _is_mistyped(name)
-    if name and label and not is_ours:
+    if not is_ours:
         # An import path has a colon of its own.
         attribute, _, label = label.partition(":")
         return f"{name}:{attribute}", label

@@ -57,6 +57,7 @@ CUDA_SPARSE_OPTIMIZERS = ("adam", "partial_rowwise_adam")
 TABLES_PREFIX = "tables."
 # Rows of a table that share one random stream: any sharding then starts from the same values.
 INIT_BLOCK_ROWS = 65_536
+_DRAWN_TOGETHER = 16
 
 
 class Clock(Protocol):
@@ -287,12 +288,13 @@ def _fill(
     """Initialise the part of a table that starts at this row and column."""
     end_row, columns = first_row + len(part), slice(first_column, first_column + part.shape[1])
     for block in range(first_row // INIT_BLOCK_ROWS, -(-end_row // INIT_BLOCK_ROWS)):
-        # Always the whole block, also where the table ends inside: torch's normal values depend on
-        # how many are asked for.
         start = block * INIT_BLOCK_ROWS
-        generator = torch.Generator().manual_seed(_mixed_seed(seed, table_index, block))
-        values = torch.randn(INIT_BLOCK_ROWS, width, generator=generator) * std
         begin, end = max(first_row, start), min(end_row, start + INIT_BLOCK_ROWS)
+        # As many rows of the block as are needed, in sixteens: torch draws normal values sixteen at
+        # a time, and only an incomplete sixteen at the end depends on how many are asked for.
+        num_rows = -(-(end - start) // _DRAWN_TOGETHER) * _DRAWN_TOGETHER
+        generator = torch.Generator().manual_seed(_mixed_seed(seed, table_index, block))
+        values = torch.randn(num_rows, width, generator=generator) * std
         part[begin - first_row : end - first_row] = values[begin - start : end - start, columns]
 
 

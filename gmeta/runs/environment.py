@@ -1,5 +1,6 @@
 """What a run ran on: machine, data and versions."""
 
+import functools
 import os
 import platform
 import sys
@@ -13,17 +14,24 @@ import torch
 PACKAGES = ("gmeta", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "pyarrow", "numpy")
 
 
-def describe_environment(
-    world_size: int, fingerprint: str, plugins: Mapping[str, dict[str, str]] = MappingProxyType({})
-) -> dict[str, Any]:
-    """Return machine, data and versions as a run folder keeps them; `fingerprint` is that of the
-    dataset, `plugins` the packages of the user's own by config key."""
+@functools.cache
+def package_versions() -> Mapping[str, str]:
+    """Return the versions of the packages that decide what a run computes, looked up once a
+    process: what it imported stays what it was."""
     versions = {}
     for package in PACKAGES:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
+    return MappingProxyType(versions)
+
+
+def describe_environment(
+    world_size: int, fingerprint: str, plugins: Mapping[str, dict[str, str]] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return machine, data and versions as a run folder keeps them; `fingerprint` is that of the
+    dataset, `plugins` the packages of the user's own by config key."""
     return {
         "world_size": world_size,
         "dataset_fingerprint": fingerprint,
@@ -32,6 +40,6 @@ def describe_environment(
         "cpus": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
-        "packages": versions,
+        "packages": dict(package_versions()),
         "plugins": dict(plugins),
     }

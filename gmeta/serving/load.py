@@ -129,7 +129,9 @@ def _encoder(folder: Path, config: ExportedConfig) -> ColumnEncoder:
 
 def _vocabulary(file: Path) -> pa.Array:
     try:
-        return pq.read_table(file)["value"].combine_chunks()
+        # One column: other threads could not help, and requests need the cores.
+        with pq.ParquetFile(file) as vocabulary:
+            return vocabulary.read(use_threads=False)["value"].combine_chunks()
     except (pa.ArrowException, KeyError, OSError) as error:
         raise GMetaError(
             f"{file} cannot be read: {str(error).splitlines()[0].rstrip('.')}. Export the run again"

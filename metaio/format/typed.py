@@ -1,5 +1,6 @@
 """Dataclasses from JSON that somebody handed over: every value has its type, or is named."""
 
+import functools
 import reprlib
 import types
 from dataclasses import MISSING, fields, is_dataclass
@@ -21,7 +22,7 @@ def typed(kind: Any, value: Any, place: str) -> Any:
         (kind,) = (one for one in get_args(kind) if one is not types.NoneType)
     base = get_origin(kind) or kind
     if is_dataclass(base) and isinstance(value, dict):
-        hints = get_type_hints(base)
+        hints = _hints(base)  # type: ignore[arg-type]
         optional = {
             f.name for f in fields(base) if (f.default, f.default_factory) != (MISSING, MISSING)
         }
@@ -41,3 +42,10 @@ def typed(kind: Any, value: Any, place: str) -> Any:
     raise ValueError(
         f"{place} is {reprlib.repr(value)}; {_NEEDED.get(base, 'an object')} is needed"
     )
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields, which are looked up once: it takes longer than
+    all else in `typed`."""
+    return get_type_hints(kind)

@@ -7,12 +7,18 @@ name up by itself, so all ranks find the same, however they were started.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
+from importlib.metadata import (
+    PackageNotFoundError,
+    entry_points,
+    packages_distributions,
+    version,
+)
 from typing import Any, Generic, TypeVar
 
 Part = TypeVar("Part")
@@ -93,7 +99,16 @@ class Registry(Generic[Part]):
             return {"package": owners[0], "version": "not installed"}
 
     def _entries(self) -> dict[str, str]:
-        return {entry.name: entry.value for entry in entry_points(group=self.group)}
+        entries = _entry_points(tuple(sys.path)).select(group=self.group)
+        return {entry.name: entry.value for entry in entries}
+
+
+@functools.cache
+def _entry_points(path: tuple[str, ...]) -> Any:  # of a class that Python 3.12 renamed
+    """Return the entry points of all packages on this sys.path, looked for once a process: that
+    reads a file of each."""
+    del path  # tells one search from another
+    return entry_points()
 
 
 def is_subclass_of(kind: type) -> Callable[[Any], bool]:
@@ -116,7 +131,7 @@ def trusted_packages() -> set[str]:
     """Return the packages whose code a run or an export may name: those that have entry points of
     gmeta, and those of $GMETA_PLUGINS."""
     named = {name.strip() for name in os.environ.get(TRUSTED, "").split(",")} - {""}
-    groups = entry_points()
+    groups = _entry_points(tuple(sys.path))
     for group in groups.groups:
         if group.startswith(GROUPS):
             named |= {entry.module.partition(".")[0] for entry in groups.select(group=group)}

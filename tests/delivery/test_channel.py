@@ -67,6 +67,8 @@ def test_a_delta_that_does_not_follow_is_refused_by_name(tmp_path: Path) -> None
         f"{packed[2]} is version 2 of {channel.root} already, and a version is promoted once. To "
         f"serve it again: gmeta rollback {channel.root} --to 2"
     )
+    with pytest.raises(UserError, match=r"^runs/7/model is version 2 of "):
+        channel.promote(packed[2], named=Path("runs/7/model"))
     rng = np.random.default_rng(9)
     late, other = tmp_path / "late", Channel(tmp_path / "other")
     channel.rollback(1)

@@ -143,12 +143,12 @@ def test_work_in_small_pieces_rests_and_lets_other_threads_on(
     monkeypatch.setattr(pieces, "time", SimpleNamespace(perf_counter=lambda: clock[0], sleep=slept))
 
     def piece() -> None:
-        clock[0] += 0.00012
+        clock[0] += 0.0002
 
     with pieces.in_small_pieces():
         for _ in range(9):
             piece()
     assert len(rests) == 3
-    assert np.diff(rests).min() > 10 * 0.00036  # what it works before each rest
+    assert np.diff(rests).min() > 10 * 0.0006  # what it works before each rest
     piece()
     assert len(rests) == 3  # none behind the block

@@ -26,7 +26,7 @@ from gmeta.internals import ShardedTensor
 from gmeta.learner import MetaLearner
 from gmeta.outer.optimizers import OuterOptimizer, build_optimizer
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import shard_learner
+from gmeta.parallel.sharding import INIT_BLOCK_ROWS, _fill, shard_learner
 from gmeta.runs.folder import checkpoint_name
 from gmeta.runs.progress import Progress
 from gmeta.tables.sharding import ShardingConfig
@@ -40,6 +40,18 @@ WIDTHS = (4, 8, 12, 16)
 NARROW_AT = 12  # where the second table is narrower than the first
 FLOOR = 2e-6
 RESET = {"s0": np.array([0, 3, 50, 100, 700])}  # of old rows, and of one that is new anyway
+
+
+@pytest.mark.parametrize("width", [1, *WIDTHS])
+@pytest.mark.parametrize(
+    ("first_row", "num_rows"), [(0, 1), (0, 101), (7, 30), (0, 2 * INIT_BLOCK_ROWS)]
+)
+def test_a_part_has_the_rows_of_the_whole_table(width: int, first_row: int, num_rows: int) -> None:
+    part, whole = torch.zeros(num_rows, width), torch.zeros(2 * INIT_BLOCK_ROWS, width)
+    _fill(part, first_row, 0, width, 0.1, 3, 5)
+    _fill(whole, 0, 0, width, 0.1, 3, 5)
+
+    assert torch.equal(part, whole[first_row : first_row + num_rows])
 
 
 def features_of(num_rows: int) -> Features:

@@ -269,8 +269,20 @@ def test_a_failed_stage_says_what_it_said(tmp_path: Path) -> None:
         loop_of(config, stage).step()
     log = tmp_path / "runs" / "logs" / "prepare-day=000.log"
     assert str(caught.value) == (
-        f"prepare of {tmp_path}/logs/day=000 ended with 2: error: it is full (see {log})"
+        f"prepare of {tmp_path}/logs/day=000 ended with 2: it is full (see {log})"
     )
+
+
+def test_a_pattern_that_finds_nothing_is_told(tmp_path: Path) -> None:
+    write_day(tmp_path / "logs", 0, done=False)
+    loop = loop_of(write_loop(tmp_path))
+    assert loop.step() is None
+    assert loop.without_input() == (
+        f"no closed partition matches follow.inputs = '{tmp_path}/logs/day=*'. A folder is closed "
+        "by a file _SUCCESS, or by its age with follow.closed_after_s; else correct the pattern"
+    )
+    write_day(tmp_path / "logs", 1)
+    assert loop.without_input() == ""
 
 
 def test_a_config_without_a_place_is_refused(tmp_path: Path) -> None:

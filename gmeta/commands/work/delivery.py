@@ -89,7 +89,8 @@ def promote_candidate(
                 # Links: what pack moves away is not the caller's folder.
                 shutil.copytree(candidate, model, copy_function=link_or_copy)
                 pack(channel, model, packed, overwrite=True)
-        current = channel.promote(packed, kept, is_own=packed != candidate)
+        is_own = packed != candidate
+        current = channel.promote(packed, kept, is_own=is_own, named=candidate)
     version = channel.version(current.number)
     print_result({"channel": root, "serves": version.number, "checksum": version.checksum})
     screen(stderr=True).print(f"served: version {version.name} of {root}  ({told(version)})")
@@ -169,6 +170,8 @@ def show_verdict(verdict: Verdict) -> None:
         f"{counted(verdict.windows, 'window')}"
         + ("" if verdict.margin is None else f"; margin {verdict.margin:.4g}")
     )
+    if verdict.champion_version is None:
+        console.print("no champion: the channel serves no version yet")
     console.print("promote" if verdict.promote else f"refuse: {'; '.join(verdict.reasons)}")
 
 

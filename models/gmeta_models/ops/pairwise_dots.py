@@ -23,10 +23,13 @@ class PairwiseDots(nn.Module):
 
     def __init__(self, num_vectors: int) -> None:
         super().__init__()
-        row_P, column_P = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+        # On the CPU whatever the default: on the meta device, where a model that is loaded is built
+        # first, torch takes ten milliseconds to compute these in Python.
+        row_P, column_P = torch.tril_indices(num_vectors, num_vectors, offset=-1, device="cpu")
+        pairs_P = torch.arange(row_P.numel(), device="cpu")
         # The pair at each place of the matrix of all dot products; on its diagonal one too many.
-        place_FF = torch.full((num_vectors, num_vectors), row_P.numel())
-        place_FF[row_P, column_P] = place_FF[column_P, row_P] = torch.arange(row_P.numel())
+        place_FF = torch.full((num_vectors, num_vectors), row_P.numel(), device="cpu")
+        place_FF[row_P, column_P] = place_FF[column_P, row_P] = pairs_P
         # Not for checkpoints: they follow from the number of vectors.
         self.register_buffer("pair_P", row_P * num_vectors + column_P, persistent=False)
         self.register_buffer("place_FF", place_FF.flatten(), persistent=False)

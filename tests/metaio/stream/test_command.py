@@ -24,6 +24,17 @@ min_rows = 3
 """
 
 
+def test_a_stream_of_several_labels_is_shown(tmp_path: Path) -> None:
+    stream, rules = tmp_path / "s", tmp_path / "schema.toml"
+    rules.write_text(SCHEMA.replace("[label]", '[[label]]\ncolumn = "buy"\n[[label]]'))
+    rows = log(0)
+    pyarrow.csv.write_csv(rows.append_column("buy", rows["click"]), tmp_path / "0.csv")
+    first = ("--schema", rules, "--extend", stream, tmp_path / "0.csv")
+    assert gmeta("prepare", *first).returncode == 0
+    shown = gmeta("inspect", stream)
+    assert "\ntask user, labels buy, click\n" in shown.stdout, shown.stderr
+
+
 def test_csv_files_become_increments_that_inspect_shows(tmp_path: Path) -> None:
     stream, rules = tmp_path / "s", tmp_path / "schema.toml"
     rules.write_text(SCHEMA)
