@@ -47,9 +47,9 @@ class Status:
                 f"allows {duration(self.fresh_s)}"
             )
         if self.refused:
-            told.append(
-                f"{counted(self.refused, 'candidate')} in a row refused: an earlier model serves on"
-            )
+            is_served = self.event_end_s is not None
+            serves = "an earlier model serves on" if is_served else "nothing of it is served"
+            told.append(f"{counted(self.refused, 'candidate')} in a row refused: {serves}")
         if self.quarantined:
             told.append(f"{counted(self.quarantined, 'file')} quarantined, and in no increment")
         return told + [f"increment {self.prepared}: {alarm}" for alarm in self.newest_alarms]
