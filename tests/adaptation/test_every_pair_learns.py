@@ -91,6 +91,10 @@ def test_the_query_loss_of_unseen_tasks_falls(name: str, model: str) -> None:
         config, steps, share = replace(config, interaction="cat"), 140, 0.8
         if model == "deepfm":  # whose FM part has no layer to modulate, and must not outrun them
             rate = 0.005
+    if (name, model) == ("encoder_maml", "ple"):
+        # The deepest model, moved in two ways at once: narrow, it swings from seed to seed.
+        config, rate = replace(config, hidden=(32,), expert=(32,)), 0.01
+        algorithm = replace(algorithm, inner_lr=0.1)
     if name == "metaemb":
         algorithm = replace(algorithm, adapt_embeddings=("s1",), content=("m0",))
         drawn, steps, share = planted_items, 70, 0.5
