@@ -321,8 +321,9 @@ known = packages_distributions()
 print(*{dist for name in loaded for dist in known.get(name, [])})
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    # Two distributions own parts of `google`; only one of them is loaded.
-    loaded = {normal(name) for name in done.stdout.split()} - {"gmeta", "grpcio-tools"}
+    # Three distributions own parts of `google`; only protobuf's is loaded.
+    others = {"grpcio-tools", "googleapis-common-protos"}
+    loaded = {normal(name) for name in done.stdout.split()} - {"gmeta", *others}
     lines = (ROOT / "deploy/requirements/service.txt").read_text().splitlines()
     asked = {normal(line) for line in lines if line and not line.startswith("#")}
     assert asked <= loaded
