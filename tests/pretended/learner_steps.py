@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gmeta.adaptation.config import AlgorithmConfig, LabelsConfig
+from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches import transfer
 from gmeta.batches.accumulate import accumulated_loss, in_parts
 from gmeta.batches.graphs import CudaCapture
 from gmeta.build import build_learner
 from gmeta.learner import MetaLearner
+from gmeta.losses.config import LabelsConfig
 from gmeta.numerics import autocast
 from gmeta_models import ModelConfig
 from metaio.format.features import Features
