@@ -60,6 +60,11 @@ class GeneralLoop:
         self._objectives = objectives
         self._rates = rates
 
+    @property
+    def solves(self) -> bool:
+        """Return whether its steps are solved in closed form."""
+        return self._plan.solves
+
     def adapt(self, rows: WorkingRows, tasks: Sides, second_order: bool) -> Adapted:
         """Return theta_t of every task, after k inner steps from the meta-parameters.
 

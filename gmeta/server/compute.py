@@ -121,6 +121,8 @@ def _encode_sides(shares: Sequence[_Share], model: ServedModel) -> None:
                 f"the support rows are of {len(np.unique(known.task_N))} tasks; a request is of "
                 "one. Send a request for each"
             )
+        elif refusal := model.refusal(known.num_rows, "the request"):
+            share.error = RequestError(413, refusal)
         else:
             share.known = known
     asking = [share for share in shares if share.request.query is not None and share.error is None]

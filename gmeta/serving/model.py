@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gmeta.adaptation.closed_form import MOST_SERVED_ROWS
 from gmeta.batches.episodes import every_row, reading_copies
 from gmeta.batches.transfer import moved
 from gmeta.errors import UserError
@@ -93,6 +94,15 @@ class ServedModel:
         """Return the embedding tables, in the order of `features.tables`."""
         return self._tables
 
+    def refusal(self, support_rows: int, who: str = "a task") -> str | None:
+        """Return why `who`, with so many support rows, cannot be adapted to; None if it can."""
+        if not self._inner.solves or support_rows <= MOST_SERVED_ROWS:
+            return None
+        return (
+            f"{who} has {support_rows:,} support rows; {self.config.algorithm.name}, which solves "
+            f"for as many unknowns, takes at most {MOST_SERVED_ROWS:,}. Keep the newest of them"
+        )
+
     def __reduce__(self) -> "tuple[partial[ServedModel], tuple[()]]":
         # Not the tensors: a process that maps the same files shares their memory.
         return self._reload, ()
@@ -103,7 +113,7 @@ class ServedModel:
         column.
 
         Raises:
-            UserError: there are no rows, or rows of several tasks.
+            UserError: there are no rows, rows of several tasks, or more than the algorithm takes.
         """
         rows = self.encode(support, "support", with_label=True)
         if rows.num_rows == 0:
@@ -145,8 +155,8 @@ class ServedModel:
         Both need the task column. Many tasks at once take a fraction of the time of one by one.
 
         Raises:
-            UserError: a task has no support rows and that is not allowed; the task column holds
-                integers on one side and text on the other.
+            UserError: a task has no support rows and that is not allowed, or more than the
+                algorithm takes; the task column holds integers on one side and text on the other.
         """
         support, query = as_table(support, "support"), as_table(query, "query")
         encoded = self.encode(support, "support", with_label=True, with_task=True)
@@ -171,6 +181,7 @@ class ServedModel:
         """Adapt to each task of a prepared batch and predict its query rows: logits (bce) or
         ratings, before and after.
         """
+        self._check_support_rows(batch.support_lengths_T.tolist())
         with self._exclusive():
             arranged = self._learner.arrange_to_predict(batch), self._fetch_UD(batch)
             episodes, rows_UD = self._there(arranged)
@@ -180,7 +191,11 @@ class ServedModel:
     def adapt_together(self, rows: EncodedColumns, lengths: Sequence[int]) -> AdaptedTensors:
         """Return what the model becomes for several tasks, whose support rows stand one after the
         other; of one without rows nothing is known.
+
+        Raises:
+            UserError: a task has more rows than the algorithm takes.
         """
+        self._check_support_rows(lengths)
         adapts_rows = bool(self._inner.config.adapt_embeddings)  # or the names of tables
         with self._exclusive(), torch.enable_grad():
             batch, fetched_row_P, num_rows = reading_copies(
@@ -275,6 +290,10 @@ class ServedModel:
             features=self.config.features,
             keeps_support=self._statistics.width > 0,
         )
+
+    def _check_support_rows(self, lengths: Sequence[int]) -> None:
+        if refusal := self.refusal(max(lengths, default=0)):
+            raise UserError(refusal)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.antdt.access.auth import Tokens
 from gmeta.server.access import Access
 from gmeta.server.limits import BatchLimits, RequestLimits
 from gmeta.server.service import Service
 from gmeta.serving.model import ServedModel
-from tests.exported import random_rows
+from tests.exported import random_rows, write_random_model
 from tests.server.serving import (
     INFER,
     get,
@@ -248,6 +249,24 @@ def test_limits_of_a_request(exported: Path) -> None:
             assert answer.headers["connection"] == "close"
         answer = post(service, b"x", headers={"Content-Encoding": "gzip"})
         assert answer.status_code == 415
+
+
+def test_a_task_that_is_too_long_to_solve_holds_up_nobody_else(tmp_path: Path) -> None:
+    write_random_model(tmp_path / "model", algorithm=AlgorithmConfig("ridge", inner_lr=0.3))
+    requests = [request_of(QUERY, support) for support in (random_rows(2_049), SUPPORT)]
+
+    async def both(client: httpx.AsyncClient) -> list[httpx.Response]:
+        calls = [client.post(INFER, content=json.dumps(each)) for each in requests]
+        return await asyncio.gather(*calls)
+
+    with service_of(tmp_path / "model") as service:
+        refused, answer = with_client(service, both)
+        assert_close(values(answer), service.loaded.model.adapt(SUPPORT).predict(QUERY))
+    assert (refused.status_code, refused.json()["error"]) == (
+        413,
+        "the request has 2,049 support rows; ridge, which solves for as many unknowns, takes at "
+        "most 2,048. Keep the newest of them",
+    )
 
 
 def test_too_many_that_wait_are_told_when_to_come_back(exported: Path) -> None:

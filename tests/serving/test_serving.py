@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import gmeta
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
+from gmeta.adaptation.closed_form import MOST_SERVED_ROWS
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.config import SupportFeaturesConfig
 from gmeta.cli import app
@@ -93,6 +94,30 @@ def test_every_model_and_algorithm_can_be_served(
         model=ModelConfig(model, 4, hidden=(8,), bottom=(8,), history="seen", attention=(4,)),
     )
     assert_as_one_by_one(gmeta.load(tmp_path), num_rows=40, num_tasks=4)
+
+
+def test_a_step_that_is_solved_takes_so_many_support_rows_and_no_more(tmp_path: Path) -> None:
+    write_random_model(tmp_path, algorithm=AlgorithmConfig("ridge", inner_lr=0.3))
+    served = gmeta.load(tmp_path)
+    support, query = random_rows(MOST_SERVED_ROWS + 1), random_rows(5, seed=2)
+    adapted = served.adapt(support.slice(1)).predict(query)
+    assert float((adapted - served.predict(query)).abs().max()) > 1e-3
+    told = (
+        "a task has 2,049 support rows; ridge, which solves for as many unknowns, takes at most "
+        "2,048. Keep the newest of them"
+    )
+    with pytest.raises(UserError) as error:
+        served.adapt(support)
+    assert str(error.value) == told
+    with pytest.raises(UserError) as error:
+        served.predict_tasks(support, query)
+    assert str(error.value) == told
+
+
+def test_a_step_that_is_taken_takes_any_number_of_support_rows(tmp_path: Path) -> None:
+    write_random_model(tmp_path)
+    adapted = gmeta.load(tmp_path).adapt(random_rows(MOST_SERVED_ROWS + 1))
+    assert adapted.predict(random_rows(5, seed=2)).isfinite().all()
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))

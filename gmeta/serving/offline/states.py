@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from gmeta.errors import UserError
 from gmeta.serving.columns import as_table
 from gmeta.serving.load import load
 from gmeta.serving.model import ServedModel
@@ -28,7 +29,7 @@ def adapt_tasks(model: ServedModel, support: pa.Table) -> pa.Table:
     which they first appear; rows of a task need not stand together.
 
     Raises:
-        UserError: a column is missing.
+        UserError: a column is missing, or a task has more rows than the algorithm takes.
         DataError: a column holds what the model cannot take.
     """
     rows = model.encode(support, "support", with_label=True, with_task=True)
@@ -48,6 +49,11 @@ def adapt_rows(
     place_T[order_T] = np.arange(len(order_T))
     ordered = take_rows(rows, np.argsort(place_T[task_N], kind="stable"))
     lengths_T = rows_T[order_T]
+    tasks = raw_task_N.take(pa.array(first_T[order_T]))
+    longest = int(lengths_T.max(initial=0))
+    if model.refusal(longest):
+        task = tasks[int(lengths_T.argmax())].as_py()
+        raise UserError(model.refusal(longest, f"task {task!r}"))
     parts = split_rows(ordered, lengths_T.tolist())
     states: list[bytes] = [b""] * len(parts)
     # Tasks of like size share a batch: little of it is then padding.
@@ -56,7 +62,6 @@ def adapt_rows(
         found = model.adapt_encoded(together, lengths_T[chosen].tolist())
         for place, state in zip(chosen.tolist(), found, strict=True):
             states[place] = to_bytes(state, model.checksum)
-    tasks = raw_task_N.take(pa.array(first_T[order_T]))
     columns = (tasks, pa.array(states, pa.binary()), pa.array(lengths_T.astype(np.int64)))
     return pa.table(dict(zip(STATE_COLUMNS, columns, strict=True)))
 

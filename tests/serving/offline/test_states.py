@@ -98,6 +98,18 @@ def test_a_task_without_a_name_is_refused(model: ServedModel) -> None:
         adapt_tasks(model, chunk)
 
 
+def test_a_task_that_is_too_long_to_solve_is_named(tmp_path: Path) -> None:
+    write_random_model(tmp_path, algorithm=AlgorithmConfig("ridge", inner_lr=0.3))
+    support = pa.concat_tables([random_rows(20, seed=1, num_tasks=3), random_rows(2_050)])
+    users = [f"user {user}" for user in support["user"].to_pylist()[:20]] + ["bot"] * 2_050
+    with pytest.raises(UserError) as error:
+        adapt_tasks(gmeta.load(tmp_path), support.set_column(0, "user", pa.array(users)))
+    assert str(error.value) == (
+        "task 'bot' has 2,050 support rows; ridge, which solves for as many unknowns, takes at "
+        "most 2,048. Keep the newest of them"
+    )
+
+
 def test_a_partition_of_spark_gives_a_row_a_task(folder: Path, model: ServedModel) -> None:
     support = random_rows(40, seed=3, num_tasks=6).sort_by("user")
     function = adapt_partition(folder)
