@@ -1,6 +1,7 @@
 """`gmeta inspect`."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,9 +13,9 @@ from gmeta.commands.inspect_channel import inspect_channel
 from gmeta.commands.inspect_model import inspect_model, is_model
 from gmeta.commands.inspect_stream import inspect_stream
 from gmeta.commands.screen import print_result, progress_bars, screen, show_table, table_of
-from gmeta.delivery.channel import is_channel
+from gmeta.delivery.remote import is_channel_at
 from gmeta.errors import UserError
-from gmeta.files.local import check_local
+from gmeta.files.local import check_local, is_url
 from gmeta.files.whole import write_whole
 from metaio.format.dataset import Dataset, open_dataset
 from metaio.format.inspection import SKEW_PERCENT, SplitSummary, damage, summarise
@@ -26,8 +27,8 @@ def inspect(
     path: Annotated[
         str,
         typer.Argument(
-            help="a prepared dataset (folder or URL), a stream, a run, a checkpoint, an exported "
-            "model or a channel"
+            help="a prepared dataset, a stream or a channel (folder or URL), a run, a checkpoint "
+            "or an exported model"
         ),
     ],
     verify: Annotated[
@@ -55,11 +56,11 @@ def inspect(
 
     gmeta inspect channels/clicks
     """
-    inspect_other = _other_kind(Path(path))
+    inspect_other = _other_kind(path)
     if inspect_other is not None:
         if picture is not None:
             raise UserError(f"{path} is no dataset: --picture is for datasets. Leave it out")
-        inspect_other(Path(path), verify)
+        inspect_other(verify)
         return
     if picture is not None:
         check_local("--picture", picture)
@@ -90,20 +91,23 @@ def inspect(
         console.print(f"picture: {picture}")
 
 
-def _other_kind(path: Path) -> Callable[[Path, bool], None] | None:
-    """Return what shows a model, run or checkpoint; None for a dataset, which any URL is."""
+def _other_kind(place: str) -> Callable[[bool], None] | None:
+    """Return what shows a model, stream, channel, run or checkpoint; None for a dataset."""
+    if is_stream(place):
+        return partial(inspect_stream, place)
+    if is_channel_at(place):
+        return partial(inspect_channel, place)
+    if is_url(place):
+        return None
+    path = Path(place)
     if is_model(path):
-        return inspect_model
-    if is_stream(str(path)):
-        return inspect_stream
-    if is_channel(path):
-        return inspect_channel
+        return partial(inspect_model, path)
     if not (is_run(path) or is_checkpoint(path)):
         return None
     # The index of a checkpoint is torch's, which a dataset need not wait for: it takes seconds.
     from gmeta.commands.inspect_run import inspect_checkpoint, inspect_run
 
-    return inspect_run if is_run(path) else inspect_checkpoint
+    return partial(inspect_run if is_run(path) else inspect_checkpoint, path)
 
 
 def is_run(path: Path) -> bool:

@@ -1,25 +1,26 @@
 """`gmeta inspect` on a channel: its versions, which one is served, and what was decided."""
 
-from pathlib import Path
 from typing import Any
 
 from gmeta.commands.screen import print_result, screen, show_table, size_text, table_of
-from gmeta.delivery.channel import Channel
+from gmeta.delivery.remote import channel_at, promotions_at
 from gmeta.delivery.versions import check_version
+from gmeta.files.local import is_url
 from metaio.counted import counted
 
 _SHOWN = 20  # of the versions and of the verdicts: one screen
 
 
-def inspect_channel(root: Path, verify: bool) -> None:
-    """Show the newest versions of a channel with their sizes and verdicts, and what serves.
+def inspect_channel(place: str, verify: bool) -> None:
+    """Show the newest versions of a channel with their sizes and verdicts, and what serves. Of one
+    at a URL it is the version that serves and what that builds on, which are copied to the cache.
 
     Raises:
         GMetaError: a version of the chain that serves is missing or damaged; with `verify` its
             files are held against their checksums.
     """
-    channel, console = Channel(root), screen()
-    current, told = channel.current(), channel.promotions()
+    channel, console = channel_at(place), screen()
+    current, told = channel.current(), promotions_at(place)
     numbers = channel.numbers()
     served = "nothing is served yet"
     if current is not None:
@@ -27,7 +28,10 @@ def inspect_channel(root: Path, verify: bool) -> None:
             f"serves version {current.number}-{current.checksum[:12]}, {current.action} "
             f"{current.at[:19]} UTC"
         )
-    console.print(f"channel {root}: {counted(len(numbers), 'version')}; {served}")
+    held = counted(len(numbers), "version")
+    if is_url(place):
+        held += f" of what it serves, copied to {channel.root}"
+    console.print(f"channel {place}: {held}; {served}")
     heads = ("version", "kind", "over", "bytes", "of full", "rows", "promoted", "verdict")
     table = table_of("Versions", *heads, text=("version", "kind", "promoted", "verdict"))
     verdicts = {entry.get("number"): entry for entry in told if entry.get("action") == "promoted"}
@@ -53,7 +57,7 @@ def inspect_channel(root: Path, verify: bool) -> None:
     print_result(
         {
             "kind": "channel",
-            "path": root,
+            "path": place,
             "versions": numbers,
             "serves": None if current is None else current.number,
             "decisions": told,

@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 from gmeta.commands.screen import print_result, screen, show_table, table_of
+from gmeta.files.local import is_url
 from metaio.counted import counted
 from metaio.format.inspection import damage
 from metaio.prepare.schema_file import parse_schema
@@ -20,10 +21,10 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "day": 86_400.0}
 _LEAST_S, _MOST_S = 1e8, 1e10
 
 
-def inspect_stream(path: Path, verify: bool) -> None:
+def inspect_stream(path: str, verify: bool) -> None:
     """Show a stream's increments, windows, rows, ids, capacities and alarms; with `verify` check
     every checksum, exit code 1 if one differs."""
-    stream, console = open_stream(str(path)), screen()
+    stream, console = open_stream(path), screen()
     records = stream.records
     if verify:
         found = [line for number in stream.numbers for line in damage(stream.dataset(number))]
@@ -35,7 +36,7 @@ def inspect_stream(path: Path, verify: bool) -> None:
         num = counted(len(records), "increment")
         console.print(f"{path} is intact: {num}, every checksum matches.")
         return
-    refused = list_quarantine(path)
+    refused = [] if is_url(path) else list_quarantine(Path(path))  # which is not published
     print_result(
         {
             "kind": "stream",

@@ -165,8 +165,7 @@ class Channel:
     def promotions(self) -> list[dict[str, Any]]:
         """Return every verdict and every move of the pointer, oldest first."""
         path = self.root / PROMOTIONS
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        return [entry for entry in map(_entry, lines) if entry]
+        return entries_of(path.read_bytes() if path.exists() else b"")
 
     def promote(
         self,
@@ -321,6 +320,12 @@ class Channel:
 def _told(current: Current) -> dict[str, Any]:
     found = {"action": current.action, "at": current.at, "number": current.number}
     return {**found, "checksum": current.checksum, "verdict": current.verdict}
+
+
+def entries_of(content: bytes) -> list[dict[str, Any]]:
+    """Return the entries of a log of promotions, oldest first, without a line that was cut off."""
+    lines = content.decode(errors="replace").splitlines()
+    return [entry for entry in map(_entry, lines) if entry]
 
 
 def _entry(line: str) -> dict[str, Any] | None:

@@ -11,7 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gmeta.delivery.channel import POINTER, PROMOTIONS, VERSIONS, Channel, Current, current_of
+from gmeta.delivery.channel import (
+    POINTER,
+    PROMOTIONS,
+    VERSIONS,
+    Channel,
+    Current,
+    current_of,
+    entries_of,
+    is_channel,
+)
 from gmeta.delivery.retention import remove_others
 from gmeta.delivery.versions import (
     DELTA_FORMAT,
@@ -66,6 +75,34 @@ def channel_at(place: str | Path, cache: Path | None = None) -> Channel:
         write_whole(copy.root / POINTER, content)
         remove_others(copy, [parent.number for parent, _, _ in chain])
     return copy
+
+
+def is_channel_at(place: str) -> bool:
+    """Return whether a channel is at a path or a URL.
+
+    Raises:
+        UrlError: no installed package reads such URLs.
+        GMetaError: it cannot be reached.
+    """
+    if not is_url(place):
+        return is_channel(Path(place))
+    fs, root = file_system(place)
+    with reached(place):
+        return bool(fs.exists(f"{root.rstrip('/')}/{POINTER}"))
+
+
+def promotions_at(place: str) -> list[dict[str, Any]]:
+    """Return every verdict and every move of the pointer of the channel at a path or a URL, oldest
+    first.
+
+    Raises:
+        GMetaError: it cannot be reached.
+    """
+    if not is_url(place):
+        return Channel(place).promotions()
+    fs, root = file_system(place)
+    with reached(place):
+        return entries_of(fs.cat_file(f"{root.rstrip('/')}/{PROMOTIONS}"))
 
 
 def publish(channel: Channel, url: str) -> list[int]:

@@ -11,8 +11,8 @@ def open_data(data: DataConfig) -> Dataset:
 
     Raises:
         ConfigError: data.increment is no number.
-        FormatError: there is no such increment, or it is damaged.
-        NoDatasetError: there is no dataset, or no stream.
+        FormatError: it is damaged.
+        NoDatasetError: there is no dataset, no stream, or no such increment.
     """
     if not data.increment:
         return open_dataset(data.path)
@@ -23,8 +23,8 @@ def open_named(named: str) -> Dataset:
     """Open a dataset, an increment of a stream as STREAM:NUMBER, or a stream's newest increment.
 
     Raises:
-        FormatError: there is no such increment, or it is damaged.
-        NoDatasetError: there is neither a dataset nor a stream.
+        FormatError: it is damaged.
+        NoDatasetError: there is neither a dataset nor a stream, or no such increment.
     """
     path, _, number = named.rpartition(":")
     if path and number.isdecimal() and number.isascii():

@@ -101,7 +101,8 @@ class Stream:
         """Return one increment by its number.
 
         Raises:
-            FormatError: there is none of that number, or its manifest is damaged.
+            NoDatasetError: there is none of that number.
+            FormatError: its manifest is damaged.
         """
         if number not in self._manifests:
             path = f"{self._path(number)}/{MANIFEST_NAME}"
@@ -132,14 +133,15 @@ class Stream:
         """Return an increment as the dataset that it is.
 
         Raises:
-            FormatError: there is none of that number, or it is damaged.
+            NoDatasetError: there is none of that number.
+            FormatError: it is damaged.
         """
         self.record(number)
         return open_dataset(f"{self.url}/{self._path(number)}")
 
     def _path(self, number: int) -> str:
         if number not in self.numbers:
-            raise FormatError(
+            raise NoDatasetError(
                 f"{self.url} has no increment {number}; it has {self.numbers[0]} to "
                 f"{self.numbers[-1]}. Choose one of them, or append it with gmeta prepare --extend"
             )

@@ -11,7 +11,7 @@ from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import ConfigError, UserError
 from gmeta.feeds.increment import open_data, open_named
 from gmeta.runs.folder import RunFolder
-from metaio import FormatError
+from metaio.errors import NoDatasetError
 from tests.commands import gmeta
 from tests.logs_by_day import write_stream
 
@@ -83,8 +83,13 @@ def test_an_increment_that_is_not_there_is_refused_in_one_line(stream: Path) -> 
     )
     with pytest.raises(ConfigError, match=r"data\.increment = 'last' is no increment: a number"):
         settled(asked(stream, "last"))
-    with pytest.raises(FormatError, match="has no increment 9; it has 1 to 2"):
-        open_data(asked(stream, "9").data)
+    for opening in (lambda: open_data(asked(stream, "9").data), lambda: open_named(f"{stream}:9")):
+        with pytest.raises(NoDatasetError) as told:
+            opening()
+        assert str(told.value) == (
+            f"{stream} has no increment 9; it has 1 to 2. Choose one of them, or append it with "
+            "gmeta prepare --extend"
+        )
 
 
 def test_a_stream_is_named_with_and_without_a_number(stream: Path) -> None:

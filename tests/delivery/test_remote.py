@@ -322,6 +322,13 @@ def test_the_command_publishes_and_refuses_what_is_no_channel(
     assert done.stderr == (
         f"published: version {name} of {channel.root} at {url}  (3 versions copied)\n"
     )
+    channel.rollback(2)
+    publish(channel, url)
+    done = gmeta_command("inspect", url, "--verify", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["kind"], found["path"], found["serves"]) == ("channel", url, 2)
+    assert (found["versions"], found["decisions"]) == ([1, 2], channel.promotions())
     empty = tmp_path / "empty"
     for arguments, expected in (
         (
