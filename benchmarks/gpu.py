@@ -6,7 +6,8 @@
             the batches of a ragged run have
   check     loss and gradients of every model, algorithm and loop against the CPU's
   time      a step, eager and as a CUDA graph, by tasks, shape, inner steps, rectangles and
-            precision, and torch.func's vmap
+            precision; MAML of one step by torch.func's vmap, and by JAX's where it is installed.
+            Beside each, on a GPU, the floors of the step that is eager
   profile   where a step's time goes
 
 counts is the default without a GPU, check with one. The last three need a GPU; --device cpu tries
@@ -17,7 +18,7 @@ import itertools
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
@@ -239,10 +240,28 @@ def _warning_of_waits(device: torch.device) -> Iterator[list[Any]]:
         waits += [one for one in told if "synchroniz" in str(one.message)]
 
 
+def floors_ms(counts: pretended.Counts, precision: str) -> dict[str, float]:
+    """Return the least milliseconds that a step takes by its launches, products and bytes."""
+    floors = {
+        "launches": counts.num_launches * LAUNCH_S,
+        "flops": counts.flops / FLOPS_A_S[precision],
+        "bytes": counts.bytes / BYTES_A_S,
+    }
+    return {name: round(1e3 * seconds, 3) for name, seconds in floors.items()}
+
+
+def floors_of(step: Step, precision: str) -> dict[str, float]:
+    """Return the floors of a step, from what it asks of its device."""
+    with pretended.counting() as counts, pretended.Counting():
+        step()
+    return floors_ms(counts, precision)
+
+
 def timed(device: torch.device, quick: bool, rounds: int) -> dict[str, Any]:
-    """Time steps; return milliseconds by case."""
+    """Time steps; return milliseconds by case, beside the floors of the step that is eager."""
     found: dict[str, Any] = {}
     on_gpu = device.type == "cuda"
+    peer = jax_on(device)
     precisions = ["float32", "tf32", "bf16"] if on_gpu else ["float32"]
     for tasks, ragged in itertools.product([128] if quick else [128, 512, 2048], (False, True)):
         batch = batch_of(tasks, ragged)
@@ -261,13 +280,19 @@ def timed(device: torch.device, quick: bool, rounds: int) -> dict[str, Any]:
             seconds = {
                 name: (lambda step=step: _waited(step, device)) for name, step in measures.items()
             }
+            # Those of a GPU say nothing of a CPU, whose loops call other operations.
+            floors = floors_of(next(iter(measures.values())), precision) if on_gpu else {}
+            if peer is not None and "vmap" in measures and precision == "float32":
+                seconds["jax.vmap"] = jax_seconds(peer, batch)
             for measure in seconds.values():
                 measure()
             for name, values in interleaved(seconds, rounds).items():
                 shape = "ragged" if ragged else "even"
                 case = f"T={tasks} {shape} {algorithm} k={steps} {precision} {name}"
-                found[case] = round(1e3 * spread_of(values).median, 3)
-                print(f"{case:60s} {found[case]:9.3f} ms", flush=True)
+                taken = round(1e3 * spread_of(values).median, 3)
+                found[case] = {"ms": taken, "floors_ms": floors}
+                beside = ", ".join(f"{what} {least:.3f}" for what, least in floors.items())
+                print(f"{case:52s} {taken:9.3f} ms  {beside}", flush=True)
     choose_products("float32", device)
     return found
 
@@ -322,6 +347,51 @@ def vmap_step(device: torch.device, batch: TaskBatch) -> Step:
         return loss.detach()
 
     return step
+
+
+def jax_on(device: torch.device) -> Any:
+    """Return JAX, where it is installed and computes on such a device; else say so."""
+    try:
+        import jax
+    except ImportError:
+        print("JAX is not installed: no figure of it")
+        return None
+    if device.type == "cuda" and jax.default_backend() != "gpu":
+        print(f"JAX is installed for {jax.default_backend()}, not for a GPU: no figure of it")
+        return None
+    return jax
+
+
+def jax_seconds(jax: Any, batch: TaskBatch) -> Callable[[], float]:
+    """Return what times the step of vmap_step in JAX: compiled whole, its arrays on the device."""
+    layers = [
+        (one.weight.detach().numpy().T, one.bias.detach().numpy())
+        for one in model_of(HIDDEN).decision
+        if isinstance(one, torch.nn.Linear)
+    ]
+    position_TRF = batch.positions_NF.long().view(-1, 2 * ROWS, NUM_FEATURES).numpy()
+    label_TR = batch.label_N.view(-1, 2 * ROWS).numpy()
+    rows_UD = torch.randn(batch.unique_ids_U.numel(), WIDTH).numpy() * 0.1
+
+    def loss_of(layers: Any, x_SI: Any, label_S: Any) -> Any:
+        for number, (weight, bias) in enumerate(layers):
+            x_SI = (jax.nn.relu(x_SI) if number else x_SI) @ weight + bias
+        x_S = x_SI[:, 0]
+        return (jax.nn.softplus(x_S) - label_S * x_S).mean()
+
+    def adapted_loss(layers: Any, x_RI: Any, label_R: Any) -> Any:
+        grads = jax.grad(loss_of)(layers, x_RI[:ROWS], label_R[:ROWS])
+        moved = jax.tree.map(lambda w, g: w - INNER_LR * g, layers, grads)
+        return loss_of(moved, x_RI[ROWS:], label_R[ROWS:])
+
+    def loss(layers: Any, rows_UD: Any, position_TRF: Any, label_TR: Any) -> Any:
+        inputs_TRI = rows_UD[position_TRF].reshape(*label_TR.shape, -1)
+        return jax.vmap(adapted_loss, (None, 0, 0))(layers, inputs_TRI, label_TR).mean()
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    given = jax.device_put((layers, rows_UD, position_TRF, label_TR))
+    # Its step returns before it has computed.
+    return lambda: seconds_of(lambda: jax.block_until_ready(step(*given)), 3)
 
 
 def profiled(device: torch.device) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 
 from gmeta.build import build
 from gmeta.capacity import Asked, capacity, counted_flops
+from gmeta.commands.work.plan import span_of
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.parallel.estimate import Speeds
 from gmeta.parallel.planner import Cluster
@@ -109,6 +110,32 @@ def test_the_command_needs_no_data_for_a_billion_rows(tmp_path: Path, gpus: int)
     assert held.sum() - by_hand < 0.01 * by_hand
     assert "gmeta" not in done.stderr
     assert "Tables" in done.stderr
+
+
+def test_a_table_is_on_the_gpus_that_hold_a_row_of_it(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "c.toml", tmp_path / "nothing", tmp_path / "run")
+    options = "--gpus", "64", "--rows", "item=1e6", "--rows", "city=7", "--rows-per-task", "40"
+    done = gmeta("plan", config, *options, "--json")
+    assert done.returncode == 0, done.stderr
+    tables = json.loads(done.stdout)["tables"]
+    assert tables["item"]["ranks"] == [*range(64)]
+    assert tables["city"]["ranks"] == [*range(7)]
+    (line,) = (one for one in done.stderr.splitlines() if one.startswith(" city") and "row" in one)
+    assert line.split()[5] == "0-6"
+    assert "Not in it: launches of kernels (without CUDA graphs about\n0.7 ms" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        ([3], "3"),
+        ([0, 1, 2], "0-2"),
+        ([0, 2, 3, 7], "0, 2-3, 7"),
+        ([0, 2, 4, 6, 7], "5 of 0-7"),
+    ],
+)
+def test_gpus_are_told_in_few_characters(ranks: list[int], told: str) -> None:
+    assert span_of(ranks) == told
 
 
 def test_the_tables_fit_into_80_columns(tmp_path: Path) -> None:

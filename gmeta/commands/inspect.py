@@ -138,6 +138,8 @@ def _describe(console: Console, dataset: Dataset, summaries: list[SplitSummary])
         f"protocol: {manifest.protocol or 'none'}\nfingerprint {dataset.fingerprint}"
     )
     show_table(console, _sizes(summaries))
+    for split, bundle_tasks in _bundles(dataset).items():
+        console.print(f"{split}: in bundles of {bundle_tasks:,} episodes that train together")
     print_result(_found(dataset, summaries))
     if summaries:
         show_table(console, _tables(summaries[0]))
@@ -161,6 +163,7 @@ def _found(dataset: Dataset, summaries: list[SplitSummary]) -> dict[str, Any]:
                 "support": _three(summary.support_T.tolist()),
                 "query": _three(summary.query_T.tolist()),
                 "label_mean": summary.label_mean,
+                "bundle_tasks": dataset.split(summary.name).blocks.bundle_tasks,
             }
             for summary in summaries
         },
@@ -174,6 +177,12 @@ def _found(dataset: Dataset, summaries: list[SplitSummary]) -> dict[str, Any]:
             for use in (summaries[0].tables if summaries else ())
         },
     }
+
+
+def _bundles(dataset: Dataset) -> dict[str, int]:
+    """Return the episodes of a bundle, of each split that stands in bundles."""
+    tasks = {name: split.blocks.bundle_tasks for name, split in dataset.splits.items()}
+    return {name: number for name, number in tasks.items() if number}
 
 
 def _three(sizes: list[int]) -> dict[str, int]:

@@ -119,7 +119,8 @@ def estimate(
             "width": width,
             "kind": table["kind"],
             "placement": table["placement"],
-            "ranks": sorted({shard["rank"] for shard in table["shards"]}) or [*range(num_ranks)],
+            # Of a table with fewer rows than ranks, some shards are empty.
+            "ranks": np.flatnonzero(rows_W * columns_W).tolist(),
             "bytes": round(float((on_device_W + on_host_W).sum())),
             "ids_per_step": ids,
             "id_bytes_per_step": ids_sent * id_bytes,

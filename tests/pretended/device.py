@@ -40,6 +40,7 @@ SILENT = {
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
     "aten::new_empty_strided", "aten::detach", "aten::_local_scalar_dense", "aten::is_pinned",
     "aten::lift_fresh", "aten::record_stream", "aten::set_", "prim::device",
+    "aten::_efficientzerotensor",
 }  # fmt: skip
 
 
@@ -201,12 +202,16 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _copied_into(func, args, kwargs)
     if name.startswith("c10d::"):
         counts().collectives.append(name.removeprefix("c10d::").removesuffix("_"))
+    if name == "aten::_efficientzerotensor":
+        # It has no memory, and what knows that stands above this place in torch's dispatcher: a
+        # kernel would read where there is nothing. Autograd makes one, as of sgn's derivative.
+        func = torch.ops.aten.zeros.default
     if on_device:
         _check_places(name, args, given)
     result = func(*tree_map(held, args), **tree_map(held, kwargs))
     if not is_cuda:
         return result
-    _count(func, name, args, kwargs, given, result)
+    count_launch(func, name, args, kwargs, given, result)
     by_memory = {id(one.held): one for one in on_device}  # in place, out=: the argument comes back
 
     def wrapped(value: Any) -> Any:
@@ -272,7 +277,9 @@ def _count_copy(copies: list[str], host: Tensor, source: Tensor, non_blocking: b
         counts().waits.append(at)
 
 
-def _count(func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], result: Any) -> None:
+def count_launch(
+    func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], result: Any
+) -> None:
     """Count the launch of an operation on the device, and its wait."""
     is_mask = name.startswith("aten::index") and any(
         isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8)
@@ -380,6 +387,17 @@ class PretendedDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return called(func, args, kwargs or {})
+
+
+class Counting(TorchDispatchMode):
+    """Inside, what a true device is asked for is counted."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = tensors_in((args, kwargs))
+        count_launch(func, func._schema.name, args, kwargs, given, result)
+        return result
 
 
 def start() -> None:

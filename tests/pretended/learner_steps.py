@@ -116,7 +116,7 @@ def all_cases() -> Iterator[Case]:
         if model == "dcnv2":  # the others adapt in the general loop
             yield Case(model, "maml", buckets=True, graph=True, labels=labels)
     for general, buckets in ((False, False), (False, True), (True, False)):
-        for loss in ("mse", "huber", "softmax", "pairwise"):
+        for loss in ("mse", "huber", "mae", "softmax", "pairwise"):
             yield Case("melu", "maml", general, buckets=buckets, loss=loss)
         for model, labels in product(("melu", "dlrm"), (False, True)):
             yield Case(model, "maml", general, buckets=buckets, labels=labels, weights=True)

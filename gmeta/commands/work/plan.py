@@ -7,6 +7,9 @@ from gmeta.parallel.estimate import RESERVED, Speeds
 from gmeta.parallel.planner import Cluster
 from gmeta.parallel.ranks import quieten
 
+# Of a step of `gmeta train` with a small MAML: docs/gpu.md has the counts, and no GPU's clock yet.
+LAUNCHES, LAUNCH_MS = 133, 0.005
+
 
 def show_plan(config: TrainConfig, asked: Asked, cluster: Cluster, speeds: Speeds) -> None:
     """Print where training would put the tables, and what a step costs."""
@@ -49,15 +52,13 @@ def _tables(found: Capacity) -> None:
     sent_heads = ("table", "distinct ids", "bytes of ids", "of rows and gradients")
     sent = table_of("What a GPU sends in a step", *sent_heads, text=("table",))
     for name, table in found.estimate.tables.items():
-        ranks = table["ranks"]
-        where = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}"
         placed.add_row(
             name,
             f"{table['rows']:,}",
             str(table["width"]),
             table["kind"],
             table["placement"],
-            where,
+            span_of(table["ranks"]),
             _bytes(table["bytes"]),
         )
         sent.add_row(
@@ -68,6 +69,15 @@ def _tables(found: Capacity) -> None:
         )
     show_table(screen(), placed)
     show_table(screen(), sent)
+
+
+def span_of(ranks: list[int]) -> str:
+    """Return which GPUs hold rows of a table: 0-6, or 3, 5, 9-11."""
+    cuts = [place for place in range(1, len(ranks)) if ranks[place] != ranks[place - 1] + 1]
+    runs = [ranks[low:high] for low, high in zip([0, *cuts], [*cuts, len(ranks)], strict=True)]
+    told = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    # More would not fit beside the other columns.
+    return ", ".join(told) if len(told) <= 3 else f"{len(ranks)} of {ranks[0]}-{ranks[-1]}"
 
 
 def _memory(found: Capacity, cluster: Cluster) -> None:
@@ -94,9 +104,13 @@ def _step(found: Capacity, config: TrainConfig, cluster: Cluster) -> None:
     for name, (num_bytes, seconds) in estimate.parts.items():
         if num_bytes >= 1 or (seconds and not num_bytes):  # sums of floats are not quite 0
             table.add_row(name, _bytes(num_bytes) if num_bytes else "", f"{seconds * 1e3:.3f}")
-    table.add_row("all, one after the other", "", f"{estimate.step_s * 1e3:.3f}")
+    table.add_row("products and bytes alone, one by one", "", f"{estimate.step_s * 1e3:.3f}")
     show_table(screen(), table)
-    screen().print("Launches of kernels and reading of data are not in it: docs/gpu.md")
+    launches_ms = LAUNCHES * LAUNCH_MS
+    screen().print(
+        "A step takes longer. Not in it: launches of kernels (without CUDA graphs about\n"
+        f"{launches_ms:.1f} ms for a small MAML), element-wise work, latency, reading: docs/gpu.md"
+    )
 
 
 def _bytes(num_bytes: float) -> str:

@@ -1,6 +1,7 @@
 """Counts of gmeta inspect against counting by hand; the commands end to end."""
 
 import errno
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -52,6 +53,15 @@ def run(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, list(arguments))
     mistake = result.exception is not None and not isinstance(result.exception, SystemExit)
     return result.exit_code, str(result.exception) if mistake else result.output
+
+
+def test_inspect_tells_of_bundles_where_there_are_any(write: WriteFn) -> None:
+    told = "train: in bundles of 4 episodes that train together"
+    for name, tasks in (("bundled", 4), ("plain", 0)):
+        path = write({"train": make_rows(40)}, name=name, bundle_tasks=tasks)
+        assert (told in gmeta("inspect", path).stdout) == bool(tasks)
+        found = json.loads(gmeta("inspect", path, "--json").stdout)
+        assert found["splits"]["train"]["bundle_tasks"] == tasks
 
 
 def test_inspect_prints_tables_and_draws(write: WriteFn, tmp_path: Path) -> None:
