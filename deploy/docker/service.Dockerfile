@@ -20,6 +20,7 @@ RUN groupadd --gid 10001 gmeta \
  && install -d -o 10001 -g 10001 /data
 COPY --from=build /opt/gmeta /opt/gmeta
 COPY --chmod=0755 deploy/credentials.py /usr/local/bin/gmeta-credentials
+COPY --chmod=0755 deploy/resume.py /usr/local/bin/gmeta-resume
 ENV PATH=/opt/gmeta/bin:$PATH HOME=/tmp PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /data

@@ -5,8 +5,13 @@ from typing import Any
 
 from tests.deploy.rendering import ROOT, Manifest, name_of, pod_specs
 
-# The pods that talk to the API server: one makes the Secrets, Spark's driver makes its executors.
-MAY_HAVE_A_TOKEN = ("gmeta-credentials", "gmeta-prepare")  # a job's own prefix goes before
+# The pods that talk to the API server: one makes the Secrets, one starts training, Spark's driver
+# makes its executors.
+MAY_HAVE_A_TOKEN = (
+    "gmeta-credentials",
+    "gmeta-train-start",
+    "gmeta-prepare",
+)  # a job's own prefix goes before
 HOLDERS = ("service", "tokens", "worker", "operator", "viewer", "spark")
 # Of a cluster, not of a job.
 PRIORITIES = {"gmeta-service", "gmeta-training", "gmeta-serve"}

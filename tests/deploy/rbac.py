@@ -25,11 +25,16 @@ def rules_of(manifests: list[Manifest], account: str) -> list[dict[str, Any]]:
 
 
 def can_i(
-    manifests: list[Manifest], account: str, verb: str, resource: str, name: str | None = None
+    manifests: list[Manifest],
+    account: str,
+    verb: str,
+    resource: str,
+    name: str | None = None,
+    group: str = "",
 ) -> bool:
-    """Whether the account may, in its own namespace and the core group."""
+    """Whether the account may, in its own namespace; "" is the core group."""
     return any(
-        "" in rule["apiGroups"]
+        group in rule["apiGroups"]
         and resource in rule["resources"]
         and verb in rule["verbs"]
         and ("resourceNames" not in rule or name in rule["resourceNames"])

@@ -128,7 +128,7 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     ),
     "a missing limit": (
         lambda m: train(m)["containers"][0]["resources"]["limits"].pop("memory"),
-        "memory has request 128Gi and limit None: both are needed",
+        "memory has request 384Gi and limit None: both are needed",
     ),
     "a request above its limit": (
         lambda m: train(m)["containers"][0]["resources"]["requests"].update(cpu="65"),

@@ -12,6 +12,7 @@ from tests.deploy.rendering import Manifest, name_of, render
 from tests.deploy.teams import TEAM_JOB, copy_of_team_job
 from tests.deploy.test_deploy_check import needs_kubectl
 
+KINDS_OF_START = ("ServiceAccount", "Role", "RoleBinding", "Job", "NetworkPolicy")
 KINDS = ["", "../../components/gpu-multi-node, ../../components/serve"]
 
 
@@ -47,10 +48,16 @@ def _without_texts(manifest: Manifest) -> Manifest:
 
 
 def _is_shared(line: str) -> bool:
-    """Images, the cluster's priorities, the command of an image, and names that alerts know."""
+    """Images, the cluster's priorities, the commands of an image, and names that alerts know."""
     return any(
         word in line
-        for word in ("image:", "priorityClassName:", "- gmeta-credentials", "replacement:")
+        for word in (
+            "image:",
+            "priorityClassName:",
+            "- gmeta-credentials",
+            "- gmeta-resume",
+            "replacement:",
+        )
     )
 
 
@@ -67,6 +74,7 @@ def test_a_jobset_is_its_jobs_in_order(tmp_path: Path) -> None:
         "Job/ctr-gmeta-prepare",
         "Job/ctr-gmeta-train",
         "Service/ctr-gmeta-train",
+        *(f"{kind}/ctr-gmeta-train-start" for kind in KINDS_OF_START),
     }
     jobset = made["JobSet/ctr-gmeta-train"]
     assert jobset["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gmeta"
@@ -75,6 +83,7 @@ def test_a_jobset_is_its_jobs_in_order(tmp_path: Path) -> None:
     assert prepare["template"]["spec"] == plain["Job/ctr-gmeta-prepare"]["spec"]
     assert node["dependsOn"] == [{"name": "prepare", "status": "Complete"}]
     job = plain["Job/ctr-gmeta-train"]["spec"]
+    assert job.pop("suspend") is True  # the order of the JobSet's Jobs takes its place
     (place,) = [e for e in _environment(job) if e["name"] == "RDZV_ENDPOINT"]
     place["value"] = "$(TRAIN)-node-0-0.$(TRAIN):29400"
     assert node["template"]["spec"] == job

@@ -1,5 +1,5 @@
-"""As much of Kubernetes' API server as the pods ask: Secrets and pods of one namespace, for who
-shows an account's token, as far as the rendered Roles let that account.
+"""As much of Kubernetes' API server as the pods ask: Secrets, pods and Jobs of one namespace, for
+who shows an account's token, as far as the rendered Roles let that account.
 """
 
 import ctypes
@@ -62,6 +62,19 @@ class _Handler(BaseHTTPRequestHandler):
                     api.delete(resource, each["metadata"]["name"])
             self._answer(200, {"kind": "Status", "status": "Success"})
 
+    def do_PATCH(self) -> None:
+        resource, name, _ = self._asked()
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self._allowed("patch", resource, name):
+            found = self.server.api.objects.get((resource, name))
+            if found is None:
+                self._answer(404, {"kind": "Status"})
+            elif self.headers["Content-Type"] != "application/merge-patch+json":
+                self._answer(415, {"kind": "Status"})
+            else:
+                found["spec"] = {**found["spec"], **body["spec"]}
+                self._answer(200, found)
+
     def _watch(self, resource: str, query: dict[str, str]) -> None:
         events = self.server.api.watch(resource)
         self.send_response(200)
@@ -74,9 +87,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.flush()
 
     def _asked(self) -> tuple[str, str, dict[str, str]]:
-        """(resource, name, query) of /api/v1/namespaces/NAMESPACE/RESOURCE/NAME."""
+        """(resource, name, query) of /api/v1/namespaces/NAMESPACE/RESOURCE/NAME, or of
+        /apis/GROUP/VERSION/namespaces/NAMESPACE/RESOURCE/NAME."""
         url = urlsplit(self.path)
-        parts = [*url.path.split("/")[5:], "", ""]
+        parts = [*url.path.partition("/namespaces/")[2].split("/")[1:], "", ""]
         return parts[0], parts[1], {key: each[-1] for key, each in parse_qs(url.query).items()}
 
     def _allowed(self, verb: str, resource: str, name: str | None) -> bool:
@@ -84,7 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         account = api.accounts.get(token)
         api.asked.add((account, verb, resource))
-        if account is not None and can_i(api.manifests, account, verb, resource, name):
+        group = self.path.split("/")[2] if self.path.startswith("/apis/") else ""
+        if account is not None and can_i(api.manifests, account, verb, resource, name, group):
             return True
         api.refused.append(f"{account} {verb} {resource} {name}")
         self._answer(401 if account is None else 403, {"kind": "Status"})

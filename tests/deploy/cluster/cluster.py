@@ -32,7 +32,7 @@ def status(phase: str, host: Host) -> dict[str, Any]:
 
 
 class Workload:
-    """A Job, StatefulSet or Deployment: keeps its pods going."""
+    """A Job, StatefulSet or Deployment: keeps its pods going. A suspended Job has none."""
 
     def __init__(self, manifest: Manifest, place: Place, found: list[Host]) -> None:
         self.name = manifest["metadata"]["name"]
@@ -42,7 +42,15 @@ class Workload:
         self._indexed = self.spec.get("completionMode") == "Indexed"
         self._hosts = found
         self._failures = 0
-        self.pods = [self._pod(i) for i in range(len(found))]
+        self.pods: list[Pod] = []
+        if self.is_job:
+            metadata = {"name": self.name}
+            place.api.create("jobs", {"metadata": metadata, "spec": self.spec})
+        self._make_pods()
+
+    def _make_pods(self) -> None:
+        if not self.suspended:
+            self.pods = [self._pod(i) for i in range(len(self._hosts))]
 
     def _pod(self, index: int) -> Pod:
         spec = dict(self.spec["template"]["spec"])
@@ -64,12 +72,20 @@ class Workload:
         return Pod(self._place, name, spec, self._hosts[index], number)
 
     @property
+    def suspended(self) -> bool:
+        """Whether the Job waits for somebody to let it start."""
+        job = self._place.api.objects["jobs", self.name] if self.is_job else {"spec": {}}
+        return bool(job["spec"].get("suspend", False))
+
+    @property
     def complete(self) -> bool:
         """Whether every pod of the Job has succeeded."""
-        return self.is_job and all(pod.returncode == 0 for pod in self.pods)
+        return self.is_job and bool(self.pods) and all(pod.returncode == 0 for pod in self.pods)
 
     def poll(self) -> None:
         """Let pods go on, and replace those that have ended too early."""
+        if not self.pods:
+            self._make_pods()
         for index, pod in enumerate(self.pods):
             pod.poll()
             if pod.returncode is None or (self.is_job and pod.returncode == 0):

@@ -22,6 +22,7 @@ _PROGRAMS = {
     "python": f'exec {sys.executable} "$@"',
     "gmeta": f'exec {sys.executable} -m gmeta "$@"',
     "gmeta-credentials": f'exec {sys.executable} {ROOT}/deploy/credentials.py "$@"',
+    "gmeta-resume": f'exec {sys.executable} {ROOT}/deploy/resume.py "$@"',
     "train-node": f'exec {ROOT}/deploy/docker/train-node "$@"',
     "spark-node": f'exec {ROOT}/deploy/docker/spark-node "$@"',
     "dumb-init": f'exec {Path(sys.executable).with_name("dumb-init")} "$@"',

@@ -15,12 +15,12 @@ from gmeta.antdt.manifests.audit import audit_manifest
 from gmeta.antdt.manifests.manifest import load_manifest
 from gmeta.runs.folder import list_checkpoints
 from tests.commands import metrics
-from tests.deploy.cluster.cluster import Cluster, running
+from tests.deploy.cluster.cluster import Cluster, WorkloadFailedError, running
 from tests.deploy.cluster.pods import Pod
 from tests.deploy.network import NoNamespacesError
 from tests.deploy.rendering import ROOT, render
-from tests.deploy.test_deploy_check import needs_kubectl
-from tests.waiting import PATIENCE_S
+from tests.deploy.test_deploy_check import needs_kubectl, one
+from tests.waiting import PATIENCE_S, wait_until
 
 # The overlay with less data, as a user would change it: by a kustomization of their own.
 SMALLER = """
@@ -120,12 +120,17 @@ def test_an_overlay_becomes_a_finished_run_though_its_pods_are_drained(
         return prepare.runs and any(b"-m\0gmeta\0prepare" in c for c in commands(prepare).values())
 
     cluster.run_until(prepares, "prepare", PATIENCE_S)
+    assert train.suspended
+    assert train.pods == []  # they would hold what the data does not need yet
     prepare.delete()
     cluster.run_until(lambda: bool(list_checkpoints(checkpoints)), "a checkpoint", PATIENCE_S)
     assert prepare.returncode == 128 + signal.SIGTERM  # of dumb-init
-    # Nobody but the one that made the Secrets has asked the API server for anything.
+    # Nobody but the one that made the Secrets and the one that starts training has asked the API
+    # server for anything.
     assert cluster.api.refused == []
-    assert set(cluster.api.accounts.values()) == {"gmeta-credentials"}
+    assert set(cluster.api.accounts.values()) == {"gmeta-credentials", "gmeta-train-start"}
+    starter = {each for each in cluster.api.asked if each[0] == "gmeta-train-start"}
+    assert starter == {("gmeta-train-start", "patch", "jobs")}
     service = cluster.pod("gmeta-shard-service-0")
     assert open_ports(service) == {7070, 9100}
     assert 29400 in open_ports(cluster.pod("gmeta-train-0"))
@@ -148,3 +153,24 @@ def test_an_overlay_becomes_a_finished_run_though_its_pods_are_drained(
     report = audit_manifest(load_manifest(list_checkpoints(checkpoints)[-1]))
     assert report.ok
     assert "  epoch finished" in report.lines
+
+
+@needs_kubectl
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+def test_training_whose_data_cannot_be_prepared_has_no_pods(tmp_path: Path) -> None:
+    manifests = render(ROOT / "deploy/k8s/overlays/local-cpu")
+    spec = one(manifests, "Job", "gmeta-prepare")["spec"]
+    spec["backoffLimit"] = 0
+    spec["template"]["spec"]["containers"][0]["command"] = ["dumb-init", "--", "false"]
+    try:
+        with running(manifests, tmp_path) as cluster:
+            start = cluster.pod("gmeta-train-start-0")
+            with pytest.raises(WorkloadFailedError, match="gmeta-prepare-0"):
+                cluster.run_until(lambda: False, "a failure", PATIENCE_S)
+            wait_until(lambda: "waiting" in start.log(), "the start's wait")
+            assert cluster.workloads["gmeta-train"].pods == []
+            assert cluster.workloads["gmeta-train"].suspended
+            assert start.log() == "waiting for /data/demo/manifest.json\n"
+    except NoNamespacesError as error:
+        pytest.skip(f"no network namespaces here: {error}")

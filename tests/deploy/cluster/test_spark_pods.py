@@ -40,7 +40,7 @@ def smaller(conf: str) -> str:
 def manifests() -> list[Manifest]:
     """The overlay without its training and its shard service."""
     rendered = render(ROOT / "deploy/k8s/overlays/gpu-multi-node-spark")
-    left_out = ("gmeta-train", "gmeta-shard-service")
+    left_out = ("gmeta-train", "gmeta-train-start", "gmeta-shard-service")
     workloads = ("Job", "StatefulSet")
     kept = [
         m for m in rendered if m["kind"] not in workloads or m["metadata"]["name"] not in left_out
