@@ -3,7 +3,7 @@
 from typing import Any
 
 from gmeta.commands.screen import print_result, screen, show_table, size_text, table_of
-from gmeta.delivery.remote import channel_at, promotions_at
+from gmeta.delivery.channel import Channel
 from gmeta.delivery.versions import check_version
 from gmeta.files.local import is_url
 from metaio.counted import counted
@@ -19,8 +19,13 @@ def inspect_channel(place: str, verify: bool) -> None:
         GMetaError: a version of the chain that serves is missing or damaged; with `verify` its
             files are held against their checksums.
     """
-    channel, console = channel_at(place), screen()
-    current, told = channel.current(), promotions_at(place)
+    channel, console = Channel(place), screen()
+    told = channel.promotions()
+    if is_url(place):
+        from gmeta.delivery.remote import channel_at, promotions_at
+
+        channel, told = channel_at(place), promotions_at(place)
+    current = channel.current()
     numbers = channel.numbers()
     served = "nothing is served yet"
     if current is not None:
