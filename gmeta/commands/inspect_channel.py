@@ -11,21 +11,15 @@ from metaio.counted import counted
 _SHOWN = 20  # of the versions and of the verdicts: one screen
 
 
-def inspect_channel(place: str, verify: bool) -> None:
-    """Show the newest versions of a channel with their sizes and verdicts, and what serves. Of one
-    at a URL it is the version that serves and what that builds on, which are copied to the cache.
+def inspect_channel(place: str, channel: Channel, told: list[dict[str, Any]], verify: bool) -> None:
+    """Show the newest versions of a channel with their sizes and verdicts, of which its log `told`,
+    and what serves. Of one at a URL `channel` is the copy: what serves, and what that builds on.
 
     Raises:
         GMetaError: a version of the chain that serves is missing or damaged; with `verify` its
             files are held against their checksums.
     """
-    channel, console = Channel(place), screen()
-    told = channel.promotions()
-    if is_url(place):
-        from gmeta.delivery.remote import channel_at, promotions_at
-
-        channel, told = channel_at(place), promotions_at(place)
-    current = channel.current()
+    console, current = screen(), channel.current()
     numbers = channel.numbers()
     served = "nothing is served yet"
     if current is not None:
