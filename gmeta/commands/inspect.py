@@ -13,7 +13,7 @@ from gmeta.commands.inspect_channel import inspect_channel
 from gmeta.commands.inspect_model import inspect_model, is_model
 from gmeta.commands.inspect_stream import inspect_stream
 from gmeta.commands.screen import print_result, progress_bars, screen, show_table, table_of
-from gmeta.delivery.remote import is_channel_at
+from gmeta.delivery.channel import Channel, is_channel
 from gmeta.errors import UserError
 from gmeta.files.local import check_local, is_url
 from gmeta.files.whole import write_whole
@@ -95,11 +95,17 @@ def _other_kind(place: str) -> Callable[[bool], None] | None:
     """Return what shows a model, stream, channel, run or checkpoint; None for a dataset."""
     if is_stream(place):
         return partial(inspect_stream, place)
-    if is_channel_at(place):
-        return partial(inspect_channel, place)
     if is_url(place):
-        return None
+        # It loads torch, which takes seconds: not for a folder of this machine.
+        from gmeta.delivery.remote import channel_at, is_channel_at, promotions_at
+
+        if not is_channel_at(place):
+            return None
+        return partial(inspect_channel, place, channel_at(place), promotions_at(place))
     path = Path(place)
+    if is_channel(path):
+        channel = Channel(path)
+        return partial(inspect_channel, place, channel, channel.promotions())
     if is_model(path):
         return partial(inspect_model, path)
     if not (is_run(path) or is_checkpoint(path)):

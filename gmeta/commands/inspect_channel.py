@@ -3,7 +3,7 @@
 from typing import Any
 
 from gmeta.commands.screen import print_result, screen, show_table, size_text, table_of
-from gmeta.delivery.remote import channel_at, promotions_at
+from gmeta.delivery.channel import Channel
 from gmeta.delivery.versions import check_version
 from gmeta.files.local import is_url
 from metaio.counted import counted
@@ -11,16 +11,15 @@ from metaio.counted import counted
 _SHOWN = 20  # of the versions and of the verdicts: one screen
 
 
-def inspect_channel(place: str, verify: bool) -> None:
-    """Show the newest versions of a channel with their sizes and verdicts, and what serves. Of one
-    at a URL it is the version that serves and what that builds on, which are copied to the cache.
+def inspect_channel(place: str, channel: Channel, told: list[dict[str, Any]], verify: bool) -> None:
+    """Show the newest versions of a channel with their sizes and verdicts, of which its log `told`,
+    and what serves. Of one at a URL `channel` is the copy: what serves, and what that builds on.
 
     Raises:
         GMetaError: a version of the chain that serves is missing or damaged; with `verify` its
             files are held against their checksums.
     """
-    channel, console = channel_at(place), screen()
-    current, told = channel.current(), promotions_at(place)
+    console, current = screen(), channel.current()
     numbers = channel.numbers()
     served = "nothing is served yet"
     if current is not None:

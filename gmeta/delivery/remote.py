@@ -19,7 +19,6 @@ from gmeta.delivery.channel import (
     Current,
     current_of,
     entries_of,
-    is_channel,
 )
 from gmeta.delivery.retention import remove_others
 from gmeta.delivery.versions import (
@@ -78,28 +77,23 @@ def channel_at(place: str | Path, cache: Path | None = None) -> Channel:
 
 
 def is_channel_at(place: str) -> bool:
-    """Return whether a channel is at a path or a URL.
+    """Return whether a channel is at a URL.
 
     Raises:
         UrlError: no installed package reads such URLs.
         GMetaError: it cannot be reached.
     """
-    if not is_url(place):
-        return is_channel(Path(place))
     fs, root = file_system(place)
     with reached(place):
         return bool(fs.exists(f"{root.rstrip('/')}/{POINTER}"))
 
 
 def promotions_at(place: str) -> list[dict[str, Any]]:
-    """Return every verdict and every move of the pointer of the channel at a path or a URL, oldest
-    first.
+    """Return every verdict and every move of the pointer of the channel at a URL, oldest first.
 
     Raises:
         GMetaError: it cannot be reached.
     """
-    if not is_url(place):
-        return Channel(place).promotions()
     fs, root = file_system(place)
     with reached(place):
         return entries_of(fs.cat_file(f"{root.rstrip('/')}/{PROMOTIONS}"))

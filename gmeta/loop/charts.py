@@ -1,12 +1,13 @@
 """What the page of a stream draws of its increments, one panel a question."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from gmeta.loop.days import Day
-from gmeta.metrics.catalogue import Scoring
+from gmeta.metrics.catalogue import Scoring, label_of
 from gmeta.metrics.texts import MetricInfo
 from gmeta.report.render import Axes, Chart, Panel, light
 
@@ -164,6 +165,8 @@ def _framed(
     axes.yaxis.set_major_locator(MaxNLocator(5))
     if counts:
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    else:  # an offset would stand where the legend does
+        axes.ticklabel_format(axis="y", useOffset=False)
     axes.grid(axis="y")
     axes.margins(y=0.1)
     if has_legend:
@@ -174,10 +177,17 @@ def _framed(
 
 
 def _infos(names: Iterable[str]) -> list[tuple[MetricInfo, str]]:
-    """Return the metrics that get a picture, each once."""
-    known = list(dict.fromkeys(names))
-    scoring = Scoring("mse" if "rmse" in known else "bce")
-    return [(scoring.info(name), name) for name in known if name != "gauc"]
+    """Return the metrics that get a picture, each once; one of a label says which."""
+    known = {name: label_of(name) for name in names}
+    rated = {label for own, label in known.values() if own == "rmse"}
+    found = []
+    for name, (own, label) in known.items():
+        if own != "gauc":
+            info = Scoring("mse" if label in rated else "bce").info(own)
+            if label:
+                info = replace(info, label=f"{info.label} of {label}")
+            found.append((info, name))
+    return found
 
 
 def _forecast(name: str, day: Day) -> float | None:

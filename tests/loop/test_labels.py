@@ -1,5 +1,6 @@
 """A stream of two labels goes round the loop: judged, promoted, followed, and served with both."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 
 import gmeta
 from gmeta.delivery.channel import Channel
+from gmeta.loop.page import stream_page
+from gmeta.loop.status import status_of
 from tests.loop.days import write_day, write_loop
 from tests.loop.following import loop_of, stages_of
 from tests.server.serving import post, request_of, service_of
@@ -59,3 +62,6 @@ def test_a_candidate_of_two_labels_is_promoted_followed_and_served(tmp_path: Pat
         assert answer.status_code == 200, answer.text
         told_NL = np.column_stack([one["data"] for one in answer.json()["outputs"]])
         np.testing.assert_allclose(told_NL, after_NL, rtol=0, atol=1e-6)
+    titles = re.findall("<figcaption>(.*?)</figcaption>", stream_page(loop, status_of(loop)))
+    assert "AUC before training on it (prequential)" in titles
+    assert "AUC of buy before training on it (prequential)" in titles
