@@ -1,6 +1,7 @@
-"""What a reader must not miss: adapting that makes it worse, and a run below the bias model."""
+"""What a reader must not miss: adapting that makes it worse, and a run that is below the bias model
+or below plain training, fine-tuned on the same support rows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gmeta.metrics.texts import MetricInfo
 from gmeta.report.evaluation import Caution, Comparison, Group
@@ -10,14 +11,18 @@ TRIVIAL = "bias model"
 
 
 def cautions_of(
-    group: Group, run: str, infos: Mapping[str, MetricInfo], label: str
+    group: Group, run: str, plain: Sequence[str], infos: Mapping[str, MetricInfo], label: str
 ) -> list[Caution]:
     """Return what is wrong with the adapted run in a group, by the verdicts of the metrics of a
-    label."""
-    pairs = (
+    label; `plain` names the baselines that are fine-tuned."""
+    pairs = [
         (run, group.comparison(run, "after", run, "before"), "adapting makes it worse"),
         (TRIVIAL, group.comparison(run, "after", TRIVIAL, "after"), f"it is below the {TRIVIAL}"),
-    )
+    ]
+    pairs += [
+        (name, group.comparison(run, "after", name, "after"), f"it is below {name}, fine-tuned")
+        for name in plain
+    ]
     found = []
     for minus_run, comparison, what in pairs:
         worse = _worse(comparison)

@@ -247,7 +247,8 @@ class YardstickFacts:
 @dataclass(frozen=True)
 class Caution:
     """What a reader must not miss: the first run, adapted, is worse by these metrics of a group
-    than itself before adapting (`minus_run` is the run), or than the bias model."""
+    than itself before adapting (`minus_run` is the run), than the bias model, or than a plain run,
+    fine-tuned."""
 
     group: str
     minus_run: str

@@ -11,6 +11,7 @@ from gmeta.metrics.catalogue import Scoring, metric_infos, predicted_by
 from gmeta.metrics.terms import Array, Ints, Terms
 from gmeta.report.cautions import cautions_of
 from gmeta.report.evaluation import (
+    PLAIN_ALGORITHM,
     SCHEMA,
     STAGES,
     ActivityBin,
@@ -93,6 +94,7 @@ def summarise(
             f"label {judged.label} is not known in any query row of {', '.join(splits)}: there is "
             "nothing to score. Name other splits with --split, or another label with --label"
         )
+    plain = [one.name for one in runs[1:] if one.algorithm == PLAIN_ALGORITHM]
     draws = num_draws(runs[0].predictions)
     over = "tasks, each with all its draws" if draws > 1 else "tasks"
     method = IntervalMethod(
@@ -111,7 +113,7 @@ def summarise(
             caution
             for one in scored
             for group in one.groups
-            for caution in cautions_of(group, runs[0].name, one.metrics, one.label)
+            for caution in cautions_of(group, runs[0].name, plain, one.metrics, one.label)
         ),
         (*notes, *uncalibrated, *unknown),
         judged.label,

@@ -292,6 +292,28 @@ def test_cautions_are_the_verdicts_that_say_worse() -> None:
             assert "mae" in worse
 
 
+def test_a_run_below_a_plain_one_that_is_fine_tuned_is_told() -> None:
+    run, plain = run_of("mse", gain=0.3), baseline_of("mse", gain=0.9)
+    evaluation = summarise([run, plain])
+    found = [(one.group, one.minus_run, one.text) for one in evaluation.cautions]
+    expected = []
+    for group in evaluation.groups:
+        compared = group.comparison("melu-maml", "after", "plain-dlrm", "after")
+        assert compared
+        worse = [name for name, one in compared.metrics.items() if one.verdict == "worse"]
+        assert "mae" in worse
+        told = ", ".join(evaluation.metrics[name].label for name in worse)
+        text = f"{group.name}: it is below plain-dlrm, fine-tuned, by {told}"
+        expected.append((group.name, "plain-dlrm", text))
+    assert found == expected
+    assert not summarise([plain, run]).cautions
+
+
+def test_a_baseline_that_is_not_plain_is_no_caution() -> None:
+    runs = [run_of("mse", gain=0.3), run_of("mse", "melu-anil", gain=0.9)]
+    assert not summarise(runs).cautions
+
+
 def test_a_run_cannot_be_called_like_a_yardstick() -> None:
     with pytest.raises(UserError) as caught:
         summarise([run_of("mse", "bias model")], [yardstick_of("mse")])
