@@ -24,7 +24,11 @@ LOOK_EVERY_S = 2.0
 
 
 def resume(path: str) -> None:
-    """Ask the cluster's API server for it. Raises OSError, of which HTTPError is one."""
+    """Unsuspend the object at a path of the cluster's API server.
+
+    Raises:
+        OSError: the server cannot be reached or refuses; HTTPError is one.
+    """
     host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
     request = urllib.request.Request(
         f"https://{host}:{port}{path}",
@@ -41,7 +45,7 @@ def resume(path: str) -> None:
 
 
 def main() -> None:
-    """See the top."""
+    """Wait for the file, if one is named, then unsuspend the job; exit with a line if refused."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
