@@ -7,19 +7,25 @@
   check     loss and gradients of every model, algorithm and loop against the CPU's
   time      a step, eager and as a CUDA graph, by tasks, shape, inner steps, rectangles and
             precision; MAML of one step by torch.func's vmap, and by JAX's where it is installed.
-            Beside each, on a GPU, the floors of the step that is eager
-  profile   where a step's time goes
+            Beside each, on a GPU, the floors of the step that is eager, at the speeds of its
+            products, memory and launches that are measured first. Steps follow one another; the
+            host waits at the end
+  profile   where the time of a step goes, eager and as a graph
+  train     runs of `gmeta train`: losses against the CPU's, and rows a second
 
-counts is the default without a GPU, check with one. The last three need a GPU; --device cpu tries
+counts is the default without a GPU, check with one. The last four need a GPU; --device cpu tries
 the scripts themselves. Each ends within 8 minutes and needs no network.
 """
 
 import itertools
+import os
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -35,6 +41,7 @@ from _common import (
     seconds_of,
     spread_of,
 )
+from _gpu_train import trained
 from _learner import Step
 from _synthetic import even_sizes, ragged_sizes, random_batch, single_id_features
 from maml_step import INNER_LR, NUM_FEATURES, WIDTH, model_of
@@ -57,10 +64,53 @@ from tests.pretended.process import built_guard, call_pretended, missing_for_gua
 
 ROWS, HIDDEN = 10, (512, 256)
 ALGORITHMS = [("none", 1), ("fomaml", 1), ("fomaml", 3), ("maml", 1), ("maml", 3)]
-# An H200's, for the floors: a launch from Python, products in float32, TF32 and bfloat16, memory.
-LAUNCH_S, BYTES_A_S = 5e-6, 4.3e12
-FLOPS_A_S = {"float32": 60e12, "tf32": 400e12, "bf16": 800e12}
+STEPS = 10  # that follow one another, of each measurement
 CLOSE = {"float32": 1e-9, "bf16": 0.1}  # of gradients to the CPU's: float64, and 8 bits
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What the floors of a step follow from."""
+
+    launch_s: float  # from Python
+    bytes_a_s: float  # read and written
+    flops_a_s: dict[str, float]  # of products, by precision
+
+    def floors_ms(self, counts: pretended.Counts, precision: str) -> dict[str, float]:
+        """Return the least milliseconds of a step by its launches, products and bytes."""
+        floors = {
+            "launches": counts.num_launches * self.launch_s,
+            "flops": counts.flops / self.flops_a_s[precision],
+            "bytes": counts.bytes / self.bytes_a_s,
+        }
+        return {name: round(1e3 * seconds, 3) for name, seconds in floors.items()}
+
+
+# For the pretended device: an H200's, assumed.
+ASSUMED = Speeds(5e-6, 4.3e12, {"float32": 60e12, "tf32": 400e12, "bf16": 800e12})
+
+
+def speeds_of(device: torch.device) -> Speeds:
+    """Measure what this GPU does a second at best."""
+
+    def seconds(work: Callable[[], object]) -> float:
+        return min(_seconds_of(work, device) for _ in range(5))
+
+    small, large = torch.zeros(64, device=device), torch.randn(1 << 28, device=device)
+    other = torch.empty_like(large)
+    matrix = torch.randn(8192, 8192, device=device)
+    flops = {}
+    for precision in ("float32", "tf32", "bf16"):
+        choose_products(precision, device)
+        with autocast(precision, device):
+            factor = matrix.bfloat16() if precision == "bf16" else matrix
+            flops[precision] = 2 * 8192**3 / seconds(lambda factor=factor: factor @ factor)
+    choose_products("float32", device)
+    return Speeds(
+        launch_s=seconds(lambda: [small.add_(1) for _ in range(1_000)]) / 1_000,
+        bytes_a_s=2 * large.nbytes / seconds(lambda: other.copy_(large)),
+        flops_a_s=flops,
+    )
 
 
 def batch_of(tasks: int, ragged: bool) -> TaskBatch:
@@ -172,10 +222,10 @@ def counts(quick: bool) -> dict[str, Any]:
     rows = []
     for step in steps:
         floors = {
-            "launches": step["launches"] * LAUNCH_S,
-            "float32": step["gflop"] * 1e9 / FLOPS_A_S["float32"],
-            "tf32": step["gflop"] * 1e9 / FLOPS_A_S["tf32"],
-            "bytes": step["megabytes"] * 1e6 / BYTES_A_S,
+            "launches": step["launches"] * ASSUMED.launch_s,
+            "float32": step["gflop"] * 1e9 / ASSUMED.flops_a_s["float32"],
+            "tf32": step["gflop"] * 1e9 / ASSUMED.flops_a_s["tf32"],
+            "bytes": step["megabytes"] * 1e6 / ASSUMED.bytes_a_s,
         }
         step["floors_ms"] = {name: round(1e3 * seconds, 3) for name, seconds in floors.items()}
         values = [step[name] for name in ("launches", "waits", "copies", "gflop", "megabytes")]
@@ -211,50 +261,40 @@ def check(device: torch.device, quick: bool) -> dict[str, Any]:
     # A graph of the CPU there is not: --device cpu leaves those out.
     cases = [case for case in all_cases() if device.type == "cuda" or not case.graph]
     cases = cases[:: 8 if quick else 1]
-    wrong = []
+    wrong, waiting = [], []
     for case in cases:
         expected, _, _ = step_of(of_cpu(case), HOST)
-        with _warning_of_waits(device) as waits:
-            found, _, _ = step_of(case, device)
+        waits: list[Any] = []
+        found, _, _ = step_of(case, device, around=partial(_noting_waits, device, waits))
         far = distance(expected, found)
         is_right = far < CLOSE[case.precision]
         wrong += [] if is_right else [case.name]
+        waiting += [case.name] if waits else []
         told = "right" if is_right else "WRONG"
         print(f"{case.name:40s} {told}  {far:.1e} off, {len(waits)} waits", flush=True)
-    return {"cases": len(cases), "wrong": wrong}
+    return {"cases": len(cases), "wrong": wrong, "waiting": waiting}
 
 
 @contextmanager
-def _warning_of_waits(device: torch.device) -> Iterator[list[Any]]:
-    """Collect what torch says of waits for the stream; nothing but on CUDA."""
+def _noting_waits(device: torch.device, waits: list[Any]) -> Iterator[None]:
+    """Have `waits` hold what torch says of waits for the stream meanwhile; nothing but on CUDA."""
     import warnings
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("warn")
-        waits: list[Any] = []
-        yield waits
+        yield
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-        waits += [one for one in told if "synchroniz" in str(one.message)]
+        waits[:] = [one for one in told if "synchroniz" in str(one.message)]
 
 
-def floors_ms(counts: pretended.Counts, precision: str) -> dict[str, float]:
-    """Return the least milliseconds that a step takes by its launches, products and bytes."""
-    floors = {
-        "launches": counts.num_launches * LAUNCH_S,
-        "flops": counts.flops / FLOPS_A_S[precision],
-        "bytes": counts.bytes / BYTES_A_S,
-    }
-    return {name: round(1e3 * seconds, 3) for name, seconds in floors.items()}
-
-
-def floors_of(step: Step, precision: str) -> dict[str, float]:
+def floors_of(step: Step, precision: str, speeds: Speeds) -> dict[str, float]:
     """Return the floors of a step, from what it asks of its device."""
     with pretended.counting() as counts, pretended.Counting():
         step()
-    return floors_ms(counts, precision)
+    return speeds.floors_ms(counts, precision)
 
 
 def timed(device: torch.device, quick: bool, rounds: int) -> dict[str, Any]:
@@ -262,6 +302,10 @@ def timed(device: torch.device, quick: bool, rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     on_gpu = device.type == "cuda"
     peer = jax_on(device)
+    speeds = speeds_of(device) if on_gpu else ASSUMED
+    if on_gpu:
+        print(speeds, flush=True)
+        found["speeds"] = asdict(speeds)
     precisions = ["float32", "tf32", "bf16"] if on_gpu else ["float32"]
     for tasks, ragged in itertools.product([128] if quick else [128, 512, 2048], (False, True)):
         batch = batch_of(tasks, ragged)
@@ -278,10 +322,12 @@ def timed(device: torch.device, quick: bool, rounds: int) -> dict[str, Any]:
             if algorithm == "maml" and steps == 1 and not ragged:
                 measures["vmap"] = vmap_step(device, batch)
             seconds = {
-                name: (lambda step=step: _waited(step, device)) for name, step in measures.items()
+                name: (lambda step=step: _seconds_of(step, device))
+                for name, step in measures.items()
             }
             # Those of a GPU say nothing of a CPU, whose loops call other operations.
-            floors = floors_of(next(iter(measures.values())), precision) if on_gpu else {}
+            eager = next(iter(measures.values()))
+            floors = floors_of(eager, precision, speeds) if on_gpu else {}
             if peer is not None and "vmap" in measures and precision == "float32":
                 seconds["jax.vmap"] = jax_seconds(peer, batch)
             for measure in seconds.values():
@@ -297,13 +343,16 @@ def timed(device: torch.device, quick: bool, rounds: int) -> dict[str, Any]:
     return found
 
 
-def _waited(step: Step, device: torch.device) -> float:
+def _seconds_of(step: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a step, of several that follow one another, until all are done."""
+
     def work() -> None:
-        step()
+        for _ in range(STEPS):
+            step()
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    return seconds_of(work, 3)
+    return seconds_of(work) / STEPS
 
 
 @contextmanager
@@ -351,6 +400,7 @@ def vmap_step(device: torch.device, batch: TaskBatch) -> Step:
 
 def jax_on(device: torch.device) -> Any:
     """Return JAX, where it is installed and computes on such a device; else say so."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory too
     try:
         import jax
     except ImportError:
@@ -390,34 +440,42 @@ def jax_seconds(jax: Any, batch: TaskBatch) -> Callable[[], float]:
 
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
     given = jax.device_put((layers, rows_UD, position_TRF, label_TR))
-    # Its step returns before it has computed.
-    return lambda: seconds_of(lambda: jax.block_until_ready(step(*given)), 3)
+
+    def seconds() -> float:
+        # Its step returns before it has computed.
+        return (
+            seconds_of(lambda: jax.block_until_ready([step(*given) for _ in range(STEPS)])) / STEPS
+        )
+
+    return seconds
 
 
 def profiled(device: torch.device) -> dict[str, Any]:
-    """Print where the time of ragged steps goes; return the most costly operations."""
+    """Print where the time of ragged steps goes; return the most costly operations of each."""
     from torch.profiler import ProfilerActivity, profile
 
-    step = step_on(device, batch_of(128, True), "maml", 1)
-    for _ in range(5):
-        step()
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
-        for _ in range(5):
-            _waited(step, device)
-    kind = f"self_{device.type}_time_total" if device.type == "cpu" else "self_device_time_total"
-    averages = profiler.key_averages()
-    print(averages.table(sort_by=kind, row_limit=25, max_name_column_width=60))
-    most = sorted(averages, key=lambda one: -getattr(one, kind))[:10]
-    return {one.key: round(getattr(one, kind) / 15 / 1e3, 4) for one in most}
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
+    kind = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    found = {}
+    for as_graph in (False, True) if on_gpu else (False,):
+        step = step_on(device, batch_of(128, True), "maml", 1, as_graph=as_graph)
+        _seconds_of(step, device)
+        with profile(activities=activities) as profiler:
+            _seconds_of(step, device)
+        averages = profiler.key_averages()
+        name = "as a graph" if as_graph else "eager"
+        print(name)
+        print(averages.table(sort_by=kind, row_limit=25, max_name_column_width=60))
+        most = sorted(averages, key=lambda one: -getattr(one, kind))[:10]
+        found[name] = {one.key: round(getattr(one, kind) / STEPS / 1e3, 4) for one in most}
+    return found
 
 
 def main() -> None:
     """Do what is asked; print figures, then JSON."""
     parser = make_parser(__doc__)
-    parser.add_argument("what", nargs="?", choices=["counts", "check", "time", "profile"])
+    parser.add_argument("what", nargs="?", choices=["counts", "check", "time", "profile", "train"])
     parser.add_argument("--device", choices=["cuda", "cpu", "pretend"])
     options = parser.parse_args()
     kind = options.device or ("cuda" if torch.cuda.is_available() else "pretend")
@@ -434,6 +492,8 @@ def main() -> None:
         figures = check(device, options.quick)
     elif what == "time":
         figures = timed(device, options.quick, options.rounds or (3 if options.quick else 10))
+    elif what == "train":
+        figures = trained(kind, options.quick)
     else:
         figures = profiled(device)
     about = environment() | {"device": kind}

@@ -158,14 +158,15 @@ class MetaLearner(nn.Module):
             batch = self.items.widened(batch, to_train=True)
         batch = self.statistics.widened(batch)
         if self._is_plain:
-            return plain_rows(batch)
+            return plain_rows(batch, kind_of_device(self.model))
         if self._fused_loop is not None and self._query_loss is not None:
             layout = self._fused_loop.layout(self._query_loss.second_order, self.in_buckets)
             groups = similar_tasks(batch, layout)
             if any(group.support_rows for group in groups):
                 return padded_tasks(batch, groups, layout)
-        gain = least_gain(GROUP_WORK, kind_of_device(self.model), self._plan.num_weights)
-        episodes = task_groups(batch, bool(self._config.adapt_embeddings), gain)
+        device = kind_of_device(self.model)
+        gain = least_gain(GROUP_WORK, device, self._plan.num_weights)
+        episodes = task_groups(batch, bool(self._config.adapt_embeddings), gain, device)
         if self._algorithm.learns_from == "support":
             support_T, query_T = side_lengths(batch)
             num_terms, num_shown = np.count_nonzero([support_T, support_T * query_T], axis=1)

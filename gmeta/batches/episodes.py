@@ -91,11 +91,14 @@ class Episodes:
         rows: ArrangedRows,
         num_terms: int,
         constant: bool = False,
+        device: str = "cpu",
     ) -> "Episodes":
-        """Make the batch's episodes with their rows arranged so; constant ones have no gradient."""
+        """Make the batch's episodes, for a kind of device, with their rows arranged so; constant
+        ones have no gradient.
+        """
         copies = None
         if fetched_row_P is not None:
-            copies = Bags.single(fetched_row_P, batch.unique_ids_U.numel(), constant)
+            copies = Bags.single(fetched_row_P, batch.unique_ids_U.numel(), constant, device)
         return cls(
             task_T=batch.task_T,
             unique_ids_U=batch.unique_ids_U,
@@ -150,12 +153,16 @@ def _with_tensors(
     )
 
 
-def plain_rows(batch: TaskBatch) -> Episodes:
-    """Return every row of the batch on its own, whatever its task and side."""
-    return Episodes.of(batch, None, every_row(batch), batch.num_rows)
+def plain_rows(batch: TaskBatch, device: str) -> Episodes:
+    """Return every row of the batch on its own, whatever its task and side, for a kind of
+    device.
+    """
+    return Episodes.of(batch, None, every_row(batch, device=device), batch.num_rows)
 
 
-def every_row(batch: TaskBatch, constant: bool = False, num_rows: int | None = None) -> Side:
+def every_row(
+    batch: TaskBatch, constant: bool = False, num_rows: int | None = None, device: str = "cpu"
+) -> Side:
     """Return all rows of the batch as one side, which reads from the fetched rows, or from
     `num_rows` others as `reading_copies` says; of constant ones nobody can ask for the gradient.
     """
@@ -163,7 +170,7 @@ def every_row(batch: TaskBatch, constant: bool = False, num_rows: int | None = N
         num_rows = batch.unique_ids_U.numel()
     every_row_N = torch.ones(batch.num_rows, dtype=torch.bool)
     lengths_T = batch.row_offsets_T1.diff()
-    return _side(batch, every_row_N, lengths_T, num_rows, constant)
+    return _side(batch, every_row_N, lengths_T, num_rows, constant, device)
 
 
 def support_and_query(batch: TaskBatch, rows_per_task: bool, to_predict: bool = False) -> Episodes:
@@ -191,12 +198,14 @@ def with_sampled(episodes: Episodes, batch: TaskBatch, is_sampled_N: Tensor) -> 
     return replace(episodes, query_sampled_N=is_sampled_N[~_support_rows_N(batch)])
 
 
-def task_groups(batch: TaskBatch, rows_per_task: bool, least_gain: float) -> Episodes:
-    """Return them in groups of tasks of similar size, where a cut saves so many rows of padding."""
+def task_groups(batch: TaskBatch, rows_per_task: bool, least_gain: float, device: str) -> Episodes:
+    """Return them in groups of tasks of similar size, where a cut saves so many rows of padding,
+    for a kind of device.
+    """
     groups = group_tasks(*side_lengths(batch), least_gain)
     batch, fetched_row_P, num_rows = reading_copies(batch, rows_per_task)
-    rows = TaskGroups(_sides(batch, groups, num_rows))
-    return Episodes.of(batch, fetched_row_P, rows, _num_with_query(batch))
+    rows = TaskGroups(_sides(batch, groups, num_rows, device=device))
+    return Episodes.of(batch, fetched_row_P, rows, _num_with_query(batch), device=device)
 
 
 def reading_copies(batch: TaskBatch, rows_per_task: bool) -> tuple[TaskBatch, Tensor | None, int]:
@@ -226,6 +235,7 @@ def _sides(
     groups: Sequence[Ints],
     num_rows: int,
     constant_sides: tuple[bool, bool] = (False, False),
+    device: str = "cpu",
 ) -> tuple[Sides, ...]:
     """Return both sides of each group's tasks, in the order of the batch; each may be constant."""
     support_T, rows_T = batch.support_lengths_T, batch.row_offsets_T1.diff()
@@ -241,7 +251,7 @@ def _sides(
             (chosen_N & ~is_support_N, (rows_T - support_T)[chosen_T]),
         )
         sides = (
-            _side(batch, *rows, num_rows, constant)
+            _side(batch, *rows, num_rows, constant, device)
             for rows, constant in zip(rows_of_sides, constant_sides, strict=True)
         )
         found.append(Sides(*sides))
@@ -257,7 +267,12 @@ def _support_rows_N(batch: TaskBatch) -> Tensor:
 
 
 def _side(
-    batch: TaskBatch, mask_N: Tensor, lengths_T: Tensor, num_rows: int, constant: bool = False
+    batch: TaskBatch,
+    mask_N: Tensor,
+    lengths_T: Tensor,
+    num_rows: int,
+    constant: bool,
+    device: str,
 ) -> Side:
     index = mask_N.nonzero().squeeze(1)
     lengths_NM = batch.multi_lengths_NM.index_select(0, index)
@@ -273,8 +288,8 @@ def _side(
         weight=label_weights(label_N, weight_N),
         dense_NK=batch.dense_NK.index_select(0, index),
         num_single=batch.positions_NF.shape[1],
-        single_rows=Bags.single(single_positions_V, num_rows, constant),
-        bag_rows=Bags.single(bag_positions_V, num_rows, constant),
+        single_rows=Bags.single(single_positions_V, num_rows, constant, device),
+        bag_rows=Bags.single(bag_positions_V, num_rows, constant, device),
         bag_index_V=torch.repeat_interleave(torch.arange(bag_sizes.numel()), bag_sizes),
         longest_M=tuple(lengths_NM.numpy().max(axis=0, initial=0).tolist()),
     )

@@ -90,8 +90,8 @@ def padded_tasks(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedLay
     middles_T = starts_T + batch.support_lengths_T.numpy()
     tasks = [group.tasks for group in groups]
     sides = [group.support_rows for group in groups], [group.query_rows for group in groups]
-    support, support_R = _padded_rows(batch, starts_T, middles_T, tasks, sides[0])
-    query, query_R = _padded_rows(batch, middles_T, ends_T, tasks, sides[1])
+    support, support_R = _padded_rows(batch, starts_T, middles_T, tasks, sides[0], layout.dtype)
+    query, query_R = _padded_rows(batch, middles_T, ends_T, tasks, sides[1], layout.dtype)
     features: tuple[PaddedFeatures, ...]
     if layout.stacked:
         both_R = np.concatenate([support_R, query_R])
@@ -104,16 +104,18 @@ def padded_tasks(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedLay
     common = None
     if common_F is not None:
         in_order_T = np.concatenate(tasks)
-        common = _common_block(whole, common_F, in_order_T, num_rows, layout.in_buckets)
+        common = _common_block(whole, common_F, in_order_T, num_rows, layout)
     rows = PaddedTasks(support, query, features, common)
     num_terms = sum(int(np.count_nonzero(group >= 0)) for group in tasks)
     if not layout.in_buckets:
-        return Episodes.of(batch, fetched_row_P, rows, num_terms)
+        return Episodes.of(batch, fetched_row_P, rows, num_terms, device=layout.device)
     episodes = Episodes.of(batch, None, rows, num_terms)
     if fetched_row_P is not None:
         missing = num_rows - fetched_row_P.numel()
         lengths = pad(torch.ones_like(fetched_row_P), (0, missing))
-        copies = Bags.of(fetched_row_P, lengths, None, num_fetched, num_entries=num_rows)
+        copies = Bags.of(
+            fetched_row_P, lengths, None, num_fetched, num_entries=num_rows, device=layout.device
+        )
         fetched_row_P = pad(fetched_row_P, (0, missing))
         episodes = replace(episodes, fetched_row_P=fetched_row_P, copies=copies)
     return replace(episodes, num_fetched=num_fetched)
@@ -138,7 +140,7 @@ def _common_features(batch: TaskBatch, layout: FusedLayout) -> torch.Tensor | No
 
 
 def _common_block(
-    batch: TaskBatch, common_F: torch.Tensor, tasks: Ints, num_rows: int, in_buckets: bool
+    batch: TaskBatch, common_F: torch.Tensor, tasks: Ints, num_rows: int, layout: FusedLayout
 ) -> CommonFeatures:
     """Return these features of these tasks, group by group; nothing of those that pad."""
     is_there_T = torch.from_numpy(tasks >= 0)
@@ -146,25 +148,31 @@ def _common_block(
     positions = batch.positions_NF[first_rows][:, common_F].flatten()
     features = tuple(common_F.nonzero().squeeze(1).tolist())
     lengths = is_there_T.to(torch.int64).repeat_interleave(len(features))
-    num_entries = len(lengths) if in_buckets else 0
-    return CommonFeatures(
-        features, Bags.of(positions, lengths, None, num_rows, num_entries=num_entries)
+    num_entries = len(lengths) if layout.in_buckets else 0
+    bags = Bags.of(
+        positions, lengths, None, num_rows, num_entries=num_entries, device=layout.device
     )
+    return CommonFeatures(features, bags)
 
 
 def _padded_rows(
-    batch: TaskBatch, start_T: Ints, end_T: Ints, groups: list[Ints], rows_of_groups: list[int]
+    batch: TaskBatch,
+    start_T: Ints,
+    end_T: Ints,
+    groups: list[Ints],
+    rows_of_groups: list[int],
+    dtype: torch.dtype,
 ) -> tuple[PaddedRows, Ints]:
     """Return rows start to end of each task, group by group, and which rows of the batch they are:
     [R], -1 for one that pads.
     """
-    rectangles, row_R, count_R, first = [], [], [], 0
+    rectangles, row_R, share_R, first = [], [], [], 0
     for tasks, longest in zip(groups, rows_of_groups, strict=True):
         lengths = np.where(tasks >= 0, (end_T - start_T)[tasks], 0)
         within = np.arange(longest)
         there = within < lengths[:, None]
         row_R.append(np.where(there, start_T[tasks, None] + within, -1).ravel())
-        count_R.append(np.where(there, lengths[:, None], np.inf).ravel())
+        share_R.append((there / np.maximum(lengths, 1)[:, None]).ravel())
         rectangles.append(Rectangle(first, len(tasks), longest))
         first += len(tasks) * longest
     rows_R = np.concatenate(row_R)
@@ -176,7 +184,7 @@ def _padded_rows(
         rectangles=tuple(rectangles),
         label_N=label_N,
         weight=label_weights(label_N, weight_N),
-        count_N=torch.from_numpy(np.concatenate(count_R).astype(np.float32)),
+        share_N=torch.from_numpy(np.concatenate(share_R)).to(dtype),
         task_N=torch.from_numpy(np.repeat(np.arange(len(per_task)), per_task)),
     )
     return rows, rows_R
@@ -222,7 +230,7 @@ def _pooled(
         num_entries = len(rows_R) * num_single + num_values
     if not num_multi:
         single_V = torch.from_numpy(single_NF.ravel())
-        return Bags.of(single_V, lengths, None, num_rows, constant, num_entries)
+        return Bags.of(single_V, lengths, None, num_rows, constant, num_entries, layout.device)
     # Entries in the order of rows: each row's single ids, then its multi-id values.
     values_N = lengths_NM.sum(axis=1)
     row_starts_N = _starts(num_single + values_N)
@@ -236,7 +244,8 @@ def _pooled(
         taken = lengths_NM.ravel()
         weights[place_V] = np.repeat(1.0 / np.maximum(taken, 1), taken)
         weight_V = torch.from_numpy(weights)
-    return Bags.of(torch.from_numpy(entries), lengths, weight_V, num_rows, constant, num_entries)
+    entries_V = torch.from_numpy(entries)
+    return Bags.of(entries_V, lengths, weight_V, num_rows, constant, num_entries, layout.device)
 
 
 def _history(
@@ -252,7 +261,8 @@ def _history(
         longest, num_entries = ROWS.of(max(longest, 1)), VALUES.of(max(values_V.size, 1))
     there_RH = torch.from_numpy(np.arange(longest) < lengths_R[:, None])
     lengths = there_RH.flatten().to(torch.int64)
-    bags = Bags.of(torch.from_numpy(values_V), lengths, None, num_rows, constant, num_entries)
+    index_V = torch.from_numpy(values_V)
+    bags = Bags.of(index_V, lengths, None, num_rows, constant, num_entries, layout.device)
     return PaddedHistory(bags, there_RH)
 
 

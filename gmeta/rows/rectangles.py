@@ -56,13 +56,13 @@ class PaddedHistory:
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Where the rows of each task are on one side, and what their loss needs; rows that pad count
-    as one of infinitely many, so that they weigh nothing.
+    """Where the rows of each task are on one side, and what their loss needs; rows that pad weigh
+    nothing.
     """
 
     rectangles: tuple[Rectangle, ...]
     label_N: Tensor  # [N, labels] of several
-    count_N: Tensor  # float32: rows of the row's task
+    share_N: Tensor  # in the mean of its task's rows: 1 / their number, or 0 of one that pads
     task_N: Tensor  # int64: the row's task, counted rectangle by rectangle
     # Of each label in its row's loss: objectives.label_weights.
     weight: Tensor | None = None
@@ -89,8 +89,8 @@ class PaddedRows:
         """Return the weight of each row in a sum over the tasks of the (shrunken) mean of their
         rows, as RowLayout.mean_weights_N does; 0 for a row that pads.
         """
-        count_N = self.count_N.to(dtype)
-        return (count_N + prior if prior else count_N).reciprocal()
+        share_N = self.share_N.to(dtype)
+        return share_N / (1.0 + prior * share_N) if prior else share_N
 
     def row_loss(self, losses: LabelLosses, dtype: torch.dtype, prior: float = 0.0) -> RowLoss:
         """Return the sum over the tasks of the (shrunken) mean loss of their rows, for outputs of
@@ -136,8 +136,8 @@ class PaddedTasks:
     @property
     def padded_share(self) -> float:
         """Return the share of the rows that pad; asked of tensors on the host."""
-        count_N = torch.cat([self.support.count_N, self.query.count_N])
-        return float(count_N.isinf().float().mean())
+        share_N = torch.cat([self.support.share_N, self.query.share_N])
+        return float((share_N == 0).float().mean())
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,7 @@ class FusedLayout:
     first_layer_weights: int
     num_weights: int  # of the layers that adapt
     device: str  # the kind that the loop runs on: sizes that suit a CPU drown CUDA in launches
+    dtype: torch.dtype  # of the layers, and so of what weighs losses
     in_buckets: bool = False  # sizes are rounded up to few: batches/buckets.py
 
 

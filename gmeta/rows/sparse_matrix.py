@@ -4,7 +4,8 @@ A gather is the case of one row a bag. torch's own backward of a gather clears a
 rows and adds to it row by row, at 70 ns a row (280 with int32 positions); summing the bags of the
 transpose needs a fifth of that, and no clearing. The price is one sort on the host, paid where a
 batch is arranged, unless nobody differentiates: in first order that is the support side of most
-models.
+models. A GPU adds in parallel what the rows of popular ids would sum one after the other, so there
+nothing is sorted.
 
 Shape suffixes: V chosen rows of all bags, C bags, P rows chosen from, D row width; C1 = C + 1.
 """
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# Entries that pad are spread over bags of so many: a bag is summed one entry after the other.
+# Entries that pad are spread over so many rows, or over bags of so many: what adds to one row waits
+# for each other, and a bag is summed one entry after the other.
 ENTRIES_OF_PADDING = 64
 
 
@@ -73,12 +75,59 @@ class SparseRows(NamedTuple):
         return SparseRows(torch.from_numpy(bag_V[order_V]), _offsets(lengths_P), weight_V)
 
 
+class Scattered(NamedTuple):
+    """The transpose of a sparse matrix for a GPU: rows are added to as they come."""
+
+    index_V: Tensor  # int32: the row that each adds to; from P on, one that pads
+    bag_V: Tensor | None  # int32: the bag that adds; None: each bag once, in their order
+    weight_V: Tensor | None  # None: all 1
+    num_rows: int  # P
+
+    @classmethod
+    def of(cls, matrix: SparseRows, num_rows: int) -> "Scattered":
+        """Transpose a [C, P] matrix, on the host."""
+        lengths_C = matrix.offsets_C1.diff()
+        if matrix.weight_V is None and int(lengths_C.max() if lengths_C.numel() else 0) <= 1:
+            index_C = _of_padding(lengths_C.numel(), num_rows)
+            index_C[lengths_C > 0] = matrix.index_V
+            return cls(index_C, None, None, num_rows)
+        bags_C = torch.arange(lengths_C.numel(), dtype=torch.int32)
+        bag_V = bags_C.repeat_interleave(lengths_C)
+        return cls(matrix.index_V, bag_V, matrix.weight_V, num_rows)
+
+    def times(self, values_CD: Tensor) -> Tensor:
+        """Return the product with a dense matrix: [P, D]."""
+        values_VD = values_CD.detach()
+        if self.bag_V is not None:
+            values_VD = values_VD.index_select(0, self.bag_V)
+        if self.weight_V is not None:
+            values_VD = values_VD * self.weight_V.to(values_VD.dtype).unsqueeze(1)
+        sums_PD = values_VD.new_zeros(self.num_rows + ENTRIES_OF_PADDING, values_VD.shape[1])
+        return sums_PD.index_add_(0, self.index_V, values_VD)[: self.num_rows]
+
+    def padded(self, num_entries: int) -> "Scattered":
+        """Return it with at least as many entries, or one for each bag."""
+        if self.bag_V is None:
+            return self
+        missing = num_entries - self.index_V.numel()
+        weight_V = self.weight_V
+        return Scattered(
+            torch.cat([self.index_V, _of_padding(missing, self.num_rows)]),
+            pad(self.bag_V, (0, missing)),
+            None if weight_V is None else pad(weight_V, (0, missing)),
+            self.num_rows,
+        )
+
+
+Matrix = SparseRows | Scattered
+
+
 @dataclass(frozen=True)
 class Bags:
     """Sums that are cheap to differentiate, any number of times."""
 
     forward: SparseRows
-    backward: SparseRows | None  # None: the sums are constants
+    backward: Matrix | None  # None: the sums are constants
 
     @classmethod
     def of(
@@ -89,21 +138,29 @@ class Bags:
         num_rows: int,
         constant: bool = False,
         num_entries: int = 0,
+        device: str = "cpu",
     ) -> "Bags":
-        """Make bags of these lengths over a block of `num_rows` rows, or of fewer; with
-        `num_entries`, which hold all, shapes depend on these, on the bags and on the rows alone.
+        """Make bags of these lengths over a block of `num_rows` rows, or of fewer, for a kind of
+        device; with `num_entries`, which hold all, shapes depend on these, on the bags and on the
+        rows alone.
         """
         forward = SparseRows(index_V.to(torch.int32), _offsets(lengths_C), weight_V)
-        backward = None if constant else forward.transposed(num_rows)
+        backward: Matrix | None = None
+        if not constant:
+            is_cpu = device == "cpu"
+            backward = forward.transposed(num_rows) if is_cpu else Scattered.of(forward, num_rows)
         if num_entries:
             forward = forward.padded(num_entries)
             backward = None if backward is None else backward.padded(num_entries)
         return cls(forward, backward)
 
     @classmethod
-    def single(cls, index_V: Tensor, num_rows: int, constant: bool = False) -> "Bags":
+    def single(
+        cls, index_V: Tensor, num_rows: int, constant: bool = False, device: str = "cpu"
+    ) -> "Bags":
         """Make a plain gather of rows."""
-        return cls.of(index_V, torch.ones_like(index_V), None, num_rows, constant)
+        lengths = torch.ones_like(index_V)
+        return cls.of(index_V, lengths, None, num_rows, constant, device=device)
 
     def pool(self, rows_PD: Tensor) -> Tensor:
         """Return the bags' sums: [C, D].
@@ -124,7 +181,7 @@ class Bags:
 
 class _Pool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_PD: Tensor, matrix: SparseRows, transposed: SparseRows) -> Tensor:
+    def forward(ctx: Any, rows_PD: Tensor, matrix: Matrix, transposed: Matrix) -> Tensor:
         ctx.matrices, ctx.num_rows = (transposed, matrix), len(rows_PD)
         return matrix.times(rows_PD)
 
@@ -148,6 +205,11 @@ def _stable_order(values: npt.NDArray[np.int32], below: int) -> npt.NDArray[np.i
         high = (values >> 16).astype(np.uint16)
         order = order[np.argsort(high[order], kind="stable")]
     return order
+
+
+def _of_padding(count: int, num_rows: int) -> Tensor:
+    """Return rows behind the true ones, for so many entries that pad."""
+    return num_rows + torch.arange(count, dtype=torch.int32) % ENTRIES_OF_PADDING
 
 
 def _offsets(lengths: Tensor) -> Tensor:

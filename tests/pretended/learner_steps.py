@@ -175,9 +175,11 @@ def step_of(
     case: Case,
     device: torch.device,
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[list[Tensor], Counts, Counts]:
     """Take a step; return loss and gradients (or predictions), and what the device was asked for by
-    the batch on its way there, and by the step. `inside` is the pretended device, or none.
+    the batch on its way there, and by the step. `inside` is the pretended device, or none; `around`
+    what watches the step alone, the last of equal ones.
     """
     dtype = torch.float32 if case.precision == "bf16" else torch.float64
     batch = batch_of(case, dtype)
@@ -199,7 +201,7 @@ def step_of(
         for _ in range(3 if case.graph else 2 if case.labels else 1):
             rows_UD.grad = None
             learner.zero_grad()
-            with counting() as stepping:
+            with around(), counting() as stepping:
                 found = _step(learner, rows_UD, episodes, case)
     assert all(one.device == device for one in found), "a result is on another device"
     return [held(one).detach() for one in found], moving, stepping

@@ -23,11 +23,18 @@ def slow_sums(rows_PD: Tensor, index_V: Tensor, lengths_C: Tensor, weight_V: Ten
     return torch.stack([bag.sum(dim=0) for bag in weighted])
 
 
-@pytest.mark.parametrize("lengths", [[2, 0, 3, 1], [0, 0], [4]])
-def test_sums_and_first_and_second_derivatives_equal_a_loop(lengths: list[int]) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("num_entries", [0, 9])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("lengths", [[2, 0, 3, 1], [0, 0], [4], [1, 0, 1], [1, 1]])
+def test_sums_and_first_and_second_derivatives_equal_a_loop(
+    lengths: list[int], weighted: bool, num_entries: int, device: str
+) -> None:
     index_V, lengths_C, weight_V = some_bags(lengths, 5)
     rows_PD = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    bags = Bags.of(index_V, lengths_C, weight_V, 5)
+    given_V = weight_V if weighted else None
+    weight_V = weight_V if weighted else torch.ones_like(weight_V)
+    bags = Bags.of(index_V, lengths_C, given_V, 5, num_entries=num_entries, device=device)
     torch.testing.assert_close(bags.pool(rows_PD), slow_sums(rows_PD, index_V, lengths_C, weight_V))
     assert torch.autograd.gradcheck(bags.pool, rows_PD)
     assert torch.autograd.gradgradcheck(lambda rows: bags.pool(rows).square(), rows_PD)
@@ -45,12 +52,13 @@ def test_constant_sums_are_the_same_and_are_never_differentiated() -> None:
         bags.pool(rows_PD)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("num_rows", [40, 200_000])
-def test_the_transpose_sums_what_a_scatter_does(num_rows: int) -> None:
+def test_the_transpose_sums_what_a_scatter_does(num_rows: int, device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     index_V = torch.randint(0, num_rows, (500,), generator=generator)
     rows_PD = torch.zeros(num_rows, 2, dtype=torch.float64, requires_grad=True)
-    gathered = Bags.single(index_V, num_rows).pool(rows_PD)
+    gathered = Bags.single(index_V, num_rows, device=device).pool(rows_PD)
     upstream = torch.randn(500, 2, generator=generator, dtype=torch.float64)
     (grad_PD,) = torch.autograd.grad(gathered, rows_PD, upstream)
     torch.testing.assert_close(grad_PD, torch.zeros_like(rows_PD).index_add(0, index_V, upstream))

@@ -99,6 +99,7 @@ class FusedLoop:
             first_layer_weights=first.numel() if may_split else 0,
             num_weights=self._plan.num_weights,
             device=kind_of_device(self._model),
+            dtype=first.dtype,
             in_buckets=in_buckets,
         )
 
