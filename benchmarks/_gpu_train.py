@@ -30,6 +30,7 @@ adapt_embeddings = false
 loss = "bce"
 [run]
 epochs = 1
+cuda_graphs = "off"
 """
 # Of losses and AUC to the CPU's: float32 in another order, over a few updates; inputs of 8 bits.
 CLOSE, CLOSE_BF16 = 1e-4, 2e-2
@@ -48,8 +49,8 @@ AGREEING: dict[str, list[str]] = {
     "encoder": ["algorithm.name=encoder"],
     "clipped, micro-batches": ["outer.clip_norm=0.1", "outer.accumulate_steps=2"],
     "adam on tables": ["outer.sparse_optimizer=adam"],
-    "graphs": ["run.cuda_graphs=auto"],
-    "graphs, bf16": ["run.cuda_graphs=auto", "run.precision=bf16"],
+    "graphs": ["run.cuda_graphs=on"],
+    "graphs, bf16": ["run.cuda_graphs=on", "run.precision=bf16"],
     "bf16": ["run.precision=bf16"],
     "stopped and resumed": ["run.max_steps=5"],
 }
@@ -58,10 +59,10 @@ FAST: dict[str, list[str]] = {
     "plain": ["algorithm.name=none"],
     "fomaml": ["algorithm.name=fomaml"],
     "maml": [],
-    "maml, graphs": ["run.cuda_graphs=auto"],
-    "maml, graphs, bf16": ["run.cuda_graphs=auto", "run.precision=bf16"],
+    "maml, graphs": ["run.cuda_graphs=on"],
+    "maml, graphs, bf16": ["run.cuda_graphs=on", "run.precision=bf16"],
     "maml, 3 steps": ["algorithm.inner_steps=3"],
-    "maml, 3 steps, graphs": ["algorithm.inner_steps=3", "run.cuda_graphs=auto"],
+    "maml, 3 steps, graphs": ["algorithm.inner_steps=3", "run.cuda_graphs=on"],
 }
 
 

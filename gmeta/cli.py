@@ -239,6 +239,8 @@ def _root(
 
 def main() -> None:
     """Run the command line and end the process with the right exit code."""
+    # fbgemm 1.6 says a dozen times that it was not told of torch 2.11, which is its own.
+    logging.getLogger().addFilter(lambda one: "_torch_compat_table" not in one.getMessage())
     try:
         app()
     except SystemExit as done:

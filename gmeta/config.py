@@ -181,10 +181,10 @@ class RunConfig:
         "round up the sizes of a batch, so that ragged data has few shapes in the fast inner loop; "
         "auto: on CUDA (docs/gpu.md)",
     )
-    cuda_graphs: Literal["off", "auto"] = key(
-        "off",
-        "auto: forward and backward of the fast inner loop are one CUDA graph a shape, where that "
-        "is safe; needs shape_buckets. No GPU has run it yet (docs/gpu.md)",
+    cuda_graphs: Literal["auto", "on", "off"] = key(
+        "auto",
+        "forward and backward of the fast inner loop are one CUDA graph a shape, where that is "
+        "safe; needs shape_buckets. on: say where it is not (docs/gpu.md)",
     )
     deterministic: bool = key(
         False, "use deterministic torch kernels only; an operation that has none is refused"

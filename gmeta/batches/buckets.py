@@ -19,10 +19,13 @@ MOST_RECTANGLES = 2
 
 
 class Series(NamedTuple):
-    """Sizes that may be: from `least` on, so many from one power of two to the next."""
+    """Sizes that may be: from `least` on, so many from one power of two to the next; beyond `fine`,
+    itself a power of two, the powers alone.
+    """
 
     least: int
     steps: int
+    fine: int = 1 << 62
 
     def of(self, size: int) -> int:
         """Return the smallest of them that holds this size."""
@@ -33,7 +36,8 @@ class Series(NamedTuple):
         at_least = np.maximum(sizes, self.least)
         # frexp is exact: 2 ** (power - 1) is the power of two below a size, or half of it itself.
         _, power = np.frexp(at_least - 1)
-        step = np.maximum((1 << np.maximum(power.astype(np.int64) - 1, 0)) // self.steps, 1)
+        steps = np.where(at_least > self.fine, 1, self.steps)
+        step = np.maximum((1 << np.maximum(power.astype(np.int64) - 1, 0)) // steps, 1)
         rounded: Ints = np.where(sizes == 0, 0, -(-at_least // step) * step)
         return rounded
 
@@ -41,7 +45,8 @@ class Series(NamedTuple):
 # A rank has about as many tasks in every step, so finer steps add no shapes; of a few long tasks
 # there are sometimes more.
 TASKS, LONG_TASKS = Series(8, 4), Series(8, 1)
-# Support or query rows of a rectangle's longest task, values of a history: what varies most.
-ROWS = Series(8, 1)
+# Support or query rows of a rectangle's longest task, values of a history: what varies most. Up to
+# 16 by twos, as many data sets have 10 query rows for every task.
+ROWS = Series(8, 4, fine=16)
 # Unique rows, and values of multi-id features: rows that pad cost memory alone.
 FETCHED, VALUES = Series(4096, 1), Series(1024, 1)

@@ -62,13 +62,27 @@ def _groups_in_buckets(
     sides = support_T[with_query], query_T[with_query]
     groups = [with_query[group] for group in group_tasks(*sides, gain, buckets.MOST_RECTANGLES)]
     groups.sort(key=lambda tasks: int(support_T[tasks].max() + query_T[tasks].max()))
-    found = []
-    for place, tasks in enumerate(groups):
-        # The first as if it held them all: how many the second has varies from batch to batch.
-        number = LONG_TASKS.of(len(tasks)) if place else TASKS.of(len(with_query))
-        padded = np.pad(tasks, (0, number - len(tasks)), constant_values=-1)
-        found.append(TaskGroup(padded, int(support_T[tasks].max()), int(query_T[tasks].max())))
-    return found
+
+    def padded(groups: list[Ints]) -> list[TaskGroup]:
+        found = []
+        for place, tasks in enumerate(groups):
+            # The first as if it held them all: how many the second has varies from batch to batch.
+            number = LONG_TASKS.of(len(tasks)) if place else TASKS.of(len(with_query))
+            tasks_G = np.pad(tasks, (0, number - len(tasks)), constant_values=-1)
+            sizes = int(support_T[tasks].max()), int(query_T[tasks].max())
+            found.append(TaskGroup(tasks_G, *sizes))
+        return found
+
+    if len(groups) < 2:
+        return padded(groups)
+    # A second of nearly all tasks pads more rows than it saves.
+    one, two = padded([with_query]), padded(groups)
+    return two if _num_rows(two) + gain <= _num_rows(one) else one
+
+
+def _num_rows(groups: list[TaskGroup]) -> int:
+    """Count the rows of groups, those that pad included."""
+    return sum(len(group.tasks) * (group.support_rows + group.query_rows) for group in groups)
 
 
 def padded_tasks(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedLayout) -> Episodes:

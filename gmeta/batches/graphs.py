@@ -8,14 +8,14 @@ the graph and reads loss and gradients. Exchange, averaging over ranks and optim
 A shape's first batch is taken eagerly, which also makes ready what a capture may not; its second is
 captured. Batches must be arranged in buckets (buckets.py), or hardly a shape would come twice.
 
-No GPU has run this yet: tests replay by calling the function again.
-
 Shape suffixes: U fetched rows, D embedding width.
 """
 
+import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, final
 
@@ -34,7 +34,7 @@ Results = tuple[Tensor | None, ...]
 # Records what a function launches; returns what launches it again, and the tensors it fills then.
 Capture = Callable[[Callable[[], Results]], tuple[Callable[[], None], Results]]
 # Each keeps its inputs on the device: a run with more shapes takes the others eagerly.
-MOST_GRAPHS = 16
+MOST_GRAPHS = 32
 
 
 @final
@@ -50,10 +50,28 @@ class CudaCapture:
         """Return the graph's replay and its results, which hold nothing before the first."""
         graph = torch.cuda.CUDAGraph()
         # Only this thread's calls: others pin memory, or ask NCCL's events, meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with (
+            _no_garbage_collected(),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             results = work()
         self._pool = graph.pool()
         return graph.replay, results
+
+
+@contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """Collect garbage now and not meanwhile: a GPU's memory that is given back breaks off a
+    capture.
+    """
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _LossSum(nn.Module):
@@ -126,8 +144,8 @@ class Graphs:
             return _Graph(self._module, rows_UD, episodes, self._capture)
         except RuntimeError as error:
             raise GMetaError(
-                'run.cuda_graphs = "auto", but CUDA cannot capture the step: '
-                f'{str(error).splitlines()[0][:200]}. Set it to "off"'
+                "CUDA cannot capture the step as a graph: "
+                f'{str(error).splitlines()[0][:200]}. Set run.cuda_graphs = "off" and --resume'
             ) from error
 
 

@@ -97,6 +97,7 @@ def quieten() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torchrec|torch\.distributed")
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="fbgemm_gpu")
+    warnings.filterwarnings("ignore", "`_get_pg_default_device`|Multiple backends", UserWarning)
     for name in ("torch.fx._symbolic_trace", "torchrec.distributed.planner"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

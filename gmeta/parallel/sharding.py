@@ -202,7 +202,7 @@ def _choose_shapes(
     learner: "MetaLearner", config: TrainConfig, device: torch.device, rank: int
 ) -> None:
     """Have the learner arrange batches in few shapes, and take them as graphs, as the config says;
-    tell why where it cannot.
+    if graphs were asked for, tell why there are none.
     """
     buckets, on_cuda = config.run.shape_buckets, device.type == "cuda"
     learner.in_buckets = buckets == "on" or (buckets == "auto" and on_cuda)
@@ -210,7 +210,9 @@ def _choose_shapes(
         return
     why_not = learner.use_graphs(CudaCapture()) if on_cuda else "this run computes on the CPU"
     if why_not and rank == 0:
-        _log.warning("run.cuda_graphs: steps are taken eagerly, as %s", why_not)
+        asked = config.run.cuda_graphs == "on"
+        level = logging.WARNING if asked else logging.DEBUG
+        _log.log(level, "run.cuda_graphs: steps are taken eagerly, as %s", why_not)
 
 
 def _data_parallel(sharded: DistributedModelParallel) -> DistributedDataParallel:

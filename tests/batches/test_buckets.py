@@ -35,26 +35,32 @@ SMALL = ModelConfig(name="melu", embedding_dim=4, hidden=(6, 5), bottom=(3,))
 
 @given(
     size=st.integers(1, 10**9),
-    series=st.builds(Series, st.sampled_from([1, 8, 4096]), st.sampled_from([1, 2, 4])),
+    series=st.builds(
+        Series,
+        st.sampled_from([1, 8, 4096]),
+        st.sampled_from([1, 2, 4]),
+        st.sampled_from([16, 1 << 62]),
+    ),
 )
 def test_a_size_goes_up_to_the_next_of_a_geometric_series(size: int, series: Series) -> None:
     rounded = series.of(size)
     assert size <= rounded == series.of(rounded)
+    steps = series.steps if max(size, series.least) <= series.fine else 1
     if size > series.least:
-        assert rounded < size * (1 + 1 / series.steps) + 1
+        assert rounded < size * (1 + 1 / steps) + 1
     # The slow way: all that there are around it, and none lies between.
     octave = 2 ** (rounded.bit_length() - 1)
     there = {
-        max(of + of * step // series.steps, series.least)
+        max(of + of * step // steps, series.least)
         for of in (octave // 2, octave)
-        for step in range(series.steps + 1)
+        for step in range(steps + 1)
     }
     assert rounded == min(one for one in there if one >= size)
 
 
 def test_nothing_stays_nothing_and_many_are_rounded_as_one() -> None:
-    sizes = np.array([0, 1, 8, 9, 1000])
-    assert ROWS.of_all(sizes).tolist() == [0, 8, 8, 16, 1024]
+    sizes = np.array([0, 1, 8, 9, 13, 16, 17, 1000])
+    assert ROWS.of_all(sizes).tolist() == [0, 8, 8, 10, 14, 16, 32, 1024]
     assert [TASKS.of(size) for size in (100, 128, 129)] == [112, 128, 160]
 
 

@@ -114,7 +114,7 @@ def test_each_shape_has_its_graph_and_their_steps_may_alternate() -> None:
     rng = random.Random(5)
     large = [
         reference.batch_of([reference.random_task(features, rows, 12, rng)] * 9, features)
-        for rows in (9, 16)
+        for rows in (15, 16)
     ]
     shapes = [shape_of(learner.arrange(batch)) for batch in (*small, *large)]
     assert shapes[0] == shapes[1] != shapes[2] == shapes[3]
@@ -222,8 +222,8 @@ def test_a_step_that_cannot_be_captured_ends_the_run_with_one_line() -> None:
     with pytest.raises(GMetaError) as told:
         step(learner, second)
     assert str(told.value) == (
-        'run.cuda_graphs = "auto", but CUDA cannot capture the step: operation not permitted when '
-        'stream is capturing. Set it to "off"'
+        "CUDA cannot capture the step as a graph: operation not permitted when stream is "
+        'capturing. Set run.cuda_graphs = "off" and --resume'
     )
 
 

@@ -3,7 +3,7 @@ on two.
 """
 
 import random
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def test_on_a_cpu_shapes_are_as_asked_and_steps_eager_and_the_log_says_why(
     buckets: str, expected: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     learner = build_learner(FEATURES, MODEL, ALGORITHMS["maml"], "bce")
-    config = TrainConfig(run=RunConfig(shape_buckets=buckets, cuda_graphs="auto"))
+    config = TrainConfig(run=RunConfig(shape_buckets=buckets, cuda_graphs="on"))
     _choose_shapes(learner, config, torch.device("cpu"), rank=0)
     assert (learner.in_buckets, learner._graphs) == (expected, None)
     assert caplog.messages == [
@@ -99,10 +99,15 @@ def test_on_a_cpu_shapes_are_as_asked_and_steps_eager_and_the_log_says_why(
     ]
 
 
-def test_steps_are_eager_and_nothing_is_told_unless_graphs_are_asked_for(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("device", "graphs", "expected"),
+    [("cuda", "auto", True), ("cuda", "off", False), ("cpu", "auto", False)],
+)
+def test_steps_are_graphs_where_they_can_be_and_nothing_is_told_unless_asked_for(
+    device: str, graphs: Literal["auto", "off"], expected: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     learner = build_learner(FEATURES, MODEL, ALGORITHMS["maml"], "bce")
-    _choose_shapes(learner, TrainConfig(), torch.device("cuda"), rank=0)
-    assert (learner.in_buckets, learner._graphs) == (True, None)
+    config = TrainConfig(run=RunConfig(cuda_graphs=graphs))
+    _choose_shapes(learner, config, torch.device(device), rank=0)
+    assert (learner.in_buckets, learner._graphs is not None) == (device == "cuda", expected)
     assert caplog.messages == []

@@ -17,8 +17,8 @@ RUNS = {
     "resumed": ["run.max_steps=3", "model.name=cbml"],
     "adam": ["outer.sparse_optimizer=partial_rowwise_adam", "sharding.wire_dtype=bfloat16"],
     "torchrec": ["sharding.exchange=torchrec"],
-    "graphs": ["run.cuda_graphs=auto"],
-    "graphs of parts": ["run.cuda_graphs=auto", "outer.accumulate_steps=2", "outer.clip_norm=0.1"],
+    "graphs": ["run.cuda_graphs=on"],
+    "graphs of parts": ["run.cuda_graphs=on", "outer.accumulate_steps=2", "outer.clip_norm=0.1"],
 }
 # The second step of an epoch has one task: rank 1 has none. The second epoch's are graphs.
 UNEVEN = {
@@ -26,7 +26,7 @@ UNEVEN = {
         "data.tasks_per_step=199",
         "run.epochs=2",
         "run.valid_every_steps=0",
-        "run.cuda_graphs=auto",
+        "run.cuda_graphs=on",
     ]
 }
 

@@ -42,6 +42,7 @@ epochs = 1
 log_every_steps = 1
 valid_every_steps = 3
 checkpoint_every_steps = 2
+cuda_graphs = "off"
 """
 
 PATIENCE = timedelta(seconds=60)  # of ranks that wait for each other
