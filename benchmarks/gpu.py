@@ -4,7 +4,8 @@
             GPU that only pretends (--device pretend): tensors that say cuda:0 and hold their values
             on the CPU. Beside them the floors that they set, at stated speeds, and how few shapes
             the batches of a ragged run have
-  check     loss and gradients of every model, algorithm and loop against the CPU's
+  check     loss and gradients of every model, algorithm and loop against the CPU's, and what
+            gmeta.load predicts
   time      a step, eager and as a CUDA graph, by tasks, shape, inner steps, rectangles and
             precision; MAML of one step by torch.func's vmap, and by JAX's where it is installed.
             Beside each, on a GPU, the floors of the step that is eager, at the speeds of its
@@ -23,7 +24,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from operator import itemgetter
@@ -61,11 +62,13 @@ sys.path.insert(0, str(REPOSITORY))
 from tests.pretended import device as pretended
 from tests.pretended.learner_steps import HOST, all_cases, distance, of_cpu, step_of
 from tests.pretended.process import built_guard, call_pretended, missing_for_guard
+from tests.pretended.serving import compared
 
 ROWS, HIDDEN = 10, (512, 256)
 ALGORITHMS = [("none", 1), ("fomaml", 1), ("fomaml", 3), ("maml", 1), ("maml", 3)]
 STEPS = 10  # that follow one another, of each measurement
 CLOSE = {"float32": 1e-9, "bf16": 0.1}  # of gradients to the CPU's: float64, and 8 bits
+CLOSE_SERVED = 1e-4  # of predictions in float32
 
 
 @dataclass(frozen=True)
@@ -273,7 +276,12 @@ def check(device: torch.device, quick: bool) -> dict[str, Any]:
         waiting += [case.name] if waits else []
         told = "right" if is_right else "WRONG"
         print(f"{case.name:40s} {told}  {far:.1e} off, {len(waits)} waits", flush=True)
-    return {"cases": len(cases), "wrong": wrong, "waiting": waiting}
+    served = {}
+    if device.type == "cuda":
+        served = {case: max(far) for case, far in compared(nullcontext).items()}
+        wrong += [case for case, far in served.items() if far > CLOSE_SERVED]
+        print(f"gmeta.load: {len(served)} models, {max(served.values()):.1e} off", flush=True)
+    return {"cases": len(cases), "wrong": wrong, "waiting": waiting, "served": served}
 
 
 @contextmanager
