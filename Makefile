@@ -24,6 +24,8 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Hundreds of interpreters are started: each would compile all modules again where none may be kept.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: setup
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --durations 20
 

@@ -9,7 +9,7 @@ import importlib
 import logging
 import os
 import sys
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
@@ -17,142 +17,67 @@ from gmeta import __version__
 from gmeta.commands.talking import with_options
 from gmeta.commands.telling import let_others_tell, told, told_errors, write_error
 
-
-class Place(NamedTuple):
-    """Where a subcommand is, and its line in `gmeta --help`: its own help's first sentence."""
-
-    module: str
-    attribute: str
-    line: str
-
-
-# Loaded when it is asked for: the data-shard service must start without torch, and nobody waits
-# seconds for the help of `prepare`.
+# Each with its line in `gmeta --help`: its own help's first sentence. A module is loaded when it is
+# asked for: the data-shard service must start without torch, and nobody waits seconds for the help
+# of `prepare`.
 COMMANDS = {
-    "init": Place(
-        "gmeta.commands.init",
-        "init",
-        "Write a first schema and config, with comments, from looking at a log's first rows.",
+    "init": "Write a first schema and config, with comments, from looking at a log's first rows.",
+    "prepare": "Turn raw tables into a dataset of tasks, each with a support and a query set.",
+    "inspect": (
+        "Show what a dataset holds: tasks, rows, support and query sizes, ids in use and "
+        "their skew."
     ),
-    "prepare": Place(
-        "gmeta.commands.prepare",
-        "prepare",
-        "Turn raw tables into a dataset of tasks, each with a support and a query set.",
+    "train": "Train a model; on several ranks with --nproc-per-node, or under torchrun.",
+    "plan": (
+        "Show where training would put tables on GPUs that are not here, and what a step "
+        "would cost."
     ),
-    "inspect": Place(
-        "gmeta.commands.inspect",
-        "inspect",
-        "Show what a dataset holds: tasks, rows, support and query sizes, ids in use and their "
-        "skew.",
+    "tune": "Choose settings by short runs that are scored on the validation split.",
+    "config": (
+        "Show a config with every key resolved, as TOML to copy; without one, list every key."
     ),
-    "train": Place(
-        "gmeta.commands.train",
-        "train",
-        "Train a model; on several ranks with --nproc-per-node, or under torchrun.",
+    "runs": (
+        "List runs with how far they came and their best validation; compare some that are named."
     ),
-    "plan": Place(
-        "gmeta.commands.plan",
-        "plan",
-        "Show where training would put tables on GPUs that are not here, and what a step would "
-        "cost.",
+    "evaluate": (
+        "Adapt to every unseen task's support set and score its query set, before and after."
     ),
-    "tune": Place(
-        "gmeta.commands.tune",
-        "tune",
-        "Choose settings by short runs that are scored on the validation split.",
+    "export": "Make a trained run one folder that adapts and predicts alone: gmeta.load(OUT).",
+    "adapt": (
+        "Adapt to every task of SUPPORT, and write each task's state, which model.task(STATE)"
+        " reads."
     ),
-    "config": Place(
-        "gmeta.commands.config",
-        "config",
-        "Show a config with every key resolved, as TOML to copy; without one, list every key.",
+    "predict": "Adapt to every task of QUERY by its rows in SUPPORT, and predict its rows.",
+    "judge": (
+        "Compare a run with the model that a channel serves, on tasks that neither was trained on."
     ),
-    "runs": Place(
-        "gmeta.commands.runs",
-        "runs",
-        "List runs with how far they came and their best validation; compare some that are named.",
+    "score": "Score an exported model on a prepared dataset, as it would answer if it was served.",
+    "promote": "Make a run's model, or an export, the one that a channel serves.",
+    "rollback": "Let a channel serve an earlier version again.",
+    "publish": "Copy a channel, or a stream, to a URL, from where other machines follow it.",
+    "follow": (
+        "Turn closed partitions of a log into increments, train on each, judge it and promote it."
     ),
-    "evaluate": Place(
-        "gmeta.commands.evaluate",
-        "evaluate",
-        "Adapt to every unseen task's support set and score its query set, before and after.",
+    "serve": (
+        "Answer the Open Inference Protocol with an exported model that adapts to each "
+        "request's task."
     ),
-    "export": Place(
-        "gmeta.commands.export",
-        "export",
-        "Make a trained run one folder that adapts and predicts alone: gmeta.load(OUT).",
+    "completion": "Print what lets a shell complete commands, flags and config keys.",
+    "shard-service": (
+        "Hand out the shards of a job's data to its workers, each exactly once an epoch."
     ),
-    "adapt": Place(
-        "gmeta.commands.adapt",
-        "adapt",
-        "Adapt to every task of SUPPORT, and write each task's state, which model.task(STATE) "
-        "reads.",
+    "shards": "Look into and operate a running data-shard service; audit checkpoints offline.",
+    "antdt-sim": (
+        "Show how long a job takes with each way of dealing with stragglers, in simulated time."
     ),
-    "predict": Place(
-        "gmeta.commands.export",
-        "predict",
-        "Adapt to every task of QUERY by its rows in SUPPORT, and predict its rows.",
+    "antdt-replay": (
+        "Decide once more from the logged inputs, and say where it comes out differently."
     ),
-    "judge": Place(
-        "gmeta.commands.delivery",
-        "judge",
-        "Compare a run with the model that a channel serves, on tasks that neither was trained on.",
-    ),
-    "score": Place(
-        "gmeta.commands.score",
-        "score",
-        "Score an exported model on a prepared dataset, as it would answer if it was served.",
-    ),
-    "promote": Place(
-        "gmeta.commands.delivery",
-        "promote",
-        "Make a run's model, or an export, the one that a channel serves.",
-    ),
-    "rollback": Place(
-        "gmeta.commands.delivery",
-        "rollback",
-        "Let a channel serve an earlier version again.",
-    ),
-    "publish": Place(
-        "gmeta.commands.delivery",
-        "publish",
-        "Copy a channel, or a stream, to a URL, from where other machines follow it.",
-    ),
-    "follow": Place(
-        "gmeta.commands.follow",
-        "follow",
-        "Turn closed partitions of a log into increments, train on each, judge it and promote it.",
-    ),
-    "serve": Place(
-        "gmeta.commands.serve",
-        "serve",
-        "Answer the Open Inference Protocol with an exported model that adapts to each request's "
-        "task.",
-    ),
-    "completion": Place(
-        "gmeta.commands.completion",
-        "completion",
-        "Print what lets a shell complete commands, flags and config keys.",
-    ),
-    "shard-service": Place(
-        "gmeta.commands.shard_service",
-        "shard_service",
-        "Hand out the shards of a job's data to its workers, each exactly once an epoch.",
-    ),
-    "shards": Place(
-        "gmeta.commands.shards",
-        "shards",
-        "Look into and operate a running data-shard service; audit checkpoints offline.",
-    ),
-    "antdt-sim": Place(
-        "gmeta.commands.antdt_sim",
-        "antdt_sim",
-        "Show how long a job takes with each way of dealing with stragglers, in simulated time.",
-    ),
-    "antdt-replay": Place(
-        "gmeta.commands.antdt_replay",
-        "antdt_replay",
-        "Decide once more from the logged inputs, and say where it comes out differently.",
-    ),
+}
+# Where a command's module in gmeta.commands has another name than the command.
+MODULES = {
+    "predict": "export",
+    **dict.fromkeys(("judge", "promote", "rollback", "publish"), "delivery"),
 }
 # What other tools call these.
 ELSEWHERE = {"sweep": "tune", "fit": "train", "publish": "promote"}
@@ -163,8 +88,9 @@ def load_command(name: str) -> Any:
 
     Any stands for click's types: some versions of typer bring a click of their own.
     """
-    module, attribute, _ = COMMANDS[name]
-    found: Any = getattr(importlib.import_module(module), attribute)
+    attribute = name.replace("-", "_")
+    module = importlib.import_module(f"gmeta.commands.{MODULES.get(name, attribute)}")
+    found: Any = getattr(module, attribute)
     if isinstance(found, typer.Typer):
         command = typer.main.get_command(found)
         command.name = name
@@ -207,7 +133,7 @@ class _Subcommands(typer.core.TyperGroup):
             meant = ELSEWHERE.get(near[0], near[0]) if near else ""
             hint = f"did you mean {meant!r}?" if near else "`gmeta --help` lists all commands"
             ctx.fail(f"no such command {cmd_name!r}: {hint}")
-        return _Unloaded(cmd_name, help=COMMANDS[cmd_name].line, rich_markup_mode="rich")
+        return _Unloaded(cmd_name, help=COMMANDS[cmd_name], rich_markup_mode="rich")
 
 
 app = typer.Typer(

@@ -128,9 +128,9 @@ def _become(task: Task, sign: Connection) -> None:
         (task.folder / f"rank-{task.env['RANK']}").write_text(str(os.getpid()))
     sign.send(None)
     sign.close()
-    if not task.anew:  # what the fork server has imported is then another code
+    if "tests" not in task.anew:  # else what the fork server has imported is another code
         _fork_ranks_too(task)
-    else:
+    if task.anew:
         sys.path[:0] = [str(Path(str(task.cwd), root)) for root in SOURCE_ROOTS]
         for name in [name for name in sys.modules if name.partition(".")[0] in task.anew]:
             del sys.modules[name]

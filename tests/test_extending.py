@@ -112,7 +112,8 @@ def test_the_new_algorithm_equals_a_loop_and_gets_the_fused_one(site: Path, tmp_
         "    learner = build_learner(reference.some_features(2, 1, 1), MELU, BOIL, 'bce')\n"
         "    assert isinstance(learner._fused_loop, FusedLoop)\n"
     )
-    told = run(tmp_path, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", path=site)
+    written = tmp_path / "test_boil.py"
+    told = forked("pytest", "-p", "no:cacheprovider", "--rootdir", tmp_path, written, at=site)
     assert "2 passed" in told
 
 

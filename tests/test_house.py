@@ -229,7 +229,7 @@ def test_the_schema_in_the_format_page_is_one_that_prepare_takes() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_says_the_same_of_itself_in_the_list_and_in_its_help(name: str) -> None:
     first = inspect.cleandoc(load_command(name).help).split("\n\n")[0]
-    assert COMMANDS[name].line == " ".join(first.split())
+    assert COMMANDS[name] == " ".join(first.split())
 
 
 @pytest.mark.parametrize("name", COMMANDS)

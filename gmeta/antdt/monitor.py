@@ -125,11 +125,6 @@ class Monitor:
         if worker.newest is None or report.tasks_done >= worker.newest.tasks_done:
             worker.newest = report
 
-    def forget(self, worker_id: str) -> None:
-        """Drop a worker that left: its past must not weigh on others."""
-        self._workers.pop(worker_id, None)
-        self.health.pop(worker_id, None)
-
     def close_window(self, now_s: float) -> bool:
         """Judge every worker if the window is over or cut short; return False while it is
         neither."""

@@ -122,11 +122,6 @@ class Graphs:
         loss: Tensor = _Replayed.apply(self, graph, _tensors_of(episodes), rows_UD, *graph.layers)
         return loss
 
-    @property
-    def num_graphs(self) -> int:
-        """Count the shapes that have one."""
-        return len(self._graphs)
-
     def _has_room(self) -> bool:
         if len(self._graphs) < MOST_GRAPHS:
             return True

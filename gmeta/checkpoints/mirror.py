@@ -124,10 +124,10 @@ class Mirror:
         return final.name
 
     def _put(self, checkpoint: Path) -> None:
-        step = step_of(checkpoint)
+        newest = {copy.step: copy for copy in self._copies()}
         # What is there of this step stays until the new files are: it may be all there is.
-        attempts = [copy.attempt for copy in self._copies() if copy.step == step]
-        name = f"{checkpoint.name}.{attempts[-1] + 1}" if attempts else checkpoint.name
+        before = newest.get(step_of(checkpoint))
+        name = f"{checkpoint.name}.{before.attempt + 1}" if before else checkpoint.name
         there = f"{self._root}/checkpoints/{name}"
         remove_folder(self._fs, there, PROGRESS_FILE)  # half of one, from an upload that broke off
         put_folder(self._fs, checkpoint, there, PROGRESS_FILE)
@@ -135,8 +135,8 @@ class Mirror:
             if (self._folder.root / described).exists():
                 put_file(self._fs, self._folder.root / described, f"{self._root}/{described}")
         kept = {path.name for path in list_checkpoints(self._folder.checkpoints)}
-        newest = {copy.step: copy.folder for copy in self._copies()}
-        staying = {folder for folder in newest.values() if _step_folder(folder) in kept}
+        older = {copy.folder for copy in newest.values() if copy is not before}
+        staying = {folder for folder in (*older, name) if _step_folder(folder) in kept}
         for path in self._fs.ls(f"{self._root}/checkpoints", detail=False):
             folder = str(path).rstrip("/").rpartition("/")[2]
             # Complete or not: an upload or a removal that broke off left the rest.

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gmeta.antdt.access.address import split_address
-from gmeta.antdt.access.credentials import ServerTls, is_loopback
+from gmeta.antdt.access.credentials import is_loopback
+from gmeta.antdt.access.protection import Protection
 from gmeta.commands.screen import screen
 from gmeta.commands.service_options import TlsCert, TlsClientCa, TlsKey, TokenFolder
 from gmeta.errors import GMetaError, UserError
@@ -52,9 +53,11 @@ def follow(
     was. A candidate that the judge refuses leaves the champion, which the next is trained on from.
     """
     settings = load_follow_config(config)
-    tls = ServerTls.of(tls_cert, tls_key, tls_client_ca)
-    _check_listen(listen, tls is not None and bool(tls_client_ca or tokens))
-    from gmeta.antdt.access.auth import Tokens
+    protected = Protection(
+        tls_cert=tls_cert, tls_key=tls_key, tls_client_ca=tls_client_ca, tokens=tokens
+    )
+    tls, proofs = protected.opened()
+    _check_listen(listen, protected.secured)
     from gmeta.loop.live import LivePage
     from gmeta.loop.loop import Loop
     from gmeta.loop.metrics import LoopMetrics
@@ -67,7 +70,6 @@ def follow(
     measured, ended = LoopMetrics(loop), threading.Event()
     live = None
     if listen:
-        proofs = Tokens(tokens) if tokens else None
         live = LivePage(loop, measured, listen, tls, proofs)
     if not once:
         signal.signal(signal.SIGTERM, lambda *_: ended.set())

@@ -48,7 +48,8 @@ def init(
         write_whole(path, text.encode())
     console = screen()
     (used_task,), (used_label,) = found.of("task"), found.of("label")
-    features = [c.name for role in ("single", "multi", "dense", "vector") for c in found.of(role)]  # type: ignore[arg-type]
+    inputs_of: tuple[Role, ...] = ("single", "multi", "dense", "vector")
+    features = [column.name for role in inputs_of for column in found.of(role)]
     console.print(
         f"task {used_task.name}, label {used_label.name}, {len(features)} inputs: "
         f"{', '.join(features)}"

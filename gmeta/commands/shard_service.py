@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from gmeta.antdt.access.address import DEFAULT_ADDRESS
+from gmeta.antdt.access.protection import NOTHING
 from gmeta.antdt.log import configure_logging
 from gmeta.antdt.service.server import (
-    NOTHING,
     ServiceConfig,
     ServiceStartError,
     serve_until_signal,
@@ -86,13 +86,13 @@ def shard_service(
         job,
         lease_ttl,
         metrics_listen,
-        tls_cert,
-        tls_key,
-        tls_client_ca,
-        tokens,
         ends_with_stdin,
         load_straggler_config(antdt_config),
         decisions,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_client_ca=tls_client_ca,
+        tokens=tokens,
     )
     if insecure and config.protection != NOTHING:
         raise ServiceStartError(

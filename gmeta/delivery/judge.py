@@ -220,7 +220,10 @@ def _is_nearer(calibration: Measure, label_N: Any, prediction_N: Any, task_N: An
 def _joined(predicted: list[Predicted]) -> tuple[Any, Any, Any]:
     """Return label_N, prediction_N and task_N of all windows; a task of several is one."""
     names = ("label_N", "prediction_N", "task_N")
-    return tuple(np.concatenate([getattr(one, name) for one in predicted]) for name in names)  # type: ignore[return-value]
+    label_N, prediction_N, task_N = (
+        np.concatenate([getattr(one, name) for one in predicted]) for name in names
+    )
+    return label_N, prediction_N, task_N
 
 
 def _finite(predicted: list[Predicted]) -> bool:

@@ -71,25 +71,9 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class SupportBin:
-    """Episodes with min_rows to max_rows support rows; `results` holds the headline metric."""
-
-    min_rows: int
-    max_rows: int
-    num_tasks: int
-    num_rows: int
-    results: tuple[Result, ...]
-
-    @property
-    def label(self) -> str:
-        """Return `13`, or `13 to 20` with a dash."""
-        return _range(self.min_rows, self.max_rows)
-
-
-@dataclass(frozen=True)
-class ActivityBin:
-    """Tasks with min_rows to max_rows stored rows, support and query together; `results` holds the
-    headline metric."""
+class RowsBin:
+    """Tasks with min_rows to max_rows rows, of the support or all that are stored; `results` holds
+    the headline metric."""
 
     min_rows: int
     max_rows: int
@@ -154,9 +138,9 @@ class Group:
     max_support_rows: int
     results: tuple[Result, ...]
     comparisons: tuple[Comparison, ...]
-    by_support_rows: tuple[SupportBin, ...]
+    by_support_rows: tuple[RowsBin, ...]
     calibration: tuple[Calibration, ...]
-    by_activity: tuple[ActivityBin, ...] = ()
+    by_activity: tuple[RowsBin, ...] = ()
     by_support_limit: tuple[SupportLimit, ...] = ()
     by_draw: tuple[DrawValues, ...] = ()
 

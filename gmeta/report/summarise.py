@@ -14,7 +14,6 @@ from gmeta.report.evaluation import (
     PLAIN_ALGORITHM,
     SCHEMA,
     STAGES,
-    ActivityBin,
     Calibration,
     CalibrationBin,
     Comparison,
@@ -25,9 +24,9 @@ from gmeta.report.evaluation import (
     IntervalMethod,
     LabelEvaluation,
     Result,
+    RowsBin,
     RunFacts,
     Stage,
-    SupportBin,
     SupportLimit,
     YardstickFacts,
     hide_secrets,
@@ -224,15 +223,15 @@ class _Group:
             differences[name] = Difference(*UNKNOWN, why) if why else difference(own, other, info)
         return Comparison(run, stage, minus_run, minus_stage, differences)
 
-    def _support_bins(self, support_E: Ints) -> list[SupportBin]:
+    def _support_bins(self, support_E: Ints) -> list[RowsBin]:
         bins = []
         for low, high in support_bin_bounds(support_E):
             tasks, rows, results = self._headlines(partial(_with_support, low, high))
             if tasks:
-                bins.append(SupportBin(low, high, tasks, rows, results))
+                bins.append(RowsBin(low, high, tasks, rows, results))
         return bins
 
-    def _activity_bins(self) -> list[ActivityBin]:
+    def _activity_bins(self) -> list[RowsBin]:
         """Return the tasks by how many rows they have stored; no bin where the runs do not tell."""
         if not self._task_rows:
             return []
@@ -241,7 +240,7 @@ class _Group:
         for low, high in support_bin_bounds(rows_T):
             within_T = tasks_T[_between(rows_T, low, high)]
             tasks, rows, results = self._headlines(partial(_of_tasks, within_T))
-            bins.append(ActivityBin(low, high, tasks, rows, results))
+            bins.append(RowsBin(low, high, tasks, rows, results))
         return bins
 
     def _headlines(

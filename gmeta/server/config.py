@@ -5,6 +5,7 @@ from pathlib import Path
 
 from gmeta.antdt.access.address import split_address
 from gmeta.antdt.access.credentials import is_loopback
+from gmeta.antdt.access.protection import NOTHING, Protection
 from gmeta.errors import UserError
 from gmeta.server.limits import BatchLimits, RequestLimits
 
@@ -12,7 +13,7 @@ DEFAULT_ADDRESS = "127.0.0.1:8080"
 
 
 @dataclass(frozen=True)
-class ServeConfig:
+class ServeConfig(Protection):
     """Everything that a worker process needs to know; it travels to it as a pickle."""
 
     folder: Path | str  # an export or a channel; text is the URL of a channel
@@ -31,29 +32,9 @@ class ServeConfig:
     drain_delay_s: float = 0.0  # not ready, and still answering
     verify: bool = True
     access_log: bool = True
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = None
-    tokens: Path | None = None
     insecure: bool = False
     behind_proxy: bool = False
     shared_file: Path | None = None  # of the support rows that all workers share
-
-    @property
-    def secured(self) -> bool:
-        """Return whether the wire is encrypted and every caller must prove who they are."""
-        return self.tls_cert is not None and bool(self.tls_client_ca or self.tokens)
-
-    @property
-    def protection(self) -> str:
-        """Return the options given that protect the server, as on the command line."""
-        given = {
-            "--tls-cert": self.tls_cert,
-            "--tls-key": self.tls_key,
-            "--tls-client-ca": self.tls_client_ca,
-            "--tokens": self.tokens,
-        }
-        return " ".join(f"{name} {path}" for name, path in given.items() if path) or "nothing"
 
     @property
     def addresses(self) -> dict[str, str]:
@@ -73,7 +54,7 @@ class ServeConfig:
                     )
         if self.insecure and self.behind_proxy:
             raise UserError("--insecure and --behind-proxy exclude each other. Pass one of them")
-        if (self.insecure or self.behind_proxy) and self.protection != "nothing":
+        if (self.insecure or self.behind_proxy) and self.protection != NOTHING:
             option = "--insecure" if self.insecure else "--behind-proxy"
             raise UserError(
                 f"{option} was given beside {self.protection}; a server is the one or the other. "
@@ -83,7 +64,7 @@ class ServeConfig:
             return
         if not self.insecure:
             alone = self.protection
-            alone = "nothing protects" if alone == "nothing" else f"{alone} alone does not protect"
+            alone = "nothing protects" if alone == NOTHING else f"{alone} alone does not protect"
             raise UserError(
                 f"{alone} this server: pass --insecure to answer callers of this machine; or "
                 "--tls-cert, --tls-key and one of --tokens and --tls-client-ca; or --behind-proxy "

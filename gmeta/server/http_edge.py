@@ -95,22 +95,10 @@ def http_server(
     )
     config.load()
     if tls is not None:
-        config.ssl = tls_context(tls)
+        config.ssl = tls.context()
     # uvicorn logs every request that is no HTTP; ours are the log's words.
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
     return HttpServer(config)
-
-
-def tls_context(tls: ServerTls) -> ssl.SSLContext:
-    """Return TLS with the files as they are now; a client may, but need not, show a certificate."""
-    tls.check()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_cert_chain(tls.cert, tls.key)
-    if tls.client_ca is not None:
-        context.load_verify_locations(tls.client_ca)
-        context.verify_mode = ssl.CERT_OPTIONAL  # what a caller must show depends on what it asks
-    return context
 
 
 async def rotate(context: ssl.SSLContext, tls: ServerTls, every_s: float = 1.0) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from typing import final
+from typing import Any, final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, values
 from prometheus_client.exposition import choose_encoder
@@ -77,9 +77,8 @@ class ServerMetrics:
         )
         self._told: tuple[str, str] | None = None
 
-    def _gauge(self, name: str, text: str, mode: str) -> Gauge:
-        found = Gauge(f"gmeta_serve_{name}", text, registry=self.registry, multiprocess_mode=mode)  # type: ignore[arg-type]
-        return found
+    def _gauge(self, name: str, text: str, mode: Any) -> Gauge:
+        return Gauge(f"gmeta_serve_{name}", text, registry=self.registry, multiprocess_mode=mode)
 
     def stage(self, stage: str, seconds: float) -> None:
         """Count the seconds of one stage."""

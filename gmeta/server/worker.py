@@ -13,7 +13,6 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from gmeta.antdt.access.address import AddressError, split_address
-from gmeta.antdt.access.auth import Tokens
 from gmeta.antdt.access.credentials import ServerTls, server_credentials
 from gmeta.antdt.log import event
 from gmeta.server.access import Access
@@ -49,8 +48,7 @@ def run_worker(config: ServeConfig, tell: Callable[[], None]) -> None:
 
 async def _serve(config: ServeConfig, tell: Callable[[], None]) -> None:
     count_together()
-    tls = ServerTls.of(config.tls_cert, config.tls_key, config.tls_client_ca)
-    tokens = Tokens(config.tokens) if config.tokens else None
+    tls, tokens = config.opened()
     certificates = tls is not None and tls.client_ca is not None
     # The addresses first: one that is taken must end the start before a large model is read.
     sockets = [listening_socket("--listen", config.listen, config.workers > 1)]

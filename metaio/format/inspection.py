@@ -57,7 +57,6 @@ class SplitSummary:
     support_T: Int64
     query_T: Int64
     label_mean: float
-    label_range: tuple[float, float]
     tables: tuple[TableUse, ...]
 
     @property
@@ -105,7 +104,7 @@ def _summarise_split(dataset: Dataset, name: str, done: Callable[[], None]) -> S
         [np.zeros(0, np.int64)],
         [np.zeros(0, np.int64)],
     )
-    label_sum, low, high, num_known = 0.0, np.inf, -np.inf, 0
+    label_sum, num_known = 0.0, 0
     for block in _blocks(dataset, name, done):
         tasks.append(block.task_T)
         support.append(block.support_lengths_T)
@@ -115,8 +114,6 @@ def _summarise_split(dataset: Dataset, name: str, done: Callable[[], None]) -> S
         label_N = label_N[~np.isnan(label_N)]
         num_known += len(label_N)
         label_sum += float(label_N.sum(dtype=np.float64))
-        low = min(low, float(label_N.min(initial=np.inf)))
-        high = max(high, float(label_N.max(initial=-np.inf)))
         # Positions are counted per block and carried to the ids once, not id by id.
         counts_U = np.bincount(block.positions_NF.ravel(), minlength=len(block.unique_ids_U))
         counts_U += np.bincount(block.multi_positions_V, minlength=len(block.unique_ids_U))
@@ -130,7 +127,6 @@ def _summarise_split(dataset: Dataset, name: str, done: Callable[[], None]) -> S
         support_T=np.concatenate(support),
         query_T=np.concatenate(query),
         label_mean=label_sum / num_known if num_known else 0.0,
-        label_range=(low, high) if num_known else (0.0, 0.0),
         tables=tuple(
             TableUse(t.name, t.num_rows, used_R) for t, used_R in zip(tables, uses, strict=True)
         ),

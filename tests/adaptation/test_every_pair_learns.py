@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.learner import MetaLearner
 from gmeta_models import MODELS, ModelConfig
-from metaio.format.features import Features
+from metaio.read.batch import TaskBatch
 from tests import reference
 
 Draw = Callable[[random.Random], list[reference.Task]]
@@ -48,17 +49,20 @@ def planted_items(rng: random.Random) -> list[reference.Task]:
     return tasks
 
 
-def query_loss(
-    learner: MetaLearner, tables: dict[str, Tensor], features: Features, seed: int, drawn: Draw
-) -> float:
+@cache  # every pair learns from the same ones
+def batch_of(drawn: Draw, seed: int) -> TaskBatch:
+    return reference.batch_of(drawn(random.Random(seed)), FEATURES)
+
+
+def query_loss(learner: MetaLearner, tables: dict[str, Tensor], drawn: Draw) -> float:
     """After adaptation, of tasks that training never saw."""
-    batch = reference.batch_of(drawn(random.Random(seed)), features)
+    batch = batch_of(drawn, 10_000)
     shown = learner.predict(rows_of(batch, tables), learner.arrange_to_predict(batch))
     loss = torch.nn.functional.binary_cross_entropy_with_logits(shown.after_N, shown.label_N)
     return loss.item()
 
 
-def rows_of(batch: reference.TaskBatch, tables: dict[str, Tensor]) -> Tensor:
+def rows_of(batch: TaskBatch, tables: dict[str, Tensor]) -> Tensor:
     ids = batch.unique_ids_U.split(batch.unique_lengths_B.tolist())
     return torch.cat([table[mine] for table, mine in zip(tables.values(), ids, strict=True)])
 
@@ -108,13 +112,13 @@ def test_the_query_loss_of_unseen_tasks_falls(name: str, model: str) -> None:
     if name == "reptile":
         # Its gradient is as long as its inner steps: the paper's outer rates are near 1.
         outer = torch.optim.SGD(parameters, lr=1.0)
-    before = query_loss(learner, tables, FEATURES, 10_000, drawn)
+    before = query_loss(learner, tables, drawn)
     for step in range(steps):
-        batch = reference.batch_of(drawn(random.Random(step)), FEATURES)
+        batch = batch_of(drawn, step)
         episodes = learner.arrange(batch)
         loss = learner(rows_of(batch, tables), episodes, weight=1 / episodes.num_terms)
         outer.zero_grad()
         loss.backward()
         outer.step()
-    after = query_loss(learner, tables, FEATURES, 10_000, drawn)
+    after = query_loss(learner, tables, drawn)
     assert after < share * before

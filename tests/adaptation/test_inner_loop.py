@@ -1,7 +1,6 @@
 """Every algorithm, all tasks at once, against a loop over tasks with explicit weights; float64."""
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,35 +19,10 @@ from gmeta.learner import MetaLearner
 from gmeta_models import InputSizes, ModelConfig, RowInputs, build_model
 from metaio.read.batch import TaskBatch
 from tests import reference
-from tests.adaptation.agreement import assert_equals_loop
+from tests.adaptation.agreement import HEADS, assert_equals_loop
 
 # Those that the loop knows; a test of its own holds any other to one of these.
 ALGORITHMS = ("maml", "fomaml", "anil", "reptile", "metasgd", "none")
-# What ANIL adapts in models of two hidden layers.
-HEADS = {
-    "dlrm": "top.4",
-    **dict.fromkeys(("melu", "cbml", "din"), "decision.4"),
-    **dict.fromkeys(("deepfm", "dcnv2"), "deep.4"),
-    **dict.fromkeys(("mmoe", "ple"), "towers.0.4"),
-}
-
-
-def compare(
-    sizes: list[tuple[int, int]],
-    columns: tuple[int, int, int],
-    model: ModelConfig,
-    algorithm: AlgorithmConfig,
-    loss: str,
-    seed: int,
-    shared_table: bool = False,
-) -> None:
-    """The fast path equals the loop, for which ANIL is MAML of the head."""
-    slow = algorithm
-    if algorithm.name == "anil":
-        is_parallel = model.name == "dcnv2" and model.structure == "parallel"
-        head = "output" if is_parallel else HEADS[model.name]
-        slow = replace(algorithm, adapt_layers=(head,), adapt_embeddings=False)
-    assert_equals_loop(sizes, columns, model, algorithm, slow, loss, seed, shared_table)
 
 
 @settings(max_examples=250, deadline=None, derandomize=True)
@@ -120,7 +94,7 @@ def test_any_shape_gives_the_loss_and_gradients_of_the_loop(
         learned_rates=rates,
         bias_rate=1.0 if name == "reptile" else bias_rate,
     )
-    compare(sizes, columns, config, algorithm, loss, seed, shared_table)
+    assert_equals_loop(sizes, columns, config, algorithm, loss, seed, shared_table)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -129,7 +103,9 @@ def test_tasks_may_lack_support_or_query_rows(name: str, sizes: list[tuple[int, 
     if name == "reptile" and not any(support for support, _ in sizes):
         pytest.skip("no support row: Reptile has no term at all")
     config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5, 3), bottom=(3,))
-    compare(sizes, (2, 1, 2), config, AlgorithmConfig(name=name, inner_steps=2), "bce", seed=2)
+    assert_equals_loop(
+        sizes, (2, 1, 2), config, AlgorithmConfig(name=name, inner_steps=2), "bce", seed=2
+    )
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -154,7 +130,7 @@ def test_a_rank_with_nothing_to_learn_from_still_reaches_every_parameter(
 def test_only_the_named_layers_adapt(name: str, patterns: tuple[str, ...]) -> None:
     algorithm = AlgorithmConfig(name=name, inner_steps=2, adapt_layers=patterns)
     config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5,), bottom=(3,))
-    compare([(3, 2), (1, 4)], (2, 1, 2), config, algorithm, "bce", seed=1)
+    assert_equals_loop([(3, 2), (1, 4)], (2, 1, 2), config, algorithm, "bce", seed=1)
 
 
 def test_support_rows_of_doubt_shrink_the_inner_step() -> None:
@@ -265,7 +241,7 @@ def test_each_layer_may_have_a_path_of_its_own(
         layer_paths=tuple(entries),
         adapt_embeddings=embeddings,
     )
-    compare([(3, 2), (0, 1), (1, 4)], (2, 1, 1), config, algorithm, "bce", seed=3)
+    assert_equals_loop([(3, 2), (0, 1), (1, 4)], (2, 1, 1), config, algorithm, "bce", seed=3)
 
 
 def test_layers_are_held_as_their_paths_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +258,7 @@ def test_layers_are_held_as_their_paths_say(monkeypatch: pytest.MonkeyPatch) -> 
     config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5, 3))
     paths = ("*=low_rank", "top.2=materialised")
     algorithm = AlgorithmConfig(name="maml", layer_paths=paths)
-    compare([(3, 2), (2, 4)], (2, 0, 0), config, algorithm, "bce", seed=0)
+    assert_equals_loop([(3, 2), (2, 4)], (2, 0, 0), config, algorithm, "bce", seed=0)
     assert set(held) == {("LowRankChange", 5), ("MaterialisedChange", 3), ("LowRankChange", 1)}
 
 

@@ -31,9 +31,7 @@ def test_a_step_equals_the_loop_that_sees_them_as_dense_columns(
 ) -> None:
     algorithm = AlgorithmConfig(name, inner_steps=2, adapt_embeddings=num_dense == 0)
     columns = (2, 2, num_dense)
-    assert_equals_loop(
-        SIZES, columns, MODELS[model], algorithm, algorithm, "mse", support_features=SUPPORT
-    )
+    assert_equals_loop(SIZES, columns, MODELS[model], algorithm, "mse", support_features=SUPPORT)
 
 
 @pytest.mark.parametrize("name", ["maml", "none"])
@@ -41,9 +39,7 @@ def test_a_step_equals_the_loop_that_sees_them_as_dense_columns(
 def test_the_bend_of_hubers_loss_is_that_of_both_loops(name: str, huber_delta: float) -> None:
     algorithm = AlgorithmConfig(name, inner_steps=3, inner_lr=0.2, adapt_embeddings=False)
     columns = (2, 1, 1)
-    assert_equals_loop(
-        SIZES, columns, MODELS["melu"], algorithm, algorithm, "huber", huber_delta=huber_delta
-    )
+    assert_equals_loop(SIZES, columns, MODELS["melu"], algorithm, "huber", huber_delta=huber_delta)
 
 
 @pytest.mark.parametrize("name", [*ALGORITHMS, PLAIN])

@@ -293,13 +293,25 @@ def train_by_loop(
     return tables, dict(learner.named_parameters()), losses
 
 
+TRAINED_BY_LOOP: dict[str, tuple[dict[str, Tensor], Any]] = {}
+
+
+def trained_by_loop(case: str, start: dict[str, Tensor]) -> Any:
+    """What `train_by_loop` returns; once for all numbers of ranks that start from the same."""
+    known, found = TRAINED_BY_LOOP.get(case, ({}, None))
+    if known.keys() != start.keys() or not all(torch.equal(known[t], start[t]) for t in start):
+        found = train_by_loop(case, start)
+        TRAINED_BY_LOOP[case] = start, found
+    return found
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_train_the_model_of_a_plain_loop(world_size: int) -> None:
     results = on_ranks(world_size, train_on_rank, list(CASES))
     for case in CASES:
         mine = [result[case] for result in results]
-        tables, layers, losses = train_by_loop(case, whole_tables(mine, "start"))
+        tables, layers, losses = trained_by_loop(case, whole_tables(mine, "start"))
         trained = whole_tables(mine, "tables")
         for name, rows in tables.items():
             torch.testing.assert_close(trained[name].double(), rows.detach(), rtol=0, atol=1e-5)

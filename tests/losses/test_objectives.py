@@ -40,13 +40,6 @@ MODELS = {
     )
     for name in ("dlrm", "melu", "cbml", "din", "deepfm", "dcnv2", "mmoe", "ple")
 }  # fmt: skip
-HEADS = {
-    "dlrm": "top.4",
-    "deepfm": "deep.4",
-    "dcnv2": "deep.4",
-    "mmoe": "towers.*.4",
-    "ple": "towers.*.4",
-}
 
 
 class Labelled:
@@ -118,15 +111,12 @@ def compare(
     model: str, name: str, config: LabelsConfig, names: tuple[str, ...], unknown: float,
     weighted: bool, steps: int = 2, embeddings: bool = False, seed: int = 0,
 ) -> None:  # fmt: skip
-    algorithm = slow = AlgorithmConfig(
+    algorithm = AlgorithmConfig(
         name=name, inner_steps=steps, adapt_embeddings=embeddings, support_prior=0.5
     )
-    if name == "anil":
-        heads = (HEADS.get(model, "decision.4"),)
-        slow = replace(algorithm, adapt_layers=heads, adapt_embeddings=False)
     sizes, labelled = [(3, 2), (1, 4), (4, 0), (0, 2)], Labelled(names, unknown, weighted)
     assert_equals_loop(
-        sizes, (2, 1, 2), MODELS[model], algorithm, slow, seed=seed,
+        sizes, (2, 1, 2), MODELS[model], algorithm, seed=seed,
         labels=(config, labelled, slow_loss(config, names)),
     )  # fmt: skip
 

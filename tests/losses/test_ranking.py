@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from gmeta.losses.row_losses import RANKING
 from gmeta.rows.ragged import RowLayout
 from tests import reference
 from tests.adaptation.agreement import assert_equals_loop
-from tests.losses.test_objectives import HEADS, MODELS, Labelled
+from tests.losses.test_objectives import MODELS, Labelled
 
 LEVELS = (0.0, 0.5, 1.0)
 NAMES = ("click", "order", "stars")
@@ -88,14 +87,10 @@ def compare(
     model: str, algorithm: AlgorithmConfig, config: LabelsConfig, names: tuple[str, ...],
     loss: str = "bce", unknown: float = 0.3, weighted: bool = True, seed: int = 0,
 ) -> None:  # fmt: skip
-    slow = algorithm
-    if algorithm.name == "anil":
-        heads = (HEADS.get(model, "decision.4"),)
-        slow = replace(algorithm, adapt_layers=heads, adapt_embeddings=False)
     # Ragged; no query or support rows, one row, and, of one label, lists of equal labels.
     sizes = [(5, 6), (1, 4), (4, 0), (0, 2), (3, 1), (2, 2)]
     assert_equals_loop(
-        sizes, (2, 1, 2), MODELS[model], algorithm, slow, loss=loss, seed=seed,
+        sizes, (2, 1, 2), MODELS[model], algorithm, loss=loss, seed=seed,
         labels=(config, Labelled(names, unknown, weighted, LEVELS),
                 slow_row_loss(config, names, loss)),
     )  # fmt: skip

@@ -65,9 +65,14 @@ def compared(loss: Loss) -> tuple[Evaluation, str]:
 
 
 @cache
-def alone(loss: Loss) -> str:
-    """The page of a run without a baseline."""
-    return html_of(run_of(loss))
+def alone() -> str:
+    """The page of a run of ratings without a baseline."""
+    return html_of(run_of("mse"))
+
+
+def undrawn(run: EvaluatedRun) -> str:
+    """The page of a run without its pictures."""
+    return page(summarise([run]), [])
 
 
 def text_of(html: str) -> str:
@@ -125,12 +130,12 @@ def test_every_metric_of_every_stage_is_in_the_tables() -> None:
 
 
 def test_the_direction_and_unit_of_the_headline_are_stated() -> None:
-    assert "In rating points. Lower is better." in text_of(alone("mse"))
-    assert "Higher is better." in text_of(alone("bce"))
+    assert "In rating points. Lower is better." in text_of(alone())
+    assert "Higher is better." in text_of(compared("bce")[1])
 
 
 def test_without_a_baseline_the_page_compares_nothing() -> None:
-    text = text_of(alone("mse"))
+    text = text_of(alone())
     assert "MAE: does adapting help?" in text
     assert "no baseline" in text
     assert "Settings that differ" not in text
@@ -144,7 +149,7 @@ def test_settings_that_differ_are_listed_and_equal_ones_are_not() -> None:
 
 
 def test_config_and_environment_are_folded_in_the_form_of_overrides() -> None:
-    html = alone("mse")
+    html = alone()
     folded = html[html.index("Config and environment of melu-maml") :]
     assert "outer.dense_lr = 0.001\n" in folded
     assert "packages.torch = 2.13.0\n" in folded
@@ -160,12 +165,12 @@ def test_missing_pictures_are_explained() -> None:
 
 
 def test_missing_facts_are_said_to_be_missing() -> None:
-    text = text_of(html_of(replace(run_of("mse"), dataset="", evaluated_at="")))
+    text = text_of(undrawn(replace(run_of("mse"), dataset="", evaluated_at="")))
     assert text.count("not recorded") == 2
 
 
 def test_reasons_stand_where_a_number_is_missing() -> None:
-    text = text_of(html_of(run_of("mse", num_tasks=5)))
+    text = text_of(undrawn(run_of("mse", num_tasks=5)))
     assert "only 5 tasks to count: too few to resample" in text
 
 

@@ -5,7 +5,7 @@ registry.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -65,6 +65,11 @@ class TableSizes:
 def as_configured(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
     """Return the config as it stands: the preset of an algorithm that fixes nothing."""
     return config
+
+
+def without_embeddings(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
+    """Return the config with no embedding row to adapt: the preset where no step could move it."""
+    return replace(config, adapt_embeddings=False)
 
 
 def fixed_rates(plan: AdaptationPlan, tables: TableSizes) -> InnerRates:

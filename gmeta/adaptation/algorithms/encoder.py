@@ -19,10 +19,9 @@ there): gates from the encoder, the rest by gradient, as in CBML with its cluste
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gmeta.adaptation.algorithms.algorithm import Algorithm
+from gmeta.adaptation.algorithms.algorithm import Algorithm, without_embeddings
 from gmeta.adaptation.learned import LearnedParts
 from gmeta.adaptation.plan import adaptable_layers
 from gmeta_models.support_encoder import SupportEncoder
@@ -47,11 +46,6 @@ def cold_and_query_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: S
         return loss_sum
     unadapted = inner_loop.unadapted(rows, tasks.query)
     return loss_sum + inner_loop.query_loss_sum(unadapted, tasks) * share
-
-
-def without_embeddings(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
-    """Return the config with no embedding row to adapt: there is no step that would move it."""
-    return replace(config, adapt_embeddings=False)
 
 
 def support_encoder(model: nn.Module, config: AlgorithmConfig, tables: TableSizes) -> LearnedParts:

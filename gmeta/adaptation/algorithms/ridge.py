@@ -17,30 +17,7 @@ gradients as Zhou et al., "Meta-Learning with Neural Tangent Kernels", AISTATS 2
 adapt, whatever adapt_embeddings says. The gradient flows through the solution, second order.
 """
 
-from __future__ import annotations
+from gmeta.adaptation.algorithms.algorithm import Algorithm, without_embeddings
+from gmeta.adaptation.algorithms.maml import QueryLoss
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
-from gmeta.adaptation.algorithms.algorithm import Algorithm
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from gmeta.adaptation.config import AlgorithmConfig
-    from gmeta.adaptation.general_loop import GeneralLoop
-    from gmeta.rows.sides import Sides, WorkingRows
-
-
-def solved_query_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:
-    """Return the sum over the tasks of the mean query loss behind the solved step: a scalar."""
-    adapted = inner_loop.adapt(rows, tasks, second_order=True)
-    return inner_loop.query_loss_sum(adapted, tasks)
-
-
-def layers_alone(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
-    """Return the config with no embedding row to adapt."""
-    return replace(config, adapt_embeddings=False)
-
-
-RIDGE = Algorithm(solved_query_loss_sum, preset=layers_alone, solves=True)
+RIDGE = Algorithm(QueryLoss(second_order=True), preset=without_embeddings, solves=True)

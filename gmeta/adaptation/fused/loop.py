@@ -74,9 +74,10 @@ class FusedLoop:
     @staticmethod
     def suits(model: nn.Module, plan: AdaptationPlan, rates: InnerRates) -> bool:
         """Tell whether this loop supports the plan: only decision layers, layers over the dense
-        columns and embedding rows adapt, and no weight has a rate of its own.
+        columns and embedding rows adapt, by steps that are taken and not solved, and no weight has
+        a rate of its own.
         """
-        if not isinstance(model, DecisionModel):
+        if not isinstance(model, DecisionModel) or plan.solves:
             return False
         inside = (*_linear(model.decision_layers), *_linear(model.dense_layers))
         return (

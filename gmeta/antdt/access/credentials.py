@@ -174,6 +174,18 @@ class ServerTls:
                 "certificate's own and not encrypted."
             ) from error
 
+    def context(self) -> ssl.SSLContext:
+        """Return TLS over HTTP with the files as they are now; a client may, but need not, show a
+        certificate: what it must show depends on what it asks for. Raise CredentialError."""
+        self.check()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(self.cert, self.key)
+        if self.client_ca is not None:
+            context.load_verify_locations(self.client_ca)
+            context.verify_mode = ssl.CERT_OPTIONAL
+        return context
+
 
 def server_credentials(tls: ServerTls | None) -> Any:
     """Return TLS for the gRPC server, None without. New connections get replaced files at once;

@@ -123,7 +123,7 @@ class HttpServer(ThreadingHTTPServer):
         self._lock = threading.Lock()  # of those that wait
         if tls is not None:
             self._files = WatchedFiles([tls.cert, tls.key, tls.client_ca])
-            self._context = _context(tls)
+            self._context = tls.context()  # a token is enough too: see the top
         self._thread = threading.Thread(target=self.serve_forever, name="antdt-http", daemon=True)
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -207,7 +207,7 @@ class HttpServer(ThreadingHTTPServer):
         assert self._tls is not None
         if self._files.changed():
             try:
-                self._context = _context(self._tls)
+                self._context = self._tls.context()
             except CredentialError as error:
                 event(logging.ERROR, "certificate_not_rotated", message=str(error))
         return self._context
@@ -218,14 +218,3 @@ def _hang_up(connection: socket.socket) -> None:
     belongs to that thread."""
     with suppress(OSError):  # it has ended by itself
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
-
-
-def _context(tls: ServerTls) -> ssl.SSLContext:
-    tls.check()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_cert_chain(tls.cert, tls.key)
-    if tls.client_ca is not None:
-        context.load_verify_locations(tls.client_ca)
-        context.verify_mode = ssl.CERT_OPTIONAL  # a token is enough too: see the top
-    return context

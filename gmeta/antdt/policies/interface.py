@@ -33,7 +33,6 @@ class ControllerConfig:
         min=0,
     )
     cooldown_s: float = key(1.0, "time between two changes of the batches", min=0.0)
-    scale_lr: bool = key(False, "scale the learning rate with the tasks per step")
     restart_cost_s: float = key(90.0, "from the end of a process to its next step", min=0.0)
     restart_stops_job: bool = key(
         True, "a restart of one rank stops all (torchrun); false: only that worker"

@@ -20,9 +20,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from gmeta.antdt.access.address import DEFAULT_ADDRESS, check_free, split_address
-from gmeta.antdt.access.auth import MAX_CALLS, Guard, Tokens
-from gmeta.antdt.access.credentials import ServerTls, is_loopback, server_credentials
+from gmeta.antdt.access.auth import MAX_CALLS, Guard
+from gmeta.antdt.access.credentials import is_loopback, server_credentials
 from gmeta.antdt.access.http_edge import HttpServer, Route
+from gmeta.antdt.access.protection import Protection
 from gmeta.antdt.access.rate import CallLimits
 from gmeta.antdt.dashboard import Dashboard
 from gmeta.antdt.errors import AntdtError
@@ -41,7 +42,6 @@ from gmeta.errors import UserError
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
-NOTHING = "nothing"  # of all options that protect a service
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ShardService"].full_name
 MAX_MESSAGE_BYTES = 16 << 20  # a manifest; every other message is far smaller
 DRAIN_S = 10.0  # calls under way at SIGTERM may take so long
@@ -74,7 +74,7 @@ _TLS_OPTIONS = (
 
 
 @dataclass(frozen=True)
-class ServiceConfig:
+class ServiceConfig(Protection):
     """How one service runs; `gmeta shard-service --help` explains each."""
 
     listen: str = DEFAULT_ADDRESS
@@ -82,10 +82,6 @@ class ServiceConfig:
     job: str = "default"
     lease_ttl_s: float = DEFAULT_LEASE_TTL_S
     metrics_listen: str = ""
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = None
-    tokens: Path | None = None
     ends_with_stdin: bool = False
     stragglers: StragglerConfig = field(default_factory=StragglerConfig)
     decisions: Path | None = None
@@ -98,22 +94,6 @@ class ServiceConfig:
                 f"--job is {self.job[:MAX_NAME_CHARS]!r}; allowed are 1 to {MAX_NAME_CHARS} "
                 "printable characters. Name the job."
             )
-
-    @property
-    def secured(self) -> bool:
-        """Return whether the wire is encrypted and every caller must prove who they are."""
-        return self.tls_cert is not None and bool(self.tls_client_ca or self.tokens)
-
-    @property
-    def protection(self) -> str:
-        """Return the options given that protect the service, as on the command line."""
-        given = {
-            "--tls-cert": self.tls_cert,
-            "--tls-key": self.tls_key,
-            "--tls-client-ca": self.tls_client_ca,
-            "--tokens": self.tokens,
-        }
-        return " ".join(f"{name} {path}" for name, path in given.items() if path) or NOTHING
 
 
 class ServiceStartError(AntdtError, UserError):
@@ -130,8 +110,7 @@ class ShardServer:
         self.config = config
         self.ended = threading.Event()  # nothing can be served any more
         _check_exposure(config)
-        self._tls = ServerTls.of(config.tls_cert, config.tls_key, config.tls_client_ca)
-        self._tokens = Tokens(config.tokens) if config.tokens else None
+        self._tls, self._tokens = config.opened()
         certificates = self._tls is not None and self._tls.client_ca is not None
         is_guarded = self._tls or self._tokens
         self._guard = Guard(self._tokens, certificates, CallLimits()) if is_guarded else None

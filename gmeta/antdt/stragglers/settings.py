@@ -1,13 +1,11 @@
 """The config file of monitor and controller: TOML with a [monitor] and a [controller] section."""
 
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gmeta.antdt.policies.interface import ControllerConfig
 from gmeta.antdt.reports import MonitorConfig
-from gmeta.errors import ConfigError
-from gmeta.settings import describe_settings, settings_from_dict
+from gmeta.settings import read_toml, settings_from_dict
 
 
 @dataclass(frozen=True)
@@ -26,15 +24,4 @@ def load_straggler_config(path: Path | None) -> StragglerConfig:
     """
     if path is None:
         return StragglerConfig()
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}. Name a readable file") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}. Correct it") from error
-    return settings_from_dict(StragglerConfig, raw)
-
-
-def describe_straggler_config() -> list[tuple[str, str, str]]:
-    """Return (key, default, help) of every key: the table in docs/stragglers.md."""
-    return describe_settings(StragglerConfig)
+    return settings_from_dict(StragglerConfig, read_toml("config", path))

@@ -15,12 +15,9 @@ from gmeta.antdt.policies.interface import ControllerConfig
 from gmeta.antdt.reports import MonitorConfig, Report
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.antdt.stragglers.governor import Governor
-from gmeta.antdt.stragglers.settings import (
-    StragglerConfig,
-    describe_straggler_config,
-    load_straggler_config,
-)
+from gmeta.antdt.stragglers.settings import StragglerConfig, load_straggler_config
 from gmeta.errors import ConfigError
+from gmeta.settings import describe_settings
 from tests.antdt.driver import TTL_S, Process, Service
 
 ADJUST_BS, BACKUP_WORKERS, KILL_RESTART = 2, 4, 5
@@ -308,7 +305,8 @@ def test_metrics_tell_verdicts_speeds_and_decisions() -> None:
 
 def test_the_docs_list_every_key_with_its_default() -> None:
     docs = (Path(__file__).parents[3] / "docs" / "stragglers.md").read_text()
-    rows = [f"| `{key}` | `{value}` | {text} |" for key, value, text in describe_straggler_config()]
+    described = describe_settings(StragglerConfig)
+    rows = [f"| `{key}` | `{value}` | {text} |" for key, value, text in described]
     assert [row for row in rows if row not in docs] == []
 
 
