@@ -68,7 +68,7 @@ def extend_with_spark(
     """Append the rows of Parquet tables to a stream, as `metaio.stream.extend.extend` does.
 
     The stream and the tables must stand where every worker sees them under the same path or URL.
-    The options' memory and threads are Spark's own matter.
+    The options' memory and threads are Spark's own matter; `progress` hears of phases alone.
 
     Raises:
         QuarantinedError, DataError: see there; or a worker does not see the stream.
@@ -86,6 +86,11 @@ class _Spark:
     """The rows of a source as a frame: the source itself reads no more than the files' schemas."""
 
     def __init__(self, session: "SparkSession", source: DuckSource, schema: Schema) -> None:
+        if schema.transform is not None:
+            raise DataError(
+                f"the stream's schema has [transform], {schema.transform.function!r}, which runs "
+                "on one machine. Leave --spark out"
+            )
         self._session, self._names = session, source.names
         self._rows = _frame(session, source.names, schema)
         self._parts = int(session.conf.get("spark.sql.shuffle.partitions") or 200)

@@ -62,35 +62,34 @@ def by_spark(
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [{}, {"ttl": 2.0 * DAY, "grace": 1.0 * DAY}, {"max_new_rows": 7, "gate": 0.0}],
-    ids=["for ever", "ttl", "few new rows"],
+    ("rule", "days_of_spark"),
+    [
+        ({"ttl": 2.0 * DAY, "grace": 1.0 * DAY}, range(DAYS)),
+        # Each goes on from what the other one left.
+        ({"max_new_rows": 7, "gate": 0.0}, range(1, DAYS, 2)),
+    ],
+    ids=["ttl", "in turn"],
 )
 def test_spark_and_one_machine_write_the_same_stream(
-    tmp_path: Path, session: Any, rule: dict[str, Any]
+    tmp_path: Path, session: Any, rule: dict[str, Any], days_of_spark: range
 ) -> None:
-    one, many, mixed = (tmp_path / name for name in ("one", "many", "mixed"))
-    own = schema(late=3_600.0, **rule)
+    one, many = tmp_path / "one", tmp_path / "many"
     late = returning = reused = 0
     for day in range(DAYS):
         inputs = written(tmp_path / "logs", day)
-        given = own if day == 0 else None
+        given = schema(late=3_600.0, **rule) if day == 0 else None
         record = extend(inputs, str(one), given, SMALL)
-        by_spark(session, inputs, many, given)
-        if day % 2:
-            by_spark(session, inputs, mixed, given)
+        if day in days_of_spark:
+            by_spark(session, inputs, many, given)
         else:
-            extend(inputs, str(mixed), given, SMALL)
-        expected = files(one)
-        for other in (many, mixed):
-            found = files(other)
-            assert found.keys() == expected.keys()
-            assert [name for name in found if found[name] != expected[name]] == []
+            extend(inputs, str(many), given, SMALL)
+        expected, found = files(one), files(many)
+        assert found.keys() == expected.keys()
+        assert [name for name in found if found[name] != expected[name]] == []
         late += record.report["late"] * record.report["too_late"]
         returning += record.report["tasks"]["train"]["returning"]
         reused += record.report["tables"]["item"]["reused"]
-    manifest = open_stream(str(one)).dataset(DAYS).manifest
-    assert len(manifest.splits["train"].shards) > 2
+    assert len(open_stream(str(one)).dataset(DAYS).manifest.splits["train"].shards) > 2
     assert late > 0
     assert returning > 0
     assert (reused > 0) == ("ttl" in rule)
@@ -105,7 +104,8 @@ def test_spark_refuses_what_one_machine_refuses(tmp_path: Path, session: Any) ->
     day = log(1)
     pq.write_table(changed(day, "price", [float("nan")] * 400), nan)
     pq.write_table(changed(day, "city", [None, *day["city"].to_pylist()[1:]]), null)
-    pq.write_table(log(0, seed=1).filter(pa.array(np.arange(400) < 100)), old)
+    before = log(0, seed=1)
+    pq.write_table(before.filter(pa.array(before["time"].to_numpy() < DAY // 2)), old)
     for refused, error in (
         ([nan], QuarantinedError),
         ([null], QuarantinedError),
