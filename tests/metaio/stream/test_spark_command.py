@@ -37,7 +37,7 @@ min_rows = 3
 max_rows = 50
 [stream]
 gate = 0.25
-late = "1h"
+late = 3600
 """
 
 
