@@ -98,6 +98,8 @@ def extend(
     root.parent.mkdir(parents=True, exist_ok=True)
     with one_writer(root.parent / f".{root.name}.extend.lock", stream):
         before = opened(root, schema)
+        for lock in (root / INCREMENTS).glob(".*.lock"):
+            lock.unlink()  # of one that was killed right behind its commit
         if before.number != FIRST_INCREMENT:
             check_trusted(before.schema.transform)
         memory_bytes = options.memory_bytes // 2  # the other half is for encoded rows
