@@ -1,11 +1,137 @@
-"""Spark on threads of this process, for the tests that compare it with one machine."""
+"""Small datasets, readers that are slow and obvious, and Spark on threads of this process."""
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+from metaio import (
+    BatchReader,
+    Dataset,
+    Features,
+    FeatureSpec,
+    Provenance,
+    Rows,
+    TableSpec,
+    TaskBatch,
+    write_dataset,
+)
+
+FEATURES = Features(
+    tables=(TableSpec("item", 500), TableSpec("tag", 40), TableSpec("age", 8)),
+    single=(
+        FeatureSpec("item", "item"),
+        FeatureSpec("age", "age"),
+        FeatureSpec("last_item", "item"),
+    ),
+    multi=(FeatureSpec("tags", "tag"), FeatureSpec("history", "item")),
+    dense=("price", "hour"),
+)
+
+
+def make_rows(
+    num_episodes: int, seed: int = 0, features: Features = FEATURES, max_rows: int = 12
+) -> Rows:
+    """Random episodes; task t is episode t of the call, shifted by 1000 * seed."""
+    rng = np.random.default_rng(seed)
+    limits = {table.name: table.num_rows for table in features.tables}
+    lengths = rng.integers(1, max_rows + 1, num_episodes)
+    num_rows = int(lengths.sum())
+    multi_lengths = rng.integers(0, 4, (num_rows, len(features.multi))).astype(np.int32)
+    multi_limits = np.array([limits[f.table] for f in features.multi], dtype=np.int64)
+    owner = np.repeat(np.tile(np.arange(len(features.multi)), num_rows), multi_lengths.ravel())
+    ids = [rng.integers(0, limits[f.table], num_rows) for f in features.single]
+    return Rows(
+        task_T=1000 * seed + np.arange(num_episodes),
+        row_lengths_T=lengths,
+        support_lengths_T=rng.integers(0, lengths + 1),
+        label_N=rng.random(num_rows, dtype=np.float32),
+        dense_NK=rng.random((num_rows, len(features.dense)), dtype=np.float32),
+        ids_NF=np.stack(ids, axis=1) if ids else np.zeros((num_rows, 0), dtype=np.int64),
+        multi_ids_V=rng.integers(0, multi_limits[owner])
+        if len(owner)
+        else np.zeros(0, dtype=np.int64),
+        multi_lengths_NM=multi_lengths,
+    )
+
+
+Episode = tuple[int, int, list[object]]
+
+
+def episodes_of_rows(rows: Rows) -> list[Episode]:
+    """Each episode as (task, support rows, rows as plain lists), by loops over scalars."""
+    found: list[Episode] = []
+    row, value = 0, 0
+    for task, length, support in zip(
+        rows.task_T, rows.row_lengths_T, rows.support_lengths_T, strict=True
+    ):
+        lines: list[object] = []
+        for _ in range(length):
+            lists = []
+            for count in rows.multi_lengths_NM[row].tolist():
+                lists.append(rows.multi_ids_V[value : value + count].tolist())
+                value += count
+            single = rows.ids_NF[row].tolist()
+            lines.append((float(rows.label_N[row]), rows.dense_NK[row].tolist(), single, lists))
+            row += 1
+        found.append((int(task), int(support), lines))
+    return found
+
+
+def episodes_of_batch(batch: TaskBatch) -> list[Episode]:
+    """The same of a batch, following its positions to the ids one by one."""
+    ids = batch.unique_ids_U.tolist()
+    found: list[Episode] = []
+    value = 0
+    for episode, task in enumerate(batch.task_T.tolist()):
+        lines: list[object] = []
+        for row in range(
+            int(batch.row_offsets_T1[episode]), int(batch.row_offsets_T1[episode + 1])
+        ):
+            lists = []
+            for count in batch.multi_lengths_NM[row].tolist():
+                lists.append(
+                    [ids[p] for p in batch.multi_positions_V[value : value + count].tolist()]
+                )
+                value += count
+            single = [ids[p] for p in batch.positions_NF[row].tolist()]
+            lines.append((float(batch.label_N[row]), batch.dense_NK[row].tolist(), single, lists))
+        found.append((task, int(batch.support_lengths_T[episode]), lines))
+    return found
+
+
+def whole_split(dataset: Dataset, split: str) -> list[Episode]:
+    """All episodes in stored order."""
+    with BatchReader(dataset, split, tasks_per_step=1 << 20, shuffle=False) as reader:
+        return [episode for batch in reader.batches(0) for episode in episodes_of_batch(batch)]
+
+
+WriteFn = Callable[..., str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> WriteFn:
+    """Writes splits of Rows as a dataset below tmp_path and returns its path."""
+
+    def write_splits(
+        splits: dict[str, Rows],
+        features: Features = FEATURES,
+        name: str = "data",
+        bundle_tasks: int = 0,
+        **options: object,
+    ) -> str:
+        out = str(tmp_path / name)
+        provenance = Provenance(task="user", label="click")
+        with write_dataset(out, features, provenance, **options) as writer:  # type: ignore[arg-type]
+            for split, rows in splits.items():
+                writer.split(split, bundle_tasks).write(rows)
+        return out
+
+    return write_splits
 
 
 @pytest.fixture(scope="module")
