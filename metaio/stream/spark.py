@@ -74,6 +74,9 @@ def extend_with_spark(
         QuarantinedError, DataError: see there; or a worker does not see the stream.
     """
 
+    if schema is not None:
+        _refuse_transform(schema)
+
     def engine_of(source: DuckSource, schema: Schema, options: PrepareOptions) -> _Spark:
         return _Spark(session, source, schema)
 
@@ -82,15 +85,19 @@ def extend_with_spark(
     )
 
 
+def _refuse_transform(schema: Schema) -> None:
+    if schema.transform is not None:
+        raise DataError(
+            f"the stream's schema has [transform] with {schema.transform.function!r}, which runs "
+            "on one machine. Leave --spark out, or transform the rows in Spark before"
+        )
+
+
 class _Spark:
     """The rows of a source as a frame: the source itself reads no more than the files' schemas."""
 
     def __init__(self, session: "SparkSession", source: DuckSource, schema: Schema) -> None:
-        if schema.transform is not None:
-            raise DataError(
-                f"the stream's schema has [transform], {schema.transform.function!r}, which runs "
-                "on one machine. Leave --spark out"
-            )
+        _refuse_transform(schema)  # of a stream that one machine began
         self._session, self._names = session, source.names
         self._rows = _frame(session, source.names, schema)
         self._parts = int(session.conf.get("spark.sql.shuffle.partitions") or 200)

@@ -12,6 +12,7 @@ import pytest
 
 from metaio import DataError
 from metaio.errors import QuarantinedError
+from metaio.prepare.rules import TransformRule
 from metaio.prepare.schema import Schema
 from metaio.stream.chain import IncrementRecord, open_stream
 from metaio.stream.extend import extend
@@ -121,3 +122,13 @@ def test_spark_refuses_what_one_machine_refuses(tmp_path: Path, session: Any) ->
         assert said[0] == said[1]
     assert open_stream(str(many)).numbers == [1]
     assert list(many.rglob(".*")) == []
+
+
+def test_a_transform_is_for_one_machine(tmp_path: Path) -> None:
+    own = dataclasses.replace(schema(), transform=TransformRule("mine:clean"))
+    with pytest.raises(DataError) as caught:
+        extend_with_spark(None, ["a.parquet"], str(tmp_path / "s"), own)  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "the stream's schema has [transform] with 'mine:clean', which runs on one machine. Leave "
+        "--spark out, or transform the rows in Spark before"
+    )
