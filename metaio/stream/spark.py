@@ -38,8 +38,6 @@ from metaio.prepare.spark_payloads import (
     quoted,
 )
 from metaio.prepare.spool import split_by_bucket
-from metaio.stream.chain import IncrementRecord
-from metaio.stream.extend import extend
 from metaio.stream.inputs import InputFile, described
 from metaio.stream.numbering import Numbering, Occurrences, merged
 from metaio.stream.shards import Bucket, Window, Written, adopt_buckets, write_bucket
@@ -55,49 +53,31 @@ _Batches = Iterator[pa.RecordBatch]
 _COUNTS = -1
 
 
-def extend_with_spark(
+def on_spark(
     session: "SparkSession",
-    inputs: list[str],
-    stream: str,
-    schema: Schema | None = None,
-    options: PrepareOptions | None = None,
-    *,
-    accept: bool = False,
-    progress: Progress | None = None,
-) -> IncrementRecord:
-    """Append the rows of Parquet tables to a stream, as `metaio.stream.extend.extend` does.
+) -> Callable[[DuckSource, Schema, PrepareOptions], "_Spark"]:
+    """Return the engine for `metaio.stream.extend.extend(..., engine_of=...)`.
 
-    The stream and the tables must stand where every worker sees them under the same path or URL.
-    The options' memory and threads are Spark's own matter; `progress` hears of phases alone.
-
-    Raises:
-        QuarantinedError, DataError: see there; or a worker does not see the stream.
+    The stream and the tables, which are Parquet files, must stand where every worker sees them
+    under the same path or URL. The options' memory and threads are Spark's own matter.
     """
-
-    if schema is not None:
-        _refuse_transform(schema)
 
     def engine_of(source: DuckSource, schema: Schema, options: PrepareOptions) -> _Spark:
         return _Spark(session, source, schema)
 
-    return extend(
-        inputs, stream, schema, options, accept=accept, progress=progress, engine_of=engine_of
-    )
-
-
-def _refuse_transform(schema: Schema) -> None:
-    if schema.transform is not None:
-        raise DataError(
-            f"the stream's schema has [transform] with {schema.transform.function!r}, which runs "
-            "on one machine. Leave --spark out, or transform the rows in Spark before"
-        )
+    return engine_of
 
 
 class _Spark:
     """The rows of a source as a frame: the source itself reads no more than the files' schemas."""
 
     def __init__(self, session: "SparkSession", source: DuckSource, schema: Schema) -> None:
-        _refuse_transform(schema)  # of a stream that one machine began
+        """Raise DataError for files that Spark does not read, and for a transform."""
+        if schema.transform is not None:
+            raise DataError(
+                f"the stream's schema has [transform] with {schema.transform.function!r}, which "
+                "runs on one machine. Leave --spark out"
+            )
         self._session, self._names = session, source.names
         self._rows = _frame(session, source.names, schema)
         self._parts = int(session.conf.get("spark.sql.shuffle.partitions") or 200)

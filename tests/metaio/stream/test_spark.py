@@ -16,7 +16,7 @@ from metaio.prepare.rules import TransformRule
 from metaio.prepare.schema import Schema
 from metaio.stream.chain import IncrementRecord, open_stream
 from metaio.stream.extend import extend
-from metaio.stream.spark import extend_with_spark
+from metaio.stream.spark import on_spark
 from tests.metaio.stream.logs import DAY, OPTIONS, changed, log, schema
 
 pytest.importorskip("pyspark", reason="needs the extra spark")
@@ -59,7 +59,7 @@ def files(stream: Path) -> dict[str, bytes]:
 def by_spark(
     session: Any, inputs: list[str], stream: Path, own: Schema | None, **how: Any
 ) -> IncrementRecord:
-    return extend_with_spark(session, inputs, str(stream), own, SMALL, **how)
+    return extend(inputs, str(stream), own, SMALL, engine_of=on_spark(session), **how)
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,11 @@ def test_spark_refuses_what_one_machine_refuses(tmp_path: Path, session: Any) ->
     assert list(many.rglob(".*")) == []
 
 
-def test_a_transform_is_for_one_machine(tmp_path: Path) -> None:
+def test_a_transform_is_for_one_machine() -> None:
     own = dataclasses.replace(schema(), transform=TransformRule("mine:clean"))
     with pytest.raises(DataError) as caught:
-        extend_with_spark(None, ["a.parquet"], str(tmp_path / "s"), own)  # type: ignore[arg-type]
+        on_spark(None)(None, own, SMALL)  # type: ignore[arg-type]
     assert str(caught.value) == (
         "the stream's schema has [transform] with 'mine:clean', which runs on one machine. Leave "
-        "--spark out, or transform the rows in Spark before"
+        "--spark out"
     )
