@@ -3,25 +3,44 @@
 from pathlib import Path
 
 from gmeta.commands.screen import phases, print_result, screen
+from gmeta.commands.spark import spark_session
+from gmeta.errors import UserError
 from metaio.counted import counted
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema_file import load_schema
 from metaio.stream.chain import IncrementRecord
 from metaio.stream.extend import extend
+from metaio.stream.spark import on_spark
 
 
 def extend_stream(
-    inputs: list[str], stream: str, schema: Path | None, options: PrepareOptions, accept: bool
+    inputs: list[str],
+    stream: str,
+    schema: Path | None,
+    options: PrepareOptions,
+    accept: bool,
+    spark: bool,
 ) -> None:
-    """Append an increment and tell what is in it.
+    """Append an increment, by Spark if asked, and tell what is in it.
 
     Raises:
         QuarantinedError: the screen refuses the rows; the command line ends with 3.
         DataError: see metaio.stream.extend.extend.
+        UserError: there is no Spark, or a transform, which it cannot run.
     """
     known = load_schema(schema) if schema is not None else None
-    with phases() as tell:
-        record = extend(inputs, stream, known, options, accept=accept, progress=tell)
+    if spark:
+        if known is not None and known.transform is not None:
+            raise UserError(
+                f"{schema} has [transform], which runs on one machine. Leave --spark out, or "
+                "transform the rows in Spark before"
+            )
+        with spark_session(inputs, stream) as session:
+            engine = on_spark(session)
+            record = extend(inputs, stream, known, options, accept=accept, engine_of=engine)
+    else:
+        with phases() as tell:
+            record = extend(inputs, stream, known, options, accept=accept, progress=tell)
     _tell(stream, record)
     print_result(
         {

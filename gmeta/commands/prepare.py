@@ -43,6 +43,10 @@ OPTIONS = {
         *("extend", "accept", "schema", "memory", "threads"),
         *("block_rows", "bundle_tasks", "compact"),
     },
+    "--extend --spark": {
+        *("extend", "accept", "schema", "spark"),
+        *("block_rows", "bundle_tasks", "compact"),
+    },
 }
 
 
@@ -121,7 +125,9 @@ Compact = Annotated[
     bool, typer.Option("--compact", help="schema: smaller files that take longer to read")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace the dataset at OUT")]
-OnSpark = Annotated[bool, typer.Option("--spark", help="schema: let Spark read and deal the rows")]
+OnSpark = Annotated[
+    bool, typer.Option("--spark", help="schema, extend: let Spark read and deal the rows")
+]
 Extend = Annotated[
     str | None,
     typer.Option(
@@ -176,7 +182,7 @@ def prepare(
                 "--overwrite has no effect with --extend: increments do not change. Leave it out"
             )
         options = _options(memory, threads, block_rows, bundle_tasks, compact)
-        extend_stream(paths, extend, schema, options, accept)
+        extend_stream(paths, extend, schema, options, accept, spark)
         return
     _tell_of_leftovers(out)
     if recipe is Recipe.SYNTHETIC_DAYS:
@@ -250,8 +256,8 @@ def _check_options(
     if recipe is None and schema is None and extend is None:
         raise UserError("neither --schema nor --recipe is given. Pass one of them")
     way = f"--recipe {recipe.value}" if recipe else "--schema"
-    way += " --spark" if spark and schema else ""
     way = way if extend is None else "--extend"
+    way += " --spark" if spark and recipe is None and (schema or extend) else ""
     for name in context.params:
         source = context.get_parameter_source(name)
         # Defaults were not asked for.

@@ -23,6 +23,17 @@ def prepare_on_spark(inputs: list[str], out: str, schema: Schema, options: Prepa
     Raises:
         UserError: there is no Spark, or an input is none that it reads as one machine would.
     """
+    with spark_session(inputs, out) as session:
+        prepare_with_spark(_read(session, inputs), out, schema, options)
+
+
+@contextmanager
+def spark_session(inputs: list[str], out: str) -> Iterator["SparkSession"]:
+    """Give the session that makes `out` of these tables, by Spark's own configuration.
+
+    Raises:
+        UserError: there is no Spark, or an input is none that it reads as one machine would.
+    """
     for path in inputs:
         # Spark guesses the types of text columns by other rules than one machine does.
         if re.search(r"\.(csv|tsv|json|jsonl|ndjson|zip)(\.gz)?$", path.lower()):
@@ -33,12 +44,6 @@ def prepare_on_spark(inputs: list[str], out: str, schema: Schema, options: Prepa
     # Behind the check of the inputs: what is wrong with them is so with pyspark too.
     if importlib.util.find_spec("pyspark") is None:
         raise UserError("--spark needs pyspark. Run: pip install 'gmeta[spark]'")
-    with _session(out) as session:
-        prepare_with_spark(_read(session, inputs), out, schema, options)
-
-
-@contextmanager
-def _session(out: str) -> Iterator["SparkSession"]:
     from pyspark.errors import PySparkRuntimeError
     from pyspark.sql import SparkSession
 

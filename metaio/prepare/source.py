@@ -39,6 +39,13 @@ def _names_zone(kind: str) -> bool:
     return kind == "TIMESTAMP WITH TIME ZONE"
 
 
+def refuse_counts(schema: Schema, names: list[str], total: int, nulls: dict[str, int]) -> None:
+    """Raise DataError where these files hold no rows, or nulls where none are allowed."""
+    if total == 0:
+        raise DataError(f"the inputs hold no rows: {', '.join(names)}. Check the path")
+    refuse_nulls(schema, nulls)
+
+
 class DuckSource:
     """The raw rows of all inputs as one table. Use it as a context manager."""
 
@@ -277,11 +284,8 @@ class DuckSource:
         table = self._scan(self._files.names, types)
         total, *found = self._fetch(f"SELECT count(*), {counts}{lost}{bounds} FROM {table}")[0]
         present, values = found[: len(columns)], found[len(columns) :]
-        if total == 0:
-            raise DataError(
-                f"the inputs hold no rows: {', '.join(self._files.names)}. Check the path"
-            )
-        refuse_nulls(self._schema, {c: total - n for c, n in zip(columns, present, strict=True)})
+        nulls = {c: total - n for c, n in zip(columns, present, strict=True)}
+        refuse_counts(self._schema, self._files.names, total, nulls)
         for column, value in zip(revealing, values, strict=False):
             if value is not None:
                 kind = self._asked[column]

@@ -5,13 +5,12 @@ engine calls, so the two cannot drift apart. Needs the extra `spark`.
 """
 
 import pickle
-import re
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import fsspec
 import numpy as np
@@ -25,6 +24,17 @@ from metaio.prepare.episodes import Dropped, check_some
 from metaio.prepare.job import Job, PrepareOptions, TableUse, WrittenShard, make_job
 from metaio.prepare.raw_ids import write_raw_ids
 from metaio.prepare.schema import Schema
+from metaio.prepare.spark_payloads import (
+    KEYED,
+    PAYLOAD,
+    collected,
+    dealt,
+    keyed,
+    keyed_payloads,
+    null_counts,
+    payload,
+    quoted,
+)
 from metaio.prepare.splits import PLACE, Splits, resolved, split_names, window_search
 from metaio.prepare.survey import Survey, fit, survey_batch, survey_columns
 from metaio.prepare.values import time_values
@@ -37,8 +47,6 @@ _MAX_COUNTED_ROWS = 1 << 17
 # Where a row stands in the input, while Spark moves it about.
 _FILE, _ROW = "file of the row", "row of the file"
 _ROWS_OF_A_FILE = 1 << 40
-_PAYLOAD = pa.schema([("payload", pa.binary())])
-_KEYED = pa.schema([("bucket", pa.int32()), ("payload", pa.binary())])
 
 
 def prepare_with_spark(
@@ -77,13 +85,13 @@ def _with_items(frame: "DataFrame", job: Job) -> Job:
         if own is not None:
             for batch in batches:
                 own.add(own.of_rows(encoder.encode(batch)))
-            yield _payload([pickle.dumps(own.merged())])
+            yield payload(own.merged())
 
     items = job.items()
     if items is None:
         return job
-    columns = frame.select(_quoted(job.schema.columns))
-    for part in _collect(columns.mapInArrow(look, "payload binary")):
+    columns = frame.select(quoted(job.schema.columns))
+    for part in collected(columns.mapInArrow(look, PAYLOAD)):
         items.add(part)
     return replace(job, catalogue=items.merged())
 
@@ -98,14 +106,14 @@ def _placed(frame: "DataFrame", schema: Schema) -> tuple["DataFrame", list[str]]
     from pyspark.errors import AnalysisException
     from pyspark.sql import functions
 
-    columns = frame.select(_quoted(schema.columns))
+    columns = frame.select(quoted(schema.columns))
     if not schema.needs_input_order:
         return columns, []
     origin = [functions.col("_metadata.file_path"), functions.col("_metadata.row_index")]
     try:
         files = [row[0] for row in frame.select(origin[0]).distinct().collect()]
         placed = frame.select(
-            *_quoted(schema.columns), origin[0].alias(_FILE), origin[1].alias(_ROW)
+            *quoted(schema.columns), origin[0].alias(_FILE), origin[1].alias(_ROW)
         )
     except AnalysisException as error:
         raise DataError(
@@ -135,16 +143,14 @@ def _splits(
                 (own.count(time_values(column, batch[column])) for batch in batches),
                 start=np.zeros(1, np.int64),
             )
-            yield _payload([pickle.dumps(total)])
+            yield payload(total)
 
-        parts = _collect(frame.select(_quoted([column])).mapInArrow(count, "payload binary"))
+        parts = collected(frame.select(quoted([column])).mapInArrow(count, PAYLOAD))
         search.narrow(sum(parts, start=np.zeros(1, np.int64)))
     return resolved(schema, names, search, types[column])
 
 
 def _check_frame(frame: "DataFrame", schema: Schema) -> None:
-    from pyspark.sql import functions
-
     if schema.membership is not None and schema.membership.by_files:
         raise DataError(
             "membership by file names is for one machine: a DataFrame has rows, not files. Add a "
@@ -161,12 +167,10 @@ def _check_frame(frame: "DataFrame", schema: Schema) -> None:
                 f"the DataFrame has no column {column}; it has {', '.join(frame.columns)}. "
                 "Correct the schema"
             )
-    # One pass over all columns; count() of a column leaves out its nulls.
-    counts = [functions.count(functions.col(f"`{column}`")) for column in schema.columns]
-    row = frame.agg(functions.count(functions.lit(1)), *counts).collect()[0]
-    if row[0] == 0:
+    total, nulls = null_counts(frame, schema.columns)
+    if total == 0:
         raise DataError("the DataFrame holds no rows. Check its source")
-    refuse_nulls(schema, {c: row[0] - n for c, n in zip(schema.columns, row[1:], strict=True)})
+    refuse_nulls(schema, nulls)
 
 
 def _arrow_types(frame: "DataFrame", schema: Schema) -> list[pa.DataType]:
@@ -174,35 +178,11 @@ def _arrow_types(frame: "DataFrame", schema: Schema) -> list[pa.DataType]:
 
     def first(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            yield _payload([pickle.dumps(batch.schema)])
+            yield payload(batch.schema)
             return
 
-    rows = frame.select(_quoted(schema.columns)).limit(1).mapInArrow(first, "payload binary")
-    return list(_collect(rows)[0].types)
-
-
-def _collect(frame: "DataFrame") -> list[Any]:
-    """Return the unpickled payloads of a DataFrame; an error of ours in a worker comes out as
-    itself.
-    """
-    from py4j.protocol import Py4JJavaError
-    from pyspark.errors import PySparkException
-
-    try:
-        return [pickle.loads(row[0]) for row in frame.collect()]
-    except (Py4JJavaError, PySparkException) as error:
-        message = re.search(r"metaio\.errors\.DataError: (.*)", str(error))
-        if message is None:
-            raise
-        raise DataError(message.group(1).strip()) from error
-
-
-def _quoted(columns: list[str]) -> list[str]:
-    return [f"`{column}`" for column in columns]
-
-
-def _payload(payloads: list[bytes]) -> pa.RecordBatch:
-    return pa.record_batch([pa.array(payloads, pa.binary())], schema=_PAYLOAD)
+    rows = frame.select(quoted(schema.columns)).limit(1).mapInArrow(first, PAYLOAD)
+    return list(collected(rows)[0].types)
 
 
 def _survey(frame: "DataFrame", schema: Schema, splits: Splits) -> Survey:
@@ -210,11 +190,11 @@ def _survey(frame: "DataFrame", schema: Schema, splits: Splits) -> Survey:
         own = Survey()
         for batch in batches:
             own.add(survey_batch(schema, batch, splits))
-        yield _payload([pickle.dumps(own)])
+        yield payload(own)
 
     total = Survey()
-    rows = frame.select(_quoted(survey_columns(schema))).mapInArrow(look, "payload binary")
-    for part in _collect(rows):
+    rows = frame.select(quoted(survey_columns(schema))).mapInArrow(look, PAYLOAD)
+    for part in collected(rows):
         total.add(part)
     return total
 
@@ -223,12 +203,10 @@ def _write_shards(
     frame: "DataFrame", files: list[str], job: Job, writer: DatasetWriter, out: str
 ) -> None:
     num_buckets = sum(job.plan.buckets_of_split)
-    keyed = frame.mapInArrow(_encoder(job, files), "bucket int, payload binary")
-    # A task per bucket; the sort keeps a bucket's batches together where two share a task.
-    dealt = keyed.repartition(num_buckets, "bucket").sortWithinPartitions("bucket")
+    rows = dealt(frame.mapInArrow(_encoder(job, files), KEYED), num_buckets)  # a task per bucket
     # Workers write beside the manifest that does not exist yet, so nothing can be read too early.
     target = str(writer.folder) if writer.is_local else out
-    written = _collect(dealt.mapInArrow(_shard_writer(job, target), "payload binary"))
+    written = collected(rows.mapInArrow(_shard_writer(job, target), PAYLOAD))
     found = {shard.bucket: (shard, use) for shard, use in written}
     dropped, use, num_episodes = Dropped(), TableUse(job, _MAX_COUNTED_ROWS), 0
     for index, name in enumerate(job.fitted.splits.names):
@@ -255,11 +233,7 @@ def _encoder(
                 file = pc.index_in(batch[_FILE], value_set=pa.array(files)).cast(pa.int64())
                 place = pc.add(pc.multiply(file, _ROWS_OF_A_FILE), batch[_ROW])
                 batch = batch.append_column(PLACE, place)
-            # A few large values instead of many small rows: Spark's shuffle just copies them.
-            parts = job.dealt(encoder.encode(batch))
-            buckets = pa.array([bucket for bucket, _ in parts], pa.int32())
-            payloads = pa.array([pickle.dumps(rows) for _, rows in parts], pa.binary())
-            yield pa.record_batch([buckets, payloads], schema=_KEYED)
+            yield keyed(job.dealt(encoder.encode(batch)))
 
     return encode
 
@@ -268,16 +242,11 @@ def _shard_writer(
     job: Job, target: str
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for bucket, parts in groupby(_keyed_rows(batches), key=lambda pair: pair[0]):
+        for bucket, parts in groupby(keyed_payloads(batches), key=lambda pair: pair[0]):
             rows = joined(job.schema, [pickle.loads(payload) for _, payload in parts])
-            yield _payload([pickle.dumps(_write_shard(job, target, bucket, rows))])
+            yield payload(_write_shard(job, target, bucket, rows))
 
     return write
-
-
-def _keyed_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, bytes]]:
-    for batch in batches:
-        yield from zip(batch["bucket"].to_pylist(), batch["payload"].to_pylist(), strict=True)
 
 
 def _write_shard(

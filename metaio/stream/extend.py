@@ -5,11 +5,11 @@ into buckets of whole tasks on disk, join each bucket with the newest rows of it
 the window, and write it as a shard. Renaming the increment's folder is the commit.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
@@ -20,17 +20,14 @@ from metaio.format.destination import one_writer
 from metaio.format.layout import RESET_FOLDER
 from metaio.format.manifest import StreamPlace, canonical_json
 from metaio.format.storage import file_system, is_local
-from metaio.prepare.encode import EncodedRows, Encoder, Fitted
-from metaio.prepare.in_order import Progress, map_in_order
+from metaio.prepare.encode import Fitted
+from metaio.prepare.in_order import Progress
 from metaio.prepare.job import Job, PrepareOptions, make_job
 from metaio.prepare.schema import Schema
-from metaio.prepare.sides import QUERY, SUPPORT
 from metaio.prepare.source import DuckSource
 from metaio.prepare.splits import Splits, split_names
-from metaio.prepare.spool import Spool, split_by_bucket
 from metaio.prepare.survey import Survey, mean_and_deviation
 from metaio.prepare.transform import check_trusted, told_transform
-from metaio.prepare.values import time_values
 from metaio.stream.chain import (
     FIRST_INCREMENT,
     INCREMENTS,
@@ -41,13 +38,14 @@ from metaio.stream.chain import (
     open_stream,
 )
 from metaio.stream.description import Before, check_columns, column_kinds, opened
-from metaio.stream.inputs import InputFile, described, refuse_known, with_inputs
+from metaio.stream.engine import Engine, OneMachine
+from metaio.stream.inputs import InputFile, refuse_doubled, refuse_known, with_inputs
 from metaio.stream.numbering import Admission, Change, Numbering, advanced, capacity_of, merged
 from metaio.stream.quarantine import clear_quarantine, quarantined
 from metaio.stream.screen import alarms, drift, faults, statistics_of
-from metaio.stream.shards import write_shards
-from metaio.stream.state import State, commit_state, new_state, remove_old_states
-from metaio.stream.window import Clock, Look, look_at, rule_of, time_unit
+from metaio.stream.shards import Window
+from metaio.stream.state import State, commit_state, new_state, remove_old_states, write_tables
+from metaio.stream.window import Clock, Look, Looking, rule_of, time_unit
 
 
 @dataclass(frozen=True)
@@ -78,6 +76,7 @@ def extend(
     *,
     accept: bool = False,
     progress: Progress | None = None,
+    engine_of: Callable[[DuckSource, Schema, PrepareOptions], Engine] = OneMachine,
 ) -> IncrementRecord:
     """Append the rows of raw tables to the stream at a local path, which the first call makes; it
     alone needs a schema. Return the new increment.
@@ -99,6 +98,8 @@ def extend(
     root.parent.mkdir(parents=True, exist_ok=True)
     with one_writer(root.parent / f".{root.name}.extend.lock", stream):
         before = opened(root, schema)
+        for lock in (root / INCREMENTS).glob(".*.lock"):
+            lock.unlink()  # of one that was killed right behind its commit
         if before.number != FIRST_INCREMENT:
             check_trusted(before.schema.transform)
         memory_bytes = options.memory_bytes // 2  # the other half is for encoded rows
@@ -106,12 +107,14 @@ def extend(
         with DuckSource(
             inputs, before.schema, memory_bytes=memory_bytes, threads=threads
         ) as source:
-            files = described(source.names)
+            engine = engine_of(source, before.schema, options)
+            files = engine.described(source.names)
+            refuse_doubled(files)
             refuse_known(files, before.state.inputs)
             types = source.arrow_types(before.schema.columns)
             check_columns(before, source.names[0], types)
-            found = _looked_at(before, source, types, files, options, accept, tell)
-            _write(root, found, source, types, options, tell)
+            found = _looked_at(before, engine, types, files, accept, tell)
+            _write(root, found, engine, source, types, options, tell)
         clear_quarantine(root, files)
         remove_old_states(root, before.number)
     return open_stream(stream).record(before.number)
@@ -119,10 +122,9 @@ def extend(
 
 def _looked_at(
     before: Before,
-    source: DuckSource,
+    engine: Engine,
     types: dict[str, pa.DataType],
     files: list[InputFile],
-    options: PrepareOptions,
     accept: bool,
     tell: Progress,
 ) -> _Next:
@@ -131,31 +133,10 @@ def _looked_at(
     Raises:
         QuarantinedError: they are not to be trusted.
     """
-    schema = before.schema
-    rule, names = rule_of(schema), split_names(schema)
-    assert schema.time is not None
-    unit = time_unit(schema, types[schema.time.column])
-    clock, splits = Clock.of(rule, unit, before.state.end), Splits(names)
-    admissions = {c.table_name: c.vocabulary for c in schema.sparse if c.vocabulary is not None}
-    kinds = column_kinds(schema, types)
-    value_types = {
-        table: pa.int64()
-        if all(kinds[c.column] == "integer" for c in schema.sparse if c.table_name == table)
-        else pa.large_string()
-        for table in admissions
-    }
-    look, done = Look(), 0
+    looking, rule = _looking(before, types), rule_of(before.schema)
+    clock = looking.clock
     try:
-        total = source.survey()
-
-        def look_at_batch(batch: pa.RecordBatch) -> tuple[int, Look]:
-            return batch.num_rows, look_at(schema, splits, clock, value_types, batch)
-
-        batches = source.batches(schema.columns)
-        for num_rows, part in map_in_order(options.threads, look_at_batch, batches):
-            look.add(part, admissions)
-            done += num_rows
-            tell("looking", done, total)
+        look = engine.look(looking, tell)
     except DataError as error:
         # Of what the rows hold: that they can be read and have the columns is known by now.
         raise quarantined(before.root, before.number, files, [str(error)]) from error
@@ -169,11 +150,27 @@ def _looked_at(
         moments = {name: mean_and_deviation(*known) for name, known in look.moments.items()}
     start = look.least_time if clock.start is None else clock.start
     tables, changes = {}, {}
-    for table, least in admissions.items():
+    for table, least in looking.admissions.items():
         admission = Admission(least, start, clock.ttl, clock.grace, rule.max_new_rows)
-        old = before.state.tables.get(table) or Numbering.empty(value_types[table])
+        old = before.state.tables.get(table) or Numbering.empty(looking.value_types[table])
         tables[table], changes[table] = advanced(old, merged(look.seen[table], least), admission)
-    return _Next(before, look, clock, splits, files, tables, changes, moments)
+    return _Next(before, look, clock, looking.splits, files, tables, changes, moments)
+
+
+def _looking(before: Before, types: dict[str, pa.DataType]) -> Looking:
+    """Return what the first look at the rows needs to know."""
+    schema = before.schema
+    assert schema.time is not None
+    unit = time_unit(schema, types[schema.time.column])
+    kinds = column_kinds(schema, types)
+    value_types = {
+        table: pa.int64()
+        if all(kinds[c.column] == "integer" for c in schema.sparse if c.table_name == table)
+        else pa.large_string()
+        for table in (c.table_name for c in schema.sparse if c.vocabulary is not None)
+    }
+    clock = Clock.of(rule_of(schema), unit, before.state.end)
+    return Looking(schema, Splits(split_names(schema)), clock, value_types)
 
 
 def _without_window(look: Look, clock: Clock) -> list[str]:
@@ -191,6 +188,7 @@ def _without_window(look: Look, clock: Clock) -> list[str]:
 def _write(
     root: Path,
     found: _Next,
+    engine: Engine,
     source: DuckSource,
     types: dict[str, pa.DataType],
     options: PrepareOptions,
@@ -200,18 +198,14 @@ def _write(
     before, number = found.before, found.before.number
     schema = before.schema
     job = _job(found, options, types)
+    freed = {table: change.freed for table, change in found.changes.items()}
+    window = Window(job, found.clock, freed, before.state.folder, found.look.num_rows)
     # In this order: a state counts once its increment is there, a description once there is one.
     with job.open(str(root / INCREMENTS / folder_of(number))) as writer:
         description = before.description or _description(found, job, source.columns, types)
-        spool = Spool(writer.folder / ".spool", schema)
-        _encode(job, found, source, spool, tell)
         with new_state(root, number) as partial:
-            old_rows = {name: before.state.task_rows(name, schema) for name in found.splits.names}
-            freed = {table: change.freed for table, change in found.changes.items()}
-            written = write_shards(
-                job, writer, spool, old_rows, partial, found.clock, freed, tell, found.look.num_rows
-            )
-            spool.close()
+            write_tables(partial, found.tables)
+            written = engine.write(window, found.tables, writer, partial, tell)
             job.write_vocabularies(writer.folder)
             _write_resets(writer.folder, found.changes)
             new_columns = sorted(set(source.columns) - set(description["columns"]))
@@ -259,29 +253,6 @@ def _job(found: _Next, options: PrepareOptions, types: dict[str, pa.DataType]) -
     return replace(job, features=replace(job.features, tables=tables))
 
 
-def _encode(job: Job, found: _Next, source: DuckSource, spool: Spool, tell: Progress) -> None:
-    """Deal the rows of the window to buckets; late ones are support, as they are from before it."""
-    schema, clock, done = job.schema, found.clock, 0
-    encoder = Encoder(schema, job.fitted, found.tables)
-    assert schema.time is not None
-    column = schema.time.column
-
-    def encode(batch: pa.RecordBatch) -> tuple[int, list[tuple[int, EncodedRows]]]:
-        num_rows = batch.num_rows
-        kept_N = clock.is_kept(time_values(column, batch[column]))
-        rows = encoder.encode(batch if kept_N.all() else batch.filter(pa.array(kept_N)))
-        side_N = np.where(clock.is_late(rows.time_N), SUPPORT, QUERY).astype(np.int8)
-        return num_rows, split_by_bucket(job.plan, replace(rows, side_NS=side_N[:, None]))
-
-    total = found.look.num_rows + found.look.num_dropped
-    batches = source.batches(schema.columns)
-    for num_rows, parts in map_in_order(job.options.threads, encode, batches):
-        spool.append(parts)
-        done += num_rows
-        tell("encoding", done, total)
-    spool.flush()
-
-
 def _write_resets(folder: Path, changes: dict[str, Change]) -> None:
     for table, change in changes.items():
         if len(change.reused):
@@ -311,7 +282,7 @@ def _report(found: _Next, job: Job) -> dict[str, Any]:
         "rows": look.num_rows,
         "late": look.num_late,
         "too_late": look.num_dropped,
-        "label_mean": look.label_sum / max(look.num_rows, 1),
+        "label_mean": statistics_of(look)["label_mean"],
         "tables": tables,
         "drift": moved,
         "alarms": alarms(look, moved, tables, rule),

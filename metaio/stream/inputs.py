@@ -19,31 +19,34 @@ class InputFile(NamedTuple):
     xxh3: str
 
 
-def described(names: list[str]) -> list[InputFile]:
-    """Return the files with their hashes; reads all of them.
+def described(name: str) -> InputFile:
+    """Return a file with its hash; reads all of it.
 
     Raises:
-        DataError: one cannot be read, or two hold the same bytes.
+        DataError: it cannot be read.
     """
+    digest, num_bytes = xxhash.xxh3_128(), 0
+    fs, path = file_system(name)
+    try:
+        with fs.open(path, "rb") as file:
+            while data := file.read(_CHUNK_BYTES):
+                digest.update(data)
+                num_bytes += len(data)
+    except OSError as error:
+        raise DataError(f"input {name} cannot be read: {error}. Check the path") from error
+    return InputFile(name, num_bytes, digest.hexdigest())
+
+
+def refuse_doubled(files: list[InputFile]) -> None:
+    """Raise DataError for two files of the same bytes."""
     found: dict[str, InputFile] = {}
-    for name in names:
-        digest, num_bytes = xxhash.xxh3_128(), 0
-        fs, path = file_system(name)
-        try:
-            with fs.open(path, "rb") as file:
-                while data := file.read(_CHUNK_BYTES):
-                    digest.update(data)
-                    num_bytes += len(data)
-        except OSError as error:
-            raise DataError(f"input {name} cannot be read: {error}. Check the path") from error
-        own = InputFile(name, num_bytes, digest.hexdigest())
-        if num_bytes and own.xxh3 in found:
+    for file in files:
+        if file.num_bytes and file.xxh3 in found:
             raise DataError(
-                f"input {name} holds the same bytes as {found[own.xxh3].name}: its rows would be "
-                "trained twice. Leave one out"
+                f"input {file.name} holds the same bytes as {found[file.xxh3].name}: its rows "
+                "would be trained twice. Leave one out"
             )
-        found[own.xxh3] = own
-    return list(found.values())
+        found[file.xxh3] = file
 
 
 def refuse_known(files: list[InputFile], taken: pa.Table) -> None:

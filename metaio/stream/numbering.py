@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from metaio.hashing import UInt64, splitmix64
 from metaio.prepare.values import hash_values, kind_of
-from metaio.ragged import Int64, offsets
+from metaio.ragged import Int64, offsets, ragged_indices
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,21 @@ class Occurrences:
     def of(cls, values: pa.Array, times_V: Int64, admission: int) -> "Occurrences":
         """Return the occurrences of a batch's values, each with its time."""
         return _reduced(values, np.ones(len(times_V), np.int64), times_V, times_V, admission)
+
+    def dealt(self, num_parts: int) -> list[tuple[int, "Occurrences"]]:
+        """Return the values of each of `num_parts` parts that has any; a value is always of one
+        part, whatever others are there.
+        """
+        part_D = (_hashes(self.values) % np.uint64(num_parts)).astype(np.int64)
+        starts_D = offsets(self.lengths_D)[:-1]
+        found = []
+        for part in np.unique(part_D).tolist():
+            own = np.flatnonzero(part_D == part)
+            lengths = self.lengths_D[own]
+            times = self.times[ragged_indices(starts_D[own], lengths)]
+            values = self.values.take(pa.array(own))
+            found.append((part, Occurrences(values, lengths, times, self.last_D[own])))
+        return found
 
 
 def merged(parts: list[Occurrences], admission: int) -> Occurrences:

@@ -18,11 +18,13 @@ def statistics_of(look: Look) -> dict[str, Any]:
     """Return what later windows are compared with."""
     rows = max(look.num_rows, 1)
     mean = look.label_sum / rows
+    deviation = math.sqrt(max(look.label_squares / rows - mean * mean, 0.0))
     return {
         "rows": look.num_rows,
         "span": look.most_time - look.least_time,
-        "label_mean": mean,
-        "label_deviation": math.sqrt(max(look.label_squares / rows - mean * mean, 0.0)),
+        # Sums depend on the order of adding in their last bits: so engines agree.
+        "label_mean": float(f"{mean:.9g}"),
+        "label_deviation": float(f"{deviation:.6g}"),
         "nulls": {name: count / rows for name, count in look.nulls.items()},
     }
 

@@ -43,7 +43,12 @@ class State:
 
     def task_rows(self, split: str, schema: Schema) -> TaskRows:
         """Return the newest rows of the tasks of a split."""
-        return TaskRows(rows_file(self.folder, split) if self.folder else None, schema)
+        return task_rows(self.folder, split, schema)
+
+
+def task_rows(folder: Path | None, split: str, schema: Schema) -> TaskRows:
+    """Return the newest rows of the tasks of a split, in the folder of a state if there is one."""
+    return TaskRows(rows_file(folder, split) if folder else None, schema)
 
 
 def rows_file(folder: Path, split: str) -> Path:
@@ -66,10 +71,7 @@ def load_state(stream: Path, number: int) -> State:
                 f"{path} is missing or differs from its checksum. Put it back, or take back "
                 f"increment {number} (docs/streams.md) and append it again"
             )
-    tables = {
-        name: _numbering(folder / f"table-{name}.arrow", num_rows)
-        for name, num_rows in body["tables"].items()
-    }
+    tables = mapped_tables(folder, body["tables"])
     inputs = _read(folder / "inputs.arrow")
     return State(tables, inputs, body["windows"], body["end"], folder)
 
@@ -86,15 +88,27 @@ def new_state(stream: Path, number: int) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def commit_state(partial: Path, state: State) -> None:
-    """Write the rest of a state beside the rows that stand in `partial`, and give it its name.
-
-    It counts only once its increment is there: before, the next writer removes it.
-    """
-    for name, table in state.tables.items():
+def write_tables(partial: Path, tables: dict[str, Numbering]) -> None:
+    """Write the tables of a state that is being built, for all who encode by them."""
+    for name, table in tables.items():
         columns = [table.values, table.hash_E, table.row_E, table.count_E, table.last_E]
         names = ["value", "hash", "row", "count", "last"]
         _write(partial / f"table-{name}.arrow", pa.table(columns, names=names))
+
+
+def mapped_tables(folder: Path, num_rows: dict[str, int]) -> dict[str, Numbering]:
+    """Return the tables that `write_tables` wrote, given their numbers of rows; what is not looked
+    up is not read.
+    """
+    return {name: _numbering(folder / f"table-{name}.arrow", n) for name, n in num_rows.items()}
+
+
+def commit_state(partial: Path, state: State) -> None:
+    """Write the rest of a state beside its tables and the rows that stand in `partial`, and give it
+    its name.
+
+    It counts only once its increment is there: before, the next writer removes it.
+    """
     _write(partial / "inputs.arrow", state.inputs)
     files = {}
     for path in sorted(partial.iterdir()):

@@ -3,17 +3,18 @@
 Shape suffixes: N rows of a batch.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from metaio.errors import DataError
-from metaio.prepare.encode import task_keys
+from metaio.prepare.encode import EncodedRows, Encoder, task_keys
 from metaio.prepare.labels import labels_of
 from metaio.prepare.rules import StreamRule
 from metaio.prepare.schema import Schema
+from metaio.prepare.sides import QUERY, SUPPORT
 from metaio.prepare.splits import Splits, rows_of_splits, split_of
 from metaio.prepare.survey import joined_moments, moments_of, values_of_rows
 from metaio.prepare.values import time_values
@@ -120,18 +121,29 @@ class Look:
                 self.seen[table] = [merged(known, admissions[table])]
 
 
-def look_at(
-    schema: Schema,
-    splits: Splits,
-    clock: Clock,
-    value_types: dict[str, pa.DataType],
-    batch: pa.RecordBatch,
-) -> Look:
-    """Return what a batch holds; `value_types` are those of each table's values.
+@dataclass(frozen=True)
+class Looking:
+    """What the first look needs to know. It is sent to every worker of a cluster."""
+
+    schema: Schema
+    splits: Splits
+    clock: Clock
+    value_types: dict[str, pa.DataType]  # of each table's values
+
+    @property
+    def admissions(self) -> dict[str, int]:
+        """Return how many occurrences admit a value, of each table."""
+        sparse = self.schema.sparse
+        return {c.table_name: c.vocabulary for c in sparse if c.vocabulary is not None}
+
+
+def look_at(looking: Looking, batch: pa.RecordBatch) -> Look:
+    """Return what a batch holds.
 
     Raises:
         DataError: a value makes no sense, such as NaN.
     """
+    schema, splits, clock = looking.schema, looking.splits, looking.clock
     assert schema.time is not None
     time_N = time_values(schema.time.column, batch[schema.time.column])
     kept_N = clock.is_kept(time_N)
@@ -158,7 +170,22 @@ def look_at(
     for column in schema.sparse:
         if column.vocabulary is not None:
             values, rows_V = values_of_rows(schema, column, train)
-            values = values.cast(value_types[column.table_name])
+            values = values.cast(looking.value_types[column.table_name])
             own = Occurrences.of(values, train_time_N[rows_V], column.vocabulary)
             found.seen.setdefault(column.table_name, []).append(own)
     return found
+
+
+def encoded(encoder: Encoder, clock: Clock, batch: pa.RecordBatch) -> EncodedRows:
+    """Return the rows of a batch that the window takes; late ones are support, as they are from
+    before it.
+
+    Raises:
+        DataError: see Encoder.encode.
+    """
+    assert encoder.schema.time is not None
+    column = encoder.schema.time.column
+    kept_N = clock.is_kept(time_values(column, batch[column]))
+    rows = encoder.encode(batch if kept_N.all() else batch.filter(pa.array(kept_N)))
+    side_N = np.where(clock.is_late(rows.time_N), SUPPORT, QUERY).astype(np.int8)
+    return replace(rows, side_NS=side_N[:, None])

@@ -1,7 +1,10 @@
-"""Small datasets, and readers that are slow and obvious."""
+"""Small datasets, readers that are slow and obvious, and Spark on threads of this process."""
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,3 +132,24 @@ def write(tmp_path: Path) -> WriteFn:
         return out
 
     return write_splits
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Any]:
+    """A session of two threads and small batches, so that rows come in many orders."""
+    from pyspark.sql import SparkSession
+
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")  # the machine's name may have no address
+
+    builder = SparkSession.builder.master("local[2]").appName("metaio")
+    for key, value in {
+        "spark.ui.enabled": "false",
+        "spark.sql.shuffle.partitions": "4",
+        "spark.driver.memory": "1g",
+        "spark.sql.execution.arrow.maxRecordsPerBatch": "97",
+    }.items():
+        builder = builder.config(key, value)
+    spark = builder.getOrCreate()
+    yield spark
+    spark.stop()

@@ -1,9 +1,6 @@
 """Spark against the one-machine engine: the same files to the byte."""
 
-import os
 import shutil
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +15,6 @@ from tests.metaio.prepare.test_local import BASE, changed, raw_table
 
 pyspark = pytest.importorskip("pyspark", reason="needs the extra spark")
 pytestmark = pytest.mark.skipif(shutil.which("java") is None, reason="needs Java on PATH")
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Any]:
-    from pyspark.sql import SparkSession
-
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")  # the machine's name may have no address
-
-    builder = SparkSession.builder.master("local[2]").appName("metaio")
-    for key, value in {
-        "spark.ui.enabled": "false",
-        "spark.sql.shuffle.partitions": "4",
-        "spark.driver.memory": "1g",
-        "spark.sql.execution.arrow.maxRecordsPerBatch": "97",
-    }.items():
-        builder = builder.config(key, value)
-    spark = builder.getOrCreate()
-    yield spark
-    spark.stop()
 
 
 @pytest.mark.parametrize(

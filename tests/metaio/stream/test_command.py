@@ -82,6 +82,11 @@ def test_quarantine_ends_with_3_and_one_line(tmp_path: Path) -> None:
         ),
         (["in", "out", "--schema", "x", "--accept"], "--accept has no effect with --schema"),
         (["in", "--extend", "s", "--overwrite"], "--overwrite has no effect with --extend"),
+        (
+            ["in.parquet", "--extend", "s", "--spark", "--memory", "4GB"],
+            "--memory has no effect with --extend --spark",
+        ),
+        (["in.csv", "--extend", "s", "--spark"], "--spark was given in.csv; it reads Parquet"),
     ],
 )
 def test_options_that_do_not_go_with_a_stream_are_refused(

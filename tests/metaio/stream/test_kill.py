@@ -81,6 +81,9 @@ def test_a_kill_at_any_point_leaves_the_stream_with_or_without_the_increment(
         if found.numbers == [1, 2]:
             without += 1
             extend([str(file)], str(stream), None, OPTIONS)
+        else:  # whoever tries again is told, and what the killed one left goes
+            with pytest.raises(DataError, match="was taken into increment 3 already"):
+                extend([str(file)], str(stream), None, OPTIONS)
         found = open_stream(str(stream))
         assert found.records[-1] == expected
         # The next one goes on, and nothing half-written is left.

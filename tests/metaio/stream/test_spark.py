@@ -1,0 +1,134 @@
+"""Increments by Spark against those of one machine: the same files and states, to the byte."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from metaio import DataError
+from metaio.errors import QuarantinedError
+from metaio.prepare.rules import TransformRule
+from metaio.prepare.schema import Schema
+from metaio.stream.chain import IncrementRecord, open_stream
+from metaio.stream.extend import extend
+from metaio.stream.spark import on_spark
+from tests.metaio.stream.logs import DAY, OPTIONS, changed, log, schema
+
+pytest.importorskip("pyspark", reason="needs the extra spark")
+pytestmark = pytest.mark.skipif(shutil.which("java") is None, reason="needs Java on PATH")
+
+DAYS = 6
+# Buckets of 160 rows: a day has several, and the gate's are small.
+SMALL = dataclasses.replace(OPTIONS, block_rows=20)
+
+
+def written(logs: Path, day: int) -> list[str]:
+    """A day's log in three files of small row groups: with late rows, rows that are too late, and
+    ids and users that come, go and return."""
+    table = log(day, rows=500)
+    if day:
+        time = table["time"].to_numpy().copy()
+        time[:20] = day * DAY - 1_800 - np.arange(20)
+        time[20:30] = (day - 1) * DAY + np.arange(10)
+        table = changed(table, "time", time)
+    if day == DAYS - 1:  # who was there on the first day, and not since
+        table = changed(table, "item", log(0, rows=500)["item"].to_numpy())
+        table = changed(table, "user", log(0, rows=500)["user"].to_numpy())
+    table = changed(table, "click", np.round(np.random.default_rng(day).random(500), 3))
+    names = [str(logs / f"{day}-{part}.parquet") for part in range(3)]
+    logs.mkdir(exist_ok=True)
+    for part, name in enumerate(names):
+        rows = table.slice(part * 200, 200)
+        pq.write_table(rows, name, row_group_size=70)
+    return names
+
+
+def files(stream: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(stream).as_posix(): path.read_bytes()
+        for path in stream.rglob("*")
+        if path.is_file()
+    }
+
+
+def by_spark(
+    session: Any, inputs: list[str], stream: Path, own: Schema | None, **how: Any
+) -> IncrementRecord:
+    return extend(inputs, str(stream), own, SMALL, engine_of=on_spark(session), **how)
+
+
+@pytest.mark.parametrize(
+    ("rule", "days_of_spark"),
+    [
+        ({"ttl": 2.0 * DAY, "grace": 1.0 * DAY}, range(DAYS)),
+        # Each goes on from what the other one left.
+        ({"max_new_rows": 7, "gate": 0.0}, range(1, DAYS, 2)),
+    ],
+    ids=["ttl", "in turn"],
+)
+def test_spark_and_one_machine_write_the_same_stream(
+    tmp_path: Path, session: Any, rule: dict[str, Any], days_of_spark: range
+) -> None:
+    one, many = tmp_path / "one", tmp_path / "many"
+    late = returning = reused = 0
+    for day in range(DAYS):
+        inputs = written(tmp_path / "logs", day)
+        given = schema(late=3_600.0, **rule) if day == 0 else None
+        record = extend(inputs, str(one), given, SMALL)
+        if day in days_of_spark:
+            by_spark(session, inputs, many, given)
+        else:
+            extend(inputs, str(many), given, SMALL)
+        expected, found = files(one), files(many)
+        assert found.keys() == expected.keys()
+        assert [name for name in found if found[name] != expected[name]] == []
+        late += record.report["late"] * record.report["too_late"]
+        returning += record.report["tasks"]["train"]["returning"]
+        reused += record.report["tables"]["item"]["reused"]
+    assert len(open_stream(str(one)).dataset(DAYS).manifest.splits["train"].shards) > 2
+    assert late > 0
+    assert returning > 0
+    assert (reused > 0) == ("ttl" in rule)
+
+
+def test_spark_refuses_what_one_machine_refuses(tmp_path: Path, session: Any) -> None:
+    one, many = tmp_path / "one", tmp_path / "many"
+    inputs = written(tmp_path / "logs", 0)
+    extend(inputs, str(one), schema(), SMALL)
+    by_spark(session, inputs, many, schema())
+    nan, null, old = (str(tmp_path / f"{name}.parquet") for name in ("nan", "null", "old"))
+    day = log(1)
+    pq.write_table(changed(day, "price", [float("nan")] * 400), nan)
+    pq.write_table(changed(day, "city", [None, *day["city"].to_pylist()[1:]]), null)
+    before = log(0, seed=1)
+    pq.write_table(before.filter(pa.array(before["time"].to_numpy() < DAY // 2)), old)
+    for refused, error in (
+        ([nan], QuarantinedError),
+        ([null], QuarantinedError),
+        ([old], QuarantinedError),
+        (inputs[:1], DataError),
+        ([str(tmp_path / "none.parquet")], DataError),
+    ):
+        said = []
+        for append in (extend, lambda *given: by_spark(session, given[0], many, None)):
+            with pytest.raises(error) as caught:
+                append(refused, str(one), None, SMALL)
+            said.append(str(caught.value).replace(str(many), str(one)))
+        assert said[0] == said[1]
+    assert open_stream(str(many)).numbers == [1]
+    assert list(many.rglob(".*")) == []
+
+
+def test_a_transform_is_for_one_machine() -> None:
+    own = dataclasses.replace(schema(), transform=TransformRule("mine:clean"))
+    with pytest.raises(DataError) as caught:
+        on_spark(None)(None, own, SMALL)  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "the stream's schema has [transform] with 'mine:clean', which runs on one machine. Leave "
+        "--spark out"
+    )
