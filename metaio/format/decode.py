@@ -3,6 +3,7 @@
 Shape suffixes: T episodes, N rows, M multi-id features, B tables, U unique ids of all tables.
 """
 
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ from metaio.format.features import Features
 from metaio.format.layout import Stream, chunk_ranges
 from metaio.format.storage import Window
 from metaio.ragged import Int64, offsets, row_sums
+
+# How Parquet's types of the streams of one column lie in a plain page: little-endian.
+_PLAIN_TYPES = {"INT32": np.dtype("<i4"), "FLOAT": np.dtype("<f4")}
 
 
 @dataclass(frozen=True)
@@ -46,12 +50,16 @@ class RowGroup:
                     f"from the checksum in the block table. {REMEDY}"
                 )
 
-    def decode(self) -> list[npt.NDArray[np.generic]]:
-        """Return the columns as arrays, which share Arrow's memory.
+    def decode(self, in_place: bool = False) -> list[npt.NDArray[np.generic]]:
+        """Return the columns as arrays, which share Arrow's memory; with `in_place` that of the
+        file where its bytes are the values, wherever in memory they begin.
 
         Raises:
             FormatError: the pages are not what the footer says.
         """
+        stored = self._stored() if in_place else None
+        if stored is not None:
+            return [stored]
         try:
             # The footer is given, not read again. One thread: other blocks keep the others busy.
             source = pq.ParquetFile(self.window.open(), metadata=self.metadata)
@@ -64,6 +72,34 @@ class RowGroup:
             ) from error
         self.window.done(self.ranges[0][0], self.ranges[-1][1])
         return columns
+
+    def _stored(self) -> npt.NDArray[np.generic] | None:
+        """Return the only column, not copied, where it is one page of plain values."""
+        column = self.metadata.row_group(self.index).column(0)
+        kind = _PLAIN_TYPES.get(column.physical_type)
+        if len(self.ranges) > 1 or kind is None or column.compression != "UNCOMPRESSED":
+            return None
+        (begin, end), num_bytes = self.ranges[0], column.num_values * kind.itemsize
+        # Required values have no levels, so a page of that size holds all of them and nothing else.
+        header = bytes(self.window.view(begin, max(end - num_bytes, begin)))
+        if column.has_dictionary_page or not header.startswith(_page_header(num_bytes)):
+            return None
+        values = np.frombuffer(self.window.view(end - num_bytes, end), dtype=kind)
+        # Its pages may leave memory with the last batch that is made of it.
+        weakref.finalize(values, self.window.done, begin, end).atexit = False
+        return values
+
+
+def _page_header(num_bytes: int) -> bytes:
+    """Return how the header of an uncompressed data page of that size begins, in Thrift's compact
+    protocol: the type DATA_PAGE, then the size twice, uncompressed and compressed.
+    """
+    varint, rest = bytearray(), 2 * num_bytes  # zigzag
+    while rest >= 0x80:
+        varint.append(rest & 0x7F | 0x80)
+        rest >>= 7
+    varint.append(rest)
+    return b"\x15\x00" + (b"\x15" + bytes(varint)) * 2
 
 
 def read_footer(

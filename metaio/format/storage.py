@@ -85,7 +85,8 @@ class _Resident:
     def __init__(self) -> None:
         self._kept: set[tuple[mmap.mmap, int]] = set()
         self._num_bytes = 0
-        self._lock = threading.Lock()
+        # Reentrant: a block may be let go of, hence used, wherever memory is asked for.
+        self._lock = threading.RLock()
 
     def used(self, mapped: mmap.mmap, begin: int, end: int) -> None:
         """Keep the whole pages within these bytes, or let them go where the bound is reached."""

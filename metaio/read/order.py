@@ -192,13 +192,23 @@ class EpisodeOrder:
         episodes = ragged_indices(starts, lengths)
         if not self.config.shuffle:
             return episodes
-        drawn = episodes
+        drawn, is_short = episodes, np.zeros(len(episodes), dtype=np.bool_)
         if self._bundle_tasks:
             # The first of its bundle is drawn for each: a stable sort keeps them in order.
-            drawn = episodes - (episodes - np.repeat(starts, lengths)) % self._bundle_tasks
+            within = episodes - np.repeat(starts, lengths)
+            drawn = episodes - within % self._bundle_tasks
+            is_short = within >= np.repeat(lengths - lengths % self._bundle_tasks, lengths)
         # Sorting by a hash rather than numpy's shuffle, whose streams may change between releases.
         keys = splitmix64(drawn.astype(np.uint64) ^ self._key)
-        shuffled: Int64 = episodes[np.argsort(keys, kind="stable")]
+        order = np.argsort(keys, kind="stable")
+        shuffled: Int64 = episodes[order]
+        if self._bundle_tasks:
+            # Steps are so many bundles and begin with one: short ones, and one that is cut, fill the
+            # step at which the window before ended and that at which this one does.
+            is_short = is_short[order]
+            shuffled = np.concatenate([shuffled[~is_short], shuffled[is_short]])
+            lead = -int(self._window_offsets[lane][window]) % self._bundle_tasks
+            shuffled = np.roll(shuffled, lead)
         return shuffled
 
     def _group(self, episodes_E: Int64) -> list[BlockEpisodes]:
