@@ -52,7 +52,7 @@ class RowGroup:
 
     def decode(self, in_place: bool = False) -> list[npt.NDArray[np.generic]]:
         """Return the columns as arrays, which share Arrow's memory; with `in_place` that of the
-        file where its bytes are the values, wherever in memory they begin.
+        file where its bytes are the values, which then may begin at any address.
 
         Raises:
             FormatError: the pages are not what the footer says.
@@ -79,27 +79,35 @@ class RowGroup:
         kind = _PLAIN_TYPES.get(column.physical_type)
         if len(self.ranges) > 1 or kind is None or column.compression != "UNCOMPRESSED":
             return None
-        (begin, end), num_bytes = self.ranges[0], column.num_values * kind.itemsize
-        # Required values have no levels, so a page of that size holds all of them and nothing else.
-        header = bytes(self.window.view(begin, max(end - num_bytes, begin)))
-        if column.has_dictionary_page or not header.startswith(_page_header(num_bytes)):
+        (begin, end), start = self.ranges[0], self.ranges[0][1] - column.num_values * kind.itemsize
+        # Required values have no levels: a page of that size holds all of them and nothing else.
+        header = bytes(self.window.view(begin, max(start, begin)))
+        if not header.startswith(_page_header(column.num_values, kind.itemsize)):
             return None
-        values = np.frombuffer(self.window.view(end - num_bytes, end), dtype=kind)
-        # Its pages may leave memory with the last batch that is made of it.
+        self.window.will_need(start, end)
+        values = np.frombuffer(self.window.view(start, end), dtype=kind)
+        # Its pages may leave memory with the last array that looks at them.
         weakref.finalize(values, self.window.done, begin, end).atexit = False
         return values
 
 
-def _page_header(num_bytes: int) -> bytes:
-    """Return how the header of an uncompressed data page of that size begins, in Thrift's compact
-    protocol: the type DATA_PAGE, then the size twice, uncompressed and compressed.
+def _page_header(num_values: int, item_bytes: int) -> bytes:
+    """Return how the header of an uncompressed data page of plain values begins.
+
+    In Thrift's compact protocol: type DATA_PAGE, size uncompressed and compressed, then of its
+    DataPageHeader the number of values and the encoding PLAIN.
     """
-    varint, rest = bytearray(), 2 * num_bytes  # zigzag
+    size = b"\x15" + _varint(num_values * item_bytes)
+    return b"\x15\x00" + size * 2 + b"\x2c\x15" + _varint(num_values) + b"\x15\x00"
+
+
+def _varint(number: int) -> bytes:
+    """Return a non-negative number as Thrift writes it: zigzag, seven bits a byte, lowest first."""
+    rest, found = 2 * number, bytearray()
     while rest >= 0x80:
-        varint.append(rest & 0x7F | 0x80)
+        found.append(rest & 0x7F | 0x80)
         rest >>= 7
-    varint.append(rest)
-    return b"\x15\x00" + (b"\x15" + bytes(varint)) * 2
+    return bytes([*found, rest])
 
 
 def read_footer(

@@ -117,6 +117,12 @@ class Window:
         if self._resident is not None and isinstance(self._data.obj, mmap.mmap):
             self._resident.used(self._data.obj, begin, end)
 
+    def will_need(self, begin: int, end: int) -> None:
+        """Have these bytes read ahead where they are mapped and not in memory."""
+        if isinstance(self._data.obj, mmap.mmap):
+            first = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            self._data.obj.madvise(mmap.MADV_WILLNEED, first, end - first)
+
     def view(self, begin: int, end: int) -> memoryview:
         """Return the bytes [begin, end) of the file, not copied."""
         return self._data[begin - self._begin : end - self._begin]

@@ -265,10 +265,10 @@ def _renumber(features: Features, parts: list[_Part], starts_PB: Int64) -> tuple
 
 def _add_to_rows(into_NF: Int32, shift_F: Int32) -> None:
     """Add to every row; many rows at once are as one, as numpy begins anew with each."""
-    rest = len(into_NF) % _ROWS_AT_ONCE
-    many = into_NF[: len(into_NF) - rest].reshape(-1, _ROWS_AT_ONCE * len(shift_F))
+    whole = len(into_NF) // _ROWS_AT_ONCE
+    many = into_NF[: whole * _ROWS_AT_ONCE].reshape(whole, _ROWS_AT_ONCE * len(shift_F))
     many += np.tile(shift_F, _ROWS_AT_ONCE)
-    into_NF[len(into_NF) - rest :] += shift_F
+    into_NF[whole * _ROWS_AT_ONCE :] += shift_F
 
 
 def _shift_values(
