@@ -3,16 +3,17 @@ peers.
 
 `gmeta, a block a batch` hands out stored blocks in order, `gmeta, blocks shuffled` in a random one
 (`data.blocks_per_step`: batch-level shuffle). `gmeta, shuffled` makes batches of 1,024 episodes
-from a window of shuffled blocks as a large split comes by default, in bundles of 64 tasks; `gmeta,
-episodes shuffled` draws each episode by itself, as of a small split or `--bundle-tasks 0`. All give
-unique ids and positions, and decode every block in every epoch. `bare decode` reads the files
-without bundles with pyarrow, in a loop, to Arrow arrays and nothing more; the faster of read() and
-mmap counts. `unique_ids_per_row` counts the ids that a trainer looks up, of steps of 1,024 episodes
-and of 128, the default. Peers read the same rows from a row table in the encodings that suit
-pyarrow best (DELTA ids, PLAIN floats, no compression), to one tensor a feature group; they compute
-no unique ids unless their name says so. Files are in the page cache; the first epoch, in which
-gmeta also verifies every checksum, is reported by itself. Polars and Mosaic streaming take part
-once --setup has installed them into .venv-peers-data.
+from a window of shuffled blocks, of the logs as `gmeta prepare` stores them by default: from a
+million rows on in bundles of 64 tasks. `gmeta, episodes shuffled` draws each episode by itself, as
+of a smaller split or `--bundle-tasks 0`. All give unique ids and positions, and read every block
+anew in every epoch; of bundles what lies in the file as in memory is copied into batches and not
+decoded. `bare decode` reads the files without bundles with pyarrow, in a loop, to Arrow arrays and
+nothing more; the faster of read() and mmap counts. `unique_ids_per_row` counts the ids that a
+trainer looks up, of steps of 1,024 episodes and of 128, the default. Peers read the same rows from
+a row table in the encodings that suit pyarrow best (DELTA ids, PLAIN floats, no compression), to
+one tensor a feature group; they compute no unique ids unless their name says so. Files are in the
+page cache; the first epoch, in which gmeta also verifies every checksum, is reported by itself.
+Polars and Mosaic streaming take part once --setup has installed them into .venv-peers-data.
 """
 
 import functools
@@ -44,7 +45,7 @@ from peers.setup import set_up_data
 
 import metaio
 import metaio.format.layout
-from metaio.prepare.job import BUNDLE_TASKS, PrepareOptions
+from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
 from metaio.read.order import BlockEpisodes
 from metaio.read.pipeline import BatchPipeline, Plan
@@ -76,7 +77,7 @@ def bare_decode(dataset: metaio.Dataset, mapped: bool) -> int:
 class Readers:
     """Our readers, alive for all rounds as in training: their threads and memory are warm."""
 
-    def __init__(self, dataset: metaio.Dataset, bundled: metaio.Dataset, threads: int) -> None:
+    def __init__(self, dataset: metaio.Dataset, default: metaio.Dataset, threads: int) -> None:
         # Two batches ahead for each thread: one is made while the other waits to be taken.
         self._blocks = BatchPipeline(
             dataset, threads=threads, prefetch_batches=2 * threads, cache_bytes=1
@@ -84,7 +85,7 @@ class Readers:
         self._shuffled_blocks = metaio.BatchReader(
             dataset, "train", tasks_per_step=1, blocks_per_step=1, threads=threads, cache_bytes=1
         )
-        self._shuffled = shuffled(bundled, threads)
+        self._shuffled = shuffled(default, threads)
         self._episodes = shuffled(dataset, threads)
         split = dataset.splits["train"]
         self._plans: list[Plan] = [
@@ -102,7 +103,7 @@ class Readers:
         return sum(batch.num_rows for batch in self._shuffled_blocks.batches(next(self._epochs)))
 
     def shuffled(self) -> int:
-        """One epoch of whole bundles; rows read."""
+        """One epoch in the default way; rows read."""
         return sum(batch.num_rows for batch in self._shuffled.batches(next(self._epochs)))
 
     def episodes(self) -> int:
@@ -201,19 +202,19 @@ def run(folder: Path, rows: int, rounds: int) -> dict[str, object]:
     logs, data = folder / "logs.parquet", str(folder / "data")
     write_logs(logs, rows)
     prepare([str(logs)], data, logs_schema(), PrepareOptions(bundle_tasks=0))
-    in_bundles = PrepareOptions(bundle_tasks=BUNDLE_TASKS)
-    prepare([str(logs)], f"{data}-bundled", logs_schema(), in_bundles)
+    prepare([str(logs)], f"{data}-default", logs_schema(), PrepareOptions())
     row_table(logs, folder / "rows.parquet")
     mosaic_too = has_mosaic()
     if mosaic_too:
         write_mosaic(metaio.open_dataset(data), folder / "mds")
-    figures: dict[str, object] = {}
+    default = metaio.open_dataset(f"{data}-default")
+    figures: dict[str, object] = {"bundle_tasks": default.splits["train"].blocks.bundle_tasks}
     for threads in (1, 2):
         pa.set_cpu_count(threads)
         # Threads are those of the readers; torch has hardly anything to compute.
         torch.set_num_threads(1)
         dataset = metaio.open_dataset(data)
-        readers = Readers(dataset, metaio.open_dataset(f"{data}-bundled"), threads)
+        readers = Readers(dataset, default, threads)
         # By itself: only the first pass over a file verifies its checksums.
         first_epoch = rate(readers.blocks)
         found = interleaved(works(dataset, readers, folder, mosaic_too), rounds)
@@ -226,7 +227,7 @@ def run(folder: Path, rows: int, rounds: int) -> dict[str, object]:
         ]
         print_table(("", "median", "lowest", "highest"), lines)
         figures |= summary(spreads, first_epoch, threads)
-    for name, kind in (("", "-bundled"), ("_episodes", "")):
+    for name, kind in (("", "-default"), ("_episodes", "")):
         for tasks in (SHUFFLED_EPISODES, 128):
             found_ids = ids_per_row(metaio.open_dataset(f"{data}{kind}"), tasks)
             figures[f"unique_ids_per_row{name}_{tasks}"] = found_ids
@@ -259,7 +260,7 @@ def main() -> int:
     sys.path.append(str(options.peers_env.absolute()))
     if options.cpu_time:
         CLOCK[0] = time.process_time
-    rows = options.rows or (400_000 if options.quick else 2_000_000)
+    rows = options.rows or (1_200_000 if options.quick else 2_000_000)
     rounds = options.rounds or (3 if options.quick else 7)
     with tempfile.TemporaryDirectory(prefix="metaio-reader-") as name:
         figures = run(Path(name), rows, rounds)

@@ -175,17 +175,19 @@ class Dataset:
         # One list for all files of the shard, in the order of layout.checksum_columns.
         checksums = iter(entry.blocks.xxh3_XC[block].tolist())
         columns = {}
+        bundles = entry.blocks.bundles(block)
         for stream, group in zip(self._streams, groups, strict=True):
             if verify:  # just before they are decoded: the bytes come from the cache then
                 group.check([next(checksums) for _ in group.ranges])
-            columns[stream.name] = group.decode()
+            # Bundles are copied into batches stretch by stretch: once is enough.
+            columns[stream.name] = group.decode(in_place=bundles is not None)
         place = f"{self.url}, split {split}, block {block}"
         try:
             decoded = assemble(
                 self.manifest.features,
                 columns,
                 entry.blocks.unique_lengths_XB[block],
-                entry.blocks.bundles(block),
+                bundles,
             )
         except ValueError as error:
             raise faulty(f"{place}: {error}") from error

@@ -3,6 +3,7 @@
 Shape suffixes: T episodes, N rows, M multi-id features, B tables, U unique ids of all tables.
 """
 
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ from metaio.format.features import Features
 from metaio.format.layout import Stream, chunk_ranges
 from metaio.format.storage import Window
 from metaio.ragged import Int64, offsets, row_sums
+
+# How Parquet's types of the streams of one column lie in a plain page: little-endian.
+_PLAIN_TYPES = {"INT32": np.dtype("<i4"), "FLOAT": np.dtype("<f4")}
 
 
 @dataclass(frozen=True)
@@ -46,12 +50,16 @@ class RowGroup:
                     f"from the checksum in the block table. {REMEDY}"
                 )
 
-    def decode(self) -> list[npt.NDArray[np.generic]]:
-        """Return the columns as arrays, which share Arrow's memory.
+    def decode(self, in_place: bool = False) -> list[npt.NDArray[np.generic]]:
+        """Return the columns as arrays, which share Arrow's memory; with `in_place` that of the
+        file where its bytes are the values, which then may begin at any address.
 
         Raises:
             FormatError: the pages are not what the footer says.
         """
+        stored = self._stored() if in_place else None
+        if stored is not None:
+            return [stored]
         try:
             # The footer is given, not read again. One thread: other blocks keep the others busy.
             source = pq.ParquetFile(self.window.open(), metadata=self.metadata)
@@ -64,6 +72,42 @@ class RowGroup:
             ) from error
         self.window.done(self.ranges[0][0], self.ranges[-1][1])
         return columns
+
+    def _stored(self) -> npt.NDArray[np.generic] | None:
+        """Return the only column, not copied, where it is one page of plain values."""
+        column = self.metadata.row_group(self.index).column(0)
+        kind = _PLAIN_TYPES.get(column.physical_type)
+        if len(self.ranges) > 1 or kind is None or column.compression != "UNCOMPRESSED":
+            return None
+        (begin, end), start = self.ranges[0], self.ranges[0][1] - column.num_values * kind.itemsize
+        # Required values have no levels: a page of that size holds all of them and nothing else.
+        header = bytes(self.window.view(begin, max(start, begin)))
+        if not header.startswith(_page_header(column.num_values, kind.itemsize)):
+            return None
+        self.window.will_need(start, end)
+        values = np.frombuffer(self.window.view(start, end), dtype=kind)
+        # Its pages may leave memory with the last array that looks at them.
+        weakref.finalize(values, self.window.done, begin, end).atexit = False
+        return values
+
+
+def _page_header(num_values: int, item_bytes: int) -> bytes:
+    """Return how the header of an uncompressed data page of plain values begins.
+
+    In Thrift's compact protocol: type DATA_PAGE, size uncompressed and compressed, then of its
+    DataPageHeader the number of values and the encoding PLAIN.
+    """
+    size = b"\x15" + _varint(num_values * item_bytes)
+    return b"\x15\x00" + size * 2 + b"\x2c\x15" + _varint(num_values) + b"\x15\x00"
+
+
+def _varint(number: int) -> bytes:
+    """Return a non-negative number as Thrift writes it: zigzag, seven bits a byte, lowest first."""
+    rest, found = 2 * number, bytearray()
+    while rest >= 0x80:
+        found.append(rest & 0x7F | 0x80)
+        rest >>= 7
+    return bytes([*found, rest])
 
 
 def read_footer(

@@ -6,6 +6,7 @@ ids of all multi-id features, B tables, U unique ids of all tables; all of one b
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -129,8 +130,12 @@ def encodings(stream: Stream, compact: bool) -> dict[str, object]:
         # Nobody filters these files by value, and statistics of lists of positions say nothing.
         "write_statistics": False,
         "store_schema": False,
-        "data_page_size": 1 << 20,
+        # One page a column and block: its bytes, one after another, are the values as in memory.
+        "data_page_size": 1 << 30,
     }
+    # Since release 23 pyarrow has a limit of its own, which is 20,000.
+    if "max_rows_per_page" in inspect.signature(pq.ParquetWriter).parameters:
+        options["max_rows_per_page"] = 1 << 30
     if options["use_dictionary"] is False:
         encoding = "DELTA_BINARY_PACKED" if stream.name in packed else "PLAIN"
         options["column_encoding"] = dict.fromkeys(columns, encoding)

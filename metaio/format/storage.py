@@ -85,7 +85,8 @@ class _Resident:
     def __init__(self) -> None:
         self._kept: set[tuple[mmap.mmap, int]] = set()
         self._num_bytes = 0
-        self._lock = threading.Lock()
+        # Reentrant: a block may be let go of, hence used, wherever memory is asked for.
+        self._lock = threading.RLock()
 
     def used(self, mapped: mmap.mmap, begin: int, end: int) -> None:
         """Keep the whole pages within these bytes, or let them go where the bound is reached."""
@@ -115,6 +116,12 @@ class Window:
         """Note that these bytes were used: mapped pages may leave memory until they are read."""
         if self._resident is not None and isinstance(self._data.obj, mmap.mmap):
             self._resident.used(self._data.obj, begin, end)
+
+    def will_need(self, begin: int, end: int) -> None:
+        """Have these bytes read ahead where they are mapped and not in memory."""
+        if isinstance(self._data.obj, mmap.mmap):
+            first = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            self._data.obj.madvise(mmap.MADV_WILLNEED, first, end - first)
 
     def view(self, begin: int, end: int) -> memoryview:
         """Return the bytes [begin, end) of the file, not copied."""

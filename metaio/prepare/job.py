@@ -33,7 +33,7 @@ DEFAULT_MEMORY_BYTES = 2 << 30
 # Half a million rows of 300 bytes sort in memory several times over within 1 GB.
 SHARD_BLOCKS = 8
 # Smaller train splits can be shuffled episode by episode, and have few bundles to shuffle.
-BUNDLED_ROWS = 64 * DEFAULT_BLOCK_ROWS
+BUNDLED_ROWS = 16 * DEFAULT_BLOCK_ROWS
 # Half of a usual step: fewer ids are looked up than where its episodes come from eight blocks.
 BUNDLE_TASKS = 64
 # Beyond this many rows a table's used ids are not counted: it would cost more than it tells.

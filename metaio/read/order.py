@@ -7,7 +7,8 @@ consecutive blocks are shuffled episode by episode. A step takes its episodes la
 lane's share they stand in stored order, so that neighbours come from the same block. A rank takes a
 contiguous slice of the step, so the world size decides who trains on an episode, never which step
 it belongs to. Where the data stands in bundles, these are shuffled in place of episodes; steps are
-as large. With `blocks_per_step` blocks are the unit instead: see BlockOrder.
+as large, and begin with a whole one where `tasks_per_step` is a multiple of theirs, but for a few
+where a window ends. With `blocks_per_step` blocks are the unit instead: see BlockOrder.
 """
 
 import itertools
@@ -192,14 +193,22 @@ class EpisodeOrder:
         episodes = ragged_indices(starts, lengths)
         if not self.config.shuffle:
             return episodes
-        drawn = episodes
-        if self._bundle_tasks:
-            # The first of its bundle is drawn for each: a stable sort keeps them in order.
-            drawn = episodes - (episodes - np.repeat(starts, lengths)) % self._bundle_tasks
+        if not self._bundle_tasks:
+            return episodes[self._drawn(episodes)]
+        # The first of its bundle is drawn for each: a stable sort keeps them in order.
+        within = episodes - np.repeat(starts, lengths)
+        order = self._drawn(episodes - within % self._bundle_tasks)
+        is_short = (within >= np.repeat(lengths - lengths % self._bundle_tasks, lengths))[order]
+        shuffled = np.concatenate([episodes[order[~is_short]], episodes[order[is_short]]])
+        # So that steps of whole bundles begin with one, bundles of fewer episodes come last, and
+        # what the step lacks in which the window before ended comes first.
+        lacking = -int(self._window_offsets[lane][window]) % self._bundle_tasks
+        return np.roll(shuffled, lacking)
+
+    def _drawn(self, values: Int64) -> Int64:
+        """Return a random order of values; equal ones stay as they stand, side by side."""
         # Sorting by a hash rather than numpy's shuffle, whose streams may change between releases.
-        keys = splitmix64(drawn.astype(np.uint64) ^ self._key)
-        shuffled: Int64 = episodes[np.argsort(keys, kind="stable")]
-        return shuffled
+        return np.argsort(splitmix64(values.astype(np.uint64) ^ self._key), kind="stable")
 
     def _group(self, episodes_E: Int64) -> list[BlockEpisodes]:
         blocks_E = np.searchsorted(self._episode_offsets, episodes_E, side="right") - 1

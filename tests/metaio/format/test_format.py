@@ -188,9 +188,10 @@ def test_positions_that_no_id_answers_are_refused(write: WriteFn) -> None:
     )
 
 
-def test_random_damage_is_refused_or_read_correctly(write: WriteFn) -> None:
+@pytest.mark.parametrize("bundle_tasks", [0, 4])
+def test_random_damage_is_refused_or_read_correctly(write: WriteFn, bundle_tasks: int) -> None:
     """METAIO_FUZZ_TRIALS=10000 is the full run; see docs/format.md."""
-    path = write({"train": make_rows(25)}, block_rows=60)
+    path = write({"train": make_rows(25)}, bundle_tasks=bundle_tasks, block_rows=60)
     trials = int(os.environ.get("METAIO_FUZZ_TRIALS", "300"))
     counts = damage_and_read(Path(path), trials, seed=trials)
     assert sum(counts.values()) == trials

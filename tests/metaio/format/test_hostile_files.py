@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import xxhash
 
 from metaio import MetaIOError, open_dataset
@@ -137,8 +138,12 @@ def read_all(path: Path) -> None:
     summarise(dataset)
 
 
-def test_files_whose_checksums_fit_a_wrong_content_are_refused_in_one_line(write: WriteFn) -> None:
-    path = Path(write({"train": make_rows(12), "valid": make_rows(3, seed=1)}, block_rows=30))
+@pytest.mark.parametrize("bundle_tasks", [0, 4])
+def test_files_whose_checksums_fit_a_wrong_content_are_refused_in_one_line(
+    write: WriteFn, bundle_tasks: int
+) -> None:
+    splits = {"train": make_rows(12), "valid": make_rows(3, seed=1)}
+    path = Path(write(splits, bundle_tasks=bundle_tasks, block_rows=30))
     rng, messages = random.Random(19), []
     for _ in range(NUM_CHANGES):
         copied = path.with_name("copy")

@@ -41,7 +41,13 @@ def slow_steps(config: OrderConfig, epoch: int, bundle_tasks: int = 1) -> list[l
             ]
             if config.shuffle:
                 bundles.sort(key=lambda bundle: mix(bundle[0] ^ key))
-            sequence += [episode for bundle in bundles for episode in bundle]
+                # Those of fewer episodes come last, and as many as the last step lacks first.
+                bundles.sort(key=lambda bundle: len(bundle) < bundle_tasks)
+            window = [episode for bundle in bundles for episode in bundle]
+            lacking = -len(sequence) % bundle_tasks if config.shuffle else 0
+            for _ in range(lacking):
+                window.insert(0, window.pop())
+            sequence += window
         lanes.append(sequence)
     quotas = [
         config.tasks_per_step // config.lanes + (lane < config.tasks_per_step % config.lanes)
@@ -74,6 +80,21 @@ def test_steps_follow_the_definition(
         order = EpisodeOrder(LENGTHS, config, epoch=2, bundle_tasks=bundle_tasks)
         found = [episodes_of(order, step) for step in range(order.num_steps)]
         assert found == slow_steps(config, epoch=2, bundle_tasks=bundle_tasks or 1)
+
+
+def test_of_a_window_few_bundles_are_cut() -> None:
+    """Though blocks end with bundles of fewer episodes, which would shift all that follow."""
+    lengths, bundle_tasks = [67, 64, 33, 95, 128, 50, 64, 77], 8
+    order = EpisodeOrder(lengths, OrderConfig(16, window_blocks=4), 0, bundle_tasks)
+    cut: list[tuple[int, int]] = []
+    for step in range(order.num_steps):
+        for part in order.step(step):
+            bundles, counts = np.unique(part.episodes // bundle_tasks, return_counts=True)
+            sizes = np.minimum(bundle_tasks, lengths[part.block] - bundles * bundle_tasks)
+            cut += [(part.block, int(bundle)) for bundle in bundles[counts < sizes]]
+    # Of each of two windows its last step begins, and the next one ends, in the midst of a bundle.
+    assert len(set(cut)) <= 4
+    assert order.num_steps == -(-sum(lengths) // 16)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])

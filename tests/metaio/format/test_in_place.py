@@ -1,0 +1,153 @@
+"""Columns of bundles that are looked at where the file has them, against what pyarrow decodes."""
+
+import gc
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from metaio import BatchReader, Dataset, open_dataset
+from metaio.format.decode import RowGroup
+from metaio.format.layout import chunk_ranges
+from metaio.format.storage import ByteRange, Storage, Window
+from metaio.read.compose import compose
+from tests.metaio.conftest import FEATURES, WriteFn, episodes_of_rows, make_rows, whole_split
+
+VALUES = np.arange(30_000, dtype=np.int32)
+PLAIN: dict[str, Any] = {
+    "compression": "none",
+    "use_dictionary": False,
+    "column_encoding": {"position": "PLAIN"},
+    "data_page_size": 1 << 30,
+    "max_rows_per_page": 1 << 30,
+}
+SCHEMA = pa.schema([pa.field("position", pa.int32(), nullable=False)])
+
+
+def is_mapped(array: np.ndarray) -> bool:
+    """Tell whether the memory of an array is a file's."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base, memoryview) and isinstance(base.obj, mmap.mmap)
+
+
+def row_group(folder: Path, values: np.ndarray, schema: pa.Schema, **options: Any) -> RowGroup:
+    """The first row group of a file that is written so, with another before it."""
+    path = folder / "file.parquet"
+    table = pa.Table.from_arrays([pa.array(values, schema.types[0])], schema=schema)
+    with pq.ParquetWriter(path, schema, **options) as writer:
+        writer.write_table(table.slice(0, 5), row_group_size=5)
+        writer.write_table(table, row_group_size=len(values))
+    metadata = pq.read_metadata(path)
+    size = path.stat().st_size
+    (window,) = Storage(str(folder)).windows([ByteRange(path.name, size, 0, size)])
+    return RowGroup(str(path), 1, metadata, window, chunk_ranges(metadata, 1))
+
+
+@pytest.mark.parametrize("num_values", [1, 50, 8_191, 30_000])
+def test_one_plain_page_is_not_copied(tmp_path: Path, num_values: int) -> None:
+    group = row_group(tmp_path, VALUES[:num_values], SCHEMA, **PLAIN)
+    (found,) = group.decode(in_place=True)
+    assert is_mapped(found)
+    assert not found.flags.writeable
+    assert np.array_equal(found, VALUES[:num_values])
+    (copied,) = group.decode()
+    assert not is_mapped(copied)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_rows_per_page": 20_000},
+        {"data_page_size": 1_024},
+        {"compression": "lz4"},
+        {"column_encoding": {"position": "DELTA_BINARY_PACKED"}},
+        {"column_encoding": {"position": "BYTE_STREAM_SPLIT"}},
+        {"use_dictionary": True, "column_encoding": None},
+        {"data_page_version": "2.0"},
+    ],
+)
+def test_whatever_else_a_writer_chose_is_decoded(tmp_path: Path, options: dict[str, Any]) -> None:
+    (found,) = row_group(tmp_path, VALUES, SCHEMA, **PLAIN | options).decode(in_place=True)
+    assert not is_mapped(found)
+    assert np.array_equal(found, VALUES)
+
+
+def test_a_column_that_may_hold_nulls_is_decoded(tmp_path: Path) -> None:
+    schema = pa.schema([("position", pa.int32())])
+    (found,) = row_group(tmp_path, VALUES, schema, **PLAIN).decode(in_place=True)
+    assert not is_mapped(found)
+    assert np.array_equal(found, VALUES)
+
+
+def mapped_columns(dataset: Dataset) -> set[str]:
+    block = dataset.read_block("train", 0)
+    return {
+        name for name, own in vars(block).items() if isinstance(own, np.ndarray) and is_mapped(own)
+    }
+
+
+def test_bundles_are_read_in_place_and_other_blocks_are_not(write: WriteFn) -> None:
+    rows = make_rows(60)
+    wanted = {
+        "bundled": {"dense_NK", "positions_NF", "multi_positions_V"},
+        "compact": set(),
+        "plain": set(),
+    }
+    for name, mapped in wanted.items():
+        bundle_tasks = 0 if name == "plain" else 4
+        path = write(
+            {"train": rows}, name=name, bundle_tasks=bundle_tasks, compact=name == "compact"
+        )
+        dataset = open_dataset(path)
+        assert mapped_columns(dataset) == mapped
+        assert whole_split(dataset, "train") == episodes_of_rows(rows)
+
+
+def test_no_batch_is_a_view_of_a_file(write: WriteFn) -> None:
+    """It may be given to other libraries, and outlives the dataset."""
+    dataset = open_dataset(write({"train": make_rows(60)}, bundle_tasks=4, block_rows=100))
+    block = dataset.read_block("train", 0)
+    for episodes in (np.arange(block.num_episodes), np.arange(4), np.array([1, 2, 5])):
+        for tensor in vars(compose(FEATURES, [(block, episodes)])).values():
+            array = tensor.numpy()
+            assert not any(
+                np.shares_memory(array, own) for own in (block.dense_NK, block.positions_NF)
+            )
+
+
+def test_pages_are_let_go_of_with_the_last_array_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[int, int]] = []
+    monkeypatch.setattr(Window, "done", lambda _, begin, end: done.append((begin, end)))
+    group = row_group(tmp_path, VALUES, SCHEMA, **PLAIN)
+    (found,) = group.decode(in_place=True)
+    rows = found.reshape(-1, 3)[5:]
+    del found
+    gc.collect()
+    assert done == []
+    assert rows[0].tolist() == [15, 16, 17]
+    del rows
+    gc.collect()
+    assert done == group.ranges
+
+
+def test_an_epoch_of_bundles_lets_go_of_every_block(
+    write: WriteFn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = open_dataset(write({"train": make_rows(200)}, bundle_tasks=4, block_rows=100))
+    read = dataset.split("train").num_blocks
+    done: list[int] = []
+    monkeypatch.setattr(Window, "done", lambda _, begin, end: done.append(end))
+    with BatchReader(dataset, "train", tasks_per_step=8) as reader:
+        assert sum(batch.num_tasks for batch in reader.batches(0)) == 200
+    del reader
+    gc.collect()
+    # Six files without raw names of rows, of which each is done with once a block is.
+    assert len(done) == 6 * read
