@@ -32,6 +32,15 @@ DEFAULT_BLOCK_ROWS = 65_536
 # A shard is what one prepare task writes and one download fetches: 16 blocks are about 100 to 200
 # MB.
 DEFAULT_SHARD_BLOCKS = 16
+# Smaller train splits can be shuffled episode by episode, and have few bundles to shuffle.
+BUNDLED_ROWS = 16 * DEFAULT_BLOCK_ROWS
+# Half of a usual step: fewer ids are looked up than where its episodes come from eight blocks.
+BUNDLE_TASKS = 64
+
+
+def usual_bundle_tasks(num_rows: int) -> int:
+    """Return how many episodes of a train split of so many rows keep ids of their own; 0: none."""
+    return BUNDLE_TASKS if num_rows >= BUNDLED_ROWS else 0
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from metaio.errors import DataError, MetaIOError
 from metaio.format.block import Block, build_block, bundled
 from metaio.format.dataset import open_dataset
 from metaio.format.features import Features
-from metaio.format.layout import DEFAULT_BLOCK_ROWS, VOCABULARY_FOLDER
+from metaio.format.layout import DEFAULT_BLOCK_ROWS, VOCABULARY_FOLDER, usual_bundle_tasks
 from metaio.format.manifest import ShardEntry
 from metaio.format.shard_writer import ShardWriter
 from metaio.format.writer import DatasetWriter, Provenance, block_cuts, write_dataset
@@ -32,10 +32,6 @@ from metaio.prepare.values import Kind, kind_of, time_of
 DEFAULT_MEMORY_BYTES = 2 << 30
 # Half a million rows of 300 bytes sort in memory several times over within 1 GB.
 SHARD_BLOCKS = 8
-# Smaller train splits can be shuffled episode by episode, and have few bundles to shuffle.
-BUNDLED_ROWS = 16 * DEFAULT_BLOCK_ROWS
-# Half of a usual step: fewer ids are looked up than where its episodes come from eight blocks.
-BUNDLE_TASKS = 64
 # Beyond this many rows a table's used ids are not counted: it would cost more than it tells.
 MAX_COUNTED_ROWS = 1 << 28
 
@@ -44,8 +40,7 @@ MAX_COUNTED_ROWS = 1 << 28
 class PrepareOptions:
     """How to prepare. None of it but `block_rows` and `bundle_tasks` changes which bytes come out.
 
-    `bundle_tasks` episodes of the train split keep ids of their own; None: 64 of a split of at
-    least BUNDLED_ROWS rows, else 0, none.
+    `bundle_tasks` episodes of the train split keep ids of their own; None: as usual for its rows.
     """
 
     memory_bytes: int = DEFAULT_MEMORY_BYTES
@@ -204,8 +199,7 @@ def make_job(
     integer = kind_of(task, types[task], "task") == "integer"
     bundle_tasks = options.bundle_tasks
     if bundle_tasks is None:
-        is_large = survey.rows_of_split.get(schema.splits.train, 0) >= BUNDLED_ROWS
-        bundle_tasks = BUNDLE_TASKS if is_large else 0
+        bundle_tasks = usual_bundle_tasks(survey.rows_of_split.get(schema.splits.train, 0))
     return Job(
         schema=schema,
         options=options,

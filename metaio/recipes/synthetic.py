@@ -24,7 +24,7 @@ import numpy.typing as npt
 from metaio.errors import SchemaError
 from metaio.format.block import Rows
 from metaio.format.features import Features, FeatureSpec, TableSpec
-from metaio.format.layout import DEFAULT_BLOCK_ROWS
+from metaio.format.layout import DEFAULT_BLOCK_ROWS, usual_bundle_tasks
 from metaio.format.writer import Provenance, write_dataset
 from metaio.ragged import Int64
 
@@ -276,7 +276,9 @@ def prepare_synthetic(out: str, config: SyntheticConfig, overwrite: bool = False
         out, layout, provenance, block_rows=config.block_rows, overwrite=overwrite
     ) as writer:
         for name, (first, count, cold_items) in split_plan(config).items():
-            split = writer.split(name)
+            # As gmeta prepare does of a log.
+            rows = count * (config.min_rows + config.max_rows) // 2
+            split = writer.split(name, usual_bundle_tasks(rows) if name == "train" else 0)
             for start in range(first, first + count, _CHUNK_USERS):
                 stop = min(start + _CHUNK_USERS, first + count)
                 split.write(_rows(config, world, start, stop - start, cold_items))

@@ -147,14 +147,14 @@ def test_a_large_train_split_stands_in_bundles(
     """Others do not: they are read in order, and would look ids up more often."""
     table = raw_table()
     schema = changed(splits={"shares": {"train": 0.7, "user-cold": 0.3}})
-    monkeypatch.setattr("metaio.prepare.job.BUNDLED_ROWS", 100)
-    monkeypatch.setattr("metaio.prepare.job.BUNDLE_TASKS", 3)
+    monkeypatch.setattr("metaio.format.layout.BUNDLED_ROWS", 100)
+    monkeypatch.setattr("metaio.format.layout.BUNDLE_TASKS", 3)
     large = prepared(tmp_path, table, schema)
     assert {name: split.blocks.bundle_tasks for name, split in large.splits.items()} == {
         "train": 3,
         "user-cold": 0,
     }
-    monkeypatch.setattr("metaio.prepare.job.BUNDLED_ROWS", table.num_rows)
+    monkeypatch.setattr("metaio.format.layout.BUNDLED_ROWS", table.num_rows)
     small, asked = (
         prepared(tmp_path, table, schema),
         prepared(tmp_path, table, schema, bundle_tasks=3),
