@@ -7,8 +7,8 @@ torch's allocator of pinned memory gives a block out again when its copy is done
 from an event: as many blocks are in turn as batches are under way.
 """
 
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -43,8 +43,9 @@ def mapped(tree: T, function: Callable[[Tensor], Tensor]) -> T:
     def of(part: Any) -> Any:
         if isinstance(part, Tensor):
             return function(part)
-        if is_dataclass(part) and not isinstance(part, type):
-            return replace(part, **{one.name: of(getattr(part, one.name)) for one in fields(part)})
+        kind: Hashable = type(part)
+        if names := _names_of_fields(kind):
+            return type(part)(*[of(getattr(part, name)) for name in names])
         if isinstance(part, tuple):
             parts = map(of, part)
             return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
@@ -52,6 +53,12 @@ def mapped(tree: T, function: Callable[[Tensor], Tensor]) -> T:
 
     result: T = of(tree)
     return result
+
+
+@cache
+def _names_of_fields(kind: Any) -> tuple[str, ...]:
+    """Return those of a dataclass; none of another class."""
+    return tuple(one.name for one in fields(kind)) if is_dataclass(kind) else ()
 
 
 def _tensors_of(tree: Any) -> dict[int, Tensor]:
