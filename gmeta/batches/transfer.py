@@ -7,7 +7,7 @@ torch's allocator of pinned memory gives a block out again when its copy is done
 from an event: as many blocks are in turn as batches are under way.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -43,9 +43,9 @@ def mapped(tree: T, function: Callable[[Tensor], Tensor]) -> T:
     def of(part: Any) -> Any:
         if isinstance(part, Tensor):
             return function(part)
-        kind: Hashable = type(part)
+        kind: Any = type(part)
         if names := _names_of_fields(kind):
-            return type(part)(*[of(getattr(part, name)) for name in names])
+            return kind(*[of(getattr(part, name)) for name in names])
         if isinstance(part, tuple):
             parts = map(of, part)
             return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
@@ -56,7 +56,7 @@ def mapped(tree: T, function: Callable[[Tensor], Tensor]) -> T:
 
 
 @cache
-def _names_of_fields(kind: Any) -> tuple[str, ...]:
+def _names_of_fields(kind: type) -> tuple[str, ...]:
     """Return those of a dataclass; none of another class."""
     return tuple(one.name for one in fields(kind)) if is_dataclass(kind) else ()
 
