@@ -177,10 +177,11 @@ PROTOCOLS = (
             "validation without a gain: support that is the past in training too, the mean of a "
             "user's newest rows as an input, support labels above their items' means, plain's "
             "rates, plain's weights to begin with. Three things are level on validation with plain "
-            "training (mean of both groups .4436) and the bias model (.4439), all by one seed: `ridge` behind a plain epoch, at the rate that "
-            "validation chooses (.4435), a model that starts as the bias model, untrained but for "
-            "that choice (.4433), and `ridge` trained from that start at low rates (.4430). None of "
-            "them was scored on the test, and the example was left as it is."
+            "training (mean of both groups .4436) and the bias model (.4439), all by one seed: "
+            "`ridge` behind a plain epoch, at the rate that validation chooses (.4435), a model "
+            "that starts as the bias model, untrained but for that choice (.4433), and `ridge` "
+            "trained from that start at low rates (.4430). None of them was scored on the test, "
+            "and the example was left as it is."
         ),
     ),
     Protocol(
