@@ -88,8 +88,8 @@ PROTOCOLS = (
             "on whole stars. Tried on validation without a gain in MAE: the loss of all rows "
             "before adaptation beside the query loss, the squared error in the inner steps, "
             "plain's weights to begin with, the encoder's gates behind plain epochs (.7716 by one "
-            "seed, this .7684), `ridge` (.7739, with a mean AUC of .709 for .702), and `ridge` that "
-            "solves for medians by reweighting (.7729)."
+            "seed, this .7684), `ridge` (.7739, with a mean AUC of .709 for .702), and `ridge` "
+            "that solves for medians by reweighting (.7729)."
         ),
         prepare=("--validation",),
         train=(
