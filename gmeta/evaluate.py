@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.config import PLAIN, AlgorithmConfig
 from gmeta.batches.labels import scored_labels
 from gmeta.batches.views import Shown, View
 from gmeta.build import build, check_registered
 from gmeta.checkpoints.loader import check_config, checkpoint_to_use, load_checkpoint
-from gmeta.config import DataConfig, TrainConfig
+from gmeta.config import TrainConfig
 from gmeta.errors import UserError
-from gmeta.feeds.increment import open_named
+from gmeta.feeds.increment import data_of, open_named
 from gmeta.fine_tuning import (
     choose_fine_tuning,
     judges_of,
@@ -57,8 +57,8 @@ def evaluate_run(
 
     `adapting` takes the place of the config's algorithm. Without it the run adapts at the rate and
     steps that are best on its validation splits; a plain run that has none, on the other half of
-    the tasks of the split that is predicted: by its predictions of the judged label, which is
-    `label` in place of the config's, if that is not "". Beside positive rows stand `candidates`, if
+    the tasks of the split that is predicted: by its predictions of the config's judged label. If
+    `label` is not "", a plain run goes by that. Beside positive rows stand `candidates`, if
     any. `advance` hears how many of this rank's tasks are read, of how many about; every view and
     fine-tuning of one counts as a task.
 
@@ -92,7 +92,9 @@ def evaluate_run(
     shown, _ = drawn_once(shown, dataset)
     chosen = splits_to_score(config, dataset, splits)
     judges = judges_of(config, chosen) if is_as_trained else []
-    tunings = [choose_fine_tuning(config, dataset, each, sharded, ranks) for each in judges]
+    # Which label is asked about does not change how a run adapts that is there to adapt.
+    by = config if own.name == PLAIN else own_config
+    tunings = [choose_fine_tuning(by, dataset, each, sharded, ranks) for each in judges]
 
     passes = (shown.draws + len(shown.support_sizes)) * max(
         [len(tuning.chosen) for tuning in tunings], default=1
@@ -171,14 +173,6 @@ def judged_by(label: str, config: TrainConfig, dataset: Dataset) -> TrainConfig:
             "with --label"
         )
     return replace(config, labels=replace(config.labels, judged=label))
-
-
-def data_of(data: DataConfig, dataset: Dataset) -> DataConfig:
-    """Return the keys of a run's data for another dataset, whose splits it neither trained nor
-    validated on."""
-    return replace(
-        data, path=dataset.url, increment="", train_split="", valid_split="", eval_splits=()
-    )
 
 
 def checkpoint_of(run: RunFolder) -> Path:

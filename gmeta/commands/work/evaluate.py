@@ -14,13 +14,12 @@ from gmeta.config import TrainConfig, overridden
 from gmeta.errors import UserError
 from gmeta.evaluate import (
     checkpoint_of,
-    data_of,
     drawn_once,
     evaluate_run,
     judged_by,
     splits_to_score,
 )
-from gmeta.feeds.increment import open_data, open_named
+from gmeta.feeds.increment import data_of, open_data, open_named
 from gmeta.metrics.catalogue import Scoring
 from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.together import by_first
