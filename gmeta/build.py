@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.algorithms.registry import NAMED_ALGORITHMS
@@ -22,7 +23,7 @@ from gmeta.batches.config import (
 )
 from gmeta.batches.item_statistics import ItemStatistics
 from gmeta.batches.labels import check_first_labels, scored_labels
-from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
+from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics, log_odds
 from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.feeds.increment import open_data
@@ -31,7 +32,7 @@ from gmeta.learner import MetaLearner
 from gmeta.losses.config import LabelsConfig
 from gmeta.losses.objectives import objectives_of
 from gmeta.losses.row_losses import labels_taken_N
-from gmeta.metrics.catalogue import label_of, not_ours
+from gmeta.metrics.catalogue import label_of, not_ours, predicted_by
 from gmeta.metrics.own import NAMED_METRICS
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.tables.names import module_name
@@ -40,6 +41,7 @@ from gmeta.tables.widths import widths_of_tables
 from gmeta_keys.plugins import Registry, package_told
 from gmeta_models.config import InputSizes, ModelConfig, SparseColumn
 from gmeta_models.gated import head_layers
+from gmeta_models.passing import start_as_sum
 from gmeta_models.registry import NAMED_MODELS, build_model
 from gmeta_models.table_projections import TableProjections
 from metaio.format.dataset import Dataset
@@ -290,6 +292,8 @@ def build_learner(
     names = tuple(table.name for table in features.tables)
     tables = TableSizes(len(names), model.embedding_dim, names, sizes)
     built = build_model(model, sizes)
+    if statistics.bias_start:
+        _start_as_bias_model(built, sizes.num_dense, loss, statistics)
     num_outputs = sum(head.out_features for head in head_layers(built).values())
     if num_outputs != sizes.outputs:
         raise ValueError(
@@ -309,6 +313,36 @@ def build_learner(
         items=items,
         projections=projections,
     )
+
+
+def _start_as_bias_model(
+    model: nn.Module,
+    num_dense: int,
+    loss: str,
+    statistics: SupportStatistics,
+) -> None:
+    """Let a fresh model's output be mean + item + task: support_features.bias_start.
+
+    Raises:
+        ValueError: the inputs that say so are not there, or the model does not take them.
+    """
+    item, kind, prior = statistics.foretold, predicted_by(loss), statistics.prior
+    is_of_clicks = kind == "probability"
+    if item is None or not statistics.of_task or kind == "score":
+        raise ValueError(
+            "support_features.bias_start adds up the mean, an item's and a task's: it needs "
+            "support_features.task = true, support_features.residual_of and a loss of each row "
+            "alone. Set them, or leave it out"
+        )
+    if statistics.log_odds != is_of_clicks:
+        raise ValueError(
+            f"support_features.bias_start with outer.loss = {loss!r} needs item_features.log_odds "
+            f"= {str(is_of_clicks).lower()}. Set it so"
+        )
+    weight = 1.0 if is_of_clicks else prior.deviation
+    middle = float(log_odds(prior.mean)) if is_of_clicks else prior.mean
+    # Counted from the last dense column: the statistics of the task stand behind all others.
+    start_as_sum(model, {item - num_dense: weight, -statistics.width: weight}, middle)
 
 
 def _check_one_label(

@@ -9,41 +9,33 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
-from torchrec.distributed import DistributedModelParallel
 
-from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.config import PLAIN, AlgorithmConfig
-from gmeta.batches.labels import kinds_of, labels_checked, scored_labels
+from gmeta.batches.labels import scored_labels
 from gmeta.batches.views import Shown, View
 from gmeta.build import build, check_registered
 from gmeta.checkpoints.loader import check_config, checkpoint_to_use, load_checkpoint
-from gmeta.config import DataConfig, TrainConfig
+from gmeta.config import TrainConfig
 from gmeta.errors import UserError
-from gmeta.feeds.increment import open_named
-from gmeta.learner import MetaLearner
-from gmeta.metrics.catalogue import loss_metric
-from gmeta.metrics.scores import evaluate_split
-from gmeta.outer.early_stop import scoring_of
-from gmeta.parallel.ranks import Ranks, value_of_first
-from gmeta.parallel.sharding import local_learner, shard_learner
-from gmeta.parallel.stopping import Stop
-from gmeta.parallel.together import by_all
-from gmeta.predictions import gathered, predict_all, predict_split
-from gmeta.report.evaluation import FineTuning
+from gmeta.feeds.increment import data_of, open_named
+from gmeta.fine_tuning import (
+    choose_fine_tuning,
+    judges_of,
+    predict_tuned,
+    told_adapting,
+)
+from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.sharding import shard_learner
+from gmeta.predictions import predict_split
 from gmeta.report.runs import EvaluatedRun
-from gmeta.runs.folder import RunFolder
+from gmeta.runs.adapting import read_adapting
+from gmeta.runs.folder import RunFolder, step_of
 from gmeta.tables.sharding import ShardingConfig
 from gmeta.yardstick.candidates import Candidates
-from gmeta.yardstick.finetune import TUNING_TASKS, best_of, half_of, try_all
-from metaio.counted import counted
 from metaio.format.dataset import Dataset
 from metaio.format.translation import translated
 from metaio.prepare.raw_ids import with_raw_ids
-from metaio.read.batch import TaskBatch
-from metaio.read.reader import EpisodeRange, RangeReader
 
 
 def evaluate_run(
@@ -63,11 +55,11 @@ def evaluate_run(
     open_named), of which all splits are predicted then: values that the run's vocabularies do not
     hold are unknown to it.
 
-    `adapting` takes the place of the config's algorithm. Without it a plain run is fine-tuned at
-    the rate and steps that are best on its validation split, or else on the other half of the tasks
-    of the split that is predicted: by its predictions of the judged label, which is `label` in
-    place of the config's, if that is not "". Beside positive rows stand `candidates`, if any.
-    `advance` hears how many of this rank's tasks are read, of how many about; every view and
+    `adapting` takes the place of the config's algorithm. Without it the run adapts at the rate and
+    steps that are best on its validation splits; a plain run that has none, on the other half of
+    the tasks of the split that is predicted: by its predictions of the config's judged label. If
+    `label` is not "", a plain run goes by that. Beside positive rows stand `candidates`, if
+    any. `advance` hears how many of this rank's tasks are read, of how many about; every view and
     fine-tuning of one counts as a task.
 
     Raises:
@@ -80,7 +72,10 @@ def evaluate_run(
     checkpoint = checkpoint_of(folder)
     check_config(checkpoint, config)
     check_registered(root, config.model, config.algorithm, folder.read_environment())
-    own, adapting = config.algorithm, adapting or config.algorithm
+    own, step = config.algorithm, step_of(checkpoint)
+    # What was chosen for it on its validation splits, where these are not at hand.
+    kept = read_adapting(folder, own, step) if on and adapting is None else None
+    is_as_trained, adapting = adapting is None, adapting or kept or own
     dataset, learner = build(replace(config, algorithm=adapting))
     config = judged_by(label, config, dataset)
     folder.check_dataset(dataset.url, dataset.fingerprint)
@@ -96,12 +91,10 @@ def evaluate_run(
         config = replace(config, data=data_of(config.data, dataset))
     shown, _ = drawn_once(shown, dataset)
     chosen = splits_to_score(config, dataset, splits)
-    tunings: list[FineTuning] = []
-    if own.name == PLAIN and adapting == own:
-        # Without a validation split each half of a split's tasks judges for the other: training
-        # tasks cannot, whose labels the model has seen (docs/evaluation.md).
-        judges = [config.data.valid_splits] if config.data.valid_splits else [(s,) for s in chosen]
-        tunings = [choose_fine_tuning(config, dataset, each, sharded, ranks) for each in judges]
+    judges = judges_of(config, chosen) if is_as_trained else []
+    # Which label is asked about does not change how a run adapts that is there to adapt.
+    by = config if own.name == PLAIN else own_config
+    tunings = [choose_fine_tuning(by, dataset, each, sharded, ranks) for each in judges]
 
     passes = (shown.draws + len(shown.support_sizes)) * max(
         [len(tuning.chosen) for tuning in tunings], default=1
@@ -182,14 +175,6 @@ def judged_by(label: str, config: TrainConfig, dataset: Dataset) -> TrainConfig:
     return replace(config, labels=replace(config.labels, judged=label))
 
 
-def data_of(data: DataConfig, dataset: Dataset) -> DataConfig:
-    """Return the keys of a run's data for another dataset, whose splits it neither trained nor
-    validated on."""
-    return replace(
-        data, path=dataset.url, increment="", train_split="", valid_split="", eval_splits=()
-    )
-
-
 def checkpoint_of(run: RunFolder) -> Path:
     """Return the checkpoint that stands for a run.
 
@@ -215,168 +200,6 @@ def drawn_once(shown: Shown, dataset: Dataset) -> tuple[Shown, str]:
         f"--draws = {shown.draws}, but the protocol of {dataset.url} says which rows of a task are "
         "support, and which of them its query: one draw, intervals over tasks alone"
     )
-
-
-def adapt_with(
-    algorithm: AlgorithmConfig,
-    config: TrainConfig,
-    dataset: Dataset,
-    sharded: DistributedModelParallel,
-) -> None:
-    """Let the model, whose parameters stay, adapt as `algorithm` says from here on."""
-    inner = local_learner(sharded)
-    tables = TableSizes(len(dataset.features.tables), config.model.embedding_dim)
-    inner.learner = MetaLearner(
-        inner.learner.model,
-        algorithm,
-        inner.learner.objectives,
-        tables,
-        statistics=inner.learner.statistics,
-        items=inner.learner.items,
-        projections=inner.learner.projections,
-    )
-
-
-def choose_fine_tuning(
-    config: TrainConfig,
-    dataset: Dataset,
-    splits: Sequence[str],
-    sharded: DistributedModelParallel,
-    ranks: Ranks,
-) -> FineTuning:
-    """Return the inner rate and steps by which a plain run adapts best to tasks of some splits, by
-    the mean over these: one setting, or, where they are not the validation splits, one for each
-    half of the tasks, the best of the other half. Collective."""
-    # Not AUC: it does not see outputs that run away, as those of a rate do that is too high.
-    metric = loss_metric(config.loss_of())
-    is_halved = tuple(splits) != config.data.valid_splits
-    most = TUNING_TASKS * (1 + is_halved)
-    read = [tuning_batches(config, dataset, split, most, ranks) for split in splits]
-    errors: dict[tuple[float, int], list[float]] = {}  # of all tasks, then of each half
-
-    def errors_of(batches: Sequence[TaskBatch]) -> list[float]:
-        """Return the error of all tasks, then of each half; nothing on the ranks but the first."""
-        table = gathered(predict_all(iter(batches), config, dataset, sharded, ranks, Stop()), ranks)
-        if table is None:
-            return []
-        known_N = ~np.isnan(table["label"])
-        table = {name: column[known_N] for name, column in table.items()}
-        found, second_N = [], half_of(table["task"])
-        scoring = scoring_of(config)
-        for kept_N in (np.ones(len(second_N), np.bool_), second_N == 0, second_N == 1):
-            label, after, task = (table[name][kept_N] for name in ("label", "after", "task"))
-            found.append(evaluate_split(label, after, task, scoring, [metric])[metric].value)
-        return found
-
-    def error(rate: float, steps: int) -> float:
-        algorithm = replace(config.algorithm, inner_lr=rate, inner_steps=steps)
-        adapt_with(algorithm, config, dataset, sharded)
-        of_splits = [errors_of(batches) for _, batches in read]
-        means = [float(np.mean(same)) for same in zip(*of_splits, strict=True)]
-        errors[rate, steps] = value_of_first(means, ranks)
-        return errors[rate, steps][0]
-
-    own = config.algorithm.inner_lr, config.algorithm.inner_steps
-    tried = try_all(error, own)
-    told, num_tasks = ", ".join(splits), sum(num_tasks for num_tasks, _ in read)
-    if not is_halved:
-        return FineTuning(told, num_tasks, metric, (best_of(tried),), tried)
-    # First what the second half chose, for the tasks of the first.
-    by_half = [
-        best_of([replace(one, value=errors[one.inner_lr, one.inner_steps][half]) for one in tried])
-        for half in (2, 1)
-    ]
-    return FineTuning(told, num_tasks, metric, tuple(by_half), tried)
-
-
-def tuning_batches(
-    config: TrainConfig, dataset: Dataset, split: str, most: int, ranks: Ranks
-) -> tuple[int, list[TaskBatch]]:
-    """Return how many episodes of a split judge, `most` unless it has fewer, and this rank's share
-    of them. Collective."""
-    episodes = tuning_episodes(dataset, split, most)
-    mine = np.array_split(episodes, ranks.world_size)[ranks.rank]
-    size = max(1, config.data.tasks_per_step // ranks.world_size)
-    groups = [
-        [EpisodeRange(split, int(one), 1) for one in mine[first : first + size]]
-        for first in range(0, len(mine), size)
-    ]
-    batches: list[TaskBatch] = []
-
-    def read() -> None:
-        with RangeReader(dataset, threads=config.data.threads) as reader:
-            stored = labels_checked(
-                reader.batches(groups), kinds_of(config, dataset), dataset, split
-            )
-            batches.extend(stored)
-
-    by_all(read, ranks)
-    return len(episodes), batches
-
-
-def predict_tuned(
-    config: TrainConfig,
-    dataset: Dataset,
-    split: str,
-    tuning: FineTuning,
-    sharded: DistributedModelParallel,
-    ranks: Ranks,
-    view: View,
-    candidates: Candidates | None,
-    advance: Callable[[int], None],
-) -> pa.Table | None:
-    """Return what predict_split does, each task adapted with what was chosen for it. Collective."""
-    tables = []
-    for setting in tuning.chosen:
-        algorithm = replace(
-            config.algorithm, inner_lr=setting.inner_lr, inner_steps=setting.inner_steps
-        )
-        adapt_with(algorithm, config, dataset, sharded)
-        tables.append(
-            predict_split(config, dataset, split, sharded, ranks, view, candidates, advance)
-        )
-    first, last = tables[0], tables[-1]
-    if first is None or last is None:
-        return None
-    # Both hold the same rows in the same order.
-    in_last_N = half_of(first["task"].to_numpy()) == len(tables) - 1
-    # `after` of every label, and the places that follow from it.
-    for name in [one for one in first.column_names if one.startswith("after")]:
-        chosen_N = np.where(in_last_N, last[name].to_numpy(), first[name].to_numpy())
-        first = first.set_column(first.column_names.index(name), name, pa.array(chosen_N))
-    return first
-
-
-def tuning_episodes(dataset: Dataset, split: str, most: int) -> npt.NDArray[np.int64]:
-    """Return the indices of `most` episodes of a split, ascending: of a small one all."""
-    num_episodes = dataset.splits[split].num_episodes
-    size = min(num_episodes, most)
-    return np.sort(np.random.default_rng(0).choice(num_episodes, size, replace=False))
-
-
-def told_adapting(
-    own: AlgorithmConfig, adapting: AlgorithmConfig, tunings: Sequence[FineTuning]
-) -> str:
-    """Return a line on an inner loop that is not the config's, "" where it is."""
-    if tunings:
-        each = [
-            " and ".join(f"{one.inner_lr:g} x {one.inner_steps}" for one in tuning.chosen)
-            + f" on {counted(tuning.num_tasks, 'task')} of {tuning.split}"
-            for tuning in tunings
-        ]
-        halves = ""
-        if len(tunings[0].chosen) > 1:
-            halves = "; no data.valid_split, so each half of the tasks has what is best for the "
-            halves += "other half"
-        return (
-            f"fine-tuned with the inner_lr x inner_steps of the best {tunings[0].metric} of "
-            f"{counted(len(tunings[0].tried), 'setting')}: {', '.join(each)}{halves}"
-        )
-    was, now = vars(own), vars(adapting)
-    changed = [
-        f"{key} = {now[key]} (its config: {was[key]})" for key in now if now[key] != was[key]
-    ]
-    return f"adapts with {', '.join(changed)}" if changed else ""
 
 
 def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str]) -> list[str]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
+from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build, check_registered, plugins_of
 from gmeta.checkpoints.files import check_files, damage_told
 from gmeta.checkpoints.index import IndexedReader
@@ -24,6 +25,7 @@ from gmeta.checkpoints.loader import check_config, checkpoint_to_use
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.files.checksums import describe_file
+from gmeta.runs.adapting import read_adapting
 from gmeta.runs.folder import RunFolder, list_checkpoints, step_of
 from gmeta.serving.folder import (
     LAYERS_FILE,
@@ -49,12 +51,15 @@ _REMEDY = "Export an earlier one with --step, or remove it and train on from the
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote, in bytes; `float32_table_bytes` is what the tables were trained in."""
+    """What an export wrote, in bytes; `float32_table_bytes` is what the tables were trained in.
+    `chosen` is how it adapts where that is not as the run's config says.
+    """
 
     step: int
     num_bytes: int
     table_bytes: int
     float32_table_bytes: int
+    chosen: AlgorithmConfig | None = None
 
 
 class CheckpointReader:
@@ -116,6 +121,9 @@ def export_run(
     # Vocabularies are copied from the dataset: of another one they would name other rows.
     run.check_dataset(dataset.url, dataset.fingerprint)
     found_step = step_of(checkpoint)
+    chosen = read_adapting(run, config.algorithm, found_step)
+    if chosen is not None:
+        config = replace(config, algorithm=chosen)
     description = _describe(config, dataset, table_format, root, found_step)
     if learner.statistics.width:
         # What a model without the dataset could not take from its labels.
@@ -139,7 +147,7 @@ def export_run(
     table_bytes = sum(size for path, size in sizes.items() if path.name.startswith("table-"))
     num_values = sum(table.num_rows * widths[table.name] for table in dataset.features.tables)
     trained_bytes = num_values * torch.float32.itemsize
-    return Exported(found_step, sum(sizes.values()), table_bytes, trained_bytes)
+    return Exported(found_step, sum(sizes.values()), table_bytes, trained_bytes, chosen)
 
 
 def write_model(

@@ -83,6 +83,7 @@ class MetaLearner(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
+        self.tables = tables
         self.projections = projections or TableProjections({}, tables.width)
         self.statistics = statistics
         self.items = items

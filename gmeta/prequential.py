@@ -12,7 +12,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from gmeta.checkpoints.lineage import Lineage
 from gmeta.config import TrainConfig
-from gmeta.evaluate import data_of
+from gmeta.feeds.increment import data_of
 from gmeta.parallel.ranks import Ranks
 from gmeta.runs.folder import PREQUENTIAL_FILE, write_json
 from gmeta.validation import score_split

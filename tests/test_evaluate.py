@@ -12,7 +12,7 @@ import torch
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build
 from gmeta.config import TrainConfig, config_from_dict
-from gmeta.evaluate import adapt_with
+from gmeta.fine_tuning import adapt_with
 from gmeta.learner import MetaLearner
 from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
@@ -65,7 +65,7 @@ def test_fine_tuning_keeps_inputs_and_loss_of_the_run(
     tuned = AlgorithmConfig("maml", inner_lr=0.3, inner_steps=4)
     as_none = replace(tuned, name="none")
     held = SimpleNamespace(module=SimpleNamespace(learner=plain))
-    adapt_with(as_none, config, dataset, cast("Any", held))
+    adapt_with(as_none, cast("Any", held))
     found = predicted(held.module.learner, batch)
     # The same layers, built to adapt so from the start.
     _, expected = with_values(replace(config, algorithm=tuned))
@@ -75,6 +75,5 @@ def test_fine_tuning_keeps_inputs_and_loss_of_the_run(
     _, changed = with_values(config_from_dict({**raw, section: other}))
     changed.model.load_state_dict(plain.model.state_dict())
     held = SimpleNamespace(module=SimpleNamespace(learner=changed))
-    other_config = config_from_dict({**raw, section: other})
-    adapt_with(as_none, other_config, dataset, cast("Any", held))
+    adapt_with(as_none, cast("Any", held))
     assert float((predicted(held.module.learner, batch) - found).abs().max()) > 1e-4

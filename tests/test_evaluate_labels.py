@@ -173,7 +173,11 @@ def test_validation_on_several_splits_has_each_label_of_each_and_their_mean(
     done("train", folder / "train.toml", *chosen, "run.epochs=1", f"run.dir={run}")
     scores = metrics(run)[-1]["valid"]
     asked = [word for split in splits for word in ("--split", split)]
-    done("evaluate", run, "--no-trees", "--item-column", "item", *asked, "--out", tmp_path / "out")
+    # Told its own rate, it adapts as validation had it.
+    config = json.loads((run / "config.json").read_text())
+    own = f"algorithm.inner_lr={config['algorithm']['inner_lr']}"
+    asked += ["--item-column", "item"]
+    done("evaluate", run, own, "--no-trees", *asked, "--out", tmp_path / "out")
     found = evaluation_of(tmp_path / "out")
     for label, measured in MEASURED.items():
         groups = {group["name"]: group for group in found[label]["groups"]}

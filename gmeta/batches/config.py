@@ -61,6 +61,12 @@ class SupportFeaturesConfig:
         "training rows say of their values in it, so that the means above tell how far the task "
         'lies above its items; "": from the mean of all labels',
     )
+    bias_start: bool = key(
+        False,
+        "a fresh model starts as a bias model, mean + item + task: what residual_of's column and "
+        "the task's support rows say, added up; training adds to it. Needs task, residual_of and, "
+        "for clicks, item_features.log_odds; in place of model.output_bias",
+    )
     label_prior: tuple[float, ...] = key(
         (),
         "mean and standard deviation of the labels; []: those of the first block of the training "
@@ -89,6 +95,11 @@ class ItemFeaturesConfig:
         5.0, "rows of the mean label of all training rows that each of these means starts with",
         min=0.0,
     )  # fmt: skip
+    log_odds: bool = key(
+        False,
+        "of clicks: these means as log-odds above those of all rows, and with "
+        "support_features.residual_of the task's mean: they add up as a bias model's effects do",
+    )
 
 
 def chosen_columns(key_name: str, patterns: Sequence[str], names: Sequence[str]) -> list[bool]:

@@ -5,7 +5,8 @@ With S the sum of n labels, a the shrinkage, mu and sigma mean and deviation of 
 
     mean    (S - n mu) / sigma / (n + a)          number    log(1 + n) / log(1 + 100)
 
-so both are 0 of a value that training rows never had, and of ids outside the vocabulary. A row of a
+or, with item_features.log_odds, logit((S + a mu) / (n + a)) - logit(mu) for the mean: so all are 0
+of a value that training rows never had, and of ids outside the vocabulary. A row of a
 multi-id column gets the means over its known ids.
 
 A row that the model trains on is told what the tasks of the other folds say, mu and sigma included;
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from gmeta.batches.config import chosen_columns
-from gmeta.batches.support_statistics import shown_count
+from gmeta.batches.support_statistics import log_odds, shown_count
 from metaio.format.block import multi_feature_of_values
 from metaio.hashing import splitmix64
 from metaio.ragged import row_sums
@@ -94,7 +95,7 @@ class ItemStatistics(nn.Module):
             is_multi = index >= num_single
             columns.append(_Column(is_multi, index - num_single * is_multi, num_values))
         self._columns = tuple(columns)
-        self._shrinkage = config.shrinkage
+        self._shrinkage, self._log_odds = config.shrinkage, config.log_odds
         for index, column in enumerate(columns):
             self.register_buffer(_buffer(index), torch.zeros(column.num_values, 2))
         self._without_fold: list[npt.NDArray[np.float32]] | None = None  # of each [K, V, 2]
@@ -192,7 +193,11 @@ class ItemStatistics(nn.Module):
             count_V, sum_V = sums_KV2[others].sum(axis=0).T
             above_V = (sum_V - count_V * mean) / deviation
             # What no row has is 0, without shrinkage too.
-            mean_V = above_V / np.maximum(count_V + self._shrinkage, 1e-12)
+            weight_V = np.maximum(count_V + self._shrinkage, 1e-12)
+            mean_V = above_V / weight_V
+            if self._log_odds:
+                # From the same sums: a value that no row has is the mean itself.
+                mean_V = log_odds(mean + mean_V * deviation) - log_odds(mean)
             values_V2 = np.stack([mean_V, shown_count(count_V)], axis=1).astype(np.float32)
             values_V2[_OOV_ROW] = 0.0
             found.append(values_V2)

@@ -11,7 +11,12 @@ shrinkage,
 
 With `residual_of` a column that [item_features] has, y is what is left of a label above what
 training rows say of the row's value there: m tells how far the task lies above its items, as the
-task's effect in a bias model does.
+task's effect in a bias model does. Where that column's means are log-odds of clicks, so is m: with
+p what is foretold of each of the n rows, and their sum P,
+
+    m = logit((S + a mu) / (n + a)) - logit((P + a mu) / (n + a))          0 of no rows
+
+and all other statistics are of y - p.
 
 A multi-id column counts a support row once for each id that it shares with the row. Ids outside the
 vocabulary are no values: nobody shares them.
@@ -64,6 +69,8 @@ class SupportStatistics:
     shrinkage: float
     prior: LabelPrior
     foretold: int | None = None  # place of the dense input that labels count from
+    log_odds: bool = False  # that input and the task's mean are log-odds of clicks
+    bias_start: bool = False  # a fresh model is to be the sum of both
 
     @classmethod
     def of(
@@ -94,6 +101,8 @@ class SupportStatistics:
             config.shrinkage,
             prior,
             _place_of_mean(config, features, items) if config.residual_of else None,
+            bool(config.residual_of and items is not None and items.log_odds),
+            config.bias_start,
         )
 
     @property
@@ -112,19 +121,40 @@ class SupportStatistics:
         """Return the statistics of every row of the batch: of the task's support rows, but for the
         row itself.
         """
-        rows = _Rows.of(batch, self.prior)
-        if self.foretold is not None:
-            rows = rows.above(batch.dense_NK[:, self.foretold].numpy().astype(np.float64))
+        rows, foretold_N = _Rows.of(batch, self.prior), self._foretold_N(batch)
+        rows = rows.above(foretold_N)
         tasks = rows.totals()
         mean_N = self._shrunken(tasks.sum_N, tasks.count_N, np.zeros(len(tasks.sum_N)))
         found: list[Floats] = []
         if self.of_task:
-            found += [mean_N, shown_count(tasks.count_N), self._spread_N(tasks)]
+            shown_N = self._log_odds_N(rows, tasks, foretold_N) if self.log_odds else mean_N
+            found += [shown_N, shown_count(tasks.count_N), self._spread_N(tasks)]
         pairs = task_rows(batch) if self.single_columns or self.multi_columns else None
         for entries in _columns(batch, pairs, self.single_columns, self.multi_columns):
             sum_N, count_N = rows.shared(entries)
             found += [self._shrunken(sum_N, count_N, mean_N) - mean_N, shown_count(count_N)]
         return np.stack(found, axis=1).astype(np.float32) if found else _no_columns(batch)
+
+    def _foretold_N(self, batch: TaskBatch) -> Floats:
+        """Return what labels count from, as labels are: from the prior, in its deviations."""
+        if self.foretold is None:
+            return np.zeros(batch.num_rows)
+        told_N: Floats = batch.dense_NK[:, self.foretold].numpy().astype(np.float64)
+        if not self.log_odds:
+            return told_N
+        share_N: Floats = 1.0 / (1.0 + np.exp(-(log_odds(self.prior.mean) + told_N)))
+        return (share_N - self.prior.mean) / self.prior.deviation
+
+    def _log_odds_N(self, rows: _Rows, tasks: _Totals, foretold_N: Floats) -> Floats:
+        """Return by how much the log-odds of the task's clicks lie above what is foretold."""
+        deviation, mean, a = self.prior.deviation, self.prior.mean, self.shrinkage
+        share_N = foretold_N * deviation + mean
+        told_N = rows.of_others(np.where(rows.is_support_N, share_N, 0.0))
+        weight_N = np.maximum(tasks.count_N + a, 1e-12)
+        clicks_N = told_N + tasks.sum_N * deviation
+        effect_N = log_odds((clicks_N + a * mean) / weight_N)
+        effect_N -= log_odds((told_N + a * mean) / weight_N)
+        return np.where(tasks.count_N > 0, effect_N, 0.0)
 
     def _shrunken(self, sum_N: Floats, count_N: Floats, prior_N: Floats) -> Floats:
         """Return the mean of so many labels and `shrinkage` times the prior; the prior of none."""
@@ -183,7 +213,7 @@ class _Rows:
     def totals(self) -> _Totals:
         """Return those of each row's task."""
         values = self.label_N, self.label_N**2, self.is_support_N.astype(np.float64)
-        return _Totals(*map(self._of_others, values))
+        return _Totals(*map(self.of_others, values))
 
     def shared(self, entries: _Entries) -> tuple[Floats, Floats]:
         """Return sum and number of the labels of the support rows that share the row's values in
@@ -197,7 +227,7 @@ class _Rows:
             sums.append(np.bincount(entries.row_E, others_E, len(value_N)).astype(np.float64))
         return sums[0], sums[1]
 
-    def _of_others(self, value_N: Floats) -> Floats:
+    def of_others(self, value_N: Floats) -> Floats:
         """Return the sum over each row's task, without its own value; query rows hold 0."""
         sum_T = np.bincount(self.task_N, value_N, self.num_tasks)
         others_N: Floats = sum_T[self.task_N] - value_N
@@ -254,6 +284,13 @@ def _columns(
         known_E = known_P[pair_E]
         entries.append(_Entries(row_E[known_E], pair_E[known_E], num_pairs))
     return entries
+
+
+def log_odds(share: float | Floats) -> Floats:
+    """Return log(p / (1 - p)) of shares of clicks, finite for none and for all of them."""
+    inside = np.clip(share, 1e-6, 1.0 - 1e-6)
+    found: Floats = np.log(inside / (1.0 - inside))
+    return found
 
 
 def shown_count(count_N: Floats) -> Floats:

@@ -1,7 +1,7 @@
 """`gmeta init`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -10,7 +10,7 @@ from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import UserError
 from gmeta.files.whole import write_whole
 from gmeta.tuning.written import config_toml
-from metaio.prepare.guess import Guess, Role, first_rows, guess, schema_toml
+from metaio.prepare.guess import MOST_DISTINCT_SHARE, Guess, Role, first_rows, guess, schema_toml
 
 SCHEMA_FILE, CONFIG_FILE = "schema.toml", "train.toml"
 
@@ -69,13 +69,31 @@ def _config(found: Guess, out: Path) -> TrainConfig:
     return config_from_dict(
         {
             "data": {"path": str(out / "data"), "valid_split": "valid"},
-            "support_features": {"task": True, "columns": ["*"]},
+            **_statistics(found),
             "outer": {"loss": "mse" if found.is_rating else "bce"},
             "model": {"output_bias": found.mean_label if found.is_rating else 0.0},
             "algorithm": {"inner_lr": 0.1},
             "run": {"dir": str(out / "runs" / "maml"), "epochs": 3, "keep_best": True},
         }
     )
+
+
+def _statistics(found: Guess) -> dict[str, Any]:
+    """Return the sections that give the model what training and support rows say, as the baselines
+    of an evaluation have it. The column with most values counts as the item, but for those of
+    which nearly every row has its own."""
+    most = MOST_DISTINCT_SHARE * found.num_rows
+    ids = [column for column in found.of("single") if column.num_distinct <= most]
+    item = max(ids, key=lambda column: column.num_distinct).name if ids else ""
+    sections: dict[str, Any] = {
+        "support_features": {"task": True, "columns": ["*"], "residual_of": item}
+    }
+    if item:
+        sections["item_features"] = {"columns": [column.name for column in ids]}
+    if not found.of("time"):
+        # Support that is the past is drawn by nobody; else training draws its own.
+        sections["augment"] = {"resplit_support": True}
+    return sections
 
 
 def _header(found: Guess) -> str:

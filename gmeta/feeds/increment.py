@@ -1,5 +1,7 @@
 """Which dataset a config means: the one at data.path, or an increment of the stream there."""
 
+from dataclasses import replace
+
 from gmeta.config import DataConfig
 from gmeta.errors import ConfigError
 from metaio.format.dataset import Dataset, open_dataset
@@ -33,6 +35,14 @@ def open_named(named: str) -> Dataset:
         stream = open_stream(named)
         return stream.dataset(stream.newest.number)
     return open_dataset(named)
+
+
+def data_of(data: DataConfig, dataset: Dataset) -> DataConfig:
+    """Return the keys of a run's data for another dataset, whose splits it neither trained nor
+    validated on."""
+    return replace(
+        data, path=dataset.url, increment="", train_split="", valid_split="", eval_splits=()
+    )
 
 
 def number_of(text: str) -> int:

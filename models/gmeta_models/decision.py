@@ -30,6 +30,7 @@ class DecisionModel(nn.Module, ABC):
     # The column of the decision inputs from which the features stand side by side, however many
     # there are, so that what all rows of a task share is taken once a task; None: they do not.
     features_from: int | None = None
+    sees_dense_last: bool = False  # the dense columns are the last of the decision inputs
 
     @property
     @abstractmethod

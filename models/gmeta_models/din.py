@@ -31,6 +31,8 @@ class DIN(DecisionModel):
     table.
     """
 
+    sees_dense_last = True
+
     def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
         super().__init__()
         self.pooling = config.pooling

@@ -20,6 +20,7 @@ class MeLU(DecisionModel):
     """
 
     features_from = 0
+    sees_dense_last = True
 
     def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
         super().__init__()

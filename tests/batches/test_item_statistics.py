@@ -31,6 +31,11 @@ def fold_of(task: int) -> int:
     return int(splitmix64(np.uint64(task ^ 0x17E3))) % NUM_FOLDS
 
 
+def logit(share: float) -> float:
+    inside = min(max(share, 1e-6), 1 - 1e-6)
+    return math.log(inside / (1 - inside))
+
+
 def values_of(task: Task, row: int, column: int, num_single: int) -> list[int]:
     """The known ids of a row, repeats kept."""
     ids = (
@@ -42,7 +47,11 @@ def values_of(task: Task, row: int, column: int, num_single: int) -> list[int]:
 
 
 def statistics_of_row(
-    told: Sequence[tuple[Task, int]], values: list[list[int]], shrinkage: float, num_single: int
+    told: Sequence[tuple[Task, int]],
+    values: list[list[int]],
+    shrinkage: float,
+    num_single: int,
+    log_odds: bool,
 ) -> list[float]:
     """All statistics of a row with these values, from the (task, row) pairs that it is told of."""
     labels = [task.label[row] for task, row in told]
@@ -56,6 +65,8 @@ def statistics_of_row(
             for one in values_of(task, row, column, num_single):
                 of_value[one].append((task.label[row] - mean) / deviation)
         means = [sum(of_value[one]) / max(len(of_value[one]) + shrinkage, 1e-12) for one in ids]
+        if log_odds:
+            means = [logit(mean + above * deviation) - logit(mean) for above in means]
         counts = [math.log(1 + len(of_value[one])) / math.log(101) for one in ids]
         found += [sum(each) / max(len(each), 1) for each in (means, counts)]
     return found
@@ -66,6 +77,7 @@ def statistics_of_row(
     columns=st.tuples(st.integers(0, 2), st.integers(0, 2)),
     shared_table=st.booleans(),
     shrinkage=st.sampled_from([0.0, 0.5, 3.0]),
+    log_odds=st.booleans(),
     seed=st.integers(0, 10**6),
 )
 def test_every_row_has_the_statistics_of_a_loop(
@@ -73,6 +85,7 @@ def test_every_row_has_the_statistics_of_a_loop(
     columns: tuple[int, int],
     shared_table: bool,
     shrinkage: float,
+    log_odds: bool,
     seed: int,
 ) -> None:
     if sum(columns) == 0:
@@ -80,7 +93,8 @@ def test_every_row_has_the_statistics_of_a_loop(
     rng = random.Random(seed)
     features = some_features(*columns, 1, shared_table)
     tasks = [random_task(features, support, query, rng) for support, query in sizes]
-    items = ItemStatistics(replace(EVERYTHING, shrinkage=shrinkage), features)
+    config = replace(EVERYTHING, shrinkage=shrinkage, log_odds=log_odds)
+    items = ItemStatistics(config, features)
     batch = batch_of(tasks, features)
     sums = items.no_sums()
     half = len(tasks) // 2
@@ -100,7 +114,7 @@ def test_every_row_has_the_statistics_of_a_loop(
                 if not to_train or fold_of(at) != fold_of(index)
             ]
             values = [values_of(task, row, each, columns[0]) for each in range(sum(columns))]
-            expected = statistics_of_row(told, values, shrinkage, columns[0])
+            expected = statistics_of_row(told, values, shrinkage, columns[0], log_odds)
             np.testing.assert_allclose(found[place], expected, rtol=1e-5, atol=1e-6)
 
 

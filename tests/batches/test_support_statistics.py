@@ -125,6 +125,31 @@ def test_labels_count_from_what_training_rows_say_of_a_column(column: str, place
     np.testing.assert_allclose(found_NG, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_of_log_odds_the_mean_is_what_clicks_lie_above_what_is_foretold() -> None:
+    tasks, shrinkage = some_batch(), EVERYTHING.shrinkage
+    config = replace(EVERYTHING, residual_of="s1")
+    statistics = SupportStatistics.of(config, FEATURES, PRIOR, replace(ITEMS, log_odds=True))
+    batch = batch_of(tasks, FEATURES)
+    dense_NK = torch.randn(batch.num_rows, 5, generator=torch.Generator().manual_seed(1))
+    found_NG = statistics.of_rows_NG(replace(batch, dense_NK=dense_NK))
+
+    def logit(share: float) -> float:
+        return math.log(share / (1 - share))
+
+    foretold, expected = iter(dense_NK[:, 1].tolist()), []
+    for task in tasks:
+        shares = [1 / (1 + math.exp(-logit(PRIOR.mean) - next(foretold))) for _ in task.label]
+        above = [(share - PRIOR.mean) / PRIOR.deviation for share in shares]
+        for row in range(len(shares)):
+            others = [other for other in range(task.num_support) if other != row]
+            weight, prior = len(others) + shrinkage, shrinkage * PRIOR.mean
+            of_clicks = (sum(task.label[other] for other in others) + prior) / weight
+            of_foretold = (sum(shares[other] for other in others) + prior) / weight
+            rest = statistics_of_row(task, row, PRIOR, shrinkage, (2, 2), above)[1:]
+            expected.append([logit(of_clicks) - logit(of_foretold), *rest])
+    np.testing.assert_allclose(found_NG, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(("items", "told"), [(ITEMS, "s1, m0"), (ItemFeaturesConfig(), "none")])
 def test_labels_count_from_no_column_that_is_no_input(items: ItemFeaturesConfig, told: str) -> None:
     with pytest.raises(ValueError) as raised:

@@ -123,6 +123,49 @@ def test_without_a_validation_split_each_half_of_the_tasks_chooses_for_the_other
     assert told in " ".join(found["stdout"].split())
 
 
+def of_run(out: Path, name: str) -> np.ndarray:
+    """What a run predicts of split `cold` after adapting, task by task."""
+    table = pq.read_table(out / "predictions.parquet")
+    keep = pc.and_(pc.equal(table["run"], name), pc.equal(table["split"], "cold"))
+    return table.filter(keep)["after"].to_numpy()
+
+
+def test_a_meta_learned_run_adapts_as_validation_chooses_and_is_exported_so(
+    runs: Path, tmp_path: Path
+) -> None:
+    maml, kept = runs / "maml", runs / "maml" / "adapting.json"
+    found = evaluated(maml, "--no-trees", "--out", tmp_path / "chosen")
+    (tuning,) = found["runs"][0]["fine_tuning"]
+    (best,) = tuning["chosen"]
+    values = [tried["value"] for tried in tuning["tried"] if tried["value"] is not None]
+    assert best["value"] == min(values)
+    own = tuning["tried"][0]
+    assert (own["inner_lr"], own["inner_steps"]) == (0.05, 1)
+    assert best != own  # or the rest says nothing
+    told = f"{best['inner_lr']:g} x {best['inner_steps']} on 30 tasks of valid (its config: 0.05"
+    assert told in " ".join(found["stdout"].split())
+    chosen = json.loads(kept.read_text())
+    setting = best["inner_lr"], best["inner_steps"]
+    assert (chosen["inner_lr"], chosen["inner_steps"]) == setting
+    assert chosen["chosen_on"] == "valid"
+
+    # Told of the same setting, it predicts the same; told of its own, it is left as it is.
+    overrides = (f"algorithm.inner_lr={setting[0]}", f"algorithm.inner_steps={setting[1]}")
+    evaluated(maml, *overrides, "--no-trees", "--out", tmp_path / "told")
+    told_N = of_run(tmp_path / "told", "maml")
+    np.testing.assert_array_equal(of_run(tmp_path / "chosen", "maml"), told_N)
+    left = evaluated(maml, "algorithm.inner_lr=0.05", "--no-trees", "--out", tmp_path / "left")
+    assert left["runs"][0]["fine_tuning"] == []
+    assert np.abs(of_run(tmp_path / "left", "maml") - told_N).max() > 1e-4
+
+    done = gmeta("export", maml, tmp_path / "model")
+    assert done.returncode == 0, done.stderr
+    line = f"adapts with inner_lr = {setting[0]:g} and inner_steps = {setting[1]}, "
+    assert line + "which gmeta evaluate chose on validation" in " ".join(done.stderr.split())
+    exported = json.loads((tmp_path / "model" / "config.json").read_text())["algorithm"]
+    assert (exported["inner_lr"], exported["inner_steps"]) == setting
+
+
 def test_adapting_that_is_made_worse_is_told_in_red(runs: Path, tmp_path: Path) -> None:
     options = ("--no-trees", "--item-column", "maker", "--out", tmp_path / "out")
     found = evaluated(runs / "maml", "algorithm.inner_lr=5.0", *options)

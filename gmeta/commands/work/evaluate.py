@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gmeta.adaptation.config import PLAIN
 from gmeta.batches.labels import scored_labels
 from gmeta.batches.views import Shown
 from gmeta.checkpoints.loader import best_not_kept
@@ -13,19 +14,19 @@ from gmeta.config import TrainConfig, overridden
 from gmeta.errors import UserError
 from gmeta.evaluate import (
     checkpoint_of,
-    data_of,
     drawn_once,
     evaluate_run,
     judged_by,
     splits_to_score,
 )
-from gmeta.feeds.increment import open_data, open_named
+from gmeta.feeds.increment import data_of, open_data, open_named
 from gmeta.metrics.catalogue import Scoring
 from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.together import by_first
 from gmeta.report.console import console_table
 from gmeta.report.files import write
-from gmeta.report.runs import split_names
+from gmeta.report.runs import EvaluatedRun, split_names
+from gmeta.runs.adapting import ADAPTING_FILE, write_adapting
 from gmeta.runs.folder import RunFolder
 from gmeta.yardstick.candidates import Candidates, candidates_of
 from gmeta.yardstick.measure import item_index, measure
@@ -74,6 +75,7 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
                 screen(stderr=True).print(one)
         scored = chosen if on is None else replace(chosen, data=data_of(chosen.data, on))
         candidates = _candidates(scored, on or dataset, asked, ranks)
+        overrides_adapting = any(each.startswith("algorithm.") for each in asked.overrides)
         runs = []
         for root in roots:
             name = root.name if short else str(root)
@@ -84,7 +86,7 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
                         name,
                         asked.splits,
                         ranks,
-                        chosen.algorithm if root == roots[0] else None,
+                        chosen.algorithm if overrides_adapting and root == roots[0] else None,
                         shown,
                         asked.on,
                         candidates,
@@ -116,6 +118,8 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
             models = [model for found in yardsticks for model in found.models]
             told = dict.fromkeys(note for found in yardsticks for note in found.notes)
             paths = write(out, evaluated, models, [*told, *notes])
+            for root, each in zip(roots, evaluated, strict=True):
+                _keep_chosen(root, each)
             show_table(console, console_table(paths.evaluation))
             evaluation = json.loads(Path(paths.evaluation_json).read_text())
             print_result({"report": paths.html, "evaluation": evaluation})
@@ -128,6 +132,22 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
     configs = [RunFolder(root).read_config().digest for root in roots]
     told = {**vars(asked), "the config of each RUN": configs}
     be_rank(device, config.run.collective_timeout_s, told, work)
+
+
+def _keep_chosen(root: Path, run: EvaluatedRun) -> None:
+    """Keep what validation chose for a run that is there to adapt: `gmeta export` takes it."""
+    if run.algorithm == PLAIN or not run.fine_tuning:
+        return
+    tuning = run.fine_tuning[0]
+    (best,) = tuning.chosen
+    told = {"metric": tuning.metric, "value": best.value, "chosen_on": tuning.split}
+    try:
+        write_adapting(RunFolder(root), run.step, best.inner_lr, best.inner_steps, **told)
+    except OSError as error:
+        screen(stderr=True).print(
+            f"{root / ADAPTING_FILE} cannot be written ({error}): an export of this run adapts as "
+            "its config says"
+        )
 
 
 def _label(dataset: Dataset, label: str) -> str:

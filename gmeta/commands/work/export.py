@@ -5,6 +5,7 @@ from pathlib import Path
 from gmeta.checkpoints.loader import best_not_kept
 from gmeta.commands.screen import print_result, screen, size_text
 from gmeta.export import export_run
+from gmeta.runs.adapting import ADAPTING_FILE
 from gmeta.runs.folder import RunFolder
 from gmeta.serving.folder import TableFormat
 
@@ -18,6 +19,12 @@ def export_model(
     console = screen(stderr=True)
     if step is None and (line := best_not_kept(RunFolder(run))):
         console.print(line)
+    if written.chosen is not None:
+        console.print(
+            f"adapts with inner_lr = {written.chosen.inner_lr:g} and inner_steps = "
+            f"{written.chosen.inner_steps}, which gmeta evaluate chose on validation "
+            f"({run / ADAPTING_FILE})"
+        )
     print_result(
         {
             "model": out,

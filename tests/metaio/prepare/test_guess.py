@@ -121,6 +121,11 @@ def test_what_init_writes_prepares_and_fits(tmp_path: Path, suffix: str) -> None
     assert checked.stdout == (
         "made/train.toml is right: maml with dlrm on made/data, into made/runs/maml\n"
     )
+    written = tomllib.loads((tmp_path / "made" / "train.toml").read_text())
+    # The baselines of an evaluation know what training rows say of an item: so does the model.
+    assert written["item_features"] == {"columns": ["item"]}  # not the session
+    assert written["support_features"]["residual_of"] == "item"
+    assert "augment" not in written  # the log has a time column: support is the past
 
 
 def test_a_log_that_cannot_be_read_gets_one_line(tmp_path: Path) -> None:

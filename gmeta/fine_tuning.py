@@ -1,0 +1,213 @@
+"""How a run adapts at its best: the inner rate and steps that validation chooses, among the same
+few for plain and meta-learned runs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from torchrec.distributed import DistributedModelParallel
+
+from gmeta.adaptation.algorithms.algorithm import fixed_rates
+from gmeta.adaptation.algorithms.registry import find_algorithm
+from gmeta.adaptation.config import PLAIN, AlgorithmConfig
+from gmeta.batches.labels import kinds_of, labels_checked
+from gmeta.batches.views import View
+from gmeta.config import TrainConfig
+from gmeta.learner import MetaLearner
+from gmeta.metrics.catalogue import loss_metric
+from gmeta.metrics.scores import evaluate_split
+from gmeta.outer.early_stop import scoring_of
+from gmeta.parallel.ranks import Ranks, value_of_first
+from gmeta.parallel.sharding import local_learner
+from gmeta.parallel.stopping import Stop
+from gmeta.parallel.together import by_all
+from gmeta.predictions import gathered, predict_all, predict_split
+from gmeta.report.evaluation import FineTuning
+from gmeta.yardstick.candidates import Candidates
+from gmeta.yardstick.finetune import TUNING_TASKS, best_of, half_of, try_all
+from metaio.counted import counted
+from metaio.format.dataset import Dataset
+from metaio.read.batch import TaskBatch
+from metaio.read.reader import EpisodeRange, RangeReader
+
+
+def judges_of(config: TrainConfig, scored: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the splits that choose rate and steps together: the validation splits, for all splits
+    that are scored. Without them each half of the tasks of a scored split judges for the other,
+    but of a plain run alone, which never saw an inner step; training tasks cannot, whose labels
+    the model has seen (docs/evaluation.md). None where there is nothing to choose.
+    """
+    algorithm = find_algorithm(config.algorithm.name)
+    if not algorithm.takes_steps or algorithm.rates is not fixed_rates:
+        return []
+    if config.data.valid_splits:
+        return [config.data.valid_splits]
+    return [(split,) for split in scored] if config.algorithm.name == PLAIN else []
+
+
+def adapt_with(algorithm: AlgorithmConfig, sharded: DistributedModelParallel) -> None:
+    """Let the model, whose parameters stay, adapt as `algorithm` says from here on."""
+    inner = local_learner(sharded)
+    own = inner.learner
+    inner.learner = MetaLearner(
+        own.model,
+        algorithm,
+        own.objectives,
+        own.tables,
+        statistics=own.statistics,
+        items=own.items,
+        projections=own.projections,
+    )
+    # What an encoder or a generator has learned is the run's, too.
+    pairs = ((inner.learner.encoder, own.encoder), (inner.learner.generator, own.generator))
+    for part, learned in pairs:
+        if part is not None and learned is not None:
+            part.load_state_dict(learned.state_dict())
+
+
+def choose_fine_tuning(
+    config: TrainConfig,
+    dataset: Dataset,
+    splits: Sequence[str],
+    sharded: DistributedModelParallel,
+    ranks: Ranks,
+) -> FineTuning:
+    """Return the inner rate and steps by which a run adapts best to tasks of some splits, by
+    the mean over these: one setting, or, where they are not the validation splits, one for each
+    half of the tasks, the best of the other half. Collective."""
+    # Not AUC: it does not see outputs that run away, as those of a rate do that is too high.
+    metric = loss_metric(config.loss_of())
+    is_halved = tuple(splits) != config.data.valid_splits
+    most = TUNING_TASKS * (1 + is_halved)
+    read = [tuning_batches(config, dataset, split, most, ranks) for split in splits]
+    errors: dict[tuple[float, int], list[float]] = {}  # of all tasks, then of each half
+
+    def errors_of(batches: Sequence[TaskBatch]) -> list[float]:
+        """Return the error of all tasks, then of each half; nothing on the ranks but the first."""
+        table = gathered(predict_all(iter(batches), config, dataset, sharded, ranks, Stop()), ranks)
+        if table is None:
+            return []
+        known_N = ~np.isnan(table["label"])
+        table = {name: column[known_N] for name, column in table.items()}
+        found, second_N = [], half_of(table["task"])
+        scoring = scoring_of(config)
+        for kept_N in (np.ones(len(second_N), np.bool_), second_N == 0, second_N == 1):
+            label, after, task = (table[name][kept_N] for name in ("label", "after", "task"))
+            found.append(evaluate_split(label, after, task, scoring, [metric])[metric].value)
+        return found
+
+    def error(rate: float, steps: int) -> float:
+        algorithm = replace(config.algorithm, inner_lr=rate, inner_steps=steps)
+        adapt_with(algorithm, sharded)
+        of_splits = [errors_of(batches) for _, batches in read]
+        means = [float(np.mean(same)) for same in zip(*of_splits, strict=True)]
+        errors[rate, steps] = value_of_first(means, ranks)
+        return errors[rate, steps][0]
+
+    own = config.algorithm.inner_lr, config.algorithm.inner_steps
+    tried = try_all(error, own)
+    told, num_tasks = ", ".join(splits), sum(num_tasks for num_tasks, _ in read)
+    if not is_halved:
+        return FineTuning(told, num_tasks, metric, (best_of(tried),), tried)
+    # First what the second half chose, for the tasks of the first.
+    by_half = [
+        best_of([replace(one, value=errors[one.inner_lr, one.inner_steps][half]) for one in tried])
+        for half in (2, 1)
+    ]
+    return FineTuning(told, num_tasks, metric, tuple(by_half), tried)
+
+
+def tuning_batches(
+    config: TrainConfig, dataset: Dataset, split: str, most: int, ranks: Ranks
+) -> tuple[int, list[TaskBatch]]:
+    """Return how many episodes of a split judge, `most` unless it has fewer, and this rank's share
+    of them. Collective."""
+    episodes = tuning_episodes(dataset, split, most)
+    mine = np.array_split(episodes, ranks.world_size)[ranks.rank]
+    size = max(1, config.data.tasks_per_step // ranks.world_size)
+    groups = [
+        [EpisodeRange(split, int(one), 1) for one in mine[first : first + size]]
+        for first in range(0, len(mine), size)
+    ]
+    batches: list[TaskBatch] = []
+
+    def read() -> None:
+        with RangeReader(dataset, threads=config.data.threads) as reader:
+            stored = labels_checked(
+                reader.batches(groups), kinds_of(config, dataset), dataset, split
+            )
+            batches.extend(stored)
+
+    by_all(read, ranks)
+    return len(episodes), batches
+
+
+def predict_tuned(
+    config: TrainConfig,
+    dataset: Dataset,
+    split: str,
+    tuning: FineTuning,
+    sharded: DistributedModelParallel,
+    ranks: Ranks,
+    view: View,
+    candidates: Candidates | None,
+    advance: Callable[[int], None],
+) -> pa.Table | None:
+    """Return what predict_split does, each task adapted with what was chosen for it. Collective."""
+    tables = []
+    for setting in tuning.chosen:
+        algorithm = replace(
+            config.algorithm, inner_lr=setting.inner_lr, inner_steps=setting.inner_steps
+        )
+        adapt_with(algorithm, sharded)
+        tables.append(
+            predict_split(config, dataset, split, sharded, ranks, view, candidates, advance)
+        )
+    first, last = tables[0], tables[-1]
+    if first is None or last is None:
+        return None
+    # Both hold the same rows in the same order.
+    in_last_N = half_of(first["task"].to_numpy()) == len(tables) - 1
+    # `after` of every label, and the places that follow from it.
+    for name in [one for one in first.column_names if one.startswith("after")]:
+        chosen_N = np.where(in_last_N, last[name].to_numpy(), first[name].to_numpy())
+        first = first.set_column(first.column_names.index(name), name, pa.array(chosen_N))
+    return first
+
+
+def tuning_episodes(dataset: Dataset, split: str, most: int) -> npt.NDArray[np.int64]:
+    """Return the indices of `most` episodes of a split, ascending: of a small one all."""
+    num_episodes = dataset.splits[split].num_episodes
+    size = min(num_episodes, most)
+    return np.sort(np.random.default_rng(0).choice(num_episodes, size, replace=False))
+
+
+def told_adapting(
+    own: AlgorithmConfig, adapting: AlgorithmConfig, tunings: Sequence[FineTuning]
+) -> str:
+    """Return a line on an inner loop that is not the config's, "" where it is."""
+    if tunings:
+        each = [
+            " and ".join(f"{one.inner_lr:g} x {one.inner_steps}" for one in tuning.chosen)
+            + f" on {counted(tuning.num_tasks, 'task')} of {tuning.split}"
+            for tuning in tunings
+        ]
+        halves = ""
+        if len(tunings[0].chosen) > 1:
+            halves = "; no data.valid_split, so each half of the tasks has what is best for the "
+            halves += "other half"
+        is_plain = own.name == PLAIN
+        trained = "" if is_plain else f" (its config: {own.inner_lr:g} x {own.inner_steps})"
+        return (
+            f"{'fine-tuned' if is_plain else 'adapts'} with the inner_lr x inner_steps of the best "
+            f"{tunings[0].metric} of {counted(len(tunings[0].tried), 'setting')}: "
+            f"{', '.join(each)}{halves}{trained}"
+        )
+    was, now = vars(own), vars(adapting)
+    changed = [
+        f"{key} = {now[key]} (its config: {was[key]})" for key in now if now[key] != was[key]
+    ]
+    return f"adapts with {', '.join(changed)}" if changed else ""
