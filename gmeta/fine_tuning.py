@@ -27,7 +27,7 @@ from gmeta.parallel.together import by_all
 from gmeta.predictions import gathered, predict_all, predict_split
 from gmeta.report.evaluation import FineTuning
 from gmeta.yardstick.candidates import Candidates
-from gmeta.yardstick.finetune import TUNING_TASKS, best_of, half_of, try_all
+from gmeta.yardstick.finetune import best_of, half_of, try_all
 from metaio.counted import counted
 from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
@@ -81,7 +81,7 @@ def choose_fine_tuning(
     # Not AUC: it does not see outputs that run away, as those of a rate do that is too high.
     metric = loss_metric(config.loss_of())
     is_halved = tuple(splits) != config.data.valid_splits
-    most = TUNING_TASKS * (1 + is_halved)
+    most = config.evaluation.tuning_tasks * (1 + is_halved)
     read = [tuning_batches(config, dataset, split, most, ranks) for split in splits]
     errors: dict[tuple[float, int], list[float]] = {}  # of all tasks, then of each half
 

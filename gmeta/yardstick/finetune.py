@@ -16,9 +16,6 @@ RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
 STEPS = (1, 3, 5, 10)
 # Where the best rate is the lowest or highest so far, the next one is tried, so often.
 MOST_MORE = 3
-# Tasks that judge, of each half where halves judge for each other: of 1,000 with 10 query rows, MAE
-# is known to 0.007 and differences to 0.002.
-TUNING_TASKS = 1_000
 
 
 def try_all(error: Callable[[float, int], float], own: tuple[float, int]) -> tuple[Tried, ...]:
