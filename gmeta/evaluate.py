@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pyarrow as pa
+from torchrec.distributed import DistributedModelParallel
 
 from gmeta.adaptation.config import PLAIN, AlgorithmConfig
 from gmeta.batches.labels import scored_labels
@@ -28,6 +29,7 @@ from gmeta.fine_tuning import (
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner
 from gmeta.predictions import predict_split
+from gmeta.report.evaluation import FineTuning
 from gmeta.report.runs import EvaluatedRun
 from gmeta.runs.adapting import read_adapting
 from gmeta.runs.folder import RunFolder, step_of
@@ -96,36 +98,9 @@ def evaluate_run(
     by = config if own.name == PLAIN else own_config
     tunings = [choose_fine_tuning(by, dataset, each, sharded, ranks) for each in judges]
 
-    passes = (shown.draws + len(shown.support_sizes)) * max(
-        [len(tuning.chosen) for tuning in tunings], default=1
+    drawn, limited = predict_views(
+        config, dataset, chosen, tunings, shown, sharded, ranks, candidates, advance
     )
-    num_tasks = sum(dataset.splits[split].num_episodes for split in chosen) * passes
-    total, done = -(-num_tasks // ranks.world_size), 0
-
-    def read(num_tasks: int) -> None:
-        nonlocal done
-        done += num_tasks
-        advance(min(done, total), total)
-
-    def predicted(view: View) -> pa.Table:
-        """Return the rows of all chosen splits; none on the ranks but the first."""
-        tables: list[pa.Table | None] = []
-        for index, split in enumerate(chosen):
-            if tunings:
-                tuning = tunings[index % len(tunings)]
-                of_split = predict_tuned(
-                    config, dataset, split, tuning, sharded, ranks, view, candidates, read
-                )
-            else:
-                of_split = predict_split(
-                    config, dataset, split, sharded, ranks, view, candidates, read
-                )
-            tables.append(of_split)
-        found = [table for table in tables if table is not None]
-        return pa.concat_tables(found) if found else pa.table({})
-
-    drawn = [predicted(View(draw)) for draw in range(shown.draws)]
-    limited = {most: predicted(View(max_support=most)) for most in shown.support_sizes}
     if ranks.rank != 0:
         return None
     labels = scored_labels(config, dataset)
@@ -155,6 +130,52 @@ def evaluate_run(
         label=next(one.name for one in labels if one.is_judged),
         other_losses={one.name: config.loss_of(one.name) for one in labels if not one.is_judged},
     )
+
+
+def predict_views(
+    config: TrainConfig,
+    dataset: Dataset,
+    splits: Sequence[str],
+    tunings: Sequence[FineTuning],
+    shown: Shown,
+    sharded: DistributedModelParallel,
+    ranks: Ranks,
+    candidates: Candidates | None,
+    advance: Callable[[int, int], None],
+) -> tuple[list[pa.Table], dict[int, pa.Table]]:
+    """Return the rows of all splits, predicted with every draw of support and query rows, and by
+    support size; none on the ranks but the first. Collective."""
+    passes = (shown.draws + len(shown.support_sizes)) * max(
+        [len(tuning.chosen) for tuning in tunings], default=1
+    )
+    num_tasks = sum(dataset.splits[split].num_episodes for split in splits) * passes
+    total, done = -(-num_tasks // ranks.world_size), 0
+
+    def read(num_tasks: int) -> None:
+        nonlocal done
+        done += num_tasks
+        advance(min(done, total), total)
+
+    def predicted(view: View) -> pa.Table:
+        """Return the rows of all splits; none on the ranks but the first."""
+        tables: list[pa.Table | None] = []
+        for index, split in enumerate(splits):
+            if tunings:
+                tuning = tunings[index % len(tunings)]
+                of_split = predict_tuned(
+                    config, dataset, split, tuning, sharded, ranks, view, candidates, read
+                )
+            else:
+                of_split = predict_split(
+                    config, dataset, split, sharded, ranks, view, candidates, read
+                )
+            tables.append(of_split)
+        found = [table for table in tables if table is not None]
+        return pa.concat_tables(found) if found else pa.table({})
+
+    drawn = [predicted(View(draw)) for draw in range(shown.draws)]
+    limited = {most: predicted(View(max_support=most)) for most in shown.support_sizes}
+    return drawn, limited
 
 
 def judged_by(label: str, config: TrainConfig, dataset: Dataset) -> TrainConfig:

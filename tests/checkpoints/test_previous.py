@@ -41,7 +41,11 @@ def test_a_checkpoint_of_the_previous_release_is_whole() -> None:
 @pytest.mark.distributed
 def test_a_run_of_the_previous_release_scores_as_it_did_there(folder: Path) -> None:
     was = metrics(folder / "run")[-1]["valid"]
-    ended = run_gmeta("evaluate", "run", "--split", "valid", cwd=folder)
+    rate = json.loads((folder / "run" / "config.json").read_text())["algorithm"]["inner_lr"]
+    # As its config says: this release would choose a rate.
+    ended = run_gmeta(
+        "evaluate", "run", "--split", "valid", f"algorithm.inner_lr={rate}", cwd=folder
+    )
     assert ended.returncode == 0, ended.stderr
     told = json.loads((folder / "run" / "evaluation" / "evaluation.json").read_text())
     (group,) = told["groups"]

@@ -477,7 +477,8 @@ def test_a_service_that_still_reads_its_store_asks_for_a_moment() -> None:
         ),
         (
             ["--antdt-config", "{folder}/none.toml"],
-            "cannot read {folder}/none.toml: No such file or directory. Name a readable file",
+            "config '{folder}/none.toml' cannot be read: No such file or directory. Give a TOML "
+            "file",
         ),
     ],
 )

@@ -163,7 +163,7 @@ def test_prepare_by_schema_from_the_command_line(tmp_path: Path) -> None:
         (
             ["out", "--recipe", "synthetic", "--block-rows", "65536"],  # its default, but given
             "--block-rows has no effect with --recipe synthetic: it is for --schema, --schema "
-            "--spark and --extend. Leave it out",
+            "--spark, --extend and --extend --spark. Leave it out",
         ),
         (
             ["in", "out", "--recipe", "movielens-1m", "--rows", "5", "9"],

@@ -165,8 +165,8 @@ def test_what_spark_is_not_for_is_refused_before_anything_starts(tmp_path: Path)
     done = run(tmp_path, "--spark", "--recipe", "synthetic", str(tmp_path / "out"))
     assert (done.returncode, done.stderr) == (
         2,
-        "error: --spark has no effect with --recipe synthetic: it is for --schema --spark. "
-        "Leave it out\n",
+        "error: --spark has no effect with --recipe synthetic: it is for --schema --spark and "
+        "--extend --spark. Leave it out\n",
     )
     (tmp_path / "schema.toml").write_text(SCHEMA)
     paths = [str(tmp_path / "logs.csv"), str(tmp_path / "out")]
