@@ -26,6 +26,7 @@ from gmeta.fine_tuning import (
     predict_tuned,
     told_adapting,
 )
+from gmeta.metrics.config import EvaluationConfig
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner
 from gmeta.predictions import predict_split
@@ -51,18 +52,19 @@ def evaluate_run(
     candidates: Candidates | None = None,
     advance: Callable[[int, int], None] = lambda done, total: None,
     label: str = "",
+    evaluation: EvaluationConfig | None = None,
 ) -> EvaluatedRun | None:
     """Predict `splits` with a run's checkpoint (see checkpoint_to_use) and return them on rank 0,
     None elsewhere; without `splits` those that its config names. `on` names another dataset (see
     open_named), of which all splits are predicted then: values that the run's vocabularies do not
     hold are unknown to it.
 
-    `adapting` takes the place of the config's algorithm. Without it the run adapts at the rate and
-    steps that are best on its validation splits; a plain run that has none, on the other half of
-    the tasks of the split that is predicted: by its predictions of the config's judged label. If
-    `label` is not "", a plain run goes by that. Beside positive rows stand `candidates`, if
-    any. `advance` hears how many of this rank's tasks are read, of how many about; every view and
-    fine-tuning of one counts as a task.
+    `adapting` and `evaluation` take the place of the config's algorithm and evaluation. Without
+    the former the run adapts at the rate and steps that are best on its validation splits; a plain
+    run that has none, on the other half of the tasks of the split that is predicted: by its
+    predictions of the config's judged label. If `label` is not "", a plain run goes by that.
+    Beside positive rows stand `candidates`, if any. `advance` hears how many of this rank's tasks
+    are read, of how many about; every view and fine-tuning of one counts as a task.
 
     Raises:
         UserError: no run folder, no checkpoint yet, an unknown split or label.
@@ -70,7 +72,8 @@ def evaluate_run(
         DataError: the one that `on` names has other columns.
     """
     folder = RunFolder(root)
-    config = own_config = folder.read_config()
+    config = folder.read_config()
+    config = own_config = replace(config, evaluation=evaluation or config.evaluation)
     checkpoint = checkpoint_of(folder)
     check_config(checkpoint, config)
     check_registered(root, config.model, config.algorithm, folder.read_environment())

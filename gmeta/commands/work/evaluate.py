@@ -92,12 +92,11 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
                         candidates,
                         advance,
                         label,
+                        chosen.evaluation,
                     )
                 )
         if ranks.rank == 0:
-            evaluated = [
-                replace(each, evaluation=chosen.evaluation) for each in runs if each is not None
-            ]
+            evaluated = [each for each in runs if each is not None]
             console = screen()
             screen(stderr=True).print("the runs are scored; now the yardstick, from training rows")
             splits = split_names(evaluated[0].predictions)
