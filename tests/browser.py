@@ -5,11 +5,11 @@ A test that opens one is marked with `needs_browser`, and skipped where there is
 
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from selenium.webdriver import Chrome
     from selenium.webdriver.remote.webelement import WebElement
 
+Read = TypeVar("Read")
 CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
 needs_browser = pytest.mark.skipif(
@@ -59,12 +60,21 @@ class Browser:
 
     def texts(self, selector: str) -> list[str]:
         """What a person reads in each element; what is hidden reads as nothing."""
-        found = self.driver.find_elements("css selector", selector)
-        return [element.text for element in found]
+        return self._read(
+            lambda: [each.text for each in self.driver.find_elements("css selector", selector)]
+        )
 
     def text(self, selector: str) -> str:
         """What a person reads in the first element."""
-        return self.find(selector).text
+        return self._read(lambda: self.find(selector).text)
+
+    def _read(self, what: Callable[[], Read]) -> Read:
+        """Again, if the page was drawn anew between finding an element and reading it."""
+        from selenium.common.exceptions import StaleElementReferenceException
+
+        while True:
+            with suppress(StaleElementReferenceException):
+                return what()
 
     def value(self, selector: str) -> str:
         """What stands in a field."""
