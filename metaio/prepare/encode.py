@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from metaio.counted import counted
 from metaio.errors import DataError
 from metaio.hashing import UInt64, splitmix64
+from metaio.prepare.encoded_rows import EncodedRows, array_types
 from metaio.prepare.labels import labels_of, weights_of
 from metaio.prepare.raw_columns import as_lists, dense_input, vector_input
 from metaio.prepare.schema import DenseColumn, Schema, SparseColumn
@@ -51,68 +52,6 @@ class Fitted:
     splits: Splits = field(default_factory=Splits)
     # sparse column -> what its values were; absent: not known, any will do
     kinds: dict[str, Kind] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class EncodedRows:
-    """Rows as ids and numbers, with the keys that decide split, bucket and order.
-
-    `values_V` holds the ids of all multi-hot columns, row by row and column by column within a row.
-    """
-
-    task_hash_N: UInt64
-    task_N: Int64
-    time_N: Int64
-    row_hash_N: UInt64
-    row_id_NR: Int64
-    split_N: npt.NDArray[np.int32]
-    label_N: npt.NDArray[np.float32]  # [N, labels] of several; NaN: not known
-    weight_NW: npt.NDArray[np.float32]
-    ids_NF: npt.NDArray[np.integer[Any]]  # int32 where all tables are that small
-    dense_NK: npt.NDArray[np.float32]
-    lengths_NM: npt.NDArray[np.int32]
-    side_NS: npt.NDArray[np.int8]  # SUPPORT, QUERY or UNDECIDED
-    item_NI: UInt64  # hash of the item
-    values_V: npt.NDArray[np.integer[Any]]
-
-    @property
-    def num_rows(self) -> int:
-        """Return N."""
-        return len(self.label_N)
-
-
-def array_types(schema: Schema) -> dict[str, tuple[np.dtype[Any], int | None]]:
-    """Return the type of each array of EncodedRows and the width of its rows; None for arrays of
-    one axis.
-    """
-    # Half the bytes through disk and caches; a vocabulary of 2^31 values would not fit in memory.
-    small = all(column.hash is None or column.hash <= 1 << 31 for column in schema.sparse)
-    ids = np.dtype("<i4" if small else "<i8")
-    return {
-        "task_hash_N": (np.dtype("<u8"), None),
-        "task_N": (np.dtype("<i8"), None),
-        "time_N": (np.dtype("<i8"), None),
-        "row_hash_N": (np.dtype("<u8"), None),
-        "row_id_NR": (np.dtype("<i8"), 1 if schema.row_id else 0),
-        "split_N": (np.dtype("<i4"), None),
-        "label_N": (np.dtype("<f4"), None if len(schema.labels) == 1 else len(schema.labels)),
-        "weight_NW": (np.dtype("<f4"), int(schema.weight is not None)),
-        "ids_NF": (ids, len(schema.single)),
-        "dense_NK": (np.dtype("<f4"), len(schema.dense_names)),
-        "lengths_NM": (np.dtype("<i4"), len(schema.multi)),
-        "side_NS": (np.dtype("i1"), int(schema.has_sides)),
-        "item_NI": (np.dtype("<u8"), int(schema.negatives is not None)),
-        "values_V": (ids, None),
-    }
-
-
-def allocate(schema: Schema, num_rows: int, num_values: int) -> EncodedRows:
-    """Return rows to be filled in: arrays of the right types and sizes, with any content."""
-    arrays: dict[str, npt.NDArray[Any]] = {}
-    for name, (dtype, width) in array_types(schema).items():
-        length = num_values if name == "values_V" else num_rows
-        arrays[name] = np.empty(length if width is None else (length, width), dtype)
-    return EncodedRows(**arrays)
 
 
 def task_keys(schema: Schema, batch: pa.RecordBatch) -> tuple[UInt64, Int64]:
@@ -147,27 +86,6 @@ def refuse_nulls(schema: Schema, nulls: dict[str, int]) -> None:
             raise DataError(
                 f"column {name} has {counted(count, 'null')}; none are allowed. {remedy}"
             )
-
-
-def take_rows(rows: EncodedRows, chosen: Int64) -> EncodedRows:
-    """Return the chosen rows, in the order chosen."""
-    value_offsets = offsets(row_sums(rows.lengths_NM))
-    values = ragged_indices(value_offsets[chosen], np.diff(value_offsets)[chosen])
-    arrays = {
-        name: np.take(array, values if name == "values_V" else chosen, axis=0)
-        for name, array in vars(rows).items()
-    }
-    return EncodedRows(**arrays)
-
-
-def joined(schema: Schema, parts: list[EncodedRows]) -> EncodedRows:
-    """Return all rows of any number of parts, in order."""
-    found = allocate(
-        schema, sum(part.num_rows for part in parts), sum(len(part.values_V) for part in parts)
-    )
-    for name, array in vars(found).items():
-        np.concatenate([array[:0], *(getattr(part, name) for part in parts)], out=array)
-    return found
 
 
 class Encoder:

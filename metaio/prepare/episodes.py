@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from metaio.counted import counted
 from metaio.errors import DataError
-from metaio.prepare.encode import EncodedRows
+from metaio.prepare.encoded_rows import EncodedRows
 from metaio.prepare.gather import Episodes
 from metaio.prepare.negatives import Catalogue, Sampler
 from metaio.prepare.row_order import row_identity, total_order

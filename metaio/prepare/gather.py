@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from metaio.format.block import Rows
-from metaio.prepare.encode import EncodedRows
-from metaio.prepare.negatives import Sampler, value_starts
+from metaio.prepare.encoded_rows import EncodedRows, value_starts
+from metaio.prepare.negatives import Sampler
 from metaio.ragged import Int64, offsets, ragged_indices
 
 # The row id of a negative: the raw data has no such row.

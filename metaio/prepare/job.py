@@ -20,7 +20,8 @@ from metaio.format.layout import DEFAULT_BLOCK_ROWS, VOCABULARY_FOLDER, usual_bu
 from metaio.format.manifest import ShardEntry
 from metaio.format.shard_writer import ShardWriter
 from metaio.format.writer import DatasetWriter, Provenance, block_cuts, write_dataset
-from metaio.prepare.encode import EncodedRows, Fitted, take_rows
+from metaio.prepare.encode import Fitted
+from metaio.prepare.encoded_rows import EncodedRows, take_rows
 from metaio.prepare.episodes import Dropped, make_episodes
 from metaio.prepare.negatives import Catalogue, CatalogueBuilder
 from metaio.prepare.schema import Schema, SparseColumn, features_of

@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from metaio.format.writer import DatasetWriter
-from metaio.prepare.encode import EncodedRows, Encoder
+from metaio.prepare.encode import Encoder
+from metaio.prepare.encoded_rows import EncodedRows
 from metaio.prepare.episodes import Dropped, check_some
 from metaio.prepare.in_order import Progress, buckets_at_once, map_in_order
 from metaio.prepare.job import Job, PrepareOptions, TableUse, WrittenShard, make_job

@@ -15,9 +15,9 @@ import numpy.typing as npt
 from metaio.errors import DataError
 from metaio.format.features import vector_of
 from metaio.hashing import UInt64, splitmix64
-from metaio.prepare.encode import EncodedRows, joined, take_rows
+from metaio.prepare.encoded_rows import EncodedRows, joined, take_rows, value_starts
 from metaio.prepare.schema import Schema, SparseColumn
-from metaio.ragged import Int64, offsets, ragged_indices, row_sums
+from metaio.ragged import Int64, offsets, ragged_indices
 
 # Parts are merged once there are this many, so that memory follows the distinct items.
 _MERGE_AFTER = 16
@@ -125,14 +125,6 @@ def _attribute_hash(rows: EncodedRows, columns: ItemColumns) -> UInt64:
         sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
         total_N = splitmix64(total_N ^ (sums[ends[1:]] - sums[ends[:-1]]))
     return total_N
-
-
-def value_starts(rows: EncodedRows) -> Int64:
-    """Return where the list of each row and multi-id feature begins in `values_V` [N, M]."""
-    lengths_NM = rows.lengths_NM
-    first_N = offsets(row_sums(lengths_NM))[:-1]
-    before_NM = np.cumsum(lengths_NM, axis=1, dtype=np.int64) - lengths_NM
-    return first_N[:, None] + before_NM
 
 
 class Sampler:

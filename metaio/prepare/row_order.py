@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from metaio.errors import DataError
 from metaio.hashing import UInt64, splitmix64
-from metaio.prepare.encode import EncodedRows
+from metaio.prepare.encoded_rows import EncodedRows
 from metaio.prepare.schema import Schema
 from metaio.ragged import Int64
 

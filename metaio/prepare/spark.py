@@ -19,7 +19,8 @@ import pyarrow.compute as pc
 
 from metaio.errors import DataError
 from metaio.format.writer import DatasetWriter
-from metaio.prepare.encode import EncodedRows, Encoder, joined, refuse_nulls
+from metaio.prepare.encode import Encoder, refuse_nulls
+from metaio.prepare.encoded_rows import EncodedRows, joined
 from metaio.prepare.episodes import Dropped, check_some
 from metaio.prepare.job import Job, PrepareOptions, TableUse, WrittenShard, make_job
 from metaio.prepare.raw_ids import write_raw_ids

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from metaio.prepare.encode import EncodedRows, allocate, take_rows
+from metaio.prepare.encoded_rows import EncodedRows, allocate, take_rows
 from metaio.prepare.schema import Schema
 from metaio.ragged import Int64, offsets, row_sums
 

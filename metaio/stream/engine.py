@@ -7,7 +7,8 @@ from typing import Protocol
 import pyarrow as pa
 
 from metaio.format.writer import DatasetWriter
-from metaio.prepare.encode import EncodedRows, Encoder
+from metaio.prepare.encode import Encoder
+from metaio.prepare.encoded_rows import EncodedRows
 from metaio.prepare.in_order import Progress, buckets_at_once, map_in_order
 from metaio.prepare.job import PrepareOptions, TableUse
 from metaio.prepare.schema import Schema

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from metaio.format.writer import DatasetWriter
-from metaio.prepare.encode import EncodedRows, joined, take_rows
+from metaio.prepare.encoded_rows import EncodedRows, joined, take_rows
 from metaio.prepare.episodes import Dropped, check_some
 from metaio.prepare.in_order import Progress
 from metaio.prepare.job import Job, TableUse, WrittenShard

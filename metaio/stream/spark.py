@@ -21,7 +21,8 @@ import pyarrow as pa
 from metaio.errors import DataError
 from metaio.format.destination import flush_to_disk
 from metaio.format.writer import DatasetWriter
-from metaio.prepare.encode import EncodedRows, Encoder, joined
+from metaio.prepare.encode import Encoder
+from metaio.prepare.encoded_rows import EncodedRows, joined
 from metaio.prepare.in_order import Progress
 from metaio.prepare.job import PrepareOptions, TableUse
 from metaio.prepare.schema import Schema

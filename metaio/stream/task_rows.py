@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from metaio.hashing import UInt64
-from metaio.prepare.encode import EncodedRows, allocate, array_types, joined, take_rows
+from metaio.prepare.encoded_rows import EncodedRows, allocate, array_types, joined, take_rows
 from metaio.prepare.row_order import row_identity, total_order
 from metaio.prepare.schema import Schema
 from metaio.ragged import Int64, offsets, ragged_indices, row_sums

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from metaio.errors import DataError
-from metaio.prepare.encode import EncodedRows, Encoder, task_keys
+from metaio.prepare.encode import Encoder, task_keys
+from metaio.prepare.encoded_rows import EncodedRows
 from metaio.prepare.labels import labels_of
 from metaio.prepare.rules import StreamRule
 from metaio.prepare.schema import Schema

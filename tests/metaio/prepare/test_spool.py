@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from metaio.prepare.encode import EncodedRows, allocate, joined
+from metaio.prepare.encoded_rows import EncodedRows, allocate, joined
 from metaio.prepare.schema import Schema
 from metaio.prepare.schema_file import parse_schema
 from metaio.prepare.spool import BucketPlan, Spool, split_by_bucket
