@@ -19,9 +19,10 @@ from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError, UserError
 from gmeta.learner import MetaLearner
 from gmeta.losses.config import LabelsConfig
-from gmeta.parallel.estimate import RESERVED, Estimate, Speeds, Step, estimate, what_would_fit
+from gmeta.parallel.estimate import RESERVED, Estimate, Step, estimate, what_would_fit
 from gmeta.parallel.plan import check_clipping, describe_plan, plan_of_tables, plan_on
-from gmeta.parallel.planner import Cluster, NoPlaceError
+from gmeta.parallel.planner import NoPlaceError
+from gmeta.parallel.stated import Asked, Cluster, Speeds
 from gmeta.parallel.unplaced import tables_to_place
 from gmeta.tables.sharding import check_sharding
 from gmeta.tables.widths import WIDTH_MULTIPLE, widths_of_tables
@@ -32,17 +33,6 @@ from metaio.read.reader import BatchReader
 
 # Batches whose distinct ids are counted, and tasks whose operations are.
 MEASURED_BATCHES, COUNTED_TASKS = 4, 8
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What is stated where the dataset does not say it: rows of tables, rows of a task (support and
-    query), and the distinct share of the ids that a rank's rows have of a table; 0: as measured.
-    """
-
-    rows: Mapping[str, int]
-    rows_per_task: float = 0.0
-    unique_share: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from gmeta.build import build
-from gmeta.capacity import Asked, capacity, counted_flops
+from gmeta.capacity import capacity, counted_flops
 from gmeta.commands.work.plan import span_of
 from gmeta.config import TrainConfig, config_from_dict
-from gmeta.parallel.estimate import Speeds
-from gmeta.parallel.planner import Cluster
+from gmeta.parallel.stated import Asked, Cluster, Speeds
 from metaio.read.reader import BatchReader
 from tests.commands import gmeta, write_config
 

@@ -1,4 +1,7 @@
-"""`gmeta judge`, `gmeta promote`, `gmeta rollback` and `gmeta publish`."""
+"""`gmeta judge`, `gmeta promote`, `gmeta rollback` and `gmeta publish`.
+
+Each imports its work last: loading torch takes seconds, and a wrong option is told at once.
+"""
 
 from pathlib import Path
 from typing import Annotated

@@ -12,7 +12,6 @@ from gmeta.files.local import check_local, check_replaces
 
 if TYPE_CHECKING:
     from gmeta.runtimes.write import Runtime
-    from gmeta.serving.folder import TableFormat
 
 
 class Format(StrEnum):
@@ -72,26 +71,16 @@ def export(
     check_local("OUT", out)
     if since is not None:
         check_local("--since", since)
-    # Loading torch takes seconds: not before the options are known to be right.
-    if runtime is Format.GMETA:
-        from gmeta.commands.work.export import export_model
-
-        if since is None:
-            export_model(run, out, (tables or Tables.FLOAT32).value, step, overwrite)
-            return
-        from gmeta.commands.work.delivery import export_changes
-
-        export_changes(run, out, since, (tables or Tables.FLOAT32).value, step, overwrite)
-        return
-    if since is not None:
+    if runtime is not Format.GMETA and since is not None:
         raise UserError(
             f"--since writes what changed for gmeta itself: --format {runtime.value} has no "
             "deltas. Leave one of them out"
         )
-    from gmeta.commands.work.export_runtime import export_for_runtime
+    # Loading torch takes seconds: not before the options are known to be right.
+    from gmeta.commands.work.export import export_as
 
-    chosen, table_format = cast("Runtime", runtime.value), cast("TableFormat | None", tables)
-    export_for_runtime(run, out, chosen, table_format, step, overwrite)
+    chosen = None if runtime is Format.GMETA else cast("Runtime", runtime.value)
+    export_as(run, out, chosen, tables.value if tables else None, step, since, overwrite)
 
 
 def predict(
@@ -142,6 +131,7 @@ def predict(
             "Name a file that ends with one of them"
         )
     check_replaces(out, [("SUPPORT", support), ("QUERY", query)], overwrite)
+    # As above.
     from gmeta.commands.work.predict import predict_rows
 
     predict_rows(model, support, query, out, allow_no_support, verify)

@@ -5,7 +5,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,12 +18,12 @@ from gmeta.errors import GMetaError, UserError
 from gmeta.files.local import check_local
 from gmeta.files.whole import write_whole
 from gmeta.loop.config import load_follow_config
+from gmeta.loop.live import LivePage
+from gmeta.loop.loop import Loop
+from gmeta.loop.metrics import LoopMetrics
+from gmeta.loop.page import stream_page
+from gmeta.loop.stages import last_line, run_stage
 from metaio.errors import MetaIOError
-
-if TYPE_CHECKING:
-    from gmeta.loop.live import LivePage
-    from gmeta.loop.loop import Loop
-    from gmeta.loop.metrics import LoopMetrics
 
 _DRAWN_EVERY_S = 60.0  # of a page, while there is always something to do
 
@@ -58,11 +58,6 @@ def follow(
     )
     tls, proofs = protected.opened()
     _check_listen(listen, protected.secured)
-    from gmeta.loop.live import LivePage
-    from gmeta.loop.loop import Loop
-    from gmeta.loop.metrics import LoopMetrics
-    from gmeta.loop.stages import last_line, run_stage
-
     if page is not None:
         check_local("--page", page)
         page.parent.mkdir(parents=True, exist_ok=True)
@@ -86,16 +81,14 @@ def _check_listen(address: str, is_secured: bool) -> None:
 
 
 def _run(
-    loop: "Loop",
-    measured: "LoopMetrics",
+    loop: Loop,
+    measured: LoopMetrics,
     ended: threading.Event,
     once: bool,
     page: Path | None,
-    live: "LivePage | None",
+    live: LivePage | None,
 ) -> None:
     """Take stage after stage until `ended`, or `once` nothing is left to do."""
-    from gmeta.loop.page import stream_page
-
     console, told, drawn_s = screen(), "", 0.0
     every_s = loop.config.follow.every_s
     is_drawn = False

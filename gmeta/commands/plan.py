@@ -8,6 +8,7 @@ import typer
 
 from gmeta.config import load_config
 from gmeta.errors import UserError
+from gmeta.parallel.stated import Asked, Cluster, Speeds
 
 
 def plan(
@@ -69,10 +70,7 @@ def plan(
     bytes_a_s = {name[2:]: _amount(name, text, "/s") for name, text in bandwidths.items()}
     flops = 1e12 * (tflops or {"float32": 60, "tf32": 400, "bf16": 800}[resolved.run.precision])
     # Loading torch takes seconds: not before the options are known to be right.
-    from gmeta.capacity import Asked
     from gmeta.commands.work.plan import show_plan
-    from gmeta.parallel.estimate import Speeds
-    from gmeta.parallel.planner import Cluster
 
     show_plan(
         resolved,

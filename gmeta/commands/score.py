@@ -42,6 +42,7 @@ def score(
             f"{model} is no folder: an exported model is needed. Give a folder that `gmeta export` "
             "wrote, or CHANNEL/versions/NUMBER of a full version"
         )
+    # Loading torch takes seconds: not before the options are known to be right.
     from gmeta.commands.work.score import score_export
 
     score_export(model, on, splits or [], out)

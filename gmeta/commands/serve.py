@@ -39,6 +39,8 @@ from gmeta.commands.service_options import (
 )
 from gmeta.errors import UserError
 from gmeta.files.local import is_url
+from gmeta.server.config import ServeConfig
+from gmeta.server.limits import BatchLimits, RequestLimits
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # it stands in paths and in metrics
 
@@ -85,12 +87,6 @@ def serve(
     folder = model if is_url(model) else Path(model)
     name = name or Path(model).absolute().name
     _check(name, log_level)
-    # Loading torch takes seconds: not before the options are known to be right.
-    from gmeta.server.config import ServeConfig
-    from gmeta.server.limits import BatchLimits, RequestLimits
-    from gmeta.server.process import serve_until_signal
-    from gmeta.server.worker import run_worker
-
     config = ServeConfig(
         folder=folder,
         name=name,
@@ -116,7 +112,10 @@ def serve(
         behind_proxy=behind_proxy,
     )
     config.check()
-    raise typer.Exit(serve_until_signal(config, log_level, run_worker))
+    # Loading torch takes seconds: not before the options are known to be right.
+    from gmeta.commands.work.serve import serve_until_signal
+
+    raise typer.Exit(serve_until_signal(config, log_level))
 
 
 def _check(name: str, log_level: str) -> None:

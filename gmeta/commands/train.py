@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from gmeta.commands import on_ranks
-from gmeta.config import TrainConfig, load_config
+from gmeta.config import load_config
 from gmeta.errors import UserError
 from gmeta.feeds.service import SERVICE_VARIABLE, SHARDS_FOLDER, needs_own_service, own_service
 from gmeta.parallel.stopping import AGENT_SERVES_VARIABLE
@@ -42,20 +42,24 @@ def train(
     torchrun --nproc-per-node 2 -m gmeta train examples/demo.toml
     """
     resolved = load_config(config, overrides or [])
-    _check_run_folder(resolved, resume)
+    root = Path(resolved.run.dir)
+    if root.exists() and not root.is_dir():
+        raise UserError(
+            f"run.dir = {str(root)!r} is a file: a folder is needed. Choose another run.dir"
+        )
+    is_new = not (resume or _was_restarted())
+    if is_new:
+        _check_is_free(root)
     with ExitStack() as stack:
-        if not (Path(resolved.run.dir) / SHARDS_FOLDER).exists():
-            stack.callback(_drop_unused_store, Path(resolved.run.dir))
+        if not (root / SHARDS_FOLDER).exists():
+            stack.callback(_drop_unused_store, root)
         # Loading torch takes seconds: not before the config is known to be right.
+        with on_ranks.importing():
+            from gmeta.commands.work.train import check_for_ranks, train_on_rank
         if not on_ranks.starts_ranks(nproc_per_node):
-            with on_ranks.importing():
-                from gmeta.commands.work.train import train_on_rank
-            train_on_rank(resolved)
+            train_on_rank(resolved, is_new)
             return
-        from gmeta.build import check_on_data
-        from gmeta.checkpoints.settled import settled
-
-        check_on_data(settled(resolved))
+        check_for_ranks(resolved, is_new)
         # The run folder was checked above; by the time a rank looks, the service's store is in it.
         arguments = ["train", str(config), *(overrides or []), "--resume"]
         if needs_own_service(resolved):
@@ -72,22 +76,16 @@ def _drop_unused_store(root: Path) -> None:
         shutil.rmtree(root / SHARDS_FOLDER, ignore_errors=True)
 
 
-def _check_run_folder(config: TrainConfig, resume: bool) -> None:
+def _was_restarted() -> bool:
     # torchrun repeats the command as it was: a restarted rank finds what its first life wrote.
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    root = Path(config.run.dir)
-    if root.exists() and not root.is_dir():
-        raise UserError(
-            f"run.dir = {str(root)!r} is a file: a folder is needed. Choose another run.dir"
-        )
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def _check_is_free(root: Path) -> None:
+    """Raise UserError for a folder that a new run cannot have."""
     # A lock without a run is what a run left that was killed before it began.
-    holds_run = root.is_dir() and any(path.name != LOCK_FILE for path in root.iterdir())
-    if holds_run and not (resume or restarted):
+    if root.is_dir() and any(path.name != LOCK_FILE for path in root.iterdir()):
         raise UserError(
             f"run.dir = {str(root)!r} is not empty: a new run needs a new folder. "
             "Choose another run.dir, or add --resume to go on from its newest checkpoint"
         )
-    if config.run.mirror and not (resume or restarted):
-        from gmeta.checkpoints.mirror import check_new_mirror
-
-        check_new_mirror(config.run.mirror, root)

@@ -6,7 +6,7 @@ from functools import partial
 
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from gmeta.loop.days import Day
+from gmeta.loop.day import Day
 from gmeta.metrics.catalogue import Scoring, label_of
 from gmeta.metrics.texts import MetricInfo
 from gmeta.report.render import Axes, Chart, Panel, light

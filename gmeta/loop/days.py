@@ -5,59 +5,17 @@ alone, so what cannot be read is not there.
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from gmeta.delivery.versions import Version
 from gmeta.errors import UserError
 from gmeta.files.checked_json import json_object, read_json
+from gmeta.loop.day import Day
 from gmeta.loop.loop import ENDED_FILE, FROZEN_FILE, Loop
 from gmeta.runs.folder import PREQUENTIAL_FILE
 from metaio.stream.chain import IncrementRecord, increment_numbers, open_stream
 
 _SHOWN = 200  # of the newest increments: more are no picture
 TRAINED_ON = "train"  # the split of most rows, which nobody has seen when it is forecast
-
-
-@dataclass(frozen=True)
-class Day:
-    """One increment with what came of it.
-
-    `forecast` holds its scores by the model that goes on, before it is trained on them, `frozen` by
-    the first version; `took_s` seconds by stage.
-    """
-
-    record: IncrementRecord
-    window_s: tuple[float, float]  # since 1970
-    verdict: Mapping[str, Any] = field(default_factory=dict)
-    version: Version | None = None
-    forecast: Mapping[str, float] = field(default_factory=dict)
-    frozen: Mapping[str, float] = field(default_factory=dict)
-    best_auc: float | None = None
-    took_s: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def new(self) -> int:
-        """Count the ids that got a row."""
-        return sum(table["new"] for table in self.record.report["tables"].values())
-
-    @property
-    def freed(self) -> int:
-        """Count the ids that lost theirs."""
-        return sum(table["freed"] for table in self.record.report["tables"].values())
-
-    @property
-    def refused(self) -> bool:
-        """Return whether its candidate was refused."""
-        return self.verdict.get("verdict") == "refuse"
-
-    @property
-    def told(self) -> str:
-        """Return what was decided, and why if it was refused."""
-        if not self.verdict:
-            return "not judged yet"
-        return f"refused: {'; '.join(self.verdict['reasons'])}" if self.refused else "promoted"
 
 
 def days_of(loop: Loop) -> list[Day]:

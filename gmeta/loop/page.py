@@ -12,7 +12,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from gmeta.loop.charts import stream_chart
-from gmeta.loop.days import Day, days_of
+from gmeta.loop.day import Day
+from gmeta.loop.days import days_of
 from gmeta.loop.loop import Loop, UnderWay
 from gmeta.loop.status import Status, duration
 from gmeta.report.render import PALETTE, svg_panel

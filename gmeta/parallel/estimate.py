@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
 from gmeta.config import OuterConfig
-from gmeta.parallel.planner import Cluster
+from gmeta.parallel.stated import Cluster, Speeds
 from gmeta.parallel.unplaced import SPARSE_OPTIMIZERS
 from gmeta.tables.plain import STATES
 from gmeta.tables.sharding import IN_HOST_MEMORY, ShardingConfig
@@ -30,19 +30,6 @@ DENSE_STATES = {"adam": 2, "adamw": 2, "adagrad": 1, "sgd": 0}
 # How often a row's values pass the memory of the GPU that holds them (read and written to give them
 # out, their gradient written and read, the row read and written), and of the one that asked.
 PASSES_OF_HOLDER, PASSES_OF_ASKER = 6, 4
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """What one GPU does in a second: bytes of its memory, of its host's, to the GPUs of its host
-    and to those of others, each way; and floating-point operations.
-    """
-
-    hbm: float
-    pcie: float
-    nvlink: float
-    network: float
-    flops: float
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from gmeta.errors import ConfigError
-from gmeta.parallel.planner import KERNELS, PLACES, Cluster, NoPlaceError, collections_in, planned
+from gmeta.parallel.planner import KERNELS, PLACES, NoPlaceError, collections_in, planned
 from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.stated import Cluster
 from gmeta.tables.names import module_name, table_of
 from gmeta.tables.sharding import (
     IN_HOST_MEMORY,

@@ -1,7 +1,6 @@
 """TorchRec's planner: which table goes where, by its estimates of memory and time."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torch import nn
 from torchrec import EmbeddingCollection
@@ -12,6 +11,7 @@ from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from gmeta.errors import ConfigError
+from gmeta.parallel.stated import Cluster
 from gmeta.tables.sharding import ExchangeKind, Kind, Placement
 
 # What the planner may choose from: by columns only where the config says so.
@@ -28,19 +28,6 @@ PLACES = {kernel: place for place, kernel in KERNELS.items()}
 
 class NoPlaceError(ConfigError):
     """TorchRec's planner finds no place for the tables."""
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """What tables are placed on: ranks, all alike, and the memory of each, which only the planner
-    asks for.
-    """
-
-    world_size: int
-    ranks_per_host: int
-    device: str  # "cpu" or "cuda"
-    device_bytes: int = 0
-    host_bytes: int = 0
 
 
 def planned(

@@ -26,9 +26,10 @@ from gmeta.parallel.plan import (
     plan_of_tables,
     plan_on,
 )
-from gmeta.parallel.planner import Cluster, NoPlaceError
+from gmeta.parallel.planner import NoPlaceError
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner, table_shards
+from gmeta.parallel.stated import Cluster
 from gmeta.runs.progress import Progress
 from gmeta.tables.sharding import (
     DefaultKind,

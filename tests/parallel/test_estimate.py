@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from gmeta.config import OuterConfig, TrainConfig
-from gmeta.parallel.estimate import RESERVED, Estimate, Speeds, Step, estimate, what_would_fit
+from gmeta.parallel.estimate import RESERVED, Estimate, Step, estimate, what_would_fit
 from gmeta.parallel.exchange.routes import Routes, Shard
 from gmeta.parallel.exchange.wire import KINDS
 from gmeta.parallel.plan import describe_plan, plan_of_tables, plan_on
-from gmeta.parallel.planner import Cluster
+from gmeta.parallel.stated import Cluster, Speeds
 from gmeta.parallel.unplaced import tables_to_place
 from gmeta.tables.sharding import ShardingConfig
 from gmeta_models.config import ModelConfig

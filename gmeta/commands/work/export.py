@@ -4,13 +4,40 @@ from pathlib import Path
 
 from gmeta.checkpoints.loader import best_not_kept
 from gmeta.commands.screen import print_result, screen, size_text
+from gmeta.commands.work.delivery import export_changes
 from gmeta.export import export_run
 from gmeta.runs.adapting import ADAPTING_FILE
 from gmeta.runs.folder import RunFolder
+from gmeta.runtimes.write import Runtime, export_for
 from gmeta.serving.folder import TableFormat
 
+_USES = {
+    "torch": 'torch.export.load("{out}/predict.pt2").module()(inputs), by {out}/inputs.json',
+    "onnx": 'onnxruntime.InferenceSession("{out}/predict.onnx"), by {out}/inputs.json',
+    "triton": "tritonserver --model-repository {parent}, with gmeta in the Python of its backend",
+}
 
-def export_model(
+
+def export_as(
+    run: Path,
+    out: Path,
+    runtime: Runtime | None,
+    tables: TableFormat | None,
+    step: int | None,
+    since: Path | None,
+    overwrite: bool,
+) -> None:
+    """Export for another runtime, or for gmeta: whole, or as what changed `since` a channel's
+    version."""
+    if runtime is not None:
+        _export_for_runtime(run, out, runtime, tables, step, overwrite)
+    elif since is not None:
+        export_changes(run, out, since, tables or "float32", step, overwrite)
+    else:
+        _export_whole(run, out, tables or "float32", step, overwrite)
+
+
+def _export_whole(
     run: Path, out: Path, tables: TableFormat, step: int | None, overwrite: bool
 ) -> None:
     """Export the run's checkpoint, and print how large it became and how to use it."""
@@ -39,3 +66,20 @@ def export_model(
         f"{tables}, {size_text(written.table_bytes)}, {share:.2f} of what was trained)\n"
         f'use it: gmeta.load("{out}"), or gmeta predict {out} SUPPORT.parquet QUERY.parquet',
     )
+
+
+def _export_for_runtime(
+    source: Path,
+    out: Path,
+    runtime: Runtime,
+    tables: TableFormat | None,
+    step: int | None,
+    overwrite: bool,
+) -> None:
+    """Export for another runtime, and print how large it became, what is not in it and how to use
+    it."""
+    written = export_for(source, out, runtime, tables, step, overwrite)
+    lines = [f"exported: {out}  ({runtime}, {size_text(written.num_bytes)})"]
+    lines += [written.left_out] if written.left_out else []
+    lines += ["use it: " + _USES[runtime].format(out=out, parent=out.absolute().parent)]
+    screen(stderr=True).print("\n".join(lines))

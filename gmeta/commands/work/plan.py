@@ -1,11 +1,11 @@
 """What `gmeta plan` prints."""
 
-from gmeta.capacity import Asked, Capacity, capacity
+from gmeta.capacity import Capacity, capacity
 from gmeta.commands.screen import print_result, screen, show_table, table_of
 from gmeta.config import TrainConfig
-from gmeta.parallel.estimate import RESERVED, Speeds
-from gmeta.parallel.planner import Cluster
+from gmeta.parallel.estimate import RESERVED
 from gmeta.parallel.ranks import quieten
+from gmeta.parallel.stated import Asked, Cluster, Speeds
 
 # Of a step of `gmeta train` with a small MAML: docs/gpu.md has the counts, and no GPU's clock yet.
 LAUNCHES, LAUNCH_MS = 133, 0.005
