@@ -35,6 +35,7 @@ from gmeta.errors import GMetaError, UserError
 from gmeta.files.local import is_url
 from gmeta.files.whole import write_whole
 from gmeta.serving.folder import CONFIG_FILE, DELTA_FILE
+from gmeta_keys.boundary import failing_as
 from metaio.errors import MetaIOError
 from metaio.format.destination import flush_to_disk, put_file, put_folder, remove_folder
 from metaio.format.manifest import xxh3_hex
@@ -260,13 +261,18 @@ def reached(url: str) -> Iterator[None]:
     Raises:
         GMetaError: anything did that is no error of ours.
     """
-    try:
+    # Each client of an object store has errors of its own.
+    with failing_as(
+        lambda error: GMetaError(
+            f"{url} cannot be read or written: {_reason(error)}. Look at the place, the "
+            "credentials and the space on the disk"
+        ),
+        GMetaError,
+        MetaIOError,
+    ):
         yield
-    except (GMetaError, MetaIOError):
-        raise
-    except Exception as error:  # each client of an object store has errors of its own
-        reason = re.sub(r"\s+", " ", str(error)) or type(error).__name__
-        raise GMetaError(
-            f"{url} cannot be read or written: {reason}. Look at the place, the credentials and "
-            "the space on the disk"
-        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return in one line what a client says, or the kind of its error where it says nothing."""
+    return re.sub(r"\s+", " ", str(error)) or type(error).__name__

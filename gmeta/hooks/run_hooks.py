@@ -22,9 +22,14 @@ from gmeta.parallel.stopping import Stop, StoppedError
 from gmeta.parallel.together import by_all, by_first
 from gmeta.runs.folder import METRICS_FILE
 from gmeta.runs.progress import Progress
+from gmeta_keys.boundary import failing_as, kind_and_text
 
 SCREEN = "the screen"
 Made = TypeVar("Made")
+
+
+class _LoggerError(GMetaError):
+    """A logger of a network, or of somebody's own, failed."""
 
 
 @final
@@ -55,15 +60,14 @@ class RunHooks:
     ) -> None:
         is_stopped = isinstance(error, StoppedError) or (kind is None and self._stop.agreed)
         status: Status = "stopped" if is_stopped else "finished" if kind is None else "failed"
+        ended: Status = "failed"
         try:
             if status != "failed":
                 self._end_callbacks(status)
-        except BaseException:
-            status = "failed"
-            raise
+            ended = status
         finally:
             for name in list(self._loggers):
-                self._guarded(name, lambda logger: logger.end(status))
+                self._guarded(name, lambda logger: logger.end(ended))
 
     def begin(
         self,
@@ -121,15 +125,13 @@ class RunHooks:
         made = {name: _made("logger", name, kind) for name, kind in self._named_loggers.items()}
         own = {SCREEN: self._screen, METRICS_FILE: JsonLines()}
         for name, logger in {**own, **also, **made}.items():
-            try:
+            did_not_begin = f"the logger {name!r} of run.loggers did not begin"
+            with failing_as(
+                _as_told(did_not_begin, "Mend it, or take it out of run.loggers"),
+                GMetaError,
+                OSError,
+            ):
                 logger.begin(self._info)
-            except (GMetaError, OSError):
-                raise
-            except Exception as error:  # whatever a tracker, or a package of somebody's own, raises
-                raise GMetaError(
-                    f"the logger {name!r} of run.loggers did not begin: {type(error).__name__}: "
-                    f"{error}. Mend it, or take it out of run.loggers"
-                ) from error
             self._loggers[name] = logger
 
     def _begin_callbacks(self) -> None:
@@ -142,30 +144,22 @@ class RunHooks:
         of and left out from here on: hours of training must not end with it. A full disk ends the
         run, which could write no checkpoint either."""
         logger = self._loggers[name]
+        if isinstance(logger, Screen | JsonLines | TensorBoard):
+            return work(logger)
         try:
-            work(logger)
-        except Exception as error:  # whatever a tracker, or a package of somebody's own, raises
-            if isinstance(logger, Screen | JsonLines | TensorBoard):
-                raise
+            with failing_as(lambda error: _LoggerError(kind_and_text(error))):
+                work(logger)
+        except _LoggerError as error:
             del self._loggers[name]
-            self.tell(
-                [
-                    f"the logger {name!r} failed and is left out from here on: "
-                    f"{type(error).__name__}: {error}"
-                ]
-            )
+            self.tell([f"the logger {name!r} failed and is left out from here on: {error}"])
 
     def _call(self, work: Callable[[Callback], None]) -> None:
         """Call each callback. Raise GMetaError for what one raised."""
         for name, callback in self._callbacks.items():
-            try:
+            what = f"the callback {name!r} of run.callbacks failed behind step {self._run.step}"
+            remedy = "Mend it, or take it out; --resume goes on from the newest checkpoint"
+            with failing_as(_as_told(what, remedy)):
                 work(callback)
-            except Exception as error:  # somebody's own code: it may raise anything
-                raise GMetaError(
-                    f"the callback {name!r} of run.callbacks failed behind step {self._run.step}: "
-                    f"{type(error).__name__}: {error}. Mend it, or take it out; --resume goes on "
-                    "from the newest checkpoint"
-                ) from error
 
     def _call_or_stop(self, work: Callable[[Callback], None]) -> None:
         """Call each callback between two steps: what one raises asks all ranks to end, for they
@@ -193,10 +187,11 @@ def _made(what: str, name: str, kind: type[Made]) -> Made:
     Raises:
         GMetaError: it cannot be made without arguments.
     """
-    try:
+    remedy = "A class that is made without arguments is needed (docs/extending.md)"
+    with failing_as(_as_told(f"the {what} {name!r} cannot be made", remedy)):
         return kind()
-    except Exception as error:  # somebody's own code: it may raise anything
-        raise GMetaError(
-            f"the {what} {name!r} cannot be made: {type(error).__name__}: {error}. A class that is "
-            "made without arguments is needed (docs/extending.md)"
-        ) from error
+
+
+def _as_told(what: str, remedy: str) -> Callable[[Exception], GMetaError]:
+    """Return what makes an error of ours of one that somebody's own code raised."""
+    return lambda error: GMetaError(f"{what}: {kind_and_text(error)}. {remedy}")

@@ -11,6 +11,7 @@ import numpy as np
 
 from gmeta.errors import GMetaError
 from gmeta.metrics.terms import Floats, Ints, Terms, undefined, with_influence
+from gmeta_keys.boundary import failing_as, kind_and_text
 from gmeta_keys.plugins import Registry, package_told
 
 # N rows, T tasks, G groups of tasks
@@ -80,13 +81,13 @@ def own_terms(
     function = NAMED_METRICS.find(name).function
 
     def value_of(kept_N: Any) -> float:
-        try:
-            return float(function(label_N[kept_N], score_N[kept_N], code_N[kept_N]))
-        except Exception as error:  # somebody's own code: it may raise anything
-            raise GMetaError(
+        with failing_as(
+            lambda error: GMetaError(
                 f"{KEY} = {name!r} failed on {np.count_nonzero(kept_N):,} rows: "
-                f"{type(error).__name__}: {error}. Mend it, or leave it out"
-            ) from error
+                f"{kind_and_text(error)}. Mend it, or leave it out"
+            )
+        ):
+            return float(function(label_N[kept_N], score_N[kept_N], code_N[kept_N]))
 
     value = value_of(np.ones(label_N.size, np.bool_))
     if not math.isfinite(value):

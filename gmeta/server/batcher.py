@@ -21,6 +21,7 @@ from gmeta.antdt.log import LOGGER_NAME
 from gmeta.server.errors import RequestError
 from gmeta.server.limits import BatchLimits
 from gmeta.server.protocol import Answer, Inference, Outcome
+from gmeta_keys.boundary import failing_as
 
 Run = Callable[[Sequence[Inference]], list[Outcome]]
 _RATE_MEMORY = 0.8  # of the rows a second, from batch to batch
@@ -191,10 +192,10 @@ class Batcher:
 
     def _outcomes(self, requests: Sequence[Inference]) -> list[Outcome]:
         try:
-            return self._run(requests)
-        except Exception as error:  # one batch must not end the server
-            logging.getLogger(LOGGER_NAME).error("batch_failed", exc_info=error)
-            failed = RequestError(500, "the server failed on this request; its log says why")
+            # One batch must not end the server.
+            with failing_as(_failed):
+                return self._run(requests)
+        except RequestError as failed:
             return [failed] * len(requests)
 
     def _next_batch(self) -> list[_Ticket]:
@@ -210,3 +211,8 @@ class Batcher:
             if not ticket.future.done():
                 batch.append(ticket)
         return batch
+
+
+def _failed(error: Exception) -> RequestError:
+    logging.getLogger(LOGGER_NAME).error("batch_failed", exc_info=error)
+    return RequestError(500, "the server failed on this request; its log says why")

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from gmeta_keys.boundary import failing_as, kind_and_text
 from gmeta_keys.plugins import Registry
 from metaio.errors import DataError, SchemaError, shown
 from metaio.prepare.inputs import Inputs
@@ -102,13 +103,13 @@ def transformed(
 
 
 def _called(function: Transform, told: str, batch: pa.RecordBatch, name: str) -> pa.RecordBatch:
-    try:
-        rows = function(batch)
-    except Exception as error:  # somebody's own code: it may raise anything
-        raise DataError(
+    with failing_as(
+        lambda error: DataError(
             f"transform.function = {told!r} failed on {batch.num_rows:,} rows of {name}: "
-            f"{type(error).__name__}: {error}. Mend it, or leave [transform] out"
-        ) from error
+            f"{kind_and_text(error)}. Mend it, or leave [transform] out"
+        )
+    ):
+        rows = function(batch)
     if not isinstance(rows, pa.RecordBatch):
         raise DataError(
             f"transform.function = {told!r} returned a {type(rows).__name__}: a pyarrow "

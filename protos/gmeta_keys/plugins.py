@@ -21,6 +21,8 @@ from importlib.metadata import (
 )
 from typing import Any, Generic, TypeVar
 
+from gmeta_keys.boundary import failing_as, kind_and_text
+
 Part = TypeVar("Part")
 
 GROUPS = "gmeta."  # of entry points: gmeta.models, gmeta.algorithms, ...
@@ -147,15 +149,17 @@ def _imported(key: str, name: str, path: str) -> Any:
             "Correct it"
         )
     try:
-        found: Any = importlib.import_module(module_name)
+        with failing_as(
+            lambda error: ValueError(
+                f"{where} cannot be imported: {kind_and_text(error)}. Mend the package"
+            ),
+            ImportError,
+        ):
+            found: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise ValueError(
             f"{where} cannot be imported by {sys.executable}: {error}. Install its package where "
             "every rank runs, or set PYTHONPATH"
-        ) from error
-    except Exception as error:  # whatever the package's own code raises
-        raise ValueError(
-            f"{where} cannot be imported: {type(error).__name__}: {error}. Mend the package"
         ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):

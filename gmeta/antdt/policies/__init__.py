@@ -7,6 +7,7 @@ from pathlib import Path
 from gmeta.antdt.policies import dd, nd
 from gmeta.antdt.policies.interface import Policy
 from gmeta.errors import ConfigError
+from gmeta_keys.boundary import failing_as
 
 POLICIES: dict[str, Policy] = {
     "none": lambda snapshot, config: [],
@@ -38,11 +39,10 @@ def find_policy(name: str) -> Policy:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where a dataclass of the file looks its annotations up
-    try:
+    with failing_as(
+        lambda error: ConfigError(f"the policy file {path} does not load: {error!r}. Mend it")
+    ):
         spec.loader.exec_module(module)
-    # A user's file: importing it may raise anything.
-    except Exception as error:
-        raise ConfigError(f"the policy file {path} does not load: {error!r}. Mend it") from error
     found = getattr(module, function, None)
     if not callable(found):
         raise ConfigError(

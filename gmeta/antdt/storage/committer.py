@@ -5,9 +5,9 @@ Single-threaded and without a clock of its own, so that the fault suite drives t
 serves.
 """
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import NamedTuple, final
 
 from gmeta.antdt.errors import (
@@ -25,6 +25,7 @@ from gmeta.antdt.storage.request import Answer, Read, Request
 from gmeta.antdt.storage.snapshot import load_state, mark_stored, take_snapshot
 from gmeta.antdt.storage.store import Store, damaged
 from gmeta.antdt.storage.stored import Batch
+from gmeta_keys.boundary import failing_as, kind_and_text
 
 SNAPSHOT_EVERY_EVENTS = 20_000  # so many are replayed in about 0.2 s after a crash
 
@@ -120,21 +121,22 @@ class Committer:
                 if number in failed:
                     answers.append(failed[number])
                     continue
+                if isinstance(request, Read):
+                    answers.append(self._look(request, now_s))
+                    continue
                 try:
-                    if isinstance(request, Read):
-                        answers.append(self._look(request, now_s))
-                        continue
-                    reply, new, needs_sync = self.ledger.apply(request, now_s)
+                    with failing_as(partial(_defect, "command_failed"), RefusedError):
+                        reply, new, needs_sync = self.ledger.apply(request, now_s)
                     answers.append(reply)
+                except DefectError as error:
+                    failed[number] = error
+                    self._in_step = False
+                    break
                 except RefusedError as error:
                     # A refused call may have come upon leases that were due; their expiry is a fact
                     # all the same.
                     new, needs_sync = self.ledger.take_records()
                     answers.append(error)
-                except Exception as error:  # noqa: BLE001 - a defect can raise anything
-                    failed[number] = _defect("command_failed", error)
-                    self._in_step = False
-                    break
                 records += new
                 any_sync = any_sync or needs_sync
             else:
@@ -144,11 +146,10 @@ class Committer:
         """Return what the view shows. A defect in one is its caller's alone: it has changed
         nothing, so the other calls of the group go on."""
         try:
-            return question.view(self.ledger, now_s)
+            with failing_as(partial(_defect, "view_failed"), RefusedError):
+                return question.view(self.ledger, now_s)
         except RefusedError as error:
             return error
-        except Exception as error:  # noqa: BLE001 - a defect can raise anything
-            return _defect("view_failed", error)
 
     def _append(self, records: Sequence[bytes]) -> None:
         first_event = self.ledger.num_events - len(records)
@@ -166,7 +167,7 @@ class Committer:
             if batch.first_event != ledger.num_events:
                 raise _broken_chain(f"event {ledger.num_events} is missing")
             # First: what an altered record says may make no sense to the state.
-            if batch.head != functools.reduce(chained, batch.records, ledger.head):
+            if batch.head != reduce(chained, batch.records, ledger.head):
                 num_after = ledger.num_events + len(batch.records)
                 raise _broken_chain(f"the records before event {num_after} were altered")
             for record in batch.records:
@@ -217,13 +218,17 @@ def _refusal(error: StoreError) -> RefusedError:
     return RefusedError("UNAVAILABLE", "STORE_FAILED", str(error))
 
 
-def _defect(name: str, error: Exception) -> RefusedError:
+class DefectError(RefusedError):
+    """A call came upon a defect of the service."""
+
+
+def _defect(name: str, error: Exception) -> DefectError:
     """Log a defect with its traceback; return what its caller is told."""
-    _log.exception(name, extra={"fields": {"error": repr(error)}})
-    return RefusedError(
+    _log.error(name, exc_info=error, extra={"fields": {"error": repr(error)}})
+    return DefectError(
         "INTERNAL",
         "INTERNAL",
-        f"the service could not answer: {type(error).__name__}: {error}. That is a defect of the "
+        f"the service could not answer: {kind_and_text(error)}. That is a defect of the "
         "service, which goes on; report it with the traceback from its log.",
     )
 
@@ -231,16 +236,15 @@ def _defect(name: str, error: Exception) -> RefusedError:
 def _replay(ledger: Ledger, record: bytes) -> None:
     """Take a stored record back in. Raise StoreFailedError for one that makes no sense to the
     state, such as a manifest that an older version did not check."""
-    try:
-        ledger.replay(record)
-    except StoreError:
-        raise
-    except Exception as error:  # a record that makes no sense may fail anywhere in the state
-        raise StoreFailedError(
+    with failing_as(
+        lambda error: StoreFailedError(
             f"the store's event {ledger.num_events + 1} cannot be applied: {record[:80]!r}: "
             f"{str(error).rstrip('.') or repr(error)}. Restore the store from a backup, or delete "
             "it: the manifest in a checkpoint rebuilds the service."
-        ) from error
+        ),
+        StoreError,
+    ):
+        ledger.replay(record)
 
 
 def _broken_chain(what: str) -> StoreFailedError:

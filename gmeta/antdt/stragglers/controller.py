@@ -20,6 +20,7 @@ from gmeta.antdt.policies.interface import (
 )
 from gmeta.antdt.policies.split import proportional_split
 from gmeta.errors import UserError
+from gmeta_keys.boundary import failing_as
 
 HOUR_S = 3600.0
 SLOW_SHARE, USUAL_SHARE = 0.8, 0.9  # of the mean share: who was balanced around, and is no more
@@ -42,14 +43,13 @@ class Ruling(NamedTuple):
 
 def rule(snapshot: Snapshot, config: ControllerConfig, policy: Policy) -> list[Ruling]:
     """Return the policy's decisions, each allowed or held back. Raise PolicyError."""
-    try:
-        decisions = list(policy(snapshot, config))
-    # A user's function: it may raise anything, and the log must name it.
-    except Exception as error:
-        raise PolicyError(
+    with failing_as(
+        lambda error: PolicyError(
             f"policy {config.policy!r} failed: {error!r}. Mend it, or set controller.policy to "
             "nd, dd or none"
-        ) from error
+        )
+    ):
+        decisions = list(policy(snapshot, config))
     rulings = []
     restarts = snapshot.restarts_last_hour
     backed_up = {worker.health.worker_id for worker in snapshot.workers if worker.backed_up}

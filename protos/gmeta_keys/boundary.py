@@ -1,0 +1,32 @@
+"""Where anything may be raised: somebody's own function, a client of some store, a defect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import final
+
+
+@final
+class failing_as:  # noqa: N801 - it reads as a word of the language: with failing_as(...):
+    """Turns whatever is raised inside into an error of ours, with the cause behind it.
+
+    `passing` are the errors that say already what is wrong. Ctrl-C and the end of the process pass.
+    """
+
+    def __init__(self, told: Callable[[Exception], Exception], *passing: type[Exception]) -> None:
+        self._told, self._passing = told, passing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, self._passing):
+            raise self._told(error) from error
+
+
+def kind_and_text(error: Exception) -> str:
+    """Return kind and message of an error that nobody wrote for the one who reads it."""
+    return f"{type(error).__name__}: {error}"
