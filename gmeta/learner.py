@@ -76,7 +76,6 @@ class MetaLearner(nn.Module):
         config: AlgorithmConfig,
         loss: str | Objectives,
         tables: TableSizes = TableSizes(0, 0),  # noqa: B008 - frozen
-        huber_delta: float = 1.0,
         statistics: SupportStatistics = NO_STATISTICS,
         items: ItemStatistics | None = None,
         projections: TableProjections | None = None,
@@ -87,7 +86,7 @@ class MetaLearner(nn.Module):
         self.projections = projections or TableProjections({}, tables.width)
         self.statistics = statistics
         self.items = items
-        objectives = Objectives.of(loss, huber_delta) if isinstance(loss, str) else loss
+        objectives = Objectives.of(loss) if isinstance(loss, str) else loss
         self.objectives = objectives
         self._algorithm = find_algorithm(config.name)
         self._config = self._algorithm.preset(model, config)

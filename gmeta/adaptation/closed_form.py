@@ -78,6 +78,8 @@ class LayerGradients(NamedTuple):
 
     def kernel_TSS(self, rows: int) -> Tensor:
         """Return their inner products, row by row of a task with so many of them."""
+        # <a j^T, a' j'^T> = <a, a'> <j, j'>, and c <j, j'> of the bias: no Jacobian is ever formed,
+        # which would have I O numbers a row.
         inputs_TSS = self.activations_TSI @ self.activations_TSI.mT + self.bias_rate
         uses_TSS = inputs_TSS * (self.jacobians_TSO @ self.jacobians_TSO.mT)
         tasks, uses = len(uses_TSS), uses_TSS.shape[1] // max(rows, 1)
@@ -120,6 +122,8 @@ def _solved_TS(
     rows = slope_TS.shape[1]
     kernel_TSS = torch.stack([each.kernel_TSS(rows) for each in layers]).sum(dim=0)
     identity_SS = torch.eye(rows, dtype=slope_TS.dtype, device=slope_TS.device)
+    # Not symmetric, but solvable where a row bends 0 (bce that is sure, a row that pads): its s is
+    # then g, the plain gradient.
     system_TSS = identity_SS + rate * bend_TS.unsqueeze(2) * kernel_TSS.to(slope_TS.dtype)
     # Unchecked: the eigenvalues are 1 or more, and asking would wait for a GPU.
     solution_TS1, _ = torch.linalg.solve_ex(system_TSS, slope_TS.unsqueeze(2))

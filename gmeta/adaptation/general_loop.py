@@ -158,6 +158,8 @@ class GeneralLoop:
             return {name: (layers[name], gate_TMO) for name, gate_TMO in gates_TMO.items()}
         error_N = label_N
         if known:
+            # The encoder is told how wrong the model is before it knows anything of the task: what
+            # it has to make up for.
             cold_N = self.output_N(self.unadapted(rows, side), side)
             error_N = self._objectives.outer.errors(cold_N, label_N, side.weight, layout)
             label_N = known_labels(label_N, side.weight)
@@ -198,6 +200,7 @@ class GeneralLoop:
             loss_sum, wanted, create_graph=second_order, retain_graph=second_order or keep_path
         )
         if not second_order:
+            # First order: the A of a step are constants, as its G are by create_graph=False.
             tape.inputs = [rows.detach() for rows in tape.inputs]
         adapted.layers.step(tape, grads[: len(tape.outputs)])
         return replace(
@@ -211,6 +214,7 @@ class GeneralLoop:
         layout, rate = support.layout, self.config.inner_lr
         with adapted.layers.applied(layout) as tape:
             output_N = self._model(self._inputs(support, adapted.rows_PD))
+        # One: check_solvable refused others when the learner was made.
         (loss,) = self._objectives.inner.losses
         label_N = known_labels(support.label_N, support.weight)
         slope_N, bend_N = slopes_and_bends_N(loss, output_N, label_N)
@@ -226,6 +230,7 @@ class GeneralLoop:
             solved_N = layout.unpad(solved_TS(layers, *rows_TS, rate))
             if prior := self.config.support_prior:
                 lengths_T = layout.lengths_T.to(solved_N.dtype)
+                # The prior counts as so many rows that pull nowhere, as in a step that is taken.
                 solved_N = solved_N * layout.spread(lengths_T / (lengths_T + prior))
             grads = [each * _beside(solved_N, each) for each in jacobians]
             adapted.layers.step(tape, grads)

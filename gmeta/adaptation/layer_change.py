@@ -41,6 +41,8 @@ class LowRankChange:
     def then(self, step: LowRankChange) -> LowRankChange:
         """Return this change and one more step."""
         return LowRankChange(
+            # The sum over steps is a product with longer factors: one GEMM however many steps there
+            # were.
             torch.cat([self.activations_TSI, step.activations_TSI], dim=1),
             torch.cat([self.scaled_grads_TSO, step.scaled_grads_TSO], dim=1),
             self.bias_rate,
@@ -100,6 +102,8 @@ def one_step(
             return LowRankChange(activations_TSI, scaled_TSO, bias_rate)
         bias_T1O = scaled_TSO.sum(dim=1, keepdim=True) * bias_rate
         return MaterialisedChange(activations_TSI.mT @ scaled_TSO, bias_T1O)
+    # Meta-SGD, a rate a weight (arXiv 1707.09835): the outer product times a matrix of rates has
+    # any rank.
     weight_TIO = activations_TSI.mT @ grads_TSO * rate.weight_OI.mT
     bias_T1O = grads_TSO.sum(dim=1, keepdim=True) * bias_rate
     return MaterialisedChange(

@@ -87,6 +87,7 @@ class AdaptationPlan:
         path = self.paths[name]
         if path != "auto":
             return path
+        # By the longest task of the group: its rectangle is as long for every task in it.
         costs = PathCosts(size, self.config.inner_steps, width_in, width_out, uses)
         return "low_rank" if costs.low_rank <= costs.materialised else "materialised"
 

@@ -127,6 +127,8 @@ class LabelLosses(NamedTuple):
         # From the last label to the first: what a label takes place among stands before it.
         for at in reversed(range(len(found))):
             if (before := self.before[at]) >= 0:
+                # With z' = b - softplus(softplus(b) - z): dz'/dz is this share, and dz'/db = 1 -
+                # share * sigmoid(b).
                 share_N = torch.sigmoid(_softplus(own[at]) - joint[before])
                 found[before] = found[before] + found[at] * share_N
                 found[at] = found[at] * (1.0 - share_N * torch.sigmoid(own[at]))
@@ -149,11 +151,14 @@ class LabelLosses(NamedTuple):
         joint = list(own)
         for at, before in enumerate(self.before):
             if before >= 0:
+                # By logits alone: of a product of two small probabilities float32 would lose the
+                # digits.
                 joint[at] = own[at] - _softplus(_softplus(own[at]) - joint[before])
         return joint
 
     def _of_each(self, function: Callable[..., Tensor], *of_labels: Tensor | None) -> Tensor:
         """Return the function's value of each label by its own loss; None is that of all."""
+        # One call for all labels where they have one loss: several would be as many launches.
         if len(set(self.losses)) == 1:
             return function(self.losses[0], *of_labels)
         none = [None] * len(self.losses)

@@ -86,6 +86,7 @@ def _targets(label_TR: Tensor, weight_TR: Tensor) -> Tensor:
     most_T1 = label_TR.masked_fill(~is_known_TR, -torch.inf).amax(1, keepdim=True)
     least_T1 = label_TR.masked_fill(~is_known_TR, torch.inf).amin(1, keepdim=True)
     known_TR = label_TR * is_known_TR
+    # NaN where no label is above 0; such lists are of equal labels, and masked below.
     share_TR = known_TR * (is_known_TR.sum(1, keepdim=True) / known_TR.sum(1, keepdim=True))
     return torch.where(most_T1 > least_T1, share_TR, 0.0)
 
@@ -98,6 +99,7 @@ def _softmax_losses(output_TR: Tensor, label_TR: Tensor, weight_TR: Tensor) -> T
 def _softmax_slopes(output_TR: Tensor, label_TR: Tensor, weight_TR: Tensor) -> Tensor:
     target_TR = _targets(label_TR, weight_TR) * weight_TR
     p_TR = output_TR.masked_fill(weight_TR == 0, NO_SCORE).softmax(1)
+    # The gradient of - sum_n t_n log p_n, whose targets need not add up to 1 with row weights.
     return p_TR * target_TR.sum(1, keepdim=True) - target_TR
 
 
@@ -152,6 +154,8 @@ class _PairSlopes(torch.autograd.Function):
         def curvatures(pairs: _Pairs) -> Tensor:
             share_TrR = pairs.gap_TrR.sigmoid()
             slopes_TrR = share_TrR * pairs.difference(grads[0])
+            # sigmoid' = s (1 - s), times how far apart the two outputs are moved: the Hessian of a
+            # pair has one direction.
             return slopes_TrR * (1.0 - share_TrR) * pairs.both(weight_TR)
 
         above, below = _sums_over_pairs(output_TR, label_TR, curvatures)

@@ -18,6 +18,8 @@ HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 10.0
 CERTIFICATE = "gmeta.certificate"  # in the scope's extensions
 
+_LOOK_EVERY_S = 1.0  # at the files of the certificate
+
 
 class Connection(HttpToolsProtocol):
     """One connection of a client."""
@@ -101,12 +103,12 @@ def http_server(
     return HttpServer(config)
 
 
-async def rotate(context: ssl.SSLContext, tls: ServerTls, every_s: float = 1.0) -> None:
+async def rotate(context: ssl.SSLContext, tls: ServerTls) -> None:
     """Give new connections replaced files, until cancelled; where they do not fit together, log it
     and keep the old ones."""
     files = WatchedFiles([tls.cert, tls.key, tls.client_ca])
     while True:
-        await asyncio.sleep(every_s)
+        await asyncio.sleep(_LOOK_EVERY_S)
         if not files.changed():
             continue
         try:

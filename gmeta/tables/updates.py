@@ -121,6 +121,7 @@ def _rowwise_adagrad(group: "FastGroup", row_U: Tensor, grad_UD: Tensor) -> None
 def _adagrad_step(group: "FastGroup", row_U: Tensor, grad_UD: Tensor, squares: Tensor) -> None:
     """Store the new sums of squares, and take Adagrad's step with them."""
     group.state["sum"].write(row_U, squares)
+    # In place from here on: the sums are stored already.
     root = squares.sqrt_().add_(group.tables.epsilon)
     moved_UD = group.rows.read(row_U).addcdiv_(grad_UD, root, value=-group.tables.learning_rate)
     group.rows.write(row_U, moved_UD)
@@ -143,6 +144,7 @@ def _adam_step(group: "FastGroup", row_U: Tensor, grad_UD: Tensor, squares: Tens
     torch's SparseAdam do (arXiv 1412.6980, algorithm 1).
     """
     tables, (beta1, beta2) = group.tables, group.tables.betas
+    # The step of the run, not of the row, as fbgemm counts.
     step = tables.steps_done + 1
     group.state["exp_avg_sq"].write(row_U, squares)
     mean_UD = group.state["exp_avg"].read(row_U).lerp_(grad_UD, 1 - beta1)
@@ -192,6 +194,8 @@ class FastGroup:
             self._last_R = np.empty(len(self.rows.values_RD), np.int32)
         # In a tenth of the time of `summed_by_row`, which sorts: again a fifth of a step.
         place_N = np.arange(row_N.size, dtype=np.int32)
+        # Of equal indices numpy keeps the last, so a row's last place wins; never cleared, since
+        # only places that were just written are read.
         self._last_R[row_N] = place_N
         last_N = self._last_R.take(row_N)
         again_A = np.flatnonzero(last_N != place_N)
@@ -220,6 +224,8 @@ def summed_by_row(row_N: Tensor, grad_ND: Tensor) -> Tensor:
 
     On any device, and without waiting for it to say how many distinct rows there are.
     """
+    # Places of equal rows are found by a running count, not by `unique`, whose size a device would
+    # have to tell the host.
     sorted_N, order_N = row_N.sort()
     is_other_N = torch.zeros_like(sorted_N)
     is_other_N[1:] = sorted_N[1:] != sorted_N[:-1]

@@ -246,8 +246,6 @@ def read_ranges(
     *,
     tasks_per_batch: int,
     threads: int = 1,
-    prefetch_batches: int = 4,
-    cache_bytes: int = DEFAULT_CACHE_BYTES,
 ) -> Iterator[TaskBatch]:
     """Yield batches of at most `tasks_per_batch` episodes, range by range; no batch spans two
     ranges.
@@ -257,9 +255,7 @@ def read_ranges(
     Raises:
         FormatError: a range lies outside its split.
     """
-    with RangeReader(
-        dataset, threads=threads, prefetch_batches=prefetch_batches, cache_bytes=cache_bytes
-    ) as reader:
+    with RangeReader(dataset, threads=threads) as reader:
         yield from reader.batches(
             [cut] for part in ranges for cut in _cuts(dataset, part, tasks_per_batch)
         )

@@ -133,9 +133,11 @@ class _Forward(torch.autograd.Function):
         passed, ungated, saved, out_NO = [inputs_NI], {}, [], inputs_NI
         for at, gate_NO in enumerate(layers.gates_NO):
             if at:
+                # In place: its derivative asks only where z > 0, and there h > 0 too.
                 passed.append(out_NO.relu_())
             out_NO = linear(passed[-1], layers.weights_OI[at], layers.biases_O[at])
             if gate_NO is not None:
+                # Kept for the gate, whose gradient it is.
                 ungated[at], out_NO = out_NO, out_NO * gate_NO
             saved.append(layers.updates[at].subtract(out_NO, passed[-1], layers.sides))
         ctx.set_materialize_grads(False)
@@ -155,6 +157,8 @@ class _Forward(torch.autograd.Function):
         for at in reversed(range(len(layers.updates))):
             below = above[at] if at or wants_inputs else None
             if grad is not None:
+                # `shared` reaches the weights that all tasks have, behind their gates: the change
+                # of each task is not gated, and takes `grad`.
                 shared, gate_NO = grad, layers.gates_NO[at]
                 if gate_NO is not None:
                     found.gates[at], shared = grad * ungated[at], grad * gate_NO
@@ -192,6 +196,7 @@ class _Gradients(torch.autograd.Function):
             gate_SO = layers.gates_NO[at]
             shared = grads[0] if gate_SO is None else grads[0] * gate_SO
             below = linear(shared, layers.weights_OI[at].mT)
+            # Inner gradients are of support rows alone: sides[1] whatever rows `layers` are of.
             saved.insert(0, layers.updates[at].subtract_back(below, grads[0], layers.sides[1]))
             if at:
                 _relu_backward(below, hidden[at - 1], 0, grad_input=below)
@@ -208,6 +213,7 @@ class _Gradients(torch.autograd.Function):
         ctx.layers = ctx.saved = None
         count, found = len(layers.updates), _LayerGrads(layers)
         grads, hidden = tensors[: count + 1 - lowest], tensors[count + 1 - lowest :]
+        # The derivative of a pass that went down from d_L goes up again, from d_lowest.
         below, *following = (*_contiguous(above), None)
         for at in range(lowest, count):
             onto = following[at - lowest]
@@ -215,6 +221,7 @@ class _Gradients(torch.autograd.Function):
                 below = onto
                 continue
             if at:
+                # [h > 0] x is linear in x: the derivative is the same mask.
                 _relu_backward(below, hidden[at - 1], 0, grad_input=below)
             shared = grad = grads[at + 1 - lowest]
             gate_SO, matrix_IO = layers.gates_NO[at], layers.weights_OI[at].mT

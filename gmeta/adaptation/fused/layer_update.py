@@ -71,6 +71,7 @@ class LayerUpdate(NamedTuple):
     def subtract(self, out_NO: Tensor, rows_NI: Tensor, sides: Sides) -> Saved:
         """Take what the steps took from the outputs of rows x: out -= (x A^T + c) a G."""
         for at, matrix in zip(self.materialised, self.matrices, strict=False):
+            # Before the first step there are no matrices, and the loop is empty.
             out, rows = sides[0][at].of(out_NO), sides[0][at].of(rows_NI)
             _add_times(out, rows, matrix.weight_TIO).add_(matrix.bias_T1O)
         saved: Saved = []
@@ -100,6 +101,8 @@ class LayerUpdate(NamedTuple):
             for at, spread in zip(self.low_rank, spreads, strict=True):
                 mine, support = sides[0][at], sides[1][at]
                 grad = mine.of(grad_NO)
+                # Of out -= s (a G) with s = x A^T + c; the minus stands where it is put to use: x
+                # gets - (g (a G)^T) A, A gets - (g (a G)^T)^T x, a G gets - s^T g.
                 of_spread = torch.bmm(grad, support.of(step.scaled_grads_SO).mT)
                 if rows_grad_NI is not None:
                     activations = support.of(step.activations_SI)
@@ -113,6 +116,7 @@ class LayerUpdate(NamedTuple):
             if rows_grad_NI is not None:
                 sides[0][at].of(rows_grad_NI).baddbmm_(grad, matrix.weight_TIO.mT)
             if wanted:
+                # Of out += x D + b.
                 of_weight = _times(sides[0][at].of(rows_NI).mT, grad)
                 found += of_weight, grad.sum(dim=1, keepdim=True)
             else:
@@ -129,6 +133,7 @@ class LayerUpdate(NamedTuple):
             saved.append([])
             for at in self.low_rank:
                 mine = support[at]
+                # Without c: a gradient goes back through weights, never through a bias.
                 spread = torch.bmm(mine.of(grads_SO), mine.of(step.scaled_grads_SO).mT)
                 mine.of(below_SI).baddbmm_(spread, mine.of(step.activations_SI), alpha=-1)
                 saved[-1].append(spread)
@@ -149,6 +154,7 @@ class LayerUpdate(NamedTuple):
             for at, spread in zip(self.low_rank, spreads, strict=True):
                 mine = support[at]
                 below, scaled = mine.of(below_grad_SI), mine.of(step.scaled_grads_SO)
+                # Of below -= s A with s = g (a G)^T, as in subtract_backward.
                 of_spread = torch.bmm(below, mine.of(step.activations_SI).mT)
                 mine.of(grads_grad_SO).baddbmm_(of_spread, scaled, alpha=-1)
                 _put_minus(mine.of(of_step.activations_SI), spread.mT, below)
@@ -198,6 +204,8 @@ class _AddStep(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         activations_SI, scaled_SO = ctx.saved_tensors
         count = sum(mine.tasks * mine.rows for mine in ctx.support)
+        # Rows of rectangles that keep factors are not written here, and must not hold what was
+        # there.
         like = torch.empty_like if count == len(activations_SI) else torch.zeros_like
         of_activations, of_scaled = like(activations_SI), like(scaled_SO)
         for mine, weight_TIO, bias_T1O in zip(ctx.support, grads[::2], grads[1::2], strict=True):

@@ -148,6 +148,7 @@ class FusedLoop:
         dense = self._dense.mlp(rows_PD, (), tasks, self._plan) if self._dense.adapt else None
         features: RowFeatures | None = None
         if not self._config.adapt_embeddings:
+            # Pooled once for all steps: none of them moves the rows.
             features = tasks.features[0].values(rows_PD if second_order else rows_PD.detach())
         return MovingInputs(rows_PD, features, decision, dense)
 
@@ -155,8 +156,11 @@ class FusedLoop:
         gated, constant_SX = isinstance(self._model, GatedModel), None
         if second_order:
             inputs = self._inputs_NX(rows_PD, tasks.features[0])
+            # Both sides stand in one, the support first: see PaddedTasks.
             support_SX = inputs[: tasks.support.num_rows]
         else:
+            # First order: what enters the layers on the support rows is a constant, and a graph of
+            # it is kept for the gates alone, which learn by it.
             with torch.set_grad_enabled(gated):
                 support_SX = self._inputs_NX(rows_PD, tasks.features[0])
             inputs, constant_SX = self._inputs_NX(rows_PD, tasks.features[1]), support_SX.detach()
@@ -168,6 +172,8 @@ class FusedLoop:
             common = CommonInputs.of(tasks.common, rows_PD, column, width)
             common = common._replace(values_TU=_in_autocast(common.values_TU))
             in_common_T = common.in_common_T(second_order)
+            # What all rows of a task share meets its columns of the weight once a task, and joins
+            # the bias.
             weight_OX, bias = common.split_layer(weight_OX, bias)
         gates: list[Tensor | None] = [None] * len(self._decision.layers)
         if gated:
@@ -211,6 +217,8 @@ class FusedLoop:
             activations, grads = decision.step_gradients(
                 inputs_SX if second_order else inputs_SX.detach(), loss, lowest=0
             )
+        # Below the MLP are the features of any model: from d_0 on, autograd finds the way down to
+        # the rows and to the outputs of the layers over the dense columns.
         found = torch.autograd.grad(inputs_SX, moving, grads[0], create_graph=second_order)
         after = replace(
             adapted,
@@ -232,6 +240,8 @@ class FusedLoop:
         mean_TX = support.mean_TX(support_SX)
         if common is not None:
             is_known_T1 = support.mean_TX(support_SX.new_ones(len(support_SX), 1))
+            # A gate sees all inputs: those that the rows share are put back, but for a task without
+            # rows, whose mean stays 0.
             mean_TX = common.beside(mean_TX, is_known_T1)
         gates = cast(GatedModel, self._model).gates_TO(mean_TX)
         by_layer = {self._model.get_submodule(name): gate for name, gate in gates.items()}

@@ -97,6 +97,7 @@ class StillMlp:
         # Not of each weight: FusedLoop.suits refused such.
         scaled_SO = scaled(first_grads_SO, cast(float | Tensor, rates[0]))
         if self.scaled_grads_SO is not None:
+            # A is the same in every step, so one product with the sum serves them all.
             scaled_SO = self.scaled_grads_SO + scaled_SO
         return replace(self, upper=upper, scaled_grads_SO=scaled_SO)
 
@@ -137,6 +138,7 @@ def first_outputs(
         overlaps += more
     if layer.in_common_T is not None:
         common = layer.in_common_T.view(-1, 1, 1).split([mine.tasks for mine in support.rectangles])
+        # Query rectangles come first, then the support's own, if asked for: of the same tasks.
         overlaps = [each + mine for each, mine in zip(overlaps, [*common, *common], strict=False)]
     of_query, of_support = overlaps[: len(asked)], overlaps[len(asked) :]
     return FirstOutputs(support_SO, of_support), FirstOutputs(query_NO, of_query)
@@ -198,6 +200,7 @@ class _FirstProducts(torch.autograd.Function):
                         s.of(to_support).baddbmm_(overlap.mT, q.of(of_query))
             for overlap, s in zip(overlaps[len(query) :], support if own else (), strict=False):
                 if overlap is not None:
+                    # Of A A^T, in which A stands twice.
                     s.of(to_support).baddbmm_(overlap + overlap.mT, s.of(of_support))
         of_bias = outputs_RO.sum(dim=0) if ctx.needs_input_grad[3] else None
         return found_RV, None, outputs_RO.mT @ inputs_RV, of_bias, None, None, None

@@ -97,6 +97,8 @@ class Routes:
         row_U = np.repeat(self._first_B, lengths_B)
         row_U += unique_ids_U.numpy()
         ends_B = np.cumsum(lengths_B)
+        # A table cut by columns is asked of all its ranks at once: its ids are not sorted among
+        # them.
         whole_U = np.ones(row_U.size, bool)
         for table in self.cut_tables:
             whole_U[ends_B[table] - lengths_B[table] : ends_B[table]] = False
@@ -108,6 +110,8 @@ class Routes:
         begin_S = np.searchsorted(whole_rows, self._start_S)
         end_S = np.searchsorted(whole_rows, self._start_S + self._rows_S)
         counts_S = np.where(self.is_cut_S, 0, end_S - begin_S)
+        # The ranges of the shards one behind the other, in the order of the wire, without a loop
+        # over ranks: place i of shard s reads begin_s + (i - places before s).
         on_wire = np.repeat(begin_S - (np.cumsum(counts_S) - counts_S), counts_S)
         on_wire += np.arange(on_wire.size)
         id_U, whole_rows = id_U.take(on_wire), whole_rows.take(on_wire)
@@ -120,6 +124,7 @@ class Routes:
                 first, counts_S[slot_of_part] = ends_B[table] - lengths_B[table], lengths_B[table]
                 by_slot[slot_of_part] = unique_ids_U.numpy()[first : ends_B[table]]
             row_of_shard = np.concatenate(by_slot)
+        # With the inverse beside it, gathering and its backward are both gathers.
         place_U = np.empty(id_U.size, np.int32)
         place_U[id_U] = np.arange(id_U.size, dtype=np.int32)
         rows = torch.from_numpy(row_of_shard).to(self.id_dtype)

@@ -109,6 +109,7 @@ class _WireFetch(RowFetch):
             [int(remote_counts_S.sum()), int(own_counts_S.sum())]
         )
         if others:
+            # First the numbers of ids: then every later message has a length that both sides know.
             counts = torch.from_numpy(remote_counts_S).int()
             of_peer = [len(shards) for shards in routes.of_peer[:-1]]
             self._swap = exchange.ranks.transport.swap(counts, of_peer, [routes.num_local] * others)
@@ -170,6 +171,7 @@ class _WireFetch(RowFetch):
             ids = torch.cat([*self._swap.parts(), ids])
             self._swap = None
         row_N = np.repeat(exchange.first_row_WS, self._counts_WS.reshape(-1))
+        # Ids travel as rows of a shard; here they become rows of the group that holds it.
         row_N += ids.numpy()
         num_ranks = len(self._counts_WS)
         if len(exchange.groups) > 1:
@@ -188,6 +190,7 @@ class _WireFetch(RowFetch):
         narrower tables are zeros, which did not travel.
         """
         routes = self._exchange.routes
+        # Every shard has whole rows of one width: what arrived is the matrix already.
         if routes.is_even and not routes.cut_tables:
             return flat.view(-1, routes.widest)
         values = flat.split_with_sizes((self._asked.counts_S * routes.columns_S).tolist())
