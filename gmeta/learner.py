@@ -162,6 +162,8 @@ class MetaLearner(nn.Module):
         if self._fused_loop is not None and self._query_loss is not None:
             layout = self._fused_loop.layout(self._query_loss.second_order, self.in_buckets)
             groups = similar_tasks(batch, layout)
+            # Without a support row in the whole batch nothing adapts, and the fused loop has no
+            # rectangle.
             if any(group.support_rows for group in groups):
                 return padded_tasks(batch, groups, layout)
         device = kind_of_device(self.model)
@@ -169,6 +171,8 @@ class MetaLearner(nn.Module):
         episodes = task_groups(batch, bool(self._config.adapt_embeddings), gain, device)
         if self._algorithm.learns_from == "support":
             support_T, query_T = side_lengths(batch)
+            # Reptile's terms are tasks with support rows; a loss is shown of those with query rows,
+            # too.
             num_terms, num_shown = np.count_nonzero([support_T, support_T * query_T], axis=1)
             episodes = replace(episodes, num_terms=int(num_terms), num_shown=int(num_shown))
         return episodes
@@ -193,6 +197,8 @@ class MetaLearner(nn.Module):
         """
         if episodes.num_terms == 0:
             return self._zero(rows_UD)
+        # Warming up a plain run (Meta-Embedding): the tables stand still, and only what is learnt
+        # beside the model moves.
         trained_UD = rows_UD if self._config.train_base else rows_UD.detach()
         # A graph is of padded tasks: rows of a plain epoch are none.
         graphs = None if isinstance(episodes.rows, Side) else self._graphs
@@ -269,6 +275,8 @@ class MetaLearner(nn.Module):
         if self.generator is None:
             return rows_UD
         kept_B1 = rows_UD.new_ones(len(unique_lengths_B), 1)
+        # By a product, not by an index: the rows of a table are so many in each batch, which a
+        # graph must not know.
         kept_B1[self._parts.generated_table] = 0.0
         return rows_UD * kept_B1.repeat_interleave(unique_lengths_B, 0, output_size=len(rows_UD))
 

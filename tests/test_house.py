@@ -131,6 +131,18 @@ def test_own_modules_are_imported_late_only_to_start_without_torch() -> None:
     assert late == {"gmeta/__init__.py", *(f"gmeta/commands/{name}.py" for name in own.split())}
 
 
+def test_what_may_raise_anything_is_met_in_one_place() -> None:
+    broad = (None, "Exception", "BaseException")
+    handlers = [
+        (name, getattr(node.type, "id", node.type and ""))
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ExceptHandler)
+    ]
+    found = [name for name, caught in handlers if caught in broad]
+    assert found == [], "use gmeta_keys.boundary.failing_as"
+
+
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [

@@ -145,6 +145,7 @@ def _common_features(batch: TaskBatch, layout: FusedLayout) -> torch.Tensor | No
         return None
     positions_NF, starts_T = batch.positions_NF.numpy(), batch.row_offsets_T1[:-1].numpy()
     as_before_NF = positions_NF[1:] == positions_NF[:-1]
+    # A task's first row need not be as the row before it, which is another task's.
     as_before_NF[starts_T[(starts_T > 0) & (starts_T < batch.num_rows)] - 1] = True
     common_F = as_before_NF.all(axis=0)
     if common_F.all() and num_features == common_F.size and not batch.dense_NK.shape[1]:
@@ -186,11 +187,14 @@ def _padded_rows(
         within = np.arange(longest)
         there = within < lengths[:, None]
         row_R.append(np.where(there, start_T[tasks, None] + within, -1).ravel())
+        # A row that pads has no share in any mean, so its output, its loss and its gradient count
+        # nothing.
         share_R.append((there / np.maximum(lengths, 1)[:, None]).ravel())
         rectangles.append(Rectangle(first, len(tasks), longest))
         first += len(tasks) * longest
     rows_R = np.concatenate(row_R)
     per_task = np.repeat([mine.rows for mine in rectangles], [mine.tasks for mine in rectangles])
+    # Rows that pad read the batch's first: any numbers do where the weight is 0, but for NaN.
     stored_R = torch.from_numpy(np.maximum(rows_R, 0))
     label_N = batch.label_N.index_select(0, stored_R)
     weight_N = batch.weight_N[stored_R] if batch.weight_N.numel() else batch.weight_N
@@ -247,6 +251,7 @@ def _pooled(
         return Bags.of(single_V, lengths, None, num_rows, constant, num_entries, layout.device)
     # Entries in the order of rows: each row's single ids, then its multi-id values.
     values_N = lengths_NM.sum(axis=1)
+    # In the order of rows, as gradients are added up: a row's embeddings lie side by side.
     row_starts_N = _starts(num_single + values_N)
     place_V = _ranges(row_starts_N + num_single, values_N)
     entries = np.empty(single_NF.size + values_V.size, single_NF.dtype)

@@ -51,6 +51,7 @@ def load_grown(
     with torch.no_grad():
         for values in _adagrad_sums(sharded, optimizer, outer):
             discount(values, outer.adagrad_decay, outer.adagrad_floor)
+        # Loading wrote the old values there: back to what the fresh model and its optimizer had.
         for part, rows, values in fresh:
             part[rows] = values
 
@@ -122,5 +123,6 @@ def _local(value: Tensor | ShardedTensor) -> list[tuple[int, Tensor]]:
 def _inside(rows: Int64 | None, first_row: int, num_rows: int) -> Tensor:
     """Return which of `rows` fall into a part of `num_rows` from `first_row` on, counted from
     there."""
+    # This rank holds a range of the table's rows, or a part of its columns.
     own = np.zeros(0, np.int64) if rows is None else rows - first_row
     return torch.from_numpy(own[(own >= 0) & (own < num_rows)])

@@ -87,6 +87,7 @@ def grown(index: Metadata, wanted: Mapping[str, Any], prefixes: tuple[str, ...])
         stored = tensors.get(name)
         if not (isinstance(stored, TensorStorageMetadata) and name.startswith(prefixes)):
             continue
+        # Rows alone may grow: another width is another model.
         if size[1:] == stored.size[1:] and size[0] > stored.size[0]:
             tensors[name] = replace(stored, size=size)
     return replace(index, state_dict_metadata=tensors)

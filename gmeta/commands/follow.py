@@ -61,6 +61,8 @@ def follow(
     if page is not None:
         check_local("--page", page)
         page.parent.mkdir(parents=True, exist_ok=True)
+    # This process stays without torch: each stage runs in one of its own, which has it
+    # (loop/stages.py).
     loop = Loop(settings, run_stage, last_line)
     measured, ended = LoopMetrics(loop), threading.Event()
     live = None

@@ -50,11 +50,13 @@ def write_delta(old: Path, parent: Parent, new: Path, out: Path) -> DeltaConfig:
         GMetaError: a file cannot be read.
     """
     before, after = read_config(old), read_config(new)
+    # By name: a column that was added moves the numbers of the files.
     places = {table.name: index for index, table in enumerate(before.features.tables)}
     touched = {}
     for index, table in enumerate(after.features.tables):
         file = table_file(index)
         place = places.get(table.name)
+        # A table that is new goes up whole.
         source = None if place is None else old / table_file(place)
         num_changed = write_changed_rows(source, new / file, out / file)
         touched[table.name] = Touched(num_changed, table.num_rows)
@@ -87,6 +89,7 @@ def write_whole_model(base: Path, deltas: Sequence[Version], out: Path) -> None:
     for delta in deltas:
         check_version(delta)
     newest = deltas[-1]
+    # Layers are the newest's alone; rows and values come from every step of the chain.
     config, start = model_config(newest), read_config(base)
     _write_tables(base, start, deltas, config, out)
     for name in _whole_files(config):

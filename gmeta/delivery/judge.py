@@ -97,6 +97,8 @@ def judge(
         if champion is None:
             break
         theirs += predict_gate(champion, [dataset], split)
+        # Windows are added by the width of the interval, never by where it lies: looking at the
+        # difference and going on would promote by chance.
         if not _finite(ours) or not _finite(theirs) or compared.is_narrow(ours, theirs):
             break
     return compared.verdict(ours, theirs)
@@ -126,11 +128,14 @@ class _Compared:
         return not interval.reason and (interval.high - interval.low) / 2 <= widest
 
     def _margin(self, champion: Terms) -> float:
+        # Of the champion's loss: a share means the same for clicks as for ratings.
         return MARGIN_SHARE * champion.value if self.margin is None else self.margin
 
     def _difference(self, ours: list[Predicted], theirs: list[Predicted]) -> tuple[Interval, Terms]:
         candidate, champion = self._terms(ours)[self.metric], self._terms(theirs)[self.metric]
         values_MB = bootstrap_values([champion, candidate])
+        # Both by the same resamples, so the tasks' own difficulty cancels out; rounded, so that
+        # equal models differ by 0.
         difference_B = np.round(values_MB[0] - values_MB[1], 12)
         return percentile_interval(difference_B, champion.num_tasks), champion
 

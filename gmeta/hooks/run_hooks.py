@@ -63,6 +63,7 @@ class RunHooks:
         ended: Status = "failed"
         try:
             if status != "failed":
+                # A callback may fail even now: the loggers then hear of a failed run.
                 self._end_callbacks(status)
             ended = status
         finally:

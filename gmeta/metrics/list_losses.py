@@ -35,6 +35,7 @@ def list_loss_terms(
 
 
 def _softmax(label_R: Floats, score_R: Floats) -> float:
+    # The largest is subtracted so that exp cannot overflow; it cancels out.
     above_R = score_R - score_R.max()
     return float(np.log(np.exp(above_R).sum()) - above_R @ label_R / label_R.sum())
 

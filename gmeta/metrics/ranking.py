@@ -80,6 +80,7 @@ def ties_of(ranked: RankedRows, threshold: float) -> Ties:
     """Return the ties; a label of at least `threshold` is positive."""
     first_R = np.flatnonzero(ranked.tie_first_N == np.arange(ranked.tie_first_N.size))
     end_R = ranked.tie_end_N[first_R]
+    # Sums over runs of rows as differences of one running sum.
     positives = np.concatenate(([0], np.cumsum(ranked.label_N >= threshold)))
     return Ties(
         task_R=ranked.task_N[first_R],
@@ -163,6 +164,8 @@ def hit_terms(ties: Ties, k: int) -> Terms:
         return ties.none
     size_R, positives_R = ties.size_R, ties.positives_R
     # Rows of a tie that stand among the k best, whichever they are.
+    # Hypergeometric: a tie misses with all of its rows that stand among the k best, in C(size -
+    # positives, inside) of C(size, inside) orders.
     inside_R = np.clip(k - ties.above_R, 0, size_R)
     log_misses_R = _log_choose(size_R - positives_R, inside_R) - _log_choose(size_R, inside_R)
     miss_R = np.where(size_R - positives_R >= inside_R, np.exp(log_misses_R), 0.0)
@@ -220,6 +223,7 @@ def candidate_terms(
         "recall": counts_R,
         "p": counts_R / (k or 1),
     }[family]
+    # The mean over the ranks that a tie allows is a difference of running sums.
     before = np.concatenate(([0.0], np.cumsum(worth_R)))
     value_P = (before[above_P + tied_P + 1] - before[above_P]) / (tied_P + 1)
     return mean_over_rows(value_P, code_N[places_N2[:, 0] >= 0], num_tasks)

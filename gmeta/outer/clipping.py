@@ -130,6 +130,7 @@ class GradientClipping:
         Call it after backward and before the layers' step, on every rank.
         """
         grads = [layer.grad for layer in self._layers if layer.grad is not None]
+        # Averaged over ranks already, by hooks inside backward.
         of_layers = torch.nn.utils.get_total_norm(grads)
         # A rank may hold no table.
         squared = sum((group.squared_norm() for group in self._groups), torch.zeros_like(of_layers))
@@ -137,6 +138,7 @@ class GradientClipping:
         add_over_ranks(squared)
         norm = (squared + of_layers.square()).sqrt()
         self._norms = of_layers, norm
+        # A tensor, never asked for its value: no wait for the device in a step.
         scale = (self._max_norm / (norm + NORM_EPSILON)).clamp(max=1.0)
         for grad in grads:
             grad.mul_(scale)

@@ -62,6 +62,7 @@ class OuterOptimizer(CombinedOptimizer):
             is_dense = isinstance(part, KeyedOptimizerWrapper)
             for group in part.param_groups:
                 group["lr"] = self._rates["dense_lr" if is_dense else "sparse_lr"]
+        # Bias correction goes on with the run before: its moments come along.
         set_adam_step(self._adam_groups, self.steps_before + step)
         self.zero_grad()  # the tables take their rate here
 

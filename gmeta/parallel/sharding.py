@@ -165,6 +165,7 @@ def shard_learner(
     if not is_ours:
         check_sparse_optimizer(outer.sparse_optimizer, ranks.device)
     tables = tables_to_place(features, config)
+    # In the order of the features: the exchange knows a table by its number.
     modules = [module_name(table.name) for table in features.tables]
     plans = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks)
     plan = plan_of_tables(plans, modules)

@@ -48,6 +48,7 @@ class ThreadChoice:
             return
         unit = seconds / work
         if threads > 1:
+            # Between trials, too: a neighbour who comes must not slow thousands of steps.
             is_slow = unit > TOO_SLOW * self._usual(1)
             self._slow_steps = self._slow_steps + 1 if is_slow else 0
         if self._slow_steps == SLOW_STEPS:
@@ -67,6 +68,7 @@ class ThreadChoice:
         return statistics.median(self._units[threads] or [float("inf")])
 
     def _begin_trial(self) -> None:
+        # In turn, so that a slow second falls on both.
         self._trial = [self._most, 1] * TRIES
         self._units: dict[int, list[float]] = {1: [], self._most: []}
         self._slow_steps = 0

@@ -50,6 +50,7 @@ def bootstrap_values(terms: Sequence[Terms], resamples: int = 1000, seed: int = 
         )
     if not terms or sizes == {0}:
         return np.full((len(terms), resamples), np.nan)
+    # A metric is a ratio of sums over tasks, so a resample of B x U draws is one matrix product.
     sums_UX = _pooled(
         np.stack([column for one in terms for column in (one.num_T, one.den_T)], axis=1), seed
     )

@@ -85,6 +85,7 @@ class AdaptAndPredict(nn.Module):
         if self._adapts_rows:
             place_Q = torch.searchsorted(key_P, keys_Q).clamp(max=key_P.shape[0] - 1)
             is_known_Q1 = (key_P[place_Q] == keys_Q).unsqueeze(1)
+            # Both are computed and one is chosen, as a graph has no branches.
             fetched_QD = torch.where(is_known_Q1, adapted.rows_PD[place_Q], fetched_QD)
         # Each key of the query has a row of its own, in their order.
         place_Q = torch.arange(keys_Q.shape[0], device=keys_Q.device)
@@ -123,5 +124,6 @@ def recorded(module: AdaptAndPredict, example: dict[str, Tensor]) -> GraphModule
 def _one_task(like_N: Tensor) -> RowLayout:
     """Return the layout of the rows of one task, however many a trace is run with."""
     num_rows = like_N.shape[0]
+    # Counted by an operation: an int of Python would stand in the recorded graph as a constant.
     lengths_1 = torch.ones_like(like_N, dtype=torch.int64).sum().view(1)
     return RowLayout(lengths_1, num_rows, num_rows, None)

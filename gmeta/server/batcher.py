@@ -161,6 +161,7 @@ class Batcher:
         self._observe("tasks", len(requests))
         self._observe("rows", num_rows)
         self._busy = True
+        # A batch in a thread costs two switches, and lets /healthz answer meanwhile.
         likely_s = num_rows / self._rows_per_s if self._rows_per_s else 0.0
         if likely_s <= self._limits.inline_s:
             self._end(batch, self._outcomes(requests), began_s, num_rows)
@@ -181,6 +182,7 @@ class Batcher:
         """Hand out the answers of a batch, and look for the next."""
         now_s = time.perf_counter()
         spent_s = max(now_s - began_s, 1e-6)
+        # A mean that forgets: a change of version or of the machine shows after some batches.
         before = self._rows_per_s or num_rows / spent_s
         self._rows_per_s = _RATE_MEMORY * before + (1 - _RATE_MEMORY) * num_rows / spent_s
         self._busy = False

@@ -248,6 +248,7 @@ class ServedModel:
             if fetched_row_P is not None:
                 # Both ascending. Rows that the support did not use are as they were trained.
                 key_P = self._key_U(batch)[fetched_row_P]
+                # (task, row) as one integer: a row that two tasks adapted is two rows.
                 key_P += _task_of_rows(batch, num_rows) * self._num_keys
                 rows_PD = rows_PD[fetched_row_P]
                 known_K = tasks.key_P + tasks.task_P * self._num_keys
@@ -361,6 +362,8 @@ class ServedModel:
             return batch
         known = [support or nothing for support in supports]
         known_T = np.array([support.num_rows for support in known], np.int64)
+        # Statistics are of a task's support, so both sides stand in one batch for them; the query
+        # rows alone go on.
         chosen = np.arange(known_T.sum()), every
         both = task_batch(features, join_rows(known), rows, chosen, (known_T, lengths_T[1]))
         # Both sides stand in turn, task by task.

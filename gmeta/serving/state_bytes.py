@@ -144,6 +144,7 @@ def _state_of(arrays: _Arrays, shape: StateShape) -> TaskState:
         raise ValueError(f"it has gates of {len(gates)} layers, not of {len(shape.gates_1MO)}")
     key_P = arrays[_KEYS]
     _check(_KEYS, key_P, np.int64, (None,))
+    # Keys are looked up by bisection, which takes their order on trust.
     if np.any(key_P[1:] <= key_P[:-1]) or np.any((key_P < 0) | (key_P >= shape.num_keys)):
         raise ValueError("its keys are no ascending rows of the tables")
     return TaskState(

@@ -137,6 +137,8 @@ def _together(changes: Sequence[LayerChange | None]) -> LayerChange:
     shape = next(change for change in found if change is not None)
     zero = MaterialisedChange(*(torch.zeros_like(tensor) for tensor in _tensors(shape)))
     pairs = [_tensors(change or zero) for change in found]
+    # A matrix for all where one has one: factors of the others are few, and one form is one
+    # product.
     weights, biases = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
     return MaterialisedChange(weights, biases)
 

@@ -102,6 +102,8 @@ class GivenRows:
             return self.row_N, grad_ND
         summed_UD = grad_ND.index_select(0, self.merge.once_U)
         again_AD = grad_ND.index_select(0, self.merge.again_A)
+        # Only the rows that stand again are added: of popular ids few, where all would be a pass
+        # over every gradient.
         return self.merge.row_U, summed_UD.index_add_(0, self.merge.into_A, again_AD)
 
 

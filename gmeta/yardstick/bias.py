@@ -59,6 +59,8 @@ class BiasModel:
         effect_N = np.zeros(len(counts_N))
         for _ in range(NEWTON_STEPS):
             p_N = sigmoid(mu + effect_N)
+            # Of the log-posterior; all rows of an item have one p here, as nothing but the item is
+            # known of them.
             slope_N = sums_N - counts_N * p_N - self.item_prior * effect_N
             effect_N += slope_N / (counts_N * p_N * (1 - p_N) + self.item_prior)
         return mu + effect_N
@@ -78,6 +80,7 @@ class BiasModel:
         effect_T = np.zeros(num_episodes)
         for _ in range(NEWTON_STEPS):
             p_S = sigmoid(level_S + effect_T[episode_S])
+            # As for items, but each row has the level of its own item.
             slope_T = total(label_S - p_S) - self.task_prior * effect_T
             effect_T += slope_T / (total(p_S * (1 - p_S)) + self.task_prior)
         return effect_T

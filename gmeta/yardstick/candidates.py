@@ -62,6 +62,7 @@ class Candidates:
         is_positive_N = self._is_positive_N(rows)
         size_N = 1 + self.per_positive * is_positive_N.astype(np.int64)
         size_T = np.bincount(rows.episode_N, size_N, len(rows.task_T))
+        # Whole episodes, as a task adapts once for all of its rows.
         chunk_T = (np.cumsum(size_T) - 1) // MOST_ROWS
         for chunk in np.unique(chunk_T).tolist():
             chosen = np.flatnonzero(chunk_T == chunk)
@@ -103,6 +104,8 @@ class Candidates:
             if not positives:
                 continue
             others = np.delete(np.arange(num_items), self.of_task[task])
+            # Of draw and task alone: models and baselines meet the same candidates, in whatever
+            # order tasks come.
             random = np.random.default_rng([draw, task % 2**64])
             drawn = (
                 random.choice(others, self.per_positive, replace=False) for _ in range(positives)
@@ -189,6 +192,7 @@ def places_N2(score_M: npt.NDArray[np.floating], is_sampled_M: Bools) -> npt.NDA
     own_J = score_M[first_N][owner_M[is_sampled_M]]
     score_J, owner_J = score_M[is_sampled_M], owner_M[is_sampled_M]
     tied_N = np.bincount(owner_J, score_J == own_J, len(first_N))
+    # Those below are counted, so that NaN, which is neither, falls to those above.
     below_N = np.bincount(owner_J, score_J < own_J, len(first_N))
     count_N = np.bincount(owner_J, minlength=len(first_N))
     found = np.stack([count_N - tied_N - below_N, tied_N], axis=1)

@@ -23,6 +23,7 @@ def describing_columns(rows: EpisodeRows, features: Features, item: int) -> tupl
         # Of equal lists these sums are equal; of others hardly ever.
         weight_V = np.random.default_rng(0).random(4099)[lists.ids_V % 4099]
         mark_N = np.bincount(lists.row_V, weight_V, minlength=rows.num_rows)
+        # A share, not all: a log may correct a film's genre once.
         agrees_N = np.isclose(mark_N, mark_N[first][index_N])
         found.append(bool(agrees_N.mean() >= DESCRIBING_SHARE))
     return tuple(found)

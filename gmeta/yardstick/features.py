@@ -72,6 +72,8 @@ class Known:
             zip(self.features.sparse, self.sums.columns, strict=True)
         ):
             lists = lists_of(rows, index)
+            # A genre of a new item has the mean of the other items of that genre; its own rows,
+            # which a cold item has not, are taken out.
             known = _without_item(column, lists, fold_N, *(taken if self.describing[index] else ()))
             columns[f"{feature.name}: mean"] = _list_means(lists, *known, mean)
             if index == bias.item:
@@ -147,6 +149,7 @@ def _shared(name: str, lists: Lists, rows: EpisodeRows, above_N: Floats) -> dict
         return {f"{name}: shared": zeros_N, f"{name}: shared mean": zeros_N}
     row_V = lists.row_V
     id_V = np.unique(lists.ids_V, return_inverse=True)[1]
+    # (episode, value) as one integer, made dense twice, so that counts fit an array.
     key_V = rows.episode_N[row_V] * (int(id_V.max()) + 1) + id_V
     pair_V = np.unique(key_V, return_inverse=True)[1]
     support_V = rows.is_support_N[row_V].astype(np.float64)

@@ -126,6 +126,7 @@ def grow(
     against = _dataset(library, _joined(judges), data, np.repeat(1.0 / sizes, sizes))
     found: dict[Setting, tuple[float, int]] = {}
     best = Setting()
+    # One axis after the other: seven settings in place of twenty-four, each a training of its own.
     for key, values in (("leaves", LEAVES), ("leaf_rows", LEAF_ROWS), ("rate", RATES)):
         for value in values:
             changed: dict[str, Any] = {key: value}
@@ -179,6 +180,8 @@ def redrawn(rows: EpisodeRows, draw: int, support_is_past: bool, seed: int) -> E
         draw_N = uniform(_names_N(rows), DRAW_STREAM, seed + draw)
         return rows.arranged(np.lexsort((draw_N, rows.episode_N)), rows.support_lengths_T)
     share_T = uniform(rows.task_T, DRAW_STREAM, seed + draw)
+    # Where time decides, a redraw may not look ahead: the border moves back, and what is behind it
+    # is left out.
     support_T = (share_T * rows.support_lengths_T).astype(np.int64)
     support_T += rows.support_lengths_T > 0  # at least 1 where there is one
     query_T = np.diff(rows.row_offsets_T1) - rows.support_lengths_T

@@ -243,6 +243,8 @@ def _cut_sides(
         skipped_T = np.maximum(query_T - (most - support_T), 0)
         query_T = query_T - skipped_T
     elif rule.longer == "episodes":
+        # Each of these episodes repeats the support: half for query bounds how many copies there
+        # are.
         room_T = np.minimum(support_T, np.maximum(most - query_T, most // 2))
         support_T = np.where(too_long, room_T, support_T)
         parts_T = -(-query_T // (most - support_T))
@@ -319,6 +321,7 @@ def _support_rows(
 ) -> Int64:
     if rule.by == "time":
         rows = ragged_indices(first_T, length_T)
+        # Rows stand from old to new, so counting those before the time finds the border.
         before = offsets(time_N[rows] < np.int64(cut_time or 0))
         ends = offsets(length_T)
         support_T: Int64 = before[ends[1:]] - before[ends[:-1]]

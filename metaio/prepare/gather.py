@@ -38,6 +38,7 @@ class Episodes:
         self._value_starts_NM, self._values_V = value_starts(rows), rows.values_V
         self.row_lengths_T, self._support_lengths_T = row_lengths_T, support_lengths_T
         if sampler is not None:
+            # The lists of drawn items stand behind those of the rows: one gather takes from both.
             self._values_V = np.concatenate([rows.values_V, sampler.catalogue.rows.values_V])
             added = offsets(sampler.counts(order_N))
             first, ends = self._row_offsets_T1[:-1], self._row_offsets_T1[1:]

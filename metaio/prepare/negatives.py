@@ -152,6 +152,8 @@ class Sampler:
         self._ends_I = np.cumsum(weights_I)
         self._allowed_I = weights_I > 0
         self._rows = rows
+        # Of the row and its task, not of its place: whatever bucket or engine draws, draws the
+        # same.
         self._key_N = splitmix64(identity_N ^ splitmix64(rows.task_hash_N ^ _SALT))
         _, self._task_N = np.unique(rows.task_hash_N, return_inverse=True)
         item_N = np.searchsorted(catalogue.item_I, rows.item_NI[:, 0])
@@ -190,6 +192,7 @@ class Sampler:
 
     def _taken(self, rows_P: Int64, items_P: Int64, drawn_PJ: Int64) -> npt.NDArray[np.bool_]:
         """Tell which items the row's task has, or the row already."""
+        # (task, item) as one integer, looked up among those of all rows by bisection.
         keys = self._task_N[rows_P] * len(self._allowed_I) + items_P
         places = np.minimum(np.searchsorted(self._has, keys), len(self._has) - 1)
         taken: npt.NDArray[np.bool_] = self._has[places] == keys

@@ -67,6 +67,7 @@ def _hash_of_place(task_hash_N: UInt64, place_N: UInt64, seed: int) -> UInt64:
     place = np.arange(len(ordered)) - np.repeat(starts, np.diff(starts, append=len(ordered)))
     hash_N = np.empty_like(task_hash_N)
     mixed = splitmix64(ordered ^ splitmix64(np.uint64(seed)))
+    # Of task, seed and place alone: features that come or go move no row to the other side.
     hash_N[order_N] = splitmix64(mixed + place.astype(np.uint64))
     return hash_N
 

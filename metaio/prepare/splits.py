@@ -116,6 +116,7 @@ def split_of(schema: Schema, splits: Splits, batch: pa.RecordBatch, task_hash: U
         shares = {rule.train: 1 - schema.stream.gate, GATE: schema.stream.gate}
     if shares is not None:
         bounds = np.cumsum(np.array(list(shares.values()), np.float64))[:-1]
+        # By the task, so that all its rows are of one split, in whatever file they stand.
         unit = _unit(task_hash ^ _SPLIT_SALT ^ np.uint64(schema.seed))
         split_N = np.searchsorted(bounds, unit, side="right")
     elif rule.column is not None:
@@ -162,6 +163,8 @@ def rows_of_splits(splits: Splits, split_N: Int64) -> list[int]:
     counts = np.bincount(split_N, minlength=len(splits.names))
     windows = splits.num_windows
     if windows > 1:
+        # copies_of_windows: an earlier row is held once more by each later split that it may
+        # support.
         held = np.cumsum(counts[:windows])[1:]
         counts[1:windows] = held
         counts[windows:] = held[: len(counts) - windows]
@@ -209,6 +212,7 @@ class WindowSearch:
         """Return how many times fall into each bin of this pass [K, B]."""
         # The order of int64 as that of uint64.
         values_N = times_N.view(np.uint64) ^ np.uint64(1 << 63)
+        # A radix search: each pass fixes 16 bits more of the time at each wanted rank.
         found = np.zeros((len(self._prefix_K), _BINS), dtype=np.int64)
         for index, prefix in enumerate(self._prefix_K):
             # Beyond 64 bits numpy does not shift.

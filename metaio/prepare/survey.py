@@ -123,6 +123,7 @@ def moments_of(schema: Schema, train: pa.RecordBatch) -> dict[str, tuple[int, fl
     found = {}
     for dense in schema.dense:
         if dense.standardise:
+            # As far as it is known: what fills a null is no measurement.
             numbers = dense_input(dense, train[dense.column].drop_null())
             mean = float(numbers.mean()) if len(numbers) else 0.0
             squares = float(np.square(numbers - mean).sum())

@@ -71,6 +71,7 @@ def _reduced(
     code = np.repeat(code_V, lengths_V)
     order = np.lexsort((times, code))
     counts_D = np.bincount(code, minlength=distinct)
+    # The how-manieth time of its value each one is: later ones than admit it say nothing more.
     rank = np.arange(len(order)) - np.repeat(offsets(counts_D)[:-1], counts_D)
     by_code = np.argsort(code_V, kind="stable")
     starts_D = offsets(np.bincount(code_V, minlength=distinct))[:-1]

@@ -41,6 +41,8 @@ class ClusterGate(nn.Module):
     def forward(self, mean_TX: Tensor) -> dict[str, Tensor]:
         """Return the gates of each layer, by name: [T, O]."""
         task_TZ = torch.tanh(self.encode(mean_TX))
+        # Gaussian kernels of unit variance around the centres, as in hierarchically structured
+        # meta-learning.
         distance_TC = (task_TZ.unsqueeze(1) - self.centres_CZ).square().sum(dim=2)
         share_TC = torch.softmax(-distance_TC / 2, dim=1)
         known_TCZ = torch.tanh(self.clusters(task_TZ)).view(len(mean_TX), *self.centres_CZ.shape)

@@ -70,6 +70,7 @@ class SupportEncoder(nn.Module):
         [T, 2, O]; only the scale, [T, 1, O], of an encoder that shifts nothing.
         """
         features_NX, error_N1 = support.features_NX, support.error_N.unsqueeze(1)
+        # See the class: e x is the gradient of a linear layer.
         known = (features_NX, error_N1 * features_NX, support.label_N.unsqueeze(1), error_N1)
         # Sums over rows are taken in the features' precision, also where autocast is on.
         code_NZ = self.rows(torch.cat(known, dim=1)).to(features_NX.dtype)
@@ -83,6 +84,8 @@ class SupportEncoder(nn.Module):
         sums_TZ = code_NZ.new_zeros(len(count_T1), code_NZ.shape[1])
         weights_N1 = self._weights_N1(code_NZ, count_T1, task_N)
         sums_TZ = sums_TZ.index_add(0, task_N, code_NZ * weights_N1)
+        # The weights sum to 1 in a task: this is n / (n + prior), and 0 of a task without rows,
+        # whatever prior.
         mean_TZ = sums_TZ * (count_T1 / (count_T1 + self._prior).clamp(min=1.0))
         task_TZ = torch.tanh(self.task(torch.cat([mean_TZ, count_T1.log1p()], dim=1)))
         return self._by_layer(self.modulations(task_TZ))
@@ -103,5 +106,6 @@ class SupportEncoder(nn.Module):
     def _by_layer(self, made: Tensor) -> dict[str, Tensor]:
         widths = [*self._outputs.values()]
         scales, *shifts = made.split(sum(widths), dim=1)
+        # 2 sigmoid(0) = 1: at the start a layer is scaled by about 1 (POSO).
         both_TMO = torch.stack([2.0 * scales.sigmoid(), *shifts], dim=1)
         return dict(zip(self._outputs, both_TMO.split(widths, dim=2), strict=True))

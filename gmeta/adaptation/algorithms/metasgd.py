@@ -41,6 +41,7 @@ class LayerRates(nn.Module):
         super().__init__()
         shapes = {"layer": (), "output": (layer.out_features,), "weight": layer.weight.shape}
         self.weight = _rates(shapes[config.learned_rates], config.inner_lr, layer.weight)
+        # A coarser rate is shared by an output's weights and its bias, so the factors stay factors.
         elementwise = config.learned_rates == "weight" and layer.bias is not None
         self.bias = _rates(layer.bias.shape, config.inner_lr, layer.bias) if elementwise else None
 

@@ -192,6 +192,7 @@ class _FirstProducts(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             found_RV = linear(outputs_RO, weight_OV.mT)
             of_support, of_query = _sides(inputs_RV, constant_SV, support)
+            # Views: what is added to them is added to the gradient of the inputs.
             to_support, to_query = _sides(found_RV, constant_SV, support)
             for overlap, q, s in zip(overlaps, query, support, strict=False):
                 if overlap is not None:

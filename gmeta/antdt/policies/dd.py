@@ -14,6 +14,7 @@ def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
     takes_part = [worker for worker in snapshot.workers if not worker.excluded]
     if not snapshot.tasks_per_step or len(active) < 2 or len(active) != len(takes_part):
         return []
+    # A split by guessed speeds would only be corrected in the next window.
     if any(worker.health.verdict == "unknown" for worker in active):
         return []
     speeds = [_speed(worker, config) for worker in active]

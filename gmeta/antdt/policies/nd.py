@@ -52,6 +52,7 @@ def _restarts(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
     active = snapshot.active
     if not active:
         return []
+    # What a restarted worker is expected to do: the median, which stragglers do not lower.
     typical = median(worker.health.tasks_per_s_long for worker in active)
     together = sum(worker.health.tasks_per_s for worker in active)
     found = []
@@ -130,10 +131,7 @@ def _tasks_per_s(worker: WorkerView, somebody_is_slow: bool) -> float:
 
 
 def _overheads_ms(active: Sequence[WorkerView]) -> list[float]:
-    """Return what a step takes beyond its tasks: collectives, and the host's work around them. The
-    slowest worker never waits for its peers, so the overhead is estimated from the smallest peer
-    wait. Whoever computes slowly does this slowly too: the others' overhead is shorter by as much
-    as they are faster, and nobody's is longer than its wait.
+    """Return what a step takes beyond its tasks: collectives, and the host's work around them.
 
     It hides in what a worker waits for its peers. But the worker that all wait for waits for
     nobody: its wait is its overhead. Whoever computes slowly does this slowly too, so the others'

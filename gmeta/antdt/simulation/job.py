@@ -205,6 +205,7 @@ class _Governed:
             if not tasks_W.any():  # what is left is on its way back from a restart
                 cluster.now_s = float(self.back_s[self.back_s > cluster.now_s].min())
                 continue
+            # BSP: a step is as long as its slowest worker.
             cluster.now_s += float(step_s.max())
             cluster.finish(tasks_W)
             self.num_steps += 1

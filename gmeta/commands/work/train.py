@@ -30,6 +30,7 @@ def check_for_ranks(config: TrainConfig, is_new: bool) -> None:
 def train_on_rank(config: TrainConfig, is_new: bool) -> None:
     """Train together with the other ranks; a new run needs a mirror that holds none."""
     if is_new:
+        # Under torchrun no launcher has asked before.
         check_new_mirror(config.run.mirror, Path(config.run.dir))
 
     def work(ranks: Ranks) -> None:

@@ -170,6 +170,7 @@ class _Outbox:
         return block
 
     def _new_block(self, num_bytes: int, read: int) -> _Block:
+        # From the oldest on: a block that is reserved and not sent yet holds back those behind it.
         while self._blocks and (oldest := self._blocks[0].message) is not None and oldest <= read:
             self._blocks.popleft()
         room = -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
@@ -182,6 +183,7 @@ class _Outbox:
         size = self.segment.num_bytes
         if not self._blocks:
             self._end = 0
+        # Of a ring: in use is [oldest, end), or, where it has wrapped, all but [end, oldest).
         oldest = self._blocks[0].first if self._blocks else 0
         wrapped = self._blocks and oldest >= self._end
         if self._end + room <= (oldest if wrapped else size):
@@ -266,6 +268,8 @@ class SharedMemory(Transport):
         of_peer = bytes_of_peer or [whole] * len(self._peers)
         for name, peer, num_bytes in zip(self._names, self._peers, of_peer, strict=True):
             try:
+                # What was read is told with the next message: an answer of its own would double the
+                # packets.
                 packet = PACKET.pack(message, at, num_bytes, read)
                 socket.send_fds(peer.socket, [packet], descriptors)
             except OSError as error:
@@ -305,6 +309,7 @@ class SharedMemory(Transport):
         assert peer.segment is not None  # a peer's first packet brings it
         message, first, num_bytes, read = PACKET.unpack(packet)
         peer.read = max(peer.read, read)
+        # A packet of a message that this rank has closed is only read for what it says of the peer.
         if message >= self._next or message in self._open:
             peer.arrived[message] = peer.segment, first, num_bytes
 

@@ -90,6 +90,7 @@ def predict_files(
     heads = support.schema.empty_table(), query.schema.empty_table()
     check_task_kinds(served.config.columns.task, *heads)
     clock = _Clock(advance, support.num_rows + 3 * query.num_rows)
+    # Tasks are dealt to parts by their hash, so both sides of one are in the same part.
     num_parts = min(max(1, -(-(support.num_rows + query.num_rows) // part_rows)), _MAX_PARTS)
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -102,6 +103,7 @@ def predict_files(
         kinds = np.dtype([(field.name, field.type.to_pandas_dtype()) for field in output])
         # A file of no byte cannot be mapped.
         shape = (max(query.num_rows, 1),)
+        # Parts come by task, the file by row: each prediction is put where its row stands.
         found_N = np.memmap(folder / "predictions", kinds, "w+", shape=shape)
         without = _predict(served, supports, queries, found_N, clock)
         written = folder / "rows"
