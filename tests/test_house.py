@@ -243,6 +243,26 @@ def test_files_that_the_docs_name_exist() -> None:
     assert missing == set()
 
 
+def names_in(node: ast.AST, outer: str = "") -> Iterator[str]:
+    """Functions, classes and methods, by their qualified names."""
+    for child in ast.iter_child_nodes(node):
+        if is_function(child) or isinstance(child, ast.ClassDef):
+            name = outer + child.name  # type: ignore[attr-defined]
+            yield from (name, *names_in(child, f"{name}."))
+
+
+def test_the_way_of_a_row_leads_over_functions_that_are_there() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().split("## A support row's way")[1]
+    rows = re.findall(r"^\| `([\w/]+\.py)`, `([\w.]+)` \|", table.split("\n## ")[0], re.MULTILINE)
+    assert len(rows) > 10
+    missing = [
+        (path, name)
+        for path, name in rows
+        if name not in set(names_in(ast.parse((ROOT / path).read_text())))
+    ]
+    assert missing == []
+
+
 def test_the_schema_in_the_format_page_is_one_that_prepare_takes() -> None:
     page = (ROOT / "docs" / "format.md").read_text()
     (block,) = re.findall(r"```toml\n(.*?\[task\].*?)```", page, flags=re.DOTALL)
