@@ -5,7 +5,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,14 +16,14 @@ from gmeta.commands.screen import screen
 from gmeta.commands.service_options import TlsCert, TlsClientCa, TlsKey, TokenFolder
 from gmeta.errors import GMetaError, UserError
 from gmeta.files.local import check_local
-from gmeta.files.whole import write_whole
 from gmeta.loop.config import load_follow_config
-from gmeta.loop.live import LivePage
 from gmeta.loop.loop import Loop
 from gmeta.loop.metrics import LoopMetrics
-from gmeta.loop.page import stream_page
 from gmeta.loop.stages import last_line, run_stage
 from metaio.errors import MetaIOError
+
+if TYPE_CHECKING:
+    from gmeta.loop.live import LivePage, PageFile
 
 _DRAWN_EVERY_S = 60.0  # of a page, while there is always something to do
 
@@ -65,12 +65,16 @@ def follow(
     # (loop/stages.py).
     loop = Loop(settings, run_stage, last_line)
     measured, ended = LoopMetrics(loop), threading.Event()
-    live = None
-    if listen:
-        live = LivePage(loop, measured, listen, tls, proofs)
+    live, file = None, None
+    if listen or page is not None:
+        # Drawing loads matplotlib, half a second: for those who look.
+        from gmeta.loop.live import LivePage, PageFile
+
+        live = LivePage(loop, measured, listen, tls, proofs) if listen else None
+        file = None if page is None else PageFile(page, loop, measured)
     if not once:
         signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    _run(loop, measured, ended, once, page, live)
+    _run(loop, measured, ended, once, file, live)
 
 
 def _check_listen(address: str, is_secured: bool) -> None:
@@ -87,8 +91,8 @@ def _run(
     measured: LoopMetrics,
     ended: threading.Event,
     once: bool,
-    page: Path | None,
-    live: LivePage | None,
+    page: "PageFile | None",
+    live: "LivePage | None",
 ) -> None:
     """Take stage after stage until `ended`, or `once` nothing is left to do."""
     console, told, drawn_s = screen(), "", 0.0
@@ -101,7 +105,7 @@ def _run(
             # When there is time, or at last a minute has passed: it takes a second.
             is_idle = done is None or time.monotonic() - drawn_s > _DRAWN_EVERY_S
             if page is not None and not is_drawn and is_idle:
-                write_whole(page, stream_page(loop, measured.status).encode())
+                page.draw()
                 is_drawn, drawn_s = True, time.monotonic()
         except (GMetaError, MetaIOError, OSError) as error:
             if once:
@@ -112,7 +116,7 @@ def _run(
                 console.print(f"waiting: {told}")
                 if page is not None:
                     with suppress(GMetaError, MetaIOError, OSError):  # it may be what fails
-                        write_whole(page, stream_page(loop, measured.status).encode())
+                        page.draw()
             ended.wait(every_s)
             continue
         if done is None:

@@ -1,7 +1,8 @@
-"""The loop's address: the page of the stream as it stands now, metrics for Prometheus, and
-/healthz for probes."""
+"""What is seen of a loop: the page of its stream as a file, and its address, with the page as it
+stands now, metrics for Prometheus, and /healthz for probes."""
 
 import threading
+from pathlib import Path
 from typing import final
 
 from prometheus_client.exposition import choose_encoder
@@ -11,11 +12,24 @@ from gmeta.antdt.access.auth import Tokens
 from gmeta.antdt.access.credentials import ServerTls
 from gmeta.antdt.access.http_edge import HttpRequest, HttpServer
 from gmeta.errors import UserError
+from gmeta.files.whole import write_whole
 from gmeta.loop.loop import Loop
 from gmeta.loop.metrics import LoopMetrics
-from gmeta.loop.page import Picture, draw_stream, page_of
+from gmeta.loop.page import Picture, draw_stream, page_of, stream_page
 
 _REFRESH_S = 10
+
+
+@final
+class PageFile:
+    """The page as a file, drawn anew as the loop goes on."""
+
+    def __init__(self, path: Path, loop: Loop, metrics: LoopMetrics) -> None:
+        self._path, self._loop, self._metrics = path, loop, metrics
+
+    def draw(self) -> None:
+        """Write the page as the stream stands now, which takes a second."""
+        write_whole(self._path, stream_page(self._loop, self._metrics.status).encode())
 
 
 @final
