@@ -50,8 +50,6 @@ class AdaptAndPredict(nn.Module):
     and `AdaptedTask.predict` do.
     """
 
-    rate_BC: Tensor | None
-
     def __init__(self, served: ServedModel) -> None:
         super().__init__()
         learner = served.learner

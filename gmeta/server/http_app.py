@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import Awaitable, Callable
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ from gmeta.server.protocol import BINARY_HEADER, Inference, parse_http, render_h
 if TYPE_CHECKING:
     from gmeta.server.service import Service
 
-Handler = Callable[[Request], Awaitable[Response]]
 
 # A larger body is parsed in a thread, so that other requests are read meanwhile.
 _LARGE_BYTES = 256 << 10

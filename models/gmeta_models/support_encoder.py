@@ -56,7 +56,6 @@ class SupportEncoder(nn.Module):
     ) -> None:
         super().__init__()
         self._outputs = dict(outputs)
-        self._shifts = shifts
         self._prior = prior
         self.rows = mlp([2 * width + 2, *hidden], activate_last=False)
         self.attention = nn.Linear(hidden[-1], 1, bias=False) if attention else None

@@ -16,7 +16,6 @@ from gmeta.errors import UserError
 from metaio.format.storage import file_system, is_local
 
 CSV = ".csv"
-PARQUET = ("", ".parquet", ".pq")
 # Of a batch. Files are read by row groups, whatever this is.
 _BATCH_ROWS = 65_536
 
