@@ -75,6 +75,7 @@ def load_checkpoint(
         load_shards(wanted, storage_reader=reader, process_group=ranks.control)
     except DAMAGE as error:
         reason = reason_of(error).rstrip(".")
+        # The checksums held a moment ago, so what does not fit is the config.
         if files_of(read_about(path)) and not isinstance(first_failure(error), OSError):
             # It is what was written: to remove it would lose a good checkpoint.
             remedy = (
@@ -90,6 +91,7 @@ def load_checkpoint(
             f"checkpoint {path} cannot be loaded: {reason}. It must come from a run of the same "
             f"model on the same dataset. {FALL_BACK}"
         ) from error
+    # The live tensors were filled in place; this has the modules hear of it.
     sharded.load_state_dict(state["model"])
     if optimizer is not None:
         optimizer.load_state_dict(optimizer.state_dict())  # filled in place
@@ -138,6 +140,8 @@ def _check_together(path: Path, ranks: Ranks) -> None:
     """Check the files against their checksums, each rank its share: all of it is read once,
     whatever the number of ranks, and all ranks raise what one of them finds."""
     try:
+        # An error is told, not raised here: the other ranks would wait in the next collective for
+        # ever.
         check_files(path, ranks.rank, ranks.world_size)
         mine = ""
     except GMetaError as error:

@@ -94,6 +94,8 @@ class Loop:
         current = self.channel.current()
         if self.config.follow.mirror and current is not None and current.at != self._published:
             return self._publish(current)  # what a person promoted or rolled back, too
+        # What comes next is read from what is there, never remembered: a kill between two stages
+        # costs nothing.
         number = self.unfinished()
         if number is None:
             waiting = self.waiting()
@@ -107,6 +109,7 @@ class Loop:
         root = self.folder(number)
         if not (root / "trained.json").exists():
             return self._train(number)
+        # An export appears whole or not at all: one that was killed is made anew.
         if not (root / "verdict.json").exists():
             if not (root / "model" / CONFIG_FILE).exists():
                 return self._export(number)
@@ -176,6 +179,7 @@ class Loop:
         earlier = [one for one in increment_numbers(self._stream) if one < number]
         promoted = [one for one in earlier if self.promoted(one) is not None]
         current = self.channel.current()
+        # After a rollback the served version is an older one, and its run is what goes on.
         served = [one for one in promoted if current and self.promoted(one) == current.number]
         return max(served or promoted, default=None)
 
@@ -185,6 +189,7 @@ class Loop:
         for earlier in increment_numbers(self._stream):
             if earlier >= number:
                 break
+            # A promotion ends the row.
             found = [] if self.promoted(earlier) is not None else [*found, earlier]
         return found
 
@@ -238,6 +243,8 @@ class Loop:
             skipped = [] if last is None else list(range(last + 1, number))
         arguments += [f'run.continue_from="{before}"'] if before else []
         arguments += [f"run.skip_increments={skipped}"] if skipped else []
+        # A stage that was killed goes on from its newest checkpoint, or begins anew where there is
+        # none.
         arguments += ["--resume"] if begun.root.exists() else []
         if follow.nproc_per_node > 1:
             arguments += ["--nproc-per-node", str(follow.nproc_per_node)]
@@ -306,6 +313,7 @@ class Loop:
     def _promotions(self) -> dict[str, int]:
         """Return the version that each model became, by the model's checksum."""
         path = self.channel.root / PROMOTIONS
+        # A person may promote at any moment; the log is read again only where it has changed.
         stamp = (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
         if stamp != self._promoted[0]:
             found = {}

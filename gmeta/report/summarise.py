@@ -298,6 +298,7 @@ def support_bin_bounds(support_E: Ints) -> list[tuple[int, int]]:
     """Return inclusive bounds of at most six bins: one a size, or each with a sixth of the
     episodes."""
     sizes, counts = np.unique(support_E, return_counts=True)
+    # Few different sizes are told one by one.
     target = 1 if sizes.size <= SUPPORT_BINS else support_E.size / SUPPORT_BINS
     bounds, first, held = [], 0, 0
     for last, count in enumerate(counts):
@@ -323,6 +324,7 @@ def calibration(run: str, rows: SplitRows, stage: Stage) -> Calibration:
     code_N = np.unique(rows.task_N, return_inverse=True)[1]
     filled = [index for index in range(inner_edges.size + 1) if (bin_N == index).any()]
     terms = [_share_terms(rows.label_N, code_N, bin_N == index) for index in filled]
+    # By tasks, as everywhere: the rows of a bin are not independent.
     shares_MB = bootstrap_values(terms, RESAMPLES, SEED)
     bins = [
         CalibrationBin(

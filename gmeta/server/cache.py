@@ -75,6 +75,7 @@ class TaskCache:
         found = self._shared.get(key, entry.stamp if entry is not None else "", now_s)
         if found is None:
             return None
+        # Known there, with the rows that this process has already.
         if found.support is None:
             return entry
         return Entry(found.support, None, "", found.stamp, found.expires_s)
@@ -104,6 +105,7 @@ class TaskCache:
                 return
             self._entries[key] = entry
             self.num_bytes += entry.num_bytes
+            # What was just put is the last one, so it stays.
             while self.num_bytes > self._max_bytes:
                 self._drop(next(iter(self._entries)))
 

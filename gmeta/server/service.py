@@ -101,6 +101,7 @@ class Service:
                 num_rows = request.num_rows
                 self.metrics.stage("parse", time.perf_counter() - began_s)
                 answer = await self._batcher.answer(request)
+                # A newer one may have come while the request waited.
                 if version and version != answer.version:
                     self.check_model(model, version)
                 span.set(rows=num_rows, version=answer.version, cache=answer.cache)
@@ -171,6 +172,7 @@ class Service:
         """Serve newer versions as they come, until cancelled."""
         while True:
             await asyncio.sleep(self.config.reload_every_s)
+            # Reading and checking tables takes seconds, in which requests are answered.
             await asyncio.to_thread(self.reload)
 
     def reload(self) -> bool:
@@ -200,6 +202,7 @@ class Service:
             self._refuse(version, error)
             return False
         self.loaded, self.refused = loaded, None
+        # Support rows stay: a task adapts anew when it is next asked for.
         self._cache.forget_states(loaded.version)
         self.metrics.reloads.labels("loaded").inc()
         self._tell_version()

@@ -51,6 +51,7 @@ def version_in(folder: Path | str) -> str:
 
 def check_successor(before: Loaded, config: ExportedConfig, version: str) -> None:
     """Raise UserError for a version that does not take the requests of the one before."""
+    # Columns may stand in another order: callers name them.
     old, new = before.columns.signature, columns_of(config).signature
     changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     if changed or before.model.config.losses != config.losses:

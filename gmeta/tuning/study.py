@@ -110,6 +110,7 @@ class Study:
         states = (self._states.RUNNING,)
         left = self._study.get_trials(deepcopy=False, states=states)
         for trial in left:
+            # The same values as a new trial: a killed one cannot be reopened.
             self._study.enqueue_trial(trial.params)
             self._study.tell(trial.number, state=self._states.FAIL)
         return [trial.number for trial in left]
@@ -137,6 +138,7 @@ class Study:
         is to be pruned.
         """
         trial = self._running[number]
+        # Kept by our own attribute: Optuna takes no undefined score, and the journal must have it.
         seen = [*trial.user_attrs.get("scores", []), score]
         trial.set_user_attr("scores", seen)
         if score is None:
