@@ -5,8 +5,8 @@ ids of all multi-id features, B tables, U unique ids of all tables; E episodes c
 block, C bundles that they touch, P parts of a batch, or positions that one of them uses.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,10 @@ from metaio.format.block import Block, Bundles, distinct_below, scratch
 from metaio.format.features import Features
 from metaio.ragged import Int32, Int64, offsets, ragged_indices
 from metaio.read.batch import TaskBatch, empty_batch
+from metaio.read.memory import Memory, Shape
 
-Scalar = TypeVar("Scalar", bound=np.generic)
+# Columns of a block that its rows take along as they are.
+_OF_ROWS = ("label_N", "dense_NK", "multi_lengths_NM", "row_id_N", "weight_N")
 _ROWS_AT_ONCE = 64
 
 
@@ -48,8 +50,11 @@ class _Part(NamedTuple):
     marked: _Marked | None = None
 
 
-def compose(features: Features, parts: Sequence[tuple[Block, Int64]]) -> TaskBatch:
-    """Return the batch of the episodes [E] of each block, in the order given.
+def compose(
+    features: Features, parts: Sequence[tuple[Block, Int64]], memory: Memory | None = None
+) -> TaskBatch:
+    """Return the batch of the episodes [E] of each block, in the order given; in memory of an
+    earlier one where `memory` has such.
 
     Episodes of one block must be given once, ascending. A batch that is exactly one block shares
     its memory.
@@ -69,7 +74,7 @@ def compose(features: Features, parts: Sequence[tuple[Block, Int64]]) -> TaskBat
     first, episodes_E = chosen[0]
     if len(chosen) == 1 and len(episodes_E) == first.num_episodes and first.bundles is None:
         return _whole_block(first)
-    return _join(features, chosen)
+    return _join(features, chosen, memory or Memory(keep=0))
 
 
 def _tensor(array: npt.NDArray[np.generic]) -> Tensor:
@@ -96,29 +101,42 @@ def _whole_block(block: Block) -> TaskBatch:
     )
 
 
-def _join(features: Features, chosen: list[tuple[Block, Int64]]) -> TaskBatch:
+def _join(features: Features, chosen: list[tuple[Block, Int64]], memory: Memory) -> TaskBatch:
     parts = [part for block, episodes_E in chosen for part in _parts(block, episodes_E)]
+    starts_PB = np.stack([part.starts_B for part in parts])
     lengths_PB = np.stack([part.lengths_B for part in parts])
-    # Table by table, and within a table part by part: where each part's ids of each table begin.
-    starts_PB = offsets(lengths_PB.T.ravel())[:-1].reshape(lengths_PB.T.shape).T
-    positions_NF, multi_V = _renumber(features, parts, starts_PB)
-    row_lengths_T = np.concatenate(
-        [np.diff(block.row_offsets_T1)[own_E] for block, own_E in chosen]
+    num_rows, num_values = (
+        sum(column) for column in zip(*((p.num_rows, p.num_values) for p in parts))
     )
-    support_T = np.concatenate([block.support_lengths_T[own_E] for block, own_E in chosen])
+    of_rows = [_like(parts, name, num_rows) for name in _OF_ROWS]
+    ids_U, positions_NF, multi_V, *columns = memory.empty(
+        ((int(lengths_PB.sum()),), np.int64),
+        ((num_rows, len(features.single)), np.int32),
+        ((num_values,), np.int32),
+        *of_rows,
+    )
+    _unique(parts, starts_PB, lengths_PB, ids_U)
+    # Table by table, and within a table part by part: where each part's ids of each table begin.
+    new_PB = offsets(lengths_PB.T.ravel())[:-1].reshape(lengths_PB.T.shape).T
+    _renumber(features, parts, (new_PB - starts_PB).astype(np.int32), positions_NF, multi_V)
+    for name, column in zip(_OF_ROWS, columns, strict=True):
+        if len(column):
+            _gather(parts, name, column)
     return TaskBatch(
         task_T=torch.from_numpy(np.concatenate([block.task_T[own_E] for block, own_E in chosen])),
-        row_offsets_T1=torch.from_numpy(offsets(row_lengths_T)),
-        support_lengths_T=torch.from_numpy(support_T),
-        label_N=torch.from_numpy(_gather(parts, lambda block: block.label_N)),
-        dense_NK=torch.from_numpy(_gather(parts, lambda block: block.dense_NK)),
-        unique_ids_U=torch.from_numpy(_unique(parts)),
+        row_offsets_T1=torch.from_numpy(
+            offsets(
+                np.concatenate([np.diff(block.row_offsets_T1)[own_E] for block, own_E in chosen])
+            )
+        ),
+        support_lengths_T=torch.from_numpy(
+            np.concatenate([block.support_lengths_T[own_E] for block, own_E in chosen])
+        ),
+        unique_ids_U=torch.from_numpy(ids_U),
         unique_lengths_B=torch.from_numpy(lengths_PB.sum(axis=0)),
         positions_NF=torch.from_numpy(positions_NF),
         multi_positions_V=torch.from_numpy(multi_V),
-        multi_lengths_NM=torch.from_numpy(_gather(parts, lambda block: block.multi_lengths_NM)),
-        row_id_N=torch.from_numpy(_stored(parts, lambda block: block.row_id_N)),
-        weight_N=torch.from_numpy(_stored(parts, lambda block: block.weight_N)),
+        **{name: torch.from_numpy(column) for name, column in zip(_OF_ROWS, columns, strict=True)},
     )
 
 
@@ -186,81 +204,74 @@ def _marked(block: Block, episodes_E: Int64) -> _Part:
     return _Part(*place, ids_P, bounds_B1[:-1], np.diff(bounds_B1), marked)
 
 
-def _stored(
-    parts: list[_Part], column: Callable[[Block], npt.NDArray[Scalar]]
-) -> npt.NDArray[Scalar]:
-    """Return what the rows have of a column that not every dataset stores; nothing of none."""
-    stored = any(len(column(part.block)) for part in parts)
-    return _gather(parts, column) if stored else column(parts[0].block)
+def _like(parts: list[_Part], name: str, num_rows: int) -> tuple[Shape, npt.DTypeLike]:
+    """Return shape and type of a column of all parts; of no row where the dataset stores none."""
+    stored = [getattr(part.block, name) for part in parts]
+    return (num_rows if any(map(len, stored)) else 0, *stored[0].shape[1:]), stored[0].dtype
 
 
-def _gather(
-    parts: list[_Part], column: Callable[[Block], npt.NDArray[Scalar]]
-) -> npt.NDArray[Scalar]:
-    """Return the rows of all parts of a column, one after another."""
-    like = column(parts[0].block)
-    num_rows = sum(part.num_rows for part in parts)
-    found = np.empty((num_rows, *like.shape[1:]), dtype=like.dtype)
+def _gather(parts: list[_Part], name: str, into_N: npt.NDArray[Any]) -> None:
+    """Write the rows of all parts of a column, one after another."""
     begin = 0
     for part in parts:
-        into = found[begin : begin + part.num_rows]
+        own_N, into = getattr(part.block, name), into_N[begin : begin + part.num_rows]
         if isinstance(part.rows, slice):
-            into[:] = column(part.block)[part.rows]
+            into[:] = own_N[part.rows]
         else:
             # Indices are within bounds; mode="clip" lets numpy write without a buffer between.
-            np.take(column(part.block), part.rows, axis=0, out=into, mode="clip")
+            np.take(own_N, part.rows, axis=0, out=into, mode="clip")
         begin += part.num_rows
-    return found
 
 
-def _unique(parts: list[_Part]) -> Int64:
-    """Return the ids of all parts [U], table by table, and within a table part by part.
+def _unique(parts: list[_Part], starts_PB: Int64, lengths_PB: Int64, into_U: Int64) -> None:
+    """Write the ids of all parts, table by table, and within a table part by part.
 
     An id may stand once for each part that it comes from: no episode spans two, so the promise of
     TaskBatch holds, and merging them would need a sort of all ids.
     """
-    starts_PB = np.stack([part.starts_B for part in parts])
-    stops_PB = starts_PB + np.stack([part.lengths_B for part in parts])
     ids = [part.ids_U for part in parts]
     pieces = [
         own_U[start:stop]
-        for starts, stops in zip(starts_PB.T.tolist(), stops_PB.T.tolist(), strict=True)
+        for starts, stops in zip(
+            starts_PB.T.tolist(), (starts_PB + lengths_PB).T.tolist(), strict=True
+        )
         for own_U, start, stop in zip(ids, starts, stops, strict=True)
-        if start < stop
     ]
-    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
+    if pieces:
+        np.concatenate(pieces, out=into_U)
 
 
-def _renumber(features: Features, parts: list[_Part], starts_PB: Int64) -> tuple[Int32, Int32]:
-    """Return the positions [N, F] and [V] of all parts in the batch, where each part's ids of each
-    table begin at `starts_PB`.
+def _renumber(
+    features: Features,
+    parts: list[_Part],
+    shift_PB: Int32,
+    into_NF: Int32,
+    into_V: Int32,
+) -> None:
+    """Write the positions of all parts in the batch, where each part's ids of each table moved by
+    `shift_PB`.
     """
     tables = [table.name for table in features.tables]
     table_F = [tables.index(feature.table) for feature in features.single]
     of_lists = sorted({tables.index(feature.table) for feature in features.multi})
-    num_rows = sum(part.num_rows for part in parts)
-    positions_NF = np.empty((num_rows, len(table_F)), dtype=np.int32)
-    multi_V = np.empty(sum(part.num_values for part in parts), dtype=np.int32)
-    shift_PB = (starts_PB - np.stack([part.starts_B for part in parts])).astype(np.int32)
     shift_PF = shift_PB[:, table_F]
     row = value = 0
     for index, part in enumerate(parts):
         block = part.block
-        into_NF = positions_NF[row : (row := row + part.num_rows)]
-        into_V = multi_V[value : (value := value + part.num_values)]
+        own_NF = into_NF[row : (row := row + part.num_rows)]
+        own_V = into_V[value : (value := value + part.num_values)]
         if part.marked is None:
             # All ids of a column's table move by as much: nothing is looked up.
-            into_NF[:] = block.positions_NF[part.rows]
-            _add_to_rows(into_NF, shift_PF[index])
-            _shift_values(block, part.values, of_lists, shift_PB[index], into_V)
+            own_NF[:] = block.positions_NF[part.rows]
+            _add_to_rows(own_NF, shift_PF[index])
+            _shift_values(block, part.values, of_lists, shift_PB[index], own_V)
             continue
         used_P, single, multi = part.marked
         new_P = np.arange(len(used_P), dtype=np.int32) + np.repeat(shift_PB[index], part.lengths_B)
         new_U = scratch(len(block.unique_ids_U))
         new_U[used_P] = new_P
-        np.take(new_U, single, out=into_NF.reshape(-1), mode="clip")
-        np.take(new_U, multi, out=into_V, mode="clip")
-    return positions_NF, multi_V
+        np.take(new_U, single, out=own_NF.reshape(-1), mode="clip")
+        np.take(new_U, multi, out=own_V, mode="clip")
 
 
 def _add_to_rows(into_NF: Int32, shift_F: Int32) -> None:
