@@ -17,7 +17,7 @@ from metaio.format.block import Block, Bundles, distinct_below, scratch
 from metaio.format.features import Features
 from metaio.ragged import Int32, Int64, offsets, ragged_indices
 from metaio.read.batch import TaskBatch, empty_batch
-from metaio.read.memory import Memory, Shape
+from metaio.read.memory import Memory
 
 # Columns of a block that its rows take along as they are.
 _OF_ROWS = ("label_N", "dense_NK", "multi_lengths_NM", "row_id_N", "weight_N")
@@ -105,39 +105,20 @@ def _join(features: Features, chosen: list[tuple[Block, Int64]], memory: Memory)
     parts = [part for block, episodes_E in chosen for part in _parts(block, episodes_E)]
     starts_PB = np.stack([part.starts_B for part in parts])
     lengths_PB = np.stack([part.lengths_B for part in parts])
-    num_rows, num_values = (
-        sum(column) for column in zip(*((p.num_rows, p.num_values) for p in parts))
-    )
-    of_rows = [_like(parts, name, num_rows) for name in _OF_ROWS]
-    ids_U, positions_NF, multi_V, *columns = memory.empty(
-        ((int(lengths_PB.sum()),), np.int64),
-        ((num_rows, len(features.single)), np.int32),
-        ((num_values,), np.int32),
-        *of_rows,
-    )
-    _unique(parts, starts_PB, lengths_PB, ids_U)
     # Table by table, and within a table part by part: where each part's ids of each table begin.
     new_PB = offsets(lengths_PB.T.ravel())[:-1].reshape(lengths_PB.T.shape).T
-    _renumber(features, parts, (new_PB - starts_PB).astype(np.int32), positions_NF, multi_V)
-    for name, column in zip(_OF_ROWS, columns, strict=True):
-        if len(column):
-            _gather(parts, name, column)
-    return TaskBatch(
-        task_T=torch.from_numpy(np.concatenate([block.task_T[own_E] for block, own_E in chosen])),
-        row_offsets_T1=torch.from_numpy(
-            offsets(
-                np.concatenate([np.diff(block.row_offsets_T1)[own_E] for block, own_E in chosen])
-            )
-        ),
-        support_lengths_T=torch.from_numpy(
-            np.concatenate([block.support_lengths_T[own_E] for block, own_E in chosen])
-        ),
-        unique_ids_U=torch.from_numpy(ids_U),
-        unique_lengths_B=torch.from_numpy(lengths_PB.sum(axis=0)),
-        positions_NF=torch.from_numpy(positions_NF),
-        multi_positions_V=torch.from_numpy(multi_V),
-        **{name: torch.from_numpy(column) for name, column in zip(_OF_ROWS, columns, strict=True)},
+    columns = {name: _gather(parts, name, memory) for name in _OF_ROWS}
+    columns["unique_ids_U"] = _unique(parts, starts_PB, lengths_PB, memory)
+    columns["positions_NF"], columns["multi_positions_V"] = _renumber(
+        features, parts, (new_PB - starts_PB).astype(np.int32), memory
     )
+    columns["unique_lengths_B"] = lengths_PB.sum(axis=0)
+    for name in ("task_T", "support_lengths_T"):
+        columns[name] = np.concatenate([getattr(block, name)[own_E] for block, own_E in chosen])
+    columns["row_offsets_T1"] = offsets(
+        np.concatenate([np.diff(block.row_offsets_T1)[own_E] for block, own_E in chosen])
+    )
+    return TaskBatch(**{name: torch.from_numpy(column) for name, column in columns.items()})
 
 
 def _parts(block: Block, episodes_E: Int64) -> Iterator[_Part]:
@@ -204,57 +185,56 @@ def _marked(block: Block, episodes_E: Int64) -> _Part:
     return _Part(*place, ids_P, bounds_B1[:-1], np.diff(bounds_B1), marked)
 
 
-def _like(parts: list[_Part], name: str, num_rows: int) -> tuple[Shape, npt.DTypeLike]:
-    """Return shape and type of a column of all parts; of no row where the dataset stores none."""
-    stored = [getattr(part.block, name) for part in parts]
-    return (num_rows if any(map(len, stored)) else 0, *stored[0].shape[1:]), stored[0].dtype
-
-
-def _gather(parts: list[_Part], name: str, into_N: npt.NDArray[Any]) -> None:
-    """Write the rows of all parts of a column, one after another."""
+def _gather(parts: list[_Part], name: str, memory: Memory) -> npt.NDArray[Any]:
+    """Return the rows of all parts of a column, one after another; none of a column that the
+    dataset does not store.
+    """
+    columns = [getattr(part.block, name) for part in parts]
+    num_rows = sum(part.num_rows for part in parts) if any(map(len, columns)) else 0
+    found = memory.empty(name, (num_rows, *columns[0].shape[1:]), columns[0].dtype)
     begin = 0
-    for part in parts:
-        own_N, into = getattr(part.block, name), into_N[begin : begin + part.num_rows]
+    for part, own_N in zip(parts, columns, strict=True) if num_rows else ():
+        into = found[begin : begin + part.num_rows]
         if isinstance(part.rows, slice):
             into[:] = own_N[part.rows]
         else:
             # Indices are within bounds; mode="clip" lets numpy write without a buffer between.
             np.take(own_N, part.rows, axis=0, out=into, mode="clip")
         begin += part.num_rows
+    return found
 
 
-def _unique(parts: list[_Part], starts_PB: Int64, lengths_PB: Int64, into_U: Int64) -> None:
-    """Write the ids of all parts, table by table, and within a table part by part.
+def _unique(parts: list[_Part], starts_PB: Int64, lengths_PB: Int64, memory: Memory) -> Int64:
+    """Return the ids of all parts [U], table by table, and within a table part by part.
 
     An id may stand once for each part that it comes from: no episode spans two, so the promise of
     TaskBatch holds, and merging them would need a sort of all ids.
     """
+    found = memory.empty("unique_ids_U", (int(lengths_PB.sum()),), np.int64)
     ids = [part.ids_U for part in parts]
+    stops_PB = starts_PB + lengths_PB
     pieces = [
         own_U[start:stop]
-        for starts, stops in zip(
-            starts_PB.T.tolist(), (starts_PB + lengths_PB).T.tolist(), strict=True
-        )
+        for starts, stops in zip(starts_PB.T.tolist(), stops_PB.T.tolist(), strict=True)
         for own_U, start, stop in zip(ids, starts, stops, strict=True)
     ]
-    if pieces:
-        np.concatenate(pieces, out=into_U)
+    return np.concatenate(pieces, out=found) if pieces else found
 
 
 def _renumber(
-    features: Features,
-    parts: list[_Part],
-    shift_PB: Int32,
-    into_NF: Int32,
-    into_V: Int32,
-) -> None:
-    """Write the positions of all parts in the batch, where each part's ids of each table moved by
-    `shift_PB`.
+    features: Features, parts: list[_Part], shift_PB: Int32, memory: Memory
+) -> tuple[Int32, Int32]:
+    """Return the positions [N, F] and [V] of all parts in the batch, where each part's ids of each
+    table moved by `shift_PB`.
     """
+    num_rows = sum(part.num_rows for part in parts)
+    into_NF = memory.empty("positions_NF", (num_rows, len(features.single)), np.int32)
+    into_V = memory.empty("multi_positions_V", (sum(part.num_values for part in parts),), np.int32)
     tables = [table.name for table in features.tables]
     table_F = [tables.index(feature.table) for feature in features.single]
     of_lists = sorted({tables.index(feature.table) for feature in features.multi})
     shift_PF = shift_PB[:, table_F]
+    shift_of_many = np.tile(shift_PF, _ROWS_AT_ONCE)
     row = value = 0
     for index, part in enumerate(parts):
         block = part.block
@@ -263,8 +243,13 @@ def _renumber(
         if part.marked is None:
             # All ids of a column's table move by as much: nothing is looked up.
             own_NF[:] = block.positions_NF[part.rows]
-            _add_to_rows(own_NF, shift_PF[index])
-            _shift_values(block, part.values, of_lists, shift_PB[index], own_V)
+            # Many rows at once are as one, as numpy begins anew with each.
+            whole = len(own_NF) // _ROWS_AT_ONCE
+            many = own_NF[: whole * _ROWS_AT_ONCE].reshape(whole, shift_of_many.shape[1])
+            many += shift_of_many[index]
+            own_NF[whole * _ROWS_AT_ONCE :] += shift_PF[index]
+            if part.num_values:
+                _shift_values(block, part.values, of_lists, shift_PB[index], own_V)
             continue
         used_P, single, multi = part.marked
         new_P = np.arange(len(used_P), dtype=np.int32) + np.repeat(shift_PB[index], part.lengths_B)
@@ -272,29 +257,18 @@ def _renumber(
         new_U[used_P] = new_P
         np.take(new_U, single, out=own_NF.reshape(-1), mode="clip")
         np.take(new_U, multi, out=own_V, mode="clip")
-
-
-def _add_to_rows(into_NF: Int32, shift_F: Int32) -> None:
-    """Add to every row; many rows at once are as one, as numpy begins anew with each."""
-    whole = len(into_NF) // _ROWS_AT_ONCE
-    many = into_NF[: whole * _ROWS_AT_ONCE].reshape(whole, _ROWS_AT_ONCE * len(shift_F))
-    many += np.tile(shift_F, _ROWS_AT_ONCE)
-    into_NF[whole * _ROWS_AT_ONCE :] += shift_F
+    return into_NF, into_V
 
 
 def _shift_values(
     block: Block, values: Int64 | slice, tables: list[int], shift_B: Int32, into_V: Int32
 ) -> None:
-    """Write positions of multi-id features, moved by the shift of their table, to `into_V`; they
-    are of `tables`, ascending.
+    """Write positions of multi-id features, moved by the shift of their table; they are of
+    `tables`, ascending.
     """
-    old_V = block.multi_positions_V[values]
-    moved = np.int32(0)
-    for index, table in enumerate(tables):
-        # A block's ids stand table by table, so those of the later tables are moved once more.
-        further = shift_B[table] - moved
-        if index:
-            into_V += (old_V >= np.int32(block.unique_offsets_B1[table])) * further
-        else:
-            np.add(old_V, further, out=into_V)
-        moved = shift_B[table]
+    into_V[:] = block.multi_positions_V[values]
+    # A block's ids stand table by table: which are of later tables, before any of them moves.
+    later = [into_V >= np.int32(block.unique_offsets_B1[table]) for table in tables[1:]]
+    into_V += shift_B[tables[0]]
+    for is_later_V, before, table in zip(later, tables, tables[1:], strict=False):
+        into_V += is_later_V * (shift_B[table] - shift_B[before])
