@@ -2,9 +2,10 @@
 
 Shape suffixes: T episodes, N rows, F single-id features, M multi-id features, K dense columns, V
 ids of all multi-id features, B tables, U unique ids of all tables; E episodes chosen from one
-block, C bundles that they touch, P parts of a batch, or positions that one of them uses.
+block, P parts of a batch, or positions that one of them uses.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -145,12 +146,11 @@ def _whole_bundles(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield the bundles whose episodes are all chosen, and where these stand among the chosen."""
     bundle_E = episodes_E // bundles.num_tasks
-    cuts = np.flatnonzero(np.diff(bundle_E, prepend=-1, append=-1))
-    bundle_C = bundle_E[cuts[:-1]]
-    sizes_C = np.minimum(bundles.num_tasks, num_episodes - bundle_C * bundles.num_tasks)
-    whole = np.flatnonzero(np.diff(cuts) == sizes_C)
-    found = (bundle_C[whole], cuts[whole], cuts[whole + 1])
-    return zip(*(values.tolist() for values in found), strict=True)
+    cuts = np.flatnonzero(bundle_E[1:] != bundle_E[:-1]) + 1
+    for first, stop in itertools.pairwise([0, *cuts.tolist(), len(episodes_E)]):
+        index = int(bundle_E[first])
+        if stop - first == min(bundles.num_tasks, num_episodes - index * bundles.num_tasks):
+            yield index, first, stop
 
 
 def _place(block: Block, episodes_E: Int64) -> tuple[Block, Int64 | slice, Int64 | slice, int, int]:
