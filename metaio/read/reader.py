@@ -137,7 +137,7 @@ class BatchReader(_PipelineReader):
             pin_memory=pin_memory,
         )
         self._epoch, self._step = 0, 0
-        self._started: tuple[int, int, Iterator[TaskBatch]] | None = None
+        self._started: tuple[int, Iterator[TaskBatch]] | None = None
 
     def num_steps(self, epoch: int = 0) -> int:
         """Return the number of batches of an epoch, the same on every rank."""
@@ -161,18 +161,19 @@ class BatchReader(_PipelineReader):
             yield batch
         self._epoch, self._step = self._epoch + 1, 0
 
-    def prefetch(self, epoch: int, first_step: int = 0) -> None:
-        """Begin on these batches in the background, while the consumer does something else.
+    def prefetch(self, epoch: int) -> None:
+        """Begin on the first batches of an epoch in the background, while the consumer does
+        something else.
 
-        `batches` of the same epoch and step goes on with them; of another one it starts anew.
+        `batches` of that epoch goes on with them; from another step on it starts anew.
         """
-        self._started = (epoch, first_step, self._pipeline.start(self._plans(epoch, first_step)))
+        self._started = (epoch, self._pipeline.start(self._plans(epoch, 0)))
 
     def _stream(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
         # Taken once: an iterator that was begun cannot begin again.
         started, self._started = self._started, None
-        if started is not None and started[:2] == (epoch, first_step):
-            return started[2]
+        if started is not None and started[0] == epoch and not first_step:
+            return started[1]
         return self._pipeline.run(self._plans(epoch, first_step), look_ahead=True)
 
     def _plans(self, epoch: int, first_step: int) -> Iterator[Plan]:
@@ -246,8 +247,6 @@ def read_ranges(
     *,
     tasks_per_batch: int,
     threads: int = 1,
-    prefetch_batches: int = 4,
-    cache_bytes: int = DEFAULT_CACHE_BYTES,
 ) -> Iterator[TaskBatch]:
     """Yield batches of at most `tasks_per_batch` episodes, range by range; no batch spans two
     ranges.
@@ -257,9 +256,7 @@ def read_ranges(
     Raises:
         FormatError: a range lies outside its split.
     """
-    with RangeReader(
-        dataset, threads=threads, prefetch_batches=prefetch_batches, cache_bytes=cache_bytes
-    ) as reader:
+    with RangeReader(dataset, threads=threads) as reader:
         yield from reader.batches(
             [cut] for part in ranges for cut in _cuts(dataset, part, tasks_per_batch)
         )
