@@ -27,7 +27,9 @@ def test_arrays_have_the_shape_and_type_asked_for(shape: tuple[int, ...], kind: 
     assert array.flags.writeable
 
 
-@pytest.mark.parametrize("view", ["array", "slice", "other type", "tensor", "part of a tensor"])
+@pytest.mark.parametrize(
+    "view", ["array", "slice", "other type", "tensor", "part of a tensor", "array of a tensor"]
+)
 def test_memory_is_used_again_once_its_last_view_is_gone(view: str) -> None:
     memory = Memory(2)
     first = memory.empty("column", (1_000,), np.int64)
@@ -38,6 +40,7 @@ def test_memory_is_used_again_once_its_last_view_is_gone(view: str) -> None:
         "other type": first.view(np.float64).reshape(10, 100)[1:],
         "tensor": torch.from_numpy(first),
         "part of a tensor": torch.from_numpy(first)[3:].reshape(-1)[:9],
+        "array of a tensor": torch.from_numpy(first).view(torch.int32).numpy()[4:],
     }[view]
     del first
     gc.collect()
