@@ -162,7 +162,8 @@ def write_mosaic(dataset: metaio.Dataset, out: Path) -> None:
     writer: Any = None
     # So many tasks that a range, which is a block, is never cut.
     for batch in metaio.read_ranges(dataset, ranges, tasks_per_batch=1 << 30):
-        sample = {name: tensor.numpy() for name, tensor in vars(batch).items()}
+        # Without weights and row ids, of which the logs have none: it writes no empty array.
+        sample = {name: own.numpy() for name, own in vars(batch).items() if own.numel()}
         if writer is None:
             columns = dict.fromkeys(sample, "ndarray")
             writer = streaming.MDSWriter(out=str(out), columns=columns)

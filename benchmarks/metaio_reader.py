@@ -217,6 +217,7 @@ def run(folder: Path, rows: int, rounds: int) -> dict[str, object]:
         readers = Readers(dataset, default, threads)
         # By itself: only the first pass over a file verifies its checksums.
         first_epoch = rate(readers.blocks)
+        readers.shuffled()  # reads files of its own
         found = interleaved(works(dataset, readers, folder, mosaic_too), rounds)
         readers.close()
         spreads = {name: spread_of(values) for name, values in found.items()}

@@ -22,8 +22,12 @@ from metaio.format.layout import Stream, chunk_ranges
 from metaio.format.storage import Window
 from metaio.ragged import Int64, offsets, row_sums
 
-# How Parquet's types of the streams of one column lie in a plain page: little-endian.
-_PLAIN_TYPES = {"INT32": np.dtype("<i4"), "FLOAT": np.dtype("<f4")}
+# How Parquet's types lie in a plain page: little-endian.
+_PLAIN_TYPES: dict[str, np.dtype[Any]] = {
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "FLOAT": np.dtype("<f4"),
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class RowGroup:
         """
         stored = self._stored() if in_place else None
         if stored is not None:
-            return [stored]
+            return stored
         try:
             # The footer is given, not read again. One thread: other blocks keep the others busy.
             source = pq.ParquetFile(self.window.open(), metadata=self.metadata)
@@ -73,22 +77,27 @@ class RowGroup:
         self.window.done(self.ranges[0][0], self.ranges[-1][1])
         return columns
 
-    def _stored(self) -> npt.NDArray[np.generic] | None:
-        """Return the only column, not copied, where it is one page of plain values."""
-        column = self.metadata.row_group(self.index).column(0)
-        kind = _PLAIN_TYPES.get(column.physical_type)
-        if len(self.ranges) > 1 or kind is None or column.compression != "UNCOMPRESSED":
-            return None
-        (begin, end), start = self.ranges[0], self.ranges[0][1] - column.num_values * kind.itemsize
-        # Required values have no levels: a page of that size holds all of them and nothing else.
-        header = bytes(self.window.view(begin, max(start, begin)))
-        if not header.startswith(_page_header(column.num_values, kind.itemsize)):
-            return None
-        self.window.will_need(start, end)
-        values = np.frombuffer(self.window.view(start, end), dtype=kind)
-        # Its pages may leave memory with the last array that looks at them.
-        weakref.finalize(values, self.window.done, begin, end).atexit = False
-        return values
+    def _stored(self) -> list[npt.NDArray[np.generic]] | None:
+        """Return the columns, not copied, where each is one page of plain values."""
+        found = []
+        group = self.metadata.row_group(self.index)
+        for index, (begin, end) in enumerate(self.ranges):
+            column = group.column(index)
+            kind = _PLAIN_TYPES.get(column.physical_type)
+            if kind is None or column.compression != "UNCOMPRESSED":
+                return None
+            start = end - column.num_values * kind.itemsize
+            # Required values have no levels: a page of that size holds all of them and nothing
+            # else.
+            header = bytes(self.window.view(begin, max(start, begin)))
+            if not header.startswith(_page_header(column.num_values, kind.itemsize)):
+                return None
+            found.append(np.frombuffer(self.window.view(start, end), dtype=kind))
+        for values, (begin, end) in zip(found, self.ranges, strict=True):
+            self.window.will_need(begin, end)
+            # Its pages may leave memory with the last array that looks at them.
+            weakref.finalize(values, self.window.done, begin, end).atexit = False
+        return found
 
 
 def _page_header(num_values: int, item_bytes: int) -> bytes:

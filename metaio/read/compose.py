@@ -2,11 +2,12 @@
 
 Shape suffixes: T episodes, N rows, F single-id features, M multi-id features, K dense columns, V
 ids of all multi-id features, B tables, U unique ids of all tables; E episodes chosen from one
-block, C bundles that they touch, P parts of a batch, or positions that one of them uses.
+block, P parts of a batch, or positions that one of them uses.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,10 @@ from metaio.format.block import Block, Bundles, distinct_below, scratch
 from metaio.format.features import Features
 from metaio.ragged import Int32, Int64, offsets, ragged_indices
 from metaio.read.batch import TaskBatch, empty_batch
+from metaio.read.memory import Memory
 
-Scalar = TypeVar("Scalar", bound=np.generic)
+# Columns of a block that its rows take along as they are.
+_OF_ROWS = ("label_N", "dense_NK", "multi_lengths_NM", "row_id_N", "weight_N")
 _ROWS_AT_ONCE = 64
 
 
@@ -48,8 +51,11 @@ class _Part(NamedTuple):
     marked: _Marked | None = None
 
 
-def compose(features: Features, parts: Sequence[tuple[Block, Int64]]) -> TaskBatch:
-    """Return the batch of the episodes [E] of each block, in the order given.
+def compose(
+    features: Features, parts: Sequence[tuple[Block, Int64]], memory: Memory | None = None
+) -> TaskBatch:
+    """Return the batch of the episodes [E] of each block, in the order given; in memory of an
+    earlier one where `memory` has such.
 
     Episodes of one block must be given once, ascending. A batch that is exactly one block shares
     its memory.
@@ -69,7 +75,7 @@ def compose(features: Features, parts: Sequence[tuple[Block, Int64]]) -> TaskBat
     first, episodes_E = chosen[0]
     if len(chosen) == 1 and len(episodes_E) == first.num_episodes and first.bundles is None:
         return _whole_block(first)
-    return _join(features, chosen)
+    return _join(features, chosen, memory or Memory(keep=0))
 
 
 def _tensor(array: npt.NDArray[np.generic]) -> Tensor:
@@ -96,30 +102,24 @@ def _whole_block(block: Block) -> TaskBatch:
     )
 
 
-def _join(features: Features, chosen: list[tuple[Block, Int64]]) -> TaskBatch:
+def _join(features: Features, chosen: list[tuple[Block, Int64]], memory: Memory) -> TaskBatch:
     parts = [part for block, episodes_E in chosen for part in _parts(block, episodes_E)]
+    starts_PB = np.stack([part.starts_B for part in parts])
     lengths_PB = np.stack([part.lengths_B for part in parts])
     # Table by table, and within a table part by part: where each part's ids of each table begin.
-    starts_PB = offsets(lengths_PB.T.ravel())[:-1].reshape(lengths_PB.T.shape).T
-    positions_NF, multi_V = _renumber(features, parts, starts_PB)
-    row_lengths_T = np.concatenate(
-        [np.diff(block.row_offsets_T1)[own_E] for block, own_E in chosen]
+    new_PB = offsets(lengths_PB.T.ravel())[:-1].reshape(lengths_PB.T.shape).T
+    columns = {name: _gather(parts, name, memory) for name in _OF_ROWS}
+    columns["unique_ids_U"] = _unique(parts, starts_PB, lengths_PB, memory)
+    columns["positions_NF"], columns["multi_positions_V"] = _renumber(
+        features, parts, (new_PB - starts_PB).astype(np.int32), memory
     )
-    support_T = np.concatenate([block.support_lengths_T[own_E] for block, own_E in chosen])
-    return TaskBatch(
-        task_T=torch.from_numpy(np.concatenate([block.task_T[own_E] for block, own_E in chosen])),
-        row_offsets_T1=torch.from_numpy(offsets(row_lengths_T)),
-        support_lengths_T=torch.from_numpy(support_T),
-        label_N=torch.from_numpy(_gather(parts, lambda block: block.label_N)),
-        dense_NK=torch.from_numpy(_gather(parts, lambda block: block.dense_NK)),
-        unique_ids_U=torch.from_numpy(_unique(parts)),
-        unique_lengths_B=torch.from_numpy(lengths_PB.sum(axis=0)),
-        positions_NF=torch.from_numpy(positions_NF),
-        multi_positions_V=torch.from_numpy(multi_V),
-        multi_lengths_NM=torch.from_numpy(_gather(parts, lambda block: block.multi_lengths_NM)),
-        row_id_N=torch.from_numpy(_stored(parts, lambda block: block.row_id_N)),
-        weight_N=torch.from_numpy(_stored(parts, lambda block: block.weight_N)),
+    columns["unique_lengths_B"] = lengths_PB.sum(axis=0)
+    for name in ("task_T", "support_lengths_T"):
+        columns[name] = np.concatenate([getattr(block, name)[own_E] for block, own_E in chosen])
+    columns["row_offsets_T1"] = offsets(
+        np.concatenate([np.diff(block.row_offsets_T1)[own_E] for block, own_E in chosen])
     )
+    return TaskBatch(**{name: torch.from_numpy(column) for name, column in columns.items()})
 
 
 def _parts(block: Block, episodes_E: Int64) -> Iterator[_Part]:
@@ -146,12 +146,11 @@ def _whole_bundles(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield the bundles whose episodes are all chosen, and where these stand among the chosen."""
     bundle_E = episodes_E // bundles.num_tasks
-    cuts = np.flatnonzero(np.diff(bundle_E, prepend=-1, append=-1))
-    bundle_C = bundle_E[cuts[:-1]]
-    sizes_C = np.minimum(bundles.num_tasks, num_episodes - bundle_C * bundles.num_tasks)
-    whole = np.flatnonzero(np.diff(cuts) == sizes_C)
-    found = (bundle_C[whole], cuts[whole], cuts[whole + 1])
-    return zip(*(values.tolist() for values in found), strict=True)
+    cuts = np.flatnonzero(bundle_E[1:] != bundle_E[:-1]) + 1
+    for first, stop in itertools.pairwise([0, *cuts.tolist(), len(episodes_E)]):
+        index = int(bundle_E[first])
+        if stop - first == min(bundles.num_tasks, num_episodes - index * bundles.num_tasks):
+            yield index, first, stop
 
 
 def _place(block: Block, episodes_E: Int64) -> tuple[Block, Int64 | slice, Int64 | slice, int, int]:
@@ -186,104 +185,90 @@ def _marked(block: Block, episodes_E: Int64) -> _Part:
     return _Part(*place, ids_P, bounds_B1[:-1], np.diff(bounds_B1), marked)
 
 
-def _stored(
-    parts: list[_Part], column: Callable[[Block], npt.NDArray[Scalar]]
-) -> npt.NDArray[Scalar]:
-    """Return what the rows have of a column that not every dataset stores; nothing of none."""
-    stored = any(len(column(part.block)) for part in parts)
-    return _gather(parts, column) if stored else column(parts[0].block)
-
-
-def _gather(
-    parts: list[_Part], column: Callable[[Block], npt.NDArray[Scalar]]
-) -> npt.NDArray[Scalar]:
-    """Return the rows of all parts of a column, one after another."""
-    like = column(parts[0].block)
-    num_rows = sum(part.num_rows for part in parts)
-    found = np.empty((num_rows, *like.shape[1:]), dtype=like.dtype)
+def _gather(parts: list[_Part], name: str, memory: Memory) -> npt.NDArray[Any]:
+    """Return the rows of all parts of a column, one after another; none of a column that the
+    dataset does not store.
+    """
+    columns = [getattr(part.block, name) for part in parts]
+    num_rows = sum(part.num_rows for part in parts) if any(map(len, columns)) else 0
+    found = memory.empty(name, (num_rows, *columns[0].shape[1:]), columns[0].dtype)
     begin = 0
-    for part in parts:
+    for part, own_N in zip(parts, columns, strict=True) if num_rows else ():
         into = found[begin : begin + part.num_rows]
         if isinstance(part.rows, slice):
-            into[:] = column(part.block)[part.rows]
+            into[:] = own_N[part.rows]
         else:
             # Indices are within bounds; mode="clip" lets numpy write without a buffer between.
-            np.take(column(part.block), part.rows, axis=0, out=into, mode="clip")
+            np.take(own_N, part.rows, axis=0, out=into, mode="clip")
         begin += part.num_rows
     return found
 
 
-def _unique(parts: list[_Part]) -> Int64:
+def _unique(parts: list[_Part], starts_PB: Int64, lengths_PB: Int64, memory: Memory) -> Int64:
     """Return the ids of all parts [U], table by table, and within a table part by part.
 
     An id may stand once for each part that it comes from: no episode spans two, so the promise of
     TaskBatch holds, and merging them would need a sort of all ids.
     """
-    starts_PB = np.stack([part.starts_B for part in parts])
-    stops_PB = starts_PB + np.stack([part.lengths_B for part in parts])
+    found = memory.empty("unique_ids_U", (int(lengths_PB.sum()),), np.int64)
     ids = [part.ids_U for part in parts]
+    stops_PB = starts_PB + lengths_PB
     pieces = [
         own_U[start:stop]
         for starts, stops in zip(starts_PB.T.tolist(), stops_PB.T.tolist(), strict=True)
         for own_U, start, stop in zip(ids, starts, stops, strict=True)
-        if start < stop
     ]
-    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
+    return np.concatenate(pieces, out=found) if pieces else found
 
 
-def _renumber(features: Features, parts: list[_Part], starts_PB: Int64) -> tuple[Int32, Int32]:
+def _renumber(
+    features: Features, parts: list[_Part], shift_PB: Int32, memory: Memory
+) -> tuple[Int32, Int32]:
     """Return the positions [N, F] and [V] of all parts in the batch, where each part's ids of each
-    table begin at `starts_PB`.
+    table moved by `shift_PB`.
     """
+    num_rows = sum(part.num_rows for part in parts)
+    into_NF = memory.empty("positions_NF", (num_rows, len(features.single)), np.int32)
+    into_V = memory.empty("multi_positions_V", (sum(part.num_values for part in parts),), np.int32)
     tables = [table.name for table in features.tables]
     table_F = [tables.index(feature.table) for feature in features.single]
     of_lists = sorted({tables.index(feature.table) for feature in features.multi})
-    num_rows = sum(part.num_rows for part in parts)
-    positions_NF = np.empty((num_rows, len(table_F)), dtype=np.int32)
-    multi_V = np.empty(sum(part.num_values for part in parts), dtype=np.int32)
-    shift_PB = (starts_PB - np.stack([part.starts_B for part in parts])).astype(np.int32)
     shift_PF = shift_PB[:, table_F]
+    shift_of_many = np.tile(shift_PF, _ROWS_AT_ONCE)
     row = value = 0
     for index, part in enumerate(parts):
         block = part.block
-        into_NF = positions_NF[row : (row := row + part.num_rows)]
-        into_V = multi_V[value : (value := value + part.num_values)]
+        own_NF = into_NF[row : (row := row + part.num_rows)]
+        own_V = into_V[value : (value := value + part.num_values)]
         if part.marked is None:
             # All ids of a column's table move by as much: nothing is looked up.
-            into_NF[:] = block.positions_NF[part.rows]
-            _add_to_rows(into_NF, shift_PF[index])
-            _shift_values(block, part.values, of_lists, shift_PB[index], into_V)
+            own_NF[:] = block.positions_NF[part.rows]
+            # Many rows at once are as one, as numpy begins anew with each.
+            whole = len(own_NF) // _ROWS_AT_ONCE
+            many = own_NF[: whole * _ROWS_AT_ONCE].reshape(whole, shift_of_many.shape[1])
+            many += shift_of_many[index]
+            own_NF[whole * _ROWS_AT_ONCE :] += shift_PF[index]
+            if part.num_values:
+                _shift_values(block, part.values, of_lists, shift_PB[index], own_V)
             continue
         used_P, single, multi = part.marked
         new_P = np.arange(len(used_P), dtype=np.int32) + np.repeat(shift_PB[index], part.lengths_B)
         new_U = scratch(len(block.unique_ids_U))
         new_U[used_P] = new_P
-        np.take(new_U, single, out=into_NF.reshape(-1), mode="clip")
-        np.take(new_U, multi, out=into_V, mode="clip")
-    return positions_NF, multi_V
-
-
-def _add_to_rows(into_NF: Int32, shift_F: Int32) -> None:
-    """Add to every row; many rows at once are as one, as numpy begins anew with each."""
-    whole = len(into_NF) // _ROWS_AT_ONCE
-    many = into_NF[: whole * _ROWS_AT_ONCE].reshape(whole, _ROWS_AT_ONCE * len(shift_F))
-    many += np.tile(shift_F, _ROWS_AT_ONCE)
-    into_NF[whole * _ROWS_AT_ONCE :] += shift_F
+        np.take(new_U, single, out=own_NF.reshape(-1), mode="clip")
+        np.take(new_U, multi, out=own_V, mode="clip")
+    return into_NF, into_V
 
 
 def _shift_values(
     block: Block, values: Int64 | slice, tables: list[int], shift_B: Int32, into_V: Int32
 ) -> None:
-    """Write positions of multi-id features, moved by the shift of their table, to `into_V`; they
-    are of `tables`, ascending.
+    """Write positions of multi-id features, moved by the shift of their table; they are of
+    `tables`, ascending.
     """
-    old_V = block.multi_positions_V[values]
-    moved = np.int32(0)
-    for index, table in enumerate(tables):
-        # A block's ids stand table by table, so those of the later tables are moved once more.
-        further = shift_B[table] - moved
-        if index:
-            into_V += (old_V >= np.int32(block.unique_offsets_B1[table])) * further
-        else:
-            np.add(old_V, further, out=into_V)
-        moved = shift_B[table]
+    into_V[:] = block.multi_positions_V[values]
+    # A block's ids stand table by table: which are of later tables, before any of them moves.
+    later = [into_V >= np.int32(block.unique_offsets_B1[table]) for table in tables[1:]]
+    into_V += shift_B[tables[0]]
+    for is_later_V, before, table in zip(later, tables, tables[1:], strict=False):
+        into_V += is_later_V * (shift_B[table] - shift_B[before])

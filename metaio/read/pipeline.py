@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from metaio.format.block import Block
 from metaio.read.batch import TaskBatch
 from metaio.read.compose import compose
+from metaio.read.memory import Memory
 from metaio.read.order import BlockEpisodes
 
 if TYPE_CHECKING:
@@ -182,6 +183,8 @@ class BatchPipeline:
         self._prefetch_batches = max(prefetch_batches, threads)
         self._cache_bytes = cache_bytes
         self._pin_memory = pin_memory
+        # As many as may be ready or in use at once.
+        self._memory = Memory(keep=self._prefetch_batches + 2)
         self._sizes = {name: dataset.block_bytes(name).tolist() for name in dataset.splits}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="metaio-batch")
         # Decoding shares the threads of composing. Remote blocks wait for requests and have threads
@@ -269,7 +272,7 @@ class BatchPipeline:
     def _compose(self, loading: _Loading) -> TaskBatch:
         with self._clock:
             parts = [(future.result(), part.episodes) for future, part in loading]
-            batch = compose(self._dataset.features, parts)
+            batch = compose(self._dataset.features, parts, self._memory)
             self._clock.composed(batch.num_tasks)
             # Page-locking takes as long as copying: done here, behind the consumer's back.
             return batch.pin_memory() if self._pin_memory else batch

@@ -137,7 +137,7 @@ class BatchReader(_PipelineReader):
             pin_memory=pin_memory,
         )
         self._epoch, self._step = 0, 0
-        self._started: tuple[int, int, Iterator[TaskBatch]] | None = None
+        self._started: tuple[int, Iterator[TaskBatch]] | None = None
 
     def num_steps(self, epoch: int = 0) -> int:
         """Return the number of batches of an epoch, the same on every rank."""
@@ -161,18 +161,19 @@ class BatchReader(_PipelineReader):
             yield batch
         self._epoch, self._step = self._epoch + 1, 0
 
-    def prefetch(self, epoch: int, first_step: int = 0) -> None:
-        """Begin on these batches in the background, while the consumer does something else.
+    def prefetch(self, epoch: int) -> None:
+        """Begin on the first batches of an epoch in the background, while the consumer does
+        something else.
 
-        `batches` of the same epoch and step goes on with them; of another one it starts anew.
+        `batches` of that epoch goes on with them; from another step on it starts anew.
         """
-        self._started = (epoch, first_step, self._pipeline.start(self._plans(epoch, first_step)))
+        self._started = (epoch, self._pipeline.start(self._plans(epoch, 0)))
 
     def _stream(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
         # Taken once: an iterator that was begun cannot begin again.
         started, self._started = self._started, None
-        if started is not None and started[:2] == (epoch, first_step):
-            return started[2]
+        if started is not None and started[0] == epoch and not first_step:
+            return started[1]
         return self._pipeline.run(self._plans(epoch, first_step), look_ahead=True)
 
     def _plans(self, epoch: int, first_step: int) -> Iterator[Plan]:

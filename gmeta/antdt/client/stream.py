@@ -64,9 +64,6 @@ class UnitStream:
         """Return the next units, fewer than asked for when the others are in other ranks' hands.
         Waits for the service, never for other ranks. Raise AntdtError: a fence, a lost lease, an
         outage beyond the budget.
-
-        Waits for the service, never for other ranks. Raises AntdtError: a fence, a lost lease, an
-        outage beyond the budget.
         """
         self._raise_error()
         ranges: list[UnitRange] = []

@@ -12,7 +12,7 @@ import pytest
 
 from metaio import BatchReader, Dataset, open_dataset
 from metaio.format.decode import RowGroup
-from metaio.format.layout import chunk_ranges
+from metaio.format.layout import checksum_columns, chunk_ranges
 from metaio.format.storage import ByteRange, Storage, Window
 from metaio.read.compose import compose
 from tests.metaio.conftest import FEATURES, WriteFn, episodes_of_rows, make_rows, whole_split
@@ -36,13 +36,17 @@ def is_mapped(array: np.ndarray) -> bool:
     return isinstance(base, memoryview) and isinstance(base.obj, mmap.mmap)
 
 
-def row_group(folder: Path, values: np.ndarray, schema: pa.Schema, **options: Any) -> RowGroup:
-    """The first row group of a file that is written so, with another before it."""
+def column(values: np.ndarray, schema: pa.Schema = SCHEMA) -> pa.Table:
+    """A table of one column."""
+    return pa.Table.from_arrays([pa.array(values, schema.types[0])], schema=schema)
+
+
+def row_group(folder: Path, table: pa.Table, **options: Any) -> RowGroup:
+    """The second row group of a file that is written so, which holds the table."""
     path = folder / "file.parquet"
-    table = pa.Table.from_arrays([pa.array(values, schema.types[0])], schema=schema)
-    with pq.ParquetWriter(path, schema, **options) as writer:
+    with pq.ParquetWriter(path, table.schema, **options) as writer:
         writer.write_table(table.slice(0, 5), row_group_size=5)
-        writer.write_table(table, row_group_size=len(values))
+        writer.write_table(table, row_group_size=len(table))
     metadata = pq.read_metadata(path)
     size = path.stat().st_size
     (window,) = Storage(str(folder)).windows([ByteRange(path.name, size, 0, size)])
@@ -51,7 +55,7 @@ def row_group(folder: Path, values: np.ndarray, schema: pa.Schema, **options: An
 
 @pytest.mark.parametrize("num_values", [1, 50, 8_191, 30_000])
 def test_one_plain_page_is_not_copied(tmp_path: Path, num_values: int) -> None:
-    group = row_group(tmp_path, VALUES[:num_values], SCHEMA, **PLAIN)
+    group = row_group(tmp_path, column(VALUES[:num_values]), **PLAIN)
     (found,) = group.decode(in_place=True)
     assert is_mapped(found)
     assert not found.flags.writeable
@@ -73,14 +77,32 @@ def test_one_plain_page_is_not_copied(tmp_path: Path, num_values: int) -> None:
     ],
 )
 def test_whatever_else_a_writer_chose_is_decoded(tmp_path: Path, options: dict[str, Any]) -> None:
-    (found,) = row_group(tmp_path, VALUES, SCHEMA, **PLAIN | options).decode(in_place=True)
+    (found,) = row_group(tmp_path, column(VALUES), **PLAIN | options).decode(in_place=True)
     assert not is_mapped(found)
     assert np.array_equal(found, VALUES)
 
 
+def test_several_columns_are_looked_at_only_where_each_can_be(tmp_path: Path) -> None:
+    table = pa.table(
+        {"a": VALUES.astype(np.int64), "b": VALUES / np.float32(3)},
+        schema=pa.schema(
+            [pa.field("a", pa.int64(), nullable=False), pa.field("b", pa.float32(), nullable=False)]
+        ),
+    )
+    for encodings, mapped in (
+        ({"a": "PLAIN", "b": "PLAIN"}, True),
+        ({"a": "DELTA_BINARY_PACKED", "b": "PLAIN"}, False),
+        ({"a": "PLAIN", "b": "BYTE_STREAM_SPLIT"}, False),
+    ):
+        group = row_group(tmp_path, table, **PLAIN | {"column_encoding": encodings})
+        found = group.decode(in_place=True)
+        assert [is_mapped(column) for column in found] == [mapped, mapped]
+        assert all(map(np.array_equal, found, (table["a"].to_numpy(), table["b"].to_numpy())))
+
+
 def test_a_column_that_may_hold_nulls_is_decoded(tmp_path: Path) -> None:
     schema = pa.schema([("position", pa.int32())])
-    (found,) = row_group(tmp_path, VALUES, schema, **PLAIN).decode(in_place=True)
+    (found,) = row_group(tmp_path, column(VALUES, schema), **PLAIN).decode(in_place=True)
     assert not is_mapped(found)
     assert np.array_equal(found, VALUES)
 
@@ -95,7 +117,7 @@ def mapped_columns(dataset: Dataset) -> set[str]:
 def test_bundles_are_read_in_place_and_other_blocks_are_not(write: WriteFn) -> None:
     rows = make_rows(60)
     wanted = {
-        "bundled": {"dense_NK", "positions_NF", "multi_positions_V"},
+        "bundled": {"task_T", "label_N", "dense_NK", "positions_NF", "multi_positions_V"},
         "compact": set(),
         "plain": set(),
     }
@@ -126,7 +148,7 @@ def test_pages_are_let_go_of_with_the_last_array_and_not_before(
 ) -> None:
     done: list[tuple[int, int]] = []
     monkeypatch.setattr(Window, "done", lambda _, begin, end: done.append((begin, end)))
-    group = row_group(tmp_path, VALUES, SCHEMA, **PLAIN)
+    group = row_group(tmp_path, column(VALUES), **PLAIN)
     (found,) = group.decode(in_place=True)
     rows = found.reshape(-1, 3)[5:]
     del found
@@ -149,5 +171,5 @@ def test_an_epoch_of_bundles_lets_go_of_every_block(
         assert sum(batch.num_tasks for batch in reader.batches(0)) == 200
     del reader
     gc.collect()
-    # Six files without raw names of rows, of which each is done with once a block is.
-    assert len(done) == 6 * read
+    # Each column is done with once a block is; ids are decoded, and their file is of one column.
+    assert len(done) == len(checksum_columns(dataset.features)) * read

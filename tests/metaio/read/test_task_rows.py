@@ -21,11 +21,11 @@ def slow_pairs(batch: TaskBatch) -> dict[tuple[int, int], None]:
     return dict.fromkeys(sorted(found))
 
 
-@pytest.mark.parametrize("mark_ratio", [0, 1 << 30])
+@pytest.mark.parametrize("max_bits", [0, 63])
 def test_pairs_are_the_distinct_episode_and_position_pairs(
-    write: WriteFn, mark_ratio: int, monkeypatch: pytest.MonkeyPatch
+    write: WriteFn, max_bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("metaio.read.task_rows._MARK_RATIO", mark_ratio)
+    monkeypatch.setattr("metaio.read.task_rows._MAX_BITS", max_bits)
     dataset = open_dataset(write({"train": make_rows(40)}, block_rows=50))
     with BatchReader(dataset, "train", tasks_per_step=9) as reader:
         for batch in reader.batches(0):
