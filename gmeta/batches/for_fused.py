@@ -259,7 +259,10 @@ def _pooled(
         weights[place_V] = np.repeat(1.0 / np.maximum(taken, 1), taken)
         weight_V = torch.from_numpy(weights)
     entries_V = torch.from_numpy(entries)
-    return Bags.of(entries_V, lengths, weight_V, num_rows, constant, num_entries, layout.device)
+    # In few shapes: a batch none of whose bags has two values is arranged as any other.
+    several = layout.in_buckets and pooled_M.size > 0
+    sizes = num_rows, constant, num_entries
+    return Bags.of(entries_V, lengths, weight_V, *sizes, layout.device, several)
 
 
 def _history(

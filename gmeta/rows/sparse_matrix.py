@@ -84,10 +84,16 @@ class Scattered(NamedTuple):
     num_rows: int  # P
 
     @classmethod
-    def of(cls, matrix: SparseRows, num_rows: int) -> "Scattered":
-        """Transpose a [C, P] matrix, on the host."""
+    def of(cls, matrix: SparseRows, num_rows: int, several: bool = False) -> "Scattered":
+        """Transpose a [C, P] matrix, on the host; `several`: as one whose bags may have several
+        rows, though these have not.
+        """
         lengths_C = matrix.offsets_C1.diff()
-        if matrix.weight_V is None and int(lengths_C.max() if lengths_C.numel() else 0) <= 1:
+        if (
+            not several
+            and matrix.weight_V is None
+            and int(lengths_C.max() if lengths_C.numel() else 0) <= 1
+        ):
             index_C = _of_padding(lengths_C.numel(), num_rows)
             index_C[lengths_C > 0] = matrix.index_V
             return cls(index_C, None, None, num_rows)
@@ -139,16 +145,19 @@ class Bags:
         constant: bool = False,
         num_entries: int = 0,
         device: str = "cpu",
+        several: bool = False,
     ) -> "Bags":
         """Make bags of these lengths over a block of `num_rows` rows, or of fewer, for a kind of
         device; with `num_entries`, which hold all, shapes depend on these, on the bags and on the
-        rows alone.
+        rows alone, if `several` says whether bags may have more than one row in any batch.
         """
         forward = SparseRows(index_V.to(torch.int32), _offsets(lengths_C), weight_V)
         backward: Matrix | None = None
         if not constant:
             is_cpu = device == "cpu"
-            backward = forward.transposed(num_rows) if is_cpu else Scattered.of(forward, num_rows)
+            backward = (
+                forward.transposed(num_rows) if is_cpu else Scattered.of(forward, num_rows, several)
+            )
         if num_entries:
             forward = forward.padded(num_entries)
             backward = None if backward is None else backward.padded(num_entries)

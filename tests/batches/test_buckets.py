@@ -152,6 +152,29 @@ def test_a_ragged_run_has_at_most_a_dozen_shapes() -> None:
     assert sum(shares) / len(shares) < 0.6
 
 
+def test_a_batch_whose_lists_have_one_value_at_most_has_the_shape_of_others() -> None:
+    """On a GPU, where the gradients of rows are added as they come."""
+    features = reference.some_features(2, 1, 1)
+    algorithm = AlgorithmConfig(name="maml", adapt_embeddings=False)
+    model = replace(SMALL, pooling="sum")
+    learner = build_learner(features, model, algorithm, "bce")
+    learner.in_buckets = True
+    arranging = learner.arranging()
+    assert arranging.layout is not None
+    arranging = replace(arranging, device="cuda", layout=replace(arranging.layout, device="cuda"))
+    shapes = []
+    for longest in (3, 1, 0):
+        tasks = [reference.random_task(features, 3, 2, random.Random(at)) for at in range(4)]
+        tasks = [
+            replace(task, multi=[[ids[:longest] for ids in side] for side in task.multi])
+            for task in tasks
+        ]
+        batch = reference.batch_of(tasks, features)
+        assert batch.multi_lengths_NM.max() == longest
+        shapes.append(shape_of(arranging.arranged(batch, 0)))
+    assert shapes == shapes[:1] * 3
+
+
 def test_few_long_tasks_stand_in_a_rectangle_of_their_own() -> None:
     learner = learner_of(Case("melu", "maml", buckets=True))
     batch = batch_of(learner, [(4, 4)] * 30 + [(3000, 2000)])
