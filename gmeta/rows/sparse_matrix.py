@@ -88,18 +88,15 @@ class Scattered(NamedTuple):
         """Transpose a [C, P] matrix, on the host; `several`: as one whose bags may have several
         rows, though these have not.
         """
-        lengths_C = matrix.offsets_C1.diff()
-        if (
-            not several
-            and matrix.weight_V is None
-            and int(lengths_C.max() if lengths_C.numel() else 0) <= 1
-        ):
-            index_C = _of_padding(lengths_C.numel(), num_rows)
-            index_C[lengths_C > 0] = matrix.index_V
+        lengths_C = matrix.offsets_C1.diff().numpy()
+        is_there_C = lengths_C > 0
+        at_most_one = np.count_nonzero(is_there_C) == matrix.index_V.numel()
+        if at_most_one and not several and matrix.weight_V is None:
+            index_C = _of_padding(lengths_C.size, num_rows)
+            index_C.numpy()[is_there_C] = matrix.index_V.numpy()
             return cls(index_C, None, None, num_rows)
-        bags_C = torch.arange(lengths_C.numel(), dtype=torch.int32)
-        bag_V = bags_C.repeat_interleave(lengths_C)
-        return cls(matrix.index_V, bag_V, matrix.weight_V, num_rows)
+        bag_V = np.repeat(np.arange(lengths_C.size, dtype=np.int32), lengths_C)
+        return cls(matrix.index_V, torch.from_numpy(bag_V), matrix.weight_V, num_rows)
 
     def times(self, values_CD: Tensor) -> Tensor:
         """Return the product with a dense matrix: [P, D]."""
@@ -168,8 +165,13 @@ class Bags:
         cls, index_V: Tensor, num_rows: int, constant: bool = False, device: str = "cpu"
     ) -> "Bags":
         """Make a plain gather of rows."""
-        lengths = torch.ones_like(index_V)
-        return cls.of(index_V, lengths, None, num_rows, constant, device=device)
+        index_V = index_V.to(torch.int32)
+        forward = SparseRows(index_V, torch.arange(len(index_V) + 1, dtype=torch.int32), None)
+        if constant:
+            return cls(forward, None)
+        if device == "cpu":
+            return cls(forward, forward.transposed(num_rows))
+        return cls(forward, Scattered(index_V, None, None, num_rows))
 
     def pool(self, rows_PD: Tensor) -> Tensor:
         """Return the bags' sums: [C, D].
@@ -218,7 +220,8 @@ def _stable_order(values: npt.NDArray[np.int32], below: int) -> npt.NDArray[np.i
 
 def _of_padding(count: int, num_rows: int) -> Tensor:
     """Return rows behind the true ones, for so many entries that pad."""
-    return num_rows + torch.arange(count, dtype=torch.int32) % ENTRIES_OF_PADDING
+    rows = torch.arange(num_rows, num_rows + ENTRIES_OF_PADDING, dtype=torch.int32)
+    return rows.repeat(-(-count // ENTRIES_OF_PADDING))[:count]
 
 
 def _offsets(lengths: Tensor) -> Tensor:
