@@ -84,18 +84,19 @@ class Scattered(NamedTuple):
     num_rows: int  # P
 
     @classmethod
-    def of(cls, matrix: SparseRows, num_rows: int, several: bool = False) -> "Scattered":
-        """Transpose a [C, P] matrix, on the host; `several`: as one whose bags may have several
-        rows, though these have not.
+    def of(
+        cls, matrix: SparseRows, lengths_C: Tensor, num_rows: int, several: bool = False
+    ) -> "Scattered":
+        """Transpose a [C, P] matrix, whose bags have these lengths, on the host; `several`: as one
+        whose bags may have several rows, though these have not.
         """
-        lengths_C = matrix.offsets_C1.diff().numpy()
-        is_there_C = lengths_C > 0
+        is_there_C = lengths_C.numpy() > 0
         at_most_one = np.count_nonzero(is_there_C) == matrix.index_V.numel()
         if at_most_one and not several and matrix.weight_V is None:
-            index_C = _of_padding(lengths_C.size, num_rows)
+            index_C = _of_padding(lengths_C.numel(), num_rows)
             index_C.numpy()[is_there_C] = matrix.index_V.numpy()
             return cls(index_C, None, None, num_rows)
-        bag_V = np.repeat(np.arange(lengths_C.size, dtype=np.int32), lengths_C)
+        bag_V = np.repeat(np.arange(lengths_C.numel(), dtype=np.int32), lengths_C.numpy())
         return cls(matrix.index_V, torch.from_numpy(bag_V), matrix.weight_V, num_rows)
 
     def times(self, values_CD: Tensor) -> Tensor:
@@ -153,7 +154,9 @@ class Bags:
         if not constant:
             is_cpu = device == "cpu"
             backward = (
-                forward.transposed(num_rows) if is_cpu else Scattered.of(forward, num_rows, several)
+                forward.transposed(num_rows)
+                if is_cpu
+                else Scattered.of(forward, lengths_C, num_rows, several)
             )
         if num_entries:
             forward = forward.padded(num_entries)
@@ -225,6 +228,7 @@ def _of_padding(count: int, num_rows: int) -> Tensor:
 
 
 def _offsets(lengths: Tensor) -> Tensor:
-    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device=lengths.device)
+    offsets = torch.empty(lengths.numel() + 1, dtype=torch.int32, device=lengths.device)
+    offsets[0] = 0
     torch.cumsum(lengths, 0, dtype=torch.int32, out=offsets[1:])
     return offsets
