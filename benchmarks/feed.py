@@ -12,7 +12,8 @@ does with a GPU, and shares it with the threads that read.
 costs a step nothing. Both take turns inside one run, 60 steps at a time; of each turn the first 20
 do not count, as they take what was read ahead. What the main thread does in a step is told apart:
 `cpu` is its own work, `core` the wait for a core (that of other programs, too), `data` that for a
-batch, and `lock` the rest: the wait for the interpreter's lock. The milliseconds of a batch are CPU
+batch, and `lock` the rest: the wait for the interpreter's lock. `fed_ratio_with_cores` is the ratio
+without `core`: that of a machine with a core for each thread. The milliseconds of a batch are CPU
 time of one thread with nothing beside it.
 """
 
@@ -274,12 +275,13 @@ def run(folder: Path, threads: list[int], quick: bool, rounds: int) -> dict[str,
             gmeta.train.train(config, ranks)
     stop_ranks()
     steps, *parts_of_step = (turns[0].milliseconds(clock) for clock in turns[0].at_s)
-    ratios, told, rows = {}, {}, []
+    ratios, told, busy, rows = {}, {}, {}, []
     for way, mine in steps.items():
         ratios[way] = spread_of([there / one for there, one in zip(steps[FED], mine, strict=True)])
         cpu, core, data = (sum(part[way]) / rounds for part in parts_of_step)
         lock = max(0.0, sum(mine) / rounds - cpu - core - data)
         told[way] = {"cpu": cpu, "core": core, "data": data, "lock": lock}
+        busy[way] = cpu + data + lock
         spread = spread_of(mine)
         values = spread.median, spread.lowest, spread.highest, *told[way].values()
         rows.append([way, f"{ratios[way].median:.2f}", *(f"{value:.2f}" for value in values)])
@@ -287,6 +289,7 @@ def run(folder: Path, threads: list[int], quick: bool, rounds: int) -> dict[str,
     print_table(list(parts), [[f"{value:.2f}" for value in parts.values()]])
     return {
         "fed_ratio": {way: ratio.median for way, ratio in ratios.items() if way != FED},
+        "fed_ratio_with_cores": {way: busy[FED] / mine for way, mine in busy.items() if way != FED},
         "step_ms": told,
         **parts,
     }
