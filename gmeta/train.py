@@ -144,9 +144,9 @@ class TrainingRun:
         self.hooks.tell(self._told_at_start)
         if self._beginning.how == "continued" and self._config.run.prequential:
             self._forecast()
-        agent = open_agent(self._config, self.feed, self._sharded, self._ranks, stop)
+        self._agent = open_agent(self._config, self.feed, self._sharded, self._ranks, stop)
         while self._progress.epoch < self._config.run.epochs and not self._steps_are_over():
-            self._take_steps(agent, stop)
+            self._take_steps(self._agent, stop)
             if stop.agreed:
                 self.writer.finish()  # what is being written still gets its name
                 self._leave(why_stopped(stop, self._ranks))
@@ -262,7 +262,7 @@ class TrainingRun:
         self.hooks.tell([told])
 
     def _write_reading(self, epoch: int) -> None:
-        values = self._meter.read(self.feed.wait_s) | self._optimizer.reading()
+        values = self._meter.read(self.feed.wait_s + self._agent.wait_s) | self._optimizer.reading()
         self.hooks.log(self._progress.step, epoch, values)
 
     def _save(self) -> None:

@@ -235,11 +235,15 @@ def _pooled(
     history = -1 if layout.history is None else layout.history
     pooled_M = np.flatnonzero(np.arange(num_multi) != history)
     values_V, lengths_NM = _values(batch, rows_N, pooled_M)
-    lengths_NC = np.zeros((len(rows_N), num_single + num_multi), np.int64)
-    lengths_NC[:, :num_single] = 1
-    lengths_NC[:, num_single + pooled_M] = lengths_NM
-    lengths_RC = np.zeros((len(rows_R), num_single + num_multi), np.int64)
-    lengths_RC[there_N] = lengths_NC
+    # 32 bits: to sum up as many of 64 takes twice as long.
+    lengths_RC = np.zeros((len(rows_R), num_single + num_multi), np.int32)
+    if num_multi:
+        lengths_NC = np.zeros((len(rows_N), num_single + num_multi), np.int32)
+        lengths_NC[:, :num_single] = 1
+        lengths_NC[:, num_single + pooled_M] = lengths_NM
+        lengths_RC[there_N] = lengths_NC
+    else:
+        lengths_RC[there_N] = 1
     lengths = torch.from_numpy(lengths_RC.ravel())
     single_NF = batch.positions_NF.numpy()[rows_N]
     num_entries = 0
@@ -264,7 +268,10 @@ def _pooled(
         weights[place_V] = np.repeat(1.0 / np.maximum(taken, 1), taken)
         weight_V = torch.from_numpy(weights)
     entries_V = torch.from_numpy(entries)
-    return Bags.of(entries_V, lengths, weight_V, num_rows, constant, num_entries, layout.device)
+    # In few shapes: a batch none of whose bags has two values is arranged as any other.
+    several = layout.in_buckets and pooled_M.size > 0
+    sizes = num_rows, constant, num_entries
+    return Bags.of(entries_V, lengths, weight_V, *sizes, layout.device, several)
 
 
 def _history(

@@ -45,6 +45,8 @@ MEETINGS_PER_STEP = 6
 class Agent(abc.ABC):
     """Called once a step, and for every batch."""
 
+    wait_s = 0.0  # that steps have waited for batches to be arranged, beside what the feed counts
+
     @abc.abstractmethod
     def arranged(self, batches: Iterator[TaskBatch]) -> Iterator[Episodes | MicroBatches]:
         """Yield each batch as the learner takes it, in parts where a step is worked through in
@@ -77,7 +79,10 @@ class NoAgent(Agent):
         """Yield each batch arranged, always in as many parts as the config says."""
         if not self._threads:
             return map(self._arrange, batches)
-        return mapped_ahead(self._arrange_packed, batches, self._threads)
+        return mapped_ahead(self._arrange_packed, batches, self._threads, self._waited)
+
+    def _waited(self, seconds: float) -> None:
+        self.wait_s += seconds
 
     def _arrange_packed(self, batch: TaskBatch) -> Episodes | MicroBatches:
         return self._arrange(batch).packed()

@@ -84,16 +84,20 @@ class Scattered(NamedTuple):
     num_rows: int  # P
 
     @classmethod
-    def of(cls, matrix: SparseRows, num_rows: int) -> "Scattered":
-        """Transpose a [C, P] matrix, on the host."""
-        lengths_C = matrix.offsets_C1.diff()
-        if matrix.weight_V is None and int(lengths_C.max() if lengths_C.numel() else 0) <= 1:
+    def of(
+        cls, matrix: SparseRows, lengths_C: Tensor, num_rows: int, several: bool = False
+    ) -> "Scattered":
+        """Transpose a [C, P] matrix, whose bags have these lengths, on the host; `several`: as one
+        whose bags may have several rows, though these have not.
+        """
+        is_there_C = lengths_C.numpy() > 0
+        at_most_one = np.count_nonzero(is_there_C) == matrix.index_V.numel()
+        if at_most_one and not several and matrix.weight_V is None:
             index_C = _of_padding(lengths_C.numel(), num_rows)
-            index_C[lengths_C > 0] = matrix.index_V
+            index_C.numpy()[is_there_C] = matrix.index_V.numpy()
             return cls(index_C, None, None, num_rows)
-        bags_C = torch.arange(lengths_C.numel(), dtype=torch.int32)
-        bag_V = bags_C.repeat_interleave(lengths_C)
-        return cls(matrix.index_V, bag_V, matrix.weight_V, num_rows)
+        bag_V = np.repeat(np.arange(lengths_C.numel(), dtype=np.int32), lengths_C.numpy())
+        return cls(matrix.index_V, torch.from_numpy(bag_V), matrix.weight_V, num_rows)
 
     def times(self, values_CD: Tensor) -> Tensor:
         """Return the product with a dense matrix: [P, D]."""
@@ -139,16 +143,21 @@ class Bags:
         constant: bool = False,
         num_entries: int = 0,
         device: str = "cpu",
+        several: bool = False,
     ) -> "Bags":
         """Make bags of these lengths over a block of `num_rows` rows, or of fewer, for a kind of
         device; with `num_entries`, which hold all, shapes depend on these, on the bags and on the
-        rows alone.
+        rows alone, if `several` says whether bags may have more than one row in any batch.
         """
         forward = SparseRows(index_V.to(torch.int32), _offsets(lengths_C), weight_V)
         backward: Matrix | None = None
         if not constant:
             is_cpu = device == "cpu"
-            backward = forward.transposed(num_rows) if is_cpu else Scattered.of(forward, num_rows)
+            backward = (
+                forward.transposed(num_rows)
+                if is_cpu
+                else Scattered.of(forward, lengths_C, num_rows, several)
+            )
         if num_entries:
             forward = forward.padded(num_entries)
             backward = None if backward is None else backward.padded(num_entries)
@@ -159,8 +168,13 @@ class Bags:
         cls, index_V: Tensor, num_rows: int, constant: bool = False, device: str = "cpu"
     ) -> "Bags":
         """Make a plain gather of rows."""
-        lengths = torch.ones_like(index_V)
-        return cls.of(index_V, lengths, None, num_rows, constant, device=device)
+        index_V = index_V.to(torch.int32)
+        forward = SparseRows(index_V, torch.arange(len(index_V) + 1, dtype=torch.int32), None)
+        if constant:
+            return cls(forward, None)
+        if device == "cpu":
+            return cls(forward, forward.transposed(num_rows))
+        return cls(forward, Scattered(index_V, None, None, num_rows))
 
     def pool(self, rows_PD: Tensor) -> Tensor:
         """Return the bags' sums: [C, D].
@@ -209,10 +223,12 @@ def _stable_order(values: npt.NDArray[np.int32], below: int) -> npt.NDArray[np.i
 
 def _of_padding(count: int, num_rows: int) -> Tensor:
     """Return rows behind the true ones, for so many entries that pad."""
-    return num_rows + torch.arange(count, dtype=torch.int32) % ENTRIES_OF_PADDING
+    rows = torch.arange(num_rows, num_rows + ENTRIES_OF_PADDING, dtype=torch.int32)
+    return rows.repeat(-(-count // ENTRIES_OF_PADDING))[:count]
 
 
 def _offsets(lengths: Tensor) -> Tensor:
-    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device=lengths.device)
+    offsets = torch.empty(lengths.numel() + 1, dtype=torch.int32, device=lengths.device)
+    offsets[0] = 0
     torch.cumsum(lengths, 0, dtype=torch.int32, out=offsets[1:])
     return offsets

@@ -1,5 +1,6 @@
 """Batches arranged by threads: in order, so many ahead, errors where they belong."""
 
+import itertools
 import threading
 from collections.abc import Iterator
 
@@ -50,3 +51,11 @@ def test_an_error_is_raised_behind_the_items_before_it() -> None:
     assert [next(values), next(values)] == [3, 6]
     with pytest.raises(ZeroDivisionError):
         next(values)
+
+
+def test_what_the_caller_waits_for_a_value_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr("gmeta.batches.ahead.perf_counter", lambda: next(ticks))
+    told: list[float] = []
+    assert list(mapped_ahead(lambda n: n, iter(range(4)), 2, told.append)) == [0, 1, 2, 3]
+    assert told == [1, 1, 1, 1]

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -150,6 +151,27 @@ def test_a_ragged_run_has_at_most_a_dozen_shapes() -> None:
     ]
     assert len(shares) == 40
     assert sum(shares) / len(shares) < 0.6
+
+
+def test_a_batch_whose_lists_have_one_value_at_most_has_the_shape_of_others() -> None:
+    """On a GPU, where the gradients of rows are added as they come."""
+    features = reference.some_features(2, 1, 1)
+    algorithm = AlgorithmConfig(name="maml", adapt_embeddings=False)
+    model = replace(SMALL, pooling="sum")
+    learner = build_learner(features, model, algorithm, "bce")
+    learner.in_buckets = True
+    shapes = []
+    for longest in (3, 1, 0):
+        tasks = [reference.random_task(features, 3, 2, random.Random(at)) for at in range(4)]
+        tasks = [
+            replace(task, multi=[[ids[:longest] for ids in side] for side in task.multi])
+            for task in tasks
+        ]
+        batch = reference.batch_of(tasks, features)
+        assert batch.multi_lengths_NM.max() == longest
+        with patch("gmeta.adaptation.fused.loop.kind_of_device", return_value="cuda"):
+            shapes.append(shape_of(learner.arrange(batch)))
+    assert shapes == shapes[:1] * 3
 
 
 def test_few_long_tasks_stand_in_a_rectangle_of_their_own() -> None:

@@ -1,8 +1,12 @@
 """What a rank counts as its own time."""
 
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from gmeta.feeds.agent import Hiding, Reading
+from gmeta.feeds.agent import Hiding, NoAgent, Reading
 
 
 def test_a_reader_as_slow_as_before_shows_the_same_whoever_waits() -> None:
@@ -48,3 +52,20 @@ def test_storage_that_becomes_slow_is_as_slow_within_some_steps() -> None:
 
 def test_nothing_read_yet_takes_no_time() -> None:
     assert Reading().task_s(0.0, 0) == 0.0
+
+
+def test_steps_that_wait_for_threads_to_arrange_wait_for_data(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr("gmeta.batches.ahead.perf_counter", lambda: next(ticks))
+    arranged = SimpleNamespace(packed=lambda: "packed")
+    learner = SimpleNamespace(arrange=lambda batch: arranged)
+    sharded: Any = SimpleNamespace(module=SimpleNamespace(learner=learner))
+    batches: list[Any] = [1, 2, 3]
+    agent = NoAgent(sharded, micro_batches=1, threads=1)
+    assert list(agent.arranged(iter(batches))) == ["packed"] * 3
+    assert agent.wait_s == 3
+    beside = NoAgent(sharded, micro_batches=1, threads=0)
+    assert list(beside.arranged(iter(batches))) == [arranged] * 3
+    assert beside.wait_s == 0

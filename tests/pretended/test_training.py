@@ -15,10 +15,26 @@ RUNS = {
     "clipped": ["outer.clip_norm=0.1", "outer.accumulate_steps=2", "model.name=dlrm"],
     "bf16": ["run.precision=bf16", "run.checkpoint_in_background=false"],
     "resumed": ["run.max_steps=3", "model.name=cbml"],
-    "adam": ["outer.sparse_optimizer=partial_rowwise_adam", "sharding.wire_dtype=bfloat16"],
+    "adam": [
+        "outer.sparse_optimizer=partial_rowwise_adam",
+        "sharding.wire_dtype=bfloat16",
+        "model.name=deepfm",
+    ],
     "torchrec": ["sharding.exchange=torchrec"],
     "graphs": ["run.cuda_graphs=on"],
-    "graphs of parts": ["run.cuda_graphs=on", "outer.accumulate_steps=2", "outer.clip_norm=0.1"],
+    "graphs of parts": [
+        "run.cuda_graphs=on",
+        "outer.accumulate_steps=2",
+        "outer.clip_norm=0.1",
+        "model.name=dcnv2",
+    ],
+    "labels": ["model.name=ple", "labels.loss.stars=mse", "data.tasks_per_step=8"],
+    "labels, mixed": [
+        "model.name=mmoe",
+        "labels.entire_space.buy=click",
+        "labels.loss.stars=mse",
+        "data.tasks_per_step=8",
+    ],
 }
 # The second step of an epoch has one task: rank 1 has none. The second epoch's are graphs.
 UNEVEN = {
@@ -33,11 +49,16 @@ UNEVEN = {
 
 @pytest.fixture(scope="module")
 def runs(
-    pretended_once: Callable[..., Any], click_logs: Path, tmp_path_factory: pytest.TempPathFactory
+    pretended_once: Callable[..., Any],
+    click_logs: Path,
+    labelled: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
     """Each run on the CPU and on the pretended GPU, one rank."""
     folder = str(tmp_path_factory.mktemp("runs"))
-    return dict(pretended_once(MODULE, "trained", folder, str(click_logs), RUNS))
+    of_labels = [f"data.path={labelled / 'data'}"]
+    keys = {name: one + of_labels * name.startswith("labels") for name, one in RUNS.items()}
+    return dict(pretended_once(MODULE, "trained", folder, str(click_logs), keys))
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -18,6 +18,7 @@ from gmeta.config import load_config
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.transport.transport import Alone, Gloo, Transport
 from tests.pretended.device import CUDA, HOST, Counts, PretendedDevice, counting
+from tests.pretended.learner_steps import HEADS
 from tests.pretended.mutants import MUTANTS
 from tests.pretended.tables import stand_in
 
@@ -102,7 +103,7 @@ def _run(
     path = run.parent / f"{run.name}-{os.environ.get('RANK', '0')}.toml"
     named = {key: value for key, _, value in (one.partition("=") for one in overrides)}
     model = named.get("model.name", "melu")
-    layers = "top.*" if model == "dlrm" else "decision.*"
+    layers = HEADS.get(model, "decision.*")
     path.write_text(CONFIG.format(data=data, run=run, model=model, layers=layers))
     config = load_config(path, overrides)
     steps: list[Counts] = []
