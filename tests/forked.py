@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
@@ -25,13 +25,14 @@ SOURCE_ROOTS = (".", "models", "protos")  # as pyproject.toml has them
 class Task(NamedTuple):
     """What a process is to become."""
 
-    program: str
+    program: str  # a module, or the path of a script
     arguments: tuple[str, ...]
     env: Mapping[str, str]
     folder: Path  # of its stdout and stderr
     cwd: Path | None = None
     anew: tuple[str, ...] = ()  # packages that it imports itself, those in `cwd`
     new_session: bool = False
+    first: Callable[[], None] | None = None  # called before it begins, by each rank too
 
 
 class ForkedProcess:
@@ -134,8 +135,13 @@ def _become(task: Task, sign: Connection) -> None:
         sys.path[:0] = [str(Path(str(task.cwd), root)) for root in SOURCE_ROOTS]
         for name in [name for name in sys.modules if name.partition(".")[0] in task.anew]:
             del sys.modules[name]
+    if task.first is not None:
+        task.first()
     sys.argv = [task.program, *task.arguments]
-    runpy.run_module(task.program, run_name="__main__", alter_sys=True)
+    if task.program.endswith(".py"):
+        runpy.run_path(task.program, run_name="__main__")
+    else:
+        runpy.run_module(task.program, run_name="__main__", alter_sys=True)
 
 
 def _fork_ranks_too(task: Task) -> None:
@@ -146,9 +152,13 @@ def _fork_ranks_too(task: Task) -> None:
     server._forkserver.ensure_running = resource_tracker.ensure_running
 
     def rank(args: Sequence[str], env: Mapping[str, str], **asked: object) -> ForkedProcess:
-        assert args[:3] == (sys.executable, "-m", task.program), args
+        at = args.index("-m") + 1
+        assert args[:at] in ((sys.executable, "-m"), (sys.executable, "-u", "-m")), args
         assert asked == {"stdout": None, "stderr": None, "start_new_session": True}, asked
-        return ForkedProcess(task._replace(arguments=tuple(args[3:]), env=env, new_session=True))
+        program, arguments = args[at], tuple(args[at + 1 :])
+        return ForkedProcess(
+            task._replace(program=program, arguments=arguments, env=env, new_session=True)
+        )
 
     handler: Any = subprocess_handler
     handler.Popen = rank

@@ -4,6 +4,7 @@ when it is needed, each of it some tenths of a second that every rank would spen
 
 # ruff: noqa: E402, F401
 import gc
+from contextlib import suppress
 
 gc.disable()  # it would look for garbage among a million new objects, again and again
 
@@ -16,6 +17,9 @@ import torch.distributed.optim
 import torch.profiler
 import torch.utils.tensorboard
 import torchrec.optim.apply_optimizer_in_backward
+
+with suppress(ImportError):  # an extra
+    import lightgbm
 
 import gmeta.cli
 import gmeta.commands.evaluate

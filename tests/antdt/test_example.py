@@ -9,6 +9,8 @@ import pytest
 from gmeta.antdt.manifests.audit import audit_manifest
 from gmeta.antdt.manifests.manifest import load_manifest
 from tests.antdt.faults.service_process import running
+from tests.commands import environment
+from tests.forked import Task, forked
 from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -18,17 +20,18 @@ def test_the_plain_loop_goes_on_behind_its_checkpoint_after_a_kill(tmp_path: Pat
     pytest.importorskip("torch", reason="the example trains with torch")
     runs = tmp_path / "runs"
     with running(tmp_path / "s.db") as service:
-        command = [
-            sys.executable,
-            str(ROOT / "examples/shard_client_loop.py"),
-            service.address,
-            str(runs),
-        ]
-        with subprocess.Popen(command) as killed:
+        told = tmp_path / "told"
+        told.mkdir()
+        command, arguments = str(ROOT / "examples/shard_client_loop.py"), (service.address, runs)
+        with forked(Task(command, tuple(map(str, arguments)), environment(), told)) as killed:
             wait_until(lambda: len(list(runs.glob("step-*"))) >= 2, "two checkpoints")
             killed.kill()
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PATIENCE_S, check=True
+            [sys.executable, command, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=True,
         )
     assert done.stdout.startswith("trained 4000 rows, last loss ")
     report = audit_manifest(load_manifest(max(runs.glob("step-*"))))

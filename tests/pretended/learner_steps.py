@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from itertools import product
 from math import nan
 from typing import Any
@@ -292,15 +293,16 @@ def readings(numbers: list[int]) -> list[dict[str, Any]]:
 
 
 def everything(fake: list[int], mutants: list[str], mutated: int) -> dict[str, Any]:
-    """Return the readings of all cases, what went wrong on tensors without values, and the readings
-    of one case under each mutant: in one process, as its start takes longer than a case.
+    """Return the readings of all cases, what went wrong on tensors without values, the readings
+    of one case under each mutant, and those of the benchmark: in one process, as its start takes
+    longer than a case.
     """
     found = {"readings": readings(list(range(len(list(all_cases()))))), "fake": fake_steps(fake)}
     under = {}
     for name in mutants:
         with MUTANTS[name]():
             (under[name],) = readings([mutated])
-    return found | {"mutants": under}
+    return found | {"mutants": under, "benchmark": import_module("gpu").counted()}
 
 
 def fake_steps(numbers: list[int]) -> dict[str, str]:

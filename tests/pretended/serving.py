@@ -34,6 +34,11 @@ SAID = {
 Inside = Callable[[], AbstractContextManager[Any]]
 
 
+def everything() -> tuple[dict[str, list[float]], list[str]]:
+    """Return what `compared` and `refusals` do: one process, as its start takes longer."""
+    return compared(), refusals()
+
+
 def compared(inside: Inside = PretendedDevice) -> dict[str, list[float]]:
     """The largest difference of each way to predict from the CPU's, by case. `inside` is the
     pretended device, or none.

@@ -3,7 +3,6 @@ copies of which the batch is one, and collectives in one order on all ranks.
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +107,9 @@ def test_two_ranks_train_alike_and_start_collectives_in_one_order(
 ) -> None:
     mutant = "collectives swapped on a rank"
 
-    def rank(number: int) -> Any:
-        place = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-        arguments = str(tmp_path), str(click_logs), UNEVEN, mutant
-        return pretended(
-            MODULE, "trained", *arguments, **place, PRETENDED_STORE=f"{tmp_path}/store"
-        )
-
-    with ThreadPoolExecutor(2) as both:
-        first, second = both.map(rank, range(2))
+    first, second = pretended(
+        MODULE, "trained_on_ranks", str(tmp_path), 2, str(click_logs), UNEVEN, mutant
+    )
     assert len(first["uneven"]["cpu"]) >= 4
     for expected, reading in zip(first["uneven"]["cpu"], first["uneven"]["cuda"], strict=True):
         assert reading == pytest.approx(expected, rel=1e-5)

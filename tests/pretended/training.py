@@ -1,6 +1,7 @@
 """train() on the CPU and on the pretended GPU: its losses, and what each of its steps asked for."""
 
 import json
+import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -87,6 +88,35 @@ def trained(
             of_gpu, steps = _run(CUDA, Path(folder) / mutant, data, overrides)
         found[mutant] = {"cpu": [], "cuda": of_gpu, "steps": _as_json(steps)}
     return found
+
+
+def trained_on_ranks(folder: str, world_size: int, *rest: Any) -> list[dict[str, Any]]:
+    """Return what `trained` does on every rank. They are forked: a start takes longer than what is
+    trained.
+    """
+    fork = multiprocessing.get_context("fork")
+    ranks = [
+        fork.Process(target=_rank, args=(rank, world_size, folder, rest))
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    if codes := [rank.exitcode for rank in ranks if rank.exitcode]:
+        raise RuntimeError(f"ranks ended with {codes}")
+    return [json.loads(_told(folder, rank).read_text()) for rank in range(world_size)]
+
+
+def _rank(rank: int, world_size: int, folder: str, rest: tuple[Any, ...]) -> None:
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {**place, "PRETENDED_STORE": f"{folder}/store"}
+    _told(folder, rank).write_text(json.dumps(trained(folder, *rest)))
+    os._exit(0)  # torch would free what it believes to be memory of a GPU
+
+
+def _told(folder: str, rank: int) -> Path:
+    return Path(folder, f"rank-{rank}.json")
 
 
 def _as_json(steps: list[Counts]) -> list[dict[str, Any]]:

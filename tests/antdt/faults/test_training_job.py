@@ -1,6 +1,6 @@
 """Method: a real `gmeta train` on leased shards, killed rank by rank and service by service.
 
-What was trained is counted beside the weights (counting/sitecustomize.py) and held against the
+What was trained is counted beside the weights (counting.py) and held against the
 shard manifest of every checkpoint. ANTDT_JOB_KILLS sets how often each phase is struck.
 """
 
@@ -9,8 +9,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,10 +18,11 @@ import pytest
 
 from gmeta.antdt.manifests.audit import audit_manifest, check_descends
 from gmeta.antdt.manifests.manifest import load_manifest
+from tests.antdt.faults.counting import count_tasks
 from tests.commands import SMALL_MODEL, environment, write_config
+from tests.forked import ForkedProcess, Task, forked
 from tests.waiting import PATIENCE_S, wait_until
 
-ROOT = Path(__file__).parents[3]
 NUM_KILLS = int(os.environ.get("ANTDT_JOB_KILLS", "1"))
 NUM_TASKS = 200
 ALWAYS = ["data.source=service", "run.max_steps=0", "run.checkpoint_every_steps=4"]
@@ -34,24 +33,16 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 @contextmanager
-def job(run: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A training job in a session of its own; whatever is left of it is killed."""
-    paths = (ROOT / "tests" / "antdt" / "faults" / "counting", ROOT)
-    env = {
-        **environment(),
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    with (run.parent / "job.log").open("ab") as log:
-        started = subprocess.Popen(
-            [sys.executable, "-m", *command], env=env, stdout=log, stderr=log
-        )
-    try:
-        yield started
-    finally:
-        for pid in (*descendants(started.pid), started.pid):
-            kill(pid)
-        started.wait()
+def job(folder: Path, program: str, *arguments: str) -> Iterator[ForkedProcess]:
+    """A training job; whatever is left of it is killed."""
+    folder.mkdir()
+    env = {**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with forked(Task(program, arguments, env, folder, first=count_tasks)) as started:
+        try:
+            yield started
+        finally:
+            for pid in descendants(started.pid):
+                kill(pid)
 
 
 def descendants(pid: int) -> list[int]:
@@ -69,7 +60,9 @@ def kill(pid: int) -> None:
 
 
 def process_of(job_pid: int, sign: str, rank: int | None = None) -> int:
-    """The process of the job whose command line names `sign` (and that has this rank)."""
+    """The process of the job whose command line names `sign` (and that has this rank). A forked
+    rank is no child of the job: see `ForkedProcess.pid_of`.
+    """
     for pid in descendants(job_pid):
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -81,14 +74,14 @@ def process_of(job_pid: int, sign: str, rank: int | None = None) -> int:
     raise AssertionError(f"the job has no process {sign} of rank {rank}")
 
 
-def wait_for_steps(run: Path, number: int, running: subprocess.Popen[bytes]) -> None:
+def wait_for_steps(run: Path, number: int, running: ForkedProcess) -> None:
     """Until the newest checkpoint is `number` checkpoints further, after a moment more."""
 
     def newest_step() -> int:
         return int(checkpoints(run)[-1].name.removeprefix("step-")) if checkpoints(run) else 0
 
     def reached() -> bool:
-        assert running.poll() is None, (run.parent / "job.log").read_text()[-3000:]
+        assert running.poll() is None, running.stderr[-3000:]
         return newest_step() >= goal
 
     goal = newest_step() + 4 * number
@@ -120,13 +113,14 @@ def test_ranks_and_services_may_be_killed_and_every_task_is_trained_once_an_epoc
 ) -> None:
     run = tmp_path / "run"
     config = str(write_config(tmp_path / "train.toml", click_logs, run))
-    train = ["gmeta", "train", config, *SMALL_MODEL, *ALWAYS]
+    train = ["train", config, *SMALL_MODEL, *ALWAYS]
     restarts = f"--max-restarts={2 * NUM_KILLS}"
     # The launcher owns the service: it lives on while the ranks are restarted.
-    with job(run, *train, "run.epochs=1000", "--nproc-per-node=2", restarts) as running:
+    endless = [*train, "run.epochs=1000", "--nproc-per-node=2", restarts]
+    with job(tmp_path / "two", "gmeta", *endless) as running:
         wait_for_steps(run, 2, running)
         for number in range(NUM_KILLS):
-            kill(process_of(running.pid, "train", rank=(number + 1) % 2))
+            kill(running.pid_of((number + 1) % 2))
             wait_for_steps(run, 2, running)
             kill(process_of(running.pid, "shard-service"))
             wait_for_steps(run, 2, running)
@@ -136,16 +130,16 @@ def test_ranks_and_services_may_be_killed_and_every_task_is_trained_once_an_epoc
     # Another number of ranks, no launcher of ours, and a store that somebody deleted.
     for file in (run / "shards").glob("shards.db*"):
         file.unlink()
-    torchrun = ["torch.distributed.run", "--nproc-per-node=1", "--rdzv-backend=c10d"]
-    torchrun += ["--rdzv-endpoint=127.0.0.1:0", restarts, "--monitor-interval=0.2", "-m"]
+    torchrun = ["--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    torchrun += [restarts, "--monitor-interval=0.2", "-m", "gmeta"]
     whole = [f"run.epochs={epochs_done + 2 + NUM_KILLS}", "--resume"]
-    with job(run, *torchrun, *train, *whole) as running:
+    with job(tmp_path / "one", "torch.distributed.run", *torchrun, *train, *whole) as running:
         wait_for_steps(run, 1, running)
         # Rank 0 owns the service here: both die, and the next rank 0 takes over the store.
         for _ in range(NUM_KILLS):
-            kill(process_of(running.pid, "train", rank=0))
+            kill(running.pid_of(0))
             wait_for_steps(run, 1, running)
-        assert running.wait(PATIENCE_S) == 0, (tmp_path / "job.log").read_text()[-3000:]
+        assert running.wait(PATIENCE_S) == 0, running.stderr[-3000:]
     assert check_lineage(run) == epochs_done + 2 + NUM_KILLS
     counts = json.loads((checkpoints(run)[-1] / "counts.json").read_text())
     assert list(counts.values()) == [epochs_done + 2 + NUM_KILLS] * NUM_TASKS

@@ -1,5 +1,5 @@
-"""Put on PYTHONPATH by test_training_job.py: ranks of `gmeta train` count how often each task was
-trained, beside the weights.
+"""Called first by the ranks of test_training_job.py: they count how often each task was trained,
+beside the weights.
 
 The counts lie in the checkpoint folder, so they go back with the model where it goes back; they
 know nothing of shards or of the service, and so can tell what the manifest beside them is worth.
@@ -7,20 +7,23 @@ know nothing of shards or of the service, and so can tell what the manifest besi
 
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gmeta.train
+from gmeta.parallel.ranks import gather_to_first
+
 COUNTS_FILE = "counts.json"
 
 
 def count_tasks() -> None:
-    """Wrap what `gmeta.train` calls: the steps, and the feed that writes into checkpoints."""
-    import gmeta.train
-    from gmeta.parallel.ranks import gather_to_first
-
+    """Wrap what `gmeta.train` calls, in a rank: the steps, and the feed that writes into
+    checkpoints.
+    """
+    if "RANK" not in os.environ:
+        return
     counts: Counter[int] = Counter()
     real_in_step, real_open_feed = gmeta.train.in_step, gmeta.train.open_feed
 
@@ -46,7 +49,3 @@ def count_tasks() -> None:
         return feed
 
     gmeta.train.in_step, gmeta.train.open_feed = in_step, open_feed
-
-
-if "RANK" in os.environ and "train" in sys.orig_argv:
-    count_tasks()
