@@ -22,9 +22,8 @@ from gmeta.metrics.scores import evaluate_split
 from gmeta.outer.early_stop import scoring_of
 from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.sharding import local_learner
-from gmeta.parallel.stopping import Stop
 from gmeta.parallel.together import by_all
-from gmeta.predictions import gathered, predict_all, predict_split
+from gmeta.predictions import Columns, gathered, predict_along, predict_split
 from gmeta.report.evaluation import FineTuning
 from gmeta.yardstick.candidates import Candidates
 from gmeta.yardstick.finetune import best_of, half_of, try_all
@@ -85,9 +84,9 @@ def choose_fine_tuning(
     read = [tuning_batches(config, dataset, split, most, ranks) for split in splits]
     errors: dict[tuple[float, int], list[float]] = {}  # of all tasks, then of each half
 
-    def errors_of(batches: Sequence[TaskBatch]) -> list[float]:
+    def errors_of(columns: list[Columns]) -> list[float]:
         """Return the error of all tasks, then of each half; nothing on the ranks but the first."""
-        table = gathered(predict_all(iter(batches), config, dataset, sharded, ranks, Stop()), ranks)
+        table = gathered(columns, ranks)
         if table is None:
             return []
         known_N = ~np.isnan(table["label"])
@@ -99,16 +98,20 @@ def choose_fine_tuning(
             found.append(evaluate_split(label, after, task, scoring, [metric])[metric].value)
         return found
 
-    def error(rate: float, steps: int) -> float:
-        algorithm = replace(config.algorithm, inner_lr=rate, inner_steps=steps)
-        adapt_with(algorithm, sharded)
-        of_splits = [errors_of(batches) for _, batches in read]
-        means = [float(np.mean(same)) for same in zip(*of_splits, strict=True)]
-        errors[rate, steps] = value_of_first(means, ranks)
-        return errors[rate, steps][0]
+    def errors_along(rate: float, steps: Sequence[int]) -> list[float]:
+        """Return the error after each of these numbers of steps."""
+        adapt_with(replace(config.algorithm, inner_lr=rate, inner_steps=max(steps)), sharded)
+        along = [
+            predict_along(batches, steps, config, dataset, sharded, ranks) for _, batches in read
+        ]
+        for num_steps, of_splits in zip(steps, zip(*along, strict=True), strict=True):
+            by_split = [errors_of(columns) for columns in of_splits]
+            means = [float(np.mean(same)) for same in zip(*by_split, strict=True)]
+            errors[rate, num_steps] = value_of_first(means, ranks)
+        return [errors[rate, num_steps][0] for num_steps in steps]
 
     own = config.algorithm.inner_lr, config.algorithm.inner_steps
-    tried = try_all(error, own)
+    tried = try_all(errors_along, own)
     told, num_tasks = ", ".join(splits), sum(num_tasks for num_tasks, _ in read)
     if not is_halved:
         return FineTuning(told, num_tasks, metric, (best_of(tried),), tried)
