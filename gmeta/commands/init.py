@@ -11,7 +11,7 @@ from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import UserError
 from gmeta.files.whole import write_whole
 from gmeta.tuning.written import config_toml
-from metaio.prepare.first_schema import episodes_of, schema_toml
+from metaio.prepare.first_schema import NEGATIVES, episodes_of, schema_toml
 from metaio.prepare.guess import Guess, Role, guess
 from metaio.prepare.log_look import first_rows
 
@@ -54,8 +54,7 @@ def init(
         write_whole(path, text.encode())
     console = screen()
     (used_task,), (used_label,) = found.of("task"), found.of("label")
-    inputs_of: tuple[Role, ...] = ("single", "multi", "dense", "vector")
-    features = [column.name for role in inputs_of for column in found.of(role)]
+    features = [column.name for column in found.inputs]
     times = "".join(f", time {column.name}" for column in found.of("time"))
     console.print(
         f"task {used_task.name}, label {used_label.name}{times}, {len(features)} inputs: "
@@ -121,6 +120,8 @@ def _output_bias(found: Guess) -> float:
         return float(f"{mean:.3g}")
     if found.threshold is not None:  # of two values, not 0 and 1
         mean = (mean - found.label.least) / (found.label.most - found.label.least)
+    if found.is_positives:
+        mean = 1 / (1 + NEGATIVES)
     share = min(max(mean, 1e-6), 1 - 1e-6)
     return round(math.log(share / (1 - share)), 2)
 

@@ -11,6 +11,7 @@ from metaio.prepare.guess import MOST_DISTINCT_SHARE, Guess
 from metaio.prepare.log_look import Column
 
 HASHED_ROWS = 1_000_000
+NEGATIVES = 4  # of each positive row
 MOST_ROWS = 200  # of an episode
 # Held back for validation, and as many to score: enough tasks to tell settings apart, as far as a
 # fifth of all tasks goes.
@@ -65,6 +66,7 @@ def schema_toml(found: Guess, urls: Sequence[str]) -> str:
         lines.append(_column(row_id))
     lines += _ids(found)
     lines += _numbers(found)
+    lines += _item(found)
     if found.encoding != "utf-8":
         lines += ["", "[text]", f"encoding = {_quoted(found.encoding)}"]
     left_out = found.of("left out")
@@ -124,6 +126,20 @@ def _numbers(found: Guess) -> list[str]:
         lines += ["", f"[[vector]]  # {_told(column)}", _column(column), f"width = {column.width}"]
         if column.num_null:
             lines.append("fill = 0.0  # for nulls")
+    return lines
+
+
+def _item(found: Guess) -> list[str]:
+    if not found.item:
+        return []
+    columns = f"[{', '.join(map(_quoted, found.of_item))}]"
+    lines = ["", "[item]  # what is recommended; beside it the columns that change with it alone"]
+    if found.is_positives:
+        lines = ["", "[negatives]  # all labels are 1: items that the task has not stand for 0"]
+    lines += [f"{'item' if found.is_positives else 'column'} = {_quoted(found.item)}"]
+    lines += [f"columns = {columns}"] if found.of_item else []
+    if found.is_positives:
+        lines += [f"per_positive = {NEGATIVES}", 'by = "popularity"']
     return lines
 
 

@@ -6,7 +6,7 @@ column why it is there, and a person decides.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -49,7 +49,10 @@ _ROW_IDS = (
     r"_?(id|no|nr|number|index|uuid)?|column0"
 )
 
+MOST_ITEMS_CHANGED = 0.02  # share of the items of which a column of theirs may have two values
+
 Role = Literal["task", "label", "time", "row id", "single", "multi", "dense", "vector", "left out"]
+_INPUTS: tuple[Role, ...] = ("single", "multi", "dense", "vector")
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,18 @@ class Guess:
     mean_label: float
     median_label: float
     task_sizes: npt.NDArray[np.int64]  # rows of each task, ascending
+    of_item: tuple[str, ...] = ()  # columns that change with the item alone
     why: Mapping[str, str] = field(default_factory=dict)
     encoding: str = "utf-8"
 
     def of(self, role: Role) -> list[Column]:
         """Return the columns of a role, in their order."""
         return [column for column in self.columns if self.roles[column.name] == role]
+
+    @property
+    def inputs(self) -> list[Column]:
+        """Return what the model sees."""
+        return [column for role in _INPUTS for column in self.of(role)]
 
     @property
     def is_rating(self) -> bool:
@@ -87,6 +96,11 @@ class Guess:
         """
         is_binary = {self.label.least, self.label.most} <= {0, 1}
         return None if self.is_rating or is_binary else self.label.most
+
+    @property
+    def is_positives(self) -> bool:
+        """Tell whether it is a log of positives alone, to which items may be drawn as negatives."""
+        return self.label.least == self.label.most == 1 and bool(self.item)
 
     @property
     def item(self) -> str:
@@ -128,8 +142,7 @@ def guess(log: Log, given: Mapping[Role, str]) -> Guess:
             names = ", ".join(column.name for column in columns)
             hint = ""
             if role == "label":
-                hint = ". A log of positives alone needs a column of ones and [negatives] "
-                hint += "(docs/datasets.md)"
+                hint = ", or add a column of ones to a log of positives alone (docs/datasets.md)"
             raise DataError(
                 f"no column of {names} looks like the {role}. Name it with --{role}{hint}"
             )
@@ -151,14 +164,16 @@ def guess(log: Log, given: Mapping[Role, str]) -> Guess:
         pc.mean(values).as_py() or 0.0,
         median or 0.0,
         log.task_sizes(task),
+        (),
         why,
         log.encoding,
     )
-    if found.label.num_distinct < 2:
+    found = replace(found, of_item=_of_item(found, rows) if found.item else ())
+    if found.label.num_distinct < 2 and not found.is_positives:
         raise DataError(
             f"label {label} is {found.label.least} in all of the {len(rows):,} rows looked at: "
             "there is nothing to learn. Name another column with --label; a log of positives alone "
-            "needs [negatives] (docs/datasets.md)"
+            "needs a column of ones, and one of items"
         )
     return found
 
@@ -220,6 +235,21 @@ def plain_name(name: str) -> str:
     name = re.sub(r":(token|float)(_seq)?$", "", name.strip())
     apart = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
     return re.sub(r"\W+", "_", apart).strip("_")
+
+
+def _of_item(found: Guess, rows: pa.Table) -> tuple[str, ...]:
+    """Return the inputs that have one value for each item, but for few items."""
+    inputs = [column for column in found.inputs if column.name != found.item]
+    names = [c.name for c in inputs if not pa.types.is_nested(c.type) and c.num_distinct > 1]
+    values = rows.select([found.item, *names]).rename_columns(["", *map(str, range(len(names)))])
+    counts = values.group_by("").aggregate(
+        [(str(place), "count_distinct") for place in range(len(names))]
+    )
+    several = [
+        pc.sum(pc.greater(counts[f"{n}_count_distinct"], 1)).as_py() for n in range(len(names))
+    ]
+    most = MOST_ITEMS_CHANGED * counts.num_rows
+    return tuple(name for name, items in zip(names, several, strict=True) if (items or 0) <= most)
 
 
 def _feature_role(column: Column, num_rows: int, has_row_id: bool) -> tuple[Role, str]:

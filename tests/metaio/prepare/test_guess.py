@@ -85,7 +85,7 @@ def test_names_may_be_headings() -> None:
         (
             {},
             ["click"],
-            "looks like the label. Name it with --label. A log of positives alone needs",
+            "looks like the label. Name it with --label, or add a column of ones to a log of ",
         ),
         ({}, ["user_id"], "looks like the task. Name it with --task"),
         ({"label": "clik"}, [], "there is no column 'clik' for the label: the log has user_id, "),
@@ -201,8 +201,33 @@ def test_two_values_other_than_0_and_1_become_clicks() -> None:
     found = guessed(rows)
     assert not found.is_rating
     assert tomllib.loads(schema_toml(found, ["log.csv"]))["label"]["threshold"] == 1
-    with pytest.raises(DataError, match="label click is 1.0 in all of the 4,000 rows looked at"):
-        guessed(log().set_column(9, "click", pa.array(np.ones(ROWS))), label="click")
+    with pytest.raises(DataError) as caught:
+        guessed(log().set_column(9, "click", pa.array(np.full(ROWS, 3))), label="click")
+    assert str(caught.value) == (
+        "label click is 3 in all of the 4,000 rows looked at: there is nothing to learn. Name "
+        "another column with --label; a log of positives alone needs a column of ones, and one of "
+        "items"
+    )
+
+
+def test_a_log_of_positives_alone_gets_negatives(tmp_path: Path) -> None:
+    rows = log().set_column(9, "click", pa.array(np.ones(ROWS, np.int64))).drop_columns("tags")
+    rows = rows.append_column("brand", pa.array([f"b{n % 7}" for n in rows["item"].to_pylist()]))
+    pyarrow.csv.write_csv(rows, tmp_path / "log.csv")
+    made = gmeta("init", "log.csv", "--label", "click", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    schema = tomllib.loads((tmp_path / "schema.toml").read_text())
+    assert schema["negatives"] == {
+        "item": "item",
+        "columns": ["brand"],  # not the user's, nor those that change from row to row
+        "per_positive": 4,
+        "by": "popularity",
+    }
+    config = tomllib.loads((tmp_path / "train.toml").read_text())
+    assert config["model"]["output_bias"] == pytest.approx(-1.39, abs=0.01)  # a fifth are clicks
+    prepared = gmeta("prepare", "--schema", "schema.toml", "log.csv", "data", cwd=tmp_path)
+    assert prepared.returncode == 0, prepared.stderr
+    assert "0.200" in gmeta("inspect", "data", cwd=tmp_path).stdout
 
 
 @pytest.mark.parametrize(
