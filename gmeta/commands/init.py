@@ -17,6 +17,7 @@ from metaio.prepare.log_look import first_rows
 
 # Steps of an epoch, and tasks of a step, as far as a log allows.
 STEPS_PER_EPOCH, LEAST_TASKS, MOST_TASKS = 50, 4, 128
+EPOCHS = 6  # the first half plain
 FEW_TASKS = 300
 SCHEMA_FILE, CONFIG_FILE = "schema.toml", "train.toml"
 
@@ -98,10 +99,19 @@ def _config(found: Guess, out: Path) -> TrainConfig:
                 "tasks_per_step": _tasks_per_step(episodes_of(found).num_training_tasks),
             },
             **_statistics(found),
+            "model": {"name": "melu", "hidden": [64, 64], "output_bias": _output_bias(found)},
+            "algorithm": {
+                "plain_epochs": EPOCHS // 2,
+                "inner_lr": 0.1,
+                "support_prior": 10.0,
+                "adapt_embeddings": False,
+            },
             "outer": {"loss": "mse" if found.is_rating else "bce"},
-            "model": {"output_bias": _output_bias(found)},
-            "algorithm": {"inner_lr": 0.1},
-            "run": {"dir": str(out / "runs" / "maml"), "epochs": 3},
+            "run": {
+                "dir": str(out / "runs" / "maml"),
+                "epochs": EPOCHS,
+                "early_stop_patience": EPOCHS // 2,
+            },
         }
     )
 
@@ -109,7 +119,7 @@ def _config(found: Guess, out: Path) -> TrainConfig:
 def _tasks_per_step(num_tasks: int) -> int:
     """Return how many tasks a step takes, a power of 2, so that an epoch has some STEPS_PER_EPOCH
     steps: of few tasks in large steps a run has too few steps to learn anything."""
-    power = int(math.log2(max(1, num_tasks / STEPS_PER_EPOCH)))
+    power = round(math.log2(max(1.0, num_tasks / STEPS_PER_EPOCH)))
     return min(max(1 << power, LEAST_TASKS), MOST_TASKS)
 
 
@@ -129,11 +139,13 @@ def _output_bias(found: Guess) -> float:
 def _statistics(found: Guess) -> dict[str, Any]:
     """Return the sections that give the model what training and support rows say, as the baselines
     of an evaluation have it."""
-    sections: dict[str, Any] = {
-        "support_features": {"task": True, "columns": ["*"], "residual_of": found.item}
-    }
+    sections: dict[str, Any] = {"support_features": {"task": True, "columns": ["*"]}}
     if found.item:
+        # A model that starts as the bias model, mean + item + task, is never far below it.
+        sections["support_features"] |= {"residual_of": found.item, "bias_start": True}
         sections["item_features"] = {"columns": [column.name for column in found.ids]}
+        if not found.is_rating:
+            sections["item_features"]["log_odds"] = True
     if not found.of("time"):
         # Support that is the past is drawn by nobody; else training draws its own: of the clicks of
         # MovieLens-100k without their time, validation's logloss is .579 with it, .615 without.

@@ -1,6 +1,7 @@
 """`gmeta evaluate` with its yardstick, from the command line."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,35 @@ def test_a_meta_learned_run_adapts_as_validation_chooses_and_is_exported_so(
     assert line + "which gmeta evaluate chose on validation" in " ".join(done.stderr.split())
     exported = json.loads((tmp_path / "model" / "config.json").read_text())["algorithm"]
     assert (exported["inner_lr"], exported["inner_steps"]) == setting
+
+
+def test_on_other_data_a_run_adapts_as_its_validation_chose(runs: Path, tmp_path: Path) -> None:
+    maml, other = tmp_path / "maml", write_data(tmp_path / "other", "mse")
+    shutil.copytree(runs / "maml", maml)
+    (maml / "adapting.json").unlink(missing_ok=True)
+    on = ("--on", other, "--split", "cold", "--no-trees", "--out")
+
+    def after(out: Path, *arguments: str | Path) -> tuple[np.ndarray, str]:
+        found = evaluated(maml, *arguments, *on, out)
+        assert found["runs"][0]["fine_tuning"] == []  # no validation split at hand
+        return of_run(out, "maml"), found["stdout"]
+
+    as_trained_N, told = after(tmp_path / "as-trained")
+    assert "maml: adapts with" not in told
+    chosen = evaluated(maml, "--no-trees", "--out", tmp_path / "chosen")
+    (best,) = chosen["runs"][0]["fine_tuning"][0]["chosen"]
+    chosen_N, told = after(tmp_path / "on")
+    line = " ".join(told.split()).partition("maml: adapts with ")[2]
+    assert f"inner_lr = {best['inner_lr']:g} (its config: 0.05)" in line
+    assert f"inner_steps = {best['inner_steps']} (its config: 1)" in line
+    np.testing.assert_array_equal(chosen_N, of_run(tmp_path / "chosen", "maml"))
+    assert np.abs(chosen_N - as_trained_N).max() > 1e-4
+    # What the command line says comes first; what was chosen for another checkpoint says nothing.
+    told_N, _ = after(tmp_path / "told", "algorithm.inner_lr=0.05", "algorithm.inner_steps=1")
+    np.testing.assert_array_equal(told_N, as_trained_N)
+    kept = json.loads((maml / "adapting.json").read_text())
+    (maml / "adapting.json").write_text(json.dumps({**kept, "step": kept["step"] + 1}))
+    np.testing.assert_array_equal(after(tmp_path / "later")[0], as_trained_N)
 
 
 def test_adapting_that_is_made_worse_is_told_in_red(runs: Path, tmp_path: Path) -> None:
