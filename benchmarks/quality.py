@@ -9,8 +9,8 @@ results lie in --work are not repeated, so a run that was stopped goes on.
     python benchmarks/quality.py --data path/to/data --write docs/results.md
 
 --data holds the folders ml-1m, ml-100k and amazon; what is missing is said and left out. --quick
-takes a minute: MovieLens-100k where it is there, and small synthetic logs, with one seed; the
-others are left out.
+takes a minute: MovieLens-100k where it is there, and small synthetic logs, with one seed, and 100
+tasks that choose rate and steps; the others are left out.
 """
 
 import shutil
@@ -38,6 +38,7 @@ NAMES = [protocol.name for protocol in PROTOCOLS]
 QUICK = ("movielens-100k", "synthetic")
 QUICK_PREPARE = ("--tasks", "1000", "--items", "300")
 QUICK_TRAIN = ("run.epochs=1",)
+QUICK_EVALUATE = ("evaluation.tuning_tasks=100",)  # of each validation split
 
 
 def main() -> int:
@@ -100,7 +101,9 @@ def measure(
         for name in (*protocol.configs, *(() if quick or seed else protocol.others))
     ]
     train_s = run_jobs(trainings, parallel, context)
-    evaluations = [evaluate_job(protocol, seed, draws, place, trainings) for seed in range(seeds)]
+    evaluations = [
+        evaluate_job(protocol, seed, draws, place, trainings, quick=quick) for seed in range(seeds)
+    ]
     evaluate_s = run_jobs(evaluations, parallel, context)
     paths = [job.out / "evaluation.json" for job in evaluations]
     rows = rows_of(paths, protocol.splits, protocol.metrics, tuple(protocol.others))
@@ -128,7 +131,13 @@ def train_job(protocol: Protocol, name: str, seed: int, place: Path, *, quick: b
 
 
 def evaluate_job(
-    protocol: Protocol, seed: int, draws: int, place: Path, trainings: Sequence[Job]
+    protocol: Protocol,
+    seed: int,
+    draws: int,
+    place: Path,
+    trainings: Sequence[Job],
+    *,
+    quick: bool,
 ) -> Job:
     """The evaluation of a seed's adapted run against its others, anew where one of them was."""
     root = place / f"seed-{seed}"
@@ -137,7 +146,7 @@ def evaluate_job(
     out = root / "evaluation"
     mine = [job.out for job in trainings if job.out.parent == root]
     against = [word for run in mine[1:] for word in ("--against", str(run))]
-    words = ["evaluate", str(mine[0]), *against, *options]
+    words = ["evaluate", str(mine[0]), *(QUICK_EVALUATE if quick else ()), *against, *options]
     read = tuple(run.with_name(f"{run.name}.done") for run in mine)
     return Job((*words, "--out", str(out)), out, read)
 
