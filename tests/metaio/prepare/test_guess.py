@@ -128,7 +128,7 @@ def test_what_init_writes_prepares_and_fits(tmp_path: Path, suffix: str) -> None
     checked = gmeta("config", "made/train.toml", "--check", cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
     assert checked.stdout == (
-        "made/train.toml is right: maml with dlrm on made/data, into made/runs/maml\n"
+        "made/train.toml is right: maml with melu on made/data, into made/runs/maml\n"
     )
     written = tomllib.loads((tmp_path / "made" / "train.toml").read_text())
     # The baselines of an evaluation know what training rows say of an item: so does the model.
