@@ -17,6 +17,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from _common import (
@@ -57,17 +58,22 @@ def main() -> int:
         names = [name for name in QUICK if name in names] or list(QUICK)
         seeds, draws, work = 1, 1, work.with_name(f"{work.name}-quick")
         shutil.rmtree(work, ignore_errors=True)
-    measured = []
+    there: list[tuple[Protocol, Path]] = []
     for protocol in PROTOCOLS:
-        if protocol.name not in names:
-            continue
         raw = options.data / protocol.folder
-        if protocol.folder and not raw.is_dir():
+        if protocol.name in names and protocol.folder and not raw.is_dir():
             print(f"{protocol.title}: left out, {raw} is no folder. Give --data", flush=True)
-            continue
-        one = measure(protocol, raw, work, seeds, draws, options.parallel, quick=options.quick)
-        measured.append(one)
-        tell(one, quick=options.quick)
+        elif protocol.name in names:
+            there.append((protocol, raw))
+    # With one seed an evaluation is one process: two data sets keep two cores busy.
+    at_once = max(1, min(len(there), options.parallel)) if options.quick else 1
+    measured, parallel = [], options.parallel // at_once
+    with ThreadPoolExecutor(at_once) as pool:
+        for one in pool.map(
+            lambda each: measure(*each, work, seeds, draws, parallel, quick=options.quick), there
+        ):
+            measured.append(one)
+            tell(one, quick=options.quick)
     if options.write:
         write_page(options.write, measured, seeds, draws)
     if options.quick:

@@ -13,6 +13,8 @@ from metaio.prepare.log_look import Column
 HASHED_ROWS = 1_000_000
 NEGATIVES = 4  # of each positive row
 MOST_ROWS = 200  # of an episode
+RARE = 0.1  # share of clicks
+MOST_QUERY_ROWS = {False: 10, True: 50}  # where clicks are rare: ten rows of a task have none
 # Held back for validation, and as many to score: enough tasks to tell settings apart, as far as a
 # fifth of all tasks goes.
 HELD_BACK_TASKS, LEAST_SHARE, MOST_SHARE = 200, 0.1, 0.2
@@ -38,10 +40,13 @@ class Episodes:
 
 def episodes_of(found: Guess) -> Episodes:
     """Return how rows and tasks are dealt out, by how many there are: a third of the median task's
-    rows are to be predicted, ten at most.
+    rows are to be predicted, ten at most, of rare clicks more.
     """
     sizes = found.task_sizes
-    query_rows = int(np.clip(np.median(sizes) // 3, 1, 10)) if len(sizes) else 10
+    share = (found.mean_label - found.label.least) / (found.label.most - found.label.least or 1)
+    is_rare = not (found.is_rating or found.is_positives) and min(share, 1 - share) < RARE
+    most = MOST_QUERY_ROWS[is_rare]
+    query_rows = int(np.clip(np.median(sizes) // 3, 1, most)) if len(sizes) else most
     min_rows = query_rows + max(1, query_rows // 3)
     num_tasks = int(np.count_nonzero(sizes >= min_rows))
     share = float(np.clip(HELD_BACK_TASKS / max(num_tasks, 1), LEAST_SHARE, MOST_SHARE))

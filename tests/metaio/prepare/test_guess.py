@@ -132,8 +132,9 @@ def test_what_init_writes_prepares_and_fits(tmp_path: Path, suffix: str) -> None
     )
     written = tomllib.loads((tmp_path / "made" / "train.toml").read_text())
     # The baselines of an evaluation know what training rows say of an item: so does the model.
-    assert written["item_features"] == {"columns": ["item"]}  # not the session
+    assert written["item_features"] == {"columns": ["item"], "log_odds": True}  # not the session
     assert written["support_features"]["residual_of"] == "item"
+    assert written["support_features"]["bias_start"] is True
     assert "augment" not in written  # the log has a time column: support is the past
 
 
@@ -249,6 +250,15 @@ def test_episodes_follow_from_the_rows_of_the_tasks(
     found = (episodes["query_rows"], episodes["min_rows"], shares["train"], shares["valid"])
     assert found == expected
     assert episodes_of(guessed(table)).num_tasks == 100
+
+
+def test_of_rare_clicks_more_rows_are_to_be_predicted() -> None:
+    number = np.arange(12_000)
+    clicks = (number % 97 == 0).astype(np.int64)
+    table = pa.table({"uid": number // 120, "item": number % 7, "y": clicks})
+    assert episodes_of(guessed(table)).query_rows == 40
+    table = table.set_column(2, "y", pa.array(1 - clicks))
+    assert episodes_of(guessed(table)).query_rows == 40
 
 
 def test_of_many_tasks_a_tenth_is_held_back() -> None:
