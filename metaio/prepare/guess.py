@@ -168,6 +168,11 @@ def guess(log: Log, given: Mapping[Role, str]) -> Guess:
         why,
         log.encoding,
     )
+    if found.task_sizes[-1] < 2:
+        raise DataError(
+            f"each value of {task} has one row: there is nothing that a model could adapt to. Name "
+            "another column with --task"
+        )
     found = replace(found, of_item=_of_item(found, rows) if found.item else ())
     if found.label.num_distinct < 2 and not found.is_positives:
         raise DataError(

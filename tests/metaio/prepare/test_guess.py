@@ -92,6 +92,7 @@ def test_names_may_be_headings() -> None:
         ({"label": "note"}, [], "column 'note' is string: a label is a number or a truth value"),
         ({"time": "note"}, [], "column 'note' is string: its values are no times that are known"),
         ({"task": "click"}, [], "no column of user_id, item, session, genres, "),
+        ({"task": "note"}, [], "each value of note has one row: there is nothing that a model "),
         ({"label": "ts", "time": "ts"}, [], "one column is given twice: --label ts, --time ts. "),
     ],
 )
