@@ -13,6 +13,7 @@ takes a minute: MovieLens-100k where it is there, and small synthetic logs, with
 tasks that choose rate and steps; the others are left out.
 """
 
+import os
 import shutil
 import sys
 import time
@@ -68,6 +69,9 @@ def main() -> int:
     # With one seed an evaluation is one process: two data sets keep two cores busy.
     at_once = max(1, min(len(there), options.parallel)) if options.quick else 1
     measured, parallel = [], options.parallel // at_once
+    if at_once > 1:
+        # Threads of several commands on the same cores would wait for each other.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     with ThreadPoolExecutor(at_once) as pool:
         for one in pool.map(
             lambda each: measure(*each, work, seeds, draws, parallel, quick=options.quick), there
