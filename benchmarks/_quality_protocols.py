@@ -226,7 +226,7 @@ PROTOCOLS = (
         about=(
             "Clicks on made-up items by users with hidden tastes, which only their own clicks "
             "tell: data that meta-learning is made for. Both models have the rates of the demo; "
-            "nothing was tuned but what the plain one is fine-tuned with."
+            "nothing was tuned but the inner rate and steps that each evaluation chooses for both."
         ),
         tuned=(0, 0),
         by_hand=(2, 0),

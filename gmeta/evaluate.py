@@ -21,7 +21,9 @@ from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.increment import data_of, open_named
 from gmeta.fine_tuning import (
+    are_too_few,
     choose_fine_tuning,
+    has_rates,
     judges_of,
     predict_tuned,
     told_adapting,
@@ -96,7 +98,8 @@ def evaluate_run(
         config = replace(config, data=data_of(config.data, dataset))
     shown, _ = drawn_once(shown, dataset)
     chosen = splits_to_score(config, dataset, splits)
-    judges = judges_of(config, chosen) if is_as_trained else []
+    judges = judges_of(config, dataset, chosen) if is_as_trained else []
+    is_few = is_as_trained and has_rates(config) and are_too_few(config, dataset)
     # Which label is asked about does not change how a run adapts that is there to adapt.
     by = config if own.name == PLAIN else own_config
     tunings = [choose_fine_tuning(by, dataset, each, sharded, ranks) for each in judges]
@@ -128,7 +131,9 @@ def evaluate_run(
         environment=folder.read_environment(),
         dataset=f"{dataset.url} ({dataset.fingerprint[:12]})",
         evaluated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        adapts_with=told_adapting(own, adapting, tunings),
+        adapts_with=told_adapting(
+            own, adapting, tunings, ", ".join(config.data.valid_splits) if is_few else ""
+        ),
         fine_tuning=tuple(tunings),
         label=next(one.name for one in labels if one.is_judged),
         other_losses={one.name: config.loss_of(one.name) for one in labels if not one.is_judged},

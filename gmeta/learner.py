@@ -9,6 +9,7 @@ Shape suffixes: N rows, U fetched rows, P distinct (task, row) pairs, D embeddin
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -127,6 +128,11 @@ class MetaLearner(nn.Module):
         """Return whether it trains in the fused inner loop."""
         has_loop = self._fused_loop is not None and self._query_loss is not None
         return has_loop and self._config.name != PLAIN
+
+    @property
+    def inner_steps(self) -> int:
+        """Return how many steps it takes on a task's support rows."""
+        return self._config.inner_steps
 
     def use_general_loop(self) -> None:
         """Give up the fused inner loop: what it computes, the general one does step by step."""
@@ -248,21 +254,34 @@ class MetaLearner(nn.Module):
         """Return the outputs on the query rows with the meta-parameters, and after adapting on the
         support rows.
         """
+        return self.predict_along(rows_UD, episodes, (self.inner_steps,))[0]
+
+    def predict_along(
+        self, rows_UD: Tensor, episodes: Episodes, steps: Sequence[int]
+    ) -> list[QueryPrediction]:
+        """Return what `predict` does, after each of these numbers of inner steps, rising ones, for
+        the price of the last: all lie on one way.
+        """
         if not isinstance(episodes.rows, Sides):
             raise ValueError(
                 "episodes arranged for training have no sides of all tasks: use arrange_to_predict"
             )
         inner, (support, query) = self.general_loop, episodes.rows
         rows = self._working_rows(self._started_UD(rows_UD.detach(), episodes), episodes)
-        # Adapting takes gradients, also where the caller has turned them off.
-        with torch.enable_grad():
-            adapted = inner.adapt(rows, episodes.rows, second_order=False)
         with torch.no_grad():
             unknown = self._without_support(query)
             before_N = inner.output_N(inner.unadapted(rows, unknown), unknown)
-            after_N = inner.output_N(adapted, query)
-        lengths_T = support.layout.lengths_T
-        return QueryPrediction(before_N, after_N, query.label_N, query.layout, lengths_T)
+        # Adapting takes gradients, also where the caller has turned them off.
+        with torch.enable_grad():
+            adapted = inner.started(rows, support, query.layout.longest)
+        found, lengths_T = [], support.layout.lengths_T
+        for taken, num_steps in pairwise((0, *steps)):
+            with torch.enable_grad():
+                adapted = inner.further(adapted, rows, support, num_steps - taken, False)
+            with torch.no_grad():
+                after_N = inner.output_N(adapted, query)
+            found.append(QueryPrediction(before_N, after_N, query.label_N, query.layout, lengths_T))
+        return found
 
     def starting_rows_UD(
         self, rows_UD: Tensor, unique_lengths_B: Tensor, rows_of_tables: Sequence[int]

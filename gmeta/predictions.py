@@ -16,6 +16,7 @@ from gmeta.batches.views import STORED, View
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.reader import open_reader
+from gmeta.learner import QueryPrediction
 from gmeta.parallel.ranks import Ranks, gather_to_first
 from gmeta.parallel.sharding import ShardedLearner, local_learner
 from gmeta.parallel.steps import in_step
@@ -58,10 +59,11 @@ def predict_split(
         stored = labels_checked(reader.batches(0), kinds_of(config, dataset), dataset, split)
         batches = map(view.of, _told(stopping_if_wrong(stored, dataset.features, stop), advance))
         if candidates is None:
-            columns = predict_all(batches, config, dataset, sharded, ranks, stop)
+            none = np.zeros(0, np.bool_)
+            listed: Iterator[Listed] = ((batch, none) for batch in batches)
         else:
             listed = _listed(candidates, dataset, batches, view)
-            columns = _predict_listed(listed, config, dataset, sharded, ranks, stop)
+        columns = _predict_listed(listed, config, dataset, sharded, ranks, stop)
         if stop.agreed:
             raise_first_problem(stop, ranks)
     table = gathered(columns, ranks)
@@ -81,18 +83,25 @@ def _told(batches: Iterator[TaskBatch], advance: Callable[[int], None]) -> Itera
         yield batch
 
 
-def predict_all(
-    batches: Iterator[TaskBatch],
+def predict_along(
+    batches: Iterable[TaskBatch],
+    steps: Sequence[int],
     config: TrainConfig,
     dataset: Dataset,
     sharded: DistributedModelParallel,
     ranks: Ranks,
-    stop: Stop,
-) -> list[Columns]:
-    """Return the columns of each of this rank's batches, of the query rows alone. Collective."""
-    none = np.zeros(0, np.bool_)
-    listed = ((batch, none) for batch in batches)
-    return _predict_listed(listed, config, dataset, sharded, ranks, stop)
+) -> list[list[Columns]]:
+    """Return for each of these numbers of inner steps, rising ones, the columns of each of this
+    rank's batches. Collective."""
+    learner, labels = local_learner(sharded), scored_labels(config, dataset)
+    arrange = learner.learner.arrange_to_predict
+    idle = arrange(no_tasks(dataset.features))
+    taken = in_step(map(arrange, batches), idle, ranks, Stop(), sharded)
+    by_batch = [
+        [_columns(one, learner, each, labels) for one in learner.predict_along(each, steps)]
+        for each, _ in taken
+    ]
+    return [[of_steps[place] for of_steps in by_batch] for place in range(len(steps))]
 
 
 def _predict_listed(
@@ -103,7 +112,8 @@ def _predict_listed(
     ranks: Ranks,
     stop: Stop,
 ) -> list[Columns]:
-    """Return the same of batches with sampled candidates, of the rows beside which they stand."""
+    """Return the columns of each of this rank's batches, of the query rows alone; of sampled
+    candidates, of the rows beside which they stand. Collective."""
     learner = local_learner(sharded)
     item = item_place(dataset)
 
@@ -117,7 +127,7 @@ def _predict_listed(
     idle = arrange((no_tasks(dataset.features), np.zeros(0, np.bool_)))
     steps = in_step(map(arrange, batches), idle, ranks, stop, sharded)
     labels = scored_labels(config, dataset)
-    return [_predict(learner, episodes, labels) for episodes, _ in steps]
+    return [_columns(learner.predict(episodes), learner, episodes, labels) for episodes, _ in steps]
 
 
 def _listed(
@@ -160,8 +170,12 @@ def gathered(columns: list[Columns], ranks: Ranks) -> Columns | None:
     return table
 
 
-def _predict(learner: ShardedLearner, episodes: Episodes, labels: Sequence[ScoredLabel]) -> Columns:
-    prediction = learner.predict(episodes)
+def _columns(
+    prediction: QueryPrediction,
+    learner: ShardedLearner,
+    episodes: Episodes,
+    labels: Sequence[ScoredLabel],
+) -> Columns:
     sampled_N = episodes.query_sampled_N.numpy()
     query_T = prediction.layout.lengths_T.cpu().numpy()
     task_N = np.repeat(np.arange(len(query_T)), query_T)

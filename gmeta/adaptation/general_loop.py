@@ -94,12 +94,28 @@ class GeneralLoop:
         `keep_path` keeps the support losses differentiable in first order too, at the price of
         their graphs. `query_rows` (of the longest task) only helps to choose the cheaper path.
         """
+        adapted = self.started(rows, support, query_rows)
+        steps = self.config.inner_steps
+        return self.further(adapted, rows, support, steps, second_order, keep_path)
+
+    def started(self, rows: WorkingRows, support: Side, query_rows: int) -> Adapted:
+        """Return the parameters before the first step: gates, and the meta-parameters."""
         size = TaskSize(support.layout.longest, query_rows)
-        gates = self._gates(rows, support)
-        layers = AdaptedLayers(self._plan, self._rates, size, gates)
-        adapted = Adapted(layers, rows.values_PD)
+        layers = AdaptedLayers(self._plan, self._rates, size, self._gates(rows, support))
+        return Adapted(layers, rows.values_PD)
+
+    def further(
+        self,
+        adapted: Adapted,
+        rows: WorkingRows,
+        support: Side,
+        num_steps: int,
+        second_order: bool,
+        keep_path: bool = False,
+    ) -> Adapted:
+        """Return the parameters so many steps further; `adapted` moves along, and is used up."""
         takes_steps = self._plan.adapts and support.layout.num_rows
-        for _ in range(self.config.inner_steps if takes_steps else 0):
+        for _ in range(num_steps if takes_steps else 0):
             if self._plan.solves:
                 adapted = self._solved_step(adapted, support, second_order)
             else:

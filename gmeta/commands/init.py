@@ -1,5 +1,6 @@
 """`gmeta init`."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,15 +11,21 @@ from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import UserError
 from gmeta.files.whole import write_whole
 from gmeta.tuning.written import config_toml
-from metaio.prepare.guess import MOST_DISTINCT_SHARE, Guess, Role, first_rows, guess, schema_toml
+from metaio.prepare.first_schema import NEGATIVES, episodes_of, schema_toml
+from metaio.prepare.guess import Guess, Role, guess
+from metaio.prepare.log_look import first_rows
 
+# Steps of an epoch, and tasks of a step, as far as a log allows.
+STEPS_PER_EPOCH, LEAST_TASKS, MOST_TASKS = 50, 4, 128
+EPOCHS = 4  # the first half plain
+FEW_TASKS = 300
 SCHEMA_FILE, CONFIG_FILE = "schema.toml", "train.toml"
 
 
 def init(
     inputs: Annotated[
         list[str],
-        typer.Argument(metavar="LOG...", help="CSV, JSON lines or Parquet; the first is looked at"),
+        typer.Argument(metavar="LOG...", help="CSV, JSON lines or Parquet: files, globs, folders"),
     ],
     out: Annotated[Path, typer.Option(help="folder of the two files")] = Path(),
     task: Annotated[str, typer.Option(help="column of what the model adapts to")] = "",
@@ -48,19 +55,37 @@ def init(
         write_whole(path, text.encode())
     console = screen()
     (used_task,), (used_label,) = found.of("task"), found.of("label")
-    inputs_of: tuple[Role, ...] = ("single", "multi", "dense", "vector")
-    features = [column.name for role in inputs_of for column in found.of(role)]
+    features = [column.name for column in found.inputs]
+    times = "".join(f", time {column.name}" for column in found.of("time"))
     console.print(
-        f"task {used_task.name}, label {used_label.name}, {len(features)} inputs: "
+        f"task {used_task.name}, label {used_label.name}{times}, {len(features)} inputs: "
         f"{', '.join(features)}"
     )
     for column in found.of("left out"):
-        console.print(f"left out: {column.name}")
+        console.print(f"left out: {column.name}: {found.why[column.name]}")
+    dealt = episodes_of(found)
+    dropped = 1 - dealt.num_tasks / len(found.task_sizes)
+    console.print(
+        f"{dealt.num_tasks:,} tasks of at least {dealt.min_rows} rows ({dropped:.0%} have fewer); "
+        f"the last {dealt.query_rows} of each are to be predicted"
+    )
+    if dealt.num_tasks < FEW_TASKS:
+        console.print(
+            f"{dealt.num_tasks:,} tasks are few to learn from, and to tell settings apart: "
+            "look at the intervals of an evaluation before anything else"
+        )
+    data, runs = out / "data", out / "runs"
     console.print(
         f"\nRead and correct {paths[0]} and {paths[1]}, then:\n"
-        f"  gmeta prepare --schema {paths[0]} {' '.join(map(_shell, inputs))} {out / 'data'}\n"
-        f"  gmeta config {paths[1]} --check\n"
-        f"  gmeta train {paths[1]}"
+        f"  gmeta prepare --schema {paths[0]} {' '.join(map(_shell, inputs))} {data}\n"
+        f"  gmeta inspect {data}\n"
+        f"  gmeta train {paths[1]}\n"
+        f"  gmeta train {paths[1]} algorithm.name=none run.dir={runs / 'maml-plain'}\n"
+        f"  gmeta evaluate {runs / 'maml'} --against {runs / 'maml-plain'}\n"
+        f"or, for settings of both that suit the log, in place of the two trainings:\n"
+        f"  gmeta tune {paths[1]} --with-plain\n"
+        f"  gmeta train {runs / 'maml-tune' / 'best.toml'}\n"
+        f"  gmeta train {runs / 'maml-tune-plain' / 'best.toml'}"
     )
 
 
@@ -68,28 +93,60 @@ def _config(found: Guess, out: Path) -> TrainConfig:
     """Return a config that trains MAML on what the schema makes."""
     return config_from_dict(
         {
-            "data": {"path": str(out / "data"), "valid_split": "valid"},
+            "data": {
+                "path": str(out / "data"),
+                "valid_split": "valid",
+                "tasks_per_step": _tasks_per_step(episodes_of(found).num_training_tasks),
+            },
             **_statistics(found),
-            "outer": {"loss": "mse" if found.is_rating else "bce"},
-            "model": {"output_bias": found.mean_label if found.is_rating else 0.0},
-            "algorithm": {"inner_lr": 0.1},
-            "run": {"dir": str(out / "runs" / "maml"), "epochs": 3, "keep_best": True},
+            "model": {"name": "melu", "hidden": [64, 64], "output_bias": _output_bias(found)},
+            "algorithm": {
+                "plain_epochs": EPOCHS // 2,
+                # What validation chose on several logs, or near it.
+                **({"inner_lr": 0.03, "inner_steps": 3} if found.is_rating else {"inner_lr": 0.1}),
+                "support_prior": 10.0,
+                "adapt_embeddings": False,
+            },
+            "outer": {"loss": "mse" if found.is_rating else "bce", "lr_schedule": "linear"},
+            "run": {
+                "dir": str(out / "runs" / "maml"),
+                "epochs": EPOCHS,
+                "early_stop_patience": EPOCHS - 1,
+            },
         }
     )
 
 
+def _tasks_per_step(num_tasks: int) -> int:
+    """Return how many tasks a step takes, a power of 2, so that an epoch has some STEPS_PER_EPOCH
+    steps: of few tasks in large steps a run has too few steps to learn anything."""
+    power = round(math.log2(max(1.0, num_tasks / STEPS_PER_EPOCH)))
+    return min(max(1 << power, LEAST_TASKS), MOST_TASKS)
+
+
+def _output_bias(found: Guess) -> float:
+    """Return the output with which a fresh model foretells the mean label."""
+    mean = found.mean_label
+    if found.is_rating:
+        return float(f"{mean:.3g}")
+    if found.threshold is not None:  # of two values, not 0 and 1
+        mean = (mean - found.label.least) / (found.label.most - found.label.least)
+    if found.is_positives:
+        mean = 1 / (1 + NEGATIVES)
+    share = min(max(mean, 1e-6), 1 - 1e-6)
+    return round(math.log(share / (1 - share)), 2)
+
+
 def _statistics(found: Guess) -> dict[str, Any]:
     """Return the sections that give the model what training and support rows say, as the baselines
-    of an evaluation have it. The column with most values counts as the item, but for those of
-    which nearly every row has its own."""
-    most = MOST_DISTINCT_SHARE * found.num_rows
-    ids = [column for column in found.of("single") if column.num_distinct <= most]
-    item = max(ids, key=lambda column: column.num_distinct).name if ids else ""
-    sections: dict[str, Any] = {
-        "support_features": {"task": True, "columns": ["*"], "residual_of": item}
-    }
-    if item:
-        sections["item_features"] = {"columns": [column.name for column in ids]}
+    of an evaluation have it."""
+    sections: dict[str, Any] = {"support_features": {"task": True, "columns": ["*"]}}
+    if found.item:
+        # A model that starts as the bias model, mean + item + task, is never far below it.
+        sections["support_features"] |= {"residual_of": found.item, "bias_start": True}
+        sections["item_features"] = {"columns": [column.name for column in found.ids]}
+        if not found.is_rating:
+            sections["item_features"]["log_odds"] = True
     if not found.of("time"):
         # Support that is the past is drawn by nobody; else training draws its own: of the clicks of
         # MovieLens-100k without their time, validation's logloss is .579 with it, .615 without.
@@ -98,9 +155,8 @@ def _statistics(found: Guess) -> dict[str, Any]:
 
 
 def _header(found: Guess) -> str:
-    (label,) = found.of("label")
     return (
-        f"Made by gmeta init for the label {label.name}. Rates and sizes are only a start:\n"
+        f"Made by gmeta init for the label {found.label.name}. Rates and sizes are only a start:\n"
         "gmeta tune chooses them on the validation split (docs/tuning.md). The keys that are not "
         "here\nhave their defaults: gmeta config lists them."
     )

@@ -8,6 +8,7 @@ Shape suffixes: U fetched rows, B tables, D embedding width.
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -133,14 +134,20 @@ class ShardedLearner(nn.Module):
         assert episodes.fetch is not None
         return episodes, episodes.fetch.rows_UD(gradient_unit)
 
-    @torch.no_grad()
     def predict(self, episodes: Episodes) -> "QueryPrediction":
         """Return the outputs on the query rows, see MetaLearner.predict; every rank must call it
         for each step, also without episodes.
         """
+        return self.predict_along(episodes, (self.learner.inner_steps,))[0]
+
+    @torch.no_grad()
+    def predict_along(self, episodes: Episodes, steps: Sequence[int]) -> "list[QueryPrediction]":
+        """Return the same after each of these numbers of inner steps, see
+        MetaLearner.predict_along.
+        """
         self._last_step = None
         episodes, rows_UD = self.fetch(episodes)
-        return self.learner.predict(rows_UD, episodes)
+        return self.learner.predict_along(rows_UD, episodes, steps)
 
 
 def shard_learner(

@@ -18,21 +18,29 @@ STEPS = (1, 3, 5, 10)
 MOST_MORE = 3
 
 
-def try_all(error: Callable[[float, int], float], own: tuple[float, int]) -> tuple[Tried, ...]:
+def try_all(
+    errors: Callable[[float, Sequence[int]], list[float]], own: tuple[float, int]
+) -> tuple[Tried, ...]:
     """Return the grid with the error of each setting, the config's `own` first; where the best rate
-    lies at an edge, the grid goes on there."""
-    tried = [Tried(*own, error(*own))]
+    lies at an edge, the grid goes on there. `errors` takes a rate and rising numbers of steps."""
+    found: dict[tuple[float, int], float] = {}
 
-    def add(rate: float) -> None:
-        taken = {(one.inner_lr, one.inner_steps) for one in tried}
-        settings = [(rate, steps) for steps in STEPS if (rate, steps) not in taken]
-        tried.extend(Tried(*setting, error(*setting)) for setting in settings)
+    def add(rate: float, grid: Sequence[int] = STEPS) -> None:
+        wanted = {*grid, own[1]} if rate == own[0] else {*grid}
+        steps = sorted(one for one in wanted if (rate, one) not in found)
+        values = errors(rate, steps) if steps else []
+        found.update({(rate, one): value for one, value in zip(steps, values, strict=True)})
 
-    for rate in RATES:
-        add(rate)
+    def tried() -> list[Tried]:
+        ordered = sorted(found, key=lambda setting: (setting != own, setting))
+        return [Tried(*setting, found[setting]) for setting in ordered]
+
+    add(own[0], STEPS if own[0] in RATES else ())
     rates = list(RATES)
+    for rate in rates:
+        add(rate)
     for _ in range(MOST_MORE):
-        best = best_of(tried).inner_lr
+        best = best_of(tried()).inner_lr
         if best >= rates[-1]:
             rates.append(_next(rates[-1], 1))
             add(rates[-1])
@@ -41,7 +49,7 @@ def try_all(error: Callable[[float, int], float], own: tuple[float, int]) -> tup
             add(rates[0])
         else:
             break
-    return tuple(tried)
+    return tuple(tried())
 
 
 def half_of(task_N: Int64) -> Int64:

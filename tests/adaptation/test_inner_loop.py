@@ -1,6 +1,7 @@
 """Every algorithm, all tasks at once, against a loop over tasks with explicit weights; float64."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -360,3 +361,42 @@ def test_the_last_bias_has_a_rate_of_its_own_only_where_it_adapts() -> None:
         'algorithm.bias_rate = 5.0 with algorithm.name = "reptile": Reptile takes one rate for all '
         'that adapts. Leave bias_rate out, or set algorithm.name = "maml" or "fomaml"'
     )
+
+
+@pytest.mark.parametrize("model", ["dlrm", "cbml"])  # cbml: gates from the support rows
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AlgorithmConfig(name="maml", support_prior=2.0, bias_rate=3.0),
+        AlgorithmConfig(name="maml", adapt_embeddings=("s1",)),
+        AlgorithmConfig(name="anil"),
+        AlgorithmConfig(name="ridge"),
+        AlgorithmConfig(name="encoder_maml"),
+        AlgorithmConfig(name="none"),
+    ],
+    ids=lambda config: config.name,
+)
+def test_predictions_along_the_way_are_those_of_as_many_steps(
+    model: str, algorithm: AlgorithmConfig
+) -> None:
+    rng = random.Random(7)
+    features = reference.some_features(2, 1, 2)
+    tasks = [reference.random_task(features, *size, rng) for size in ((5, 3), (0, 2), (1, 4))]
+    batch = reference.batch_of(tasks, features)
+    widths = ModelConfig(name=model, embedding_dim=4, hidden=(6,), bottom=(4,))
+    rows_UD = torch.randn(len(batch.unique_ids_U), 4, dtype=torch.float64)
+
+    def learner_of(steps: int) -> MetaLearner:
+        torch.manual_seed(3)
+        config = replace(algorithm, inner_lr=0.3, inner_steps=steps)
+        return build_learner(features, widths, config, "bce").to(torch.float64)
+
+    longest = learner_of(7)
+    found = longest.predict_along(rows_UD, longest.arrange_to_predict(batch), (1, 2, 4, 7))
+    for steps, along in zip((1, 2, 4, 7), found, strict=True):
+        alone = learner_of(steps)
+        wanted = alone.predict(rows_UD, alone.arrange_to_predict(batch))
+        for name in ("before_N", "after_N", "label_N"):
+            pair = getattr(along, name), getattr(wanted, name)
+            torch.testing.assert_close(*pair, rtol=1e-10, atol=1e-10)
+    assert not torch.equal(found[0].after_N, found[1].after_N)

@@ -1,6 +1,7 @@
 """`gmeta evaluate` with its yardstick, from the command line."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from gmeta.yardstick.finetune import half_of
+from metaio import Provenance, write_dataset
 from tests.commands import gmeta
-from tests.yardstick.sample import write_data
+from tests.yardstick.sample import FEATURES, raw_rows, write_data
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +166,60 @@ def test_a_meta_learned_run_adapts_as_validation_chooses_and_is_exported_so(
     assert line + "which gmeta evaluate chose on validation" in " ".join(done.stderr.split())
     exported = json.loads((tmp_path / "model" / "config.json").read_text())["algorithm"]
     assert (exported["inner_lr"], exported["inner_steps"]) == setting
+
+
+def test_on_other_data_a_run_adapts_as_its_validation_chose(runs: Path, tmp_path: Path) -> None:
+    maml, other = tmp_path / "maml", write_data(tmp_path / "other", "mse")
+    shutil.copytree(runs / "maml", maml)
+    (maml / "adapting.json").unlink(missing_ok=True)
+    on = ("--on", other, "--split", "cold", "--no-trees", "--out")
+
+    def after(out: Path, *arguments: str | Path) -> tuple[np.ndarray, str]:
+        found = evaluated(maml, *arguments, *on, out)
+        assert found["runs"][0]["fine_tuning"] == []  # no validation split at hand
+        return of_run(out, "maml"), found["stdout"]
+
+    as_trained_N, told = after(tmp_path / "as-trained")
+    assert "maml: adapts with" not in told
+    chosen = evaluated(maml, "--no-trees", "--out", tmp_path / "chosen")
+    (best,) = chosen["runs"][0]["fine_tuning"][0]["chosen"]
+    chosen_N, told = after(tmp_path / "on")
+    line = " ".join(told.split()).partition("maml: adapts with ")[2]
+    assert f"inner_lr = {best['inner_lr']:g} (its config: 0.05)" in line
+    assert f"inner_steps = {best['inner_steps']} (its config: 1)" in line
+    np.testing.assert_array_equal(chosen_N, of_run(tmp_path / "chosen", "maml"))
+    assert np.abs(chosen_N - as_trained_N).max() > 1e-4
+    # What the command line says comes first; what was chosen for another checkpoint says nothing.
+    told_N, _ = after(tmp_path / "told", "algorithm.inner_lr=0.05", "algorithm.inner_steps=1")
+    np.testing.assert_array_equal(told_N, as_trained_N)
+    kept = json.loads((maml / "adapting.json").read_text())
+    (maml / "adapting.json").write_text(json.dumps({**kept, "step": kept["step"] + 1}))
+    np.testing.assert_array_equal(after(tmp_path / "later")[0], as_trained_N)
+
+
+def test_a_handful_of_tasks_chooses_nothing(runs: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with write_dataset(str(data), FEATURES, Provenance("user", "label")) as writer:
+        writer.split("train").write(raw_rows(60, "mse"))
+        writer.split("valid").write(raw_rows(19, "mse", 1, 1000))
+        writer.split("cold").write(raw_rows(30, "mse", 2, 2000))
+    for name in ("maml", "none"):
+        words = (f"algorithm.name={name}", f"data.path={data}", f"run.dir={tmp_path / name}")
+        assert gmeta("train", runs / "train.toml", *words).returncode == 0
+    options = ("--against", tmp_path / "none", "--no-trees", "--out", tmp_path / "out")
+    found = evaluated(tmp_path / "maml", *options)
+    maml, plain = found["runs"]
+    assert maml["fine_tuning"] == []
+    assert not (tmp_path / "maml" / "adapting.json").exists()
+    (tuning,) = plain["fine_tuning"]
+    assert (tuning["split"], tuning["num_tasks"], len(tuning["chosen"])) == ("cold", 30, 2)
+    told = " ".join(found["stdout"].split())
+    assert (
+        "maml: adapts as its config says: fewer than 20 tasks in valid choose no inner_lr x "
+        "inner_steps" in told
+    )
+    halves = "fewer than 20 tasks in valid, so each half of the tasks has what is best for the"
+    assert halves in told
 
 
 def test_adapting_that_is_made_worse_is_told_in_red(runs: Path, tmp_path: Path) -> None:

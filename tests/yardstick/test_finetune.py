@@ -1,11 +1,27 @@
 """The grid of a plain run's fine-tuning finds what is best, also beyond its edges."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
+from gmeta.report.evaluation import Tried
 from gmeta.yardstick.finetune import RATES, STEPS, best_of, try_all
+
+
+def tried_all(error: Callable[[float, int], float], own: tuple[float, int]) -> tuple[Tried, ...]:
+    """The grid with the errors of single settings; no setting is asked for twice."""
+    asked: list[tuple[float, int]] = []
+
+    def errors(rate: float, steps: Sequence[int]) -> list[float]:
+        assert list(steps) == sorted({*steps})
+        asked.extend((rate, one) for one in steps)
+        return [error(rate, one) for one in steps]
+
+    tried = try_all(errors, own)
+    assert sorted(asked) == sorted((one.inner_lr, one.inner_steps) for one in tried)
+    assert (tried[0].inner_lr, tried[0].inner_steps) == own
+    return tried
 
 
 def peak_at(rate: float, steps: int) -> Callable[[float, int], float]:
@@ -21,16 +37,29 @@ def peak_at(rate: float, steps: int) -> Callable[[float, int], float]:
 @pytest.mark.parametrize("steps", STEPS)
 def test_the_best_of_the_grid_is_the_best_of_all(rate: float, steps: int) -> None:
     error = peak_at(rate, steps)
-    tried = try_all(error, (0.05, 1))
+    tried = tried_all(error, (0.05, 1))
     slow = min(((r, s) for r in RATES for s in STEPS), key=lambda one: error(*one))
     best = best_of(tried)
     assert (best.inner_lr, best.inner_steps) == slow == (rate, steps)
     assert len(tried) == 1 + len(RATES) * len(STEPS)
 
 
+def test_a_rate_of_the_grid_is_one_way_with_the_config_s_steps() -> None:
+    ways: list[tuple[float, list[int]]] = []
+
+    def errors(rate: float, steps: Sequence[int]) -> list[float]:
+        ways.append((rate, list(steps)))
+        return [abs(math.log(rate / 0.1))] * len(steps)
+
+    try_all(errors, (0.1, 2))
+    grid = list(STEPS)
+    own = (0.1, [1, 2, 3, 5, 10])
+    assert sorted(ways) == [(0.01, grid), (0.03, grid), own, (0.3, grid), (1.0, grid)]
+
+
 @pytest.mark.parametrize(("rate", "found"), [(3.0, 3.0), (0.001, 0.001), (1e6, 30.0)])
 def test_the_grid_goes_on_where_its_best_lies_at_an_edge(rate: float, found: float) -> None:
-    tried = try_all(peak_at(rate, 3), (0.05, 1))
+    tried = tried_all(peak_at(rate, 3), (0.05, 1))
     assert best_of(tried).inner_lr == pytest.approx(found)
 
 
@@ -40,10 +69,10 @@ def test_what_diverged_is_never_the_best() -> None:
     def error(rate: float, steps: int) -> float:
         return errors.get((rate, steps), peak_at(0.1, 5)(rate, steps))
 
-    best = best_of(try_all(error, (0.05, 2)))
+    best = best_of(tried_all(error, (0.05, 2)))
     assert (best.inner_lr, best.inner_steps) == (0.1, 5)
 
 
 def test_of_equal_settings_the_config_s_own_is_kept() -> None:
-    best = best_of(try_all(lambda *_: 0.5, (0.07, 2)))
+    best = best_of(tried_all(lambda *_: 0.5, (0.07, 2)))
     assert (best.inner_lr, best.inner_steps) == (0.07, 2)

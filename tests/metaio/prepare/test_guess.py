@@ -11,7 +11,9 @@ import pytest
 
 from metaio.errors import DataError
 from metaio.format.dataset import open_dataset
-from metaio.prepare.guess import first_rows, guess, schema_toml
+from metaio.prepare.first_schema import episodes_of, schema_toml
+from metaio.prepare.guess import Guess, guess
+from metaio.prepare.log_look import Log, first_rows
 from tests.commands import gmeta
 
 ROWS = 4_000
@@ -38,8 +40,13 @@ def log() -> pa.Table:
     )
 
 
+def guessed(rows: pa.Table, **given: str) -> Guess:
+    """What the columns of a whole log are taken for."""
+    return guess(Log(rows), given)  # type: ignore[arg-type]
+
+
 def test_each_column_is_taken_for_what_it_looks_like() -> None:
-    found = guess(log(), {})
+    found = guessed(log())
     assert found.roles == {
         "user_id": "task",
         "item": "single",
@@ -61,36 +68,39 @@ def test_each_column_is_taken_for_what_it_looks_like() -> None:
     assert schema["dense"] == [{"column": "price", "fill": 0.0, "log1p": True, "standardise": True}]
     assert not found.is_rating
     ratings = log().append_column("stars", pa.array(np.arange(ROWS) % 5 + 1))
-    rated = guess(ratings, {"label": "stars"})
+    rated = guessed(ratings, label="stars")
     assert (rated.is_rating, rated.mean_label, rated.roles["click"]) == (True, 3.0, "single")
 
 
 def test_names_may_be_headings() -> None:
     heads = {"user_id": "Customer ID", "ts": "When", "click": "Bought?"}
     renamed = log().rename_columns([heads.get(name, name) for name in log().column_names])
-    roles = guess(renamed, {}).roles
+    roles = guessed(renamed).roles
     assert [roles[name] for name in heads.values()] == ["task", "time", "label"]
 
 
 @pytest.mark.parametrize(
     ("given", "dropped", "told"),
     [
-        ({}, ["click"], "looks like the label. Name it with --label"),
+        (
+            {},
+            ["click"],
+            "looks like the label. Name it with --label, or add a column of ones to a log of ",
+        ),
         ({}, ["user_id"], "looks like the task. Name it with --task"),
         ({"label": "clik"}, [], "there is no column 'clik' for the label: the log has user_id, "),
         ({"label": "note"}, [], "column 'note' is string: a label is a number or a truth value"),
-        (
-            {},
-            ["item", "session", "genres", "tags"],
-            "no column is left that holds ids: a model needs at least one",
-        ),
+        ({"time": "note"}, [], "column 'note' is string: its values are no times that are known"),
+        ({"task": "click"}, [], "no column of user_id, item, session, genres, "),
+        ({"task": "note"}, [], "each value of note has one row: there is nothing that a model "),
+        ({"label": "ts", "time": "ts"}, [], "one column is given twice: --label ts, --time ts. "),
     ],
 )
 def test_what_cannot_be_guessed_is_asked_for(
     given: dict[str, str], dropped: list[str], told: str
 ) -> None:
     with pytest.raises(DataError) as caught:
-        guess(log().drop_columns(dropped), given)  # type: ignore[arg-type]
+        guessed(log().drop_columns(dropped), **given)
     assert told in str(caught.value)
 
 
@@ -103,7 +113,7 @@ def test_what_init_writes_prepares_and_fits(tmp_path: Path, suffix: str) -> None
         pq.write_table(log(), path)
     made = gmeta("init", path.name, "--out", "made", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
-    assert "left out: note" in made.stdout
+    assert "left out: note: a text of its own in every row says nothing" in made.stdout
     assert f"gmeta prepare --schema made/schema.toml 'my log.{suffix}' made/data" in made.stdout
     again = gmeta("init", path.name, "--out", "made", cwd=tmp_path)
     assert (again.returncode, again.stderr) == (
@@ -119,12 +129,13 @@ def test_what_init_writes_prepares_and_fits(tmp_path: Path, suffix: str) -> None
     checked = gmeta("config", "made/train.toml", "--check", cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
     assert checked.stdout == (
-        "made/train.toml is right: maml with dlrm on made/data, into made/runs/maml\n"
+        "made/train.toml is right: maml with melu on made/data, into made/runs/maml\n"
     )
     written = tomllib.loads((tmp_path / "made" / "train.toml").read_text())
     # The baselines of an evaluation know what training rows say of an item: so does the model.
-    assert written["item_features"] == {"columns": ["item"]}  # not the session
+    assert written["item_features"] == {"columns": ["item"], "log_odds": True}  # not the session
     assert written["support_features"]["residual_of"] == "item"
+    assert written["support_features"]["bias_start"] is True
     assert "augment" not in written  # the log has a time column: support is the past
 
 
@@ -156,3 +167,137 @@ def test_lists_of_numbers_are_vectors_where_all_are_as_long(tmp_path: Path) -> N
     ]
     made = gmeta("prepare", "--schema", schema, tmp_path / "log.parquet", tmp_path / "data")
     assert made.returncode == 0, made.stderr
+
+
+def row_of(found: Guess, **roles: str) -> None:
+    """Check what columns were taken for."""
+    assert {name: found.roles[name] for name in roles} == roles
+
+
+def test_other_names_and_spellings_are_known() -> None:
+    heads = {"user_id": "reviewerID:token", "ts": "unixReviewTime", "click": "is_liked"}
+    rows = log().rename_columns([heads.get(name, name) for name in log().column_names])
+    roles = guessed(rows).roles
+    assert [roles[name] for name in heads.values()] == ["task", "time", "label"]
+
+
+def test_of_two_columns_that_may_be_the_task_the_one_of_more_tasks_is() -> None:
+    rows = log().add_column(0, "advertiser", pa.array([f"a{n % 5}" for n in range(ROWS)]))
+    row_of(guessed(rows), advertiser="single", user_id="task")
+
+
+def test_integers_are_rows_numbers_or_ids_by_their_names() -> None:
+    rng = np.random.default_rng(1)
+    rows = log().append_column("Unnamed: 0", pa.array(np.arange(ROWS)))
+    rows = rows.append_column("view_count", pa.array(rng.integers(0, 5_000, ROWS)))
+    rows = rows.append_column("price_id", pa.array(rng.integers(0, 500, ROWS)))
+    found = guessed(rows)
+    assert found.roles["Unnamed: 0"] == "row id"
+    assert (found.roles["view_count"], found.roles["price_id"]) == ("dense", "single")
+    schema = tomllib.loads(schema_toml(found, ["log.csv"]))
+    assert schema["row_id"] == {"column": "Unnamed: 0"}
+
+
+def test_two_values_other_than_0_and_1_become_clicks() -> None:
+    rows = log().set_column(9, "click", pa.array(np.arange(ROWS) % 2 * 2 - 1))
+    found = guessed(rows)
+    assert not found.is_rating
+    assert tomllib.loads(schema_toml(found, ["log.csv"]))["label"]["threshold"] == 1
+    with pytest.raises(DataError) as caught:
+        guessed(log().set_column(9, "click", pa.array(np.full(ROWS, 3))), label="click")
+    assert str(caught.value) == (
+        "label click is 3 in all of the 4,000 rows looked at: there is nothing to learn. Name "
+        "another column with --label; a log of positives alone needs a column of ones, and one of "
+        "items"
+    )
+
+
+def test_a_log_of_positives_alone_gets_negatives(tmp_path: Path) -> None:
+    rows = log().set_column(9, "click", pa.array(np.ones(ROWS, np.int64))).drop_columns("tags")
+    rows = rows.append_column("brand", pa.array([f"b{n % 7}" for n in rows["item"].to_pylist()]))
+    pyarrow.csv.write_csv(rows, tmp_path / "log.csv")
+    made = gmeta("init", "log.csv", "--label", "click", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    schema = tomllib.loads((tmp_path / "schema.toml").read_text())
+    assert schema["negatives"] == {
+        "item": "item",
+        "columns": ["brand"],  # not the user's, nor those that change from row to row
+        "per_positive": 4,
+        "by": "popularity",
+    }
+    config = tomllib.loads((tmp_path / "train.toml").read_text())
+    assert config["model"]["output_bias"] == pytest.approx(-1.39, abs=0.01)  # a fifth are clicks
+    prepared = gmeta("prepare", "--schema", "schema.toml", "log.csv", "data", cwd=tmp_path)
+    assert prepared.returncode == 0, prepared.stderr
+    assert "0.200" in gmeta("inspect", "data", cwd=tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        # of 100 tasks of so many rows: query_rows, min_rows, shares of train and valid
+        (40, (10, 13, 0.6, 0.2)),
+        (9, (3, 4, 0.6, 0.2)),
+        (2, (1, 2, 0.6, 0.2)),
+    ],
+)
+def test_episodes_follow_from_the_rows_of_the_tasks(
+    rows: int, expected: tuple[int, int, float, float]
+) -> None:
+    number = np.arange(100 * rows)
+    table = pa.table({"uid": number % 100, "item": number % 7, "y": number % 2})
+    schema = tomllib.loads(schema_toml(guessed(table), ["log.csv"]))
+    episodes, shares = schema["episodes"], schema["splits"]["shares"]
+    found = (episodes["query_rows"], episodes["min_rows"], shares["train"], shares["valid"])
+    assert found == expected
+    assert episodes_of(guessed(table)).num_tasks == 100
+
+
+def test_of_rare_clicks_more_rows_are_to_be_predicted() -> None:
+    number = np.arange(12_000)
+    clicks = (number % 97 == 0).astype(np.int64)
+    table = pa.table({"uid": number // 120, "item": number % 7, "y": clicks})
+    assert episodes_of(guessed(table)).query_rows == 40
+    table = table.set_column(2, "y", pa.array(1 - clicks))
+    assert episodes_of(guessed(table)).query_rows == 40
+
+
+def test_of_many_tasks_a_tenth_is_held_back() -> None:
+    number = np.arange(30_000)
+    table = pa.table({"uid": number // 10, "item": number % 7, "y": number % 2})
+    shares = tomllib.loads(schema_toml(guessed(table), ["log.csv"]))["splits"]["shares"]
+    assert shares == {"train": 0.8, "valid": 0.1, "user-cold": 0.1}
+
+
+@pytest.mark.parametrize("name", ["numbers", "times", "latin"])
+def test_unusual_logs_prepare_as_pasted(tmp_path: Path, name: str) -> None:
+    rng = np.random.default_rng(2)
+    users = rng.integers(1, 81, ROWS)
+    x_N, rows = rng.random(ROWS), range(ROWS)
+    header, lines = {
+        "numbers": ("uid,x,y", [f"u{users[n]},{x_N[n]:.3f},{x_N[n] > 0.5:d}" for n in rows]),
+        "times": (
+            "uid;item:token;Datum_time;stars",
+            [
+                f"{users[n]};{n % 90};{1 + n % 28:02}.03.2024 {n % 24:02}:10;{1 + n % 5}"
+                for n in rows
+            ],
+        ),
+        "latin": ("uid,café,y", [f"{users[n]},thé{n % 50},{n % 2}" for n in rows]),
+    }[name]
+    text = "\n".join((header, *lines)) + "\n"
+    (tmp_path / "log.csv").write_bytes(text.encode("latin-1"))
+    made = gmeta("init", "log.csv", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    prepared = gmeta("prepare", "--schema", "schema.toml", "log.csv", "data", cwd=tmp_path)
+    assert prepared.returncode == 0, prepared.stderr
+    schema = tomllib.loads((tmp_path / "schema.toml").read_text())
+    if name == "numbers":  # a model needs a table: one row of all tasks
+        assert schema["single"] == [{"column": "uid", "hash": 2}]
+    if name == "times":
+        assert schema["time"] == {"column": "Datum_time", "format": "%d.%m.%Y %H:%M"}
+        assert schema["single"][0]["table"] == "item-token"
+    if name == "latin":
+        assert schema["text"] == {"encoding": "latin-1"}
+    checked = gmeta("config", "train.toml", "--check", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stderr

@@ -1,0 +1,215 @@
+"""What a log's first rows look like, column by column, and how many rows its tasks have."""
+
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from metaio.errors import DataError
+from metaio.prepare.inputs import Inputs, expand
+from metaio.prepare.sql import column_name, listed
+from metaio.prepare.text_faults import shortened
+
+LOOKED_ROWS = 1_000_000
+FEWEST_IDS_APART = 0.3  # of the rows of a text column hold a separator: a list
+# What splits a list, and how many parts there may be for each text: words of titles are not one.
+SEPARATORS = {"|": 1.0, ";": 1.0, ",": 0.5, " ": 0.5}
+# How text says a time, where DuckDB does not see it. Days go first: with a 13th or later in a month
+# the other order does not fit.
+TIME_FORMATS = tuple(
+    f"{day}{hour}"
+    for day in (
+        *("%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%d-%m-%Y", "%m-%d-%Y", "%Y/%m/%d", "%Y.%m.%d"),
+        *("%m %d, %Y", "%b %d, %Y", "%d %b %Y"),
+    )
+    for hour in ("", " %H:%M", " %H:%M:%S")
+)
+TIMES_TRIED = 200
+
+
+@dataclass(frozen=True)
+class Column:
+    """What the first rows of a column look like."""
+
+    name: str
+    type: pa.DataType
+    num_null: int
+    num_distinct: int
+    least: Any
+    most: Any
+    separator: str  # "" where its values are no lists in a text
+    width: int = 0  # of lists that are all as long; 0 where they are not
+    time_format: str = ""  # of text that says times, where its type does not tell
+
+    @property
+    def is_list(self) -> bool:
+        """Tell whether a value holds several."""
+        return bool(self.separator) or is_list(self.type)
+
+    @property
+    def is_number(self) -> bool:
+        """Tell whether values are numbers or truth values."""
+        types = pa.types
+        kinds = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
+        return any(bool(is_kind(self.type)) for is_kind in kinds)
+
+    @property
+    def is_integer(self) -> bool:
+        """Tell whether values are whole numbers."""
+        return bool(pa.types.is_integer(self.type))
+
+    @property
+    def is_time(self) -> bool:
+        """Tell whether values are dates or times, of which the type tells."""
+        return bool(pa.types.is_temporal(self.type))
+
+
+@dataclass(frozen=True)
+class Log:
+    """The first rows of a log; all of them, if `is_whole`."""
+
+    rows: pa.Table
+    is_whole: bool = True
+    urls: tuple[str, ...] = ()
+    encoding: str = "utf-8"
+
+    def task_sizes(self, column: str) -> npt.NDArray[np.int64]:
+        """Return how many rows each value of a column has in the whole log, ascending.
+
+        Raises:
+            DataError: the log cannot be read to its end.
+        """
+        if self.is_whole:
+            counts = pc.value_counts(self.rows[column].combine_chunks())
+            return np.sort(counts.field("counts").to_numpy())
+        name = column_name(column)
+        with _opened(self.urls) as (connection, files), _telling(files):
+            scan = _scan(files, self.encoding)
+            found = connection.sql(f"SELECT count(*) AS n FROM {scan} GROUP BY {name}").fetchnumpy()
+        return np.sort(np.asarray(found["n"], np.int64))
+
+
+def first_rows(urls: Sequence[str]) -> Log:
+    """Return the first rows of a log: files, globs or folders of CSV, JSON lines or Parquet.
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    encoding = "utf-8"
+    with _opened(urls) as (connection, files), _telling(files):
+        try:
+            found = _fetched(connection, files, encoding)
+        except duckdb.InvalidInputException as error:
+            if "Invalid unicode" not in str(error) or files.kind != "text":
+                raise
+            encoding = "latin-1"
+            found = _fetched(connection, files, encoding)
+    if not found.num_rows:
+        raise DataError(f"input {files.names[0]} has 0 rows. Give a log with some")
+    rows = found.slice(0, LOOKED_ROWS)
+    return Log(rows, found.num_rows == rows.num_rows, tuple(urls), encoding)
+
+
+def _fetched(connection: duckdb.DuckDBPyConnection, files: Inputs, encoding: str) -> pa.Table:
+    query = f"FROM {_scan(files, encoding)} LIMIT {LOOKED_ROWS + 1}"
+    return connection.sql(query).to_arrow_table()
+
+
+@contextmanager
+def _opened(urls: Sequence[str]) -> Iterator[tuple[duckdb.DuckDBPyConnection, Inputs]]:
+    with tempfile.TemporaryDirectory(prefix="metaio-") as folder:
+        files = expand(list(urls), Path(folder))
+        with duckdb.connect() as connection:
+            for fs in files.file_systems:
+                connection.register_filesystem(fs)
+            connection.execute("SET TimeZone = 'UTC'")
+            connection.execute("SET enable_progress_bar = false")
+            yield connection, files
+
+
+@contextmanager
+def _telling(files: Inputs) -> Iterator[None]:
+    try:
+        yield
+    except (duckdb.Error, pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"input {files.names[0]} cannot be read: {shortened(str(error))}. "
+            "Write a schema by hand (docs/format.md)"
+        ) from error
+
+
+def _scan(files: Inputs, encoding: str) -> str:
+    names = listed(files.names)
+    if files.kind == "Parquet":
+        return f"read_parquet({names})"
+    if files.kind == "JSON":
+        return f"read_json({names}, format = 'newline_delimited')"
+    # As prepare reads it: without a comment DuckDB would look for one.
+    return f"read_csv({names}, comment = '', encoding = '{encoding}', nullstr = [''])"
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Tell whether a type is of lists."""
+    return bool(pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def described(name: str, values: pa.ChunkedArray) -> Column:
+    """Return what a column looks like."""
+    kind = values.type
+    separator = _separator(values) if pa.types.is_string(kind) else ""
+    split = pc.split_pattern(values, separator) if separator else values
+    flat = pc.list_flatten(split) if is_list(split.type) else split
+    lengths = pc.unique(pc.list_value_length(values).drop_null()) if is_list(kind) else []
+    comparable = not pa.types.is_nested(flat.type)
+    span = pc.min_max(flat).as_py() if comparable else {"min": None, "max": None}
+    return Column(
+        name,
+        kind,
+        values.null_count,
+        pc.count_distinct(flat).as_py() if comparable else 0,
+        span["min"],
+        span["max"],
+        separator,
+        lengths[0].as_py() if len(lengths) == 1 else 0,
+        _time_format(values) if pa.types.is_string(kind) else "",
+    )
+
+
+def _separator(values: pa.ChunkedArray) -> str:
+    """Return what splits a text column's values, as far as they are lists: the same short parts
+    come again in other company."""
+    for mark, most_parts in SEPARATORS.items():
+        holding = pc.sum(pc.match_substring(values, mark)).as_py() or 0
+        if holding < FEWEST_IDS_APART * len(values):
+            continue
+        parts = pc.list_flatten(pc.split_pattern(values.drop_null(), mark))
+        if pc.count_distinct(parts).as_py() < most_parts * pc.count_distinct(values).as_py():
+            return mark
+    return ""
+
+
+def _time_format(values: pa.ChunkedArray) -> str:
+    """Return the format in which texts say times; "" where they say none that is known."""
+    distinct = pc.unique(values).drop_null()
+    # From all over the column: the first ones may all be of one day.
+    tried = distinct[:: max(1, len(distinct) // TIMES_TRIED)].to_pylist()
+    if not tried or not re.search(r"\d", tried[0]):
+        return ""
+    for form in TIME_FORMATS:
+        try:
+            for text in tried:
+                datetime.strptime(text, form)
+        except ValueError:
+            continue
+        return form
+    return ""
