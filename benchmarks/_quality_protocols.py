@@ -72,8 +72,8 @@ PROTOCOLS = (
             "itself trains on all of them."
         ),
         tuned=(20, 39),
-        by_hand=(60, 4),
-        judged_by="the three `valid-` groups in the last 32 adapted and 26 plain trials; before, "
+        by_hand=(67, 5),
+        judged_by="the three `valid-` groups in the last 39 adapted and 27 plain trials; before, "
         "`valid-user-cold`",
         why=(
             "what the support rows say enters both models as inputs, and most of what there is to "
@@ -117,8 +117,8 @@ PROTOCOLS = (
             "of them."
         ),
         tuned=(1, 6),
-        by_hand=(18, 4),
-        judged_by="the four `valid-` groups in 16 adapted and 3 plain trials by hand; before, "
+        by_hand=(20, 4),
+        judged_by="the four `valid-` groups in 18 adapted and 3 plain trials by hand; before, "
         "`valid-warm-a`",
         why=(
             "plain training learns from every row, meta-training from the query rows of a draw, on "
@@ -180,7 +180,7 @@ PROTOCOLS = (
         draws=False,
         about=_BY_TIME,
         tuned=(31, 28),
-        by_hand=(66, 19),
+        by_hand=(76, 19),
         judged_by="`valid` and `valid-cold` in the last 10 trials of `gmeta tune`, none cut "
         "short, and the last by hand; before, `valid`",
         why=(
