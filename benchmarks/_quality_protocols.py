@@ -72,9 +72,9 @@ PROTOCOLS = (
             "itself trains on all of them."
         ),
         tuned=(20, 39),
-        by_hand=(60, 4),
-        judged_by="`valid-user-cold`, `valid-item-cold`, `valid-user-item-cold`; before the last "
-        "20 trials and 12 by hand, the first alone",
+        by_hand=(67, 5),
+        judged_by="the three `valid-` groups in the last 39 adapted and 27 plain trials; before, "
+        "`valid-user-cold`",
         why=(
             "what the support rows say enters both models as inputs, and most of what there is to "
             "know is the same for both. MAML alone learnt it from the query rows of a draw and was "
@@ -85,11 +85,7 @@ PROTOCOLS = (
             "were .004 behind for new users of known items; 9 at .01 were first seen on validation "
             "behind that look at the test, and chosen by validation in a later one.) Trees rank "
             "new users better, as MAE, whose best answer is a median, draws predictions together "
-            "on whole stars. Tried on validation without a gain in MAE: the loss of all rows "
-            "before adaptation beside the query loss, the squared error in the inner steps, "
-            "plain's weights to begin with, the encoder's gates behind plain epochs (.7716 by one "
-            "seed, this .7684), `ridge` (.7739, with a mean AUC of .709 for .702), and `ridge` "
-            "that solves for medians by reweighting (.7729)."
+            "on whole stars."
         ),
         prepare=("--validation",),
         train=(
@@ -121,19 +117,17 @@ PROTOCOLS = (
             "of them."
         ),
         tuned=(1, 6),
-        by_hand=(18, 4),
-        judged_by="`valid-cold`, `valid-warm-a`, `valid-warm-b`, `valid-warm-c` for the last "
-        "16 by hand (adapted) and 3 (plain); before, `valid-warm-a`",
+        by_hand=(20, 4),
+        judged_by="the four `valid-` groups in 18 adapted and 3 plain trials by hand; before, "
+        "`valid-warm-a`",
         why=(
             "plain training learns from every row, meta-training from the query rows of a draw, on "
             "average 57 % of them. Two plain epochs of three, and rate and steps that validation "
             "chooses, brought the adapted model near: before them it reached .7131, .7847, .7934 "
             "and .7959 in AUC (`ridge`, two epochs). Once ratings are known, plain training, which "
             "also gained by a third epoch, stays .001 to .003 ahead, as it is on validation (mean "
-            "logloss of three seeds .5705, adapted .5712). More plain epochs, fewer support rows "
-            "in training and `ridge` behind plain epochs did not close the rest there. Without a "
-            "rating the trees have the smaller logloss: training has 62 % clicks, these movies 45 %"
-            "."
+            "logloss of three seeds .5705, adapted .5712). Without a rating the trees have the "
+            "smaller logloss: training has 62 % clicks, these movies 45 %."
         ),
         prepare=("--validation",),
         train=(
@@ -163,27 +157,16 @@ PROTOCOLS = (
         about=_BY_TIME,
         tuned=(32, 30),
         by_hand=(35, 22),
-        judged_by="`valid`, `valid-cold` for the last 10 trials of each, none cut short, and "
-        "the last by hand; before, `valid`",
+        judged_by="`valid` and `valid-cold` in the last 10 trials of `gmeta tune`, none cut "
+        "short, and the last by hand; before, `valid`",
         why=(
             "there is little to learn beyond the means of user and item: the trees, which start "
             "from the bias model, are best with a single tree, and a matrix factorisation of the "
             "training rows is no better than the bias model on the validation window (logloss "
-            ".483 and .480). Equal trials brought both networks nearer to it on validation, "
-            "adapted .4465 to .4457 and plain .4442 to .4435; of the test window's "
-            "known users plain training gained by it (logloss .4560 after .4573) and adapting "
-            "lost (.4547 after .4523, at the rate of its config). With a rate of .3 and 5 steps, "
-            "which validation chooses for all three seeds in place of .183 and 4, adapting is "
-            "level in AUC and behind by .003 in the logloss of new users, whom plain training, "
-            "which learns from all rows, predicts best. Tried on "
-            "validation without a gain: support that is the past in training too, the mean of a "
-            "user's newest rows as an input, support labels above their items' means, plain's "
-            "rates, plain's weights to begin with. Three things are level on validation with plain "
-            "training (mean of both groups .4436) and the bias model (.4439), all by one seed: "
-            "`ridge` behind a plain epoch, at the rate that validation chooses (.4435), a model "
-            "that starts as the bias model, untrained but for that choice (.4433), and `ridge` "
-            "trained from that start at low rates (.4430). None of them was scored on the test, "
-            "and the example was left as it is."
+            ".483 and .480). At its config's rate, .183 and 4 steps, adapting had a logloss of "
+            ".4547 for known users; with .3 and 5 steps, which validation chooses for all three "
+            "seeds, it is level in AUC and behind by .003 in the logloss of new users, whom plain "
+            "training, which learns from all rows, predicts best."
         ),
     ),
     Protocol(
@@ -197,13 +180,13 @@ PROTOCOLS = (
         draws=False,
         about=_BY_TIME,
         tuned=(31, 28),
-        by_hand=(66, 19),
-        judged_by="`valid`, `valid-cold` for the last 10 trials of each, none cut short, and "
-        "the last by hand; before, `valid`",
+        by_hand=(76, 19),
+        judged_by="`valid` and `valid-cold` in the last 10 trials of `gmeta tune`, none cut "
+        "short, and the last by hand; before, `valid`",
         why=(
             "about 110 and 190 tasks are few: most intervals are as wide as any lead here of "
             "one model that knows the support rows over another. `ridge`, a step solved in closed "
-            "form, is what brought a lead; Meta-SGD had a logloss of .5797 and .6029. At the rate "
+            "form, is what brought a lead. At the rate "
             "of its config, .01, the lead over fine-tuned plain training was outside the noise in "
             "all four rows (.5748 and .6001); validation chooses .01 for two seeds and .03 for the "
             "third, where the two differ by .001 there, and one lead of four remains. Plain "
