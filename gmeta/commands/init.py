@@ -99,6 +99,7 @@ def _config(found: Guess, out: Path) -> TrainConfig:
                 "tasks_per_step": _tasks_per_step(episodes_of(found).num_training_tasks),
             },
             **_statistics(found),
+            **_evaluation(found),
             "model": {"name": "melu", "hidden": [64, 64], "output_bias": _output_bias(found)},
             "algorithm": {
                 "plain_epochs": EPOCHS // 2,
@@ -135,6 +136,14 @@ def _output_bias(found: Guess) -> float:
         mean = 1 / (1 + NEGATIVES)
     share = min(max(mean, 1e-6), 1 - 1e-6)
     return round(math.log(share / (1 - share)), 2)
+
+
+def _evaluation(found: Guess) -> dict[str, Any]:
+    """Return the section that says what a good label is, where labels are no stars from 1 to 5."""
+    stars = found.label.least >= 0 and 4 <= found.label.most <= 5
+    if not found.is_rating or stars or found.median_label <= 0:
+        return {}
+    return {"evaluation": {"positive_rating": found.median_label, "unit": f"of {found.label.name}"}}
 
 
 def _statistics(found: Guess) -> dict[str, Any]:

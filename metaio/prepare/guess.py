@@ -156,7 +156,7 @@ def guess(log: Log, given: Mapping[Role, str]) -> Guess:
     (label,) = (name for name, role in roles.items() if role == "label")
     (task,) = (name for name, role in roles.items() if role == "task")
     values = pc.cast(rows[label], pa.float64())
-    median = pc.approximate_median(values).as_py()
+    median = pc.quantile(values, 0.5, interpolation="higher")[0].as_py()
     found = Guess(
         columns,
         roles,

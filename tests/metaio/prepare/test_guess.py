@@ -301,3 +301,20 @@ def test_unusual_logs_prepare_as_pasted(tmp_path: Path, name: str) -> None:
         assert schema["text"] == {"encoding": "latin-1"}
     checked = gmeta("config", "train.toml", "--check", cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
+
+
+def test_labels_that_are_no_stars_are_good_from_their_median_on(tmp_path: Path) -> None:
+    minutes = pa.array(np.arange(ROWS) % 101)
+    for name, rows in (
+        ("minutes", log().append_column("score", minutes)),
+        ("stars", log().append_column("score", pa.array(np.arange(ROWS) % 5 + 1))),
+    ):
+        pq.write_table(rows, tmp_path / f"{name}.parquet")
+        words = ("init", f"{name}.parquet", "--label", "score", "--out", name)
+        made = gmeta(*words, cwd=tmp_path)
+        assert made.returncode == 0, made.stderr
+    found = tomllib.loads((tmp_path / "minutes" / "train.toml").read_text())
+    assert found["evaluation"] == {"positive_rating": 50.0, "unit": "of score"}
+    assert found["model"]["output_bias"] == pytest.approx(50, abs=1)
+    assert found["outer"]["loss"] == "mse"
+    assert "evaluation" not in tomllib.loads((tmp_path / "stars" / "train.toml").read_text())
