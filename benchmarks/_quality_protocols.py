@@ -117,8 +117,8 @@ PROTOCOLS = (
             "of them."
         ),
         tuned=(1, 6),
-        by_hand=(20, 4),
-        judged_by="the four `valid-` groups in 18 adapted and 3 plain trials by hand; before, "
+        by_hand=(21, 4),
+        judged_by="the four `valid-` groups in 19 adapted and 3 plain trials by hand; before, "
         "`valid-warm-a`",
         why=(
             "plain training learns from every row, meta-training from the query rows of a draw, on "
