@@ -30,8 +30,9 @@ LABELS = (
     r".*_(rating|score|label|stars|clicks?|clicked|liked)",
 )
 TASKS = (
-    rf"(user|uid|customer|cust|client|member|visitor|advertiser|account|buyer|shopper|reader|viewer"
-    rf"|listener|player|subscriber|reviewer|person|patient|student|subject|household|consumer){_ID}",
+    r"(user|uid|customer|cust|client|member|visitor|advertiser|account|buyer|shopper|reader|viewer"
+    rf"|listener|player|subscriber|reviewer|person|patient|student|subject|household"
+    rf"|consumer){_ID}",
     rf"(session|cookie|device|store|shop|seller|query|group){_ID}",
 )
 TIMES = (
@@ -39,10 +40,10 @@ TIMES = (
     r".*(_?time(_?stamp)?|_date|_datetime|_ts|_at|time)",
 )
 # Integers that count or measure: of ids, only a name tells them.
-_MEASURES = frozenset(
-    "price cost amount count num qty quantity duration length width height weight size views age "  # noqa: SIM905
-    "distance income salary minutes seconds days hours percent ratio temperature total sum mean "
-    "avg volume score pages balance".split()
+_MEASURES = re.compile(
+    r"price|cost|amount|count|num|qty|quantity|duration|length|width|height|weight|size|views|age"
+    r"|distance|income|salary|minutes|seconds|days|hours|percent|ratio|temperature|total|sum|mean"
+    r"|avg|volume|score|pages|balance"
 )
 _ROW_IDS = (
     r"(unnamed_\d+|row|index|record|event|impression|interaction|log|line|request)?"
@@ -283,6 +284,6 @@ def _feature_role(column: Column, num_rows: int, has_row_id: bool) -> tuple[Role
         return "left out", "a text of its own in every row says nothing of another row"
     words = name.lower().split("_")
     measures = column.is_integer and column.num_distinct > FEWEST_NUMBERS
-    if measures and not {"id", "code"} & {*words} and _MEASURES & {*words}:
+    if measures and not {"id", "code"} & {*words} and any(map(_MEASURES.fullmatch, words)):
         return "dense", ""
     return "single", ""
