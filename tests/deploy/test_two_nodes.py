@@ -1,15 +1,13 @@
 """The container entry points as processes on several hosts: a service with TLS, tokens and client
-certificates, two training nodes, a cable that is pulled, and a node that comes later and goes. What
-train-node starts is forked; test_train_node.py and the cluster's tests start fresh ones.
+certificates, two training nodes, a cable that is pulled, and a node that comes later and goes.
 """
 
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -22,17 +20,11 @@ from tests.antdt.pki import Authority
 from tests.commands import SMALL_MODEL, environment, metrics, write_config
 from tests.deploy.network import INTERFACE, Host, NoNamespacesError, hosts
 from tests.deploy.rendering import ROOT
-from tests.forked import ForkedProcess, Task, forked
 from tests.waiting import PATIENCE_S, wait_until
 
 TOKEN = "worker-0123456789abcdef"
 STEPS_UNDER_WAY = 20  # or not yet in the file; without the cable the others would be hundreds
 Process = subprocess.Popen[str]
-# In Python's place: says with what variables and words it was started.
-TELLS = """#!/bin/sh
-env -0 > "$TOLD.env"
-printf '%s\\0' "$@" > "$TOLD.words"
-"""
 
 
 @pytest.fixture
@@ -54,7 +46,7 @@ class Cluster:
         pki = Authority(folder / "pki")
         self.service_pair = pki.issue("service", address=self.hub.address)
         self.worker_pair = pki.issue("worker", "worker")
-        self.ca, self.folder, self.num_started = pki.ca, folder, 0
+        self.ca, self.folder = pki.ca, folder
         (folder / "tokens").mkdir()
         (folder / "tokens" / "worker").write_text(TOKEN)
 
@@ -69,20 +61,11 @@ class Cluster:
         arguments += ["--tokens", str(self.folder / "tokens")]
         return self._start(self.hub, "service", sys.executable, *arguments)
 
-    @contextmanager
-    def node(self, rank: int, *arguments: str, nodes: str = "2") -> Iterator[ForkedProcess]:
-        """A training node, as train-node starts it; what is left of it is killed."""
+    def start_node(self, rank: int, *arguments: str, nodes: str = "2") -> Process:
         host = self.nodes[rank]
         cert, key = self.worker_pair
-        self.num_started += 1
-        folder = self.folder / f"node{rank}-{self.num_started}"
-        folder.mkdir()
-        tells = folder / "tells"
-        tells.write_text(TELLS)
-        tells.chmod(0o755)
         variables = {
-            "PYTHON": str(tells),
-            "TOLD": str(folder / "told"),
+            "PYTHON": sys.executable,
             "NNODES": nodes,
             "NODE_RANK": str(rank),
             "RDZV_ENDPOINT": f"{self.nodes[0].address}:29400",
@@ -96,38 +79,28 @@ class Cluster:
         }
         script = str(ROOT / "deploy/docker/train-node")
         command = [script, "train", str(self.config), *SMALL_MODEL, *arguments, "--resume"]
-        subprocess.run(command, env={**environment(), **variables}, check=True)
-        told, words = (_split(folder / f"told.{name}") for name in ("env", "words"))
-        env = dict(line.split("=", 1) for line in told)
-        assert words[0] == "-m"
-        with forked(Task(words[1], tuple(words[2:]), env, folder, first=host.enter)) as process:
-            yield process
+        return self._start(host, f"node{rank}", *command, **variables)
 
-    def _start(self, host: Host, name: str, *command: str) -> Process:
+    def _start(self, host: Host, name: str, *command: str, **variables: str) -> Process:
         with (self.folder / f"{name}.log").open("a") as log:
             return subprocess.Popen(
                 host.command(*command),
-                env={**environment(), "PYTHONPATH": str(ROOT)},
+                env={**environment(), "PYTHONPATH": str(ROOT), **variables},
                 stdout=log,
                 stderr=log,
                 text=True,
             )
 
     def said(self) -> str:
-        logs = [self.folder / "service.log", *sorted(self.folder.glob("node*/std*"))]
-        return "\n".join(f"--- {log}\n{log.read_text()}" for log in logs)
+        return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in self.folder.glob("*.log"))
 
 
-def _split(path: Path) -> list[str]:
-    return path.read_text().removesuffix("\0").split("\0")
-
-
-def ended(process: Process | ForkedProcess) -> int:
+def ended(process: Process) -> int:
     """Return the exit status of a process that was asked to end; one that hangs is aborted."""
     try:
         return process.wait(PATIENCE_S)
     except subprocess.TimeoutExpired:
-        os.kill(process.pid, signal.SIGABRT)
+        process.send_signal(signal.SIGABRT)
         return process.wait()
 
 
@@ -143,7 +116,9 @@ def test_a_node_that_is_cut_off_and_comes_back_costs_no_episode(
     with ExitStack() as stack:
         service = stack.enter_context(cluster.start_service())
         stack.callback(service.terminate)
-        nodes = [stack.enter_context(cluster.node(rank, *arguments)) for rank in (0, 1)]
+        nodes = [stack.enter_context(cluster.start_node(rank, *arguments)) for rank in (0, 1)]
+        for node in nodes:
+            stack.callback(node.kill)
         try:
             wait_until(lambda: bool(list_checkpoints(run / "checkpoints")), "a checkpoint")
             said_before = cluster.said().count("lost contact")
@@ -160,9 +135,10 @@ def test_a_node_that_is_cut_off_and_comes_back_costs_no_episode(
             while any(node.poll() is None for node in nodes):
                 for rank in (0, 1):
                     if nodes[rank].poll() not in (None, 0):  # as a Job replaces a failed pod
-                        nodes[rank] = stack.enter_context(cluster.node(rank, *arguments))
+                        nodes[rank] = stack.enter_context(cluster.start_node(rank, *arguments))
+                        stack.callback(nodes[rank].kill)
                 time.sleep(0.2)
-            assert [node.poll() for node in nodes] == [0, 0]
+            assert [node.returncode for node in nodes] == [0, 0]
             service.terminate()
             assert ended(service) == 0
         except BaseException:
@@ -195,8 +171,10 @@ def test_an_elastic_job_takes_a_node_that_comes_later_and_goes_on_without_it(
         service = stack.enter_context(cluster.start_service())
         stack.callback(service.terminate)
 
-        def start(rank: int) -> ForkedProcess:
-            return stack.enter_context(cluster.node(rank, *arguments, nodes="1:2"))
+        def start(rank: int) -> Process:
+            node = stack.enter_context(cluster.start_node(rank, *arguments, nodes="1:2"))
+            stack.callback(node.kill)
+            return node
 
         try:
             first = start(0)
@@ -205,7 +183,7 @@ def test_an_elastic_job_takes_a_node_that_comes_later_and_goes_on_without_it(
             wait_until(lambda: trains_on(2), "a checkpoint of two nodes")
             second.kill()
             wait_until(lambda: trains_on(1), "a checkpoint of the node that is left")
-            os.kill(first.pid, signal.SIGTERM)
+            first.terminate()
             assert ended(first) == 1  # as torchrun says, whatever its ranks said
         except BaseException:
             print(cluster.said())

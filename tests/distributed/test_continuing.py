@@ -19,7 +19,7 @@ from gmeta.export import CheckpointReader
 from gmeta.parallel.ranks import Ranks
 from gmeta.runs.folder import PREQUENTIAL_FILE, RunFolder, list_checkpoints
 from gmeta.train import train
-from tests.antdt.faults.counting.sitecustomize import COUNTS_FILE, count_tasks
+from tests.antdt.faults.counting import COUNTS_FILE, count_tasks
 from tests.distributed.harness import on_ranks
 from tests.increments import write_increments
 

@@ -16,7 +16,7 @@ from gmeta.parallel.ranks import Ranks
 from gmeta.train import train
 from gmeta_models.config import ModelConfig
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
-from tests.antdt.faults.counting.sitecustomize import COUNTS_FILE, count_tasks
+from tests.antdt.faults.counting import COUNTS_FILE, count_tasks
 from tests.antdt.faults.test_training_job import check_lineage, checkpoints
 from tests.distributed.harness import on_ranks
 

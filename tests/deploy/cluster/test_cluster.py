@@ -148,7 +148,9 @@ def test_an_overlay_becomes_a_finished_run_though_its_pods_are_drained(
         assert drained.returncode == (0 if "service" in name else 1), drained.log()[-2000:]
         cluster.run_until(lambda at=reached: steps() > at or train.complete, "progress", PATIENCE_S)
     cluster.run_until(lambda: train.complete, "the end of training", PATIENCE_S)
-    assert "nothing of it is lost" in cluster.pod("gmeta-train-0").log()
+    # Rank 0 says it, on whichever node the rendezvous put it.
+    logs = [cluster.pod(f"gmeta-train-{node}").log() for node in (0, 1)]
+    assert any("nothing of it is lost" in log for log in logs)
     assert json.loads((cluster.volume("gmeta-data") / "demo/manifest.json").read_text())["splits"]
     report = audit_manifest(load_manifest(list_checkpoints(checkpoints)[-1]))
     assert report.ok
