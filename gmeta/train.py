@@ -22,7 +22,7 @@ from gmeta.checkpoints.mirror import fetch_run
 from gmeta.checkpoints.settled import settled_by_first
 from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import TrainConfig
-from gmeta.feeds.agent import Agent, open_agent
+from gmeta.feeds.agent import open_agent
 from gmeta.feeds.source import open_feed
 from gmeta.feeds.training_sums import take_item_statistics
 from gmeta.guards import StepGuard
@@ -146,7 +146,7 @@ class TrainingRun:
             self._forecast()
         self._agent = open_agent(self._config, self.feed, self._sharded, self._ranks, stop)
         while self._progress.epoch < self._config.run.epochs and not self._steps_are_over():
-            self._take_steps(self._agent, stop)
+            self._take_steps(stop)
             if stop.agreed:
                 self.writer.finish()  # what is being written still gets its name
                 self._leave(why_stopped(stop, self._ranks))
@@ -161,7 +161,7 @@ class TrainingRun:
         """Return whether the run ends here, wherever in its epoch it is."""
         return self._progress.step >= self._step_limit or self._early_stop.is_over(self._progress)
 
-    def _take_steps(self, agent: Agent, stop: Stop) -> None:
+    def _take_steps(self, stop: Stop) -> None:
         """Take the steps of an epoch, until it ends, or the run does.
 
         stored batches -> augmented -> arranged episodes -> announced to all ranks -> a step.
@@ -179,17 +179,17 @@ class TrainingRun:
             progress.epoch_step,
         )
         for episodes, totals in in_step(
-            agent.arranged(stopping_if_wrong(batches, features, stop)),
+            self._agent.arranged(stopping_if_wrong(batches, features, stop)),
             self._learner.arrange(no_tasks(features)),
             self._ranks,
             stop,
             self._sharded,
-            agent.take_replanned,
+            self._agent.take_replanned,
         ):
             loss = self._step(episodes, totals)
             num_tasks = episodes.task_T.numel()
             self.feed.trained(num_tasks)
-            agent.stepped(num_tasks)
+            self._agent.stepped(num_tasks)
             self._meter.add(loss, totals.num_rows, totals.terms_per_shown)
             self._after_step()
             if self._steps_are_over():

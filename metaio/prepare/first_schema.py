@@ -43,8 +43,8 @@ def episodes_of(found: Guess) -> Episodes:
     rows are to be predicted, ten at most, of rare clicks more.
     """
     sizes = found.task_sizes
-    share = (found.mean_label - found.label.least) / (found.label.most - found.label.least or 1)
-    is_rare = not (found.is_rating or found.is_positives) and min(share, 1 - share) < RARE
+    clicked = (found.mean_label - found.label.least) / (found.label.most - found.label.least or 1)
+    is_rare = not (found.is_rating or found.is_positives) and min(clicked, 1 - clicked) < RARE
     most = MOST_QUERY_ROWS[is_rare]
     query_rows = int(np.clip(np.median(sizes) // 3, 1, most)) if len(sizes) else most
     min_rows = query_rows + max(1, query_rows // 3)

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from metaio.errors import DataError
-from metaio.prepare.log_look import Column, Log, described
+from metaio.prepare.log_look import Column, Log, described, is_list
 
 # A vocabulary is kept in memory and copied into every export; beyond it ids are hashed.
 MOST_DISTINCT_SHARE = 0.5
@@ -267,7 +267,7 @@ def _feature_role(column: Column, num_rows: int, has_row_id: bool) -> tuple[Role
         return "left out", "a time that does not order the rows"
     if pa.types.is_struct(column.type):
         return "left out", "a struct"
-    if pa.types.is_list(column.type) or pa.types.is_fixed_size_list(column.type):
+    if is_list(column.type):
         if not pa.types.is_floating(column.type.value_type):
             return "multi", ""
         # Numbers are no ids.
@@ -276,11 +276,11 @@ def _feature_role(column: Column, num_rows: int, has_row_id: bool) -> tuple[Role
         return "multi", ""
     if pa.types.is_floating(column.type) or pa.types.is_decimal(column.type):
         return "dense", ""
-    is_unique = column.num_distinct == num_rows - column.num_null and not column.num_null
+    differs = column.num_distinct == num_rows - column.num_null  # in every row that has one
     is_named = re.fullmatch(_ROW_IDS, name, re.IGNORECASE) is not None
-    if is_unique and is_named and column.is_integer and not has_row_id:
+    if differs and not column.num_null and is_named and column.is_integer and not has_row_id:
         return "row id", ""
-    if pa.types.is_string(column.type) and column.num_distinct == num_rows - column.num_null:
+    if pa.types.is_string(column.type) and differs:
         return "left out", "a text of its own in every row says nothing of another row"
     words = name.lower().split("_")
     measures = column.is_integer and column.num_distinct > FEWEST_NUMBERS
