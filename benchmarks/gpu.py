@@ -8,8 +8,9 @@
             gmeta.load predicts
   time      a step, eager and as a CUDA graph, by tasks, shape, inner steps, rectangles and
             precision; MAML of one step by torch.func's vmap, and by JAX's where it is installed.
-            Beside each, on a GPU, the floors of the step that is eager, at the speeds of its
-            products, memory and launches that are measured first. Steps follow one another; the
+            Beside each, on a GPU, its products of matrices alone as a graph, and the floors of the
+            step that is eager, at the speeds of its products, memory and launches that are measured
+            first. Steps follow one another; the
             host waits at the end
   profile   where the time of a step goes, eager and as a graph
   train     runs of `gmeta train`: losses against the CPU's, and rows a second
@@ -41,7 +42,7 @@ from _common import (
     seconds_of,
     spread_of,
 )
-from _gpu_peers import HIDDEN, ROWS, STEPS, jax_on, jax_seconds, vmap_step
+from _gpu_peers import HIDDEN, ROWS, STEPS, jax_on, jax_seconds, products_alone, vmap_step
 from _gpu_train import trained
 from _learner import Step
 from _synthetic import even_sizes, ragged_sizes, random_batch, single_id_features
@@ -324,6 +325,7 @@ def timed(device: torch.device, quick: bool, rounds: int) -> dict[str, Any]:
                     measures[f"{most} rectangles"] = step_on(
                         device, batch, algorithm, steps, precision
                     )
+            eager = next(iter(measures.values()))
             if on_gpu and algorithm != "none":
                 measures["graph"] = step_on(device, batch, algorithm, steps, precision, True)
             if algorithm == "maml" and steps == 1 and not ragged:
@@ -333,8 +335,10 @@ def timed(device: torch.device, quick: bool, rounds: int) -> dict[str, Any]:
                 for name, step in measures.items()
             }
             # Those of a GPU say nothing of a CPU, whose loops call other operations.
-            eager = next(iter(measures.values()))
             floors = floors_of(eager, precision, speeds) if on_gpu else {}
+            if "graph" in measures:
+                alone = products_alone(eager)
+                seconds["products alone"] = partial(_seconds_of, alone, device)
             if peer is not None and "vmap" in measures and precision == "float32":
                 seconds["jax.vmap"] = jax_seconds(peer, batch)
             for measure in seconds.values():

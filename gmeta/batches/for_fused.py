@@ -226,10 +226,16 @@ def _padded_features(
 def _pooled(
     batch: TaskBatch, rows_R: Ints, layout: FusedLayout, num_rows: int, constant: bool
 ) -> Bags:
-    """Return bags of each row's features, single then multi-id; empty ones for a row of -1 and for
-    the history.
+    """Return bags of each row's features, single then multi-id; empty ones for the history, and on
+    a CPU for a row of -1.
     """
     num_single, num_multi = batch.positions_NF.shape[1], batch.multi_lengths_NM.shape[1]
+    if layout.device != "cpu" and not num_multi and batch.num_rows:
+        # A row that pads reads some other's features, as it weighs nothing: each time another's, as
+        # what is added to one row of a table waits for each other.
+        read_R = np.where(rows_R >= 0, rows_R, np.arange(len(rows_R)) % batch.num_rows)
+        index_V = batch.positions_NF[torch.from_numpy(read_R)].flatten()
+        return Bags.single(index_V, num_rows, constant, layout.device)
     there_N = np.flatnonzero(rows_R >= 0)
     rows_N = rows_R[there_N]
     history = -1 if layout.history is None else layout.history
