@@ -14,8 +14,9 @@
             host waits at the end
   profile   where the time of a step goes, eager and as a graph
   train     runs of `gmeta train`: losses against the CPU's, and rows a second
+  ranks     runs of `gmeta train` on two ranks: losses against two ranks of the CPU
 
-counts is the default without a GPU, check with one. The last four need a GPU; --device cpu tries
+counts is the default without a GPU, check with one. The last five need a GPU; --device cpu tries
 the scripts themselves. Each ends within 8 minutes and needs no network.
 """
 
@@ -43,6 +44,7 @@ from _common import (
     spread_of,
 )
 from _gpu_peers import HIDDEN, ROWS, STEPS, jax_on, jax_seconds, products_alone, vmap_step
+from _gpu_ranks import ranks_agree
 from _gpu_train import trained
 from _learner import Step
 from _synthetic import even_sizes, ragged_sizes, random_batch, single_id_features
@@ -404,7 +406,9 @@ def profiled(device: torch.device) -> dict[str, Any]:
 def main() -> None:
     """Do what is asked; print figures, then JSON."""
     parser = make_parser(__doc__)
-    parser.add_argument("what", nargs="?", choices=["counts", "check", "time", "profile", "train"])
+    parser.add_argument(
+        "what", nargs="?", choices=["counts", "check", "time", "profile", "train", "ranks"]
+    )
     parser.add_argument("--device", choices=["cuda", "cpu", "pretend"])
     options = parser.parse_args()
     kind = options.device or ("cuda" if torch.cuda.is_available() else "pretend")
@@ -423,6 +427,8 @@ def main() -> None:
         figures = timed(device, options.quick, options.rounds or (3 if options.quick else 10))
     elif what == "train":
         figures = trained(kind, options.quick)
+    elif what == "ranks":
+        figures = ranks_agree(kind, options.quick)
     else:
         figures = profiled(device)
     about = environment() | {"device": kind}
