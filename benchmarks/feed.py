@@ -21,7 +21,7 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import replace
 from io import StringIO
@@ -40,14 +40,13 @@ from gmeta.batches import episodes, transfer
 from gmeta.batches.ahead import mapped_ahead
 from gmeta.batches.augment import augmented
 from gmeta.batches.labels import kinds_of, labels_checked
-from gmeta.build import build
 from gmeta.config import TrainConfig, load_config
 from gmeta.feeds.agent import Agent
 from gmeta.feeds.reader import open_reader
 from gmeta.learner import MetaLearner
 from gmeta.parallel import sharding
 from gmeta.parallel.ranks import start_ranks, stop_ranks
-from gmeta.parallel.sharding import local_learner
+from gmeta.parallel.sharding import ShardedLearner, local_learner
 from gmeta.tables import updates
 from metaio.format.dataset import open_dataset
 from metaio.prepare.job import PrepareOptions
@@ -84,6 +83,7 @@ COUNTED_STEPS = 60  # of batches made by themselves
 MOVED_ROWS = 64  # of tables, a step
 TURN, COUNTED_FROM = 60, 20  # steps of a way to be fed
 FED = "there already"
+PARTS = "compose_ms", "arrange_ms", "plan_ms", "pack_ms"
 Batches = Iterator[Any]
 
 
@@ -110,17 +110,9 @@ def write_data(folder: Path, tasks: int) -> str:
 def without_gpu() -> Iterator[None]:
     """Have the host do what it does for CUDA, and nobody what the GPU does."""
 
-    def moved(tree: Any, _: torch.device) -> Any:
-        """As transfer.moved, but for the copy itself."""
-        tensors = transfer._tensors_of(tree)
-        values = list(tensors.values())
-        if len({one.untyped_storage().data_ptr() for one in values}) != 1:
-            values = transfer._packed(values)
-        starts = [int(one.storage_offset()) * one.element_size() for one in values]
-        block = torch.empty(0, dtype=torch.uint8).set_(values[0].untyped_storage())
-        views = transfer._views(block, starts, values)
-        there = dict(zip(tensors, views, strict=True))
-        return transfer.mapped(tree, lambda tensor: there[id(tensor)])
+    def sent(trees: Sequence[Any], _: torch.device) -> list[Any]:
+        """As transfer.sent to a GPU, but for the copy itself."""
+        return list(trees) if isinstance(trees[0], transfer.Packed) else transfer.packed(trees)
 
     def copy(rows: Any, row_U: torch.Tensor, values_UD: torch.Tensor) -> None:
         values_UD.zero_()  # of rows that nobody reads: a step must find numbers there
@@ -143,7 +135,7 @@ def without_gpu() -> Iterator[None]:
     with ExitStack() as patches:
         for owner, name, value in (
             (torch, "empty", unpinned),
-            (episodes, "moved", moved),
+            (episodes, "sent", sent),
             (updates, "_HostRows", updates._DeviceRows),
             (updates._DeviceRows, "copy", copy),
             (updates.FastGroup, "update", update),
@@ -159,9 +151,9 @@ class Turns(Agent):
     """Feeds a run in each way in turns, and notes when its steps were taken."""
 
     def __init__(
-        self, config: TrainConfig, learner: MetaLearner, threads: list[int], turns: int
+        self, config: TrainConfig, local: ShardedLearner, threads: list[int], turns: int
     ) -> None:
-        self._config, self._learner, self._turns = config, learner, turns
+        self._config, self._local, self._turns = config, local, turns
         self._dataset = open_dataset(config.data.path)
         self._threads = threads
         self.at_s: dict[str, list[float]] = {name: [] for name in ("step", "cpu", "core", "data")}
@@ -181,15 +173,15 @@ class Turns(Agent):
                     checked, config.augment, self._dataset.features, config.run.seed, epoch, 0
                 )
 
-    def _packed(self, batch: TaskBatch) -> Any:
-        return self._learner.arrange(batch).packed()
+    def _prepared(self, batch: TaskBatch) -> Any:
+        return self._local.exchange.prepared(self._local.learner.arrange(batch))
 
     def arranged(self, batches: Iterator[TaskBatch]) -> Batches:
         sources: dict[str, Batches] = {
-            f"threads = {n}": mapped_ahead(self._packed, self._stored(n), n, self._waited)
+            f"threads = {n}": mapped_ahead(self._prepared, self._stored(n), n, self._waited)
             for n in self._threads
         }
-        some = itertools.islice(mapped_ahead(self._packed, self._stored(1), 1), 16)
+        some = itertools.islice(mapped_ahead(self._prepared, self._stored(1), 1), 16)
         sources[FED] = itertools.cycle(list(some))
         for turn in range(self._turns):
             for way in list(sources) if turn % 2 == 0 else reversed(list(sources)):
@@ -226,33 +218,34 @@ def cpu_and_core_s() -> tuple[float, float]:
     return on_cpu_ns / 1e9, queued_ns / 1e9
 
 
-def parts_of_a_batch(config: TrainConfig) -> dict[str, float]:
-    """Milliseconds of CPU that a batch takes to be composed of blocks in memory, arranged and
-    packed.
+def parts_of_a_batch(config: TrainConfig, local: ShardedLearner) -> dict[str, float]:
+    """Milliseconds of CPU that a batch takes to be composed of blocks in memory, arranged, looked
+    through for the rows to ask for and to give, and packed.
     """
-    dataset, learner = build(config)
-    learner.in_buckets = True
+    dataset = open_dataset(config.data.path)
     split = dataset.splits["train"]
     order = EpisodeOrder(
         split.blocks.num_episodes_X, OrderConfig(TASKS), bundle_tasks=split.blocks.bundle_tasks
     )
     blocks = [dataset.read_block("train", block) for block in range(split.num_blocks)]
-    spent_s = [0.0, 0.0, 0.0]
+    spent_s = [0.0] * len(PARTS)
     for step in range(10 + COUNTED_STEPS):
         times = [time.thread_time()]
         parts = order.step(step % order.num_steps)
         chosen = [(blocks[one.block], one.episodes) for one in parts]
         batch = compose(dataset.features, chosen)
         times.append(time.thread_time())
-        arranged = learner.arrange(batch)
+        arranged = local.learner.arrange(batch)
         times.append(time.thread_time())
-        arranged.packed()
+        planned = arranged.planned(local.exchange.plan(arranged))
+        times.append(time.thread_time())
+        planned.packed()
         times.append(time.thread_time())
         if step >= 10:
             for part, (began, ended) in enumerate(itertools.pairwise(times)):
                 spent_s[part] += ended - began
     per_batch = [round(1e3 * seconds / COUNTED_STEPS, 2) for seconds in spent_s]
-    return dict(zip(("compose_ms", "arrange_ms", "pack_ms"), per_batch, strict=True))
+    return dict(zip(PARTS, per_batch, strict=True))
 
 
 def run(folder: Path, threads: list[int], quick: bool, rounds: int) -> dict[str, Any]:
@@ -266,13 +259,18 @@ def run(folder: Path, threads: list[int], quick: bool, rounds: int) -> dict[str,
     turns: list[Turns] = []
 
     def agent(config: TrainConfig, feed: Any, sharded: Any, ranks: Any, stop: Any) -> Agent:
-        turns.append(Turns(config, local_learner(sharded).learner, threads, rounds))
+        local = local_learner(sharded)
+        parts.update(parts_of_a_batch(config, local))
+        turns.append(Turns(config, local, threads, rounds))
         return turns[0]
 
-    with without_gpu(), patch.object(gmeta.train, "open_agent", agent):
-        parts = parts_of_a_batch(config)
-        with redirect_stderr(StringIO()):  # the run's own lines
-            gmeta.train.train(config, ranks)
+    parts: dict[str, float] = {}
+    with (
+        without_gpu(),
+        patch.object(gmeta.train, "open_agent", agent),
+        redirect_stderr(StringIO()),  # the run's own lines
+    ):
+        gmeta.train.train(config, ranks)
     stop_ranks()
     steps, *parts_of_step = (turns[0].milliseconds(clock) for clock in turns[0].at_s)
     ratios, told, busy, rows = {}, {}, {}, []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gmeta.batches.accumulate import MicroBatches
-from gmeta.batches.episodes import Episodes
+from gmeta.batches.episodes import Episodes, Inputs
 from gmeta.errors import GMetaError
 from gmeta.files.whole import whole_file
 from gmeta.parallel.ranks import Ranks, any_rank_later, gather_to_first, value_of_first
@@ -34,7 +34,7 @@ from gmeta.runs.progress import Progress
 NAMED_TASKS = 5  # in a message; the saved batch has all of them
 # All classes that a saved batch is made of: torch loads no other.
 _SAVED = (
-    Bags, CommonFeatures, Episodes, Gathered, PaddedFeatures, PaddedHistory, PaddedRows,
+    Bags, CommonFeatures, Episodes, Gathered, Inputs, PaddedFeatures, PaddedHistory, PaddedRows,
     PaddedTasks, Rectangle, RowLayout, Scattered, Side, Sides, SparseRows, TaskGroups,
 )  # fmt: skip
 
@@ -150,7 +150,8 @@ def save_batch(path: Path, episodes: Episodes | MicroBatches) -> None:
     """Save a rank's share of a step as one file, for `load_batch`."""
     parts = episodes.parts if isinstance(episodes, MicroBatches) else (episodes,)
     # Without the fetch: what is under way between ranks cannot lie in a file.
-    on_host = [replace(part, fetch=None).to(torch.device("cpu")) for part in parts]
+    alone = [replace(part, plan=None, fetch=None) for part in parts]
+    on_host = [part.to(torch.device("cpu")) for part in alone]
     with whole_file(path) as file:
         torch.save(on_host, file)
 
@@ -175,6 +176,10 @@ def named_tensors(part: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
         return
     if is_dataclass(part):
         inside = [(field.name, getattr(part, field.name)) for field in fields(part)]
+        if isinstance(part, Episodes):  # by the names that its own properties have, too
+            own = dict(inside)
+            del own["held"]
+            inside = list({**own, **part.inputs._asdict()}.items())
     elif isinstance(part, tuple):
         names = getattr(part, "_fields", map(str, range(len(part))))
         inside = list(zip(names, part, strict=True))

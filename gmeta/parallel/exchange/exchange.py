@@ -10,6 +10,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from gmeta.batches.accumulate import Arranged
+    from gmeta.batches.episodes import RowPlan
 
 
 class Exchange(ABC):
@@ -24,8 +25,18 @@ class Exchange(ABC):
         # One pass without a mask; a sum that overflows is as far off as one that is infinite.
         self.gradient_sum = grad_UD.sum()
 
+    def prepared(self, episodes: "Arranged") -> "Arranged":
+        """Return these episodes, which are on the host, with all done that `announce` can do in
+        front of it, in one block of pinned memory. Any thread may call it, for any batch.
+        """
+        return episodes.planned(self.plan(episodes)).packed()
+
+    @abstractmethod
+    def plan(self, episodes: "Arranged") -> "RowPlan":
+        """Return which rows these episodes, which are on the host, need of each rank."""
+
     @abstractmethod
     def announce(self, episodes: "Arranged") -> "Arranged":
         """Tell all ranks how many rows these episodes, which are on the host, need of each, and
-        return them on the rank's device with their rows on the way.
+        return them on the rank's device with their rows on the way. They may be `prepared`.
         """

@@ -11,7 +11,8 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
-from gmeta.batches.episodes import RowFetch
+from gmeta.batches.episodes import RowFetch, RowPlan
+from gmeta.batches.transfer import unpacked
 from gmeta.parallel.exchange.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -29,16 +30,19 @@ class TorchRecExchange(Exchange):
         self._names = names
         self._device = device
 
+    def plan(self, episodes: "Arranged") -> RowPlan:
+        """Return the ids as the device needs them: TorchRec sorts them there."""
+        return RowPlan(None, (episodes.unique_ids_U, episodes.unique_lengths_B))
+
     def announce(self, episodes: "Arranged") -> "Arranged":
         """Start TorchRec's distribution of the ids, and return the episodes with it under way."""
+        if episodes.plan is None:
+            episodes = episodes.planned(self.plan(episodes))
         episodes = episodes.to(self._device)
+        assert episodes.plan is not None
+        ids_U, lengths_B = unpacked(episodes.plan.numbers)
         # Lengths of one id each and stride 1: every table's ids are one jagged sample.
-        ids = KeyedJaggedTensor(
-            keys=self._names,
-            values=episodes.unique_ids_U,
-            lengths=episodes.unique_lengths_B,
-            stride=1,
-        )
+        ids = KeyedJaggedTensor(keys=self._names, values=ids_U, lengths=lengths_B, stride=1)
         return episodes.fetched_by(
             _TorchRecFetch(self._tables, self._names, ids, self.saw_gradient)
         )
