@@ -7,10 +7,11 @@ torch's allocator of pinned memory gives a block out again when its copy is done
 from an event: as many blocks are in turn as batches are under way.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,18 +38,53 @@ def packed(tree: T) -> T:
     return mapped(tree, lambda tensor: there[id(tensor)])
 
 
-def mapped(tree: T, function: Callable[[Tensor], Tensor]) -> T:
-    """Return dataclasses and tuples with each tensor in them replaced by the function's value."""
+class Place(NamedTuple):
+    """Where a tensor stands in a block."""
+
+    start: int  # in bytes
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def in_one_block(tree: T, memory: Callable[[int], Tensor]) -> tuple[T, int]:
+    """Copy all tensors into the memory that is given for so many bytes; return the same with the
+    place of each instead, and how many bytes there are: what `out_of_block` takes, elsewhere.
+    """
+    tensors = _tensors_of(tree)
+    views = _packed(list(tensors.values()), memory)
+    places = [
+        Place(int(view.storage_offset()) * view.element_size(), view.dtype, tuple(view.shape))
+        for view in views
+    ]
+    there = dict(zip(tensors, places, strict=True))
+    end = max((place.start + view.nbytes for place, view in zip(places, views, strict=True)))
+    return mapped(tree, lambda tensor: there[id(tensor)]), end
+
+
+def out_of_block(tree: T, block: Tensor) -> T:
+    """Return what `in_one_block` was given, its tensors as views of a block."""
+
+    def view(place: Place) -> Tensor:
+        end = place.start + place.dtype.itemsize * math.prod(place.shape)
+        return block[place.start : end].view(place.dtype).view(place.shape)
+
+    return mapped(tree, view, Place)
+
+
+def mapped(tree: T, function: Callable[[Any], Any], kind: type = Tensor) -> T:
+    """Return dataclasses and tuples with each tensor in them, or whatever is of this kind, replaced
+    by the function's value.
+    """
 
     def of(part: Any) -> Any:
-        if isinstance(part, Tensor):
+        if isinstance(part, kind):
             return function(part)
-        kind: Any = type(part)
-        if names := _names_of_fields(kind):
-            return kind(*[of(getattr(part, name)) for name in names])
+        made: Any = type(part)
+        if names := _names_of_fields(made):
+            return made(*[of(getattr(part, name)) for name in names])
         if isinstance(part, tuple):
             parts = map(of, part)
-            return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
+            return made(*parts) if hasattr(part, "_fields") else tuple(parts)
         return part
 
     result: T = of(tree)
@@ -73,13 +109,21 @@ def _tensors_of(tree: Any) -> dict[int, Tensor]:
     return found
 
 
-def _packed(tensors: list[Tensor]) -> list[Tensor]:
-    """Return copies of tensors, one behind the other in one block of pinned memory."""
+def _pinned_memory(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _packed(
+    tensors: list[Tensor], memory: Callable[[int], Tensor] = _pinned_memory
+) -> list[Tensor]:
+    """Return copies of tensors, one behind the other in the memory that is given for so many
+    bytes.
+    """
     starts, end = [], 0
     for tensor in tensors:
         starts.append(end)
         end += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    places = _views(torch.empty(end, dtype=torch.uint8, pin_memory=True), starts, tensors)
+    places = _views(memory(end), starts, tensors)
     for place, tensor in zip(places, tensors, strict=True):
         place.copy_(tensor)
     return places
