@@ -32,6 +32,7 @@ from gmeta.learner import MetaLearner
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
 from gmeta.train import train
 from metaio.errors import NoDatasetError
+from tests.distributed.harness import on_ranks
 from tests.waiting import PATIENCE_S, wait_until
 
 CONFIG = """
@@ -174,6 +175,48 @@ def test_training_is_the_same_and_goes_on_in_the_middle_of_an_epoch(
     assert children() == before
 
 
+def train_both(ranks: Ranks, configs: list[TrainConfig]) -> None:
+    for config in configs:
+        train(config, ranks)
+
+
+@pytest.mark.distributed
+def test_training_is_the_same_on_two_ranks(click_logs: Path, tmp_path: Path) -> None:
+    keys = [*EVERYTHING, "run.epochs=2"]
+    threads = config_of(click_logs, tmp_path, *keys, f"run.dir={tmp_path}/threads")
+    processes = config_of(click_logs, tmp_path, *keys, "data.processes=2")
+    on_ranks(2, train_both, [threads, processes])
+    assert losses(processes) == losses(threads)
+    assert len(losses(threads)) == 2 * STEPS
+
+
+class EndsAWorkerOfTheSecond(Callback):
+    """Ends a process that makes batches of rank 1, in the middle of training."""
+
+    def on_step_end(self, run: Run, loss: torch.Tensor) -> None:
+        if run.step == 3 and torch.distributed.get_rank() == 1:
+            os.kill(children()[-1], signal.SIGKILL)
+
+
+def told_by(ranks: Ranks, config: TrainConfig) -> str:
+    try:
+        train(config, ranks)
+    except GMetaError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+def test_a_killed_one_ends_the_run_on_all_ranks_with_the_same_words(
+    click_logs: Path, tmp_path: Path
+) -> None:
+    callback = f"run.callbacks=['{__name__}:EndsAWorkerOfTheSecond']"
+    keys = "data.processes=2", "data.tasks_per_step=4", callback
+    one, other = on_ranks(2, told_by, config_of(click_logs, tmp_path, *keys))
+    assert one == other
+    assert "that make the batches of rank 1, was ended by SIGKILL (exit code -9)" in one
+
+
 def episodes_of(processes: Processes, learner: MetaLearner) -> Iterator[Any]:
     return processes.episodes(learner.arranging, 0, 0, STEPS)
 
@@ -225,6 +268,23 @@ def test_what_one_cannot_read_is_told_as_the_rank_would(
     with pytest.raises(NoDatasetError) as error:
         next(episodes_of(processes, learner))
     assert str(error.value) == str(expected.value)
+    processes.close()
+
+
+def test_one_that_fails_writes_why_and_is_named(
+    click_logs: Path, tmp_path: Path, ranks: Ranks, capfd: pytest.CaptureFixture[str]
+) -> None:
+    processes, _ = started(click_logs, tmp_path, ranks, 1)
+    pid = processes._workers[0].process.pid
+    no_way_to_arrange: Any = lambda: None  # noqa: E731
+    with pytest.raises(GMetaError) as error:
+        next(processes.episodes(no_way_to_arrange, 0, 0, STEPS))
+    assert str(error.value) == (
+        f"process {pid}, one of data.processes = 1 that make the batches of rank 0, ended with "
+        "exit code 1; what it wrote stands above. If memory ran out, lower data.processes, or set "
+        "it to 0 for threads; --resume goes on from the newest checkpoint"
+    )
+    assert "AttributeError: 'NoneType' object has no attribute 'in_epoch'" in capfd.readouterr().err
     processes.close()
 
 
